@@ -1,0 +1,1 @@
+"""workbench: a Jupyter-first bench for RL post-training of language models."""
