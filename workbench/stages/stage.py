@@ -1,18 +1,17 @@
-"""A stage is `DataProto → DataProto` plus metrics; a pipeline is a checked list of them."""
+"""A stage is `DataProto → DataProto` plus metrics: the contract, and the dull half of keeping it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from workbench.columns import declared
 from workbench.config import settings_hash
 from workbench.dataproto import DataProto, Origin
-from workbench.errors import PipelineError, describe, message, unknown
-from workbench.metrics import Metric
+from workbench.errors import PipelineError, describe, message
+from workbench.metrics import Max, Mean, Metric, Min
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,12 @@ class Stage(Protocol):
     def load_state(self, state: Mapping[str, float]) -> None:
         """Back to what `state` gave."""
 
+    def with_function(self, function: Callable[..., Any]) -> Stage:
+        """The same stage around another function (a reward, an estimator); refused where there is none."""
+
 
 class BaseStage:
-    """The dull half of a stage: no learners, no state. Leaves override what they have."""
+    """The dull half of a stage: no learners, no state, no function. Leaves state what they have."""
 
     name: str = ""
     reads: tuple[str, ...] = ()
@@ -75,13 +77,9 @@ class BaseStage:
     updates: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """Public attributes that are not engines or the contract itself."""
-        skip = {"name", "reads", "writes", "updates"}
-        return {
-            key: value
-            for key, value in vars(self).items()
-            if not key.startswith("_") and key not in skip
-        }
+        """Every public attribute but the contract itself; engines are kept private by their stages."""
+        contract = {"name", "reads", "writes", "updates"}
+        return {key: value for key, value in vars(self).items() if not key.startswith("_") and key not in contract}
 
     def learners(self) -> tuple[Any, ...]:
         """None, unless a leaf says otherwise."""
@@ -96,12 +94,46 @@ class BaseStage:
         if state:
             raise PipelineError(message(f"stage {self.name!r} keeps no state", found=describe(dict(state))))
 
-    def origin(self, batch: DataProto) -> Origin:
-        """Who writes: this stage, the batch's step, its settings."""
+    def with_function(self, function: Callable[..., Any]) -> Stage:
+        """Refused: there is no function to replace."""
+        name = getattr(function, "__name__", describe(function))
+        raise PipelineError(
+            message(
+                f"stage {self.name!r} is not built around a function",
+                expected="a stage in its place",
+                found=f"the function {name}",
+                do="construct the stage you want and pass that",
+            )
+        )
+
+    def written(self, batch: DataProto, columns: Mapping[str, Any]) -> DataProto:
+        """`batch` with the stage's columns, signed with who wrote them."""
         versions = [learner.version for learner in self.learners()]
-        return Origin(
+        origin = Origin(
             stage=self.name,
             step=batch.meta_info.get("step"),
             policy_version=max(versions) if versions else None,
             settings=settings_hash(self.settings()),
         )
+        return batch.with_columns(columns, origin=origin)
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{key}={_short(value)}" for key, value in self.settings().items())
+        return f"{type(self).__name__}({settings})"
+
+
+def _short(value: Any) -> str:
+    name = getattr(value, "__name__", None)
+    return name if isinstance(name, str) else describe(value, 60)
+
+
+def spread(prefix: str, values: torch.Tensor) -> dict[str, Metric]:
+    """`prefix/mean`, `/max`, `/min` of a flat tensor; {} when it is empty."""
+    if values.numel() == 0:
+        return {}
+    values = values.double()
+    return {
+        f"{prefix}/mean": Mean.of(values.mean().item(), values.numel()),
+        f"{prefix}/max": Max(values.max().item()),
+        f"{prefix}/min": Min(values.min().item()),
+    }

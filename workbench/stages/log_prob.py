@@ -1,0 +1,59 @@
+"""Log-probs of the sampled tokens: used twice, for the policy before its update and for the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.dataproto import DataProto
+from workbench.engines.protocol import LogProbModel
+from workbench.functional import masked_mean
+from workbench.metrics import Max, Mean, Metric
+from workbench.stages.stage import BaseStage, Outcome
+
+SCORED_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
+"""What any scoring pass reads."""
+
+
+class LogProb(BaseStage):
+    """Score every response token under a model, at the temperature that it was sampled with.
+
+    With `entropy=True` it writes `entropys` as well, and the metric `actor/entropy`. Where the rollout's
+    own log-probs are there, the largest difference from them is a metric: near 1e-6 in float32.
+    """
+
+    def __init__(
+        self,
+        model: LogProbModel,
+        *,
+        name: str = "old_log_prob",
+        column: str = "old_log_probs",
+        entropy: bool = False,
+        temperature: float = 1.0,
+    ) -> None:
+        self._model = model
+        self.name = name
+        self.column = column
+        self.entropy = entropy
+        self.temperature = temperature
+        self.reads = SCORED_COLUMNS
+        self.writes = (column, "entropys") if entropy else (column,)
+
+    def learners(self) -> tuple[Any, ...]:
+        """The policy, when that is what scores; a frozen reference owns no version."""
+        return (self._model,) if hasattr(self._model, "state_id") else ()
+
+    def __call__(self, batch: DataProto) -> Outcome:
+        """B rows in, B rows with log-probs out."""
+        want = ("log_probs", "entropy") if self.entropy else ("log_probs",)
+        scores = self._model.score(batch.select(list(SCORED_COLUMNS)), want, self.temperature)
+        columns = {self.column: scores["log_probs"]}
+        metrics: dict[str, Metric] = {}
+        if self.entropy:
+            mask = batch["response_mask"]
+            columns["entropys"] = scores["entropy"]
+            metrics["actor/entropy"] = Mean.of(masked_mean(scores["entropy"], mask).item(), mask.sum().item())
+            if "rollout_log_probs" in batch:
+                gap = (scores["log_probs"].exp() - batch["rollout_log_probs"].exp()).abs() * mask
+                metrics["training/rollout_probs_diff_max"] = Max(gap.max().item())
+                metrics["training/rollout_probs_diff_mean"] = Mean.of(masked_mean(gap, mask).item(), mask.sum().item())
+        return Outcome(self.written(batch, columns), metrics)

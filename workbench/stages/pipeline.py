@@ -1,0 +1,130 @@
+"""An ordered list of stages, checked when it is built: before any model is loaded or GPU asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from workbench.columns import COLUMNS, declared
+from workbench.dataproto import DataProto
+from workbench.errors import ColumnMissing, PipelineError, message, unknown
+from workbench.stages.stage import Stage
+
+
+class Pipeline:
+    """`Pipeline([rollout, reward, …])`: iterate it, index it by position or stage name, print it.
+
+    Columns that the data set writes (see `columns.COLUMNS`) are there from the start; a column that is
+    declared nowhere is taken to come with the data, and asked for when the first batch arrives.
+    Raises `PipelineError` where a stage reads what only a later stage writes, or nobody.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = tuple(stages)
+        names = [stage.name for stage in self._stages]
+        doubled = {name for name in names if names.count(name) > 1}
+        if doubled:
+            raise PipelineError(message("two stages have one name", found=", ".join(sorted(doubled))))
+        self._check_reads()
+
+    def _check_reads(self) -> None:
+        present = {column.name for column in COLUMNS.values() if column.writer == "dataset"}
+        for position, stage in enumerate(self._stages):
+            for column in stage.reads:
+                if column not in present:
+                    self._refuse_unless_data(column, stage, self._stages[position + 1 :])
+            present.update(stage.writes)
+
+    @staticmethod
+    def _refuse_unless_data(column: str, stage: Stage, later: tuple[Stage, ...]) -> None:
+        for other in later:
+            if column in other.writes:
+                raise PipelineError(
+                    f"stage {stage.name!r} reads {column!r} but nothing before it writes that; "
+                    f"stage {other.name!r} does: move it before {stage.name!r}"
+                )
+        known = declared(column)
+        if known is not None:
+            raise PipelineError(
+                f"stage {stage.name!r} reads {column!r} but no stage writes that; "
+                f"add the stage {known.writer!r} before {stage.name!r}"
+            )
+
+    # --- a sequence of stages -------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self._stages)
+
+    def __getitem__(self, key: int | str) -> Stage:
+        return self._stages[self.index(key) if isinstance(key, str) else key]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Stage names in order."""
+        return tuple(stage.name for stage in self._stages)
+
+    def index(self, name: str) -> int:
+        """Position of the stage called `name`."""
+        if name not in self.names:
+            raise PipelineError(unknown("stage of this pipeline", name, self.names))
+        return self.names.index(name)
+
+    def replace(self, name: str, other: Any) -> Pipeline:
+        """A pipeline with one stage replaced by a stage, or by the same stage around another function."""
+        position = self.index(name)
+        old = self._stages[position]
+        new = other if isinstance(other, Stage) else old.with_function(other)
+        if new.name != old.name:
+            raise PipelineError(
+                message(f"stage {old.name!r} can only be replaced by one of its name", found=repr(new.name))
+            )
+        return Pipeline([*self._stages[:position], new, *self._stages[position + 1 :]])
+
+    # --- what lives in it -----------------------------------------------------------------
+
+    def learners(self) -> dict[str, Any]:
+        """Role → learner for every learner that a stage updates: `actor`, `critic`."""
+        return {stage.name.removeprefix("update_"): stage.learners()[0] for stage in self._stages if stage.updates}
+
+    def state(self) -> dict[str, dict[str, float]]:
+        """Stage name → its controllers' state, for those that have any."""
+        return {stage.name: stage.state() for stage in self._stages if stage.state()}
+
+    def load_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Back to what `state` gave."""
+        for name, values in state.items():
+            self[name].load_state(values)
+
+    def check(self, batch: DataProto) -> None:
+        """Refuse a batch that lacks what the data set must bring."""
+        written: set[str] = set()
+        for stage in self._stages:
+            missing = [name for name in stage.reads if name not in written and name not in batch]
+            if missing:
+                raise ColumnMissing(
+                    message(
+                        f"stage {stage.name!r} reads {missing}, which no stage writes and the batch does not bring",
+                        found=", ".join(batch.columns),
+                        do="add the column to the data set, or name the one that it has",
+                    )
+                )
+            written.update(stage.writes)
+
+    # --- looking --------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        lines = [f"Pipeline of {len(self)} stages"]
+        for stage in self._stages:
+            lines.append(f"  {stage.name:<14} {', '.join(stage.reads)} → {', '.join(stage.writes)}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from workbench.views.traces import pipeline_html
+
+        return pipeline_html(self)
