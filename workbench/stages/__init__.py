@@ -1,1 +1,26 @@
+"""The phases of a training step, each an object a cell can call."""
 
+from workbench.stages.advantage import Advantage
+from workbench.stages.log_prob import LogProb
+from workbench.stages.losses import PolicyLoss, ValueLoss
+from workbench.stages.pipeline import Pipeline
+from workbench.stages.reward import Reward
+from workbench.stages.rollout import Rollout
+from workbench.stages.stage import BaseStage, Outcome, Stage
+from workbench.stages.update import Update
+from workbench.stages.values import Values
+
+__all__ = [
+    "Advantage",
+    "BaseStage",
+    "LogProb",
+    "Outcome",
+    "Pipeline",
+    "PolicyLoss",
+    "Reward",
+    "Rollout",
+    "Stage",
+    "Update",
+    "ValueLoss",
+    "Values",
+]

@@ -1,0 +1,171 @@
+"""Advantage: rewards (and values, and KL) become one number per response token."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from workbench.dataproto import DataProto
+from workbench.errors import PipelineError, message, unknown
+from workbench.functional import explained_variance, kl_penalty, masked_mean
+from workbench.metrics import Count, Mean, Metric
+from workbench.stages.stage import BaseStage, Outcome, spread
+
+INPUTS: Mapping[str, tuple[str, ...]] = {
+    "scores": ("token_level_scores",),
+    "groups": ("uid",),
+    "mask": ("response_mask",),
+    "scored": ("scored",),
+    "token_level_rewards": ("token_level_scores",),
+    "rewards": ("token_level_scores",),
+    "values": ("values",),
+    "old_log_probs": ("old_log_probs",),
+    "ref_log_prob": ("ref_log_prob",),
+}
+"""What an estimator may ask for, by the name of its argument (a shape suffix such as `_BT` is dropped),
+and the columns it comes from. `scores` [B] is the sum of a row's token rewards, `groups` [B] int64
+numbers the uids, `rewards` is `token_level_rewards` [B, T]. Settings follow as other arguments."""
+
+
+class Advantage(BaseStage):
+    """`Advantage(grpo)`, `Advantage(gae, gamma=1.0, lam=0.95)`, or any function of the same arguments.
+
+    The estimator is a pure function; it gets the inputs that its argument names ask for (`INPUTS`) and
+    the settings given here, and returns advantages [B, T], or (advantages, returns). With
+    `kl_controller` a penalty β·KL(policy‖reference) is taken off every token's reward first and the
+    controller is told the batch's KL (verl's KL in reward); its β is state of this stage.
+    """
+
+    name = "advantage"
+    writes = ("token_level_rewards", "advantages", "returns")
+
+    def __init__(
+        self,
+        estimator: Callable[..., Any],
+        *,
+        kl_controller: Any = None,
+        kl_kind: str = "k1",
+        **settings: Any,
+    ) -> None:
+        self.estimator = estimator
+        self.kl_kind = kl_kind
+        self.estimator_settings = settings
+        self._controller = kl_controller
+        self._asked = _asked(estimator, settings)
+        columns = [column for name in self._asked.values() for column in INPUTS[name]]
+        if kl_controller is not None:
+            columns += ["old_log_probs", "ref_log_prob"]
+        self.reads = tuple(dict.fromkeys(["token_level_scores", "response_mask", "reward", *columns]))
+
+    def settings(self) -> dict[str, Any]:
+        """The estimator and its settings flat, and the KL's where there is one."""
+        plain: dict[str, Any] = {"estimator": self.estimator, **self.estimator_settings}
+        if self._controller is not None:
+            plain |= {"kl_kind": self.kl_kind, "kl_controller": repr(self._controller)}
+        return plain
+
+    def state(self) -> dict[str, float]:
+        """The KL controller's."""
+        return self._controller.state() if self._controller is not None else {}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Back to what `state` gave."""
+        if self._controller is not None:
+            self._controller.load_state(dict(state))
+
+    def with_function(self, function: Callable[..., Any]) -> Advantage:
+        """The same stage around another estimator, with those of the settings that it takes."""
+        known = inspect.signature(function).parameters
+        settings = {name: value for name, value in self.estimator_settings.items() if name in known}
+        return Advantage(function, kl_controller=self._controller, kl_kind=self.kl_kind, **settings)
+
+    def __call__(self, batch: DataProto) -> Outcome:
+        """B rows in, B rows with advantages and returns out."""
+        mask = batch["response_mask"]
+        rewards, metrics = self._penalised(batch)
+        groups = group_numbers(batch["uid"])
+        inputs = {
+            "scores": rewards.sum(-1) + self._unplaced(batch),
+            "groups": groups,
+            "mask": mask,
+            "token_level_rewards": rewards,
+            "rewards": rewards,
+        }
+        for name in ("scored", "values", "old_log_probs", "ref_log_prob"):
+            if name in batch:
+                inputs[name] = batch[name]
+        result = self.estimator(**{arg: inputs[name] for arg, name in self._asked.items()}, **self.estimator_settings)
+        advantages, returns = result if isinstance(result, tuple) else (result, result)
+        self._check(advantages, mask)
+        columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
+        metrics |= self._metrics(batch, columns, groups)
+        return Outcome(self.written(batch, columns), metrics)
+
+    def _penalised(self, batch: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
+        scores, mask = batch["token_level_scores"], batch["response_mask"]
+        if self._controller is None:
+            return scores, {}
+        kl = kl_penalty(batch["old_log_probs"], batch["ref_log_prob"], self.kl_kind) * mask
+        beta = self._controller.value
+        current = masked_mean(kl, mask, dim=-1).mean().item()
+        self._controller.update(current, len(batch))
+        metrics: dict[str, Metric] = {
+            "actor/reward_kl_penalty": Mean.of(current, len(batch)),
+            "actor/reward_kl_penalty_coeff": Mean.of(beta),
+        }
+        return scores - beta * kl, metrics
+
+    @staticmethod
+    def _unplaced(batch: DataProto) -> torch.Tensor:
+        """The reward of rows that had no token to carry it (empty responses): it still counts in its group."""
+        return batch["reward"] * (batch["response_mask"].sum(-1) == 0)
+
+    def _check(self, advantages: Any, mask: torch.Tensor) -> None:
+        name = getattr(self.estimator, "__name__", repr(self.estimator))
+        if not isinstance(advantages, torch.Tensor) or advantages.shape != mask.shape:
+            found = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
+            raise PipelineError(message(f"advantages of {name}", expected=f"[B, T] = {tuple(mask.shape)}", found=found))
+        if not advantages.isfinite().all():
+            rows = sorted(set((~advantages.isfinite()).nonzero()[:, 0].tolist()))
+            raise PipelineError(message(f"advantages of {name}", expected="finite numbers", found=f"NaN or inf in rows {rows[:8]}"))
+
+    def _metrics(self, batch: DataProto, columns: dict[str, torch.Tensor], groups: torch.Tensor) -> dict[str, Metric]:
+        mask = batch["response_mask"].bool()
+        sizes = torch.bincount(groups)
+        metrics: dict[str, Metric] = {
+            **spread("critic/rewards", columns["token_level_rewards"].sum(-1)),
+            **spread("critic/advantages", columns["advantages"][mask]),
+            **spread("critic/returns", columns["returns"][mask]),
+            "advantage/singleton_groups": Count(int((sizes == 1).sum())),
+            "advantage/zero_rows": Count(int(((columns["advantages"] * mask).abs().sum(-1) == 0).sum())),
+        }
+        if "values" in batch and mask.any():
+            explained = explained_variance(batch["values"], columns["returns"], mask)
+            metrics["critic/vf_explained_var"] = Mean.of(float(explained))
+        return metrics
+
+
+def _asked(estimator: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, str]:
+    """Argument → input name for every argument that names an input; refuses what nobody can give."""
+    asked = {}
+    for argument, parameter in inspect.signature(estimator).parameters.items():
+        base = argument
+        for suffix in ("_BT", "_B"):
+            base = base.removesuffix(suffix)
+        if argument in settings or parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        if base in INPUTS:
+            asked[argument] = base
+        elif parameter.default is parameter.empty:
+            name = getattr(estimator, "__name__", repr(estimator))
+            raise PipelineError(f"estimator {name}: " + unknown("input of an estimator", argument, INPUTS))
+    return asked
+
+
+def group_numbers(uids: Any) -> torch.Tensor:
+    """[B] int64: 0 for the rows of the first uid seen, 1 for the next, …"""
+    numbers: dict[str, int] = {}
+    return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=torch.long)

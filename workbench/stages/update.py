@@ -1,0 +1,129 @@
+"""Update: epochs × mini-batches (an optimizer step each) × micro-batches (memory only).
+
+One class, used twice: for the critic and for the actor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workbench.config import require
+from workbench.dataproto import DataProto
+from workbench.engines.protocol import Learned, Learner, Normalisers
+from workbench.metrics import Mean, Metric, reduce
+from workbench.seeds import derive
+from workbench.stages.log_prob import SCORED_COLUMNS
+from workbench.stages.losses import PolicyLoss, ValueLoss, loss_mask
+from workbench.stages.stage import BaseStage, Outcome
+
+
+class Update(BaseStage):
+    """Change a learner's weights with a loss.
+
+    `ppo_mini_batch_size` counts *prompts*, as verl's does: one optimizer step sees that many groups
+    (None: the whole batch); an uneven last mini-batch is fine. `from_step` skips the update before that
+    step (critic warm-up holds the actor still); the columns are written all the same. How a
+    mini-batch is cut into micro-batches is the learner's business and changes no number beyond rounding.
+    """
+
+    updates = True
+
+    def __init__(
+        self,
+        learner: Learner,
+        loss: PolicyLoss | ValueLoss,
+        *,
+        name: str = "update_actor",
+        ppo_epochs: int = 1,
+        ppo_mini_batch_size: int | None = None,
+        shuffle: bool = False,
+        from_step: int = 0,
+        temperature: float = 1.0,
+    ) -> None:
+        require(ppo_epochs >= 1, "ppo_epochs", expected="≥ 1", found=ppo_epochs)
+        require(
+            ppo_mini_batch_size is None or ppo_mini_batch_size >= 1,
+            "ppo_mini_batch_size",
+            expected="≥ 1 prompts, or None for all",
+            found=ppo_mini_batch_size,
+        )
+        self.name = name
+        self._learner = learner
+        self._loss = loss
+        self.ppo_epochs = ppo_epochs
+        self.ppo_mini_batch_size = ppo_mini_batch_size
+        self.shuffle = shuffle
+        self.from_step = from_step
+        self.temperature = temperature
+        self.reads = (*SCORED_COLUMNS, "scored", *loss.reads)
+        self.writes = loss.writes
+
+    def settings(self) -> dict[str, Any]:
+        """Its own, and the loss's."""
+        return {**super().settings(), "loss": type(self._loss).__name__, **self._loss.to_dict()}
+
+    def learners(self) -> tuple[Any, ...]:
+        """Whose weights it changes."""
+        return (self._learner,)
+
+    @property
+    def role(self) -> str:
+        """`actor` or `critic`: the prefix of its metrics."""
+        return self.name.removeprefix("update_")
+
+    def __call__(self, batch: DataProto) -> Outcome:
+        """B rows in, new weights, B rows with what the last pass over each saw."""
+        step = batch.meta_info.get("step", 0)
+        if step < self.from_step:
+            return Outcome(self.written(batch, self._unchanged(batch)), {f"{self.role}/skipped": Mean(1.0)})
+        rows = batch.select(list(self.reads))
+        columns: dict[str, torch.Tensor] = {}
+        steps: list[dict[str, float]] = []
+        for epoch in range(self.ppo_epochs):
+            for indices in self._mini_batches(batch, epoch):
+                learned = self._learn(rows.select_idxs(indices))
+                steps.append(reduce([learned.metrics]))
+                _scatter(columns, learned.columns, indices, len(batch))
+        self._learner.commit()
+        metrics: dict[str, Metric] = {
+            (key if "/" in key else f"{self.role}/{key}"): Mean(
+                sum(one[key] for one in steps), len(steps)
+            )
+            for key in steps[0]
+        }
+        return Outcome(self.written(batch, columns), metrics)
+
+    def _learn(self, rows: DataProto) -> Learned:
+        mask = loss_mask(rows)
+        normalisers = Normalisers(tokens=mask.sum().item(), sequences=float((mask.sum(-1) > 0).sum()))
+        return self._learner.learn(rows, self._loss, normalisers, self.temperature)
+
+    def _mini_batches(self, batch: DataProto, epoch: int) -> list[torch.Tensor]:
+        """Row indices of each optimizer step of one epoch."""
+        order = torch.arange(len(batch))
+        if self.shuffle:
+            meta = batch.meta_info
+            seed = derive(meta.get("seed", 0), f"shuffle/{self.name}", meta.get("step", 0), epoch)
+            order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+        if self.ppo_mini_batch_size is None:
+            return [order]
+        return list(order.split(self.ppo_mini_batch_size * batch.meta_info.get("group_size", 1)))
+
+    def _unchanged(self, batch: DataProto) -> dict[str, torch.Tensor]:
+        still = {
+            "new_log_probs": lambda: batch["old_log_probs"],
+            "clipped": lambda: torch.zeros_like(batch["response_mask"], dtype=torch.bool),
+        }
+        return {name: still[name]() for name in self.writes}
+
+
+def _scatter(
+    columns: dict[str, torch.Tensor], part: Any, indices: torch.Tensor, rows: int
+) -> None:
+    """Write a mini-batch's [b, T] columns into the batch's [B, T] ones; later passes overwrite earlier."""
+    for name, values in part.items():
+        if name not in columns:
+            columns[name] = torch.zeros((rows, *values.shape[1:]), dtype=values.dtype)
+        columns[name][indices] = values
