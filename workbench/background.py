@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -86,3 +86,18 @@ def check() -> None:
     """Raise `Interrupted` if somebody asked the work to stop."""
     if _stop.is_set():
         raise Interrupted("the work was interrupted; everything finished before is kept")
+
+
+async def beside(function: Callable[..., T], *args: Any) -> T:
+    """Run blocking work in a thread beside the caller's loop, so that buttons and displays stay alive.
+
+    When the awaiting task is cancelled (a cell is interrupted) the work is asked to stop, waited for,
+    and the cancellation goes on.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        with interrupting():
+            await asyncio.wait([work])
+        raise

@@ -86,8 +86,8 @@ def ppo(
 ) -> Pipeline:
     """PPO with a critic and GAE; KL to the frozen reference in the reward, fixed or adaptive.
 
-    The critic is a copy of the policy with a value head unless one is given; during the first
-    `critic_warmup` steps it learns alone. `kl_target` makes the KL coefficient adaptive.
+    The critic is a copy of the policy with a value head unless one is given; it learns alone while
+    the step is below `critic_warmup`. `kl_target` makes the KL coefficient adaptive.
     Schulman et al. 2017, https://arxiv.org/abs/1707.06347; Ziegler et al. 2019 for the KL.
     """
     sampling = _sampling(sampling, temperature, max_tokens)
@@ -106,7 +106,7 @@ def ppo(
         Values(critic),
         Advantage(gae, gamma=gamma, lam=lam, kl_controller=controller, kl_kind=kl_kind),
         Update(critic, ValueLoss(cliprange_value=clip_value), name="update_critic", **minis),
-        Update(engine, loss, from_step=critic_warmup + 1 if critic_warmup else 0, temperature=heat, **minis),
+        Update(engine, loss, from_step=critic_warmup, temperature=heat, **minis),
     ]
     return Pipeline(stages)
 

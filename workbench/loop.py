@@ -1,0 +1,120 @@
+"""The page that tells the algorithm.
+
+A training step is: take the next prompts, run the stages in order (rollout, reward, log-probs, values,
+advantage, updates), and let whoever watches look at the trace. Everything else (metrics files,
+checkpoints, validation, displays) watches through `Observer` and cannot change a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from workbench import background
+from workbench.dataproto import DataProto
+from workbench.stages import Pipeline
+from workbench.stepper import Stepper
+from workbench.trace import Trace, perform
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One step, done."""
+
+    step: int
+    epoch: int
+    metrics: dict[str, float]
+    trace: Trace
+
+
+class Observer(Protocol):
+    """Watches a loop. What it raises ends the loop."""
+
+    def on_start(self, start: int, steps: int) -> None:
+        """Before step `start`; the last will be `steps`."""
+
+    def on_step(self, report: StepReport) -> None:
+        """After every step."""
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Once, however it ended."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a loop ended: after its last step, or stopped before the update of one."""
+
+    step: int
+    """The last step that is part of the weights."""
+    stopped: Stepper | None = None
+    """Stands before the update of the step that met `break_if`."""
+
+
+Condition = Callable[[Mapping[str, float]], bool]
+
+
+def run_step(pipeline: Pipeline, batch: DataProto) -> Trace:
+    """One training step: every stage once, in order."""
+    trace = Trace(batch)
+    for stage in pipeline:
+        trace = trace.add(perform(stage, trace.batch))
+    return trace
+
+
+def run_step_unless(pipeline: Pipeline, batch: DataProto, condition: Condition) -> tuple[Trace, Stepper | None]:
+    """One training step that is taken back to before its first update where its metrics meet a condition.
+
+    A condition on a metric that the step has not measured yet counts as not met.
+    """
+    stepper = Stepper(pipeline, batch).run()
+    if not _met(condition, stepper.trace.metrics):
+        return stepper.trace, None
+    return stepper.trace, stepper.back(to=next(stage.name for stage in pipeline if stage.updates))
+
+
+def _met(condition: Condition, metrics: Mapping[str, float]) -> bool:
+    try:
+        return bool(condition(metrics))
+    except KeyError:
+        return False
+
+
+async def train(
+    pipeline: Pipeline,
+    rows: Any,
+    *,
+    steps: int,
+    batch_size: int,
+    seed: int = 0,
+    start: int = 1,
+    observers: Sequence[Observer] = (),
+    break_if: Condition | None = None,
+) -> Ending:
+    """Steps `start` to `steps`, each beside the caller's event loop.
+
+    `rows.batch(batch_size, step=…, seed=…)` is a function of the step, so that a resumed loop sees
+    what the first one would have seen.
+    """
+    error: BaseException | None = None
+    for observer in observers:
+        observer.on_start(start, steps)
+    try:
+        for step in range(start, steps + 1):
+            batch = rows.batch(batch_size, step=step, seed=seed)
+            if break_if is None:
+                trace, stopped = await background.beside(run_step, pipeline, batch), None
+            else:
+                trace, stopped = await background.beside(run_step_unless, pipeline, batch, break_if)
+            if stopped is not None:
+                return Ending(step - 1, stopped)
+            report = StepReport(step=step, epoch=batch.meta_info["epoch"], metrics=trace.metrics, trace=trace)
+            for observer in observers:
+                await background.beside(observer.on_step, report)
+        return Ending(steps)
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        for observer in observers:
+            observer.on_end(error)

@@ -1,0 +1,238 @@
+"""The Stepper: one batch through one phase at a time; back, change one thing, run on, compare.
+
+    s = Stepper(pipeline, rows.batch(8)).run(until="advantage")
+    t = s.fork().back(to="reward").replace("reward", other_reward).run(until="advantage")
+    s.compare(t)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.compare import Comparison, compare
+from workbench.dataproto import DataProto
+from workbench.errors import PipelineError, message
+from workbench.snapshots import Snapshots, states
+from workbench.stages import Pipeline, Stage
+from workbench.trace import Phase, Trace, perform
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """Where a stepper stood before a phase: weights by name, controllers by value."""
+
+    weights: dict[str, str]
+    controllers: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A phase that may be used again: the very stage, what it read, and the weights it read it with."""
+
+    stage: Stage
+    given: tuple[Any, ...]
+    weights: tuple[str, ...]
+    phase: Phase
+
+
+class Stepper:
+    """Steps one batch through a pipeline. Every method returns the stepper, so that calls chain.
+
+    A stepper owns a policy version: forks share weights until one of them updates, and a stage that
+    runs at another version gets its own weights back first. A stage whose reads have not changed is
+    not run again after `back`: rollouts and log-probs survive a change of reward or estimator.
+    """
+
+    def __init__(self, pipeline: Pipeline | Sequence[Stage], batch: DataProto) -> None:
+        self._pipeline = pipeline if isinstance(pipeline, Pipeline) else Pipeline(pipeline)
+        self._pipeline.check(batch)
+        self._trace = Trace(batch)
+        self._snapshots = Snapshots()
+        self._standings = [self._standing()]
+        self._done: dict[str, _Done] = {}
+
+    # --- what there is --------------------------------------------------------------------
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The stages, as they are now: what `train` will run."""
+        return self._pipeline
+
+    @property
+    def trace(self) -> Trace:
+        """The phases that have run."""
+        return self._trace
+
+    @property
+    def batch(self) -> DataProto:
+        """The batch after the last phase."""
+        return self._trace.batch
+
+    @property
+    def position(self) -> int:
+        """How many phases have run."""
+        return len(self._trace)
+
+    @property
+    def upcoming(self) -> str | None:
+        """The stage that `next` will run; None after the last."""
+        return self._pipeline.names[self.position] if self.position < len(self._pipeline) else None
+
+    # --- forwards -------------------------------------------------------------------------
+
+    def next(self) -> Stepper:
+        """Run one phase."""
+        if self.upcoming is None:
+            raise PipelineError(
+                message(
+                    "this step is over",
+                    found=f"all {len(self._pipeline)} phases have run",
+                    do="go back(to=…), or make a Stepper of the next batch: rows.batch(n, step=2)",
+                )
+            )
+        stage = self._pipeline[self.position]
+        self._align()
+        phase = self._reusable(stage)
+        if phase is None:
+            given = self._given(stage)
+            phase = self._perform(stage)
+            if not stage.updates:
+                self._done[stage.name] = _Done(stage, given, self._weights(stage), phase)
+        self._trace = self._trace.add(phase)
+        self._standings.append(self._standing())
+        return self
+
+    def run(self, until: str | None = None) -> Stepper:
+        """Run on, the phase `until` included; without it, to the end of the step."""
+        last = len(self._pipeline) if until is None else self._pipeline.index(until) + 1
+        while self.position < last:
+            self.next()
+        return self
+
+    # --- backwards ------------------------------------------------------------------------
+
+    def back(self, to: str | None = None) -> Stepper:
+        """Stand before the phase `to` again (without it: before the last one that ran).
+
+        Weights, optimizer and controllers are those of that moment, exactly.
+        """
+        position = self._pipeline.index(to) if to is not None else self.position - 1
+        if not 0 <= position <= self.position:
+            raise PipelineError(
+                message(
+                    f"cannot go back to {to or 'an earlier phase'}",
+                    found=f"only {', '.join(self._trace.names) or 'nothing'} has run",
+                    do="use run(until=…) to go forwards",
+                )
+            )
+        self._trace = self._trace.first(position)
+        self._standings = self._standings[: position + 1]
+        self._align()
+        return self
+
+    # --- what if --------------------------------------------------------------------------
+
+    def replace(self, name: str, other: Any) -> Stepper:
+        """Use another stage, or another function in the same stage, from here on.
+
+        Raises `PipelineError` where that phase has run already: go back first.
+        """
+        position = self._pipeline.index(name)
+        if position < self.position:
+            raise PipelineError(
+                message(f"phase {name!r} has run already", do=f"back(to={name!r}).replace({name!r}, …)")
+            )
+        self._pipeline = self._pipeline.replace(name, other)
+        self._pipeline.check(self._trace.start)
+        return self
+
+    def fork(self) -> Stepper:
+        """Another stepper at the same place; the batch, the weights and the snapshots are shared."""
+        twin = object.__new__(Stepper)
+        twin.__dict__.update(self.__dict__)
+        twin._standings = list(self._standings)
+        twin._done = dict(self._done)
+        return twin
+
+    def compare(self, other: Stepper | Trace) -> Comparison:
+        """This step beside another: columns that differ, rows that changed most, metrics."""
+        return compare(self._trace, other.trace if isinstance(other, Stepper) else other)
+
+    # --- inside ---------------------------------------------------------------------------
+
+    def _standing(self) -> _Standing:
+        return _Standing(states(self._pipeline.learners()), self._pipeline.state())
+
+    def _align(self) -> None:
+        """Weights and controllers as they were when this stepper stood here."""
+        standing = self._standings[-1]
+        for role, learner in self._pipeline.learners().items():
+            if role in standing.weights:
+                self._snapshots.align(role, learner, standing.weights[role])
+        for name, values in standing.controllers.items():
+            if self._pipeline[name].state().keys() == values.keys():
+                self._pipeline[name].load_state(values)
+
+    def _perform(self, stage: Stage) -> Phase:
+        """Run it; an update that fails half-way leaves the weights as they were."""
+        if not stage.updates:
+            return perform(stage, self.batch)
+        for learner in stage.learners():
+            self._snapshots.take(learner)
+        try:
+            return perform(stage, self.batch)
+        except BaseException:
+            self._align()
+            raise
+
+    def _given(self, stage: Stage) -> tuple[Any, ...]:
+        return tuple(self.batch[name] for name in stage.reads)
+
+    @staticmethod
+    def _weights(stage: Stage) -> tuple[str, ...]:
+        return tuple(getattr(learner, "state_id", "") for learner in stage.learners())
+
+    def _reusable(self, stage: Stage) -> Phase | None:
+        """What the stage would write, where nothing that it reads has changed since it last ran here.
+
+        A stage with a controller is always run: its controller must see the batch.
+        """
+        done = self._done.get(stage.name)
+        if done is None or done.stage is not stage or stage.state() or done.weights != self._weights(stage):
+            return None
+        given = self._given(stage)
+        if len(given) != len(done.given) or any(a is not b for a, b in zip(given, done.given, strict=True)):
+            return None
+        if done.phase.rows is not None:
+            return _marked(done.phase, done.phase.batch)
+        written = done.phase.delta()
+        kept = self.batch.without(*(name for name in written.columns if name in self.batch))
+        return _marked(done.phase, kept.union(written))
+
+    # --- looking --------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        from workbench.views.traces import stepper_text
+
+        return stepper_text(self)
+
+    def _repr_html_(self) -> str:
+        from workbench.views.traces import stepper_html
+
+        return stepper_html(self)
+
+
+def _marked(phase: Phase, batch: DataProto) -> Phase:
+    return Phase(
+        stage=phase.stage,
+        batch=batch,
+        wrote=phase.wrote,
+        metrics=phase.metrics,
+        settings=phase.settings,
+        source=phase.source,
+        seconds=0.0,
+        rows=phase.rows,
+        reused=True,
+    )
