@@ -58,27 +58,69 @@ COLUMNS: Mapping[str, Column] = _declare(
     _tensor("prompts", "int", "B S", "rollout", "Prompt token ids, left-padded."),
     _tensor("prompt_mask", "int", "B S", "rollout", "1 on prompt tokens, 0 on padding."),
     _tensor("responses", "int", "B T", "rollout", "Response token ids, right-padded."),
-    _tensor("response_mask", "int", "B T", "rollout", "1 on the model's own tokens, 0 on padding and tool or user text."),
+    _tensor(
+        "response_mask", "int", "B T", "rollout", "1 on the model's own tokens, 0 on padding and tool or user text."
+    ),
     _tensor("input_ids", "int", "B S+T", "rollout", "Prompt and response ids side by side."),
     _tensor("attention_mask", "int", "B S+T", "rollout", "1 on real tokens, 0 on padding."),
     _tensor("position_ids", "int", "B S+T", "rollout", "Position of each real token in its row, from 0."),
-    _tensor("rollout_log_probs", "float", "B T", "rollout", "Log-prob of each response token when it was sampled, in nats."),
+    _tensor(
+        "rollout_log_probs", "float", "B T", "rollout", "Log-prob of each response token when it was sampled, in nats."
+    ),
     _object("finish_reason", "rollout", "Why the sampler stopped: stop, length or abort."),
     _tensor("policy_version", "int", "B", "rollout", "Version of the policy that sampled the row."),
     _object("response_text", "rollout", "The response decoded, special tokens left out."),
-    _tensor("token_level_scores", "float", "B T", "reward", "The reward on the last valid response token, 0 elsewhere."),
+    _tensor(
+        "token_level_scores", "float", "B T", "reward", "The reward on the last valid response token, 0 elsewhere."
+    ),
     _tensor("reward", "float", "B", "reward", "The scalar reward; never NaN, 0 where not scored."),
     _tensor("scored", "bool", "B", "reward", "Whether the row has a judgement at all."),
     _object("score", "reward", "The Score record of the row: value, parts, answer, why, status."),
-    _tensor("old_log_probs", "float", "B T", "old_log_prob", "Log-prob of each response token under the policy before the update, in nats."),
-    _tensor("entropys", "float", "B T", "old_log_prob", "Entropy of the next-token distribution at each response token, in nats."),
-    _tensor("ref_log_prob", "float", "B T", "ref_log_prob", "Log-prob of each response token under the frozen reference, in nats."),
+    _tensor(
+        "old_log_probs",
+        "float",
+        "B T",
+        "old_log_prob",
+        "Log-prob of each response token under the policy before the update, in nats.",
+    ),
+    _tensor(
+        "entropys",
+        "float",
+        "B T",
+        "old_log_prob",
+        "Entropy of the next-token distribution at each response token, in nats.",
+    ),
+    _tensor(
+        "ref_log_prob",
+        "float",
+        "B T",
+        "ref_log_prob",
+        "Log-prob of each response token under the frozen reference, in nats.",
+    ),
     _tensor("values", "float", "B T", "values", "The critic's estimate of the return from each response token."),
-    _tensor("token_level_rewards", "float", "B T", "advantage", "token_level_scores less the KL penalty, where one is in the reward."),
+    _tensor(
+        "token_level_rewards",
+        "float",
+        "B T",
+        "advantage",
+        "token_level_scores less the KL penalty, where one is in the reward.",
+    ),
     _tensor("advantages", "float", "B T", "advantage", "How much better than expected each response token was."),
     _tensor("returns", "float", "B T", "advantage", "The return from each response token: the critic's target."),
-    _tensor("new_log_probs", "float", "B T", "update_actor", "Log-prob of each response token in the update's last pass over its row."),
-    _tensor("clipped", "bool", "B T", "update_actor", "Whether the surrogate was clipped there in the last pass over the row."),
+    _tensor(
+        "new_log_probs",
+        "float",
+        "B T",
+        "update_actor",
+        "Log-prob of each response token in the update's last pass over its row.",
+    ),
+    _tensor(
+        "clipped",
+        "bool",
+        "B T",
+        "update_actor",
+        "Whether the surrogate was clipped there in the last pass over the row.",
+    ),
 )
 
 REWARD_PREFIX = "reward/"

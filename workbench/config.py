@@ -81,7 +81,9 @@ def _coerce_scalar(name: str, value: Any, kind: type) -> Any:
         try:
             number = float(value)
         except (TypeError, ValueError) as cause:
-            raise SettingError(message(f"setting {name!r}", expected="a whole number", found=describe(value))) from cause
+            raise SettingError(
+                message(f"setting {name!r}", expected="a whole number", found=describe(value))
+            ) from cause
         if number.is_integer():
             return int(value) if isinstance(value, int) else int(number)
     if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):

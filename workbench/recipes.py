@@ -111,9 +111,7 @@ def ppo(
     return Pipeline(stages)
 
 
-def _sampling(
-    sampling: SamplingSettings | None, temperature: float | None, max_tokens: int | None
-) -> SamplingSettings:
+def _sampling(sampling: SamplingSettings | None, temperature: float | None, max_tokens: int | None) -> SamplingSettings:
     """The two settings that everybody changes, by name, on top of a full set or the defaults."""
     given = {"temperature": temperature, "max_tokens": max_tokens}
     changes = {name: value for name, value in given.items() if value is not None}

@@ -206,7 +206,9 @@ def perform(stage: Stage, batch: DataProto) -> Phase:
     seconds = time.perf_counter() - began
     unwritten = [name for name in stage.writes if name not in outcome.batch]
     if unwritten:
-        raise PipelineError(message(f"stage {stage.name!r} promised {unwritten}", found=", ".join(outcome.batch.columns)))
+        raise PipelineError(
+            message(f"stage {stage.name!r} promised {unwritten}", found=", ".join(outcome.batch.columns))
+        )
     return Phase(
         stage=stage.name,
         batch=outcome.batch,

@@ -130,7 +130,9 @@ class Advantage(BaseStage):
             raise PipelineError(message(f"advantages of {name}", expected=f"[B, T] = {tuple(mask.shape)}", found=found))
         if not advantages.isfinite().all():
             rows = sorted(set((~advantages.isfinite()).nonzero()[:, 0].tolist()))
-            raise PipelineError(message(f"advantages of {name}", expected="finite numbers", found=f"NaN or inf in rows {rows[:8]}"))
+            raise PipelineError(
+                message(f"advantages of {name}", expected="finite numbers", found=f"NaN or inf in rows {rows[:8]}")
+            )
 
     def _metrics(self, batch: DataProto, columns: dict[str, torch.Tensor], groups: torch.Tensor) -> dict[str, Metric]:
         mask = batch["response_mask"].bool()

@@ -101,9 +101,7 @@ class PolicyLoss(Settings):
         return LossOutput(loss, metrics, columns)
 
     def _aggregate(self, values: torch.Tensor, mask: torch.Tensor, normalisers: Normalisers) -> torch.Tensor:
-        return aggregate(
-            values, mask, self.loss_agg_mode, tokens=normalisers.tokens, sequences=normalisers.sequences
-        )
+        return aggregate(values, mask, self.loss_agg_mode, tokens=normalisers.tokens, sequences=normalisers.sequences)
 
 
 @dataclass(frozen=True, kw_only=True)

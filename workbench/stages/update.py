@@ -88,9 +88,7 @@ class Update(BaseStage):
                 _scatter(columns, learned.columns, indices, len(batch))
         self._learner.commit()
         metrics: dict[str, Metric] = {
-            (key if "/" in key else f"{self.role}/{key}"): Mean(
-                sum(one[key] for one in steps), len(steps)
-            )
+            (key if "/" in key else f"{self.role}/{key}"): Mean(sum(one[key] for one in steps), len(steps))
             for key in steps[0]
         }
         return Outcome(self.written(batch, columns), metrics)
@@ -119,9 +117,7 @@ class Update(BaseStage):
         return {name: still[name]() for name in self.writes}
 
 
-def _scatter(
-    columns: dict[str, torch.Tensor], part: Any, indices: torch.Tensor, rows: int
-) -> None:
+def _scatter(columns: dict[str, torch.Tensor], part: Any, indices: torch.Tensor, rows: int) -> None:
     """Write a mini-batch's [b, T] columns into the batch's [B, T] ones; later passes overwrite earlier."""
     for name, values in part.items():
         if name not in columns:
