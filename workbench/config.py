@@ -55,9 +55,9 @@ def coerce(name: str, value: Any, annotation: Any) -> Any:
 
 
 def _coerce_union(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
-    if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
-        if type(None) in kinds:
-            return None
+    nothing = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
+    if nothing and type(None) in kinds:
+        return None
     for kind in kinds:
         if kind is type(None):
             continue

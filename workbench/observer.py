@@ -44,5 +44,4 @@ class Ending:
 
 
 Condition = Callable[[Mapping[str, float]], bool]
-
 """Metrics of a step, to whether the loop stops before its update."""
