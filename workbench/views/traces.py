@@ -1,0 +1,214 @@
+"""Pipelines, traces, steppers and comparisons as text and HTML."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from workbench.views.batches import kind_of
+from workbench.views.html import escape, fold, table
+
+if TYPE_CHECKING:
+    from workbench.compare import Comparison
+    from workbench.stages import Pipeline
+    from workbench.stepper import Stepper
+    from workbench.trace import Phase, Trace
+
+HEADLINES = {
+    "rollout": ("response_length/mean", "tokens a response"),
+    "reward": ("critic/score/mean", "mean reward"),
+    "old_log_prob": ("actor/entropy", "nats entropy"),
+    "values": ("critic/values/mean", "mean value"),
+    "advantage": ("critic/advantages/max", "largest advantage"),
+    "update_critic": ("critic/vf_loss", "value loss"),
+    "update_actor": ("actor/ppo_kl", "KL from before the update"),
+}
+"""Stage → the one metric that says most about it, and what it is."""
+
+
+def number(value: float) -> str:
+    """Four significant digits, no needless zeros."""
+    if math.isnan(value):
+        return "–"
+    return f"{value:.4g}"
+
+
+def headline(phase: Phase) -> str:
+    """The phase's most telling metric as `0.4062 mean reward`; empty where there is none."""
+    key, what = HEADLINES.get(phase.stage, (None, ""))
+    if key is None:
+        key = next(iter(phase.metrics), None)
+        what = key or ""
+    return f"{number(phase.metrics[key])} {what}" if key in phase.metrics else ""
+
+
+def _seconds(phase: Phase) -> str:
+    return "reused" if phase.reused else f"{phase.seconds:.2f} s"
+
+
+def _wrote(phase: Phase) -> str:
+    return ", ".join(f"{name} {kind_of(phase.batch, name)}" for name in phase.wrote)
+
+
+# --- pipelines ----------------------------------------------------------------------------
+
+
+def pipeline_html(pipeline: Pipeline) -> str:
+    """A table: stage, what it reads and writes, its settings folded."""
+    rows = [
+        [
+            f"<b>{escape(stage.name)}</b>",
+            escape(", ".join(stage.reads)),
+            escape(", ".join(stage.writes)),
+            fold("settings", escape(repr(stage))),
+        ]
+        for stage in pipeline
+    ]
+    return f"<div>Pipeline of {len(pipeline)} stages</div>" + table(["stage", "reads", "writes", ""], rows)
+
+
+# --- traces -------------------------------------------------------------------------------
+
+
+def _title(trace: Trace) -> str:
+    step = f" of step {trace.step}" if trace.step is not None else ""
+    return f"Trace{step}: {len(trace)} phases, {len(trace.batch)} rows, {trace.metrics['timing_s/step']:.2f} s"
+
+
+def trace_text(trace: Trace) -> str:
+    """One line a phase: seconds, headline metric, columns written."""
+    lines = [_title(trace)]
+    for phase in trace:
+        lines.append(f"  {phase.stage:<14} {_seconds(phase):>8}  {headline(phase)}")
+        lines.append(f"  {'':<14} {'':>8}  → {_wrote(phase)}")
+    return "\n".join(lines)
+
+
+def trace_html(trace: Trace) -> str:
+    """A table of phases, each with all its metrics and settings folded beneath."""
+    return f"<div><b>{escape(_title(trace))}</b></div>" + _phase_table(trace)
+
+
+def _phase_table(trace: Trace) -> str:
+    rows = [
+        [
+            f"<b>{escape(phase.stage)}</b>",
+            escape(_seconds(phase)),
+            escape(headline(phase)),
+            escape(_wrote(phase)),
+            fold(f"{len(phase.metrics)} metrics", _pairs(phase.metrics)) + fold("settings", _settings(phase)),
+        ]
+        for phase in trace
+    ]
+    return table(["phase", "time", "headline", "wrote", ""], rows)
+
+
+def _pairs(metrics: dict[str, float]) -> str:
+    return table(["metric", "value"], [[escape(key), number(value)] for key, value in metrics.items()])
+
+
+def _settings(phase: Phase) -> str:
+    rows = [[escape(name), escape(str(value))] for name, value in phase.settings.items()]
+    sources = "".join(
+        fold(f"source of {escape(name)}", f"<pre>{escape(text)}</pre>") for name, text in phase.source.items()
+    )
+    return table(["setting", "value"], rows) + sources
+
+
+# --- steppers -----------------------------------------------------------------------------
+
+
+def _strip(stepper: Stepper) -> list[tuple[str, str]]:
+    """Every phase with its mark: ● done, ○ to come, ▶ next."""
+    marks = []
+    for position, name in enumerate(stepper.pipeline.names):
+        mark = "●" if position < stepper.position else "▶" if position == stepper.position else "○"
+        marks.append((mark, name))
+    return marks
+
+
+def stepper_text(stepper: Stepper) -> str:
+    """The strip of phases, and what the last one did."""
+    strip = "  ".join(f"{mark} {name}" for mark, name in _strip(stepper))
+    lines = [strip]
+    if len(stepper.trace):
+        phase = stepper.trace.phases[-1]
+        lines.append(f"{phase.stage} ({_seconds(phase)}): {headline(phase)}")
+        lines.append(f"  wrote {_wrote(phase)}")
+    else:
+        lines.append(f"nothing has run yet; {len(stepper.batch)} prompts are waiting")
+    return "\n".join(lines)
+
+
+def stepper_html(stepper: Stepper) -> str:
+    """The strip of phases as coloured boxes, and the table of those that have run."""
+    colours = {"●": "rgba(46,160,67,0.25)", "▶": "rgba(56,139,253,0.30)", "○": "rgba(128,128,128,0.12)"}
+    boxes = []
+    for position, (mark, name) in enumerate(_strip(stepper)):
+        below = ""
+        if mark == "●":
+            phase = stepper.trace.phases[position]
+            below = f"<br><small>{escape(_seconds(phase))}</small>"
+        boxes.append(
+            f'<div style="display:inline-block;padding:3px 9px;margin:2px;border-radius:5px;text-align:center;'
+            f'vertical-align:top;background:{colours[mark]}">{mark} {escape(name)}{below}</div>'
+        )
+    body = _phase_table(stepper.trace) if len(stepper.trace) else escape(stepper_text(stepper).splitlines()[-1])
+    return f"<div>{''.join(boxes)}</div>{body}"
+
+
+# --- comparisons --------------------------------------------------------------------------
+
+
+def _sides(pair: tuple[float, float] | None) -> str:
+    return "–" if pair is None else f"{number(pair[0])} → {number(pair[1])}"
+
+
+def comparison_text(comparison: Comparison, rows: int = 8) -> str:
+    """What differs: columns, the rows that changed most, metrics."""
+    if comparison.identical:
+        return "Comparison: nothing differs"
+    lines = [
+        f"Comparison: {len(comparison.columns)} columns differ, {len(comparison.rows)} rows changed, "
+        f"{comparison.sign_flips} advantages changed sign"
+    ]
+    for change in comparison.columns:
+        largest = "" if change.largest is None else f", by up to {number(change.largest)}"
+        lines.append(f"  {change.name:<22} {change.rows} rows{largest}")
+    for side, names in zip(("first", "second"), comparison.only, strict=True):
+        if names:
+            lines.append(f"  only in the {side}: {', '.join(names)}")
+    for row in comparison.rows[:rows]:
+        flip = "  sign flipped" if row.flipped else ""
+        lines.append(f"  row {row.row:<4} reward {_sides(row.reward):<18} advantage {_sides(row.advantage)}{flip}")
+    for key, pair in list(comparison.metrics.items())[:rows]:
+        lines.append(f"  {key:<34} {_sides(pair)}")
+    return "\n".join(lines)
+
+
+def comparison_html(comparison: Comparison, rows: int = 12) -> str:
+    """The same as tables: rows that changed most first, with the response folded."""
+    if comparison.identical:
+        return "<div>Nothing differs.</div>"
+    title = comparison_text(comparison, 0).splitlines()[0]
+    texts = comparison.traces[0].batch["response_text"] if "response_text" in comparison.traces[0].batch else None
+    changed = [
+        [
+            str(row.row),
+            _sides(row.reward),
+            f"<b>{_sides(row.advantage)}</b>" if row.flipped else _sides(row.advantage),
+            fold("response", f"<pre>{escape(str(texts[row.row]))}</pre>") if texts is not None else "",
+        ]
+        for row in comparison.rows[:rows]
+    ]
+    columns = [
+        [escape(change.name), str(change.rows), "" if change.largest is None else number(change.largest)]
+        for change in comparison.columns
+    ]
+    metrics = [[escape(key), number(a), number(b)] for key, (a, b) in comparison.metrics.items()]
+    return (
+        f"<div><b>{escape(title)}</b></div>"
+        + table(["row", "reward", "advantage", ""], changed)
+        + fold("columns that differ", table(["column", "rows", "largest difference"], columns))
+        + fold("metrics that differ", table(["metric", "first", "second"], metrics))
+    )
