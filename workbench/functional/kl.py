@@ -1,0 +1,87 @@
+"""KL(policy‖reference) from the log-probs of sampled tokens, and the controllers of its weight.
+
+The estimators k1, k2 and k3: Schulman 2020, http://joschu.net/blog/kl-approx.html. With
+Δ = log π(a) − log π_ref(a): k1 = Δ (unbiased, may be negative), k2 = Δ²/2, k3 = e^−Δ + Δ − 1 (unbiased,
+never negative). The controllers: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, §2.2.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_KINDS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+
+def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) -> torch.Tensor:
+    """Per-token estimate, of the shape of its inputs ([B, T]).
+
+    `kind`: `k1`/`kl`, `abs`, `k2`/`mse`, `k3`/`low_var_kl` (with verl's clamps: ±20 on Δ, ±10 on the
+    result). A `+` behind it keeps the value and takes the gradient of k2, which is the KL's own
+    (straight-through). Raises `ValueError` for any other kind.
+    """
+    base, plus = kind.removesuffix("+"), kind.endswith("+")
+    if base not in _KINDS:
+        raise ValueError(f"kind {kind!r} of KL; expected one of {', '.join(_KINDS)}, each with or without '+'")
+    value = _value(log_probs, ref_log_probs, _KINDS[base])
+    if not plus or _KINDS[base] == "k2":
+        return value
+    gradient = _value(log_probs, ref_log_probs, "k2")
+    return gradient - gradient.detach() + value.detach()
+
+
+def _value(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) -> torch.Tensor:
+    delta = log_probs - ref_log_probs
+    if kind == "k1":
+        return delta
+    if kind == "abs":
+        return delta.abs()
+    if kind == "k2":
+        return 0.5 * delta.square()
+    negative = (-delta).clamp(-20, 20)
+    return (negative.exp() - negative - 1).clamp(-10, 10)
+
+
+class FixedKL:
+    """A constant weight β."""
+
+    def __init__(self, coef: float = 0.001) -> None:
+        self.value = coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing to adapt."""
+
+    def state(self) -> dict[str, float]:
+        """Nothing to remember: β is a setting."""
+        return {}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Nothing to restore."""
+
+    def __repr__(self) -> str:
+        return f"FixedKL(coef={self.value})"
+
+
+class AdaptiveKL:
+    """β ← β·(1 + clip(kl/target − 1, ±0.2)·n/horizon): β grows while the KL is above its target."""
+
+    def __init__(self, coef: float = 0.001, target: float = 0.1, horizon: int = 10_000) -> None:
+        if horizon <= 0 or target <= 0:
+            raise ValueError(f"target and horizon of an adaptive KL must be positive; found {target} and {horizon}")
+        self.initial, self.target, self.horizon = coef, target, horizon
+        self.value = coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Tell it the batch's mean KL per sequence and how many sequences there were."""
+        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+    def state(self) -> dict[str, float]:
+        """The present β."""
+        return {"value": self.value}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Back to what `state` gave."""
+        self.value = state["value"]
+
+    def __repr__(self) -> str:
+        return f"AdaptiveKL(coef={self.initial}, target={self.target}, horizon={self.horizon})"

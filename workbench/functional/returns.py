@@ -1,0 +1,58 @@
+"""Returns and generalised advantage estimation over the tokens of a response."""
+
+from __future__ import annotations
+
+import torch
+
+from workbench.functional.masking import masked_whiten
+
+
+def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
+    """Gₜ = rₜ + γ·Gₜ₊₁ over the positions of the mask, [B, T]; a masked position carries G through."""
+    result = torch.zeros_like(rewards)
+    carried = torch.zeros_like(rewards[:, 0])
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        inside = mask[:, t].bool()
+        carried = torch.where(inside, rewards[:, t] + gamma * carried, carried)
+        result[:, t] = carried
+    return result * mask
+
+
+def gae(
+    token_level_rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whiten: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantages and returns, both [B, T], 0 outside the mask.
+
+    δₜ = rₜ + γVₜ₊₁ − Vₜ, Aₜ = δₜ + γλAₜ₊₁; a masked position (tool text) carries V and A through
+    unchanged. returns = A + V before whitening; advantages are then whitened over the mask. verl leaves
+    the whitened values standing outside the mask; no loss looks there, and here they are 0. A mask
+    with fewer than two positions is not whitened. Schulman et al. 2016, https://arxiv.org/abs/1506.02438.
+    """
+    next_value = torch.zeros_like(values[:, 0])
+    carried = torch.zeros_like(next_value)
+    columns = []
+    for t in range(values.shape[1] - 1, -1, -1):
+        inside = mask[:, t].bool()
+        delta = token_level_rewards[:, t] + gamma * next_value - values[:, t]
+        carried = torch.where(inside, delta + gamma * lam * carried, carried)
+        next_value = torch.where(inside, values[:, t], next_value)
+        columns.append(carried)
+    advantages = torch.stack(columns[::-1], dim=1)
+    returns = (advantages + values) * mask
+    if whiten and mask.sum() > 1:
+        advantages = masked_whiten(advantages, mask)
+    return advantages * mask, returns
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """1 − Var(returns − values) / (Var(returns) + 1e-5) over the mask: 1 is a perfect critic."""
+    inside = mask.bool()
+    residual, target = (returns - values)[inside], returns[inside]
+    if target.numel() < 2:
+        return torch.tensor(float("nan"))
+    return 1 - residual.var() / (target.var() + 1e-5)
