@@ -1,0 +1,89 @@
+"""The golden numbers of verl 0.9.1 (its CPU results for one small batch)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workbench.functional import AdaptiveKL, aggregate, gae, grpo, kl_penalty, masked_mean, ppo_clip, value_loss
+
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0]])
+GROUPS = torch.tensor([0, 0, 1, 1])
+REWARDS = torch.tensor([[0, 0, 1.0], [0, 0, 0], [0, 0, 0.5], [-0.5, 0, 0]])
+VALUES = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.1, 0], [0, 0.2, 0.4], [-0.1, 0, 0]])
+OLD = torch.tensor([[-1, -0.5, -2], [-0.2, -1.5, 0], [-0.7, -0.1, -0.3], [-2.5, 0, 0]])
+NEW = torch.tensor([[-0.8, -0.9, -1.5], [-0.25, -1, 0], [-0.7, -0.4, -0.2], [-2, 0, 0]])
+REF = torch.tensor([[-1.2, -0.6, -1], [-0.2, -1.1, 0], [-0.9, -0.1, -0.6], [-2, 0, 0]])
+ADVANTAGES = torch.tensor([1, -1, 0.5, -0.5])[:, None].expand(4, 3)
+INSIDE = MASK.bool()
+
+
+def close(found: torch.Tensor, *expected: float) -> None:
+    torch.testing.assert_close(found, torch.tensor(expected), atol=2e-5, rtol=0)
+
+
+def test_grpo() -> None:
+    advantages, returns = grpo(REWARDS.sum(-1), GROUPS, MASK)
+    close(advantages[:, 0], 0.70711, -0.70711, 0.70711, -0.70711)
+    assert (advantages[~INSIDE] == 0).all() and torch.equal(advantages, returns)
+
+
+def test_gae() -> None:
+    advantages, returns = gae(REWARDS, VALUES, MASK, gamma=1.0, lam=0.95)
+    close(advantages[INSIDE], 1.19788, 1.06908, 0.9335, -1.35043, -0.73512, 0.47515, 0.08876, -0.31797, -1.36086)
+    close(returns[INSIDE], 0.92675, 0.965, 1, 0.005, 0, 0.48025, 0.495, 0.5, -0.5)
+    assert (advantages[~INSIDE] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("kl", (0.4, -0.3, -0.5, -0.05, 0.1, 0.2, -0.3, 0.4, 0)),
+        ("mse", (0.08, 0.045, 0.125, 0.00125, 0.005, 0.02, 0.045, 0.08, 0)),
+        ("low_var_kl", (0.07032, 0.04986, 0.14872, 0.00127, 0.00484, 0.01873, 0.04986, 0.07032, 0)),
+        ("low_var_kl+", (0.07032, 0.04986, 0.14872, 0.00127, 0.00484, 0.01873, 0.04986, 0.07032, 0)),
+        ("abs", (0.4, 0.3, 0.5, 0.05, 0.1, 0.2, 0.3, 0.4, 0)),
+    ],
+)
+def test_kl(kind: str, expected: tuple[float, ...]) -> None:
+    close(kl_penalty(NEW, REF, kind)[INSIDE], *expected)
+
+
+def test_vanilla_policy_loss() -> None:
+    new = NEW.clone().requires_grad_()
+    surrogate = ppo_clip(OLD, new, ADVANTAGES, MASK)
+    loss = aggregate(surrogate.loss, MASK, "token-mean")
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.118778, abs=1e-6)
+    assert masked_mean(surrogate.clipped.float(), MASK).item() == pytest.approx(0.22222, abs=1e-5)
+    assert masked_mean(OLD - NEW, MASK).item() == pytest.approx(-0.11667, abs=1e-5)
+    assert new.grad is not None and new.grad[0, 0] == 0 and new.grad[0, 2] == 0 and new.grad[0, 1] != 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", 5.44444),
+        ("token-sum", 49),
+        ("seq-mean-token-sum", 12.25),
+        ("seq-mean-token-sum-norm", 4.08333),
+        ("seq-mean-token-mean", 6.125),
+    ],
+)
+def test_aggregation(mode: str, expected: float) -> None:
+    assert aggregate(torch.arange(1.0, 13).reshape(4, 3), MASK, mode).item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_value_loss() -> None:
+    returns = REWARDS.cumsum(-1)
+    result = value_loss(VALUES + 0.7, returns, VALUES, MASK, clip=0.5)
+    assert aggregate(result.loss, MASK).item() == pytest.approx(0.345, abs=1e-6)
+    assert masked_mean(result.clipped.float(), MASK).item() == pytest.approx(0.11111, abs=1e-5)
+
+
+def test_adaptive_controller() -> None:
+    controller = AdaptiveKL(0.001, target=0.1, horizon=10_000)
+    controller.update(0.5, 1024)
+    assert controller.value == pytest.approx(0.00102048)
+    controller.update(0.0, 1024)
+    assert controller.value == pytest.approx(0.0009995806, abs=1e-9)
