@@ -90,7 +90,9 @@ def check_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if column is None:
         return
     if not column.is_tensor:
-        raise ColumnInvalid(message(f"column {name!r}", expected="one object per row", found=f"a tensor {tuple(shape)}"))
+        raise ColumnInvalid(
+            message(f"column {name!r}", expected="one object per row", found=f"a tensor {tuple(shape)}")
+        )
     kinds = {
         "float": dtype.is_floating_point,
         "int": not dtype.is_floating_point and dtype != torch.bool and not dtype.is_complex,

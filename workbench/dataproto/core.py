@@ -100,7 +100,12 @@ class DataProto(RowOperations):
     ) -> DataProto:
         """A value made of columns that were checked before: only lengths are looked at again."""
         new = object.__new__(DataProto)
-        new._set(tensors, objects, dict(self._meta if meta is None else meta), dict(self._origins if origins is None else origins))
+        new._set(
+            tensors,
+            objects,
+            dict(self._meta if meta is None else meta),
+            dict(self._origins if origins is None else origins),
+        )
         return new
 
     # --- parts ----------------------------------------------------------------------------
@@ -266,7 +271,9 @@ def _rows(tensors: Mapping[str, Any], objects: Mapping[str, Any]) -> int:
     if len(set(lengths.values())) > 1:
         first = next(iter(lengths))
         wrong = {name: size for name, size in lengths.items() if size != lengths[first]}
-        raise BatchError(message("columns of one batch have one length", expected=f"{lengths[first]} rows", found=wrong))
+        raise BatchError(
+            message("columns of one batch have one length", expected=f"{lengths[first]} rows", found=wrong)
+        )
     return next(iter(lengths.values()), 0)
 
 
@@ -283,7 +290,11 @@ def _rebuild(
 ) -> DataProto:
     def tensor(value: Any) -> torch.Tensor:
         # arrays from shared memory are read-only, and a tensor over them would be a writable alias
-        return value if isinstance(value, torch.Tensor) else torch.from_numpy(value if value.flags.writeable else value.copy())
+        return (
+            value
+            if isinstance(value, torch.Tensor)
+            else torch.from_numpy(value if value.flags.writeable else value.copy())
+        )
 
     new = object.__new__(DataProto)
     new._set({name: tensor(value) for name, value in tensors.items()}, objects, meta, origins)

@@ -97,11 +97,11 @@ class RowOperations:
         kept = self.without(*old)
         clash = [name for name in columns if name in kept]
         if clash:
-            raise BatchError(message("rename would overwrite", found=", ".join(clash), do="drop them first: without(…)"))
+            raise BatchError(
+                message("rename would overwrite", found=", ".join(clash), do="drop them first: without(…)")
+            )
         renamed = kept.with_columns(columns)
-        return renamed._new(
-            renamed._batch.raw(), renamed._objects.raw(), origins={**renamed._origins, **made}
-        )
+        return renamed._new(renamed._batch.raw(), renamed._objects.raw(), origins={**renamed._origins, **made})
 
     def union(self: Any, other: DataProto) -> DataProto:
         """Columns and meta of both. What both have must agree; NaN equals NaN (in verl it does not).
@@ -347,8 +347,10 @@ def same_object(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if isinstance(a, torch.Tensor | np.ndarray) or isinstance(b, torch.Tensor | np.ndarray):
-        return type(a) is type(b) and same_column(torch.as_tensor(a), torch.as_tensor(b)) if not _is_objects(a) else (
-            _is_objects(b) and len(a) == len(b) and all(same_object(x, y) for x, y in zip(a, b, strict=True))
+        return (
+            type(a) is type(b) and same_column(torch.as_tensor(a), torch.as_tensor(b))
+            if not _is_objects(a)
+            else (_is_objects(b) and len(a) == len(b) and all(same_object(x, y) for x, y in zip(a, b, strict=True)))
         )
     if isinstance(a, float) and isinstance(b, float) and a != a and b != b:
         return True

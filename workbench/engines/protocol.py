@@ -128,9 +128,7 @@ class Loss(Protocol):
     def want(self) -> tuple[str, ...]:
         """The model outputs it needs: out of `log_probs`, `entropy`, `values`."""
 
-    def __call__(
-        self, outputs: Mapping[str, torch.Tensor], rows: DataProto, normalisers: Normalisers
-    ) -> LossOutput:
+    def __call__(self, outputs: Mapping[str, torch.Tensor], rows: DataProto, normalisers: Normalisers) -> LossOutput:
         """`outputs` carry gradients and are [b, T]; `rows` are the micro-batch's b rows, on the same device."""
 
 

@@ -1,0 +1,348 @@
+"""One transformers model in this process, CPU or one GPU, behind all three protocols."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench import background
+from workbench.config import Settings, require
+from workbench.dataproto import DataProto
+from workbench.engines.learning import (
+    Optimizer,
+    backward,
+    finish,
+    load_optimizer,
+    row_gradient_norms,
+    save_optimizer,
+)
+from workbench.engines.loading import eos_ids_of, load_model, load_tokenizer, resolve, value_head
+from workbench.engines.memory import memory_errors, preflight
+from workbench.engines.protocol import Learned, Loss, Normalisers, Request, Sample
+from workbench.engines.sampling import decode_wave
+from workbench.engines.scoring import score
+from workbench.errors import EngineError, message
+from workbench.metrics import Mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSettings(Settings):
+    """Settings of a local engine."""
+
+    lr: float = 1e-6
+    """AdamW learning rate."""
+    betas: tuple[float, ...] = (0.9, 0.999)
+    """AdamW betas."""
+    weight_decay: float = 0.01
+    """AdamW weight decay."""
+    grad_clip: float = 1.0
+    """Largest gradient norm; 0 does not clip."""
+    schedule: str = "constant"
+    """`constant` or `cosine` (needs total_steps)."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    total_steps: int | None = None
+    """Optimizer steps of the whole schedule."""
+    micro_batch_tokens: int = 16_384
+    """Token budget of one forward pass: memory only."""
+    max_wave: int = 256
+    """Rows that are sampled together at most."""
+    gradient_checkpointing: bool = False
+    """Recompute activations on the way back: less memory, more time."""
+    pack: str = "auto"
+    """Padding-free rows: `yes`, `no`, or `auto` (with flash attention only: sdpa pays for the whole pack's square)."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`."""
+    dtype: str = "auto"
+    """`float32`, `bfloat16`, or `auto` (autocast to bfloat16 on a GPU, weights stay float32)."""
+    attn_implementation: str | None = None
+    """Passed to transformers."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+
+    def __post_init__(self) -> None:
+        require(self.lr >= 0, "lr", expected="≥ 0", found=self.lr)
+        require(self.schedule in ("constant", "cosine"), "schedule", expected="constant or cosine", found=self.schedule)
+        require(self.pack in ("auto", "yes", "no"), "pack", expected="auto, yes or no", found=self.pack)
+        require(self.micro_batch_tokens > 0, "micro_batch_tokens", expected="≥ 1", found=self.micro_batch_tokens)
+        require(self.max_wave > 0, "max_wave", expected="≥ 1", found=self.max_wave)
+        needs_total = self.schedule == "cosine" and not self.total_steps
+        require(not needs_total, "total_steps", expected="a number with schedule='cosine'", found=self.total_steps)
+
+
+class LocalEngine:
+    """Sampler, LogProbModel and Learner over one set of weights; see `engines.protocol` for the contracts."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, settings: LocalSettings, *, path: str = "", head: Any = None, **switches: Any
+    ) -> None:
+        self._model = model
+        self._head = head
+        self._settings = settings
+        self._optimizer: Optimizer | None = None
+        self._waiting: list[tuple[Request, asyncio.Future[Sample]]] = []
+        self._pump: asyncio.Task[None] | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="workbench-sampler")
+        self._eos = eos_ids_of(model, tokenizer)
+        self.tokenizer = tokenizer
+        self.path = path
+        self.template_switches = switches
+        self.version = 0
+        self.state_id = _new_id()
+        if settings.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+
+    # --- Sampler ----------------------------------------------------------------------------
+
+    async def sample(self, request: Request) -> Sample:
+        """One response. Requests that wait together are answered as one wave."""
+        future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, future))
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._answer())
+        return await future
+
+    async def _answer(self) -> None:
+        await asyncio.sleep(0)  # let everybody who is ready ask first
+        while self._waiting:
+            wave, self._waiting = self._waiting[: self._settings.max_wave], self._waiting[self._settings.max_wave :]
+            wave = [(request, future) for request, future in wave if not future.done()]
+            try:
+                loop = asyncio.get_running_loop()
+                samples = await loop.run_in_executor(self._worker, self._decode, [request for request, _ in wave])
+            except BaseException as error:
+                for _, future in wave:
+                    if not future.done():
+                        future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+                continue
+            for (_, future), sample in zip(wave, samples, strict=True):
+                if not future.done():
+                    future.set_result(sample)
+
+    def _decode(self, requests: list[Request]) -> list[Sample]:
+        if not requests:
+            return []
+        longest = max(len(request.ids) for request in requests)
+        with (
+            memory_errors("sampling", f"{len(requests)} rows of {longest} prompt tokens", "max_wave"),
+            self._autocast(),
+        ):
+            self._model.eval()
+            return decode_wave(self._model, self.tokenizer, requests, self._eos, self.version, background.check)
+
+    def sample_many(self, requests: Sequence[Request]) -> list[Sample]:
+        """All responses, in order: the synchronous door."""
+
+        async def gather() -> list[Sample]:
+            return list(await asyncio.gather(*(self.sample(request) for request in requests)))
+
+        return background.run(gather())
+
+    # --- LogProbModel -----------------------------------------------------------------------
+
+    def score(
+        self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """Per response token, [B, T] float32 on the CPU, 0 outside the mask."""
+        wrong = [name for name in want if name not in ("log_probs", "entropy", "values")]
+        if wrong or ("values" in want and self._head is None):
+            have = "log_probs, entropy" + (", values" if self._head is not None else "; values need engine.critic()")
+            raise EngineError(message("score", expected=have, found=", ".join(want)))
+        self._model.eval()
+        with memory_errors("scoring", f"micro-batches of {self._settings.micro_batch_tokens} tokens"), self._autocast():
+            return score(self._model, self._head, batch, want, temperature, **self._cut())
+
+    # --- Learner ----------------------------------------------------------------------------
+
+    def learn(self, batch: DataProto, loss: Loss, normalisers: Normalisers, temperature: float = 1.0) -> Learned:
+        """One optimizer step on one mini-batch; `NonFinite` leaves everything as it was."""
+        optimizer = self._ready()
+        learned = finish(optimizer, self._backward(batch, loss, normalisers, temperature))
+        self.state_id = _new_id()
+        return learned
+
+    def commit(self) -> int:
+        """The update is over: the next policy version."""
+        self.version += 1
+        return self.version
+
+    def probe(
+        self, batch: DataProto, loss: Loss, normalisers: Normalisers, temperature: float = 1.0, per_row: bool = False
+    ) -> Learned:
+        """Loss and gradient norm without a step."""
+        optimizer = self._ready()
+        learned = self._backward(batch, loss, normalisers, temperature)
+        norm = optimizer.clip()
+        optimizer.zero()
+        columns = dict(learned.columns)
+        if per_row:
+            columns["row_grad_norm"] = row_gradient_norms(
+                lambda rows: self._backward(rows, loss, normalisers, temperature), optimizer, batch
+            )
+        return Learned({**learned.metrics, "grad_norm": Mean(norm), "lr": Mean(optimizer.lr)}, columns)
+
+    def _backward(self, batch: DataProto, loss: Loss, normalisers: Normalisers, temperature: float) -> Learned:
+        self._model.train()
+        try:
+            with self._autocast():
+                return backward(
+                    self._model, self._head, batch, loss, normalisers, temperature=temperature, **self._cut()
+                )
+        except BaseException:
+            self._ready().zero()
+            raise
+        finally:
+            self._model.eval()
+
+    def _ready(self) -> Optimizer:
+        """The optimizer, made when learning starts: engines that only sample do not pay for it."""
+        if self._optimizer is None:
+            preflight(self._model, self._settings.micro_batch_tokens, self._settings.gradient_checkpointing)
+            self._optimizer = Optimizer(self._parameters(), self._settings)
+        return self._optimizer
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        named = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        if self._head is not None:
+            # a critic's language head takes no part in its loss unless it is tied to the embeddings
+            named |= {f"value_head.{name}": p for name, p in self._head.named_parameters()}
+        return named
+
+    # --- weights ----------------------------------------------------------------------------
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        weights = dict(self._model.state_dict())
+        if self._head is not None:
+            weights |= {f"value_head.{name}": tensor for name, tensor in self._head.state_dict().items()}
+        return weights
+
+    def snapshot(self) -> Any:
+        """Weights, optimizer, schedule and version, copied to host memory."""
+        return {
+            "weights": {name: tensor.detach().cpu().clone() for name, tensor in self._weights().items()},
+            "optimizer": self._optimizer.tensors() if self._optimizer is not None else None,
+            "steps": self._optimizer.steps if self._optimizer is not None else 0,
+            "version": self.version,
+            "state_id": self.state_id,
+        }
+
+    @torch.no_grad()
+    def restore(self, snapshot: Any) -> None:
+        """Back to a snapshot, bit for bit."""
+        for name, tensor in self._weights().items():
+            tensor.copy_(snapshot["weights"][name])
+        if snapshot["optimizer"] is None:
+            self._optimizer = None
+        else:
+            self._ready().load(snapshot["optimizer"], snapshot["steps"])
+        self.version = snapshot["version"]
+        self.state_id = snapshot["state_id"]
+
+    def save(self, path: Path) -> None:
+        """A plain Hugging Face folder; a critic has `value_head.safetensors` beside it."""
+        from safetensors.torch import save_file
+
+        self._model.save_pretrained(path)
+        self.tokenizer.save_pretrained(path)
+        if self._head is not None:
+            save_file(
+                {k: v.contiguous() for k, v in self._head.state_dict().items()},
+                str(Path(path) / "value_head.safetensors"),
+            )
+
+    def save_state(self, path: Path) -> None:
+        """Optimizer, schedule and version; no pickle."""
+        save_optimizer(self._optimizer, self._settings, self.version, Path(path))
+
+    @torch.no_grad()
+    def load_state(self, model_path: Path, state_path: Path) -> None:
+        """What `save` and `save_state` wrote, back into this engine, bit for bit."""
+        from safetensors.torch import load_file
+
+        loaded = load_model(Path(model_path), self._settings).state_dict()
+        for name, tensor in self._model.state_dict().items():
+            tensor.copy_(loaded[name])
+        if self._head is not None:
+            self._head.load_state_dict(load_file(str(Path(model_path) / "value_head.safetensors")))
+        self.version = load_optimizer(self._ready(), Path(state_path))
+        self.state_id = _new_id()
+
+    def reference(self) -> FrozenModel:
+        """The weights as they are now, frozen: a LogProbModel and nothing else."""
+        model = copy.deepcopy(self._model).requires_grad_(False)
+        return FrozenModel(LocalEngine(model, self.tokenizer, self._settings, path=self.path, **self.template_switches))
+
+    def critic(self, **changes: Any) -> LocalEngine:
+        """A learner of its own with these weights and a value head that starts at 0."""
+        settings = self._settings.replace(**changes)
+        head = value_head(self._model)
+        return LocalEngine(copy.deepcopy(self._model), self.tokenizer, settings, path=self.path, head=head)
+
+    # --- inside -----------------------------------------------------------------------------
+
+    def _cut(self) -> dict[str, Any]:
+        flash = "flash" in str(getattr(self._model.config, "_attn_implementation", ""))
+        packed = self._settings.pack == "yes" or (self._settings.pack == "auto" and flash)
+        return {"budget": self._settings.micro_batch_tokens, "packed": packed}
+
+    def _autocast(self) -> Any:
+        device = self._model.device.type
+        half = self._settings.dtype == "bfloat16" or (self._settings.dtype == "auto" and device == "cuda")
+        return torch.autocast(device, dtype=torch.bfloat16, enabled=half)
+
+    def __repr__(self) -> str:
+        size = sum(parameter.numel() for parameter in self._model.parameters())
+        kind = "critic" if self._head is not None else "policy"
+        return (
+            f"LocalEngine({self.path!r}: {kind}, {type(self._model).__name__}, {size:,} parameters, "
+            f"{self._model.device}, version {self.version})"
+        )
+
+
+class FrozenModel:
+    """Weights that never change, behind `score` alone."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
+
+    def score(
+        self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """As the engine's."""
+        return self._engine.score(batch, want, temperature)
+
+    def __repr__(self) -> str:
+        return f"FrozenModel({self._engine!r})"
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def local(
+    path: str | Path, *, threads: int | None = None, template_switches: Any = None, **settings: Any
+) -> LocalEngine:
+    """A transformers model in this process: `local("data/tiny-arith", lr=1e-3)`.
+
+    `path` is a Hugging Face folder or name, a checkpoint folder (its `actor/`), or a run folder (its newest
+    checkpoint). `threads` sets torch's CPU threads for the process. `template_switches` go to the chat
+    template (`{"enable_thinking": False}`). Other settings: `LocalSettings`; unknown names are refused.
+    Raises `EngineError` where there is no such model, or tokenizer and model do not fit.
+    """
+    chosen = LocalSettings.from_parameters(settings)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    folder = resolve(path)
+    model = load_model(folder, chosen)
+    tokenizer = load_tokenizer(folder, model, chosen)
+    return LocalEngine(model, tokenizer, chosen, path=str(path), **(template_switches or {}))
