@@ -1,0 +1,67 @@
+"""GSM8K: the number behind `####`, exactly as verl scores it.
+
+Only the last 300 characters are searched. *strict* wants `#### ` (one space), an optional ASCII minus,
+then digits, dots and commas; the last one counts, its commas go, and it must equal the ground truth as a
+string: `18.0` is not `18`. *flexible* takes the last number anywhere, commas and all. Nothing found scores 0,
+a wrong answer `format_score`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from workbench.errors import RewardError, message
+from workbench.rewards.score import Score, Status
+
+WINDOW = 300
+"""Characters at the end of a response that are searched."""
+_STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
+_FLEXIBLE = re.compile(r"(\-?[0-9\.\,]+)")
+
+
+def extract_answer(solution: str, method: str = "strict") -> str | None:
+    """The answer as it is compared, or None.
+
+    Raises `ValueError` for a method that is neither `strict` nor `flexible`.
+    """
+    tail = solution[-WINDOW:]
+    if method == "strict":
+        found = _STRICT.findall(tail)
+        return found[-1].replace(",", "") if found else None
+    if method == "flexible":
+        numbers = [text for text in _FLEXIBLE.findall(tail) if text not in ("", ".")]
+        return numbers[-1] if numbers else None
+    raise ValueError(f"method {method!r}; expected 'strict' or 'flexible'")
+
+
+def reference_answer(worked: str) -> str:
+    """The ground truth of a worked reference answer: what follows the first `#### `, commas dropped."""
+    found = re.search(r"#### (\-?[0-9\.\,]+)", worked)
+    if found is None:
+        raise RewardError(message("a reference answer", expected="a line '#### <number>'", found=repr(worked[-60:])))
+    return found.group(1).replace(",", "")
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """verl's number: `score` where right, `format_score` where wrong, 0 where nothing was found."""
+    answer = extract_answer(solution_str, method)
+    if answer is None:
+        return 0.0
+    return score if answer == ground_truth else format_score
+
+
+def gsm8k(
+    response: str, ground_truth: Any, *, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> Score:
+    """The same number as a record, with the answer and the reason."""
+    answer = extract_answer(response, method)
+    value = compute_score(response, ground_truth, method, format_score, score)
+    if answer is None:
+        wanted = "no '#### <number>'" if method == "strict" else "no number"
+        return Score(value=value, status=Status.MODEL_FAILED, why=f"{wanted} in the last {WINDOW} characters")
+    right = answer == ground_truth
+    why = "the answer is right" if right else f"the answer is {ground_truth}"
+    return Score(value=value, answer=answer, why=why)

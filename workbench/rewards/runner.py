@@ -1,0 +1,163 @@
+"""A pool of killable processes for user's reward functions: order kept, a deadline per row, workers that really end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import RewardError, message
+from workbench.rewards.worker import read_frame, write_frame
+
+_WORKER = str(Path(__file__).with_name("worker.py"))
+START_SECONDS = 60.0
+"""What a worker may take to start and unpickle the function, on top of its first row's deadline."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for one row."""
+
+    ok: bool
+    result: Any
+    """The function's result, or None."""
+    why: str = ""
+    """One line, where not ok."""
+    traceback: str | None = None
+    seconds: float = 0.0
+
+
+class _Worker:
+    def __init__(self, function: bytes) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", f"import runpy; runpy.run_path({_WORKER!r}, run_name='__main__')"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=env,
+            start_new_session=True,
+        )
+        self.fresh = True
+        self.row: int | None = None
+        self.deadline = 0.0
+        self.send(function)
+
+    def send(self, body: bytes) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # a dead worker is found when its answer is read
+            write_frame(self.process.stdin, body)  # type: ignore[arg-type]
+
+    def end(self) -> None:
+        self.process.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        self.process.wait()
+
+
+def _end_all(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.end()
+    workers.clear()
+
+
+class Pool:
+    """`Pool(function, workers=2, timeout=30.0)`; `map(list of keyword arguments)` gives answers in order.
+
+    Processes start with the first call, stay for the next, and end with `close`, with the pool, or with us.
+    Functions defined in a notebook cell travel by cloudpickle. Children import neither torch nor workbench
+    unless the function does.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, workers: int = 2, timeout: float = 30.0) -> None:
+        import cloudpickle
+
+        try:
+            self._function = cloudpickle.dumps(function)
+        except Exception as cause:
+            name = getattr(function, "__name__", repr(function))
+            raise RewardError(
+                message(f"reward function {name} cannot be sent to a worker", found=cause, do="use in_process=True")
+            ) from cause
+        self._size = workers
+        self._timeout = timeout
+        self._workers: list[_Worker] = []
+        self._end = weakref.finalize(self, _end_all, self._workers)
+
+    def close(self) -> None:
+        """End all workers; the next `map` starts new ones."""
+        _end_all(self._workers)
+
+    def map(self, calls: Sequence[Mapping[str, Any]], timeout: float | None = None) -> list[Answer]:
+        """One answer a call. A row that hangs past its deadline, or kills its worker, loses itself alone."""
+        import cloudpickle
+
+        limit = self._timeout if timeout is None else timeout
+        bodies = [cloudpickle.dumps((number, dict(arguments))) for number, arguments in enumerate(calls)]
+        waiting = deque(range(len(calls)))
+        answers: dict[int, Answer] = {}
+        try:
+            while len(answers) < len(calls):
+                self._hand_out(waiting, bodies, limit)
+                self._collect(answers, limit)
+        except BaseException:
+            self.close()  # an interrupt must not leave rows of this call for the next one
+            raise
+        return [answers[number] for number in range(len(calls))]
+
+    def _hand_out(self, waiting: deque[int], bodies: list[bytes], limit: float) -> None:
+        idle = [worker for worker in self._workers if worker.row is None]
+        while waiting and (idle or len(self._workers) < self._size):
+            if not idle:
+                self._workers.append(_Worker(self._function))
+                idle.append(self._workers[-1])
+            worker = idle.pop()
+            worker.row = waiting.popleft()
+            worker.deadline = time.monotonic() + limit + (START_SECONDS if worker.fresh else 0.0)
+            worker.send(bodies[worker.row])
+
+    def _collect(self, answers: dict[int, Answer], limit: float) -> None:
+        """Wait for the next answer or deadline, and take what is there."""
+        busy = [worker for worker in self._workers if worker.row is not None]
+        with selectors.DefaultSelector() as selector:
+            for worker in busy:
+                selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
+            wait = max(min(worker.deadline for worker in busy) - time.monotonic(), 0.0)
+            ready = {key.data for key, _ in selector.select(wait)}
+        for worker in busy:
+            if worker in ready:
+                self._take(worker, answers)
+            elif time.monotonic() >= worker.deadline:
+                assert worker.row is not None
+                answers[worker.row] = Answer(False, None, f"no answer within {limit:g} s; its worker was ended", None, limit)
+                self._drop(worker)
+
+    def _take(self, worker: _Worker, answers: dict[int, Answer]) -> None:
+        import cloudpickle
+
+        assert worker.process.stdout is not None and worker.row is not None
+        frame = read_frame(worker.process.stdout)  # type: ignore[arg-type]
+        if frame is None:
+            code = worker.process.wait()
+            answers[worker.row] = Answer(False, None, f"the worker ended with exit code {code}")
+            self._drop(worker)
+            return
+        number, ok, result, seconds = cloudpickle.loads(frame)  # noqa: S301 - our own child, over a pipe
+        answers[number] = Answer(True, result, "", None, seconds) if ok else Answer(False, None, *result, seconds)
+        worker.row = None
+        worker.fresh = False
+
+    def _drop(self, worker: _Worker) -> None:
+        worker.end()
+        self._workers.remove(worker)

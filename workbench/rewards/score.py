@@ -1,0 +1,88 @@
+"""A score is a record: the number, its parts, what was extracted, why, and whether it is a judgement at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from workbench.errors import RewardError, message
+
+
+class Status(StrEnum):
+    """What a score says about its row."""
+
+    SCORED = "scored"
+    """The response was judged; its value is the judgement."""
+    MODEL_FAILED = "model failed"
+    """Judged, and found wanting: nothing to parse, code that crashed, over its time. 0.0 is meant."""
+    MACHINERY_FAILED = "machinery failed"
+    """We could not judge: the function raised, hung or lost its worker. Never a 0."""
+    NOT_APPLICABLE = "not applicable"
+    """The function said that it does not judge this row (None)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One row's reward. Raises `RewardError` for a value that is NaN or infinite."""
+
+    value: float = 0.0
+    """The reward; meaningful where `scored`."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Named components, each a column `reward/<part>`."""
+    answer: str | None = None
+    """What was extracted from the response."""
+    why: str = ""
+    """One sentence."""
+    status: Status = Status.SCORED
+    """Judgement or not."""
+    error: str | None = None
+    """Traceback of what failed."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else a function returned."""
+    seconds: float = 0.0
+    """Wall time of the judgement."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise RewardError(message("a reward", expected="a finite number, or None for 'not applicable'", found=self.value))
+
+    @property
+    def scored(self) -> bool:
+        """Whether it is a judgement: it counts in means, groups and losses."""
+        return self.status in (Status.SCORED, Status.MODEL_FAILED)
+
+    def timed(self, seconds: float) -> Score:
+        """The same with its wall time."""
+        return replace(self, seconds=seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for disk."""
+        return {
+            "value": self.value,
+            "parts": dict(self.parts),
+            "answer": self.answer,
+            "why": self.why,
+            "status": self.status.value,
+            "error": self.error,
+            "extra": dict(self.extra),
+            "seconds": self.seconds,
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Score:
+        """The reverse of `to_json`."""
+        return cls(**{**record, "status": Status(record["status"])})
+
+    def __str__(self) -> str:
+        if not self.scored:
+            return f"no judgement ({self.status.value}): {self.why}"
+        answer = f", answer {self.answer!r}" if self.answer is not None else ""
+        return f"{self.value:g}{answer}: {self.why}" if self.why else f"{self.value:g}{answer}"
+
+
+def failed(why: str, error: str | None = None, seconds: float = 0.0) -> Score:
+    """A row that our side could not judge."""
+    return Score(status=Status.MACHINERY_FAILED, why=why, error=error, seconds=seconds)

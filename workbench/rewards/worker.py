@@ -1,0 +1,80 @@
+"""The child process that runs a user's reward function. Started by path: it imports nothing of workbench.
+
+Frames on stdin and stdout: eight bytes of length, then cloudpickle bytes from our own parent process (never
+from a file). First frame: the function. Then each frame is (row number, batched, arguments), and each answer
+(row number, ok, result or (error line, traceback), seconds). stdout is kept for frames; prints go to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import struct
+import sys
+import time
+import traceback
+from typing import Any, BinaryIO
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """One frame, or None where the stream has ended."""
+    head = stream.read(8)
+    if len(head) < 8:
+        return None
+    size = struct.unpack("<Q", head)[0]
+    body = stream.read(size)
+    return body if len(body) == size else None
+
+
+def write_frame(stream: BinaryIO, body: bytes) -> None:
+    """One frame, flushed."""
+    stream.write(struct.pack("<Q", len(body)) + body)
+    stream.flush()
+
+
+def call(function: Any, arguments: dict[str, Any]) -> Any:
+    """Call it; await what it returns where that is awaitable."""
+    result = function(**arguments)
+    if inspect.isawaitable(result):
+
+        async def finish() -> Any:
+            return await result
+
+        return asyncio.run(finish())
+    return result
+
+
+def answer(function: Any, arguments: dict[str, Any]) -> tuple[bool, Any, float]:
+    """(ok, result or (error line, traceback), seconds). Every exception of foreign code is caught here."""
+    began = time.perf_counter()
+    try:
+        return True, call(function, arguments), time.perf_counter() - began
+    except BaseException as error:  # noqa: BLE001 - scorers raise BaseException time-outs too; the row keeps it
+        text = "".join(traceback.format_exception(error))
+        return False, (f"{type(error).__name__}: {error}", text), time.perf_counter() - began
+
+
+def main() -> None:
+    """Serve until stdin closes."""
+    import cloudpickle
+
+    frames = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever the function prints must not break the frames
+    source = sys.stdin.buffer
+    first = read_frame(source)
+    if first is None:
+        return
+    function = cloudpickle.loads(first)  # noqa: S301 - bytes from our own parent, over a pipe
+    while (frame := read_frame(source)) is not None:
+        number, arguments = cloudpickle.loads(frame)  # noqa: S301 - as above
+        ok, result, seconds = answer(function, arguments)
+        try:
+            body = cloudpickle.dumps((number, ok, result, seconds))
+        except Exception as error:  # noqa: BLE001 - a result that cannot travel is that row's failure
+            body = cloudpickle.dumps((number, False, (f"the result cannot be pickled: {error}", ""), seconds))
+        write_frame(frames, body)
+
+
+if __name__ == "__main__":
+    main()
