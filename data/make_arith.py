@@ -1,6 +1,6 @@
 """Write data/arith/{train,test}.parquet: the same bytes from the same seed.
 
-    python data/make_arith.py [--seed 0] [--train 4096] [--test 512] [--folder data/arith]
+python data/make_arith.py [--seed 0] [--train 4096] [--test 512] [--folder data/arith]
 """
 
 from __future__ import annotations

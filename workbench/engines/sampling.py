@@ -161,9 +161,7 @@ def _finish(row: _Row, token: int, eos_ids: frozenset[int], tokenizer: Any) -> N
     if row.reason:
         return
     settings = row.request.settings
-    if token in eos_ids and not settings.ignore_eos:
-        row.reason = "stop"
-    elif settings.stop and _stops(row.ids, settings.stop, tokenizer):
+    if (token in eos_ids and not settings.ignore_eos) or (settings.stop and _stops(row.ids, settings.stop, tokenizer)):
         row.reason = "stop"
     elif len(row.ids) >= settings.max_tokens:
         row.reason = "length"

@@ -108,7 +108,11 @@ class Reward:
         if broken and (self._raises or (len(broken) == len(scores) and self._value is None)):
             what = "a row" if self._raises else f"all {len(scores)} rows"
             raise RewardError(
-                message(f"reward {self.name!r} failed on {what}", found=broken[0].why, do=broken[0].error or "mend the function")
+                message(
+                    f"reward {self.name!r} failed on {what}",
+                    found=broken[0].why,
+                    do=broken[0].error or "mend the function",
+                )
             )
         if self._value is not None:
             scores = [self._valued(score) for score in scores]
@@ -118,7 +122,9 @@ class Reward:
         if score.status is not Status.MACHINERY_FAILED:
             return score
         why = f"counted as {self._value:g} by policy: {score.why}"
-        return Score(value=self._value or 0.0, status=Status.MODEL_FAILED, why=why, error=score.error, seconds=score.seconds)
+        return Score(
+            value=self._value or 0.0, status=Status.MODEL_FAILED, why=why, error=score.error, seconds=score.seconds
+        )
 
     def _score_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
         calls = [call_arguments(self._signature, row) for row in rows]
@@ -133,7 +139,9 @@ class Reward:
         results = answer.result.tolist() if hasattr(answer.result, "tolist") else answer.result
         if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != len(rows):
             found = len(results) if hasattr(results, "__len__") else type(results).__name__
-            raise RewardError(message(f"reward function {self.name}", expected=f"a list of {len(rows)} rewards", found=found))
+            raise RewardError(
+                message(f"reward function {self.name}", expected=f"a list of {len(rows)} rewards", found=found)
+            )
         return [as_score(result, self.name, number) for number, result in enumerate(results)]
 
     def _answers(self, calls: Sequence[Mapping[str, Any]], timeout: float | None) -> list[Answer]:
@@ -225,7 +233,9 @@ def load_function(path: str | Path, name: str = "compute_score", **reward_kwargs
         raise DataError(message(f"no reward file at {str(path)!r}", expected="a Python file", do="check the path"))
     spec = importlib.util.spec_from_file_location(f"workbench_reward_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise DataError(message(f"reward file {str(path)!r}", expected="a Python file", found=file.suffix or "no suffix"))
+        raise DataError(
+            message(f"reward file {str(path)!r}", expected="a Python file", found=file.suffix or "no suffix")
+        )
     module = importlib.util.module_from_spec(spec)
     with boundary(f"importing the reward file {str(path)!r}", RewardError):
         spec.loader.exec_module(module)

@@ -140,7 +140,9 @@ class Pool:
                 self._take(worker, answers)
             elif time.monotonic() >= worker.deadline:
                 assert worker.row is not None
-                answers[worker.row] = Answer(False, None, f"no answer within {limit:g} s; its worker was ended", None, limit)
+                answers[worker.row] = Answer(
+                    False, None, f"no answer within {limit:g} s; its worker was ended", None, limit
+                )
                 self._drop(worker)
 
     def _take(self, worker: _Worker, answers: dict[int, Answer]) -> None:
@@ -153,7 +155,7 @@ class Pool:
             answers[worker.row] = Answer(False, None, f"the worker ended with exit code {code}")
             self._drop(worker)
             return
-        number, ok, result, seconds = cloudpickle.loads(frame)  # noqa: S301 - our own child, over a pipe
+        number, ok, result, seconds = cloudpickle.loads(frame)
         answers[number] = Answer(True, result, "", None, seconds) if ok else Answer(False, None, *result, seconds)
         worker.row = None
         worker.fresh = False

@@ -47,7 +47,9 @@ class Score:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
-            raise RewardError(message("a reward", expected="a finite number, or None for 'not applicable'", found=self.value))
+            raise RewardError(
+                message("a reward", expected="a finite number, or None for 'not applicable'", found=self.value)
+            )
 
     @property
     def scored(self) -> bool:

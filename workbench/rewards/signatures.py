@@ -78,7 +78,9 @@ def check_arguments(function: Callable[..., Any], signature: Signature, columns:
     known = {*_MEANING, *columns, *_PLURALS, "completion_ids"}
     for name in signature.names:
         if name not in known and parameters[name].default is inspect.Parameter.empty:
-            raise RewardError(f"reward function {_name(function)}: " + unknown("value that a row has", name, sorted(known)))
+            raise RewardError(
+                f"reward function {_name(function)}: " + unknown("value that a row has", name, sorted(known))
+            )
 
 
 def call_arguments(signature: Signature, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +155,12 @@ def as_score(result: Any, function: str, row: int) -> Score:
         )
     if not math.isfinite(value):
         raise RewardError(
-            message(f"reward function {function}, row {row}", expected="a finite number", found=value, do="return None for 'not applicable'")
+            message(
+                f"reward function {function}, row {row}",
+                expected="a finite number",
+                found=value,
+                do="return None for 'not applicable'",
+            )
         )
     return Score(value=value)
 
@@ -162,7 +169,11 @@ def _from_dict(result: Mapping[str, Any], function: str, row: int) -> Score:
     key = next((key for key in ("score", "reward_score", "reward") if key in result), None)
     if key is None:
         raise RewardError(
-            message(f"reward function {function}, row {row}", expected="a dict with 'score'", found=f"keys {sorted(map(str, result))}")
+            message(
+                f"reward function {function}, row {row}",
+                expected="a dict with 'score'",
+                found=f"keys {sorted(map(str, result))}",
+            )
         )
     main = as_score(result[key], function, row)
     parts, extra = dict(main.parts), dict(main.extra)
@@ -189,7 +200,11 @@ def _number(value: Any) -> float | None:
     if isinstance(value, numbers.Number) and not isinstance(value, complex):
         return float(value)  # type: ignore[arg-type]
     item = getattr(value, "item", None)
-    if callable(item) and getattr(value, "size", None) == 1 or (callable(item) and getattr(value, "numel", lambda: 0)() == 1):
+    if (
+        (callable(item)
+        and getattr(value, "size", None) == 1)
+        or (callable(item) and getattr(value, "numel", lambda: 0)() == 1)
+    ):
         return float(item())
     return None
 
