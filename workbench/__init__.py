@@ -1,1 +1,18 @@
-"""workbench: a Jupyter-first bench for RL post-training of language models."""
+"""workbench: a Jupyter-first bench for reinforcement-learning post-training of language models.
+
+Step one batch through rollout, reward, log-prob, values, advantage and update; look at every sample and token;
+go back, change one thing, run on, compare; then train with the same stages.
+"""
+
+from workbench import datasets, engines, functional, recipes, rewards, stages, views
+from workbench.columns import COLUMNS
+from workbench.compare import compare
+from workbench.dataproto import DataProto, Origin
+from workbench.engines import SamplingSettings
+from workbench.errors import WorkbenchError
+from workbench.rewards import Score, Status
+from workbench.stages import Outcome, Pipeline
+from workbench.stepper import Stepper
+from workbench.trace import Trace
+
+__version__ = "0.1.0"

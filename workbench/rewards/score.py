@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from workbench.dataproto.io import register_codec
 from workbench.errors import RewardError, message
 
 
@@ -83,6 +84,9 @@ class Score:
             return f"no judgement ({self.status.value}): {self.why}"
         answer = f", answer {self.answer!r}" if self.answer is not None else ""
         return f"{self.value:g}{answer}: {self.why}" if self.why else f"{self.value:g}{answer}"
+
+
+register_codec("Score", Score, Score.to_json, Score.from_json)
 
 
 def failed(why: str, error: str | None = None, seconds: float = 0.0) -> Score:

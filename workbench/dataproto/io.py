@@ -1,0 +1,212 @@
+"""A batch on disk: safetensors for tensors, parquet for objects, json for the rest; never pickle.
+
+Object columns are stored as arrow where every cell is of one plain type, else as tagged JSON per cell, else
+refused by name. Records of ours (rewards' `Score`) are tagged by a registered codec. Loading reads the table of
+contents alone; a column is read, memory-mapped, when somebody looks at it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from workbench.dataproto.columns_map import Lazy, as_objects
+from workbench.dataproto.core import DataProto, Origin
+from workbench.errors import BatchError, describe, message
+
+FORMAT = 1
+_TAG = "__workbench__"
+
+
+@dataclass(frozen=True)
+class _Codec:
+    tag: str
+    kind: type
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+_CODECS: dict[str, _Codec] = {}
+
+
+def register_codec(tag: str, kind: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
+    """Let objects of a class be saved in cells: `encode` gives plain values, `decode` takes them."""
+    _CODECS[tag] = _Codec(tag, kind, encode, decode)
+
+
+# --- cells --------------------------------------------------------------------------------------
+
+
+def encode(value: Any) -> Any:
+    """A cell as JSON values; what JSON cannot say is tagged. Raises `TypeError` for anything else."""
+    if value is None or isinstance(value, bool | str) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
+    if isinstance(value, np.generic):
+        return {_TAG: "numpy", "dtype": value.dtype.str, "value": encode(value.item())}
+    if isinstance(value, np.ndarray):
+        items = [encode(item) for item in value.reshape(-1).tolist()]
+        return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "value": items}
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    if isinstance(value, tuple):
+        return {_TAG: "tuple", "value": [encode(item) for item in value]}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value) and _TAG not in value:
+            return {key: encode(item) for key, item in value.items()}
+        return {_TAG: "dict", "value": [[encode(key), encode(item)] for key, item in value.items()]}
+    for codec in _CODECS.values():
+        if isinstance(value, codec.kind):
+            return {_TAG: codec.tag, "value": encode(codec.encode(value))}
+    raise TypeError(type(value).__name__)
+
+
+def decode(value: Any) -> Any:
+    """The reverse of `encode`."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = value.get(_TAG)
+    if tag is None:
+        return {key: decode(item) for key, item in value.items()}
+    inner = value["value"]
+    if tag == "float":
+        return float(inner)
+    if tag == "numpy":
+        return np.dtype(value["dtype"]).type(decode(inner))
+    if tag == "array":
+        flat = np.empty(len(inner), dtype=np.dtype(value["dtype"]))
+        flat[:] = [decode(item) for item in inner]
+        return flat.reshape(value["shape"])
+    if tag == "tuple":
+        return tuple(decode(item) for item in inner)
+    if tag == "dict":
+        return {decode(key): decode(item) for key, item in inner}
+    if tag not in _CODECS:
+        raise BatchError(message(f"a saved cell is of kind {tag!r}", expected=f"one of {', '.join(_CODECS)}"))
+    return _CODECS[tag].decode(decode(inner))
+
+
+def _plain_type(values: np.ndarray) -> bool:
+    """Whether arrow stores it exactly: all str, all int, all bool, or all finite float."""
+    kinds = {type(value) for value in values}
+    if len(kinds) != 1 or next(iter(kinds)) not in (str, int, bool, float):
+        return False
+    if next(iter(kinds)) is int:
+        return all(-(2**63) <= value < 2**63 for value in values)
+    if next(iter(kinds)) is str:
+        return all(value.isprintable() or value.encode("utf-8", "replace").decode() == value for value in values)
+    return True
+
+
+# --- folders ------------------------------------------------------------------------------------
+
+
+def save(batch: DataProto, path: str | Path) -> Path:
+    """Write a new folder: complete or not there at all. Raises `BatchError` where it exists or a cell cannot be saved."""
+    folder = Path(path)
+    if folder.exists():
+        raise BatchError(message("a saved batch is never overwritten", found=folder))
+    staging = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        tensors = {name: batch.batch[name].detach().cpu().contiguous() for name in batch.batch}
+        kinds = _write_objects(batch, staging)
+        _write_tensors(tensors, staging)
+        document = {
+            "format": FORMAT,
+            "rows": len(batch),
+            "tensors": {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()},
+            "objects": kinds,
+            "meta_info": encode(dict(batch.meta_info)),
+            "origins": {name: asdict(made) for name, made in batch.origins.items()},
+        }
+        (staging / "meta.json").write_text(json.dumps(document, allow_nan=False))
+        staging.rename(folder)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return folder
+
+
+def _write_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    # tensors that share storage are refused by safetensors: expanded views get their own
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, str(folder / "tensors.safetensors"))
+
+
+def _write_objects(batch: DataProto, folder: Path) -> dict[str, str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    kinds: dict[str, str] = {}
+    columns: dict[str, Any] = {}
+    for name in batch.non_tensor_batch:
+        values = batch.non_tensor_batch[name]
+        kinds[name] = "arrow" if _plain_type(values) else "json"
+        if kinds[name] == "arrow":
+            columns[name] = pa.array(list(values))
+            continue
+        try:
+            columns[name] = pa.array([json.dumps(encode(value), allow_nan=False) for value in values], type=pa.string())
+        except TypeError as cause:
+            raise BatchError(
+                message(
+                    f"column {name!r} cannot be saved",
+                    expected="plain values, NumPy, or records with a registered codec",
+                    found=f"a {cause}, as in {describe(values[0])}",
+                    do=f"drop it first: without({name!r})",
+                )
+            ) from cause
+    if columns:
+        pq.write_table(pa.table(columns), folder / "objects.parquet")
+    return kinds
+
+
+def load(path: str | Path) -> DataProto:
+    """Open a saved batch. Raises `BatchError` where the folder is not one, or of another format."""
+    folder = Path(path)
+    if not (folder / "meta.json").is_file():
+        raise BatchError(message(f"no saved batch at {folder}", expected="a folder with meta.json"))
+    document = json.loads((folder / "meta.json").read_text())
+    if document["format"] != FORMAT:
+        raise BatchError(message(f"batch {folder}", expected=f"format {FORMAT}", found=document["format"]))
+    tensors = {
+        name: Lazy(lambda name=name: _read_tensor(folder, name), tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
+        for name, (dtype, shape) in document["tensors"].items()
+    }
+    rows = (document["rows"],)
+    objects = {
+        name: Lazy(lambda name=name, kind=kind: _read_objects(folder, name, kind), rows, None)
+        for name, kind in document["objects"].items()
+    }
+    origins = {name: Origin(**made) for name, made in document["origins"].items()}
+    new = object.__new__(DataProto)
+    new._set(dict(tensors), dict(objects), decode(document["meta_info"]), origins)
+    return new
+
+
+def _read_tensor(folder: Path, name: str) -> torch.Tensor:
+    from safetensors import safe_open
+
+    with safe_open(str(folder / "tensors.safetensors"), framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def _read_objects(folder: Path, name: str, kind: str) -> np.ndarray:
+    import pyarrow.parquet as pq
+
+    values = pq.read_table(folder / "objects.parquet", columns=[name], memory_map=True).column(0).to_pylist()
+    return as_objects(name, values if kind == "arrow" else [decode(json.loads(text)) for text in values])
