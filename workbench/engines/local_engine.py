@@ -300,6 +300,10 @@ class LocalEngine:
         half = self._settings.dtype == "bfloat16" or (self._settings.dtype == "auto" and device == "cuda")
         return torch.autocast(device, dtype=torch.bfloat16, enabled=half)
 
+    def describe(self) -> dict[str, Any]:
+        """Path and settings, for a run's record."""
+        return {"path": self.path, **self._settings.to_dict()}
+
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self._model.parameters())
         kind = "critic" if self._head is not None else "policy"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class Reward:
         on_failure: str = "mask",
         name: str | None = None,
         given: Sequence[str] = (),
+        check_rows: Callable[[Iterable[Mapping[str, Any]]], None] | None = None,
     ) -> None:
         require(workers >= 1, "workers", expected="≥ 1", found=workers)
         require(timeout > 0, "timeout", expected="seconds > 0", found=timeout)
@@ -61,6 +62,7 @@ class Reward:
         self.workers = workers
         self.timeout = timeout
         self.on_failure = on_failure
+        self._check_rows = check_rows
         self.name = name or getattr(function, "__name__", type(function).__name__)
 
     @property
@@ -93,6 +95,11 @@ class Reward:
     def check_signature(self, columns: Sequence[str]) -> None:
         """Refuse, before any work, a function that asks for what a row does not have."""
         check_arguments(self._function, self._signature, columns)
+
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Refuse, before any work, a data set that the function cannot judge (unknown sources)."""
+        if self._check_rows is not None:
+            self._check_rows(rows)
 
     def close(self) -> None:
         """End the pool's processes."""

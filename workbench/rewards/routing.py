@@ -38,7 +38,11 @@ def by_data_source(table: Mapping[str, Callable[..., Any]] = SCORERS, **options:
     def scored(response: str, ground_truth: Any, data_source: Any) -> Any:
         return scorer_for(data_source, table)(response, ground_truth)
 
-    return Reward(scored, name="by data_source", **{"in_process": True, "on_failure": "raise", **options})
+    def check(rows: Iterable[Mapping[str, Any]]) -> None:
+        check_sources((row.get("data_source") for row in rows), table)
+
+    chosen = {"in_process": True, "on_failure": "raise", **options}
+    return Reward(scored, name="by data_source", check_rows=check, **chosen)
 
 
 def as_reward(function: Any = None, **options: Any) -> Reward:

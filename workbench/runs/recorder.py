@@ -1,0 +1,181 @@
+"""Watches a loop and writes the run folder: metrics, trackers, validation, traces, checkpoints."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.datasets import Rows
+from workbench.observer import StepReport
+from workbench.runs import checkpoint
+from workbench.runs.evaluate import Evaluation, score_rows
+from workbench.runs.folder import RunFolder
+from workbench.runs.trackers import Tracker
+from workbench.stages import Pipeline, Reward, Rollout
+
+ALIASES = {"reward/mean": "critic/score/mean"}
+"""The seed guide's name → verl's; both are written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """When what is written."""
+
+    steps: int
+    batch_size: int
+    seed: int
+    test_freq: int
+    save_freq: int
+    trace_freq: int
+    keep_traces: int
+    keep_checkpoints: int
+
+    def due(self, every: int, step: int) -> bool:
+        """Every n-th step and the last; 0: the last alone."""
+        return step == self.steps or (every > 0 and step % every == 0)
+
+
+class Validator:
+    """Held-out rewards, sampled as in training and greedy; draws from no generator that training uses."""
+
+    def __init__(self, pipeline: Pipeline, heldout: Rows, seed: int) -> None:
+        rollout: Any = pipeline["rollout"]
+        self._reward: Any = pipeline["reward"]
+        self._heldout = heldout
+        self._seed = seed
+        self._sampled = Rollout(rollout._sampler, group_size=1, sampling=rollout.sampling, purpose="validation")
+        greedy = rollout.sampling.replace(temperature=0.0)
+        self._greedy = Rollout(rollout._sampler, group_size=1, sampling=greedy, purpose="validation")
+
+    def _run(self, rollout: Rollout) -> Evaluation:
+        reward: Reward = self._reward
+        return score_rows(rollout, reward, self._heldout.in_order(256, self._seed))
+
+    def metrics(self) -> dict[str, float]:
+        """verl's `val-core/<source>/reward/mean@1`, and `val/reward` with its interval, `val/greedy`, `accuracy`."""
+        began = time.perf_counter()
+        sampled, greedy = self._run(self._sampled), self._run(self._greedy)
+        core = {f"val-core/{source}/reward/mean@1": mean for source, mean in sampled.by_source.items()}
+        return {
+            **core,
+            "val/reward": sampled.mean,
+            "val/reward_low": sampled.interval[0],
+            "val/reward_high": sampled.interval[1],
+            "val/greedy": greedy.mean,
+            "accuracy": sampled.mean,
+            "timing_s/testing": time.perf_counter() - began,
+        }
+
+
+class Recorder:
+    """The observer that keeps the run folder true: a row a step, then traces and checkpoints as planned."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        pipeline: Pipeline,
+        rows: Rows,
+        plan: Plan,
+        *,
+        validator: Validator | None,
+        trackers: list[Tracker],
+        settings_hash: str,
+        on_row: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._folder = folder
+        self._pipeline = pipeline
+        self._rows = rows
+        self._plan = plan
+        self._validator = validator
+        self._trackers = trackers
+        self._hash = settings_hash
+        self._on_row = on_row
+
+    def on_start(self, start: int, steps: int) -> None:
+        """Before the first step of a run: how good is the policy as it is?"""
+        if start == 1 and self._validator is not None:
+            self._write(0, {"training/global_step": 0, "training/epoch": 0, **self._validator.metrics()})
+
+    def on_step(self, report: StepReport) -> None:
+        """Metrics first, then the trace, then the checkpoint: what is on disk is never ahead of its row."""
+        step, plan = report.step, self._plan
+        metrics = {"training/global_step": step, "training/epoch": report.epoch, **report.metrics}
+        metrics |= _throughput(report)
+        metrics |= {alias: metrics[name] for alias, name in ALIASES.items() if name in metrics}
+        if self._validator is not None and plan.due(plan.test_freq, step):
+            metrics |= self._validator.metrics()
+        self._write(step, metrics)
+        if plan.due(plan.trace_freq, step):
+            report.trace.save(self._folder.trace_path(step))
+            self._folder.prune_traces(plan.keep_traces)
+        if plan.due(plan.save_freq, step):
+            self.save(step)
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Let trackers write what is waiting."""
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _write(self, step: int, metrics: dict[str, Any]) -> None:
+        self._folder.append_metrics(metrics)
+        for tracker in self._trackers:
+            tracker.log(metrics, step)
+        self._on_row(metrics)
+
+    def save(self, step: int) -> Path:
+        """A checkpoint of everything that the next step depends on."""
+        learners = self._pipeline.learners()
+
+        def fill(staging: Path) -> None:
+            for role, learner in learners.items():
+                learner.save(staging / role)
+                learner.save_state(staging / f"{role}_state")
+
+        state = {
+            "step": step,
+            "cursor": self._rows.cursor(step, self._plan.batch_size, self._plan.seed).to_json(),
+            "controllers": self._pipeline.state(),
+            "versions": {role: learner.version for role, learner in learners.items()},
+            "settings_hash": self._hash,
+            "rng": checkpoint.rng_state(),
+        }
+        return checkpoint.write(self._folder.checkpoints, step, fill, state, keep=self._plan.keep_checkpoints)
+
+
+def _throughput(report: StepReport) -> dict[str, float]:
+    batch, seconds = report.trace.batch, max(report.metrics["timing_s/step"], 1e-9)
+    tokens = float(batch["attention_mask"].sum()) if "attention_mask" in batch else 0.0
+    return {
+        "perf/total_num_tokens": tokens,
+        "perf/time_per_step": seconds,
+        "perf/throughput": tokens / seconds,
+    }
+
+
+def progress_line(row: Mapping[str, Any], steps: int, eta: float) -> str:
+    """`step 12/60  reward 0.531  kl 0.00210  1.3 s  eta 01:02`."""
+    step = row["training/global_step"]
+    parts = [f"step {step}/{steps}"]
+    if "critic/score/mean" in row:
+        parts.append(f"reward {row['critic/score/mean']:.3f}")
+    kl = next((row[key] for key in ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl") if key in row), None)
+    if kl is not None:
+        parts.append(f"kl {kl:.5f}")
+    if "timing_s/step" in row:
+        parts.append(f"{row['timing_s/step']:.1f} s")
+        parts.append(f"eta {int(eta) // 60:02d}:{int(eta) % 60:02d}")
+    if "val/reward" in row:
+        parts.append(f"held-out {row['val/reward']:.3f} (greedy {row['val/greedy']:.3f})")
+    return "  ".join(parts)
+
+
+def append_line(line: str) -> None:
+    """To the file that our runner reads while the cell runs, where it named one."""
+    path = os.environ.get("WORKBENCH_PROGRESS")
+    if path:
+        with open(path, "a") as file:
+            file.write(line + "\n")

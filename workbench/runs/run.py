@@ -1,0 +1,148 @@
+"""A run, read from its folder: also while another process is writing it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import RunError, message
+from workbench.runs import checkpoint
+from workbench.runs.folder import read_metrics
+from workbench.stepper import Stepper
+from workbench.trace import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Traces(Mapping[int, Trace]):
+    """Step → recorded trace, opened when it is looked at."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _steps(self) -> list[int]:
+        paths = self._folder.glob("step_*/trace.json")
+        return sorted(int(path.parent.name.removeprefix("step_")) for path in paths)
+
+    def __getitem__(self, step: int) -> Trace:
+        if step not in self._steps():
+            raise RunError(message(f"no trace of step {step}", expected=f"one of {self._steps()}"))
+        return Trace.load(self._folder / f"step_{step:06d}")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._steps())
+
+    def __len__(self) -> int:
+        return len(self._steps())
+
+    def __repr__(self) -> str:
+        return f"Traces of steps {self._steps()}"
+
+
+class Run:
+    """`load_run(path)`: metrics, curves, traces, checkpoints, settings, summary. Everything is read afresh."""
+
+    def __init__(self, path: str | Path, *, stopped: Stepper | None = None, notes: tuple[str, ...] = ()) -> None:
+        self.path = Path(path)
+        self.stopped = stopped
+        self.notes = notes
+        if not (self.path / "settings.json").is_file():
+            raise RunError(message(f"no run at {str(path)!r}", expected="a folder with settings.json", do="check the path"))
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Metrics rows as they are on disk."""
+        return read_metrics(self.path / "metrics.jsonl")
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """One line a step, by `training/global_step`; step 0 is the validation before training."""
+        import pandas as pd
+
+        frame = pd.DataFrame(self.rows)
+        return frame.set_index("training/global_step", drop=False) if len(frame) else frame
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the run was started with."""
+        return json.loads((self.path / "settings.json").read_text())
+
+    @property
+    def summary(self) -> Summary:
+        """What came of it; empty while it runs."""
+        path = self.path / "summary.json"
+        return Summary(json.loads(path.read_text()) if path.is_file() else {})
+
+    @property
+    def traces(self) -> Traces:
+        """Step → recorded trace."""
+        return Traces(self.path / "traces")
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Steps with a checkpoint."""
+        return checkpoint.steps(self.path / "checkpoints")
+
+    def checkpoint(self, step: int | None = None) -> Path:
+        """The folder of a checkpoint (the newest by default), verified; `engines.local` opens it."""
+        steps = self.checkpoints
+        wanted = steps[-1] if step is None and steps else step
+        if wanted not in steps:
+            raise RunError(message(f"no checkpoint of step {wanted} in {self.path}", expected=f"one of {steps}"))
+        path = checkpoint.folder_of(self.path / "checkpoints", wanted)  # type: ignore[arg-type]
+        checkpoint.verify(path)
+        return path
+
+    def curves(self, **others: Run) -> Any:
+        """The curves as a matplotlib figure; other runs by name are overlaid."""
+        from workbench.views.curves import panel
+
+        return panel(self.rows, others={name: run.rows for name, run in others.items()}, title=self.path.name)
+
+    def __repr__(self) -> str:
+        rows = self.rows
+        step = rows[-1]["training/global_step"] if rows else 0
+        steps = self.settings.get("train", {}).get("steps")
+        lines = [f"Run {self.path}: step {step} of {steps}"]
+        lines += [f"  checkpoints {self.checkpoints}, traces {list(self.traces)}"]
+        if self.summary:
+            lines.append(f"  {self.summary!r}")
+        if self.stopped is not None:
+            lines.append(f"  stopped before the update of step {self.stopped.trace.step}: look at .stopped")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from workbench.views.html import pairs_table, text_block
+
+        return text_block(repr(self)) + pairs_table(self.summary.pairs())
+
+
+class Summary(dict[str, Any]):
+    """summary.json, with a face."""
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """(what, value) of the main numbers."""
+        found = []
+        for when in ("before", "after"):
+            if f"reward_{when}" in self:
+                low, high = self[f"interval_{when}"]
+                text = f"{self[f'reward_{when}']:.4f}  (95 % in [{low:.4f}, {high:.4f}], greedy {self[f'greedy_{when}']:.4f})"
+                found.append((f"held-out reward {when}", text))
+        return found + [(key, str(self[key])) for key in ("heldout_rows", "steps", "seconds", "stopped") if self.get(key) is not None]
+
+    def __repr__(self) -> str:
+        return "; ".join(f"{what} {value}" for what, value in self.pairs()) or "no summary yet"
+
+    def _repr_html_(self) -> str:
+        from workbench.views.html import pairs_table
+
+        return pairs_table(self.pairs())
+
+
+def load_run(path: str | Path) -> Run:
+    """Open a run folder, finished or going on elsewhere. Raises `RunError` where there is none."""
+    return Run(path)
