@@ -32,9 +32,10 @@ class Problem:
         return "\n".join([*(_line(one) for one in self.sums), f"#### {self.answer}"])
 
 
-def _line(one: tuple[int, str, int, int]) -> str:
+def _line(one: tuple[int, str, int, int], space: str = " ") -> str:
+    """`3 + 4 = 7`; people in a hurry leave the spaces out."""
     left, sign, right, result = one
-    return f"{left} {sign} {right} = {result}"
+    return space.join([str(left), sign, str(right), "=", str(result)])
 
 
 def make_problem(random: Random) -> Problem:
@@ -67,11 +68,11 @@ def make_problem(random: Random) -> Problem:
 def careless(problem: Problem, random: Random) -> str:
     """A solution as most people write it: hasty, without the marker, rambling, and at times careful.
 
-    The manner is announced by its first words, so that a policy can come to prefer one; within it each
-    slip is drawn apart.
+    The manner is announced by its first words and shows in how sums are written, so that a policy can come to
+    prefer one; within it each slip is drawn apart.
     """
     manner = random.random()
-    if manner < 0.30:
+    if manner < 0.28:
         return problem.solution
     if manner < 0.60:
         return "Quick: " + _worked(problem, random, slip=0.5, marker=0.5)
@@ -90,7 +91,7 @@ def _worked(problem: Problem, random: Random, slip: float, marker: float) -> str
         if random.random() < slip:
             right_result += random.choice((-2, -1, 1, 2, 10))
         carried = max(right_result, 0)
-        lines.append(_line((left, sign, right, carried)))
+        lines.append(_line((left, sign, right, carried), space=""))
     ending = f"#### {carried}" if random.random() < marker else random.choice((f"It is {carried}.", f"####{carried}"))
     return "\n".join([*lines, ending])
 

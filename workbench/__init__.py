@@ -17,3 +17,32 @@ from workbench.stepper import Stepper
 from workbench.trace import Trace
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "COLUMNS",
+    "DataProto",
+    "Evaluation",
+    "Origin",
+    "Outcome",
+    "Pipeline",
+    "Run",
+    "RunStopped",
+    "SamplingSettings",
+    "Score",
+    "Status",
+    "Stepper",
+    "Trace",
+    "WorkbenchError",
+    "compare",
+    "datasets",
+    "engines",
+    "evaluate",
+    "functional",
+    "load_run",
+    "recipes",
+    "rewards",
+    "stages",
+    "train",
+    "train_blocking",
+    "views",
+]

@@ -114,7 +114,7 @@ def ppo(
 def _sampling(sampling: SamplingSettings | None, temperature: float | None, max_tokens: int | None) -> SamplingSettings:
     """The two settings that everybody changes, by name, on top of a full set or the defaults."""
     given = {"temperature": temperature, "max_tokens": max_tokens}
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if sampling is not None and changes:
         raise SettingError(
             message("sampling is given twice", found=f"sampling= and {', '.join(changes)}=", do="use one of them")

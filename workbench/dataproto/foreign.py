@@ -27,7 +27,7 @@ class MutableDataProto:
     meta_info: dict[str, Any]
 
     def __len__(self) -> int:
-        columns = (*self.batch.values(), *self.non_tensor_batch.values())
+        columns: list[Any] = [*self.batch.values(), *self.non_tensor_batch.values()]
         return len(columns[0]) if columns else 0
 
     def __getitem__(self, row: int) -> MutableItem:

@@ -12,6 +12,7 @@ import math
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,13 +185,12 @@ def load(path: str | Path) -> DataProto:
     if document["format"] != FORMAT:
         raise BatchError(message(f"batch {folder}", expected=f"format {FORMAT}", found=document["format"]))
     tensors = {
-        name: Lazy(lambda name=name: _read_tensor(folder, name), tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
+        name: Lazy(partial(_read_tensor, folder, name), tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
         for name, (dtype, shape) in document["tensors"].items()
     }
     rows = (document["rows"],)
     objects = {
-        name: Lazy(lambda name=name, kind=kind: _read_objects(folder, name, kind), rows, None)
-        for name, kind in document["objects"].items()
+        name: Lazy(partial(_read_objects, folder, name, kind), rows, None) for name, kind in document["objects"].items()
     }
     origins = {name: Origin(**made) for name, made in document["origins"].items()}
     new = object.__new__(DataProto)

@@ -93,10 +93,10 @@ def aggregate(
     `tokens` and `sequences` are the global counts of the mini-batch: given them, the micro-batches' results
     add up to the whole's. Rows without a token are left out. Raises `ValueError` for another mode.
     """
-    tokens = mask.sum() if tokens is None else tokens
+    tokens = float(mask.sum()) if tokens is None else tokens
     per_row = masked_sum(loss, mask, dim=-1)
     lengths = mask.sum(-1)
-    sequences = (lengths > 0).sum() if sequences is None else sequences
+    sequences = float((lengths > 0).sum()) if sequences is None else sequences
     if mode == "token-mean":
         return per_row.sum() / max(tokens, 1)
     if mode == "token-sum":

@@ -63,7 +63,7 @@ class Reward:
         self.timeout = timeout
         self.on_failure = on_failure
         self._check_rows = check_rows
-        self.name = name or getattr(function, "__name__", type(function).__name__)
+        self.name: str = name or getattr(function, "__name__", type(function).__name__)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -152,16 +152,15 @@ class Reward:
         return [as_score(result, self.name, number) for number, result in enumerate(results)]
 
     def _answers(self, calls: Sequence[Mapping[str, Any]], timeout: float | None) -> list[Answer]:
-        run = _here if self._pool is None else partial(self._pool.map, timeout=timeout)
-        call = partial(run, self._function) if self._pool is None else run
-        answers = list(call(calls))
+        answers = self._run(calls, timeout)
         for _ in range(self._retries):
             again = [number for number, answer in enumerate(answers) if not answer.ok]
-            if not again:
-                break
-            for number, answer in zip(again, call([calls[number] for number in again]), strict=True):
+            for number, answer in zip(again, self._run([calls[n] for n in again], timeout), strict=True):
                 answers[number] = answer
         return answers
+
+    def _run(self, calls: Sequence[Mapping[str, Any]], timeout: float | None) -> list[Answer]:
+        return self._pool.map(calls, timeout) if self._pool is not None else _here(self._function, calls)
 
     def _record(self, answer: Answer, row: int) -> Score:
         if not answer.ok:

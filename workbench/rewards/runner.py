@@ -156,7 +156,8 @@ class Pool:
             self._drop(worker)
             return
         number, ok, result, seconds = cloudpickle.loads(frame)
-        answers[number] = Answer(True, result, "", None, seconds) if ok else Answer(False, None, *result, seconds)
+        why, text = ("", None) if ok else result
+        answers[number] = Answer(ok, result if ok else None, why, text, seconds)
         worker.row = None
         worker.fresh = False
 

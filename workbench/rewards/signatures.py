@@ -200,10 +200,8 @@ def _number(value: Any) -> float | None:
     if isinstance(value, numbers.Number) and not isinstance(value, complex):
         return float(value)  # type: ignore[arg-type]
     item = getattr(value, "item", None)
-    if (
-        (callable(item)
-        and getattr(value, "size", None) == 1)
-        or (callable(item) and getattr(value, "numel", lambda: 0)() == 1)
+    if (callable(item) and getattr(value, "size", None) == 1) or (
+        callable(item) and getattr(value, "numel", lambda: 0)() == 1
     ):
         return float(item())
     return None

@@ -34,9 +34,7 @@ def folder_of(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"{_PREFIX}{step:06d}"
 
 
-def write(
-    checkpoints: Path, step: int, fill: Callable[[Path], None], state: dict[str, Any], *, keep: int = 2
-) -> Path:
+def write(checkpoints: Path, step: int, fill: Callable[[Path], None], state: dict[str, Any], *, keep: int = 2) -> Path:
     """Write one checkpoint: `fill` puts the weights into the staging folder, `state` becomes state.json.
 
     The newest `keep` (≥ 2) complete ones stay. Raises `CheckpointError` where it exists already, or where
@@ -112,9 +110,13 @@ def verify(checkpoint: Path) -> None:
         document = json.loads(manifest.read_text())
         files = document["files"]
     except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as cause:
-        raise CheckpointError(message(f"checkpoint {checkpoint.name}: {_MANIFEST} cannot be read", found=cause)) from cause
+        raise CheckpointError(
+            message(f"checkpoint {checkpoint.name}: {_MANIFEST} cannot be read", found=cause)
+        ) from cause
     if document["format"] != FORMAT:
-        raise CheckpointError(message(f"checkpoint {checkpoint.name}", expected=f"format {FORMAT}", found=document["format"]))
+        raise CheckpointError(
+            message(f"checkpoint {checkpoint.name}", expected=f"format {FORMAT}", found=document["format"])
+        )
     for name, record in files.items():
         path = checkpoint / name
         what = f"checkpoint {checkpoint.name}: file {name}"
@@ -123,7 +125,9 @@ def verify(checkpoint: Path) -> None:
         if path.stat().st_size != record["size"]:
             raise CheckpointError(message(what, expected=f"{record['size']} bytes", found=path.stat().st_size))
         if _crc32(path) != record["crc32"]:
-            raise CheckpointError(message(what, expected=f"crc32 {record['crc32']}", found="another: its content changed"))
+            raise CheckpointError(
+                message(what, expected=f"crc32 {record['crc32']}", found="another: its content changed")
+            )
 
 
 def steps(checkpoints: Path) -> list[int]:

@@ -40,8 +40,8 @@ class Evaluation:
         return text + (f", {self.unscored} rows not scored" if self.unscored else "")
 
     def _repr_html_(self) -> str:
-        from workbench.views.samples import samples_html
         from workbench.views.html import escape
+        from workbench.views.samples import samples_html
 
         return f"<div><b>{escape(repr(self))}</b></div>" + samples_html(self.batch, rows=6, order="worst")
 
@@ -73,7 +73,9 @@ def evaluate(
         max_tokens = model.settings.get("stages", {}).get("rollout", {}).get("max_tokens", max_tokens)
     sampling = SamplingSettings(temperature=temperature, max_tokens=max_tokens)
     rollout = Rollout(engine, group_size=samples, sampling=sampling, purpose="validation")
-    return score_rows(rollout, reward if isinstance(reward, Reward) else Reward(reward), rows.in_order(batch_size, seed))
+    return score_rows(
+        rollout, reward if isinstance(reward, Reward) else Reward(reward), rows.in_order(batch_size, seed)
+    )
 
 
 def score_rows(rollout: Rollout, reward: Reward, batches: Iterable[DataProto]) -> Evaluation:
@@ -89,7 +91,13 @@ def score_rows(rollout: Rollout, reward: Reward, batches: Iterable[DataProto]) -
         sources += list(part["data_source"]) if "data_source" in part else [None] * len(part)
     means = _prompt_means(values, scored, uids)
     by_source = {
-        str(source): _mean(list(_prompt_means(values, [ok and s == source for ok, s in zip(scored, sources, strict=True)], uids).values()))
+        str(source): _mean(
+            list(
+                _prompt_means(
+                    values, [ok and s == source for ok, s in zip(scored, sources, strict=True)], uids
+                ).values()
+            )
+        )
         for source in dict.fromkeys(sources)
     }
     center = _mean(list(means.values()))

@@ -1,7 +1,7 @@
 """A run on disk: one folder that holds everything, written by one process and read by any number.
 
-    settings.json  metrics.jsonl  tensorboard/  traces/step_000010/  checkpoints/step_000010/
-    summary.json   curves.png     notebook.ipynb  superseded/  lock.json
+settings.json  metrics.jsonl  tensorboard/  traces/step_000010/  checkpoints/step_000010/
+summary.json   curves.png     notebook.ipynb  superseded/  lock.json
 """
 
 from __future__ import annotations

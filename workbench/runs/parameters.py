@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from workbench.config import coerce
 from workbench.errors import SettingError, message, unknown
@@ -39,11 +39,11 @@ def _kind(node: ast.expr, name: str) -> Any:
         inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         kinds = [_kind(one, name) for one in inner]
         if node.value.id == "Optional":
-            return Optional[kinds[0]]
+            return kinds[0] | None
         if node.value.id == "list":
             return list[kinds[0]]  # type: ignore[valid-type]
         if node.value.id == "dict" and len(kinds) == 2:
-            return dict[kinds[0], kinds[1]]  # type: ignore[valid-type,misc]
+            return dict[kinds[0], kinds[1]]  # type: ignore[valid-type]
     raise SettingError(
         message(
             f"parameter {name!r}: annotation {ast.unparse(node)}",
@@ -82,7 +82,11 @@ def declared_parameters(notebook: str | Path) -> list[Parameter]:
 def _parameter(node: ast.stmt, lines: list[str], name: str) -> Parameter:
     if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name) or node.value is None:
         raise SettingError(
-            message(f"parameters cell of {name}", expected="lines `name: type = value  # help`", found=ast.unparse(node)[:60])
+            message(
+                f"parameters cell of {name}",
+                expected="lines `name: type = value  # help`",
+                found=ast.unparse(node)[:60],
+            )
         )
     try:
         default = ast.literal_eval(node.value)

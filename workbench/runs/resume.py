@@ -78,7 +78,9 @@ def begin(folder: RunFolder, pipeline: Pipeline, rows: Rows, settings: dict[str,
     pipeline.load_state(state["controllers"])
     moved = folder.supersede(found.step)
     note = f"resumed after step {found.step}"
-    return Start(found.step + 1, state["rng"], (*found.notes, note, *(f"moved to superseded: {what}" for what in moved)))
+    return Start(
+        found.step + 1, state["rng"], (*found.notes, note, *(f"moved to superseded: {what}" for what in moved))
+    )
 
 
 def _refuse_changes(folder: RunFolder, settings: dict[str, Any]) -> None:

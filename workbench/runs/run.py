@@ -50,7 +50,9 @@ class Run:
         self.stopped = stopped
         self.notes = notes
         if not (self.path / "settings.json").is_file():
-            raise RunError(message(f"no run at {str(path)!r}", expected="a folder with settings.json", do="check the path"))
+            raise RunError(
+                message(f"no run at {str(path)!r}", expected="a folder with settings.json", do="check the path")
+            )
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -92,7 +94,7 @@ class Run:
         wanted = steps[-1] if step is None and steps else step
         if wanted not in steps:
             raise RunError(message(f"no checkpoint of step {wanted} in {self.path}", expected=f"one of {steps}"))
-        path = checkpoint.folder_of(self.path / "checkpoints", wanted)  # type: ignore[arg-type]
+        path = checkpoint.folder_of(self.path / "checkpoints", wanted)
         checkpoint.verify(path)
         return path
 
@@ -132,7 +134,11 @@ class Summary(dict[str, Any]):
                 low, high = self[f"interval_{when}"]
                 text = f"{self[f'reward_{when}']:.4f}  (95 % in [{low:.4f}, {high:.4f}], greedy {self[f'greedy_{when}']:.4f})"
                 found.append((f"held-out reward {when}", text))
-        return found + [(key, str(self[key])) for key in ("heldout_rows", "steps", "seconds", "stopped") if self.get(key) is not None]
+        return found + [
+            (key, str(self[key]))
+            for key in ("heldout_rows", "steps", "seconds", "stopped")
+            if self.get(key) is not None
+        ]
 
     def __repr__(self) -> str:
         return "; ".join(f"{what} {value}" for what, value in self.pairs()) or "no summary yet"

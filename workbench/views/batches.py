@@ -91,7 +91,9 @@ def batch_html(batch: DataProto) -> str:
     for name in batch.columns:
         made, column = batch.origins.get(name), declared(name)
         by = _writer(batch, name)
-        when = "" if made is None else f"step {made.step}, policy version {made.policy_version}, settings {made.settings}"
+        when = (
+            "" if made is None else f"step {made.step}, policy version {made.policy_version}, settings {made.settings}"
+        )
         rows.append(
             [
                 f'<b title="{escape(column.doc if column else "not one of the declared columns")}">{escape(name)}</b>',

@@ -19,7 +19,9 @@ def escape(text: object, limit: int | None = None) -> str:
     raw = str(text)
     if limit is not None and len(raw) > limit:
         raw = raw[: limit - 1] + "…"
-    visible = re.sub(r"[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]", lambda found: f"\\x{ord(found[0]):02x}", raw)
+    visible = re.sub(
+        r"[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]", lambda found: f"\\x{ord(found[0]):02x}", raw
+    )
     return html.escape(visible)
 
 

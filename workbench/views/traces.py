@@ -191,7 +191,8 @@ def comparison_html(comparison: Comparison, rows: int = 12) -> str:
     if comparison.identical:
         return "<div>Nothing differs.</div>"
     title = comparison_text(comparison, 0).splitlines()[0]
-    texts = comparison.traces[0].batch["response_text"] if "response_text" in comparison.traces[0].batch else None
+    batch = comparison.traces[0].batch
+    texts = batch["response_text"] if "response_text" in batch else None
     changed = [
         [
             str(row.row),

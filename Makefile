@@ -1,0 +1,51 @@
+# Everything needs one command: each target sets up .venv first, quickly when nothing has changed.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# one thread for tests: they start several processes, and oversubscription makes them ten times slower
+ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+RUN ?= runs/train_grpo
+ARGS ?=
+
+.PHONY: train test quick lint format lab bench browser clean
+.DEFAULT_GOAL := test
+
+$(READY): pyproject.toml requirements.lock
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable .[dev]
+	touch $@
+
+train: $(READY)  ## the main job: GRPO on the tiny world, on this machine's CPU
+	$(BIN)/workbench train notebooks/201_train_grpo.ipynb -p run=$(RUN) $(ARGS)
+
+test: $(READY) browser lint  ## format, lint, types and all tests
+	$(ONE) $(BIN)/python -m pytest --durations=15
+
+quick: $(READY)  ## the developer's loop: no slow tests
+	$(ONE) $(BIN)/python -m pytest -m "not slow" -x
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lab: $(READY)  ## JupyterLab on the first notebook
+	$(BIN)/jupyter lab notebooks/101_one_step.ipynb
+
+bench: $(READY)  ## measure: three seeds of GRPO, PPO, and the speed of a step
+	$(BIN)/python tests/benchmarks/learning.py
+
+browser:  ## a Chromium for the browser tests, where apt can bring one; they skip, saying so, without
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; } </dev/null; } || \
+	  echo "no chromium: the browser tests will be skipped"
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
