@@ -63,7 +63,7 @@ class Reward:
         self.timeout = timeout
         self.on_failure = on_failure
         self._check_rows = check_rows
-        self.name: str = name or getattr(function, "__name__", type(function).__name__)
+        self.name = name or str(getattr(function, "__name__", type(function).__name__))
 
     @property
     def reads(self) -> tuple[str, ...]:

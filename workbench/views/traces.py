@@ -192,13 +192,13 @@ def comparison_html(comparison: Comparison, rows: int = 12) -> str:
         return "<div>Nothing differs.</div>"
     title = comparison_text(comparison, 0).splitlines()[0]
     batch = comparison.traces[0].batch
-    texts = batch["response_text"] if "response_text" in batch else None
+    has_text = "response_text" in batch
     changed = [
         [
             str(row.row),
             _sides(row.reward),
             f"<b>{_sides(row.advantage)}</b>" if row.flipped else _sides(row.advantage),
-            fold("response", f"<pre>{escape(str(texts[row.row]))}</pre>") if texts is not None else "",
+            fold("response", f"<pre>{escape(batch['response_text'][row.row])}</pre>") if has_text else "",
         ]
         for row in comparison.rows[:rows]
     ]
