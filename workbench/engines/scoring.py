@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from workbench.columns import declared
 from workbench.dataproto import DataProto
 from workbench.functional import entropy_from_logits, log_probs_from_logits
 
@@ -40,7 +41,7 @@ def micro_batches(batch: DataProto, budget: int, packed: bool) -> list[torch.Ten
 def trimmed(rows: DataProto) -> tuple[DataProto, int]:
     """The rows without columns that are padding in all of them; also T after trimming.
 
-    [B, S+T] columns lose both ends, [B, T] columns their right one.
+    [B, S+T] columns lose both ends, [B, S] their left one, [B, T] their right one.
     """
     width = rows["input_ids"].shape[1]
     old_t = rows["response_mask"].shape[1]
@@ -48,15 +49,16 @@ def trimmed(rows: DataProto) -> tuple[DataProto, int]:
     in_response = rows["response_mask"].any(0).nonzero().squeeze(-1)
     start = min(int(seen[0]) if len(seen) else 0, width - old_t)
     new_t = max(int(in_response[-1]) + 1 if len(in_response) else 1, 1)
+    prompt = width - old_t
+    spans = {"S": slice(start, prompt), "T": slice(0, new_t), "S+T": slice(start, prompt + new_t)}
     cut: dict[str, torch.Tensor] = {}
     for name in rows.batch:
-        tensor = rows.batch[name]
-        if tensor.dim() >= 2 and tensor.shape[1] == width:
-            cut[name] = tensor[:, start : width - old_t + new_t]
-        elif tensor.dim() >= 2 and tensor.shape[1] == old_t:
-            cut[name] = tensor[:, :new_t]
-        else:
-            cut[name] = tensor
+        tensor, column = rows.batch[name], declared(name)
+        if column is not None and len(column.dims) > 1:
+            letter = column.dims[1]
+        else:  # a column of a custom stage: per response token where it is as wide as one
+            letter = "T" if tensor.dim() > 1 and tensor.shape[1] == old_t else ""
+        cut[name] = tensor[:, spans[letter]] if letter in spans else tensor
     return DataProto(cut, None, rows.meta_info), new_t
 
 
