@@ -1,0 +1,241 @@
+"""Rewards of all calling conventions, where they run, and what their failures mean."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from workbench.errors import DataError, RewardError
+from workbench.rewards import Reward, Score, Status, as_reward, by_data_source, check_sources, load_function
+from workbench.rewards.runner import Pool
+from workbench.rewards.signatures import as_score
+from workbench.testing.rewards import RewardContract, answered
+
+BATCH = answered(["#### 4", "#### 5", "six"], ["4", "4", "6"])
+
+
+def here(function: Any, **options: Any) -> list[Score]:
+    return Reward(function, in_process=True, **options).score(BATCH)
+
+
+def values(scores: list[Score]) -> list[float]:
+    return [score.value for score in scores]
+
+
+class TestByDataSource(RewardContract):
+    def make_reward(self) -> Reward:
+        return by_data_source()
+
+
+class TestInProcesses(RewardContract):
+    def make_reward(self) -> Reward:
+        def length(response: str) -> float:
+            return float(len(response))
+
+        return Reward(length, workers=1)
+
+
+# --- calling conventions ----------------------------------------------------------------------
+
+
+def test_verls_signature() -> None:
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+        assert data_source == "workbench/arith" and "index" in extra_info
+        return float(ground_truth in solution_str)
+
+    assert values(here(compute_score)) == [1, 0, 0]
+
+
+def test_verls_batch_signature() -> None:
+    def compute_score(
+        data_sources: list[str], solution_strs: list[str], ground_truths: list[str], extra_infos: list[Any]
+    ) -> list[float]:
+        return [float(truth in text) for text, truth in zip(solution_strs, ground_truths, strict=True)]
+
+    assert values(here(compute_score)) == [1, 0, 0]
+
+
+def test_trls_keyword_style() -> None:
+    def reward(completions: list[Any], prompts: list[Any], ground_truth: list[str], **kwargs: Any) -> list[float | None]:
+        assert kwargs["data_source"] == ["workbench/arith"] * 3 and prompts[0][0]["role"] == "user"
+        return [None if truth == "6" else float(truth in turns[0]["content"]) for turns, truth in zip(completions, ground_truth, strict=True)]
+
+    scores = here(reward)
+    assert values(scores) == [1, 0, 0] and scores[2].status is Status.NOT_APPLICABLE and not scores[2].scored
+
+
+def test_arguments_by_name_columns_and_async() -> None:
+    async def reward(response: str, ability: str = "none", *, uid: str) -> float:
+        return float(uid == "u1") + (ability == "none")
+
+    assert values(here(reward)) == [1, 2, 1]
+
+
+def test_what_no_row_has_is_refused_before_any_work() -> None:
+    calls = []
+
+    def reward(response: str, gruond_truth: str) -> float:
+        calls.append(1)
+        return 0.0
+
+    with pytest.raises(RewardError, match="'gruond_truth'.*did you mean 'ground_truth'"):
+        here(reward)
+    with pytest.raises(RewardError, match="given by name"):
+        Reward(lambda response, /: 0.0, in_process=True)
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("result", "value"),
+    [(1, 1.0), (True, 1.0), (0.5, 0.5), (np.float32(0.5), 0.5), (torch.tensor(2.0), 2.0), ((0.3, "x"), 0.3), (np.int64(3), 3.0)],
+)
+def test_results_with_one_meaning(result: Any, value: float) -> None:
+    assert as_score(result, "f", 0).value == pytest.approx(value)
+
+
+def test_dicts_give_parts_and_extras() -> None:
+    score = as_score({"score": 0.7, "format": 1, "acc": True, "pred": "4", "why": "so", "note": "n"}, "f", 0)
+    assert score.value == 0.7 and dict(score.parts) == {"format": 1.0, "acc": 1.0}
+    assert score.answer == "4" and score.why == "so" and score.extra["note"] == "n"
+    assert as_score({"reward_score": 2}, "f", 0).value == 2
+    for wrong in ({"points": 1}, "1", float("nan"), float("inf"), {"score": float("nan")}):
+        with pytest.raises(RewardError, match="f, row 0"):
+            as_score(wrong, "f", 0)
+    assert as_score(None, "f", 0).status is Status.NOT_APPLICABLE
+
+
+def test_a_wrong_count_is_an_error() -> None:
+    with pytest.raises(RewardError, match="a list of 3 rewards; found 2"):
+        here(lambda completions, **kw: [1.0, 2.0])
+
+
+# --- failures ---------------------------------------------------------------------------------
+
+
+def fragile(response: str) -> float:
+    if response == "six":
+        raise KeyError("no digits")
+    return 1.0
+
+
+def test_an_exception_is_that_rows_record() -> None:
+    scores = here(fragile)
+    assert values(scores) == [1, 1, 0] and scores[2].status is Status.MACHINERY_FAILED and not scores[2].scored
+    assert "KeyError" in scores[2].why and "no digits" in (scores[2].error or "")
+
+
+def test_policies() -> None:
+    with pytest.raises(RewardError, match="no digits"):
+        here(fragile, on_failure="raise")
+    counted = here(fragile, on_failure="value=-1")
+    assert values(counted) == [1, 1, -1] and counted[2].scored and "by policy" in counted[2].why
+    tries: list[str] = []
+
+    def second_time(response: str) -> float:
+        tries.append(response)
+        if tries.count(response) < 2:
+            raise OSError("busy")
+        return 1.0
+
+    assert values(here(second_time, on_failure="retry(1)")) == [1, 1, 1]
+    with pytest.raises(RewardError, match="policy on failure"):
+        Reward(fragile, on_failure="ignore")
+
+
+def test_a_function_that_always_fails_must_not_train_silently() -> None:
+    with pytest.raises(RewardError, match="all 3 rows"):
+        here(lambda response: 1 / 0)
+
+
+# --- processes --------------------------------------------------------------------------------
+
+
+def test_order_is_kept_and_children_import_neither_torch_nor_us() -> None:
+    def reward(response: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(0.05 * (2 - extra_info["index"]))
+        return {"score": extra_info["index"], "clean": not {"torch", "workbench"} & set(sys.modules), "pid": os.getpid()}
+
+    scores = Reward(reward, workers=3).score(BATCH)
+    assert values(scores) == [0, 1, 2] and all(score.parts["clean"] == 1 for score in scores)
+    assert os.getpid() not in {score.parts["pid"] for score in scores}
+
+
+@pytest.mark.slow
+def test_whatever_a_row_does_it_loses_itself_alone() -> None:
+    class Quit(BaseException):
+        pass
+
+    def reward(response: str, extra_info: dict[str, Any]) -> float:
+        index = extra_info["index"]
+        if index == 1:
+            while True:
+                pass
+        if index == 2:
+            os._exit(7)
+        if index == 3:
+            raise Quit("enough")
+        print("this must not break the pipe")
+        return float(index)
+
+    batch = answered([str(n) for n in range(6)])
+    scorer = Reward(reward, workers=2, timeout=1.0)
+    scorer.score(answered(["warm"]))
+    scores = scorer.score(batch)
+    assert [score.scored for score in scores] == [True, False, False, False, True, True]
+    assert "1 s" in scores[1].why and "exit code 7" in scores[2].why and "Quit: enough" in scores[3].why
+    assert values(scores)[4:] == [4, 5]
+    pool = scorer._pool
+    assert pool is not None
+    processes = [worker.process for worker in pool._workers]
+    scorer.close()
+    assert processes and all(process.poll() is not None for process in processes)
+
+
+def test_closures_and_lambdas_travel() -> None:
+    factor = 3.0
+    assert values(Reward(lambda response: factor * len(response)).score(answered(["ab"]))) == [6.0]
+    with pytest.raises(RewardError, match="cannot be sent.*in_process"):
+        lock = __import__("threading").Lock()
+        Reward(lambda response: lock.locked())
+
+
+def test_results_that_cannot_travel_are_that_rows_failure() -> None:
+    answer = Pool(lambda: (_ for _ in ()), workers=1).map([{}])[0]
+    assert not answer.ok and "cannot be pickled" in answer.why
+
+
+# --- files and routing ------------------------------------------------------------------------
+
+
+def test_functions_from_files(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def helper(): return 2\ndef compute_score(response, factor=1): return factor * helper()\n")
+    assert values(as_reward(str(file), workers=1).score(answered(["a"]))) == [2]
+    bound = load_function(file, "compute_score", factor=5)
+    assert values(Reward(bound, workers=1).score(answered(["a"]))) == [10]
+    with pytest.raises(DataError, match="did you mean 'compute_score'"):
+        load_function(file, "compute_scores")
+    with pytest.raises(DataError, match="no reward file"):
+        load_function(tmp_path / "none.py")
+    (tmp_path / "broken.py").write_text("1/0")
+    with pytest.raises(RewardError, match="importing the reward file"):
+        load_function(tmp_path / "broken.py")
+
+
+def test_routing_by_data_source() -> None:
+    assert values(by_data_source().score(BATCH)) == [1, 0, 0]
+    with pytest.raises(DataError, match="did you mean 'openai/gsm8k'.*reward=my_function"):
+        check_sources(["openai/gsm8k", "openai/gms8k"])
+    reward = Reward(fragile, in_process=True)
+    assert as_reward(reward) is reward
+
+
+def test_sources_are_recorded() -> None:
+    assert "no digits" in (Reward(fragile, in_process=True).source or "")
