@@ -20,7 +20,7 @@ from workbench.rewards.worker import read_frame, write_frame
 
 _WORKER = str(Path(__file__).with_name("worker.py"))
 START_SECONDS = 60.0
-"""What a worker may take to start and unpickle the function, on top of its first row's deadline."""
+"""What a worker may take to start and load the function; a row's deadline counts from then."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Pool:
                 idle.append(self._workers[-1])
             worker = idle.pop()
             worker.row = waiting.popleft()
-            worker.deadline = time.monotonic() + limit + (START_SECONDS if worker.fresh else 0.0)
+            worker.deadline = time.monotonic() + (START_SECONDS if worker.fresh else limit)
             worker.send(bodies[worker.row])
 
     def _collect(self, answers: dict[int, Answer], limit: float) -> None:
@@ -137,30 +137,35 @@ class Pool:
             ready = {key.data for key, _ in selector.select(wait)}
         for worker in busy:
             if worker in ready:
-                self._take(worker, answers)
+                self._take(worker, answers, limit)
             elif time.monotonic() >= worker.deadline:
-                assert worker.row is not None
-                answers[worker.row] = Answer(
-                    False, None, f"no answer within {limit:g} s; its worker was ended", None, limit
-                )
-                self._drop(worker)
+                seconds = START_SECONDS if worker.fresh else limit
+                what = "its worker did not start" if worker.fresh else "no answer"
+                self._lose(worker, answers, f"{what} within {seconds:g} s and was ended", seconds)
 
-    def _take(self, worker: _Worker, answers: dict[int, Answer]) -> None:
+    def _take(self, worker: _Worker, answers: dict[int, Answer], limit: float) -> None:
         import cloudpickle
 
-        assert worker.process.stdout is not None and worker.row is not None
+        assert worker.process.stdout is not None
         frame = read_frame(worker.process.stdout)  # type: ignore[arg-type]
         if frame is None:
-            code = worker.process.wait()
-            answers[worker.row] = Answer(False, None, f"the worker ended with exit code {code}")
-            self._drop(worker)
+            self._lose(worker, answers, f"the worker ended with exit code {worker.process.wait()}", 0.0)
             return
-        number, ok, result, seconds = cloudpickle.loads(frame)
+        record = cloudpickle.loads(frame)  # our own child, over a pipe
+        if worker.fresh:  # the first frame says whether the function could be loaded
+            worker.fresh = False
+            worker.deadline = time.monotonic() + limit
+            if record is not None:
+                self._lose(worker, answers, f"the function cannot be loaded in a worker: {record}", 0.0)
+            return
+        number, ok, result, seconds = record
         why, text = ("", None) if ok else result
         answers[number] = Answer(ok, result if ok else None, why, text, seconds)
         worker.row = None
-        worker.fresh = False
 
-    def _drop(self, worker: _Worker) -> None:
+    def _lose(self, worker: _Worker, answers: dict[int, Answer], why: str, seconds: float) -> None:
+        """The row has no answer, and the worker is no more."""
+        assert worker.row is not None
+        answers[worker.row] = Answer(False, None, why, None, seconds)
         worker.end()
         self._workers.remove(worker)

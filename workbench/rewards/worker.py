@@ -1,7 +1,7 @@
 """The child process that runs a user's reward function. Started by path: it imports nothing of workbench.
 
 Frames on stdin and stdout: eight bytes of length, then cloudpickle bytes from our own parent process (never
-from a file). First frame: the function. Then each frame is (row number, batched, arguments), and each answer
+from a file). First frame: the function, answered by None or why it cannot be loaded. Then each frame is (row number, batched, arguments), and each answer
 (row number, ok, result or (error line, traceback), seconds). stdout is kept for frames; prints go to stderr.
 """
 
@@ -65,7 +65,12 @@ def main() -> None:
     first = read_frame(source)
     if first is None:
         return
-    function = cloudpickle.loads(first)
+    try:
+        function = cloudpickle.loads(first)  # bytes from our own parent, over a pipe
+    except Exception as error:  # noqa: BLE001 - said to the parent, which knows which function it was
+        write_frame(frames, cloudpickle.dumps(f"{type(error).__name__}: {error}"))
+        return
+    write_frame(frames, cloudpickle.dumps(None))  # ready: deadlines count from here
     while (frame := read_frame(source)) is not None:
         number, arguments = cloudpickle.loads(frame)
         ok, result, seconds = answer(function, arguments)
