@@ -44,6 +44,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            bufsize=0,  # a buffer of ours could hold a frame that the selector then never announces
             env=env,
             start_new_session=True,
         )

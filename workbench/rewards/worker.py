@@ -19,17 +19,27 @@ from typing import Any, BinaryIO
 
 def read_frame(stream: BinaryIO) -> bytes | None:
     """One frame, or None where the stream has ended."""
-    head = stream.read(8)
-    if len(head) < 8:
-        return None
-    size = struct.unpack("<Q", head)[0]
-    body = stream.read(size)
-    return body if len(body) == size else None
+    head = _read(stream, 8)
+    return _read(stream, struct.unpack("<Q", head)[0]) if head is not None else None
+
+
+def _read(stream: BinaryIO, size: int) -> bytes | None:
+    """Exactly `size` bytes: an unbuffered pipe gives them in pieces."""
+    parts = []
+    while size:
+        part = stream.read(size)
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
 
 
 def write_frame(stream: BinaryIO, body: bytes) -> None:
     """One frame, flushed."""
-    stream.write(struct.pack("<Q", len(body)) + body)
+    left = memoryview(struct.pack("<Q", len(body)) + body)
+    while left:
+        left = left[stream.write(left) :]
     stream.flush()
 
 

@@ -55,7 +55,9 @@ class Advantage(BaseStage):
         self.estimator_settings = settings
         self._controller = kl_controller
         self._asked = _asked(estimator, settings)
-        columns = [column for name in self._asked.values() for column in INPUTS[name]]
+        parameters = inspect.signature(estimator).parameters
+        needed = [name for arg, name in self._asked.items() if parameters[arg].default is inspect.Parameter.empty]
+        columns = [column for name in needed for column in INPUTS[name]]
         if kl_controller is not None:
             columns += ["old_log_probs", "ref_log_prob"]
         self.reads = tuple(dict.fromkeys(["token_level_scores", "response_mask", "reward", *columns]))
@@ -97,7 +99,8 @@ class Advantage(BaseStage):
         for name in ("scored", "values", "old_log_probs", "ref_log_prob"):
             if name in batch:
                 inputs[name] = batch[name]
-        result = self.estimator(**{arg: inputs[name] for arg, name in self._asked.items()}, **self.estimator_settings)
+        given = {argument: inputs[name] for argument, name in self._asked.items() if name in inputs}
+        result = self.estimator(**given, **self.estimator_settings)
         advantages, returns = result if isinstance(result, tuple) else (result, result)
         self._check(advantages, mask)
         columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
