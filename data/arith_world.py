@@ -75,13 +75,13 @@ def careless(problem: Problem, random: Random) -> str:
     if manner < 0.28:
         return problem.solution
     if manner < 0.60:
-        return "Quick: " + _worked(problem, random, slip=0.5, marker=0.5)
+        return "Quick: " + _worked(problem, random, slip=0.35, marker=0.5, space="")
     if manner < 0.80:
-        return "So, " + _worked(problem, random, slip=0.15, marker=0.15)
+        return "So, " + _worked(problem, random, slip=0.04, marker=0.15, space=" ")
     return _ramble(problem, random)
 
 
-def _worked(problem: Problem, random: Random, slip: float, marker: float) -> str:
+def _worked(problem: Problem, random: Random, slip: float, marker: float, space: str) -> str:
     """Sums of which each goes wrong with chance `slip`; the answer is marked with chance `marker`."""
     lines = []
     carried: int | None = None
@@ -91,7 +91,7 @@ def _worked(problem: Problem, random: Random, slip: float, marker: float) -> str
         if random.random() < slip:
             right_result += random.choice((-2, -1, 1, 2, 10))
         carried = max(right_result, 0)
-        lines.append(_line((left, sign, right, carried), space=""))
+        lines.append(_line((left, sign, right, carried), space))
     ending = f"#### {carried}" if random.random() < marker else random.choice((f"It is {carried}.", f"####{carried}"))
     return "\n".join([*lines, ending])
 

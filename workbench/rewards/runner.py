@@ -12,12 +12,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import RewardError, message
 from workbench.rewards.worker import read_frame, write_frame
 
+_PACKAGE = Path(__file__).parents[1]
 _WORKER = str(Path(__file__).with_name("worker.py"))
 START_SECONDS = 60.0
 """What a worker may take to start and load the function; a row's deadline counts from then."""
@@ -38,7 +40,8 @@ class Answer:
 
 class _Worker:
     def __init__(self, function: bytes) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # what we can import, it can
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self.process = subprocess.Popen(
             [sys.executable, "-c", f"import runpy; runpy.run_path({_WORKER!r}, run_name='__main__')"],
             stdin=subprocess.PIPE,
@@ -73,6 +76,28 @@ def _end_all(workers: list[_Worker]) -> None:
     workers.clear()
 
 
+def _by_value(function: Callable[..., Any]) -> bytes:
+    """Pickled so that a worker need not import the module that the function stands in, where that is the user's own.
+
+    A user's module usually imports workbench and torch at its top: seconds, for each worker. Installed
+    packages are imported as they are.
+    """
+    import cloudpickle
+
+    inner = function.func if isinstance(function, partial) else function
+    module: Any = sys.modules.get(getattr(inner, "__module__", None) or "")
+    file = getattr(module, "__file__", None) or ""
+    installed = not file or module is sys.modules.get("__main__") or Path(file).resolve().is_relative_to(_PACKAGE)
+    installed = installed or any(Path(file).is_relative_to(prefix) for prefix in {sys.prefix, sys.base_prefix})
+    if installed or module.__name__ in cloudpickle.list_registry_pickle_by_value():
+        return cloudpickle.dumps(function)
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps(function)
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
 class Pool:
     """`Pool(function, workers=2, timeout=30.0)`; `map(list of keyword arguments)` gives answers in order.
 
@@ -82,10 +107,8 @@ class Pool:
     """
 
     def __init__(self, function: Callable[..., Any], *, workers: int = 2, timeout: float = 30.0) -> None:
-        import cloudpickle
-
         try:
-            self._function = cloudpickle.dumps(function)
+            self._function = _by_value(function)
         except Exception as cause:
             name = getattr(function, "__name__", repr(function))
             raise RewardError(

@@ -1,0 +1,58 @@
+"""The front-door page of the design, line for line, as far as it is built; and the README's screen of Python."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+import workbench as wb
+
+
+def my_reward(solution_str: str, ground_truth: str, **_: object) -> float:
+    return wb.rewards.gsm8k.compute_score(solution_str, ground_truth)
+
+
+def other_reward(response: str) -> float:
+    return float("####" in response)
+
+
+def test_the_front_door(tmp_path: Path) -> None:
+    heldout = wb.datasets.load("data/arith/test.parquet", max_prompt_length=256)[:16]
+
+    engine = wb.engines.local("data/tiny-arith")
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    pipe = wb.recipes.grpo(engine, reward=my_reward, group_size=8, kl_coef=0.001)
+
+    s = wb.Stepper(pipe, rows.batch(8)).run(until="advantage")
+    s.batch
+    s.batch.to_pandas()
+    t = s.fork().back(to="reward").replace("reward", other_reward).run(until="advantage")
+    assert s.compare(t).columns
+
+    run = asyncio.run(
+        wb.train(
+            s.pipeline, rows, steps=2, batch_size=4, run=tmp_path / "mine", break_if=lambda m: m["actor/ppo_kl"] > 0.1
+        )
+    )
+    run = wb.load_run(tmp_path / "mine")
+    assert run.curves() and run.traces
+    assert wb.evaluate(run.checkpoint(2), heldout).prompts == 16
+
+
+@pytest.mark.slow
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Path("README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    source = "\n".join(blocks).replace('"runs/mine"', repr(str(tmp_path / "mine"))).replace("steps=60", "steps=2")
+    script = tmp_path / "readme.py"
+    body = source.replace("await wb.train(", "wb.train_blocking(")
+    script.write_text(f"if __name__ == '__main__':\n" + "\n".join("    " + line for line in body.splitlines()))
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=False, env=None)
+    assert done.returncode == 0, done.stderr
