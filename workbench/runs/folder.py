@@ -111,7 +111,8 @@ class RunFolder:
             shutil.rmtree(path)
 
     def supersede(self, after: int) -> list[str]:
-        """Move everything past step `after` aside, so that a resumed run can write it again: rows, traces, events.
+        """Move everything past step `after` aside, so that a resumed run can write it again: rows, traces,
+        refused checkpoints, events.
 
         Nothing is deleted: it goes to superseded/<time>/. Says what was moved.
         """
@@ -133,6 +134,11 @@ class RunFolder:
                 (aside / "traces").mkdir(parents=True, exist_ok=True)
                 path.rename(aside / "traces" / path.name)
                 notes.append(f"trace {path.name}")
+        for path in sorted(self.checkpoints.glob("step_*")):
+            if int(path.name.removeprefix("step_")) > after:  # refused ones: the run will write that step again
+                (aside / "checkpoints").mkdir(parents=True, exist_ok=True)
+                path.rename(aside / "checkpoints" / path.name)
+                notes.append(f"checkpoint {path.name}")
         events = self.path / "tensorboard"
         if past and events.is_dir():
             aside.mkdir(parents=True, exist_ok=True)
