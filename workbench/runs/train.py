@@ -21,7 +21,7 @@ from workbench.runs import checkpoint
 from workbench.runs.display import Live, in_notebook
 from workbench.runs.folder import RunFolder, write_json
 from workbench.runs.recorder import Plan, Recorder, Validator, append_line, progress_line
-from workbench.runs.resume import begin
+from workbench.runs.resume import Start, begin
 from workbench.runs.run import Run
 from workbench.runs.trackers import make_trackers
 from workbench.stages import Pipeline
@@ -84,19 +84,8 @@ async def train(
             append_line(note)
             return Run(path, notes=(*start.notes, note))
         session = _Session(folder, pipeline, rows, plan, heldout, tuple(trackers), settings, start.step)
-        if start.rng is not None:
-            checkpoint.restore_rng(start.rng)
-        ending = await loop.train(
-            pipeline,
-            rows,
-            steps=steps,
-            batch_size=batch_size,
-            seed=seed,
-            start=start.step,
-            observers=[session.recorder, *observers],
-            break_if=break_if,
-        )
-        await background.beside(session.finish, ending)
+        watching = [session.recorder, *observers]
+        ending = await session.loop(start, watching, break_if)
     finally:
         folder.release()
     return _result(path, ending, start.notes)
@@ -150,6 +139,7 @@ class _Session:
         start: int,
     ) -> None:
         self._folder, self._plan, self._first = folder, plan, start
+        self._pipeline, self._rows = pipeline, rows
         self._heldout = heldout
         self._settings = settings
         self._began = time.perf_counter()
@@ -169,6 +159,24 @@ class _Session:
             settings_hash=settings_hash(dict(settings["stages"])),
             on_row=self._on_row,
         )
+
+    async def loop(self, start: Start, watching: list[Observer], break_if: Condition | None) -> Ending:
+        """The loop itself; generators are restored last, when everything else is built."""
+        if start.rng is not None:
+            checkpoint.restore_rng(start.rng)
+        plan = self._plan
+        ending = await loop.train(
+            self._pipeline,
+            self._rows,
+            steps=plan.steps,
+            batch_size=plan.batch_size,
+            seed=plan.seed,
+            start=start.step,
+            observers=watching,
+            break_if=break_if,
+        )
+        await background.beside(self.finish, ending)
+        return ending
 
     def _on_row(self, row: Mapping[str, Any]) -> None:
         done = row["training/global_step"] - self._first + 1

@@ -1,0 +1,108 @@
+"""The notebooks: clean sources, listed parameters, and each executed through the runner that trains."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from workbench.runs.parameters import declared_parameters
+from workbench.runs.runner import OK, run_notebook
+from workbench.views.html import lint
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SMALL = {
+    "101_one_step": {"prompts": 4, "group_size": 4},
+    "201_train_grpo": {"steps": 3, "batch_size": 4, "group_size": 4, "heldout_rows": 16, "test_freq": 2, "save_freq": 2},
+}
+
+
+def source(cell: dict[str, Any]) -> str:
+    return cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_sources_are_clean(path: Path) -> None:
+    document = json.loads(path.read_text())
+    assert re.fullmatch(r"\d{3}_[a-z0-9_]+", path.stem) and document["metadata"]["kernelspec"]["name"] == "python3"
+    assert "papermill" not in document["metadata"]
+    code = [cell for cell in document["cells"] if cell["cell_type"] == "code"]
+    prose = [cell for cell in document["cells"] if cell["cell_type"] == "markdown"]
+    assert document["cells"][0]["cell_type"] == "markdown" and len(prose) >= 0.75 * len(code)
+    for cell in code:
+        assert not cell["outputs"] and cell["execution_count"] is None
+        assert len(source(cell).splitlines()) <= 20 and source(cell).strip()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_parameter_is_typed_explained_and_seen_by_papermill(path: Path) -> None:
+    import papermill
+
+    declared = declared_parameters(path)
+    seen = papermill.inspect_notebook(str(path))
+    assert declared and {parameter.name for parameter in declared} == set(seen)
+    assert all(parameter.help and parameter.kind for parameter in declared)
+
+
+def check_outputs(path: Path) -> int:
+    """No output is blank without a kernel, and our HTML survives JupyterLab's sanitiser; how many there were."""
+    count = 0
+    for cell in json.loads(path.read_text())["cells"]:
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            count += 1
+            if "application/vnd.jupyter.widget-view+json" in data:
+                assert "text/html" in data or "image/png" in data
+            text = data.get("text/html", "")
+            html = text if isinstance(text, str) else "".join(text)
+            if "dataframe" not in html:  # pandas brings its own style block, which is removed without harm
+                assert lint(html) == [], source(cell)
+            assert output["output_type"] != "error"
+    return count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs_as_a_job(path: Path, tmp_path: Path) -> None:
+    parameters: dict[str, Any] = dict(SMALL[path.stem])
+    if any(parameter.name == "run" for parameter in declared_parameters(path)):
+        parameters["run"] = str(tmp_path / "run")
+    result = run_notebook(path, parameters, output=tmp_path / path.name)
+    assert result.code == OK, result.error
+    assert check_outputs(result.output) > 8
+    if "run" in parameters:
+        run = wb.load_run(tmp_path / "run")
+        assert run.summary["steps"] == 3 and run.checkpoints and "val/reward" in run.metrics
+
+
+@pytest.mark.slow
+def test_papermill_and_a_script_give_the_same_numbers(tmp_path: Path) -> None:
+    """The same job by the runner and by `train` in this process: bit-identical metrics, columns and weights."""
+    import papermill
+    import torch
+
+    small = {**SMALL["201_train_grpo"], "run": str(tmp_path / "job")}
+    papermill.execute_notebook(
+        str(ROOT / "notebooks" / "201_train_grpo.ipynb"), str(tmp_path / "out.ipynb"), small, progress_bar=False, cwd=str(ROOT)
+    )
+    engine = wb.engines.local("data/tiny-arith", lr=2e-4)
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    heldout = wb.datasets.load("data/arith/test.parquet", max_prompt_length=256)[:16]
+    pipe = wb.recipes.grpo(engine, group_size=4, kl_coef=0.001, clip_high=0.2, max_tokens=64)
+    here = wb.train_blocking(
+        pipe, rows, steps=3, batch_size=4, run=tmp_path / "here", heldout=heldout, test_freq=2, save_freq=2
+    )
+    job = wb.load_run(tmp_path / "job")
+    for a, b in zip(job.rows, here.rows, strict=True):
+        assert {k: v for k, v in a.items() if not k.startswith(("timing", "perf"))} == {
+            k: v for k, v in b.items() if not k.startswith(("timing", "perf"))
+        }
+    for name in job.traces[3].batch.batch:
+        assert torch.equal(job.traces[3].batch[name], here.traces[3].batch[name])
+    files = [run.checkpoint(3) / "actor" / "model.safetensors" for run in (job, here)]
+    assert files[0].read_bytes() == files[1].read_bytes()

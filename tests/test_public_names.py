@@ -1,0 +1,37 @@
+"""The front door, pinned: what users import, and that each name says what it is."""
+
+from __future__ import annotations
+
+import inspect
+
+import workbench as wb
+
+NAMES = {
+    "COLUMNS", "DataProto", "Evaluation", "Origin", "Outcome", "Pipeline", "Run", "RunStopped", "SamplingSettings", "Score",
+    "Status", "Stepper", "Trace", "WorkbenchError", "compare", "datasets", "engines", "evaluate", "functional", "load_run",
+    "recipes", "rewards", "stages", "train", "train_blocking", "views",
+}  # fmt: skip
+TRAIN = [
+    "pipeline", "rows", "steps", "run", "batch_size", "seed", "heldout", "test_freq", "save_freq", "trace_freq",
+    "keep_traces", "keep_checkpoints", "break_if", "resume", "trackers", "observers",
+]  # fmt: skip
+
+
+def test_the_front_door_is_pinned() -> None:
+    assert set(wb.__all__) == NAMES and len(NAMES) <= 35
+    for name in NAMES - {"COLUMNS"}:
+        assert inspect.getdoc(getattr(wb, name)), name
+
+
+def test_parameters_that_users_type_are_pinned() -> None:
+    assert list(inspect.signature(wb.train).parameters) == TRAIN
+    assert list(inspect.signature(wb.Stepper).parameters) == ["pipeline", "batch"]
+
+
+def test_everything_public_is_documented_and_typed() -> None:
+    for module in (wb.functional, wb.recipes, wb.stages, wb.engines, wb.rewards, wb.datasets, wb.views):
+        for name in getattr(module, "__all__", ()):
+            thing = getattr(module, name)
+            if inspect.isfunction(thing):
+                assert inspect.getdoc(thing), name
+                assert inspect.signature(thing).return_annotation is not inspect.Signature.empty, name
