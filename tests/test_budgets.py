@@ -45,7 +45,9 @@ def test_the_loop_is_one_page() -> None:
 
 
 def test_nothing_committed_names_a_machine_or_a_registry() -> None:
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
     roots = "|".join(("wo" + "rk", "ro" + "ot", "ho" + "me", "fa" + "rm"))
     pattern = re.compile(rf"(?<![\w.])/(?:{roots})/|index-url\s*[= ]\s*http|https?://\S+/simple\b")
     for name in filter(None, listed):
@@ -56,8 +58,17 @@ def test_nothing_committed_names_a_machine_or_a_registry() -> None:
 
 
 def test_importing_workbench_costs_little_more_than_torch() -> None:
-    heavy = ["transformers", "pandas", "matplotlib", "ray", "pyarrow", "IPython", "papermill", "tensorboard", "tensordict"]
+    heavy = [
+        "transformers",
+        "pandas",
+        "matplotlib",
+        "ray",
+        "pyarrow",
+        "IPython",
+        "papermill",
+        "tensorboard",
+        "tensordict",
+    ]
     code = f"import sys, workbench; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
-

@@ -50,9 +50,11 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     source = "\n".join(blocks).replace('"runs/mine"', repr(str(tmp_path / "mine"))).replace("steps=60", "steps=2")
     script = tmp_path / "readme.py"
     body = source.replace("await wb.train(", "wb.train_blocking(")
-    script.write_text(f"if __name__ == '__main__':\n" + "\n".join("    " + line for line in body.splitlines()))
+    script.write_text("if __name__ == '__main__':\n" + "\n".join("    " + line for line in body.splitlines()))
     import subprocess
     import sys
 
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=False, env=None)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=False, env=None
+    )
     assert done.returncode == 0, done.stderr

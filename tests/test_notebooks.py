@@ -18,7 +18,14 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SMALL = {
     "101_one_step": {"prompts": 4, "group_size": 4},
-    "201_train_grpo": {"steps": 3, "batch_size": 4, "group_size": 4, "heldout_rows": 16, "test_freq": 2, "save_freq": 2},
+    "201_train_grpo": {
+        "steps": 3,
+        "batch_size": 4,
+        "group_size": 4,
+        "heldout_rows": 16,
+        "test_freq": 2,
+        "save_freq": 2,
+    },
 }
 
 
@@ -88,7 +95,11 @@ def test_papermill_and_a_script_give_the_same_numbers(tmp_path: Path) -> None:
 
     small = {**SMALL["201_train_grpo"], "run": str(tmp_path / "job")}
     papermill.execute_notebook(
-        str(ROOT / "notebooks" / "201_train_grpo.ipynb"), str(tmp_path / "out.ipynb"), small, progress_bar=False, cwd=str(ROOT)
+        str(ROOT / "notebooks" / "201_train_grpo.ipynb"),
+        str(tmp_path / "out.ipynb"),
+        small,
+        progress_bar=False,
+        cwd=str(ROOT),
     )
     engine = wb.engines.local("data/tiny-arith", lr=2e-4)
     rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)

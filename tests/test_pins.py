@@ -20,7 +20,10 @@ def locked() -> dict[str, Version]:
 
 def test_ranges_contain_the_locked_versions() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    wanted = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
     lock = locked()
     for line in wanted:
         requirement = Requirement(line)

@@ -27,7 +27,9 @@ def short(response: str) -> float:
 
 def equal(a: wb.DataProto, b: wb.DataProto) -> bool:
     return a.columns == b.columns and all(
-        torch.equal(a[name], b[name]) if isinstance(a[name], torch.Tensor) else list(map(str, a[name])) == list(map(str, b[name]))
+        torch.equal(a[name], b[name])
+        if isinstance(a[name], torch.Tensor)
+        else list(map(str, a[name])) == list(map(str, b[name]))
         for name in a.columns
     )
 
@@ -92,7 +94,9 @@ def test_weights_that_moved_on_elsewhere_are_refused(tiny: str) -> None:
     s, engine = make(tiny)
     s.run(until="advantage")
     engine.learn(
-        s.batch, wb.stages.PolicyLoss(), wb.engines.Normalisers(float(s.batch["response_mask"].sum()), float(len(s.batch)))
+        s.batch,
+        wb.stages.PolicyLoss(),
+        wb.engines.Normalisers(float(s.batch["response_mask"].sum()), float(len(s.batch))),
     )
     with pytest.raises(VersionMismatch, match="'actor' have moved on"):
         s.next()

@@ -25,7 +25,9 @@ FLAGS = [
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (make browser installs one where apt can)"),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no Chromium on this machine (make browser installs one where apt can)"
+    ),
 ]
 
 
@@ -119,7 +121,11 @@ def test_201_trains_in_a_real_lab(lab: str) -> None:
     home_notebook = "201_small.ipynb"
     address, token = lab.split("|")
     document = json.loads((ROOT / "notebooks" / "201_train_grpo.ipynb").read_text())
-    small = {"steps: int = 60": "steps: int = 4", "batch_size: int = 16": "batch_size: int = 4", "heldout_rows: int = 256": "heldout_rows: int = 16"}
+    small = {
+        "steps: int = 60": "steps: int = 4",
+        "batch_size: int = 16": "batch_size: int = 4",
+        "heldout_rows: int = 256": "heldout_rows: int = 16",
+    }
     for cell in document["cells"]:
         text = "".join(cell["source"])
         for old, new in small.items():

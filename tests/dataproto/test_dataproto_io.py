@@ -21,8 +21,12 @@ from workbench.rewards import Score, Status
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 cells = st.recursive(
     leaves,
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.lists(inner).map(tuple)
-    | st.dictionaries(st.integers(), inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(st.text(), inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.integers(), inner)
+    ),
     max_leaves=10,
 )
 
@@ -34,7 +38,9 @@ def test_cells_round_trip_exactly_through_strict_json(value: Any) -> None:
 
 
 def test_numpy_and_nan_cells() -> None:
-    again = decode(json.loads(json.dumps(encode([np.float32(1.5), np.arange(4).reshape(2, 2), float("nan"), float("inf")]))))
+    again = decode(
+        json.loads(json.dumps(encode([np.float32(1.5), np.arange(4).reshape(2, 2), float("nan"), float("inf")])))
+    )
     assert again[0] == np.float32(1.5) and again[0].dtype == np.float32
     assert again[1].tolist() == [[0, 1], [2, 3]] and np.isnan(again[2]) and again[3] == float("inf")
 

@@ -125,8 +125,10 @@ def test_overlong_prompts_are_refused_by_row_or_dropped() -> None:
 
 
 def test_the_report_counts() -> None:
-    made = [{"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": truth}} for text, truth in
-            (("a b", "1"), ("a b", "2"), ("a b c d", None))]
+    made = [
+        {"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": truth}}
+        for text, truth in (("a b", "1"), ("a b", "2"), ("a b c d", None))
+    ]
     found = Rows(made, max_prompt_length=3).report(Words())
     assert found.missing_answers == (2,) and found.duplicates == 1 and found.over_limit == 1
     assert found.lengths["max"] == 4 and "rows [2]" in repr(found) and "<table" in found._repr_html_()

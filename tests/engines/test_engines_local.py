@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from workbench.dataproto import DataProto
-from workbench.engines import LocalSettings, Request, SamplingSettings, local
+from workbench.engines import Request, SamplingSettings, local
 from workbench.engines import memory as memory_module
 from workbench.engines.learning import learning_rate
 from workbench.engines.memory import memory_errors
@@ -126,7 +126,10 @@ def test_too_little_memory_is_said_before_learning(folder: Path, monkeypatch: py
 
 
 def test_torchs_own_memory_errors_are_translated() -> None:
-    with pytest.raises(OutOfMemory, match=r"learn with 4 rows.*lower micro_batch_tokens"), memory_errors("learn", "4 rows"):
+    with (
+        pytest.raises(OutOfMemory, match=r"learn with 4 rows.*lower micro_batch_tokens"),
+        memory_errors("learn", "4 rows"),
+    ):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
     with pytest.raises(RuntimeError, match="something else"), memory_errors("learn", "4 rows"):
         raise RuntimeError("something else")
@@ -151,4 +154,3 @@ def test_an_engine_opens_checkpoints_and_runs(folder: Path, tmp_path: Path) -> N
     assert "step_000002" not in repr(engine)
     for path in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_000002"):
         assert local(path).sample_many([Request((1,), SamplingSettings(max_tokens=2), 0)])
-

@@ -63,9 +63,14 @@ def test_verls_batch_signature() -> None:
 
 
 def test_trls_keyword_style() -> None:
-    def reward(completions: list[Any], prompts: list[Any], ground_truth: list[str], **kwargs: Any) -> list[float | None]:
+    def reward(
+        completions: list[Any], prompts: list[Any], ground_truth: list[str], **kwargs: Any
+    ) -> list[float | None]:
         assert kwargs["data_source"] == ["workbench/arith"] * 3 and prompts[0][0]["role"] == "user"
-        return [None if truth == "6" else float(truth in turns[0]["content"]) for turns, truth in zip(completions, ground_truth, strict=True)]
+        return [
+            None if truth == "6" else float(truth in turns[0]["content"])
+            for turns, truth in zip(completions, ground_truth, strict=True)
+        ]
 
     scores = here(reward)
     assert values(scores) == [1, 0, 0] and scores[2].status is Status.NOT_APPLICABLE and not scores[2].scored
@@ -94,7 +99,15 @@ def test_what_no_row_has_is_refused_before_any_work() -> None:
 
 @pytest.mark.parametrize(
     ("result", "value"),
-    [(1, 1.0), (True, 1.0), (0.5, 0.5), (np.float32(0.5), 0.5), (torch.tensor(2.0), 2.0), ((0.3, "x"), 0.3), (np.int64(3), 3.0)],
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (0.5, 0.5),
+        (np.float32(0.5), 0.5),
+        (torch.tensor(2.0), 2.0),
+        ((0.3, "x"), 0.3),
+        (np.int64(3), 3.0),
+    ],
 )
 def test_results_with_one_meaning(result: Any, value: float) -> None:
     assert as_score(result, "f", 0).value == pytest.approx(value)
@@ -160,7 +173,11 @@ def test_a_function_that_always_fails_must_not_train_silently() -> None:
 def test_order_is_kept_and_children_import_neither_torch_nor_us() -> None:
     def reward(response: str, extra_info: dict[str, Any]) -> dict[str, Any]:
         time.sleep(0.05 * (2 - extra_info["index"]))
-        return {"score": extra_info["index"], "clean": not {"torch", "workbench"} & set(sys.modules), "pid": os.getpid()}
+        return {
+            "score": extra_info["index"],
+            "clean": not {"torch", "workbench"} & set(sys.modules),
+            "pid": os.getpid(),
+        }
 
     scores = Reward(reward, workers=3).score(BATCH)
     assert values(scores) == [0, 1, 2] and all(score.parts["clean"] == 1 for score in scores)

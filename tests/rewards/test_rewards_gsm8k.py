@@ -41,7 +41,14 @@ def test_strict(text: str, truth: str, strict: float) -> None:
 
 @pytest.mark.parametrize(
     ("text", "truth", "value"),
-    [("it is 18", "18", 1.0), ("1,000", "1000", 0.0), ("18.", "18", 0.0), ("−3", "3", 1.0), ("none", "3", 0.0), ("4 . ", "4", 1.0)],
+    [
+        ("it is 18", "18", 1.0),
+        ("1,000", "1000", 0.0),
+        ("18.", "18", 0.0),
+        ("−3", "3", 1.0),
+        ("none", "3", 0.0),
+        ("4 . ", "4", 1.0),
+    ],
 )
 def test_flexible(text: str, truth: str, value: float) -> None:
     assert compute_score(text, truth, method="flexible") == value

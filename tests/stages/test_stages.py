@@ -182,7 +182,10 @@ def test_rows_without_a_judgement_leave_everything() -> None:
         return None if extra == 0 else float(extra)
 
     batch = micro_case(
-        responses=torch.ones(4, 3, dtype=torch.long), response_text=list("abcd"), raw_prompt=["p"] * 4, extra=[1, 3, 0, 5]
+        responses=torch.ones(4, 3, dtype=torch.long),
+        response_text=list("abcd"),
+        raw_prompt=["p"] * 4,
+        extra=[1, 3, 0, 5],
     ).without("reward", "token_level_scores")
     outcome = Reward(picky, in_process=True)(batch)
     assert outcome.batch["scored"].tolist() == [True, True, False, True]
@@ -270,7 +273,10 @@ def test_policy_loss_adds_entropy_and_kl() -> None:
     loss = PolicyLoss(entropy_coeff=0.1, kl_loss_coef=0.5, kl_loss_type="k1")
     assert loss.want == ("log_probs", "entropy") and "ref_log_prob" in loss.reads
     rows = micro_case(
-        old_log_probs=torch.zeros(4, 3), advantages=torch.ones(4, 3), ref_log_prob=torch.full((4, 3), -1.0), scored=torch.tensor([True] * 4)
+        old_log_probs=torch.zeros(4, 3),
+        advantages=torch.ones(4, 3),
+        ref_log_prob=torch.full((4, 3), -1.0),
+        scored=torch.tensor([True] * 4),
     )
     outputs = {"log_probs": torch.zeros(4, 3), "entropy": torch.full((4, 3), 2.0)}
     result = loss(outputs, rows, Normalisers(12, 4))

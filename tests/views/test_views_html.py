@@ -18,7 +18,13 @@ HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)><svg onload=x>\u
 
 @given(st.text())
 def test_whatever_is_shown_stays_text(text: str) -> None:
-    shown = text_block(text) + fold(text, "") + pairs_table([(text, text)]) + bar(0.5, text) + table([text], [[escape(text)]])
+    shown = (
+        text_block(text)
+        + fold(text, "")
+        + pairs_table([(text, text)])
+        + bar(0.5, text)
+        + table([text], [[escape(text)]])
+    )
     assert lint(shown) == [] and shown.count("<script") == 0
 
 

@@ -16,7 +16,7 @@ def make_random_model(folder: str | Path, *, vocabulary: int = 64, seed: int = 0
     torch.manual_seed(seed)
     words = {f"w{number}": number for number in range(vocabulary)}
     inner = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="w2", pad_token="w0", unk_token="w3")
     config = Qwen2Config(
         vocab_size=vocabulary,
