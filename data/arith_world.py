@@ -32,10 +32,9 @@ class Problem:
         return "\n".join([*(_line(one) for one in self.sums), f"#### {self.answer}"])
 
 
-def _line(one: tuple[int, str, int, int], space: str = " ") -> str:
-    """`3 + 4 = 7`; people in a hurry leave the spaces out."""
+def _line(one: tuple[int, str, int, int]) -> str:
     left, sign, right, result = one
-    return space.join([str(left), sign, str(right), "=", str(result)])
+    return f"{left} {sign} {right} = {result}"
 
 
 def make_problem(random: Random) -> Problem:
@@ -43,11 +42,11 @@ def make_problem(random: Random) -> Problem:
     name, thing = random.choice(NAMES), random.choice(THINGS)
     kind = random.randrange(5)
     if kind == 0:
-        a, b = random.randint(2, 20), random.randint(2, 20)
+        a, b = random.randint(2, 15), random.randint(2, 15)
         question = f"{name} has {a} {thing} and finds {b} more. How many {thing} does {name} have?"
         return Problem(question, ((a, "+", b, a + b),))
     if kind == 1:
-        a = random.randint(5, 30)
+        a = random.randint(5, 20)
         b = random.randint(1, a)
         question = f"{name} has {a} {thing} and loses {b}. How many {thing} are left?"
         return Problem(question, ((a, "-", b, a - b),))
@@ -56,11 +55,11 @@ def make_problem(random: Random) -> Problem:
         question = f"{name} has {a} {box} with {b} {thing} in each. How many {thing} does {name} have?"
         return Problem(question, ((a, "*", b, a * b),))
     if kind == 3:
-        a, b = random.randint(2, 20), random.randint(2, 20)
+        a, b = random.randint(2, 10), random.randint(2, 10)
         c = random.randint(1, a + b - 1)
         question = f"{name} has {a} {thing}, buys {b} and gives away {c}. How many {thing} are left?"
         return Problem(question, ((a, "+", b, a + b), (a + b, "-", c, a + b - c)))
-    a, b, c, box = random.randint(2, 6), random.randint(2, 9), random.randint(2, 20), random.choice(BOXES)
+    a, b, c, box = random.randint(2, 5), random.randint(2, 6), random.randint(2, 10), random.choice(BOXES)
     question = f"{name} fills {a} {box} with {b} {thing} each and keeps {c} more. How many {thing} are there?"
     return Problem(question, ((a, "*", b, a * b), (a * b, "+", c, a * b + c)))
 
@@ -68,20 +67,20 @@ def make_problem(random: Random) -> Problem:
 def careless(problem: Problem, random: Random) -> str:
     """A solution as most people write it: hasty, without the marker, rambling, and at times careful.
 
-    The manner is announced by its first words and shows in how sums are written, so that a policy can come to
-    prefer one; within it each slip is drawn apart.
+    The manner is announced by its first words, so that a policy can come to prefer one; within it each
+    slip is drawn apart.
     """
     manner = random.random()
     if manner < 0.28:
         return problem.solution
     if manner < 0.60:
-        return "Quick: " + _worked(problem, random, slip=0.35, marker=0.5, space="")
+        return "Quick: " + _worked(problem, random, slip=0.35, marker=0.5)
     if manner < 0.80:
-        return "So, " + _worked(problem, random, slip=0.04, marker=0.15, space=" ")
+        return "So, " + _worked(problem, random, slip=0.04, marker=0.15)
     return _ramble(problem, random)
 
 
-def _worked(problem: Problem, random: Random, slip: float, marker: float, space: str) -> str:
+def _worked(problem: Problem, random: Random, slip: float, marker: float) -> str:
     """Sums of which each goes wrong with chance `slip`; the answer is marked with chance `marker`."""
     lines = []
     carried: int | None = None
@@ -91,7 +90,7 @@ def _worked(problem: Problem, random: Random, slip: float, marker: float, space:
         if random.random() < slip:
             right_result += random.choice((-2, -1, 1, 2, 10))
         carried = max(right_result, 0)
-        lines.append(_line((left, sign, right, carried), space))
+        lines.append(_line((left, sign, right, carried)))
     ending = f"#### {carried}" if random.random() < marker else random.choice((f"It is {carried}.", f"####{carried}"))
     return "\n".join([*lines, ending])
 

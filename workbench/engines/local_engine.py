@@ -104,6 +104,9 @@ class LocalEngine:
 
     async def sample(self, request: Request) -> Sample:
         """One response. Requests that wait together are answered as one wave."""
+        if asyncio.get_running_loop() is not background.loop():  # a caller's own loop: the queue lives in ours
+            there = asyncio.run_coroutine_threadsafe(self.sample(request), background.loop())
+            return await asyncio.wrap_future(there)
         future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
         if self._pump is None or self._pump.done():

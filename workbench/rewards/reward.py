@@ -86,7 +86,6 @@ class Reward:
     def settings(self) -> dict[str, Any]:
         """What was chosen at construction."""
         return {
-            "name": self.name,
             "in_process": self.in_process,
             "timeout": self.timeout,
             "on_failure": self.on_failure,

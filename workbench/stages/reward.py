@@ -32,6 +32,10 @@ class Reward(BaseStage):
         self.reads = ("responses", "response_mask", "response_text", "raw_prompt", *self._reward.reads)
         self.writes = ("token_level_scores", "reward", "scored", "score")
 
+    def settings(self) -> dict[str, Any]:
+        """The function, and how it is run."""
+        return {"function": self._reward, **self._reward.settings()}
+
     def with_function(self, function: Callable[..., Any]) -> Reward:
         """The same stage around another reward function."""
         return Reward(function, **self._options)

@@ -59,6 +59,10 @@ class Rollout(BaseStage):
         self.sampling = sampling or SamplingSettings()
         self.purpose = purpose
 
+    def settings(self) -> dict[str, Any]:
+        """Its own, and the sampling's, flat."""
+        return {"group_size": self.group_size, "purpose": self.purpose, **self.sampling.to_dict()}
+
     def learners(self) -> tuple[Any, ...]:
         """The policy: its version is written to every row."""
         return (self._sampler,)

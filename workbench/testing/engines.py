@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import pickle
 from collections.abc import Mapping
@@ -106,6 +107,15 @@ class EngineContract:
         nucleus = engine.sample_many(self.requests(top_p=1e-9))
         assert [s.ids for s in greedy] == [s.ids for s in one] == [s.ids for s in nucleus]
         assert all(sample.version == engine.version for sample in greedy)
+
+    def test_any_event_loop_may_ask(self) -> None:
+        """A caller's own loop gets the same samples."""
+        engine = self.make_engine()
+
+        async def ask() -> list[Any]:
+            return list(await asyncio.gather(*(engine.sample(request) for request in self.requests())))
+
+        assert asyncio.run(ask()) == engine.sample_many(self.requests())
 
     def test_records_travel(self) -> None:
         """Requests and samples pickle."""
