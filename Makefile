@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # one thread for tests: they start several processes, and oversubscription makes them ten times slower
 ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-RUN ?= runs/train_grpo
+RUN ?= runs/train_grpo-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
 .PHONY: train test quick lint format lab bench browser clean

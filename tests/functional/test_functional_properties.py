@@ -1,0 +1,200 @@
+"""The maths by hand and by property: masks, log-probs, KL, returns, groups, aggregation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.functional import (
+    AGGREGATIONS,
+    AdaptiveKL,
+    FixedKL,
+    aggregate,
+    discounted_returns,
+    entropy_from_logits,
+    explained_variance,
+    gae,
+    grpo,
+    kl_penalty,
+    log_probs_from_logits,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+    ppo_clip,
+    response_lengths,
+    value_loss,
+)
+
+NAN = float("nan")
+
+
+def test_masked_means_ignore_what_is_outside_nan_too() -> None:
+    x, mask = torch.tensor([[1.0, 3.0, NAN]]), torch.tensor([[1, 1, 0]])
+    assert masked_sum(x, mask) == 4 and masked_mean(x, mask) == 2
+    assert masked_mean(x, mask, dim=-1).tolist() == [2] and masked_mean(x, torch.zeros(1, 3)) == 0
+    assert masked_var(x, mask) == 2 and masked_var(x, mask, unbiased=False) == 1
+    assert response_lengths(mask).tolist() == [2]
+    with pytest.raises(ValueError, match="at least two positions; the mask has 1"):
+        masked_var(x, torch.tensor([[1, 0, 0]]))
+
+
+def test_whitening_by_hand() -> None:
+    x, mask = torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[1, 1, 0]])
+    white = masked_whiten(x, mask)
+    assert white[0, :2].tolist() == pytest.approx([-0.70711, 0.70711], abs=1e-4)
+    assert white[0, 2] == pytest.approx(7 / math.sqrt(2), abs=1e-4)  # transformed, not zeroed
+    assert masked_whiten(x, mask, shift_mean=False)[0, 0] == pytest.approx(2 - 0.70711, abs=1e-4)
+
+
+def test_log_probs_and_entropy_by_hand() -> None:
+    logits = torch.tensor([[0.0, math.log(3.0)]])
+    assert log_probs_from_logits(logits, torch.tensor([1]))[0] == pytest.approx(math.log(0.75))
+    expected = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    assert entropy_from_logits(logits)[0] == pytest.approx(expected)
+    ruled_out = torch.tensor([[0.0, float("-inf"), 0.0]])
+    assert entropy_from_logits(ruled_out)[0] == pytest.approx(math.log(2))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(2, 9), st.integers(0, 100))
+def test_log_probs_agree_with_torch_and_have_its_gradient(width: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    ours = (3 * torch.randn(4, width)).requires_grad_()
+    theirs = ours.detach().clone().requires_grad_()
+    labels = torch.randint(width, (4,))
+    log_probs_from_logits(ours, labels).sum().backward()
+    torch.log_softmax(theirs, -1).gather(-1, labels[:, None]).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_straight_through_kl_keeps_its_value_and_takes_k2s_gradient() -> None:
+    for kind in ("k1+", "low_var_kl+", "abs+"):
+        x = torch.tensor([0.3], requires_grad=True)
+        value = kl_penalty(x, torch.tensor([0.1]), kind)
+        value.sum().backward()
+        assert value.item() == pytest.approx(kl_penalty(x.detach(), torch.tensor([0.1]), kind[:-1]).item())
+        assert x.grad is not None and x.grad.item() == pytest.approx(0.2)  # d/dx ½(x − r)² = x − r
+    with pytest.raises(ValueError, match="'full'.*low_var_kl"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "full")
+
+
+@given(st.floats(-30, 30), st.floats(-30, 30))
+def test_k3_is_never_negative_and_zero_where_equal(a: float, b: float) -> None:
+    value = kl_penalty(torch.tensor(a), torch.tensor(b), "k3").item()
+    assert 0 <= value <= 10 and kl_penalty(torch.tensor(a), torch.tensor(a), "k3").item() == 0
+
+
+def test_controllers() -> None:
+    fixed, adaptive = FixedKL(0.5), AdaptiveKL(0.5, target=0.1, horizon=10)
+    for controller in (fixed, adaptive):
+        controller.update(100.0, 1)
+    assert fixed.value == 0.5 and fixed.state() == {} and adaptive.value == pytest.approx(0.5 * 1.02)
+    other = AdaptiveKL(0.5, target=0.1, horizon=10)
+    other.load_state(adaptive.state())
+    assert other.value == adaptive.value
+    with pytest.raises(ValueError, match="positive; found 0.1 and 0"):
+        AdaptiveKL(0.1, 0.1, 0)
+
+
+def test_returns_skip_masked_tokens() -> None:
+    rewards, mask = torch.tensor([[1.0, 5.0, 2.0]]), torch.tensor([[1, 0, 1]])
+    assert discounted_returns(rewards, mask, 0.5).tolist() == [[2.0, 0.0, 2.0]]
+
+
+def test_gae_by_hand_and_through_tool_text() -> None:
+    rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.7, 0.6]])
+    advantages, returns = gae(rewards, values, torch.ones(1, 3), gamma=1.0, lam=1.0, whiten=False)
+    assert returns[0].tolist() == pytest.approx([1, 1, 1]) and advantages[0].tolist() == pytest.approx([0.5, 0.3, 0.4])
+    masked, _ = gae(rewards, values, torch.tensor([[1, 0, 1]]), whiten=False)
+    # the tool's token is not there: δ₀ = V₂ − V₀ = 0.1, δ₂ = 1 − V₂ = 0.4
+    assert masked[0].tolist() == pytest.approx([0.5, 0, 0.4])
+    zero, _ = gae(rewards, values, torch.tensor([[1, 0, 1]]), gamma=1.0, lam=0.0, whiten=False)
+    assert zero[0].tolist() == pytest.approx([0.1, 0, 0.4])
+
+
+def test_explained_variance() -> None:
+    returns, mask = torch.tensor([[1.0, 2.0, 3.0]]), torch.ones(1, 3)
+    assert explained_variance(returns, returns, mask) == pytest.approx(1)
+    assert explained_variance(torch.zeros(1, 3), returns, mask) == pytest.approx(0, abs=1e-4)
+    assert explained_variance(returns, returns, torch.tensor([[1, 0, 0]])).isnan()
+
+
+# --- groups -----------------------------------------------------------------------------------
+
+
+def one(scores: list[float], groups: list[int], **settings_: object) -> list[float]:
+    mask = torch.ones(len(scores), 2)
+    return grpo(torch.tensor(scores), torch.tensor(groups), mask, **settings_)[0][:, 0].tolist()  # type: ignore[arg-type]
+
+
+def test_grpo_edges() -> None:
+    assert one([1, 1, 1], [0, 0, 0]) == [0, 0, 0]
+    assert one([0.7], [0]) == [0] and one([0.7], [0], singleton="verl") == pytest.approx([0.7])
+    assert one([1, 0], [0, 0], norm_by_std=False) == [0.5, -0.5]
+    scored = torch.tensor([True, True, False])
+    assert one([1, 0, 9], [0, 0, 0], scored=scored) == pytest.approx([0.70711, -0.70711, 0], abs=1e-4)
+    assert one([1, 0], [0, 0], scored=torch.tensor([True, False])) == [0, 0]
+    with pytest.raises(ValueError, match="'zero' or 'verl'"):
+        one([1], [0], singleton="none")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.floats(-5, 5, width=32)), min_size=1, max_size=24))
+def test_grpo_is_the_loop_over_groups(pairs: list[tuple[int, float]]) -> None:
+    numbers = {group: index for index, group in enumerate(dict.fromkeys(group for group, _ in pairs))}
+    groups, scores = [numbers[group] for group, _ in pairs], torch.tensor([score for _, score in pairs])
+    found = grpo(scores, torch.tensor(groups), torch.ones(len(pairs), 1))[0][:, 0]
+    for group in set(groups):
+        rows = [row for row, g in enumerate(groups) if g == group]
+        mine = scores[rows]
+        expected = (mine - mine.mean()) / (mine.std() + 1e-6) if len(rows) > 1 else torch.zeros(1)
+        torch.testing.assert_close(found[rows], expected, atol=2e-3, rtol=1e-3)
+
+
+# --- losses -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("advantage", "log_ratio", "loss", "clipped", "lower"),
+    [
+        (1.0, 0.0, -1.0, False, False),
+        (1.0, math.log(1.5), -1.2, True, False),  # good and already likelier: no further
+        (1.0, math.log(0.5), -0.5, False, False),
+        (-1.0, math.log(0.5), 0.8, True, False),
+        (-1.0, math.log(2.0), 2.0, False, False),
+        (-1.0, math.log(5.0), 3.0, False, True),  # dual clip: at most −A·c
+    ],
+)
+def test_the_surrogate_by_hand(advantage: float, log_ratio: float, loss: float, clipped: bool, lower: bool) -> None:
+    row = torch.ones(1, 1)
+    found = ppo_clip(0 * row, log_ratio * row, advantage * row, row)
+    assert found.loss.item() == pytest.approx(loss) and found.ratio.item() == pytest.approx(math.exp(log_ratio))
+    assert (found.clipped.item(), found.clipped_lower.item()) == (clipped, lower)
+
+
+def test_value_loss_takes_the_worse_of_both() -> None:
+    found = value_loss(torch.tensor([[2.0]]), torch.tensor([[0.0]]), torch.tensor([[0.0]]), torch.ones(1, 1), clip=0.5)
+    assert found.loss.item() == 2.0 and not found.clipped.item()
+    found = value_loss(torch.tensor([[2.0]]), torch.tensor([[2.0]]), torch.tensor([[0.0]]), torch.ones(1, 1), clip=0.5)
+    assert found.loss.item() == pytest.approx(0.5 * 1.5**2) and found.clipped.item()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from(AGGREGATIONS), st.integers(1, 6), st.integers(0, 99), st.integers(0, 6))
+def test_micro_batches_add_up(mode: str, rows: int, seed: int, where: int) -> None:
+    torch.manual_seed(seed)
+    loss, mask = torch.randn(rows, 4), (torch.rand(rows, 4) > 0.4).float()
+    counts = {"tokens": mask.sum().item(), "sequences": float((mask.sum(-1) > 0).sum())}
+    whole = aggregate(loss, mask, mode)
+    parts = sum(aggregate(loss[part], mask[part], mode, **counts) for part in (slice(0, where), slice(where, None)))
+    torch.testing.assert_close(torch.as_tensor(parts), whole, atol=1e-5, rtol=1e-5)
+
+
+def test_unknown_modes_are_refused() -> None:
+    with pytest.raises(ValueError, match="'mean'.*token-mean"):
+        aggregate(torch.zeros(1, 1), torch.ones(1, 1), "mean")

@@ -1,0 +1,91 @@
+"""A small training job that can be told to die: run by test_resume as a process of its own.
+
+    python resume_driver.py RUN STEPS [KILL]      KILL: step:3 | fsync:5 | write:4
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import workbench as wb
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm(kill: str) -> list[Any]:
+    """Observers that kill us after a step; patches that kill us inside a checkpoint or a metrics write."""
+    what, _, number = kill.partition(":")
+
+    class AfterStep:
+        def on_start(self, start: int, steps: int) -> None: ...
+
+        def on_step(self, report: Any) -> None:
+            if report.step == int(number):
+                die()
+
+        def on_end(self, error: BaseException | None) -> None: ...
+
+    if what == "step":
+        return [AfterStep()]
+    if what == "fsync":  # the n-th fsync: metrics rows have one each, checkpoints one for every file
+        real, calls = os.fsync, []
+
+        def dying(handle: int) -> None:
+            calls.append(1)
+            if len(calls) == int(number):
+                die()
+            real(handle)
+
+        os.fsync = dying
+    if what == "inside":  # in the middle of the checkpoint of step n, when its weights are half of the files
+        from workbench.engines import LocalEngine
+
+        plain = LocalEngine.save_state
+
+        def saving(self: Any, path: Path) -> None:
+            if f"step_{int(number):06d}" in str(path):
+                die()
+            plain(self, path)
+
+        LocalEngine.save_state = saving  # type: ignore[method-assign]
+    return []
+
+
+def main() -> None:
+    run, steps, *kill = sys.argv[1:]
+    torch.set_num_threads(1)
+    engine = wb.engines.local("data/tiny-arith", lr=1e-3, schedule="cosine", total_steps=12, device="cpu")
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:10]
+    heldout = wb.datasets.load("data/arith/test.parquet")[:8]
+    pipe = wb.recipes.ppo(
+        engine, group_size=2, max_tokens=16, kl_coef=0.01, kl_target=0.05, kl_horizon=50, critic_lr=1e-3,
+        ppo_mini_batch_size=2,
+    )  # fmt: skip
+    wb.train_blocking(
+        pipe,
+        rows,
+        steps=int(steps),
+        batch_size=4,
+        run=run,
+        heldout=heldout,
+        test_freq=2,
+        save_freq=2,
+        trace_freq=1,
+        keep_traces=100,
+        resume="auto",
+        observers=arm(kill[0]) if kill else [],
+    )
+    state = {**engine.snapshot()["weights"], **{f"o|{k}": v for k, v in engine.snapshot()["optimizer"].items()}}
+    torch.save(state, Path(run) / "final.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Training in a run folder: what is written, what stops it, what is refused before it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.errors import DataError, RewardError, RunError
+
+
+def make(tiny: str, **settings: Any) -> tuple[Any, wb.datasets.Rows, wb.datasets.Rows]:
+    engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:12]
+    heldout = wb.datasets.load("data/arith/test.parquet")[:6]
+    return wb.recipes.grpo(engine, group_size=2, max_tokens=16, **settings), rows, heldout
+
+
+def test_everything_is_in_the_folder(tiny: str, tmp_path: Path) -> None:
+    pipe, rows, heldout = make(tiny)
+    run = wb.train_blocking(
+        pipe, rows, steps=3, batch_size=4, run=tmp_path / "r", heldout=heldout, test_freq=2, save_freq=1, trace_freq=1, keep_traces=2
+    )
+    assert run.checkpoints == [2, 3] and list(run.traces) == [2, 3]
+    frame = run.metrics
+    assert list(frame.index) == [0, 1, 2, 3] and frame["val/reward"].notna().tolist() == [True, False, True, True]
+    for key in ("critic/score/mean", "reward/mean", "accuracy", "response_length/mean", "actor/kl_loss", "actor/grad_norm"):
+        assert key in frame
+    assert "val-core/workbench/arith/reward/mean@1" in frame and "timing_s/update_actor" in frame
+    assert run.summary["heldout_rows"] == 6 and {"reward_before", "reward_after", "greedy_after"} <= set(run.summary)
+    settings = run.settings
+    assert settings["train"]["seed"] == 0 and settings["stages"]["rollout"]["group_size"] == 2
+    assert settings["engines"]["actor"]["lr"] == 1e-3 and settings["versions"]["torch"] and settings["data_hash"]
+    assert (tmp_path / "r" / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert not (tmp_path / "r" / "lock.json").exists()
+    assert "step 3 of 3" in repr(run) and "<table" in run._repr_html_()
+    with pytest.raises(RunError, match="there is a run in .* already"):
+        wb.train_blocking(pipe, rows, steps=3, batch_size=4, run=tmp_path / "r")
+    with pytest.raises(RunError, match="no checkpoint of step 1"):
+        run.checkpoint(1)
+
+
+def test_a_checkpoint_is_a_plain_model(tiny: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    pipe, rows, _ = make(tiny)
+    run = wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r")
+    loaded = AutoModelForCausalLM.from_pretrained(run.checkpoint(1) / "actor").state_dict()
+    ours = pipe.learners()["actor"].snapshot()["weights"]
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in ours.items())
+
+
+def test_validation_changes_nothing(tiny: str, tmp_path: Path) -> None:
+    found = []
+    for name, freq in (("a", 1), ("b", 0)):
+        pipe, rows, heldout = make(tiny)
+        before = torch.get_rng_state()
+        run = wb.train_blocking(pipe, rows, steps=2, batch_size=4, run=tmp_path / name, heldout=heldout, test_freq=freq)
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append(run.metrics["actor/pg_loss"].dropna().tolist())
+    assert found[0] == found[1]
+
+
+def test_a_batch_stepped_by_hand_is_what_training_does(tiny: str, tmp_path: Path) -> None:
+    pipe, rows, _ = make(tiny)
+    run = wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r", trace_freq=1)
+    other, _, _ = make(tiny)
+    s = wb.Stepper(other, rows.batch(4)).run()
+    recorded = run.traces[1]
+    assert recorded.batch.columns == s.batch.columns
+    for name in s.batch.batch:
+        assert torch.equal(recorded.batch[name], s.batch[name]), name
+    for key, value in s.trace.metrics.items():
+        if not key.startswith("timing"):
+            assert run.rows[-1][key] == value
+
+
+def test_break_if_stops_before_the_update_and_leaves_a_stepper(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, rows, _ = make(tiny)
+    run = wb.train_blocking(
+        pipe, rows, steps=5, batch_size=4, run=tmp_path / "r", break_if=lambda m: m["training/none"] > 0
+    )
+    assert run.stopped is None and len(run.rows) == 5  # a metric that is never measured is never met
+    pipe, rows, _ = make(tiny)
+    steps: list[float] = []
+
+    def third(metrics: Any) -> bool:
+        steps.append(metrics["actor/grad_norm"])
+        return len(steps) == 3
+
+    run = wb.train_blocking(pipe, rows, steps=5, batch_size=4, run=tmp_path / "s", break_if=third)
+    s = run.stopped
+    assert s is not None and s.upcoming == "update_actor" and s.trace.step == 3
+    assert pipe.learners()["actor"].version == 2 and len(run.rows) == 2
+    assert run.checkpoints == [2] and list(run.traces)[-1] == 3 and "step 3" in run.summary["stopped"]
+    assert s.run().trace["update_actor"].metrics["actor/grad_norm"] == steps[2]
+    monkeypatch.setenv("WORKBENCH_JOB", "1")
+    pipe, rows, _ = make(tiny)
+    with pytest.raises(wb.RunStopped, match="break_if was met at step 1"):
+        wb.train_blocking(pipe, rows, steps=2, batch_size=4, run=tmp_path / "t", break_if=lambda m: True)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (lambda rows: wb.datasets.Rows(list(rows), max_prompt_length=3), DataError, "every prompt is too long"),
+        (lambda rows: wb.datasets.Rows([{**row, "data_source": "gsm9k"} for row in rows]), DataError, "did you mean 'gsm8k'"),
+        (lambda rows: rows[:2], DataError, "batch size"),
+    ],
+)
+def test_bad_data_is_refused_before_anything_is_written(tiny: str, tmp_path: Path, change: Any, error: Any, match: str) -> None:
+    pipe, rows, _ = make(tiny)
+    with pytest.raises(error, match=match):
+        wb.train_blocking(pipe, change(rows), steps=1, batch_size=4, run=tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_wrong_reward_signature_is_refused_before_anything_is_written(tiny: str, tmp_path: Path) -> None:
+    def reward(respons: str) -> float:
+        return 0.0
+
+    pipe, rows, _ = make(tiny, reward=wb.rewards.Reward(reward, in_process=True))
+    with pytest.raises((RewardError, wb.WorkbenchError), match="respons"):
+        wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def test_changed_settings_are_refused_on_resume(tiny: str, tmp_path: Path) -> None:
+    pipe, rows, _ = make(tiny)
+    wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r")
+    pipe, rows, _ = make(tiny, clip_high=0.3)
+    with pytest.raises(RunError, match=r"clip_ratio_high: 0.2 → 0.3"):
+        wb.train_blocking(pipe, rows, steps=2, batch_size=4, run=tmp_path / "r", resume="auto")
+
+
+def test_resume_in_one_process_is_exact(tiny: str, tmp_path: Path) -> None:
+    pipe, rows, _ = make(tiny)
+    whole = wb.train_blocking(pipe, rows, steps=4, batch_size=4, run=tmp_path / "whole")
+    pipe, rows, _ = make(tiny)
+    wb.train_blocking(pipe, rows, steps=2, batch_size=4, run=tmp_path / "parts")
+    pipe, rows, _ = make(tiny)
+    run = wb.train_blocking(pipe, rows, steps=4, batch_size=4, run=tmp_path / "parts", resume="auto")
+    assert "resumed after step 2" in run.notes
+    for key in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "actor/kl_loss"):
+        assert run.metrics[key].tolist() == whole.metrics[key].tolist()
+    again = wb.train_blocking(pipe, rows, steps=4, batch_size=4, run=tmp_path / "parts", resume="auto")
+    assert any("nothing left to do" in note for note in again.notes)
+
+
+def test_train_runs_beside_the_callers_loop(tiny: str, tmp_path: Path) -> None:
+    pipe, rows, _ = make(tiny)
+
+    async def beside() -> int:
+        ticks = 0
+        task = asyncio.create_task(wb.train(pipe, rows, steps=2, batch_size=4, run=tmp_path / "r"))
+        while not task.done():
+            ticks += 1
+            await asyncio.sleep(0.01)
+        await task
+        return ticks
+
+    assert asyncio.run(beside()) > 5
+
+
+def test_evaluation(tiny: str) -> None:
+    heldout = wb.datasets.load("data/arith/test.parquet")[:10]
+    found = wb.evaluate(tiny, heldout, samples=3, max_tokens=40, batch_size=4)
+    assert found.prompts == 10 and len(found.batch) == 30 and 0 <= found.mean <= 1
+    assert found.interval[0] < found.mean < found.interval[1] and found.by_source["workbench/arith"] == found.mean
+    again = wb.evaluate(tiny, heldout, samples=3, max_tokens=40, batch_size=10)
+    assert again.mean == found.mean  # seeds follow the prompt, not the batch
+    assert "10 prompts" in repr(found) and "<table" in found._repr_html_()
+    by_hand = found.batch["reward"].reshape(10, 3).mean(-1)
+    assert found.mean == pytest.approx(by_hand.mean().item(), abs=1e-6)
+    half = 1.96 * by_hand.std().item() / 10**0.5
+    assert found.interval[1] - found.mean == pytest.approx(half, abs=1e-5)
+    assert json.dumps(found.mean)
