@@ -1,0 +1,63 @@
+"""Pipelines, traces, steppers and comparisons, as text and HTML, of one literal step."""
+
+from __future__ import annotations
+
+import torch
+
+import workbench as wb
+from workbench.compare import compare
+from workbench.trace import Phase, Trace, perform
+from workbench.views.html import lint
+from workbench.views.traces import comparison_html, comparison_text, headline, number, trace_html, trace_text
+
+
+def start() -> wb.DataProto:
+    scores = torch.zeros(4, 3)
+    scores[:, -1] = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    return wb.DataProto(
+        {"response_mask": torch.ones(4, 3, dtype=torch.long), "token_level_scores": scores, "reward": scores.sum(-1)},
+        {"uid": ["a", "a", "b", "b"], "response_text": ["<b>w</b>", "x", "y", "z"]},
+        {"step": 7},
+    )
+
+
+def traced(sign: float = 1.0) -> Trace:
+    def estimator(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return sign * scores[:, None] * mask
+
+    return Trace(start()).add(perform(wb.stages.Advantage(estimator), start()))
+
+
+def test_numbers_are_short() -> None:
+    assert [number(value) for value in (0.123456, 12345.678, 2.0, float("nan"))] == ["0.1235", "1.235e+04", "2", "–"]
+
+
+def test_a_phase_has_a_headline() -> None:
+    assert headline(traced()["advantage"]) == "1 largest advantage"
+    empty = Phase(stage="mine", batch=start(), wrote=(), metrics={}, settings={})
+    assert headline(empty) == "" and headline(Phase(**{**vars(empty), "metrics": {"x/y": 0.5}})) == "0.5 x/y"
+
+
+def test_a_trace_says_what_each_phase_wrote() -> None:
+    trace = traced()
+    text = trace_text(trace)
+    assert text.startswith("Trace of step 7: 1 phases, 4 rows") and "advantages f32[4,3]" in text
+    html = trace_html(trace)
+    assert lint(html) == [] and "source of estimator" in html and "critic/advantages/mean" in html
+    assert "return sign * scores" in trace["advantage"].source["estimator"]
+
+
+def test_a_comparison_shows_flips_first_and_escapes_texts() -> None:
+    found = compare(traced(), traced(-1.0))
+    assert found.sign_flips == 2 and [row.row for row in found.rows] == [0, 2] and found.rows[0].flipped
+    assert {change.name for change in found.columns} == {"advantages", "returns"}
+    text, html = comparison_text(found), comparison_html(found)
+    assert "2 advantages changed sign" in text and "1 → -1  sign flipped" in text
+    assert lint(html) == [] and "&lt;b&gt;w" in html and "<b>w</b>" not in html
+    assert comparison_html(compare(traced(), traced())) == "<div>Nothing differs.</div>"
+
+
+def test_columns_of_one_side_are_named() -> None:
+    found = compare(Trace(start()), traced())
+    assert found.only == ((), ("token_level_rewards", "advantages", "returns")) and not found.identical
+    assert "only in the second: token_level_rewards" in comparison_text(found)
