@@ -10,13 +10,33 @@ from workbench.errors import SettingError, WorkbenchError, message
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; the exit code: 0 done, 1 a cell raised, 2 refused before work, 3 stopped by break_if."""
-    options = _parser().parse_args(arguments)
+    """Entry point.
+
+    Its exit code: 0 done, 1 a cell raised, 2 refused before any work, 3 stopped by `break_if`, 4 the kernel died,
+    130 interrupted.
+    """
+    options = _parser().parse_args(_joined(sys.argv[1:] if arguments is None else arguments))
     try:
         return options.command(options)
     except WorkbenchError as error:
         print(f"workbench: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("workbench: interrupted", file=sys.stderr)
+        return 130
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """Papermill's `-p name value` as ours, `-p name=value`."""
+    joined: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        word = waiting.pop(0)
+        joined.append(word)
+        if word in ("-p", "--parameter") and waiting:
+            name = waiting.pop(0)
+            joined.append(f"{name}={waiting.pop(0)}" if name.isidentifier() and waiting else name)
+    return joined
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,84 +1,34 @@
-"""A notebook as a job: parameters refused or coerced before anything starts, progress, exit codes."""
+"""A notebook as a job: progress while it runs, where the executed notebook goes, exit codes, the closing lines."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from workbench import cli
-from workbench.errors import SettingError
-from workbench.runs.parameters import declared_parameters, resolve, table
-from workbench.runs.runner import FAILED, OK, STOPPED, closing_lines, run_notebook
+from workbench import __version__, cli
+from workbench.runs.runner import DIED, FAILED, OK, STOPPED, Result, closing_lines, run_notebook
 
-CELL = """run: str = "unset"  # run folder
-lr: float = 1e-3  # learning rate
-steps: int = 3
-on: bool = True
-name: Optional[str] = None
-sizes: list[int] = [1, 2]"""
-
-
-def notebook(path: Path, *cells: str, parameters: str | None = CELL) -> Path:
-    made: list[dict[str, Any]] = []
-    for number, source in enumerate([*([parameters] if parameters is not None else []), *cells]):
-        tags = ["parameters"] if parameters is not None and number == 0 else []
-        made.append(
-            {
-                "cell_type": "code",
-                "id": f"c{number}",
-                "metadata": {"tags": tags},
-                "execution_count": None,
-                "outputs": [],
-                "source": source,
-            }
-        )
-    spec = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    path.write_text(json.dumps({"cells": made, "metadata": spec, "nbformat": 4, "nbformat_minor": 5}))
-    return path
-
-
-def test_parameters_are_read_coerced_and_refused(tmp_path: Path) -> None:
-    path = notebook(tmp_path / "n.ipynb")
-    found = {parameter.name: parameter for parameter in declared_parameters(path)}
-    assert found["lr"].default == 1e-3 and found["lr"].help == "learning rate" and found["sizes"].default == [1, 2]
-    given = {"lr": "1e-6", "on": "false", "name": "None", "sizes": "[3]", "steps": "5"}
-    assert resolve(path, given) == {"lr": 1e-6, "on": False, "name": None, "sizes": [3], "steps": 5}
-    for wrong, match in (
-        ({"lrr": 1}, "did you mean 'lr'"),
-        ({"x; import os": 1}, "is not a parameter"),
-        ({"steps": "many"}, "whole number"),
-        ({"sizes": "3 4"}, "list or dict"),
-    ):
-        with pytest.raises(SettingError, match=match):
-            resolve(path, wrong)
-    assert " * lr" in table(path, {"lr": 2.0}) and "learning rate" in table(path, {})
-
-
-@pytest.mark.parametrize(
-    ("cell", "match"),
-    [
-        (None, "tagged 'parameters'"),
-        ("x = 3", "name: type"),
-        ("x: int = f()", "a literal"),
-        ("x: int | None = 3", "papermill reads no other"),
-    ],
-)
-def test_bad_parameter_cells_are_refused(tmp_path: Path, cell: str | None, match: str) -> None:
-    with pytest.raises(SettingError, match=match):
-        resolve(notebook(tmp_path / "n.ipynb", "1", parameters=cell), {"x": 1})
+PROGRESS = """import time
+for i in range(2):
+    with open(os.environ['WORKBENCH_PROGRESS'], 'a') as file:
+        file.write(f'step {i}\\n')
+    time.sleep(1)"""
 
 
 @pytest.mark.slow
-def test_a_job_says_its_progress_while_it_runs(tmp_path: Path) -> None:
-    path = notebook(
-        tmp_path / "n.ipynb",
-        "import os, time\nassert os.environ['WORKBENCH_JOB'] == '1' and lr == 1e-6 and on is False",
-        "for i in range(2):\n    open(os.environ['WORKBENCH_PROGRESS'], 'a').write(f'step {i}\\n')\n    time.sleep(1)",
-        "os.makedirs(run, exist_ok=True); print(await __import__('asyncio').sleep(0, 'done'))",
+def test_a_job_says_its_progress_while_it_runs(
+    make_notebook: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = make_notebook(
+        "import os, sys\nassert os.environ['WORKBENCH_JOB'] == '1' and lr == 1e-6 and on is False",
+        PROGRESS,
+        "print(await __import__('asyncio').sleep(0, 'done'), sys.prefix)",
     )
     said: list[tuple[float, str]] = []
     result = run_notebook(
@@ -87,21 +37,88 @@ def test_a_job_says_its_progress_while_it_runs(tmp_path: Path) -> None:
         say=lambda line: said.append((time.monotonic(), line)),
     )
     ended = time.monotonic()
-    assert result.code == OK and result.output == tmp_path / "r" / "notebook.ipynb" and result.output.is_file()
+    assert result.code == OK, result.error
+    assert result.output == tmp_path / "r" / "notebook.ipynb" and result.run == tmp_path / "r"
     steps = [(when, line) for when, line in said if line.startswith("step")]
     assert [line for _, line in steps] == ["step 0", "step 1"] and ended - steps[0][0] > 1.0
-    assert "WORKBENCH_JOB" not in __import__("os").environ
-    assert any("executed notebook" in line for line in closing_lines(result))
+    assert not {"WORKBENCH_JOB", "WORKBENCH_PROGRESS"} & set(os.environ)
+    cells = json.loads(result.output.read_text())["cells"]
+    assert cells[1]["metadata"]["tags"] == ["injected-parameters"]
+    # the kernel is this Python, whatever other kernels the machine has
+    assert "".join(cells[-1]["outputs"][0]["text"]).split() == ["done", sys.prefix]
+    assert capfd.readouterr().err == "", "a job's terminal has progress, no warnings"
 
 
 @pytest.mark.slow
-def test_failures_have_their_own_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    broken = notebook(tmp_path / "b.ipynb", "1/0", "print('never')")
-    result = run_notebook(broken, {"run": str(tmp_path / "b")})
-    assert result.code == FAILED and "ZeroDivisionError" in result.error and result.output.is_file()
-    stopped = notebook(tmp_path / "s.ipynb", "import workbench as wb\nraise wb.RunStopped('at step 3')")
-    assert run_notebook(stopped, {"run": str(tmp_path / "s")}).code == STOPPED
-    assert cli.main(["train", str(broken), "-p", "stepps=3"]) == 2
+def test_failures_have_their_own_exit_codes(
+    make_notebook: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = make_notebook("1/0", "print('never')", name="b.ipynb")
+    assert cli.main(["train", str(broken), "-p", "run", str(tmp_path / "b")]) == FAILED
+    told = capsys.readouterr().out
+    assert (
+        "cell" in told
+        and "ZeroDivisionError: division by zero" in told
+        and str(tmp_path / "b" / "notebook.ipynb") in told
+    )
+    stopped = make_notebook("import workbench as wb\nraise wb.RunStopped('at step 3')", name="s.ipynb")
+    result = run_notebook(stopped, {"run": str(tmp_path / "s")})
+    assert result.code == STOPPED and "at step 3" in result.error and result.output.is_file()
+    killed = make_notebook("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", name="k.ipynb")
+    result = run_notebook(killed, {"run": str(tmp_path / "k")})
+    assert result.code == DIED and "kernel died" in result.error and result.output.is_file()
+
+
+@pytest.mark.slow
+def test_a_job_without_a_named_run_folder_gets_a_fresh_one(
+    make_notebook: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run_notebook(make_notebook("run", parameters='x: int = 3\nrun: str = ""', name="job.ipynb"), {})
+    assert result.run is not None and result.run.parent == Path("runs") and result.run.name.startswith("job-")
+    last = json.loads(result.output.read_text())["cells"][-1]
+    assert last["outputs"][0]["data"]["text/plain"] in (repr(str(result.run)), [repr(str(result.run))])
+
+
+def test_what_is_refused_starts_nothing(make_notebook: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(make_notebook("1"))
+    assert cli.main(["train", path, "-p", "stepps=3"]) == 2
     assert "did you mean 'steps'" in capsys.readouterr().err
-    assert cli.main(["train", str(broken), "-p", "steps"]) == 2 and cli.main(["parameters", str(broken)]) == 0
+    assert cli.main(["train", path, "-p", "steps"]) == 2 and "name=value" in capsys.readouterr().err
+    assert cli.main(["train", str(make_notebook("1", parameters=None))]) == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["n.ipynb"]
+
+
+def test_both_ways_to_give_a_parameter(make_notebook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str]] = []
+
+    def fake(notebook: str, given: dict[str, str], **_: Any) -> Result:
+        seen.append(given)
+        return Result(OK, Path("out.ipynb"), None)
+
+    monkeypatch.setattr("workbench.runs.runner.run_notebook", fake)
+    assert cli.main(["train", "-p", "lr", "-1e-6", "-p", "name=a=b", "n.ipynb", "--parameter", "steps", "3"]) == OK
+    assert seen == [{"lr": "-1e-6", "name": "a=b", "steps": "3"}]
+
+
+def test_the_command_line_tells_what_there_is(make_notebook: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["parameters", str(make_notebook())]) == 0
     assert "learning rate" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as done:
+        cli.main(["--version"])
+    assert done.value.code == 0 and __version__ in capsys.readouterr().out
+
+
+def test_the_closing_lines_say_what_came_of_it(tmp_path: Path) -> None:
+    summary = {"heldout_rows": 256, "stopped": None}
+    for when, mean in (("before", 0.34), ("after", 0.9)):
+        summary |= {f"reward_{when}": mean, f"interval_{when}": [mean - 0.05, mean + 0.05], f"greedy_{when}": mean}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "tensorboard").mkdir()
+    lines = closing_lines(Result(OK, tmp_path / "notebook.ipynb", tmp_path))
+    assert "before 0.3400" in lines[0] and "[0.2900, 0.3900]" in lines[0] and "after  0.9000" in lines[1]
+    assert "256 prompts" in lines[1] and str(tmp_path / "notebook.ipynb") in lines[2]
+    assert str(tmp_path / "metrics.jsonl") in "\n".join(lines) and "curves" not in "\n".join(lines)
+    (tmp_path / "summary.json").write_text(json.dumps({"stopped": "break_if at step 4"}))
+    assert "stopped: break_if at step 4" in closing_lines(Result(STOPPED, tmp_path / "notebook.ipynb", tmp_path))

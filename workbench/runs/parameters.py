@@ -56,8 +56,8 @@ def _kind(node: ast.expr, name: str) -> Any:
 def declared_parameters(notebook: str | Path) -> list[Parameter]:
     """What the notebook's `parameters` cell declares, in order.
 
-    Raises `SettingError` where the notebook is missing, has no such cell or more than one, or where a line of
-    it is not `name: type = literal`.
+    The cell may import from `typing`, for `Optional`. Raises `SettingError` where the notebook is missing, has no such
+    cell or more than one, or where a line of it is not `name: type = literal`.
     """
     path = Path(notebook)
     if not path.is_file():
@@ -76,7 +76,16 @@ def declared_parameters(notebook: str | Path) -> list[Parameter]:
     source = tagged[0]["source"]
     text = source if isinstance(source, str) else "".join(source)
     lines = text.splitlines()
-    return [_parameter(node, lines, path.name) for node in ast.parse(text).body]
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as cause:
+        raise SettingError(
+            message(
+                f"parameters cell of {path.name}", expected="plain Python", found=f"{cause.msg} in line {cause.lineno}"
+            )
+        ) from cause
+    body = [node for node in tree.body if not (isinstance(node, ast.ImportFrom) and node.module == "typing")]
+    return [_parameter(node, lines, path.name) for node in body]
 
 
 def _parameter(node: ast.stmt, lines: list[str], name: str) -> Parameter:
@@ -110,7 +119,7 @@ def resolve(notebook: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
             raise SettingError(unknown(f"parameter of {Path(notebook).name}", name, declared))
         parameter = declared[name]
         parsed = value
-        if isinstance(value, str) and parameter.annotation.startswith(("list", "dict")):
+        if isinstance(value, str) and parameter.annotation.removeprefix("Optional[").startswith(("list", "dict")):
             parsed = _literal(name, value)
         values[name] = coerce(name, parsed, parameter.kind)
     return values
@@ -126,7 +135,7 @@ def _literal(name: str, text: str) -> Any:
 def table(notebook: str | Path, values: Mapping[str, Any]) -> str:
     """All parameters with the value they will have; `*` marks those that were given."""
     parameters = declared_parameters(notebook)
-    width = max(len(parameter.name) for parameter in parameters)
+    width = max((len(parameter.name) for parameter in parameters), default=0)
     lines = []
     for parameter in parameters:
         mark = "*" if parameter.name in values else " "

@@ -8,7 +8,6 @@ import re
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from typing import Any
 
 from workbench.runs.parameters import declared_parameters, resolve, table
 
-OK, FAILED, STOPPED = 0, 1, 3
-"""Exit codes: done; a cell raised; `break_if` stopped the run."""
+OK, FAILED, STOPPED, DIED = 0, 1, 3, 4
+"""Exit codes: done; a cell raised; `break_if` stopped the run; the kernel died (2 is: refused before any work)."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Result:
     run: Path | None
     """The run folder, where the notebook has a `run` parameter."""
     error: str = ""
-    """Cell and traceback, where a cell raised."""
+    """Cell and traceback where a cell raised, one sentence where the kernel died."""
 
 
 def run_notebook(
@@ -44,23 +43,23 @@ def run_notebook(
 ) -> Result:
     """Run a notebook with parameters; the executed copy goes into its run folder, or to `output`.
 
-    The kernel starts in the present folder and sees WORKBENCH_JOB=1. Raises `SettingError` before anything
-    starts where a parameter is unknown or of the wrong type.
+    The run folder is the notebook's `run` parameter; where it has none, or an empty one, a new folder in `runs`
+    with the notebook's name and the time. The kernel starts in the present folder and sees WORKBENCH_JOB=1; what it
+    appends to the file that WORKBENCH_PROGRESS names is passed to `say`, line by line, while it runs. Raises
+    `SettingError` before anything starts where a parameter is unknown or of the wrong type.
     """
     import papermill
+    from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
     source = Path(notebook)
     values = resolve(source, parameters)
-    names = {parameter.name: parameter.default for parameter in declared_parameters(source)}
-    run = Path(str(values.get("run", names["run"]))) if "run" in names else None
-    target = Path(output) if output is not None else (run or Path("runs") / source.stem) / "notebook.ipynb"
+    run = _run_folder(source, values)
+    target = Path(output) if output is not None else (run or _fresh(source)) / "notebook.ipynb"
     target.parent.mkdir(parents=True, exist_ok=True)
     say(f"{source.name} → {target}")
     say(table(source, values))
-    with _job(say), warnings.catch_warnings():
-        # papermill and its kernel client warn about their own internals; ours are errors by name
-        warnings.simplefilter("ignore")
+    with _job(say):
         try:
             papermill.execute_notebook(
                 str(source),
@@ -72,11 +71,31 @@ def run_notebook(
                 autosave_cell_every=5,
                 cwd=str(Path.cwd()),
                 request_save_on_cell_execute=True,
+                # the kernel warns at every start that its loopback sockets, signed by a key, are not encrypted too
+                extra_arguments=["--log-level=ERROR"],
             )
         except PapermillExecutionError as error:
             code = STOPPED if error.ename == "RunStopped" else FAILED
             return Result(code, target, run, _told(error))
+        except DeadKernelError:
+            why = "the kernel died: out of memory, or killed from outside; the notebook has what was saved before"
+            return Result(DIED, target, run, why)
     return Result(OK, target, run)
+
+
+def _fresh(source: Path) -> Path:
+    return Path("runs") / f"{source.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _run_folder(source: Path, values: dict[str, Any]) -> Path | None:
+    """What the notebook's `run` parameter names; one that is left empty is filled in, in `values`."""
+    declared = {parameter.name: parameter.default for parameter in declared_parameters(source)}
+    if "run" not in declared:
+        return None
+    named = values.get("run", declared["run"])
+    if not named:
+        named = values["run"] = str(_fresh(source))
+    return Path(named)
 
 
 def _told(error: Any) -> str:
