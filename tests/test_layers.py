@@ -28,8 +28,10 @@ INSIDE = {
     "functional": set(),
     "dataproto": {"functional"},
     "datasets": set(),
-    "rewards": {"engines"},
+    "sandbox": set(),
     "engines": set(),
+    "rewards": {"engines", "sandbox"},
+    "agents": {"engines", "sandbox", "rewards"},
     "recipes": set(),
     "trace": set(),
     "compare": {"trace"},
@@ -38,7 +40,10 @@ INSIDE = {
     "observer": {"trace", "stepper"},
     "loop": {"trace", "stepper", "observer"},
     "runs": {"trace", "stepper", "observer", "loop"},
+    "cluster": {"trace", "stepper", "observer", "loop", "runs"},
 }
+# of another folder in the same layer these take the protocol alone
+PROTOCOL_ONLY = {("rewards", "engines"), ("rewards", "sandbox"), ("agents", "engines"), ("agents", "sandbox")}
 LIBRARIES = {
     "ray": ("cluster/",),
     "vllm": ("engines/",),
@@ -46,6 +51,10 @@ LIBRARIES = {
     "papermill": ("runs/",),
     "matplotlib": ("views/",),
     "IPython": ("runs/display.py", "widgets/"),
+    "ipywidgets": ("widgets/",),
+    "anywidget": ("widgets/",),
+    "tensorboard": ("runs/",),
+    "safetensors": ("dataproto/", "engines/"),
     "pandas": ("dataproto/", "views/", "runs/"),
     "pyarrow": ("dataproto/", "datasets/"),
     "tensordict": ("dataproto/",),
@@ -71,7 +80,9 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
             inner = free
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 inner = True
-            if isinstance(child, ast.Import):
+            if isinstance(child, ast.ImportFrom) and child.level:
+                yield "workbench.relative", child.lineno, inner
+            elif isinstance(child, ast.Import):
                 yield from ((alias.name, child.lineno, inner) for alias in child.names)
             elif isinstance(child, ast.ImportFrom) and child.module:
                 if child.module == "workbench":
@@ -83,12 +94,27 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
     yield from walk(tree, False)
 
 
-def functions_lines(tree: ast.Module) -> set[int]:
+def hook_lines(tree: ast.Module, every: bool) -> set[int]:
+    """Lines inside `__repr__` and `_repr_*_`; with `every`, inside any function."""
     found: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (
+            every or node.name.strip("_").startswith("repr")
+        ):
             found.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return found
+
+
+def allowed(mine: str, module: str) -> bool:
+    """Whether a part of the package may import a module of the package, hooks aside."""
+    other = module.split(".")[1]
+    if other == mine or mine in ("cli", "__init__", "__main__"):
+        return True
+    if other == "relative" or layer_of(other) != layer_of(mine):
+        return other != "relative" and layer_of(other) < layer_of(mine)
+    if (mine, other) in PROTOCOL_ONLY:
+        return module.startswith(f"workbench.{other}.protocol")
+    return layer_of(mine) == 6 or other in INSIDE.get(mine, set())
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -98,28 +124,51 @@ def test_imports_point_inwards() -> None:
     wrong = []
     for path in FILES:
         tree = ast.parse(path.read_text())
-        mine, inside_functions = part_of(path), functions_lines(tree)
+        mine = part_of(path)
+        hooks = hook_lines(tree, every=mine == "runs")  # a run's curves and its live display are display calls
         for module, line, free in imports(tree):
-            if not module.startswith("workbench.") or free:
-                continue
-            other = module.split(".")[1]
-            if other == mine:
-                continue
-            shown = other == "views" and line in inside_functions and layer_of(mine) < 6
-            front = path.name == "cli.py" or mine == "__init__"
-            if shown or front or layer_of(other) < layer_of(mine):
-                continue
-            if layer_of(other) == layer_of(mine) and (layer_of(mine) == 6 or other in INSIDE.get(mine, set())):
-                continue
-            wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+            shown = module.startswith("workbench.views") and line in hooks
+            if module.startswith("workbench.") and not free and not shown and not allowed(mine, module):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_rule_itself() -> None:
+    for mine, module, expected in (
+        ("stages", "workbench.engines.protocol", True),
+        ("engines", "workbench.stages", False),
+        ("rewards", "workbench.engines.protocol", True),
+        ("rewards", "workbench.engines.local_engine", False),
+        ("engines", "workbench.rewards", False),
+        ("loop", "workbench.stepper", True),
+        ("stepper", "workbench.loop", False),
+        ("trace", "workbench.views.traces", False),
+        ("views", "workbench.trace", True),
+        ("functional", "workbench.errors", True),
+        ("loop", "workbench.runs", False),
+        ("stages", "workbench.relative", False),
+    ):
+        assert allowed(mine, module) is expected, (mine, module)
+    tree = ast.parse("def _repr_html_(self):\n    import a\ndef other():\n    import b\nfrom . import c")
+    assert hook_lines(tree, every=False) == {1, 2} and hook_lines(tree, every=True) == {1, 2, 3, 4}
+    assert [module for module, _, _ in imports(tree)] == ["a", "b", "workbench.relative"]
+
+
+def test_the_words_have_no_tensors_and_a_reward_worker_starts_bare() -> None:
+    words = [PACKAGE / f"{name}.py" for name in LAYERS[0]]
+    for path in [*words, PACKAGE / "rewards" / "worker.py"]:
+        for module, line, _ in imports(ast.parse(path.read_text())):
+            assert module.split(".")[0] not in {"torch", "numpy", "pandas"}, f"{path.name}:{line} imports {module}"
+            assert path.name != "worker.py" or not module.startswith("workbench"), (
+                f"{path.name}:{line} imports {module}"
+            )
 
 
 def test_functional_imports_torch_alone() -> None:
     for path in (PACKAGE / "functional").glob("*.py"):
         for module, line, _ in imports(ast.parse(path.read_text())):
-            allowed = module.split(".")[0] in {"torch", "dataclasses", "__future__", "math", "collections", "typing"}
-            assert allowed or module.startswith("workbench.functional"), f"{path.name}:{line} imports {module}"
+            plain = module.split(".")[0] in {"torch", "dataclasses", "__future__", "math", "collections", "typing"}
+            assert plain or module.startswith("workbench.functional"), f"{path.name}:{line} imports {module}"
 
 
 def test_libraries_are_named_where_they_belong() -> None:
