@@ -26,7 +26,9 @@ def test_it_learns(recipe: str, tmp_path: Path) -> None:
     if recipe == "grpo":
         pipe = wb.recipes.grpo(engine, group_size=8, kl_coef=0.001, max_tokens=64)
     else:
-        pipe = wb.recipes.ppo(engine, group_size=8, kl_coef=0.001, max_tokens=64, critic_lr=1e-3, critic_warmup=3, lam=0.95)
+        pipe = wb.recipes.ppo(
+            engine, group_size=8, kl_coef=0.001, max_tokens=64, critic_lr=1e-3, critic_warmup=3, lam=0.95
+        )
     run = wb.train_blocking(pipe, rows, steps=25, batch_size=16, run=tmp_path / "run", heldout=heldout())
     assert run.summary["reward_after"] > run.summary["reward_before"] + 0.2
     if recipe == "ppo":

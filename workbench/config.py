@@ -58,15 +58,16 @@ def _coerce_union(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
     nothing = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
     if nothing and type(None) in kinds:
         return None
+    refusal: SettingError | None = None
     for kind in kinds:
         if kind is type(None):
             continue
         try:
             return coerce(name, value, kind)
-        except SettingError:
-            continue  # the next member of the union may take it; the last word is the raise below
+        except SettingError as error:
+            refusal = error  # the next member of the union may take it
     kinds_text = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
-    raise SettingError(message(f"setting {name!r}", expected=kinds_text, found=describe(value)))
+    raise SettingError(message(f"setting {name!r}", expected=kinds_text, found=describe(value))) from refusal
 
 
 def _coerce_scalar(name: str, value: Any, kind: type) -> Any:

@@ -24,9 +24,7 @@ def grpo(seed: int) -> tuple[wb.Pipeline, int]:
 def ppo(seed: int) -> tuple[wb.Pipeline, int]:
     """With a critic, GAE, and the KL in the reward."""
     engine = wb.engines.local("data/tiny-arith", lr=2e-4)
-    pipe = wb.recipes.ppo(
-        engine, group_size=8, kl_coef=0.001, max_tokens=64, critic_lr=1e-3, critic_warmup=3, lam=0.95
-    )
+    pipe = wb.recipes.ppo(engine, group_size=8, kl_coef=0.001, max_tokens=64, critic_lr=1e-3, critic_warmup=3, lam=0.95)
     return pipe, 60
 
 
@@ -62,7 +60,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print("| recipe | seed | held-out before | after 20, 40, 60 steps | 95 % at the end | greedy | s a step | s in all |")
+    print(
+        "| recipe | seed | held-out before | after 20, 40, 60 steps | 95 % at the end | greedy | s a step | s in all |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for name in options.recipes:

@@ -1,6 +1,6 @@
 """A small training job that can be told to die: run by test_resume as a process of its own.
 
-    python resume_driver.py RUN STEPS [KILL]      KILL: step:3 | fsync:5 | write:4
+python resume_driver.py RUN STEPS [KILL]      KILL: step:3 | fsync:5 | write:4
 """
 
 from __future__ import annotations

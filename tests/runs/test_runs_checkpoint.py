@@ -72,7 +72,9 @@ def test_a_damaged_newest_never_costs_the_good_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fsync", "rename"])
-def test_whenever_a_write_dies_the_one_before_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_whenever_a_write_dies_the_one_before_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     class Killed(BaseException):
         pass
 

@@ -24,12 +24,28 @@ def make(tiny: str, **settings: Any) -> tuple[Any, wb.datasets.Rows, wb.datasets
 def test_everything_is_in_the_folder(tiny: str, tmp_path: Path) -> None:
     pipe, rows, heldout = make(tiny)
     run = wb.train_blocking(
-        pipe, rows, steps=3, batch_size=4, run=tmp_path / "r", heldout=heldout, test_freq=2, save_freq=1, trace_freq=1, keep_traces=2
+        pipe,
+        rows,
+        steps=3,
+        batch_size=4,
+        run=tmp_path / "r",
+        heldout=heldout,
+        test_freq=2,
+        save_freq=1,
+        trace_freq=1,
+        keep_traces=2,
     )
     assert run.checkpoints == [2, 3] and list(run.traces) == [2, 3]
     frame = run.metrics
     assert list(frame.index) == [0, 1, 2, 3] and frame["val/reward"].notna().tolist() == [True, False, True, True]
-    for key in ("critic/score/mean", "reward/mean", "accuracy", "response_length/mean", "actor/kl_loss", "actor/grad_norm"):
+    for key in (
+        "critic/score/mean",
+        "reward/mean",
+        "accuracy",
+        "response_length/mean",
+        "actor/kl_loss",
+        "actor/grad_norm",
+    ):
         assert key in frame
     assert "val-core/workbench/arith/reward/mean@1" in frame and "timing_s/update_actor" in frame
     assert run.summary["heldout_rows"] == 6 and {"reward_before", "reward_after", "greedy_after"} <= set(run.summary)
@@ -80,7 +96,9 @@ def test_a_batch_stepped_by_hand_is_what_training_does(tiny: str, tmp_path: Path
             assert run.rows[-1][key] == value
 
 
-def test_break_if_stops_before_the_update_and_leaves_a_stepper(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_break_if_stops_before_the_update_and_leaves_a_stepper(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipe, rows, _ = make(tiny)
     run = wb.train_blocking(
         pipe, rows, steps=5, batch_size=4, run=tmp_path / "r", break_if=lambda m: m["training/none"] > 0
@@ -109,11 +127,17 @@ def test_break_if_stops_before_the_update_and_leaves_a_stepper(tiny: str, tmp_pa
     ("change", "error", "match"),
     [
         (lambda rows: wb.datasets.Rows(list(rows), max_prompt_length=3), DataError, "every prompt is too long"),
-        (lambda rows: wb.datasets.Rows([{**row, "data_source": "gsm9k"} for row in rows]), DataError, "did you mean 'gsm8k'"),
+        (
+            lambda rows: wb.datasets.Rows([{**row, "data_source": "gsm9k"} for row in rows]),
+            DataError,
+            "did you mean 'gsm8k'",
+        ),
         (lambda rows: rows[:2], DataError, "batch size"),
     ],
 )
-def test_bad_data_is_refused_before_anything_is_written(tiny: str, tmp_path: Path, change: Any, error: Any, match: str) -> None:
+def test_bad_data_is_refused_before_anything_is_written(
+    tiny: str, tmp_path: Path, change: Any, error: Any, match: str
+) -> None:
     pipe, rows, _ = make(tiny)
     with pytest.raises(error, match=match):
         wb.train_blocking(pipe, change(rows), steps=1, batch_size=4, run=tmp_path / "r")

@@ -34,11 +34,11 @@ class Optimizer:
     """AdamW and its schedule over named parameters; state goes in and out as plain tensors."""
 
     def __init__(self, named: Mapping[str, torch.nn.Parameter], settings: Any) -> None:
-        self._named = dict(named)
+        self.named = dict(named)
         self._settings = settings
         self.steps = 0
         self._adam = torch.optim.AdamW(
-            self._named.values(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+            self.named.values(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
         )
 
     @property
@@ -54,7 +54,7 @@ class Optimizer:
     def clip(self) -> float:
         """Clip the gradients to `grad_clip`; the norm before that (NaN and infinity come back as they are)."""
         limit = self._settings.grad_clip or math.inf
-        return float(torch.nn.utils.clip_grad_norm_(self._named.values(), limit))
+        return float(torch.nn.utils.clip_grad_norm_(self.named.values(), limit))
 
     def step(self) -> None:
         """One step at the scheduled rate."""
@@ -67,7 +67,7 @@ class Optimizer:
         """`<parameter>|exp_avg`, `|exp_avg_sq`, `|step`: copies on the CPU."""
         return {
             f"{name}|{key}": value.detach().cpu().clone()
-            for name, parameter in self._named.items()
+            for name, parameter in self.named.items()
             for key, value in self._adam.state.get(parameter, {}).items()
         }
 
@@ -75,7 +75,7 @@ class Optimizer:
         """Back to what `tensors` gave after `steps` steps."""
         self.steps = steps
         self._adam.state.clear()
-        for name, parameter in self._named.items():
+        for name, parameter in self.named.items():
             mine = {key.split("|")[1]: value for key, value in tensors.items() if key.split("|")[0] == name}
             if mine:
                 # torch keeps `step` on the CPU, the moments beside the parameter
@@ -133,7 +133,7 @@ def row_gradient_norms(backward_row: Any, optimizer: Optimizer, batch: DataProto
     for row in range(len(batch)):
         optimizer.zero()
         backward_row(batch.slice(row, row + 1))
-        gradients = [p.grad.norm() for p in optimizer._named.values() if p.grad is not None]
+        gradients = [p.grad.norm() for p in optimizer.named.values() if p.grad is not None]
         norms.append(torch.stack(gradients).norm().item() if gradients else 0.0)
     optimizer.zero()
     return torch.tensor(norms)

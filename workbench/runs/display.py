@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from workbench.runs.folder import STEP
 from workbench.runs.recorder import progress_line
 
 CURVES_EVERY = 6.0
@@ -41,9 +42,9 @@ class Live:
         """One more metrics row."""
         self._rows.append(dict(row))
         self._line = progress_line(row, self._steps, eta)
-        share = row["training/global_step"] / max(self._steps, 1)
+        share = row[STEP] / max(self._steps, 1)
         now = time.monotonic()
-        last = row["training/global_step"] >= self._steps
+        last = row[STEP] >= self._steps
         if last or now - self._shown >= BLOCK_EVERY:
             self._block.update(_Block(self._line, share))
             self._shown = now

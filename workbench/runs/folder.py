@@ -7,48 +7,83 @@ summary.json   curves.png     notebook.ipynb  superseded/  lock.json
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shutil
-import socket
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import RunError, describe, message
+from workbench.runs.lock import Lock
+
+STEP = "training/global_step"
+_STEP_FOLDER = re.compile(r"step_(\d{6,})")
+
+
+def strict(value: Any) -> Any:
+    """The value with NaN and infinities as None, at any depth: JSON has no such numbers."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: strict(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(inner) for inner in value]
+    return value
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Atomically: a reader sees the old file or the new one."""
+    """Atomically: a reader sees the old file or the new one, also after a power cut."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(document, indent=1, default=str))
+    with part.open("w") as file:
+        file.write(json.dumps(strict(document), indent=1, default=str, allow_nan=False))
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(part, path)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics file. A torn last line (a process killed while writing) is left out."""
+    """Rows of a metrics file. A last line without its newline (its writer was killed) is left out."""
     if not path.is_file():
         return []
     rows = []
-    lines = path.read_text().split("\n")
+    *lines, _torn = path.read_text(errors="replace").split("\n")
     for number, line in enumerate(lines):
         if not line.strip():
             continue
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as cause:
-            if number == len(lines) - 1:
-                break  # no newline behind it: it was being written
             raise RunError(message(f"{path} line {number + 1} is not JSON", found=describe(line))) from cause
     return rows
 
 
+def step_folders(parent: Path) -> dict[int, Path]:
+    """Step → folder for every `step_000010` in a folder, ascending; other names are nobody's business here."""
+    found = {}
+    for path in parent.glob("step_*"):
+        match = _STEP_FOLDER.fullmatch(path.name)
+        if match and path.is_dir():
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def discard(folder: Path, prefix: str) -> None:
+    """Delete a folder so that it is there whole or, by its name, not there: renamed aside first."""
+    aside = folder.with_name(f"{prefix}{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    shutil.rmtree(aside)
+
+
 class RunFolder:
-    """The writing side. One process at a time: a lock file names it."""
+    """The writing side. One writer at a time: see `Lock`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock()
+        self.lock = Lock(self.path / "lock.json")
 
     # --- places -------------------------------------------------------------------------------
 
@@ -67,39 +102,20 @@ class RunFolder:
         """The metrics file."""
         return self.path / "metrics.jsonl"
 
-    # --- lock ---------------------------------------------------------------------------------
-
-    def _lock(self) -> None:
-        lock = self.path / "lock.json"
-        mine = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
-        if lock.is_file():
-            try:
-                held = json.loads(lock.read_text())
-            except json.JSONDecodeError:
-                held = {}  # torn by a kill: nobody holds it
-            if _alive(held) and held.get("pid") != os.getpid():
-                raise RunError(
-                    message(
-                        f"run {self.path} is being written by another process",
-                        found=f"pid {held['pid']} on {held['host']} since {held['started']}",
-                        do="wait for it, stop it, or choose another run folder",
-                    )
-                )
-        write_json(lock, mine)
-
     def release(self) -> None:
         """Let go of the lock."""
-        (self.path / "lock.json").unlink(missing_ok=True)
+        self.lock.release()
 
     # --- writing ------------------------------------------------------------------------------
 
-    def append_metrics(self, row: dict[str, Any]) -> None:
-        """One line, on disk when this returns. NaN becomes null: JSON has none."""
-        clean = {key: None if isinstance(value, float) and value != value else value for key, value in row.items()}
+    def append_metrics(self, row: dict[str, Any]) -> list[str]:
+        """One line, on disk when this returns. NaN and infinities become null; the names of those are returned."""
+        clean = strict(row)
         with self.metrics.open("a") as file:
             file.write(json.dumps(clean, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        return [name for name, value in row.items() if value is not None and clean[name] is None]
 
     def trace_path(self, step: int) -> Path:
         """Where the trace of a step stands."""
@@ -107,54 +123,55 @@ class RunFolder:
 
     def prune_traces(self, keep: int) -> None:
         """Delete all but the last `keep`."""
-        for path in sorted(self.traces.glob("step_*"))[:-keep]:
-            shutil.rmtree(path)
+        for path in list(step_folders(self.traces).values())[:-keep]:
+            discard(path, ".pruned-")
+
+    # --- what a resumed run does again ----------------------------------------------------------
 
     def supersede(self, after: int) -> list[str]:
         """Move everything past step `after` aside, so that a resumed run can write it again: rows, traces,
-        refused checkpoints, events.
+        refused checkpoints, the summary; and the events, which are written again from the rows that stay.
 
-        Nothing is deleted: it goes to superseded/<time>/. Says what was moved.
+        Nothing is deleted: it goes to superseded/<number>-after-<step>/. Says what was moved. Each part is judged by
+        what is on disk, so that a call cut off half-way is finished by the next.
         """
-        notes = []
-        aside = self.path / "superseded" / f"{time.strftime('%Y%m%d-%H%M%S')}-after-{after}-{os.getpid()}"
-        rows = read_metrics(self.metrics)
-        past = [row for row in rows if row["training/global_step"] > after]
-        torn = self.metrics.is_file() and not self.metrics.read_text().endswith("\n") and bool(rows or past)
-        if past or torn:
-            aside.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(self.metrics, aside / "metrics.jsonl")
-            kept = [json.dumps(row) for row in rows if row["training/global_step"] <= after]
-            part = self.metrics.with_name(".metrics.jsonl.part")
-            part.write_text("".join(line + "\n" for line in kept))
-            os.replace(part, self.metrics)
-            notes.append(f"{len(past)} metrics rows")
-        for path in sorted(self.traces.glob("step_*")):
-            if int(path.name.removeprefix("step_")) > after or not (path / "trace.json").is_file():
-                (aside / "traces").mkdir(parents=True, exist_ok=True)
-                path.rename(aside / "traces" / path.name)
-                notes.append(f"trace {path.name}")
-        for path in sorted(self.checkpoints.glob("step_*")):
-            if int(path.name.removeprefix("step_")) > after:  # refused ones: the run will write that step again
-                (aside / "checkpoints").mkdir(parents=True, exist_ok=True)
-                path.rename(aside / "checkpoints" / path.name)
-                notes.append(f"checkpoint {path.name}")
-        events = self.path / "tensorboard"
-        if past and events.is_dir():
-            aside.mkdir(parents=True, exist_ok=True)
-            events.rename(aside / "tensorboard")
-            notes.append("TensorBoard events (rows that stay are written again)")
+        aside = self._aside(after)
+        notes = [*self._supersede_rows(after, aside)]
+        for leftover in self.traces.glob(".pruned-*"):
+            shutil.rmtree(leftover)
+        for path in self._past(after):
+            target = aside / path.relative_to(self.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
+            notes.append(str(path.relative_to(self.path)))
         return notes
 
+    def _aside(self, after: int) -> Path:
+        """A folder that is not there yet; made when something goes into it."""
+        parent = self.path / "superseded"
+        number = 1 + max((int(path.name[:3]) for path in parent.glob("[0-9][0-9][0-9]-*")), default=0)
+        return parent / f"{number:03d}-after-{max(after, 0)}"
 
-def _alive(held: dict[str, Any]) -> bool:
-    """Whether the process of a lock still runs on this host."""
-    if held.get("host") != socket.gethostname() or "pid" not in held:
-        return bool(held) and held.get("host") != socket.gethostname()
-    try:
-        os.kill(int(held["pid"]), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    def _supersede_rows(self, after: int, aside: Path) -> Iterator[str]:
+        rows = read_metrics(self.metrics)
+        kept = [row for row in rows if row[STEP] <= after]
+        text = self.metrics.read_text(errors="replace") if self.metrics.is_file() else ""
+        if len(kept) == len(rows) and (not text or text.endswith("\n")):
+            return
+        aside.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(self.metrics, aside / "metrics.jsonl")
+        part = self.metrics.with_name(".metrics.jsonl.part")
+        part.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(part, self.metrics)
+        yield f"{len(rows) - len(kept)} metrics rows" if len(kept) < len(rows) else "a torn metrics line"
+
+    def _past(self, after: int) -> Iterator[Path]:
+        for step, path in step_folders(self.traces).items():
+            if step > after or not (path / "trace.json").is_file():
+                yield path
+        for step, path in step_folders(self.checkpoints).items():
+            if step > after:  # refused ones: the run will write that step again
+                yield path
+        for name in ("tensorboard", "summary.json", "curves.png"):
+            if (self.path / name).exists():
+                yield self.path / name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -13,12 +14,12 @@ from workbench.datasets import Rows
 from workbench.observer import StepReport
 from workbench.runs import checkpoint
 from workbench.runs.evaluate import Evaluation, score_rows
-from workbench.runs.folder import RunFolder
+from workbench.runs.folder import STEP, RunFolder
+from workbench.runs.metrics_of_batch import aliases, data_metrics, timing_metrics
 from workbench.runs.trackers import Tracker
 from workbench.stages import Pipeline, Reward, Rollout
 
-ALIASES = {"reward/mean": "critic/score/mean"}
-"""The seed guide's name → verl's; both are written."""
+log = logging.getLogger("workbench")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class Plan:
     batch_size: int
     seed: int
     test_freq: int
+    val_samples: int
     save_freq: int
     trace_freq: int
     keep_traces: int
@@ -42,30 +44,34 @@ class Plan:
 class Validator:
     """Held-out rewards, sampled as in training and greedy; draws from no generator that training uses."""
 
-    def __init__(self, pipeline: Pipeline, heldout: Rows, seed: int) -> None:
+    def __init__(self, pipeline: Pipeline, heldout: Rows, seed: int, samples: int = 1) -> None:
         rollout: Any = pipeline["rollout"]
         self._reward: Any = pipeline["reward"]
         self._heldout = heldout
         self._seed = seed
-        self._sampled = Rollout(rollout._sampler, group_size=1, sampling=rollout.sampling, purpose="validation")
+        self._sampled = Rollout(rollout.sampler, group_size=samples, sampling=rollout.sampling, purpose="validation")
         greedy = rollout.sampling.replace(temperature=0.0)
-        self._greedy = Rollout(rollout._sampler, group_size=1, sampling=greedy, purpose="validation")
+        self._greedy = Rollout(rollout.sampler, group_size=1, sampling=greedy, purpose="validation")
 
     def _run(self, rollout: Rollout) -> Evaluation:
         reward: Reward = self._reward
         return score_rows(rollout, reward, self._heldout.in_order(256, self._seed))
 
     def metrics(self) -> dict[str, float]:
-        """verl's `val-core/<source>/reward/mean@1`, and `val/reward` with its interval, `val/greedy`, `accuracy`."""
+        """verl's `val-core/<source>/reward/mean@N`, and `val/reward` with its interval, `val/greedy`, `accuracy`.
+
+        `val/unscored` counts sampled and greedy rows without a judgement: they are in no mean.
+        """
         began = time.perf_counter()
         sampled, greedy = self._run(self._sampled), self._run(self._greedy)
-        core = {f"val-core/{source}/reward/mean@1": mean for source, mean in sampled.by_source.items()}
+        core = {f"val-core/{source}/reward/mean@{sampled.samples}": m for source, m in sampled.by_source.items()}
         return {
             **core,
             "val/reward": sampled.mean,
             "val/reward_low": sampled.interval[0],
             "val/reward_high": sampled.interval[1],
             "val/greedy": greedy.mean,
+            "val/unscored": sampled.unscored + greedy.unscored,
             "accuracy": sampled.mean,
             "timing_s/testing": time.perf_counter() - began,
         }
@@ -98,14 +104,15 @@ class Recorder:
     def on_start(self, start: int, steps: int) -> None:
         """Before the first step of a run: how good is the policy as it is?"""
         if start == 1 and self._validator is not None:
-            self._write(0, {"training/global_step": 0, "training/epoch": 0, **self._validator.metrics()})
+            self._write(0, {STEP: 0, "training/epoch": 0, **self._validator.metrics()})
 
     def on_step(self, report: StepReport) -> None:
         """Metrics first, then the trace, then the checkpoint: what is on disk is never ahead of its row."""
         step, plan = report.step, self._plan
-        metrics = {"training/global_step": step, "training/epoch": report.epoch, **report.metrics}
-        metrics |= _throughput(report)
-        metrics |= {alias: metrics[name] for alias, name in ALIASES.items() if name in metrics}
+        metrics: dict[str, Any] = {STEP: step, "training/epoch": report.epoch, **report.metrics}
+        metrics |= data_metrics(report.trace.batch)
+        metrics |= timing_metrics(report.metrics, report.trace.batch)
+        metrics |= aliases(metrics)
         if self._validator is not None and plan.due(plan.test_freq, step):
             metrics |= self._validator.metrics()
         self._write(step, metrics)
@@ -121,7 +128,9 @@ class Recorder:
             tracker.close()
 
     def _write(self, step: int, metrics: dict[str, Any]) -> None:
-        self._folder.append_metrics(metrics)
+        lost = self._folder.append_metrics(metrics)
+        if lost:
+            log.warning("step %d: %s is NaN or infinite, written as null", step, ", ".join(lost))
         for tracker in self._trackers:
             tracker.log(metrics, step)
         self._on_row(metrics)
@@ -146,29 +155,23 @@ class Recorder:
         return checkpoint.write(self._folder.checkpoints, step, fill, state, keep=self._plan.keep_checkpoints)
 
 
-def _throughput(report: StepReport) -> dict[str, float]:
-    batch, seconds = report.trace.batch, max(report.metrics["timing_s/step"], 1e-9)
-    tokens = float(batch["attention_mask"].sum()) if "attention_mask" in batch else 0.0
-    return {
-        "perf/total_num_tokens": tokens,
-        "perf/time_per_step": seconds,
-        "perf/throughput": tokens / seconds,
-    }
+KL = ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl")
+"""The first of these that a run measures stands for KL in a progress line."""
 
 
 def progress_line(row: Mapping[str, Any], steps: int, eta: float) -> str:
     """`step 12/60  reward 0.531  kl 0.00210  1.3 s  eta 01:02`."""
-    step = row["training/global_step"]
+    step = row[STEP]
     parts = [f"step {step}/{steps}"]
-    if "critic/score/mean" in row:
+    if row.get("critic/score/mean") is not None:
         parts.append(f"reward {row['critic/score/mean']:.3f}")
-    kl = next((row[key] for key in ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl") if key in row), None)
+    kl = next((row[key] for key in KL if row.get(key) is not None), None)
     if kl is not None:
         parts.append(f"kl {kl:.5f}")
     if "timing_s/step" in row:
         parts.append(f"{row['timing_s/step']:.1f} s")
         parts.append(f"eta {int(eta) // 60:02d}:{int(eta) % 60:02d}")
-    if "val/reward" in row:
+    if row.get("val/reward") is not None and row.get("val/greedy") is not None:
         parts.append(f"held-out {row['val/reward']:.3f} (greedy {row['val/greedy']:.3f})")
     return "  ".join(parts)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import RunError, message
+from workbench.errors import CheckpointError, RunError, message
 from workbench.runs import checkpoint
-from workbench.runs.folder import read_metrics
+from workbench.runs.folder import STEP, read_metrics, step_folders
 from workbench.stepper import Stepper
 from workbench.trace import Trace
 
@@ -24,8 +24,7 @@ class Traces(Mapping[int, Trace]):
         self._folder = folder
 
     def _steps(self) -> list[int]:
-        paths = self._folder.glob("step_*/trace.json")
-        return sorted(int(path.parent.name.removeprefix("step_")) for path in paths)
+        return [step for step, path in step_folders(self._folder).items() if (path / "trace.json").is_file()]
 
     def __getitem__(self, step: int) -> Trace:
         if step not in self._steps():
@@ -65,7 +64,7 @@ class Run:
         import pandas as pd
 
         frame = pd.DataFrame(self.rows)
-        return frame.set_index("training/global_step", drop=False) if len(frame) else frame
+        return frame.set_index(STEP, drop=False) if len(frame) else frame
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -89,13 +88,22 @@ class Run:
         return checkpoint.steps(self.path / "checkpoints")
 
     def checkpoint(self, step: int | None = None) -> Path:
-        """The folder of a checkpoint (the newest by default), verified; `engines.local` opens it."""
+        """The folder of a checkpoint (the newest by default), verified; `engines.local` opens it.
+
+        Raises `CheckpointError` where it is damaged: another one is never taken in its place.
+        """
         steps = self.checkpoints
         wanted = steps[-1] if step is None and steps else step
-        if wanted not in steps:
-            raise RunError(message(f"no checkpoint of step {wanted} in {self.path}", expected=f"one of {steps}"))
+        if wanted is None or wanted not in steps:
+            what = "no checkpoint" if wanted is None else f"no checkpoint of step {wanted}"
+            raise RunError(message(f"{what} in {self.path}", expected=f"one of {steps}" if steps else None))
         path = checkpoint.folder_of(self.path / "checkpoints", wanted)
-        checkpoint.verify(path)
+        try:
+            checkpoint.verify(path)
+        except CheckpointError as error:
+            good = checkpoint.latest(self.path / "checkpoints")
+            hint = f"the newest good one is that of step {good.step}" if good.path else "there is no good one"
+            raise CheckpointError(message(str(error), do=hint)) from error
         return path
 
     def curves(self, **others: Run) -> Any:
@@ -106,7 +114,7 @@ class Run:
 
     def __repr__(self) -> str:
         rows = self.rows
-        step = rows[-1]["training/global_step"] if rows else 0
+        step: Any = rows[-1][STEP] if rows else 0
         steps = self.settings.get("train", {}).get("steps")
         lines = [f"Run {self.path}: step {step} of {steps}"]
         lines += [f"  checkpoints {self.checkpoints}, traces {list(self.traces)}"]
@@ -131,8 +139,8 @@ class Summary(dict[str, Any]):
         found = []
         for when in ("before", "after"):
             if f"reward_{when}" in self:
-                low, high = self[f"interval_{when}"]
-                text = f"{self[f'reward_{when}']:.4f}  (95 % in [{low:.4f}, {high:.4f}], greedy {self[f'greedy_{when}']:.4f})"
+                low, high = (number(bound) for bound in self[f"interval_{when}"])
+                text = f"{number(self[f'reward_{when}'])}  (95 % in [{low}, {high}], greedy {number(self[f'greedy_{when}'])})"
                 found.append((f"held-out reward {when}", text))
         return found + [
             (key, str(self[key]))
@@ -147,6 +155,11 @@ class Summary(dict[str, Any]):
         from workbench.views.html import pairs_table
 
         return pairs_table(self.pairs())
+
+
+def number(value: float | None) -> str:
+    """Four decimals; a dash where there is no number (the interval of one prompt)."""
+    return "–" if value is None else f"{value:.4f}"
 
 
 def load_run(path: str | Path) -> Run:

@@ -25,12 +25,12 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in a folder. `start` hides what an earlier part of the run wrote from that step on."""
+    """An event file in a folder; a resumed run gets a new folder, into which its earlier rows are written again."""
 
-    def __init__(self, folder: Path, start: int = 0) -> None:
+    def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder), purge_step=start or None)
+        self._writer: Any = SummaryWriter(str(folder))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Scalars; NaN is left out."""
@@ -79,16 +79,22 @@ class Mlflow:
         self._mlflow.end_run()
 
 
-def make_trackers(names: Sequence[str], run: Path, start: int = 0) -> list[Tracker]:
-    """Trackers by name. Raises `SettingError` for an unknown name or one whose package is not installed."""
-    made: list[Tracker] = []
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises `SettingError` for an unknown name or one whose package is not installed; opens nothing."""
     for name in names:
         if name not in TRACKERS:
             raise SettingError(unknown("tracker", name, TRACKERS))
         if importlib.util.find_spec(name) is None:
             raise SettingError(message(f"tracker {name!r} is not installed", do=f"pip install {name}"))
+
+
+def make_trackers(names: Sequence[str], run: Path) -> list[Tracker]:
+    """Trackers by name, opened; see `check_trackers` for what is refused."""
+    check_trackers(names)
+    made: list[Tracker] = []
+    for name in names:
         if name == "tensorboard":
-            made.append(TensorBoard(run / "tensorboard", start))
+            made.append(TensorBoard(run / "tensorboard"))
         else:
             made.append(Wandb(run, run.name) if name == "wandb" else Mlflow(run.name))
     return made

@@ -15,15 +15,15 @@ from typing import Any
 from workbench import background, loop
 from workbench.config import require, settings_hash
 from workbench.datasets import Rows
-from workbench.errors import RunError, message
+from workbench.errors import RunError, first_line, message
 from workbench.observer import Condition, Ending, Observer
 from workbench.runs import checkpoint
 from workbench.runs.display import Live, in_notebook
-from workbench.runs.folder import RunFolder, write_json
+from workbench.runs.folder import STEP, RunFolder, write_json
 from workbench.runs.recorder import Plan, Recorder, Validator, append_line, progress_line
 from workbench.runs.resume import Start, begin
 from workbench.runs.run import Run
-from workbench.runs.trackers import make_trackers
+from workbench.runs.trackers import check_trackers, make_trackers
 from workbench.stages import Pipeline
 from workbench.trace import describe_settings
 
@@ -44,48 +44,64 @@ async def train(
     seed: int = 0,
     heldout: Rows | None = None,
     test_freq: int = 0,
+    val_samples: int = 1,
     save_freq: int = 0,
     trace_freq: int = 10,
     keep_traces: int = 3,
     keep_checkpoints: int = 2,
     break_if: Condition | None = None,
     resume: str = "never",
+    may_change: Sequence[str] = (),
     trackers: Sequence[str] = ("tensorboard",),
+    display: str | None = "auto",
     observers: Sequence[Observer] = (),
 ) -> Run:
     """Train with the stages of a pipeline, and keep everything in a run folder.
 
-    `batch_size` counts prompts. The `*_freq` settings say every how many steps to validate on `heldout`, to save a
-    checkpoint, to record a trace; 0 means after the last step only, and validation also comes before the first.
-    `break_if` gets a step's metrics; where it is true the loop stops before that step's update: the returned run's
-    `.stopped` is a Stepper standing there (a job saves the trace and raises `RunStopped`). `resume="auto"` goes on from
-    the newest good checkpoint, exactly. In a notebook: `await train(…)`; progress and curves update in the cell.
+    `batch_size` counts prompts. The `*_freq` settings say every how many steps to validate on `heldout` (with
+    `val_samples` per prompt), to save a checkpoint, to record a trace; 0 means after the last step only, and
+    validation also comes before the first. `break_if` gets a step's metrics; where it is true the loop stops before
+    that step's update: the returned run's `.stopped` is a Stepper standing there (a job saves the trace and raises
+    `RunStopped`). `resume="auto"` goes on from the newest good checkpoint, exactly; settings that differ from the
+    run's are refused unless `may_change` names them (`["engines.actor.micro_batch_tokens"]`). In a notebook:
+    `await train(…)`; progress and curves update in the cell, unless `display` is None.
     """
-    require(steps >= 1, "steps", expected="≥ 1", found=steps)
     plan = Plan(
         steps=steps,
         batch_size=batch_size,
         seed=seed,
         test_freq=test_freq,
+        val_samples=val_samples,
         save_freq=save_freq,
         trace_freq=trace_freq,
-        keep_traces=max(keep_traces, 1),
+        keep_traces=keep_traces,
         keep_checkpoints=keep_checkpoints,
     )
+    _check_arguments(plan, resume, display, trackers)
     rows, heldout = _checked(pipeline, rows, heldout, batch_size)
     path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     settings = resolved(pipeline, rows, plan, heldout, trackers)
     folder = RunFolder(path)
     try:
-        start = begin(folder, pipeline, rows, settings, resume)
-        write_json(path / "settings.json", settings)
+        start = begin(folder, pipeline, rows, settings, resume=resume, may_change=may_change)
         if start.step > steps:
-            note = f"nothing left to do: {start.step - 1} of {steps} steps are done"
-            append_line(note)
-            return Run(path, notes=(*start.notes, note))
-        session = _Session(folder, pipeline, rows, plan, heldout, tuple(trackers), settings, start.step)
-        watching = [session.recorder, *observers]
-        ending = await session.loop(start, watching, break_if)
+            return _nothing_to_do(path, start, steps, heldout)
+        write_json(path / "settings.json", with_history(settings, start))
+        session = _Session(folder, pipeline, rows, plan, heldout, trackers, settings, start, shown=display == "auto")
+        if start.rng is not None:
+            checkpoint.restore_rng(start.rng)
+        with session:
+            ending = await loop.train(
+                pipeline,
+                rows,
+                steps=steps,
+                batch_size=batch_size,
+                seed=seed,
+                start=start.step,
+                observers=[session.recorder, *observers],
+                break_if=break_if,
+            )
+        await background.beside(session.finish, ending)
     finally:
         folder.release()
     return _result(path, ending, start.notes)
@@ -107,12 +123,38 @@ def _result(path: Path, ending: Ending, notes: tuple[str, ...]) -> Run:
     return Run(path, stopped=ending.stopped, notes=notes)
 
 
+def _nothing_to_do(path: Path, start: Start, steps: int, heldout: Rows | None) -> Run:
+    """Say so; a run that was killed after its last checkpoint gets the curves and the summary that it lacks."""
+    note = f"nothing left to do: {start.step - 1} of {steps} steps are done"
+    append_line(note)
+    if not (path / "summary.json").is_file():
+        close(path, heldout, stopped=None)
+    return Run(path, notes=(*start.notes, note))
+
+
+def _check_arguments(plan: Plan, resume: str, display: str | None, trackers: Sequence[str]) -> None:
+    for name, least in (
+        ("steps", 1),
+        ("batch_size", 1),
+        ("val_samples", 1),
+        ("keep_checkpoints", 2),
+        ("keep_traces", 1),
+    ):
+        found = getattr(plan, name)
+        require(isinstance(found, int) and found >= least, name, expected=f"≥ {least}", found=found)
+    for name in ("test_freq", "save_freq", "trace_freq"):
+        require(getattr(plan, name) >= 0, name, expected="≥ 0 (0: after the last step)", found=getattr(plan, name))
+    require(resume in ("never", "auto"), "resume", expected="'never' or 'auto'", found=repr(resume))
+    require(display in ("auto", None), "display", expected="'auto' or None", found=repr(display))
+    check_trackers(trackers)
+
+
 def _checked(pipeline: Pipeline, rows: Rows, heldout: Rows | None, batch_size: int) -> tuple[Rows, Rows | None]:
-    """Everything that can be refused before work starts is refused here."""
+    """Everything about the data that can be refused before work starts is refused here."""
     rollout: Any = pipeline["rollout"]
     reward: Any = pipeline["reward"]
-    tokenizer = rollout._sampler.tokenizer
-    switches = getattr(rollout._sampler, "template_switches", {})
+    tokenizer = rollout.sampler.tokenizer
+    switches = getattr(rollout.sampler, "template_switches", {})
     rows = rows.fitting(tokenizer, **switches)
     heldout = heldout.fitting(tokenizer, **switches) if heldout is not None else None
     first = rows.batch(batch_size)
@@ -134,53 +176,44 @@ class _Session:
         rows: Rows,
         plan: Plan,
         heldout: Rows | None,
-        trackers: tuple[str, ...],
+        trackers: Sequence[str],
         settings: Mapping[str, Any],
-        start: int,
+        start: Start,
+        *,
+        shown: bool,
     ) -> None:
-        self._folder, self._plan, self._first = folder, plan, start
-        self._pipeline, self._rows = pipeline, rows
+        self._folder, self._plan, self._first = folder, plan, start.step
         self._heldout = heldout
-        self._settings = settings
         self._began = time.perf_counter()
         past = Run(folder.path).rows
         made = make_trackers(trackers, folder.path)
         for row in past:  # a resumed run's events are written again: the old files were moved aside
             for tracker in made:
-                tracker.log({k: v for k, v in row.items() if isinstance(v, int | float)}, row["training/global_step"])
-        self._live = Live(plan.steps, past) if in_notebook() else None
+                tracker.log({key: value for key, value in row.items() if isinstance(value, int | float)}, row[STEP])
+        self._live = Live(plan.steps, past) if shown and in_notebook() else None
+        validator = Validator(pipeline, heldout, plan.seed, plan.val_samples) if heldout is not None else None
         self.recorder = Recorder(
             folder,
             pipeline,
             rows,
             plan,
-            validator=Validator(pipeline, heldout, plan.seed) if heldout is not None else None,
+            validator=validator,
             trackers=made,
-            settings_hash=settings_hash(dict(settings["stages"])),
+            settings_hash=settings["settings_hash"],
             on_row=self._on_row,
         )
 
-    async def loop(self, start: Start, watching: list[Observer], break_if: Condition | None) -> Ending:
-        """The loop itself; generators are restored last, when everything else is built."""
-        if start.rng is not None:
-            checkpoint.restore_rng(start.rng)
-        plan = self._plan
-        ending = await loop.train(
-            self._pipeline,
-            self._rows,
-            steps=plan.steps,
-            batch_size=plan.batch_size,
-            seed=plan.seed,
-            start=start.step,
-            observers=watching,
-            break_if=break_if,
-        )
-        await background.beside(self.finish, ending)
-        return ending
+    def __enter__(self) -> _Session:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """A run that breaks says why in its summary; its checkpoints and rows stand as they are."""
+        if error is not None:
+            close(self._folder.path, self._heldout, stopped=first_line(error))
 
     def _on_row(self, row: Mapping[str, Any]) -> None:
-        done = row["training/global_step"] - self._first + 1
-        eta = (time.perf_counter() - self._began) / max(done, 1) * (self._plan.steps - row["training/global_step"])
+        done = row[STEP] - self._first + 1
+        eta = (time.perf_counter() - self._began) / max(done, 1) * (self._plan.steps - row[STEP])
         line = progress_line(row, self._plan.steps, eta)
         append_line(line)
         log.info(line)
@@ -189,26 +222,39 @@ class _Session:
 
     def finish(self, ending: Ending) -> None:
         """Curves and summary; where the loop was stopped, the trace and the state before the update as well."""
-        from workbench.views.curves import panel, save_png
-
-        path = self._folder.path
+        stopped = None
         if ending.stopped is not None:
+            stopped = f"break_if at step {ending.step + 1}"
             target = self._folder.trace_path(ending.step + 1)
             if not target.exists():
                 ending.stopped.trace.save(target)
             if ending.step not in checkpoint.steps(self._folder.checkpoints):
                 self.recorder.save(ending.step)
-        run = Run(path)
-        save_png(panel(run.rows, title=path.name), path / "curves.png")
-        stopped = None if ending.stopped is None else f"break_if at step {ending.step + 1}"
-        write_json(path / "summary.json", summary(run.rows, self._heldout, stopped))
+        close(self._folder.path, self._heldout, stopped=stopped)
+
+
+def close(path: Path, heldout: Rows | None, *, stopped: str | None) -> None:
+    """Write curves.png and summary.json from what is in the folder."""
+    from workbench.views.curves import panel, save_png
+
+    run = Run(path)
+    found = summary(run.rows, heldout, stopped)
+    found["settings_hash"] = run.settings.get("settings_hash")
+    found["checkpoints"] = run.checkpoints
+    found["paths"] = {
+        name: name
+        for name in ("metrics.jsonl", "tensorboard", "traces", "checkpoints", "curves.png", "notebook.ipynb")
+        if name == "curves.png" or (path / name).exists()
+    }
+    save_png(panel(run.rows, title=path.name), path / "curves.png")
+    write_json(path / "summary.json", found)
 
 
 def summary(rows: Sequence[Mapping[str, Any]], heldout: Rows | None, stopped: str | None) -> dict[str, Any]:
     """The few numbers that people ask for first."""
-    validated = [row for row in rows if "val/reward" in row]
+    validated = [row for row in rows if row.get("val/reward") is not None]
     found: dict[str, Any] = {
-        "steps": rows[-1]["training/global_step"] if rows else 0,
+        "steps": rows[-1][STEP] if rows else 0,
         "seconds": round(sum(row.get("timing_s/step", 0.0) + row.get("timing_s/testing", 0.0) for row in rows), 2),
         "stopped": stopped,
         "heldout_rows": len(heldout) if heldout is not None else 0,
@@ -228,17 +274,39 @@ def resolved(
     from importlib.metadata import version
 
     described = {stage.name: describe_settings(stage) for stage in pipeline}
-    names = ("torch", "transformers", "numpy")
+    names = ("torch", "transformers", "numpy", "tokenizers", "safetensors")
+    stages = {name: settings for name, (settings, _) in described.items()}
     return {
-        "stages": {name: settings for name, (settings, _) in described.items()},
+        "stages": stages,
         "sources": {name: source for name, (_, source) in described.items() if source},
-        "engines": {role: getattr(learner, "describe", dict)() for role, learner in pipeline.learners().items()},
+        "engines": described_engines(pipeline),
         "train": {**vars(plan), "trackers": list(trackers)},
+        "settings_hash": settings_hash(stages),
+        "began": began(pipeline),
         "data_hash": rows.data_hash,
         "data": rows.source,
         "heldout": None if heldout is None else {"source": heldout.source, "data_hash": heldout.data_hash},
         "code": code_revision(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
+    }
+
+
+def with_history(settings: Mapping[str, Any], start: Start) -> dict[str, Any]:
+    """The settings to write: what was changed since the run began, and by which code it went on, is kept."""
+    old = start.old or {}
+    began_then, began_now = old.get("began"), settings["began"]
+    entry = {
+        "at": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "from_step": start.step,
+        "changes": list(start.changes),
+        "code": settings["code"],
+        "versions": settings["versions"],
+    }
+    same = began_then is not None and began_then["pipeline"] == began_now["pipeline"]
+    return {
+        **settings,
+        "began": began_then if same else began_now,
+        "history": [*old.get("history", []), entry],
     }
 
 

@@ -59,6 +59,11 @@ class Rollout(BaseStage):
         self.sampling = sampling or SamplingSettings()
         self.purpose = purpose
 
+    @property
+    def sampler(self) -> Sampler:
+        """What writes the responses."""
+        return self._sampler
+
     def settings(self) -> dict[str, Any]:
         """Its own, and the sampling's, flat."""
         return {"group_size": self.group_size, "purpose": self.purpose, **self.sampling.to_dict()}
