@@ -33,18 +33,27 @@ def test_rows_are_strict_json_and_a_torn_last_line_is_left_out(tmp_path: Path) -
         read_metrics(folder.metrics)
 
 
-def test_a_second_writer_is_refused_and_a_stale_lock_is_taken(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_also_in_the_same_process(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    lock = tmp_path / "lock.json"
-    held = json.loads(lock.read_text())
-    lock.write_text(json.dumps({**held, "pid": os.getppid()}))
-    with pytest.raises(RunError, match=f"pid {os.getppid()}.*since"):
+    with pytest.raises(RunError, match=f"is being written; found pid {os.getpid()} on .* since 20"):
         RunFolder(tmp_path)
-    lock.write_text(json.dumps({**held, "pid": 2**22 + 1}))
-    RunFolder(tmp_path).release()
-    assert not lock.exists()
-    lock.write_text("{")
+    folder.release()
+    assert not (tmp_path / "lock.json").exists()
+    again = RunFolder(tmp_path)
+    assert again.lock.note == ""
+    again.release()
+    again.release()
+
+
+@pytest.mark.parametrize(
+    ("left", "note"),
+    [('{"pid": 7, "host": "elsewhere", "started": "yesterday"}', "pid 7 on elsewhere since yesterday"), ("{", "pid ?")],
+)
+def test_a_lock_whose_holder_died_is_taken_and_explained(tmp_path: Path, left: str, note: str) -> None:
+    (tmp_path / "lock.json").write_text(left)
     folder = RunFolder(tmp_path)
+    assert folder.lock.note.startswith(f"took over the lock of {note}") and "no longer runs" in folder.lock.note
+    assert json.loads((tmp_path / "lock.json").read_text())["pid"] == os.getpid()
     folder.release()
 
 

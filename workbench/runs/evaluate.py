@@ -13,7 +13,9 @@ import torch
 from workbench.dataproto import DataProto
 from workbench.datasets import Rows
 from workbench.engines import SamplingSettings, local
-from workbench.errors import DataError, message
+from workbench.errors import DataError, describe, message
+from workbench.runs.checkpoint import verify
+from workbench.runs.run import Run, load_run
 from workbench.stages import Reward, Rollout
 
 
@@ -24,9 +26,11 @@ class Evaluation:
     mean: float
     """Mean reward over prompts (the mean of a prompt's samples), rows without a judgement left out."""
     interval: tuple[float, float]
-    """95 % interval of that mean: normal approximation over prompts, mean ± 1.96·s/√n."""
+    """95 % interval of that mean: normal approximation over prompts, mean ± 1.96·s/√n; NaN for one prompt."""
     prompts: int
     samples: int
+    greedy: bool
+    """Temperature 0."""
     unscored: int
     """Rows that have no judgement."""
     by_source: dict[str, float]
@@ -36,7 +40,9 @@ class Evaluation:
 
     def __repr__(self) -> str:
         low, high = self.interval
-        text = f"Evaluation: mean reward {self.mean:.4f}, 95 % in [{low:.4f}, {high:.4f}], {self.prompts} prompts × {self.samples}"
+        text = f"Evaluation: mean reward {self.mean:.4f}, 95 % in [{low:.4f}, {high:.4f}] (normal, over {self.prompts} prompts × {self.samples} {'greedy' if self.greedy else 'sampled'})"
+        if len(self.by_source) > 1:
+            text += "; " + ", ".join(f"{source} {mean:.4f}" for source, mean in self.by_source.items())
         return text + (f", {self.unscored} rows not scored" if self.unscored else "")
 
     def _repr_html_(self) -> str:
@@ -53,29 +59,40 @@ def evaluate(
     reward: Any = None,
     samples: int = 1,
     temperature: float = 1.0,
-    max_tokens: int = 128,
+    max_tokens: int | None = None,
     batch_size: int = 128,
     seed: int = 0,
+    limit: int | None = None,
 ) -> Evaluation:
-    """Sample and score every row.
+    """Sample and score every row, or the first `limit`. `temperature=0` is greedy.
 
     `model` is an engine, a model or checkpoint folder, a run folder, or a `Run` (its newest checkpoint and its
-    longest response). A row's seed is derived from (seed, "validation", uid, sample): the same rows give the same
+    longest response, unless `max_tokens` says another; 128 elsewhere). A checkpoint is verified first: a damaged one raises `CheckpointError`. A row's seed is derived from (seed, "validation", uid, sample): the same rows give the same
     prompts' seeds at every step, and nothing that training uses is drawn from.
     """
-    folder = getattr(model, "path", None)
-    if isinstance(model, str | Path):
-        engine = local(model)
-    elif hasattr(model, "sample"):
-        engine = model
-    else:
-        engine = local(Path(str(folder)))
-        max_tokens = model.settings.get("stages", {}).get("rollout", {}).get("max_tokens", max_tokens)
-    sampling = SamplingSettings(temperature=temperature, max_tokens=max_tokens)
+    engine, longest = _engine(model)
+    sampling = SamplingSettings(temperature=temperature, max_tokens=max_tokens or longest or 128)
     rollout = Rollout(engine, group_size=samples, sampling=sampling, purpose="validation")
-    return score_rows(
-        rollout, reward if isinstance(reward, Reward) else Reward(reward), rows.in_order(batch_size, seed)
-    )
+    chosen = rows if limit is None else rows[:limit]
+    stage = reward if isinstance(reward, Reward) else Reward(reward)
+    return score_rows(rollout, stage, chosen.in_order(batch_size, seed))
+
+
+def _engine(model: Any) -> tuple[Any, int | None]:
+    """The engine to sample from, and the longest response that its run sampled."""
+    if hasattr(model, "sample"):
+        return model, None
+    if isinstance(model, str | Path):
+        folder = Path(model)
+        if (folder / "settings.json").is_file():
+            return _engine(load_run(folder))
+        if (folder / "manifest.json").is_file():
+            verify(folder)
+        return local(model), None
+    if isinstance(model, Run):
+        rollout = model.settings.get("stages", {}).get("rollout", {})
+        return local(model.checkpoint()), rollout.get("max_tokens")
+    raise DataError(message("evaluate", expected="an engine, a folder or a Run", found=describe(model)))
 
 
 def score_rows(rollout: Rollout, reward: Reward, batches: Iterable[DataProto]) -> Evaluation:
@@ -107,6 +124,7 @@ def score_rows(rollout: Rollout, reward: Reward, batches: Iterable[DataProto]) -
         interval=(center - half, center + half),
         prompts=len(set(uids)),
         samples=rollout.group_size,
+        greedy=rollout.sampling.temperature == 0,
         unscored=scored.count(False),
         by_source=by_source,
         batch=DataProto.concat([_padded(part, parts) for part in parts]),

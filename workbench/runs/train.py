@@ -5,27 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import platform
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from workbench import background, loop
-from workbench.config import require, settings_hash
+from workbench.config import require
 from workbench.datasets import Rows
 from workbench.errors import RunError, first_line, message
 from workbench.observer import Condition, Ending, Observer
 from workbench.runs import checkpoint
 from workbench.runs.display import Live, in_notebook
+from workbench.runs.facts import resolved, with_history, write_summary
 from workbench.runs.folder import STEP, RunFolder, write_json
 from workbench.runs.recorder import Plan, Recorder, Validator, append_line, progress_line
 from workbench.runs.resume import Start, begin
 from workbench.runs.run import Run
 from workbench.runs.trackers import check_trackers, make_trackers
 from workbench.stages import Pipeline
-from workbench.trace import describe_settings
 
 log = logging.getLogger("workbench")
 
@@ -128,7 +126,7 @@ def _nothing_to_do(path: Path, start: Start, steps: int, heldout: Rows | None) -
     note = f"nothing left to do: {start.step - 1} of {steps} steps are done"
     append_line(note)
     if not (path / "summary.json").is_file():
-        close(path, heldout, stopped=None)
+        write_summary(path, heldout, stopped=None)
     return Run(path, notes=(*start.notes, note))
 
 
@@ -209,7 +207,7 @@ class _Session:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """A run that breaks says why in its summary; its checkpoints and rows stand as they are."""
         if error is not None:
-            close(self._folder.path, self._heldout, stopped=first_line(error))
+            write_summary(self._folder.path, self._heldout, stopped=first_line(error))
 
     def _on_row(self, row: Mapping[str, Any]) -> None:
         done = row[STEP] - self._first + 1
@@ -230,91 +228,4 @@ class _Session:
                 ending.stopped.trace.save(target)
             if ending.step not in checkpoint.steps(self._folder.checkpoints):
                 self.recorder.save(ending.step)
-        close(self._folder.path, self._heldout, stopped=stopped)
-
-
-def close(path: Path, heldout: Rows | None, *, stopped: str | None) -> None:
-    """Write curves.png and summary.json from what is in the folder."""
-    from workbench.views.curves import panel, save_png
-
-    run = Run(path)
-    found = summary(run.rows, heldout, stopped)
-    found["settings_hash"] = run.settings.get("settings_hash")
-    found["checkpoints"] = run.checkpoints
-    found["paths"] = {
-        name: name
-        for name in ("metrics.jsonl", "tensorboard", "traces", "checkpoints", "curves.png", "notebook.ipynb")
-        if name == "curves.png" or (path / name).exists()
-    }
-    save_png(panel(run.rows, title=path.name), path / "curves.png")
-    write_json(path / "summary.json", found)
-
-
-def summary(rows: Sequence[Mapping[str, Any]], heldout: Rows | None, stopped: str | None) -> dict[str, Any]:
-    """The few numbers that people ask for first."""
-    validated = [row for row in rows if row.get("val/reward") is not None]
-    found: dict[str, Any] = {
-        "steps": rows[-1][STEP] if rows else 0,
-        "seconds": round(sum(row.get("timing_s/step", 0.0) + row.get("timing_s/testing", 0.0) for row in rows), 2),
-        "stopped": stopped,
-        "heldout_rows": len(heldout) if heldout is not None else 0,
-    }
-    if validated:
-        for when, row in (("before", validated[0]), ("after", validated[-1])):
-            found[f"reward_{when}"] = row["val/reward"]
-            found[f"interval_{when}"] = [row["val/reward_low"], row["val/reward_high"]]
-            found[f"greedy_{when}"] = row["val/greedy"]
-    return found
-
-
-def resolved(
-    pipeline: Pipeline, rows: Rows, plan: Plan, heldout: Rows | None, trackers: Sequence[str]
-) -> dict[str, Any]:
-    """Everything that a run was started with, plain."""
-    from importlib.metadata import version
-
-    described = {stage.name: describe_settings(stage) for stage in pipeline}
-    names = ("torch", "transformers", "numpy", "tokenizers", "safetensors")
-    stages = {name: settings for name, (settings, _) in described.items()}
-    return {
-        "stages": stages,
-        "sources": {name: source for name, (_, source) in described.items() if source},
-        "engines": described_engines(pipeline),
-        "train": {**vars(plan), "trackers": list(trackers)},
-        "settings_hash": settings_hash(stages),
-        "began": began(pipeline),
-        "data_hash": rows.data_hash,
-        "data": rows.source,
-        "heldout": None if heldout is None else {"source": heldout.source, "data_hash": heldout.data_hash},
-        "code": code_revision(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
-    }
-
-
-def with_history(settings: Mapping[str, Any], start: Start) -> dict[str, Any]:
-    """The settings to write: what was changed since the run began, and by which code it went on, is kept."""
-    old = start.old or {}
-    began_then, began_now = old.get("began"), settings["began"]
-    entry = {
-        "at": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "from_step": start.step,
-        "changes": list(start.changes),
-        "code": settings["code"],
-        "versions": settings["versions"],
-    }
-    same = began_then is not None and began_then["pipeline"] == began_now["pipeline"]
-    return {
-        **settings,
-        "began": began_then if same else began_now,
-        "history": [*old.get("history", []), entry],
-    }
-
-
-def code_revision() -> str | None:
-    """The commit that the package's folder stands on, with `+changes` where files differ; None outside git."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+changes", "--abbrev=12"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+        write_summary(self._folder.path, self._heldout, stopped=stopped)
