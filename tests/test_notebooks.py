@@ -65,6 +65,9 @@ def check_outputs(path: Path) -> int:
             count += 1
             if "application/vnd.jupyter.widget-view+json" in data:
                 assert "text/html" in data or "image/png" in data
+            rich = {"text/html", "image/png"} & set(data)
+            plain = "".join(data.get("text/plain", ""))
+            assert rich or not re.fullmatch(r"<.* at 0x[0-9a-f]+>|<Figure .*>", plain), f"{source(cell)} shows {plain}"
             text = data.get("text/html", "")
             html = text if isinstance(text, str) else "".join(text)
             if "dataframe" not in html:  # pandas brings its own style block, which is removed without harm
