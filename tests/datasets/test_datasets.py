@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,10 +73,61 @@ def test_in_order_covers_everything_once() -> None:
     assert seen == list(range(7))
 
 
+def test_nobody_who_is_given_rows_can_change_them() -> None:
+    data = rows(4)
+    before = data.data_hash
+    data[0]["extra_info"]["index"] = 9
+    for row in data:
+        row["prompt"][0]["content"] = "changed"
+    data.filter(lambda row: bool(row.pop("prompt")))
+    data.batch(4)["extra_info"][0]["index"] = 9
+    assert Rows(list(data)).data_hash == before and data == rows(4) and data != rows(3)
+
+
+def test_select_and_masks() -> None:
+    data = rows(4)
+    for key in ([3, 1], np.array([3, 1]), [False, True, False, True]):
+        assert {row["extra_info"]["index"] for row in data[key]} == {1, 3}
+    assert data[-1]["extra_info"]["index"] == 3 and len(data[[]]) == 0 and len({data, rows(4)}) == 1
+    for wrong in ([4], [-5], [0.5], [True]):
+        with pytest.raises(DataError, match="rows to select"):
+            data[wrong]
+
+
+@given(st.integers(2, 30), st.integers(1, 29), st.integers(0, 5))
+def test_a_split_is_drawn_by_the_seed_and_shares_no_prompt(number: int, held_out: int, seed: int) -> None:
+    once = list(rows(number))
+    data = Rows([*once, *once[: number // 2]])
+    if held_out >= number:
+        held_out = 1
+    try:
+        rest, held = data.split(held_out, seed)
+    except DataError:
+        assert number == 2  # one of two prompts, and then the other may be needed too
+        return
+    assert held_out <= len(held) <= held_out + 1 and len(rest) + len(held) == len(data)
+    assert not {str(row["prompt"]) for row in rest} & {str(row["prompt"]) for row in held}
+    assert data.split(held_out, seed) == (rest, held)
+
+
+def test_a_split_by_share() -> None:
+    rest, held = rows(10).split(0.2)
+    assert (len(rest), len(held)) == (8, 2)
+    for wrong in (0, 10, 0.0):
+        with pytest.raises(DataError, match="rows on both sides"):
+            rows(10).split(wrong)
+
+
 def test_values() -> None:
     data = rows(6)
     assert len(data[2:4]) == 2 and len(data.filter(lambda row: row["extra_info"]["index"] > 3)) == 2
     assert data.select([5])[0]["extra_info"]["index"] == 5 and "Rows(6" in repr(data)
+    risky = Rows([{"prompt": [{"role": "user", "content": "<b>x"}]}])
+    assert "&lt;b&gt;x" in risky._repr_html_() and "<b>" not in risky._repr_html_()
+    assert "Rows(0" in repr(Rows([]))
+    for size, step in ((2.0, 1), (2, 1.5), (2, 0)):
+        with pytest.raises(DataError, match="expected"):
+            data.batch(size, step=step)  # type: ignore[arg-type]
 
 
 def test_formats(tmp_path: Path) -> None:
@@ -97,10 +149,22 @@ def test_formats(tmp_path: Path) -> None:
         ("a.jsonl", [], "no rows"),
         ("a.jsonl", [{"promt": "x"}], "did you mean 'promt'"),
         ("a.jsonl", [{"prompt": "x"}], "no ground truth.*rows \\[0\\]"),
-        ("a.jsonl", [{"prompt": 3}], "a chat or a text"),
+        ("a.jsonl", [{"prompt": 3}], "row 0 of .*expected a chat.* or a text; found 3"),
+        ("a.jsonl", [{"prompt": [{"content": "no role"}]}], "expected a chat"),
+        ("a.jsonl", [{"prompt": [{"role": "user", "content": None}]}], "expected a chat"),
+        ("a.jsonl", [{"prompt": "x", "reward_model": "rule"}], "reward_model of row 0 .*found 'rule'"),
+        ("a.jsonl", [{"question": "x", "answer": "7"}], "row 0 of .*a.jsonl; expected an answer with '#### <number>'"),
+        ("a.jsonl", [[1]], "row 0 of .*expected an object; found list"),
+        (
+            "a.jsonl",
+            [{"prompt": "x", "reward_model": {"ground_truth": "1"}, "uid": "a", "score": 2}],
+            "found uid, score",
+        ),
         ("a.jsonl", ['{"prompt": "x", "n": NaN}'], "a.jsonl:1: JSON has no NaN"),
         ("a.jsonl", ["{}", '{"n": 1e999}'], "a.jsonl:2: a number too large"),
         ("a.jsonl", ["{"], "a.jsonl:1 is not JSON"),
+        ("a.jsonl", ['{"n": ' + "9" * 5000 + "}"], "a.jsonl:1 is not JSON"),
+        ("a.jsonl", ["[" * 100_000], "a.jsonl:1 is not JSON"),
         ("a.json", ['{"a": 1}'], "a list of rows"),
     ],
 )
@@ -109,9 +173,52 @@ def test_bad_files_are_refused_with_the_place(tmp_path: Path, name: str, lines: 
         load(write(tmp_path / name, lines))
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+ROW = {"prompt": "x", "reward_model": {"ground_truth": "1"}}
+
+
+def test_a_missing_file_a_folder_and_a_pattern(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no data file"):
         load(tmp_path / "none.parquet")
+    for number in (2, 1):
+        write(tmp_path / f"train-{number}.jsonl", [{**ROW, "n": number}])
+    write(tmp_path / "train-3.txt", ["no data"])
+    with pytest.raises(DataError, match=r"is a folder; .*found train-1.jsonl, train-2.jsonl"):
+        load(tmp_path)
+    assert [row["n"] for row in load(tmp_path / "train-*.jsonl")] == [1, 2]
+    assert len(load(str(tmp_path / "tr*-?.*"))) == 2
+    with pytest.raises(DataError, match="no file matches"):
+        load(tmp_path / "test-*.jsonl")
+    with pytest.raises(DataError, match="empty list of files"):
+        load([])
+
+
+def test_text_is_read_as_it_is_written_elsewhere(tmp_path: Path) -> None:
+    strange = "a\u2028b\x85c\x0bd"  # line ends for str.splitlines, ordinary characters for JSON
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({**ROW, "prompt": strange}, ensure_ascii=False).encode() + b"\r\n")
+    assert load(path)[0]["prompt"][0]["content"] == strange
+    path.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(DataError, match="as UTF-8"):
+        load(path)
+
+
+def test_limit_and_columns_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{**ROW, "uid": n, "level": n} for n in range(3)])
+    assert [row["level"] for row in load(path, limit=2, without=["uid"])] == [0, 1]
+    for wrong in (0, -1):
+        with pytest.raises(DataError, match="limit; expected ≥ 1"):
+            load(path, limit=wrong)
+
+
+def test_a_missing_number_is_no_answer(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    made = [{"prompt": "x", "reward_model": {"ground_truth": value}} for value in (1.0, float("nan"))]
+    pq.write_table(pa.Table.from_pylist(made), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"none in rows \[1\]"):
+        load(tmp_path / "a.parquet")
+    assert len(load(tmp_path / "a.parquet", require_answers=False)) == 2
 
 
 def test_overlong_prompts_are_refused_by_row_or_dropped() -> None:
@@ -158,3 +265,10 @@ def test_the_real_gsm8k(split: str, number: int, tmp_path: Path) -> None:
     assert len(data) == number and data[0]["data_source"] == "openai/gsm8k"
     own = [compute_score(row["extra_info"]["answer"], row["reward_model"]["ground_truth"]) for row in data]
     assert sum(own) == number
+
+
+def test_the_converter_names_a_bad_line(tmp_path: Path) -> None:
+    bad = [{"question": "q", "answer": "#### 1"}, {"question": "q"}]
+    with pytest.raises(DataError, match=r"row 1 of .*expected question and answer; found question"):
+        convert(write(tmp_path / "a.jsonl", bad), tmp_path / "out.parquet", split="train")
+    assert not (tmp_path / "out.parquet").exists()

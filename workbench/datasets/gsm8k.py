@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from workbench.datasets.files import read
 from workbench.errors import DataError, message
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -13,12 +13,32 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 
 
 def to_row(
-    record: dict[str, Any], *, index: int, split: str, data_source: str = "openai/gsm8k", instruction: str = ""
+    record: dict[str, Any],
+    *,
+    index: int = 0,
+    split: str,
+    data_source: str = "openai/gsm8k",
+    instruction: str = "",
+    place: str | None = None,
 ) -> dict[str, Any]:
-    """One row: the ground truth follows the first `####`, its commas dropped."""
+    """One row: the ground truth follows the first `####`, its commas dropped.
+
+    Raises `DataError`, at `place` (by default the row's index), where question, answer or `####` is missing.
+    """
+    where = place or f"row {index}"
+    if not isinstance(record, dict) or not {"question", "answer"} <= record.keys():
+        found = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
+        raise DataError(message(where, expected="question and answer", found=found))
     question, answer = str(record["question"]), str(record["answer"])
     if "####" not in answer:
-        raise DataError(message(f"row {index}", expected="an answer with '#### <number>'", found=repr(answer[-60:])))
+        raise DataError(
+            message(
+                where,
+                expected="an answer with '#### <number>'",
+                found=repr(answer[-60:]),
+                do="for other answers, write rows with prompt and reward_model.ground_truth",
+            )
+        )
     truth = answer.split("####", 1)[1].strip().split("\n")[0].replace(",", "")
     content = f"{question} {instruction}" if instruction else question
     return {
@@ -35,9 +55,12 @@ def convert(source: str | Path, target: str | Path, *, split: str, instruction: 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    lines = [line for line in Path(source).read_text(encoding="utf-8").splitlines() if line.strip()]
+    records = read(Path(source))
     rows = [
-        to_row(json.loads(line), index=index, split=split, instruction=instruction) for index, line in enumerate(lines)
+        to_row(record, index=index, split=split, instruction=instruction, place=f"row {index} of {source}")
+        for index, record in enumerate(records)
     ]
+    if not rows:
+        raise DataError(message(f"no rows in {source}"))
     pq.write_table(pa.Table.from_pylist(rows), str(target), compression="zstd")
     return len(rows)

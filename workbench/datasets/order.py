@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ def place(rows: int, batch_size: int, step: int) -> tuple[int, int]:
 
     Raises `DataError` where a batch is larger than the data or the step is below 1.
     """
-    if not 1 <= batch_size <= rows:
+    if not isinstance(batch_size, Integral) or not 1 <= batch_size <= rows:
         raise DataError(message("batch size", expected=f"1 to {rows}, the rows there are", found=batch_size))
-    if step < 1:
-        raise DataError(message("step", expected="≥ 1", found=step))
+    if not isinstance(step, Integral) or step < 1:
+        raise DataError(message("step", expected="a whole number ≥ 1", found=step))
     per_epoch = rows // batch_size
     epoch, index = divmod(step - 1, per_epoch)
     return epoch, index * batch_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -55,14 +56,15 @@ class Report:
 
 def report(rows: Rows, tokenizer: Any = None) -> Report:
     """Look at every row once; with a tokenizer, encode every prompt."""
-    prompts = Counter(str(row["prompt"]) for row in rows)
+    seen = [(str(row["prompt"]), str(row.get("data_source")), has_answer(row)) for row in rows]
+    prompts = {prompt for prompt, _, _ in seen}
     lengths = rows.prompt_lengths(tokenizer) if tokenizer is not None else []
     limit = rows.max_prompt_length
     return Report(
         rows=len(rows),
         columns=rows.columns,
-        data_sources=dict(Counter(str(row.get("data_source")) for row in rows)),
-        missing_answers=tuple(index for index, row in enumerate(rows) if not has_answer(row)),
+        data_sources=dict(Counter(source for _, source, _ in seen)),
+        missing_answers=tuple(index for index, (_, _, answered) in enumerate(seen) if not answered),
         duplicates=len(rows) - len(prompts),
         lengths=_statistics(lengths),
         over_limit=sum(length > limit for length in lengths) if limit is not None else 0,
@@ -73,7 +75,9 @@ def report(rows: Rows, tokenizer: Any = None) -> Report:
 def has_answer(row: dict[str, Any]) -> bool:
     """Whether a rule can judge it: a ground truth, or a reward that is a model."""
     judged = row.get("reward_model") or {}
-    return judged.get("ground_truth") not in (None, "") or judged.get("style") == "model"
+    truth = judged.get("ground_truth")
+    missing = truth is None or truth == "" or (isinstance(truth, float) and math.isnan(truth))
+    return not missing or judged.get("style") == "model"
 
 
 def _statistics(lengths: list[int]) -> dict[str, float]:
