@@ -36,11 +36,7 @@ def panel(
     A faint line is the step's number, the strong one its running mean; dots in the reward are held-out means with
     their 95 % interval. `others` (name → rows) are drawn over it with a legend.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.5, 5.0), dpi=100, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = _empty()
     runs = {title or "this run": rows, **(others or {})}
     for axes, (name, keys) in zip(figure.subplots(2, 3).flat, PANEL.items(), strict=True):
         _dress(axes, name)
@@ -90,6 +86,20 @@ def _held_out(axes: Axes, rows: Sequence[Mapping[str, Any]], colour: str) -> Non
         high = [row["val/reward_high"] - mean for mean, row in zip(means, points, strict=True)]
         where = [row[STEP] for row in points]
         axes.errorbar(where, means, yerr=[low, high], fmt="o", color=colour, mec="white", ms=6, lw=1, capsize=2)
+
+
+def _empty() -> Figure:
+    """A figure that a cell shows as a PNG: outside pyplot nobody has told the kernel how to."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    class Curves(Figure):
+        def _repr_png_(self) -> bytes:
+            return png(self)
+
+    figure = Curves(figsize=(10.5, 5.0), dpi=100, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def smooth(values: Sequence[float], weight: float = 0.7) -> list[float]:
