@@ -1,6 +1,6 @@
 """A small training job that can be told to die: run by test_resume as a process of its own.
 
-python resume_driver.py RUN STEPS [KILL]      KILL: step:3 | fsync:5 | write:4
+python resume_driver.py RUN STEPS [KILL]      KILL: step:3 | inside:4 | fsync:30 | rename:2
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def arm(kill: str) -> list[Any]:
 
     if what == "step":
         return [AfterStep()]
-    if what == "fsync":  # the n-th fsync: metrics rows have one each, checkpoints one for every file
-        real, calls = os.fsync, []
+    if what in ("fsync", "rename"):  # the n-th: rows have an fsync each, checkpoints one for every file and a rename
+        real, calls = getattr(os, what), []
 
-        def dying(handle: int) -> None:
+        def dying(*args: Any, **options: Any) -> Any:
             calls.append(1)
             if len(calls) == int(number):
                 die()
-            real(handle)
+            return real(*args, **options)
 
-        os.fsync = dying
+        setattr(os, what, dying)
     if what == "inside":  # in the middle of the checkpoint of step n, when its weights are half of the files
         from workbench.engines import LocalEngine
 

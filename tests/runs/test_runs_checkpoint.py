@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import random
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -71,53 +75,128 @@ def test_a_damaged_newest_never_costs_the_good_one(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path).step == 3 and (tmp_path / "step_000001").exists()
 
 
-@pytest.mark.parametrize("name", ["fsync", "rename"])
-def test_whenever_a_write_dies_the_one_before_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    class Killed(BaseException):
-        pass
+def test_no_flipped_bit_of_the_manifest_is_believed(tmp_path: Path) -> None:
+    path = write(tmp_path, 1) / "manifest.json"
+    content = path.read_bytes()
+    for bit in range(0, len(content) * 8, 3):  # 3 and 8 have no common factor: every position of a byte, every byte
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bytes(flipped))
+        with pytest.raises(CheckpointError, match="step_000001"):
+            checkpoint.verify(path.parent)
+    path.write_bytes(content)
+    checkpoint.verify(path.parent)
 
-    write(tmp_path, 1)
-    real, calls = getattr(os, name), []
-    for at in range(1, 12):
-        calls.clear()
 
-        def dying(*args: Any, at: int = at) -> Any:
-            calls.append(1)
-            if len(calls) == at:
-                raise Killed
-            return real(*args)
+def test_a_manifest_belongs_to_its_folder_and_its_files(tmp_path: Path) -> None:
+    path = checkpoint.write(tmp_path, 1, fill, {"settings_hash": "abcd"})
+    assert json.loads((path / "manifest.json").read_text())["settings"] == "abcd"
+    (path / "actor" / "adapter.safetensors").write_text("from elsewhere")
+    with pytest.raises(CheckpointError, match=r"adapter.safetensors; found it is not in the manifest"):
+        checkpoint.verify(path)
+    (path / "actor" / "adapter.safetensors").unlink()
+    moved = path.rename(tmp_path / "step_000009")
+    with pytest.raises(CheckpointError, match="found step 1"):
+        checkpoint.verify(moved)
 
-        monkeypatch.setattr(os, name, dying)
-        try:
-            write(tmp_path, 2)
-            died = False
-        except Killed:
-            died = True
-        monkeypatch.setattr(os, name, real)
-        found = checkpoint.latest(tmp_path, clean=True)
-        if not died:
-            assert found.step == 2 and at > 1
-            return
-        # a kill after the rename leaves the new one, complete; before it the old one and a leftover that is cleaned
-        assert found.step == (2 if (tmp_path / "step_000002").exists() else 1)
-        assert found.step == 2 or any("cut off" in note for note in found.notes)
+
+BOUNDARIES = ("open", "fsync", "rename", "mkdir", "unlink", "rmdir")
+"""Every way in which a write or a deletion reaches the disk."""
+
+
+def in_a_child_killed_at(call: int, work: Any) -> bool:
+    """Fork, SIGKILL the child at its n-th call that reaches the disk; whether it lived to the end."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1] == 0
+    calls = 0
+
+    def counted(real: Any) -> Any:
+        def dying(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **options)
+
+        return dying
+
+    for name in BOUNDARIES:
+        setattr(os, name, counted(getattr(os, name)))
+    io.open = counted(io.open)  # what pathlib writes with
+    work()
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_killed_at_every_write_boundary_a_good_one_stands_and_can_be_gone_on_from(tmp_path: Path) -> None:
+    seen = set()
+    for call in range(1, 200):
+        folder = tmp_path / str(call)
+        for step in (1, 2):
+            write(folder, step)
+        lived = in_a_child_killed_at(call, lambda folder=folder: write(folder, 3))
+        found = checkpoint.latest(folder, clean=True)
+        assert found.step in (2, 3) and found.refused == ()
+        assert {path.name for path in folder.iterdir()} <= {f"step_{step:06d}" for step in (1, 2, 3)}
+        for step in checkpoint.steps(folder):  # nothing half-written and nothing half-deleted has a checkpoint's name
+            checkpoint.verify(checkpoint.folder_of(folder, step))
+        seen.add((found.step, len(checkpoint.steps(folder)), *(note.rsplit(": ", 1)[1] for note in found.notes)))
+        if lived:
+            break
         if found.step == 2:
-            return
-    pytest.fail("the write never finished")
+            write(folder, 3)
+    assert lived and call > 15
+    # cut off while writing, after the rename, while the oldest was deleted, and not at all
+    assert {(2, 2, "a write that was cut off"), (3, 3), (3, 2, "a deletion that was cut off"), (3, 2)} <= seen
 
 
-def test_a_full_disk_is_said_and_hurts_nothing(tmp_path: Path) -> None:
+def test_two_good_ones_are_kept_whatever_is_damaged(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write(tmp_path, step)
+    flip(tmp_path / "step_000002" / "actor" / "model.safetensors")
+    write(tmp_path, 3)
+    assert checkpoint.steps(tmp_path) == [1, 2, 3]  # 2 does not count, and stays to be looked at
+    write(tmp_path, 4)
+    assert checkpoint.steps(tmp_path) == [3, 4]
+
+
+def test_foreign_names_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "step_000001.bak").mkdir()
+    (tmp_path / "step_000002").write_text("a file")
+    assert checkpoint.steps(tmp_path) == [1] and checkpoint.latest(tmp_path, clean=True).step == 1
+    assert (tmp_path / "step_000001.bak").exists()
+
+
+class LibraryError(Exception):
+    """Libraries name a full disk in their own ways."""
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), LibraryError("No space left on device")])
+def test_a_full_disk_is_said_and_hurts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     write(tmp_path, 1)
 
     def full(folder: Path) -> None:
-        (folder / "part").write_text("x")
-        raise OSError(28, "No space left on device")
+        (folder / "part").write_bytes(bytes(1 << 20))
+        raise error
 
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written.*No space left.*MiB free"):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 19))
+    with pytest.raises(
+        CheckpointError, match=r"step 2 could not.*No space left.*1\.0 MiB of it written, 0\.5 MiB free"
+    ) as e:
         checkpoint.write(tmp_path, 2, full, {})
+    assert "free space on the disk" in str(e.value) and e.value.__cause__ is error
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"] and checkpoint.latest(tmp_path).step == 1
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    with pytest.raises(CheckpointError, match="could not be written.*NotADirectoryError|could not be written.*Exists"):
+        write(tmp_path / "checkpoints", 1)
 
 
 def test_generators_come_back() -> None:

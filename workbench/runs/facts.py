@@ -24,15 +24,12 @@ def write_summary(path: Path, heldout: Rows | None, *, stopped: str | None) -> N
     from workbench.views.curves import panel, save_png
 
     run = Run(path)
+    save_png(panel(run.rows, title=path.name), path / "curves.png")
     found = summary(run.rows, heldout, stopped)
     found["settings_hash"] = run.settings.get("settings_hash")
     found["checkpoints"] = run.checkpoints
-    found["paths"] = {
-        name: name
-        for name in ("metrics.jsonl", "tensorboard", "traces", "checkpoints", "curves.png", "notebook.ipynb")
-        if name == "curves.png" or (path / name).exists()
-    }
-    save_png(panel(run.rows, title=path.name), path / "curves.png")
+    places = ("metrics.jsonl", "tensorboard", "traces", "checkpoints", "curves.png", "notebook.ipynb")
+    found["paths"] = {name.split(".")[0]: str(path / name) for name in places if (path / name).exists()}
     write_json(path / "summary.json", found)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.runs.parameters import declared_parameters, resolve, table
+from workbench.runs.run import number
 
 OK, FAILED, STOPPED, DIED = 0, 1, 3, 4
 """Exit codes: done; a cell raised; `break_if` stopped the run; the kernel died (2 is: refused before any work)."""
@@ -149,10 +150,10 @@ def closing_lines(result: Result) -> list[str]:
         summary = json.loads((result.run / "summary.json").read_text())
         for when in ("before", "after"):
             if f"reward_{when}" in summary:
-                low, high = summary[f"interval_{when}"]
+                low, high = (number(bound) for bound in summary[f"interval_{when}"])
                 lines.append(
-                    f"mean held-out reward {when:<6} {summary[f'reward_{when}']:.4f}   95 % in [{low:.4f}, {high:.4f}]"
-                    f"   greedy {summary[f'greedy_{when}']:.4f}   ({summary['heldout_rows']} prompts)"
+                    f"mean held-out reward {when:<6} {number(summary[f'reward_{when}'])}   95 % in [{low}, {high}]"
+                    f"   greedy {number(summary[f'greedy_{when}'])}   ({summary['heldout_rows']} prompts)"
                 )
         if summary.get("stopped"):
             lines.append(f"stopped: {summary['stopped']}")

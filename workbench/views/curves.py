@@ -82,10 +82,15 @@ def _held_out(axes: Axes, rows: Sequence[Mapping[str, Any]], colour: str) -> Non
     points = [row for row in rows if row.get("val/reward") is not None]
     if points:
         means = [row["val/reward"] for row in points]
-        low = [mean - row["val/reward_low"] for mean, row in zip(means, points, strict=True)]
-        high = [row["val/reward_high"] - mean for mean, row in zip(means, points, strict=True)]
+        # one prompt has a mean and no interval
+        low = [mean - _or(row["val/reward_low"], mean) for mean, row in zip(means, points, strict=True)]
+        high = [_or(row["val/reward_high"], mean) - mean for mean, row in zip(means, points, strict=True)]
         where = [row[STEP] for row in points]
         axes.errorbar(where, means, yerr=[low, high], fmt="o", color=colour, mec="white", ms=6, lw=1, capsize=2)
+
+
+def _or(value: float | None, other: float) -> float:
+    return other if value is None else value
 
 
 def _empty() -> Figure:
