@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import signal
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from workbench.dataproto import DataProto
 from workbench.errors import RunError, SettingError
-from workbench.runs.folder import RunFolder, read_metrics
+from workbench.runs.folder import STEP, RunFolder, read_metrics, step_folders, write_json
+from workbench.runs.metrics_of_batch import aliases, data_metrics, timing_metrics
 from workbench.runs.recorder import progress_line
 from workbench.runs.resume import differences
 from workbench.runs.run import load_run
-from workbench.runs.trackers import make_trackers
+from workbench.runs.trackers import check_trackers, make_trackers
 
 
 def rows(folder: RunFolder, *steps: int) -> None:
@@ -23,14 +30,44 @@ def rows(folder: RunFolder, *steps: int) -> None:
 
 def test_rows_are_strict_json_and_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
+    assert read_metrics(folder.metrics) == []
     rows(folder, 1, 2)
+    assert folder.append_metrics({STEP: 3, "x": float("-inf"), "y": None, "z": 1.5}) == ["x"]
     with folder.metrics.open("a") as file:
-        file.write('{"training/global_step": 3, "x"')
+        file.write('{"training/global_step": 4}')  # whole, but its newline is missing: the next row would join it
     found = read_metrics(folder.metrics)
-    assert [row["training/global_step"] for row in found] == [1, 2] and found[1]["x"] is None
+    assert (
+        [row[STEP] for row in found] == [1, 2, 3]
+        and found[1]["x"] is None
+        and found[2]
+        == {
+            STEP: 3,
+            "x": None,
+            "y": None,
+            "z": 1.5,
+        }
+    )
     folder.metrics.write_text('{"a": 1}\n{broken\n{"a": 2}\n')
     with pytest.raises(RunError, match="line 2"):
         read_metrics(folder.metrics)
+
+
+@pytest.mark.parametrize("torn", ['{"trai', '{"training/global_step": 1}\n{"training/gl', "\x00\x00"])
+def test_a_torn_line_is_set_aside_before_the_next_row_is_written(tmp_path: Path, torn: str) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text(torn)
+    assert folder.supersede(1) == ["a torn metrics line"]
+    rows(folder, 2)
+    assert [row[STEP] for row in read_metrics(folder.metrics)] == [1, 2][torn.count("\n") == 0 :]
+    assert next((tmp_path / "superseded").iterdir()).joinpath("metrics.jsonl").read_text() == torn
+
+
+def test_documents_are_strict_and_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": float("nan"), "b": [1.0, float("inf"), (2, {"c": float("-inf")})], "d": Path("x")})
+    assert json.loads(path.read_text()) == {"a": None, "b": [1.0, None, [2, {"c": None}]], "d": "x"}
+    write_json(path, {"a": 1})
+    assert json.loads(path.read_text()) == {"a": 1} and [one.name for one in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_a_second_writer_is_refused_also_in_the_same_process(tmp_path: Path) -> None:
@@ -57,20 +94,80 @@ def test_a_lock_whose_holder_died_is_taken_and_explained(tmp_path: Path, left: s
     folder.release()
 
 
+def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
+    child = os.fork()
+    if not child:
+        RunFolder(tmp_path)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    folder = RunFolder(tmp_path)
+    assert folder.lock.note.startswith(f"took over the lock of pid {child} on ")
+    folder.release()
+
+
 def test_what_is_past_the_checkpoint_is_moved_not_lost(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     rows(folder, 0, 1, 2, 3)
     for step in (1, 3):
         folder.trace_path(step).mkdir(parents=True)
         (folder.trace_path(step) / "trace.json").write_text("{}")
+    (folder.trace_path(1) / "trace.json").write_text("{}")
+    folder.trace_path(0).mkdir()  # cut off while it was written
     (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "summary.json").write_text("{}")
+    (folder.checkpoints / "step_000002").mkdir(parents=True)
     notes = folder.supersede(1)
-    assert [row["training/global_step"] for row in read_metrics(folder.metrics)] == [0, 1]
-    aside = next((tmp_path / "superseded").iterdir())
-    assert [row["training/global_step"] for row in read_metrics(aside / "metrics.jsonl")] == [0, 1, 2, 3]
-    assert (aside / "traces" / "step_000003").exists() and folder.trace_path(1).exists()
-    assert (aside / "tensorboard").exists() and any("2 metrics rows" in note for note in notes)
-    assert folder.supersede(1) == []
+    assert [row[STEP] for row in read_metrics(folder.metrics)] == [0, 1]
+    aside = tmp_path / "superseded" / "001-after-1"
+    assert [row[STEP] for row in read_metrics(aside / "metrics.jsonl")] == [0, 1, 2, 3]
+    moved = ["traces/step_000000", "traces/step_000003", "checkpoints/step_000002", "tensorboard", "summary.json"]
+    assert notes == ["2 metrics rows", *moved]
+    assert all((aside / name).exists() and not (tmp_path / name).exists() for name in moved)
+    assert folder.trace_path(1).exists()
+    assert folder.supersede(1) == [] and len(list((tmp_path / "superseded").iterdir())) == 1
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_moving_aside_that_was_cut_off_is_finished_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    folder = RunFolder(tmp_path)
+    rows(folder, 0, 1, 2, 3)
+    for step in (2, 3):
+        folder.trace_path(step).mkdir(parents=True)
+    (tmp_path / "tensorboard").mkdir()
+    calls, real = [], {name: getattr(os, name) for name in ("rename", "replace")}
+
+    def dying(name: str) -> Any:
+        def move(*args: Any) -> Any:
+            calls.append(name)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+            return real[name](*args)
+
+        return move
+
+    for name in real:
+        monkeypatch.setattr(os, name, dying(name))
+    with pytest.raises(KeyboardInterrupt):
+        folder.supersede(1)
+    for name in real:
+        monkeypatch.setattr(os, name, real[name])
+    folder.supersede(1)
+    assert [row[STEP] for row in read_metrics(folder.metrics)] == [0, 1]
+    assert not list(folder.traces.iterdir()) and not (tmp_path / "tensorboard").exists()
+    assert len(list((tmp_path / "superseded").glob("*/traces/*"))) == 2
+    assert len(list((tmp_path / "superseded").glob("*/tensorboard"))) == 1
+
+
+def test_only_the_last_traces_are_kept_each_whole(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (1, 2, 10):
+        folder.trace_path(step).mkdir(parents=True)
+    (folder.traces / "notes").mkdir()
+    folder.prune_traces(2)
+    assert sorted(path.name for path in folder.traces.iterdir()) == ["notes", "step_000002", "step_000010"]
+    assert list(step_folders(folder.traces)) == [2, 10]
 
 
 def test_trackers_by_name(tmp_path: Path) -> None:
@@ -86,8 +183,82 @@ def test_trackers_by_name(tmp_path: Path) -> None:
         make_trackers(["wandbb"], tmp_path)
 
 
+STANDIN = """
+calls = []
+def init(**given):
+    calls.append(("init", given))
+    return Run()
+class Run:
+    def log(self, metrics, step):
+        calls.append((step, metrics))
+    def finish(self):
+        calls.append("finish")
+def start_run(run_name):
+    calls.append(("init", {"name": run_name}))
+def log_metrics(metrics, step):
+    calls.append((step, metrics))
+def end_run():
+    calls.append("finish")
+"""
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_other_trackers_through_the_same_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Neither is a dependency: a stand-in with the calls that ours makes."""
+    (tmp_path / f"{name}.py").write_text(STANDIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    tracker = make_trackers([name], tmp_path / "my-run")[0]
+    tracker.log({"val-core/a/reward/mean@1": 0.5}, 3)
+    tracker.close()
+    module = importlib.import_module(name)
+    key = "val-core/a/reward/mean@1" if name == "wandb" else "val-core/a/reward/mean_at_1"
+    assert module.calls[0][1]["name"] == "my-run" and module.calls[1:] == [(3, {key: 0.5}), "finish"]
+    monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_tracker_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SettingError, match="'wandb' is not installed; pip install wandb"):
+        check_trackers(["wandb"])
+
+
+def test_batch_metrics_by_hand() -> None:
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]])
+    prompts = torch.tensor([[0, 1], [1, 1], [1, 1]])
+    batch = DataProto(
+        {"response_mask": mask, "prompt_mask": prompts, "attention_mask": torch.cat([prompts, mask], 1)},
+        meta_info={"max_prompt_length": 2},
+    )
+    assert data_metrics(batch) == {
+        "response_length_non_aborted/mean": 2.5,
+        "response_length_non_aborted/max": 3.0,
+        "response_length_non_aborted/min": 2.0,
+        "prompt_length/clip_ratio": pytest.approx(2 / 3),
+    }
+    seconds = {"timing_s/step": 2.0, "timing_s/rollout": 1.0, "timing_s/update_actor": 0.5, "timing_s/reward": 0.1}
+    assert timing_metrics(seconds, batch) == {
+        "timing_s/gen": 1.0,
+        "timing_per_token_ms/gen": 200.0,  # 1 s over 5 response tokens
+        "timing_per_token_ms/update_actor": 50.0,  # 0.5 s over 10 tokens in all
+        "perf/total_num_tokens": 10.0,
+        "perf/time_per_step": 2.0,
+        "perf/throughput": 5.0,
+    }
+    assert data_metrics(DataProto({"x": mask})) == {} and timing_metrics(seconds, DataProto({"x": mask})) == {
+        "timing_s/gen": 1.0
+    }
+    assert aliases({"critic/score/mean": 0.25}) == {"reward/mean": 0.25} and aliases({}) == {}
+
+
 def test_settings_are_compared_by_name() -> None:
     assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 4}) == ["a.c: 2 → 3", "d: None → 4"]
+
+
+def test_of_texts_the_first_other_line_is_shown() -> None:
+    old, new = "def f():\n    return 1\n", "def f():\n    return 2\n"
+    assert differences({"f": old}, {"f": new}) == ["f: return 1 → return 2"]
+    assert differences({"f": old}, {"f": old + "    # more\n"}) == ["f:  → # more"]
 
 
 def test_no_run_there(tmp_path: Path) -> None:
@@ -98,3 +269,5 @@ def test_no_run_there(tmp_path: Path) -> None:
 def test_progress_lines() -> None:
     row = {"training/global_step": 3, "critic/score/mean": 0.5, "actor/kl_loss": 0.002, "timing_s/step": 1.26}
     assert progress_line(row, 10, 62) == "step 3/10  reward 0.500  kl 0.00200  1.3 s  eta 01:02"
+    validated = {"training/global_step": 0, "critic/score/mean": None, "val/reward": 0.25, "val/greedy": 0.5}
+    assert progress_line(validated, 10, 0) == "step 0/10  held-out 0.250 (greedy 0.500)"

@@ -13,7 +13,7 @@ from workbench.config import settings_hash
 from workbench.datasets import Rows
 from workbench.runs.folder import STEP, write_json
 from workbench.runs.recorder import Plan
-from workbench.runs.resume import Start, began, described_engines
+from workbench.runs.resume import Start, described_engines, first_seen
 from workbench.runs.run import Run
 from workbench.stages import Pipeline
 from workbench.trace import describe_settings
@@ -65,7 +65,7 @@ def resolved(
         "engines": described_engines(pipeline),
         "train": {**vars(plan), "trackers": list(trackers)},
         "settings_hash": settings_hash(stages),
-        "began": began(pipeline),
+        "began": {"versions": first_seen(pipeline)["versions"]},
         "data_hash": rows.data_hash,
         "data": rows.source,
         "heldout": None if heldout is None else {"source": heldout.source, "data_hash": heldout.data_hash},
@@ -77,7 +77,6 @@ def resolved(
 def with_history(settings: Mapping[str, Any], start: Start) -> dict[str, Any]:
     """The settings to write: what was changed since the run began, and by which code it went on, is kept."""
     old = start.old or {}
-    began_then, began_now = old.get("began"), settings["began"]
     entry = {
         "at": time.strftime("%Y-%m-%d %H:%M:%S"),
         "from_step": start.step,
@@ -85,12 +84,7 @@ def with_history(settings: Mapping[str, Any], start: Start) -> dict[str, Any]:
         "code": settings["code"],
         "versions": settings["versions"],
     }
-    same = began_then is not None and began_then["pipeline"] == began_now["pipeline"]
-    return {
-        **settings,
-        "began": began_then if same else began_now,
-        "history": [*old.get("history", []), entry],
-    }
+    return {**settings, "began": old.get("began", settings["began"]), "history": [*old.get("history", []), entry]}
 
 
 def code_revision() -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ MAY_CHANGE = (
 """Settings that a resumed run may always change: they cannot change a number of a step."""
 _COMPARED = ("stages", "sources", "engines", "data_hash", "heldout", "train")
 _STATE = ("cursor", "controllers", "rng", "versions")
-_tokens: WeakKeyDictionary[Pipeline, str] = WeakKeyDictionary()
+_first_seen: WeakKeyDictionary[Pipeline, dict[str, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -115,10 +114,10 @@ def begin(
                     do="move the folder checkpoints/ away to start over, or choose another run folder",
                 )
             )
-        _refuse_moved_weights(folder, pipeline, old, starting_over=True)
+        _refuse_moved_weights(folder, pipeline, old, may_change, over=True)
         moved = folder.supersede(-1)
         return Start(1, None, _notes(folder.lock.note, *found.notes, *map(_moved, moved)), changes, old)
-    _refuse_moved_weights(folder, pipeline, old, starting_over=False)
+    _refuse_moved_weights(folder, pipeline, old, may_change, over=False)
     state = _restore(found.path, pipeline, rows, settings, may_change)
     notes = _notes(folder.lock.note, *found.notes)
     if found.step >= settings["train"]["steps"]:
@@ -177,7 +176,7 @@ def _changes(
             message(
                 f"run {folder.path} was started with other settings",
                 found="; ".join(refused),
-                do=f"use the same settings, another run folder, or allow it: may_change=[{refused[0].split(': ')[0]!r}]",
+                do=f"use the same settings, another run folder, or allow it: may_change={[text.split(': ')[0] for text in refused]}",
             )
         )
     return tuple(changed)
@@ -224,43 +223,36 @@ def files_crc32(model: Path) -> int:
 # --- weights that have moved on -------------------------------------------------------------------
 
 
-def began(pipeline: Pipeline) -> dict[str, Any]:
-    """Which weights a run begins with, as far as can be said without reading them: recorded in settings.json."""
-    token = _tokens.setdefault(pipeline, uuid.uuid4().hex)
+def first_seen(pipeline: Pipeline) -> dict[str, Any]:
+    """Role → version and role → `state_id`, when a pipeline first met a run in this process.
+
+    Its frozen reference was made from those weights, or from earlier ones; later ones cannot be in it.
+    """
     learners = pipeline.learners().items()
-    return {
-        "pipeline": token,
-        "versions": {role: learner.version for role, learner in learners},
-        "states": {role: learner.state_id for role, learner in learners},
-    }
+    versions = {role: learner.version for role, learner in learners}
+    states = {role: learner.state_id for role, learner in learners}
+    return _first_seen.setdefault(pipeline, {"versions": versions, "states": states})
 
 
 def _refuse_moved_weights(
-    folder: RunFolder, pipeline: Pipeline, old: Mapping[str, Any] | None, *, starting_over: bool
+    folder: RunFolder, pipeline: Pipeline, old: Mapping[str, Any] | None, may_change: Sequence[str], *, over: bool
 ) -> None:
-    """A run that starts over needs the weights that it began with; a pipeline built anew needs them for its reference.
+    """A pipeline needs the weights that the run began with: for its reference, and where it starts over for all.
 
     Interrupting a cell and running it again meets both: the engine in memory has moved on.
     """
-    then = (old or {}).get("began")
-    if then is None:
+    if old is None or "began" not in old or _among("began", may_change):
         return
-    now = began(pipeline)
-    same = then["pipeline"] == now["pipeline"]
-    wrong = {
-        r: f"version {then['versions'].get(r)} → {v}"
-        for r, v in now["versions"].items()
-        if v != then["versions"].get(r)
-    }
-    if same and not starting_over:
-        return
-    if same:
-        wrong |= {r: "updated since" for r, state in now["states"].items() if state != then["states"].get(r)}
+    then, seen = old["began"]["versions"], first_seen(pipeline)
+    wrong = differences(then, seen["versions"])
+    if over:
+        moved = [role for role, learner in pipeline.learners().items() if learner.state_id != seen["states"][role]]
+        wrong += [f"{role}: updated since" for role in moved]
     if wrong:
         raise RunError(
             message(
-                f"run {folder.path} began with other weights than the engine holds now",
-                found="; ".join(f"{role}: {text}" for role, text in wrong.items()),
+                f"run {folder.path} began with weights of another version than this pipeline was built on",
+                found="; ".join(wrong),
                 do="load the model again, build the pipeline on it, and resume with that",
             )
         )

@@ -13,7 +13,7 @@ from typing import Any
 from workbench import background, loop
 from workbench.config import require
 from workbench.datasets import Rows
-from workbench.errors import RunError, first_line, message
+from workbench.errors import Interrupted, RunError, first_line, message
 from workbench.observer import Condition, Ending, Observer
 from workbench.runs import checkpoint
 from workbench.runs.display import Live, in_notebook
@@ -207,7 +207,8 @@ class _Session:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """A run that breaks says why in its summary; its checkpoints and rows stand as they are."""
         if error is not None:
-            write_summary(self._folder.path, self._heldout, stopped=first_line(error))
+            interrupted = isinstance(error, KeyboardInterrupt | asyncio.CancelledError | Interrupted)
+            write_summary(self._folder.path, self._heldout, stopped="interrupted" if interrupted else first_line(error))
 
     def _on_row(self, row: Mapping[str, Any]) -> None:
         done = row[STEP] - self._first + 1
