@@ -47,7 +47,7 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     text = Path("README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert blocks
-    source = "\n".join(blocks).replace('"runs/mine"', repr(str(tmp_path / "mine"))).replace("steps=60", "steps=2")
+    source = "\n".join(blocks).replace('"runs/mine"', repr(str(tmp_path / "mine"))).replace("steps=40", "steps=2")
     script = tmp_path / "readme.py"
     body = source.replace("await wb.train(", "wb.train_blocking(")
     script.write_text("if __name__ == '__main__':\n" + "\n".join("    " + line for line in body.splitlines()))
