@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import workbench as wb
-from workbench.errors import DataError, RewardError, RunError
+from workbench.errors import CheckpointError, DataError, RewardError, RunError, SettingError
 
 
 def make(tiny: str, **settings: Any) -> tuple[Any, wb.datasets.Rows, wb.datasets.Rows]:
@@ -191,6 +192,112 @@ def test_train_runs_beside_the_callers_loop(tiny: str, tmp_path: Path) -> None:
     assert asyncio.run(beside()) > 5
 
 
+@pytest.mark.parametrize(
+    ("argument", "match"),
+    [
+        ({"keep_checkpoints": 1}, "keep_checkpoints; expected ≥ 2; found 1"),
+        ({"steps": 0}, "steps; expected ≥ 1"),
+        ({"test_freq": -1}, "test_freq; expected ≥ 0"),
+        ({"resume": "yes"}, "resume; expected 'never' or 'auto'"),
+        ({"display": "always"}, "display; expected 'auto' or None"),
+        ({"trackers": ["tensorbord"]}, "did you mean 'tensorboard'"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_written(
+    tiny: str, tmp_path: Path, argument: dict[str, Any], match: str
+) -> None:
+    pipe, rows, _ = make(tiny)
+    with pytest.raises(SettingError, match=match):
+        wb.train_blocking(pipe, rows, **{"steps": 1, "batch_size": 4, "run": tmp_path / "r", **argument})
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_run_that_breaks_says_why_and_keeps_what_it_has(tiny: str, tmp_path: Path) -> None:
+    def fails_later(response: str, extra_info: dict[str, Any]) -> float:
+        if len(calls) >= 8:
+            raise ValueError("no more")
+        calls.append(1)
+        return 0.0
+
+    calls: list[int] = []
+    reward = wb.rewards.Reward(fails_later, in_process=True, on_failure="raise")
+    pipe, rows, _ = make(tiny, reward=reward)
+    with pytest.raises(wb.WorkbenchError, match="no more"):
+        wb.train_blocking(pipe, rows, steps=3, batch_size=4, run=tmp_path / "r")
+    run = wb.load_run(tmp_path / "r")
+    assert "no more" in run.summary["stopped"] and run.summary["steps"] == 1 and len(run.rows) == 1
+    assert "no more" in repr(run) and not (tmp_path / "r" / "lock.json").exists()
+
+
+def test_a_held_out_set_of_one_has_no_interval(tiny: str, tmp_path: Path) -> None:
+    pipe, rows, heldout = make(tiny)
+    run = wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r", heldout=heldout[:1])
+    assert run.summary["interval_after"] == [None, None] and "95 % in [–, –]" in repr(run)
+    text = (tmp_path / "r" / "metrics.jsonl").read_text() + (tmp_path / "r" / "summary.json").read_text()
+    assert "NaN" not in text
+
+
+def test_validation_with_several_samples(tiny: str, tmp_path: Path) -> None:
+    pipe, rows, heldout = make(tiny)
+    run = wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r", heldout=heldout, val_samples=3)
+    first = run.rows[0]
+    assert first["val-core/workbench/arith/reward/mean@3"] == first["val/reward"] and first["val/unscored"] == 0
+    again = wb.evaluate(tiny, heldout, samples=3, max_tokens=16)
+    assert again.mean == first["val/reward"] and again.interval[0] == pytest.approx(first["val/reward_low"])
+
+
+def test_a_run_can_be_read_while_it_goes_on(tiny: str, tmp_path: Path) -> None:
+    seen = []
+
+    class Reader:
+        def on_start(self, start: int, steps: int) -> None: ...
+
+        def on_step(self, report: Any) -> None:
+            run = wb.load_run(tmp_path / "r")
+            seen.append((len(run.metrics), list(run.traces), run.checkpoints, dict(run.summary), "of 2" in repr(run)))
+
+        def on_end(self, error: BaseException | None) -> None: ...
+
+    pipe, rows, _ = make(tiny)
+    wb.train_blocking(
+        pipe, rows, steps=2, batch_size=4, run=tmp_path / "r", save_freq=1, trace_freq=1, observers=[Reader()]
+    )
+    assert seen == [(1, [1], [1], {}, True), (2, [1, 2], [1, 2], {}, True)]
+
+
+def test_progress_lines_go_to_the_runners_file(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORKBENCH_PROGRESS", str(tmp_path / "progress"))
+    pipe, rows, heldout = make(tiny)
+    wb.train_blocking(pipe, rows, steps=2, batch_size=4, run=tmp_path / "r", heldout=heldout)
+    lines = (tmp_path / "progress").read_text().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 0/2", "step 1/2", "step 2/2"]
+    assert "held-out" in lines[0] and "eta" in lines[1] and "held-out" in lines[2]
+
+
+def test_what_a_training_cell_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    import IPython.display
+
+    from workbench.runs import display
+
+    shown: list[list[Any]] = []
+
+    def show(first: Any, display_id: bool) -> Any:
+        shown.append([first])
+        return SimpleNamespace(update=shown[-1].append)
+
+    monkeypatch.setattr(IPython.display, "display", show)
+    clock = iter([100.0, 100.5, 101.6, 102.0])
+    monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
+    live = display.Live(4, [])
+    for step in range(1, 5):
+        live.on_row({"training/global_step": step, "critic/score/mean": step / 4, "timing_s/step": 1.0}, 0.0)
+    block, image = shown
+    # at most once a second, and always the last
+    assert [repr(one).split("  ")[0] for one in block[1:]] == ["step 1/4", "step 3/4", "step 4/4"]
+    assert "step 4/4" in block[-1]._repr_html_() and len(image) == 2 and image[-1].data[:4] == b"\x89PNG"
+    assert not display.in_notebook()
+
+
 def test_evaluation(tiny: str) -> None:
     heldout = wb.datasets.load("data/arith/test.parquet")[:10]
     found = wb.evaluate(tiny, heldout, samples=3, max_tokens=40, batch_size=4)
@@ -204,3 +311,44 @@ def test_evaluation(tiny: str) -> None:
     half = 1.96 * by_hand.std().item() / 10**0.5
     assert found.interval[1] - found.mean == pytest.approx(half, abs=1e-5)
     assert json.dumps(found.mean)
+
+
+def test_evaluation_of_what_can_be_a_model(tiny: str, tmp_path: Path) -> None:
+    pipe, rows, heldout = make(tiny)
+    run = wb.train_blocking(pipe, rows, steps=2, batch_size=4, run=tmp_path / "r", save_freq=1)
+    options: dict[str, Any] = {"limit": 3, "temperature": 0.0}
+    found = wb.evaluate(run, heldout, **options)
+    assert found.greedy and found.prompts == 3 and "3 prompts × 1 greedy" in repr(found)
+    for model in (str(tmp_path / "r"), run.checkpoint(2), run.checkpoint(2) / "actor", pipe.learners()["actor"]):
+        other = wb.evaluate(model, heldout, max_tokens=16, **options)
+        assert other.batch["responses"].tolist() == found.batch["responses"].tolist()
+    with pytest.raises(DataError, match="an engine, a folder or a Run; found 7"):
+        wb.evaluate(7, heldout)
+    with pytest.raises(DataError, match="nothing to evaluate"):
+        wb.evaluate(tiny, heldout, limit=0)
+    weights = run.checkpoint(2) / "actor" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(bytes(content))
+    for model in (run, tmp_path / "r", tmp_path / "r" / "checkpoints" / "step_000002"):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors.*crc32"):
+            wb.evaluate(model, heldout, **options)
+    with pytest.raises(CheckpointError, match="the newest good one is that of step 1"):
+        run.checkpoint()
+    assert wb.evaluate(run.checkpoint(1), heldout, **options).prompts == 3
+
+
+def test_by_source_and_unscored_rows(tiny: str) -> None:
+    def reward(response: str, data_source: str, extra_info: dict[str, Any]) -> float | None:
+        return None if extra_info["index"] == 1 else float(data_source == "b")
+
+    heldout = list(wb.datasets.load("data/arith/test.parquet")[:4])
+    rows = wb.datasets.Rows(
+        [
+            {**row, "data_source": source, "extra_info": {"index": i}}
+            for i, (row, source) in enumerate(zip(heldout, "abbb", strict=True))
+        ]
+    )
+    found = wb.evaluate(tiny, rows, reward=wb.rewards.Reward(reward, in_process=True), max_tokens=4)
+    assert found.by_source == {"a": 0.0, "b": 1.0} and found.unscored == 1 and found.mean == pytest.approx(2 / 3)
+    assert "1 rows not scored" in repr(found) and "b 1.0000" in repr(found)
