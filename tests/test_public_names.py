@@ -12,8 +12,8 @@ NAMES = {
     "recipes", "rewards", "stages", "train", "train_blocking", "views",
 }  # fmt: skip
 TRAIN = [
-    "pipeline", "rows", "steps", "run", "batch_size", "seed", "heldout", "test_freq", "save_freq", "trace_freq",
-    "keep_traces", "keep_checkpoints", "break_if", "resume", "trackers", "observers",
+    "pipeline", "rows", "steps", "run", "batch_size", "seed", "heldout", "test_freq", "val_samples", "save_freq",
+    "trace_freq", "keep_traces", "keep_checkpoints", "break_if", "resume", "may_change", "trackers", "display", "observers",
 ]  # fmt: skip
 
 

@@ -86,20 +86,7 @@ async def train(
             return _nothing_to_do(path, start, steps, heldout)
         write_json(path / "settings.json", with_history(settings, start))
         session = _Session(folder, pipeline, rows, plan, heldout, trackers, settings, start, shown=display == "auto")
-        if start.rng is not None:
-            checkpoint.restore_rng(start.rng)
-        with session:
-            ending = await loop.train(
-                pipeline,
-                rows,
-                steps=steps,
-                batch_size=batch_size,
-                seed=seed,
-                start=start.step,
-                observers=[session.recorder, *observers],
-                break_if=break_if,
-            )
-        await background.beside(session.finish, ending)
+        ending = await session.run(observers, break_if)
     finally:
         folder.release()
     return _result(path, ending, start.notes)
@@ -180,8 +167,8 @@ class _Session:
         *,
         shown: bool,
     ) -> None:
-        self._folder, self._plan, self._first = folder, plan, start.step
-        self._heldout = heldout
+        self._folder, self._plan, self._start = folder, plan, start
+        self._pipeline, self._rows, self._heldout = pipeline, rows, heldout
         self._began = time.perf_counter()
         past = Run(folder.path).rows
         made = make_trackers(trackers, folder.path)
@@ -201,17 +188,31 @@ class _Session:
             on_row=self._on_row,
         )
 
-    def __enter__(self) -> _Session:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """A run that breaks says why in its summary; its checkpoints and rows stand as they are."""
-        if error is not None:
+    async def run(self, observers: Sequence[Observer], break_if: Condition | None) -> Ending:
+        """Restore the generators, now that everything is built, and loop. A run that breaks says why in its summary."""
+        plan, start = self._plan, self._start
+        if start.rng is not None:
+            checkpoint.restore_rng(start.rng)
+        try:
+            ending = await loop.train(
+                self._pipeline,
+                self._rows,
+                steps=plan.steps,
+                batch_size=plan.batch_size,
+                seed=plan.seed,
+                start=start.step,
+                observers=[self.recorder, *observers],
+                break_if=break_if,
+            )
+        except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt | asyncio.CancelledError | Interrupted)
             write_summary(self._folder.path, self._heldout, stopped="interrupted" if interrupted else first_line(error))
+            raise
+        await background.beside(self.finish, ending)
+        return ending
 
     def _on_row(self, row: Mapping[str, Any]) -> None:
-        done = row[STEP] - self._first + 1
+        done = row[STEP] - self._start.step + 1
         eta = (time.perf_counter() - self._began) / max(done, 1) * (self._plan.steps - row[STEP])
         line = progress_line(row, self._plan.steps, eta)
         append_line(line)
