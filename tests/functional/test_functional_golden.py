@@ -19,7 +19,7 @@ INSIDE = MASK.bool()
 
 
 def close(found: torch.Tensor, *expected: float) -> None:
-    torch.testing.assert_close(found, torch.tensor(expected), atol=2e-5, rtol=0)
+    torch.testing.assert_close(found.flatten(), torch.tensor(expected), atol=2e-5, rtol=0)
 
 
 def test_grpo() -> None:
@@ -33,6 +33,9 @@ def test_gae() -> None:
     close(advantages[INSIDE], 1.19788, 1.06908, 0.9335, -1.35043, -0.73512, 0.47515, 0.08876, -0.31797, -1.36086)
     close(returns[INSIDE], 0.92675, 0.965, 1, 0.005, 0, 0.48025, 0.495, 0.5, -0.5)
     assert (advantages[~INSIDE] == 0).all()
+    standing, _ = gae(REWARDS, VALUES, MASK, gamma=1.0, lam=0.95, zero_masked=False)
+    assert torch.equal(standing[INSIDE], advantages[INSIDE])
+    close(standing[1, 2], -0.52654)  # verl leaves it there
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,7 @@ def test_gae() -> None:
         ("mse", (0.08, 0.045, 0.125, 0.00125, 0.005, 0.02, 0.045, 0.08, 0)),
         ("low_var_kl", (0.07032, 0.04986, 0.14872, 0.00127, 0.00484, 0.01873, 0.04986, 0.07032, 0)),
         ("low_var_kl+", (0.07032, 0.04986, 0.14872, 0.00127, 0.00484, 0.01873, 0.04986, 0.07032, 0)),
+        ("k2+", (0.08, 0.045, 0.125, 0.00125, 0.005, 0.02, 0.045, 0.08, 0)),
         ("abs", (0.4, 0.3, 0.5, 0.05, 0.1, 0.2, 0.3, 0.4, 0)),
     ],
 )

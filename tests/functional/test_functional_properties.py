@@ -43,6 +43,22 @@ def test_masked_means_ignore_what_is_outside_nan_too() -> None:
         masked_var(x, torch.tensor([[1, 0, 0]]))
 
 
+def test_nan_outside_the_mask_reaches_no_gradient_and_no_return() -> None:
+    mask = torch.tensor([[1, 1, 0]])
+    x = torch.tensor([[1.0, 3.0, NAN]], requires_grad=True)
+    masked_var(x, mask).backward()
+    assert x.grad is not None and x.grad.tolist() == [[-2, 2, 0]]
+    for loss in (
+        lambda new, nan: ppo_clip(nan, new, nan, mask).loss,
+        lambda new, nan: value_loss(new, nan, nan, mask).loss,
+    ):
+        new = torch.tensor([[0.1, 0.2, NAN]], requires_grad=True)
+        aggregate(loss(new, torch.tensor([[0.5, 0.5, NAN]])), mask).backward()
+        assert new.grad is not None and new.grad[0, 2] == 0 and new.grad[0, :2].abs().min() > 0
+    for standing in (gae(x.detach(), x.detach(), mask), (discounted_returns(x.detach(), mask),)):
+        assert all(part.isfinite().all() for part in standing)
+
+
 def test_whitening_by_hand() -> None:
     x, mask = torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[1, 1, 0]])
     white = masked_whiten(x, mask)
@@ -72,6 +88,31 @@ def test_log_probs_agree_with_torch_and_have_its_gradient(width: int, seed: int)
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.integers(2, 9), st.integers(0, 100))
+def test_entropy_agrees_with_torch_and_has_its_gradient(width: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    ours = (3 * torch.randn(4, width)).requires_grad_()
+    theirs = ours.detach().clone().requires_grad_()
+    weights = torch.randn(4)
+    found = entropy_from_logits(ours)
+    expected = torch.distributions.Categorical(logits=theirs).entropy()
+    torch.testing.assert_close(found, expected)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_entropy_with_a_token_ruled_out_has_a_gradient_and_keeps_its_dtype() -> None:
+    logits = torch.tensor([[0.0, float("-inf"), 1.0]], dtype=torch.bfloat16, requires_grad=True)
+    entropy = entropy_from_logits(logits)
+    entropy.sum().backward()
+    assert entropy.dtype == torch.float32 and logits.grad is not None and logits.grad.dtype == torch.bfloat16
+    p = 1 / (1 + math.exp(-1))  # of the last token; ∂H/∂z = −p·(log p + H)
+    slope = -p * (math.log(p) - p * math.log(p) - (1 - p) * math.log(1 - p))
+    assert logits.grad[0].tolist() == pytest.approx([-slope, 0, slope], abs=2e-3)
+
+
 def test_straight_through_kl_keeps_its_value_and_takes_k2s_gradient() -> None:
     for kind in ("k1+", "low_var_kl+", "abs+"):
         x = torch.tensor([0.3], requires_grad=True)
@@ -81,6 +122,14 @@ def test_straight_through_kl_keeps_its_value_and_takes_k2s_gradient() -> None:
         assert x.grad is not None and x.grad.item() == pytest.approx(0.2)  # d/dx ½(x − r)² = x − r
     with pytest.raises(ValueError, match="'full'.*low_var_kl"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "full")
+
+
+@pytest.mark.parametrize("ours", [0.0, -1.0])
+def test_k3_keeps_its_digits_where_policies_are_near(ours: float) -> None:
+    delta = 2.0**-13
+    for sign in (1, -1):
+        found = kl_penalty(torch.tensor(ours), torch.tensor(ours + sign * delta), "k3").item()
+        assert found == pytest.approx(delta**2 / 2, rel=2e-3)
 
 
 @given(st.floats(-30, 30), st.floats(-30, 30))
@@ -139,8 +188,22 @@ def test_grpo_edges() -> None:
     scored = torch.tensor([True, True, False])
     assert one([1, 0, 9], [0, 0, 0], scored=scored) == pytest.approx([0.70711, -0.70711, 0], abs=1e-4)
     assert one([1, 0], [0, 0], scored=torch.tensor([True, False])) == [0, 0]
+    unscored = one([1, 0, NAN], [0, 0, 0], scored=scored)
+    assert unscored == pytest.approx([0.70711, -0.70711, 0], abs=1e-4)
+    assert one([0.3, NAN], [0, 0], scored=torch.tensor([True, False]), singleton="verl") == pytest.approx([0.3, 0])
     with pytest.raises(ValueError, match="'zero' or 'verl'"):
         one([1], [0], singleton="none")
+
+
+@given(st.floats(-1e6, 1e6, width=32), st.integers(1, 9))
+def test_equal_scores_have_no_advantage_whatever_they_are(score: float, rows: int) -> None:
+    assert one([score] * rows, [0] * rows) == [0] * rows
+
+
+def test_an_empty_response_counts_in_its_group_and_has_no_advantage_to_carry() -> None:
+    mask = torch.tensor([[1, 1], [0, 0]])
+    advantages, _ = grpo(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), mask)
+    torch.testing.assert_close(advantages, torch.tensor([[0.70711, 0.70711], [0, 0]]), atol=1e-5, rtol=0)
 
 
 @settings(max_examples=50, deadline=None)
@@ -189,12 +252,32 @@ def test_value_loss_takes_the_worse_of_both() -> None:
 def test_micro_batches_add_up(mode: str, rows: int, seed: int, where: int) -> None:
     torch.manual_seed(seed)
     loss, mask = torch.randn(rows, 4), (torch.rand(rows, 4) > 0.4).float()
-    counts = {"tokens": mask.sum().item(), "sequences": float((mask.sum(-1) > 0).sum())}
+    counts = {"tokens": mask.sum().item(), "sequences": float((mask.sum(-1) > 0).sum()), "scale": 4.0}
     whole = aggregate(loss, mask, mode)
-    parts = sum(aggregate(loss[part], mask[part], mode, **counts) for part in (slice(0, where), slice(where, None)))
+    parts = torch.zeros(())
+    for part in (slice(0, where), slice(where, None)):
+        width = max(mask[part].any(0).nonzero().flatten().tolist(), default=0) + 1  # as an engine trims padding
+        parts = parts + aggregate(loss[part, :width], mask[part, :width], mode, **counts)
     torch.testing.assert_close(torch.as_tensor(parts), whole, atol=1e-5, rtol=1e-5)
 
 
 def test_unknown_modes_are_refused() -> None:
     with pytest.raises(ValueError, match="'mean'.*token-mean"):
         aggregate(torch.zeros(1, 1), torch.ones(1, 1), "mean")
+    with pytest.raises(ValueError, match="needs scale"):
+        aggregate(torch.zeros(1, 1), torch.ones(1, 1), "seq-mean-token-sum-norm", sequences=2)
+
+
+@pytest.mark.parametrize("wrong", [{"clip_low": -0.1}, {"clip_high": -0.1}, {"clip_c": 1.0}])
+def test_impossible_clip_ranges_are_refused(wrong: dict[str, float]) -> None:
+    row = torch.ones(1, 1)
+    with pytest.raises(ValueError, match="clip ranges are ≥ 0 and clip_c > 1"):
+        ppo_clip(row, row, row, row, **wrong)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_an_empty_mask_is_a_loss_of_zero(mode: str) -> None:
+    loss = torch.full((2, 3), NAN, requires_grad=True)
+    found = aggregate(loss, torch.zeros(2, 3), mode)
+    found.backward()
+    assert found.item() == 0 and loss.grad is not None and not loss.grad.any()

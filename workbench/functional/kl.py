@@ -15,8 +15,8 @@ _KINDS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_va
 def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) -> torch.Tensor:
     """Per-token estimate, of the shape of its inputs ([B, T]).
 
-    `kind`: `k1`/`kl`, `abs`, `k2`/`mse`, `k3`/`low_var_kl` (with verl's clamps: ±20 on Δ, ±10 on the
-    result). A `+` behind it keeps the value and takes the gradient of k2, which is the KL's own
+    `kind`: `k1`/`kl`, `abs`, `k2`/`mse`, `k3`/`low_var_kl` (with verl's clamps: ±20 on Δ, 10 on the
+    result; computed with expm1, so that it is exact near 0 and never negative). A `+` behind it keeps the value and takes the gradient of k2, which is the KL's own
     (straight-through). Raises `ValueError` for any other kind.
     """
     base, plus = kind.removesuffix("+"), kind.endswith("+")
@@ -38,7 +38,8 @@ def _value(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) -> t
     if kind == "k2":
         return 0.5 * delta.square()
     negative = (-delta).clamp(-20, 20)
-    return (negative.exp() - negative - 1).clamp(-10, 10)
+    # exp(d) − d − 1 loses all its digits near 0, where a policy starts, and can come out negative
+    return (negative.expm1() - negative).clamp(0, 10)
 
 
 class FixedKL:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -16,11 +18,34 @@ def log_probs_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.T
 
 
 def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
-    """H = logsumexp(z) − Σ softmax(z)·z: [..., V] → [...] float32.
+    """H = −Σ p·log p with p = softmax(logits): [..., V] → [...] float32, ≥ 0 up to rounding.
 
-    A logit of −inf (a token ruled out) counts 0, its limit.
+    A logit of −inf (a token ruled out) counts 0, its limit, and gets no gradient. Only the logits are kept
+    for the way back, where ∂H/∂zᵢ = −pᵢ·(log pᵢ + H); second derivatives are not there.
     """
-    logits = logits.float()
-    probabilities = torch.softmax(logits, dim=-1)
-    expected = torch.where(probabilities > 0, probabilities * logits, torch.zeros_like(logits)).sum(-1)
-    return torch.logsumexp(logits, dim=-1) - expected
+    return _Entropy.apply(logits)
+
+
+class _Entropy(torch.autograd.Function):
+    """Autograd of the plain formula keeps three [..., V] tensors, and is NaN behind a logit of −inf."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        log_p = _log_p(logits)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        ctx.save_for_backward(logits, entropy)
+        return entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        logits, entropy = ctx.saved_tensors
+        log_p = _log_p(logits)
+        slope = log_p.exp().mul_(log_p.add_(entropy.unsqueeze(-1))).mul_(-gradient.unsqueeze(-1))
+        return slope.to(logits.dtype)
+
+
+def _log_p(logits: torch.Tensor) -> torch.Tensor:
+    """log softmax in float32, with the smallest number for −inf, so that 0·log 0 is 0."""
+    log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    return log_p.clamp_(min=torch.finfo(torch.float32).min)

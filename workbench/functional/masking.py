@@ -28,7 +28,9 @@ def masked_var(x: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> to
     count = mask.sum()
     if count <= (1 if unbiased else 0):
         raise ValueError(f"the variance needs at least two positions; the mask has {int(count)}")
-    variance = masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+    # zeroed before it is squared: the gradient of a NaN's square is NaN, whatever it is multiplied with
+    kept = torch.where(mask.bool(), x, torch.zeros((), dtype=x.dtype, device=x.device))
+    variance = masked_mean((kept - masked_mean(x, mask)) ** 2, mask)
     return variance * count / (count - 1) if unbiased else variance
 
 
