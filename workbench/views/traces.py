@@ -93,7 +93,7 @@ def _phase_table(trace: Trace) -> str:
     rows = [
         [
             f"<b>{escape(phase.stage)}</b>",
-            escape(_seconds(phase)),
+            escape(_seconds(phase)).replace(" ", "&nbsp;"),
             escape(headline(phase)),
             escape(_wrote(phase)),
             fold(f"{len(phase.metrics)} metrics", _pairs(phase.metrics)) + fold("settings", _settings(phase)),
