@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -94,3 +95,8 @@ def test_no_loss_on_prompts_or_padding(tokenizer: Any) -> None:
     ids, labels = make_model.batch([([5, 6, 7, 8], 2), ([5, 9], 1)], pad=0)
     assert ids.tolist() == [[5, 6, 7, 8], [5, 9, 0, 0]]
     assert labels.tolist() == [[-100, -100, 7, 8], [-100, 9, -100, -100]]
+
+
+def test_the_card_has_the_hash_of_the_weights() -> None:
+    digest = hashlib.sha256((FOLDER / "model.safetensors").read_bytes()).hexdigest()
+    assert digest in (FOLDER / "README.md").read_text()
