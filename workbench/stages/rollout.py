@@ -95,7 +95,7 @@ class Rollout(BaseStage):
                         f"prompt of row {row} (uid {batch['uid'][row]})",
                         expected=f"1 to {limit or 'any number of'} tokens",
                         found=len(ids),
-                        do="raise max_prompt_length, or load with overlong='drop'",
+                        do="raise max_prompt_length, or take rows.fitting(tokenizer, overlong='drop')",
                     )
                 )
         return prompts
