@@ -1,0 +1,118 @@
+"""Samples and groups: what is shown of each row, in which order, and what is said of rows without a judgement."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.rewards import Score, Status
+from workbench.testing.rewards import answered
+from workbench.views.html import lint
+from workbench.views.samples import groups_table, samples_html, samples_table, samples_text
+
+NAN = float("nan")
+
+
+def judged() -> wb.DataProto:
+    """Three prompts of two samples: one right of two, one that our side failed to judge, one not applicable."""
+    scores = [
+        Score(value=1.0, answer="1", why="right", parts={"format": 1.0}),
+        Score(value=0.25, answer="7", why="wrong"),
+        Score(value=0.5, why="half"),
+        Score(status=Status.MACHINERY_FAILED, why="it <broke>", error="Traceback: <boom>"),
+        Score(value=-1.0, why="rude"),
+        Score(status=Status.NOT_APPLICABLE, why="no truth"),
+    ]
+    batch = answered(["a", "bb", "ccc", "d", "<i>e</i>", "f"], uid=["x", "x", "y", "y", "z", "z"])
+    return batch.with_columns(
+        {
+            "score": scores,
+            "scored": torch.tensor([score.scored for score in scores]),
+            "reward": torch.tensor([score.value for score in scores]),
+            "advantages": torch.tensor([1.0, -1, 0, 0, 0.5, 0])[:, None] * batch["response_mask"],
+            "finish_reason": ["stop", "length", "stop", "stop", "stop", "stop"],
+        }
+    )
+
+
+def test_a_row_without_a_judgement_has_no_reward() -> None:
+    frame = samples_table(judged())
+    assert frame["reward"].tolist()[:3] == [1.0, 0.25, 0.5]
+    assert [row for row in frame.index if math.isnan(frame["reward"][row])] == [3, 5]
+    assert frame["tokens"].tolist() == [1, 2, 3, 1, 8, 1] and frame["finish"][1] == "length"
+    assert frame["answer"].tolist()[:2] == ["1", "7"] and frame["status"][3] == "machinery failed"
+
+
+@pytest.mark.parametrize(
+    ("order", "by_group", "expected"),
+    [
+        ("index", False, [0, 1, 2, 3, 4, 5]),
+        ("worst", False, [3, 4, 1, 2, 0, 5]),  # what broke, then the judged, then what nobody judges
+        ("best", False, [0, 2, 1, 4, 3, 5]),
+        ("worst", True, [4, 5, 3, 2, 1, 0]),  # group means −1, 0.5, 0.625
+        ("best", True, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_orders(order: str, by_group: bool, expected: list[int]) -> None:
+    assert wb.views.samples(judged(), order=order, by_group=by_group).frame.index.tolist() == expected
+
+
+def test_groups_of_equal_means_stay_together() -> None:
+    batch = answered(["a"] * 4, uid=["x", "y", "x", "y"]).with_columns({"reward": torch.tensor([0.0, 1, 1, 0])})
+    assert wb.views.samples(batch, by_group=True).frame["group"].tolist() == [0, 0, 1, 1]
+
+
+def test_groups_count_only_what_was_scored() -> None:
+    frame = wb.views.groups(judged())
+    assert frame["samples"].tolist() == [2, 2, 2] and frame["scored"].tolist() == [2, 1, 1]
+    assert frame["mean"].tolist() == [0.625, 0.5, -1.0]
+    assert frame["std"].tolist()[0] == pytest.approx(0.5303) and math.isnan(frame["std"][1])
+    assert frame["worst"].tolist() == [0.25, 0.5, -1.0] and frame["best"].tolist() == [1.0, 0.5, -1.0]
+    assert frame["spread"].tolist() == [2.0, 0.0, 0.5]
+
+
+def test_before_the_reward_there_is_something_to_look_at() -> None:
+    batch = answered(["a\x1b[31m\nb", "c"])
+    assert "reward" not in samples_table(batch) and groups_table(batch)["samples"].tolist() == [1, 1]
+    assert lint(samples_html(batch)) == [] and lint(samples_html(batch, by_group=True)) == []
+    assert samples_text(batch).splitlines()[:3] == ["row 0 (group 0)  8 tokens", "  question 0", "  → a\\x1b[31m\\nb"]
+
+
+def test_text_says_what_html_says() -> None:
+    text = samples_text(judged(), rows=2)
+    assert text.splitlines()[0] == "row 3 (group 1)  not scored  it <broke>  1 tokens, stop"
+    assert text.splitlines()[3] == "row 4 (group 2)  reward -1  rude  8 tokens, stop"
+    assert repr(wb.views.samples(judged(), rows=2)) == text
+
+
+def test_html_folds_tracebacks_and_counts_what_was_not_judged() -> None:
+    html = samples_html(judged(), rows=2)
+    assert lint(html) == [] and "<details><summary" in html and "Traceback: &lt;boom&gt;" in html
+    assert "2 of 6 samples, worst first; 1 machinery failed; 1 not applicable" in html
+    assert "<i>e</i>" not in html and "&lt;i&gt;e&lt;/i&gt;" in html
+    assert wb.views.samples(judged(), rows=2)._repr_html_() == html
+
+
+def test_by_group_says_the_prompt_once() -> None:
+    html = samples_html(judged(), order="best", by_group=True)
+    assert lint(html) == [] and [html.count(f"question {row}") for row in (0, 1, 2)] == [1, 0, 1]
+    assert "2 samples, mean reward 0.625, deviation 0.5303, advantages over 2" in html
+    assert html.index("group 0") < html.index("group 1") < html.index("group 2")
+
+
+@pytest.mark.parametrize(
+    ("chat", "question"),
+    [
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "a"),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}], "[image] what?"),
+        ([{"role": "system", "content": "s"}], "s"),
+        ("plain", "plain"),
+        (None, ""),
+    ],
+)
+def test_the_question_is_the_last_thing_a_user_said(chat: object, question: str) -> None:
+    batch = answered(["a"]).without("raw_prompt").with_columns({"raw_prompt": [chat]})
+    assert samples_table(batch)["prompt"].tolist() == [question]
