@@ -100,6 +100,7 @@ def test_by_group_says_the_prompt_once() -> None:
     html = samples_html(judged(), order="best", by_group=True)
     assert lint(html) == [] and [html.count(f"question {row}") for row in (0, 1, 2)] == [1, 0, 1]
     assert "2 samples, mean reward 0.625, deviation 0.5303, advantages over 2" in html
+    assert "nan" not in html
     assert html.index("group 0") < html.index("group 1") < html.index("group 2")
 
 

@@ -148,7 +148,7 @@ def _cells(batch: DataProto, number: Any, row: Any, top: float, by_group: bool) 
     score = batch["score"][number] if "score" in batch else None
     reward = row.get("reward")
     return [
-        f"{number}<br><small>group {row['group']}</small>",
+        f"{number}" if by_group else f"{number}<br><small>group&nbsp;{row['group']}</small>",
         _text_cell(row, with_prompt=not by_group),
         "" if reward is None else bar(abs(reward) / top, f"{reward:g}", good=reward >= 0) if reward == reward else "–",
         _judgement(row, score),
@@ -164,7 +164,8 @@ def _grouped(batch: DataProto, frame: pd.DataFrame) -> Iterator[tuple[str, list[
         numbers = whole.loc[group]
         said = [f"{numbers['samples']} samples"]
         if "mean" in numbers:
-            said.append(f"mean reward {numbers['mean']:g}, deviation {numbers['std']:g}")
+            said += [f"mean reward {numbers['mean']:g}"] if numbers["scored"] else ["none scored"]
+            said += [f"deviation {numbers['std']:g}"] if numbers["scored"] > 1 else []
         if "spread" in numbers:
             said.append(f"advantages over {numbers['spread']:g}")
         line = f"<b>group {group}</b> · {', '.join(said)}<br>{escape(numbers['prompt'], 4 * _CUT)}"
@@ -182,10 +183,11 @@ def _unjudged(batch: DataProto) -> str:
 def _text_cell(row: Any, with_prompt: bool = True) -> str:
     """The response's start, unfolding to all of it, under the prompt's."""
     response = "" if row["response"] is None else row["response"]
+    start = str(response).replace("\n", " ⏎ ")[:_CUT]
     if not with_prompt:
-        return fold(_line(response), text_block(response))
+        return fold(start, text_block(response))
     full = text_block(row["prompt"]) + "<hr>" + text_block(response)
-    return escape(row["prompt"], _CUT) + fold(_line(response), full)
+    return escape(row["prompt"], _CUT) + fold(start, full)
 
 
 def _judgement(row: Any, score: Any) -> str:
