@@ -254,6 +254,30 @@ def test_epochs_mini_batches_and_normalisers() -> None:
     assert torch.equal(outcome.batch["new_log_probs"], -0.5 * batch["response_mask"])
 
 
+@pytest.mark.parametrize("mode", functional.AGGREGATIONS)
+def test_every_aggregation_adds_up_over_trimmed_micro_batches(mode: str) -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
+    rows = DataProto(
+        {
+            "response_mask": mask,
+            "old_log_probs": torch.zeros(3, 4),
+            "advantages": torch.tensor([1.0, -1.0, 0.5])[:, None].expand(3, 4),
+            "scored": torch.tensor([True] * 3),
+        }
+    )
+    counts = Normalisers(tokens=7, sequences=3, width=4)
+    flat = {"log_probs": torch.full((3, 4), -0.1)}
+    whole = PolicyLoss(loss_agg_mode=mode)(flat, rows, counts).loss.item()
+    pieces = 0.0
+    for index, width in ((slice(0, 2), 2), (slice(2, 3), 4)):
+        cut = {name: rows[index][name][:, :width] for name in ("response_mask", "old_log_probs", "advantages")}
+        batch = DataProto({**cut, "scored": rows[index]["scored"]})
+        pieces += PolicyLoss(loss_agg_mode=mode)(
+            {"log_probs": torch.full(cut["response_mask"].shape, -0.1)}, batch, counts
+        ).loss.item()
+    assert pieces == pytest.approx(whole, abs=1e-6)
+
+
 def test_a_held_actor_writes_its_columns_all_the_same() -> None:
     engine = Engine()
     outcome = Update(engine, PolicyLoss(), from_step=5)(TestUpdate().make_batch())

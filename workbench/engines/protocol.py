@@ -108,6 +108,8 @@ class Normalisers:
     """Response tokens that count (Σ response_mask)."""
     sequences: float
     """Rows with at least one such token."""
+    width: float | None = None
+    """T of the mini-batch: what `seq-mean-token-sum-norm` divides by, whatever a micro-batch is trimmed to."""
 
 
 @dataclass(frozen=True)

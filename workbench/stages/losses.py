@@ -101,7 +101,14 @@ class PolicyLoss(Settings):
         return LossOutput(loss, metrics, columns)
 
     def _aggregate(self, values: torch.Tensor, mask: torch.Tensor, normalisers: Normalisers) -> torch.Tensor:
-        return aggregate(values, mask, self.loss_agg_mode, tokens=normalisers.tokens, sequences=normalisers.sequences)
+        return aggregate(
+            values,
+            mask,
+            self.loss_agg_mode,
+            tokens=normalisers.tokens,
+            sequences=normalisers.sequences,
+            scale=normalisers.width,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +140,12 @@ class ValueLoss(Settings):
         mask = loss_mask(rows)
         result = value_loss(outputs["values"], rows["returns"], rows["values"], mask, clip=self.cliprange_value)
         loss = aggregate(
-            result.loss, mask, self.loss_agg_mode, tokens=normalisers.tokens, sequences=normalisers.sequences
+            result.loss,
+            mask,
+            self.loss_agg_mode,
+            tokens=normalisers.tokens,
+            sequences=normalisers.sequences,
+            scale=normalisers.width,
         )
         metrics: dict[str, Metric] = {
             "critic/vf_loss": Sum(loss.item()),

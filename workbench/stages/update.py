@@ -95,7 +95,9 @@ class Update(BaseStage):
 
     def _learn(self, rows: DataProto) -> Learned:
         mask = loss_mask(rows)
-        normalisers = Normalisers(tokens=mask.sum().item(), sequences=float((mask.sum(-1) > 0).sum()))
+        normalisers = Normalisers(
+            tokens=mask.sum().item(), sequences=float((mask.sum(-1) > 0).sum()), width=float(mask.shape[1])
+        )
         return self._learner.learn(rows, self._loss, normalisers, self.temperature)
 
     def _mini_batches(self, batch: DataProto, epoch: int) -> list[torch.Tensor]:
