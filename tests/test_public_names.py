@@ -13,7 +13,7 @@ NAMES = {
 }  # fmt: skip
 TRAIN = [
     "pipeline", "rows", "steps", "run", "batch_size", "seed", "heldout", "test_freq", "val_samples", "save_freq",
-    "trace_freq", "keep_traces", "keep_checkpoints", "break_if", "resume", "may_change", "trackers", "display", "observers",
+    "trace_freq", "keep_traces", "keep_checkpoints", "keep_updates", "break_if", "resume", "may_change", "trackers", "display", "observers",
 ]  # fmt: skip
 
 

@@ -1,8 +1,7 @@
 """The page that tells the algorithm.
 
-A training step is: take the next prompts, run the stages in order (rollout, reward, log-probs, values,
-advantage, updates), and let whoever watches look at the trace. Everything else (metrics files,
-checkpoints, validation, displays) watches through `Observer` and cannot change a number.
+A training step is: take the next prompts, run the stages in order (rollout, reward, log-probs, values, advantage,
+updates), and let whoever watches look at the trace: metrics files, checkpoints, validation, displays.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workbench import background
+from workbench.control import Control
 from workbench.dataproto import DataProto
 from workbench.observer import Condition, Ending, Observer, StepReport
 from workbench.stages import Pipeline
@@ -19,25 +18,31 @@ from workbench.trace import Trace, perform
 
 
 def run_step(pipeline: Pipeline, batch: DataProto) -> Trace:
-    """One training step: every stage once, in order."""
+    """One training step: every stage once, in order. What a stage raises carries the trace before it as `.trace`."""
     trace = Trace(batch)
-    for stage in pipeline:
-        trace = trace.add(perform(stage, trace.batch))
+    try:
+        for stage in pipeline:
+            trace = trace.add(perform(stage, trace.batch))
+    except Exception as error:
+        error.trace = trace  # type: ignore[attr-defined]
+        raise
     return trace
 
 
-def run_step_unless(pipeline: Pipeline, batch: DataProto, condition: Condition) -> tuple[Trace, Stepper | None]:
+def run_step_unless(pipeline: Pipeline, batch: DataProto, met: Condition | None) -> tuple[Trace, Stepper | None]:
     """One training step that is taken back to before its first update where its metrics meet a condition.
 
     A condition on a metric that the step has not measured yet counts as not met.
     """
+    if met is None:
+        return run_step(pipeline, batch), None
     stepper = Stepper(pipeline, batch).run()
-    if not _met(condition, stepper.trace.metrics):
+    if not _holds(met, stepper.trace.metrics):
         return stepper.trace, None
     return stepper.trace, stepper.back(to=next(stage.name for stage in pipeline if stage.updates))
 
 
-def _met(condition: Condition, metrics: Mapping[str, float]) -> bool:
+def _holds(condition: Condition, metrics: Mapping[str, float]) -> bool:
     try:
         return bool(condition(metrics))
     except KeyError:
@@ -54,27 +59,28 @@ async def train(
     start: int = 1,
     observers: Sequence[Observer] = (),
     break_if: Condition | None = None,
+    control: Control | None = None,
 ) -> Ending:
-    """Steps `start` to `steps`, each beside the caller's event loop.
+    """Steps `start` to `steps`, each beside the caller's event loop; `control` can pause or stop it between two.
 
     `rows.batch(batch_size, step=…, seed=…)` is a function of the step, so that a resumed loop sees
     what the first one would have seen.
     """
+    control = control or Control()
     error: BaseException | None = None
-    for observer in observers:
-        observer.on_start(start, steps)
     try:
+        for observer in observers:
+            await control.carry(observer.on_start, start, steps)
         for step in range(start, steps + 1):
+            if not await control.gate():
+                return Ending(step - 1)
             batch = rows.batch(batch_size, step=step, seed=seed)
-            if break_if is None:
-                trace, stopped = await background.beside(run_step, pipeline, batch), None
-            else:
-                trace, stopped = await background.beside(run_step_unless, pipeline, batch, break_if)
+            trace, stopped = await control.carry(run_step_unless, pipeline, batch, break_if)
             if stopped is not None:
                 return Ending(step - 1, stopped)
             report = StepReport(step=step, epoch=batch.meta_info["epoch"], metrics=trace.metrics, trace=trace)
             for observer in observers:
-                await background.beside(observer.on_step, report)
+                await control.carry(observer.on_step, report)
         return Ending(steps)
     except BaseException as raised:
         error = raised

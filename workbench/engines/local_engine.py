@@ -25,7 +25,7 @@ from workbench.engines.learning import (
     save_optimizer,
 )
 from workbench.engines.loading import eos_ids_of, load_model, load_tokenizer, resolve, value_head
-from workbench.engines.memory import memory_errors, preflight
+from workbench.engines.memory import learning_estimate, memory_errors, preflight
 from workbench.engines.protocol import Learned, Loss, Normalisers, Request, Sample
 from workbench.engines.sampling import decode_wave
 from workbench.engines.scoring import score
@@ -221,6 +221,24 @@ class LocalEngine:
             named |= {f"value_head.{name}": p for name, p in self._head.named_parameters()}
         return named
 
+    # --- what it needs ----------------------------------------------------------------------
+
+    @property
+    def max_length(self) -> int | None:
+        """Positions that the model has; None where its configuration does not say."""
+        return getattr(self._model.config, "max_position_embeddings", None)
+
+    def memory_needed(self) -> tuple[torch.device, dict[str, int]]:
+        """(device, bytes by part) that learning will add to what is held now."""
+        s = self._settings
+        parts = learning_estimate(self._model, s.micro_batch_tokens, s.gradient_checkpointing)
+        held = ("gradients", "optimizer") if self._optimizer is not None and self._optimizer.steps else ()
+        return self._model.device, {name: size for name, size in parts.items() if name not in held}
+
+    def checkpoint_bytes(self) -> int:
+        """Weights and Adam's two moments."""
+        return 3 * sum(one.numel() * one.element_size() for one in self._model.parameters())
+
     # --- weights ----------------------------------------------------------------------------
 
     def _weights(self) -> dict[str, torch.Tensor]:
@@ -283,7 +301,9 @@ class LocalEngine:
     def reference(self) -> FrozenModel:
         """The weights as they are now, frozen: a LogProbModel and nothing else."""
         model = copy.deepcopy(self._model).requires_grad_(False)
-        return FrozenModel(LocalEngine(model, self.tokenizer, self._settings, path=self.path, **self.template_switches))
+        engine = LocalEngine(model, self.tokenizer, self._settings, path=self.path, **self.template_switches)
+        stepped = self._optimizer is not None and self._optimizer.steps > 0
+        return FrozenModel(engine, as_loaded=self.version == 0 and not stepped)
 
     def critic(self, **changes: Any) -> LocalEngine:
         """A learner of its own with these weights and a value head that starts at 0."""
@@ -319,8 +339,13 @@ class LocalEngine:
 class FrozenModel:
     """Weights that never change, behind `score` alone."""
 
-    def __init__(self, engine: LocalEngine) -> None:
+    def __init__(self, engine: LocalEngine, *, as_loaded: bool = False) -> None:
         self._engine = engine
+        self._as_loaded = as_loaded
+
+    def describe(self) -> dict[str, Any]:
+        """Path and settings, and whether the weights are still those of the path."""
+        return {**self._engine.describe(), "as_loaded": self._as_loaded}
 
     def score(
         self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0

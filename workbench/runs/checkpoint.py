@@ -25,7 +25,7 @@ import torch
 
 from workbench.config import require
 from workbench.errors import CheckpointError, first_line, message
-from workbench.runs.folder import discard, step_folders
+from workbench.runs.folder import crc32_of, discard, step_folders
 
 log = logging.getLogger("workbench")
 
@@ -93,7 +93,7 @@ def _commit(staging: Path, step: int, settings: str | None) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-            files[str(path.relative_to(staging))] = {"size": path.stat().st_size, "crc32": _crc32(path)}
+            files[str(path.relative_to(staging))] = {"size": path.stat().st_size, "crc32": crc32_of(path)}
     for folder in (staging, *(path for path in staging.rglob("*") if path.is_dir())):
         _sync_folder(folder)
     document = {"format": FORMAT, "step": step, "settings": settings, "files": files}
@@ -118,14 +118,6 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _crc32(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            value = zlib.crc32(block, value)
-    return value
-
-
 def verify(checkpoint: Path) -> None:
     """Raises `CheckpointError` naming the first file that is missing, short, changed or not of the checkpoint."""
     manifest = _manifest(checkpoint)
@@ -137,7 +129,7 @@ def verify(checkpoint: Path) -> None:
             raise CheckpointError(message(what, found="it is missing"))
         if path.stat().st_size != record["size"]:
             raise CheckpointError(message(what, expected=f"{record['size']} bytes", found=path.stat().st_size))
-        if _crc32(path) != record["crc32"]:
+        if crc32_of(path) != record["crc32"]:
             raise CheckpointError(
                 message(what, expected=f"crc32 {record['crc32']}", found="another: its content changed")
             )

@@ -1,21 +1,27 @@
-"""What a training cell shows while it runs: one HTML block with a text twin, and one PNG of the curves.
+"""What a training cell shows while it runs: progress as one HTML block with a text twin, and one PNG of the curves.
 
-Both are updated in place by `display_id`, so that the executed notebook keeps the last state; the block at most
-once a second, the curves every few seconds.
+`Live` updates both in place by `display_id`, so that the executed notebook keeps the last state. In a notebook that a
+person looks at, `widgets.TrainingPanel` takes its place: the same two with buttons, alive again after a page reload.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from workbench.control import Control
 from workbench.runs.folder import STEP
 from workbench.runs.recorder import progress_line
 
 CURVES_EVERY = 6.0
 BLOCK_EVERY = 1.0
+HEARTBEAT = 20.0
+"""Seconds after which something is shown even if no step has ended: a silent cell looks dead, and is saved by nobody."""
 
 
 def in_notebook() -> bool:
@@ -25,43 +31,107 @@ def in_notebook() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
+def open_display(steps: int, rows: list[dict[str, Any]], control: Control, path: Path) -> Live | None:
+    """None outside notebooks; static blocks in a job of ours, else the panel with buttons where ipywidgets is there."""
+    if not in_notebook():
+        return None
+    if not os.environ.get("WORKBENCH_JOB"):
+        try:
+            from workbench.widgets.panel import TrainingPanel
+        except ModuleNotFoundError:
+            return Live(steps, rows, control, path)
+        return TrainingPanel(steps, rows, control, path)
+    return Live(steps, rows, control, path)
+
+
 class Live:
-    """Progress and curves of one run."""
+    """Progress and curves of one run. `on_row` may be called on any thread."""
 
-    def __init__(self, steps: int, rows: list[dict[str, Any]]) -> None:
-        from IPython.display import display
-
-        self._steps = steps
-        self._rows = list(rows)
+    def __init__(
+        self, steps: int, rows: list[dict[str, Any]], control: Control | None = None, path: Path | None = None
+    ) -> None:
+        self.steps = steps
+        self.rows = list(rows)
+        self.control = control or Control()
+        self.path = path
+        self.line = "waiting for the first step"
+        self.share = 0.0
         self._shown = self._drawn = 0.0
-        self._line = "waiting for the first step"
-        self._block = display(_Block(self._line, 0.0), display_id=True)
-        self._image = display(_Block("curves follow", 0.0), display_id=True)
+        self._since = 0.0
+        self._paused = False
+        self.open()
+
+    # --- what comes in --------------------------------------------------------------------------
 
     def on_row(self, row: Mapping[str, Any], eta: float) -> None:
         """One more metrics row."""
-        self._rows.append(dict(row))
-        self._line = progress_line(row, self._steps, eta)
-        share = row[STEP] / max(self._steps, 1)
-        now = time.monotonic()
-        last = row[STEP] >= self._steps
+        self.rows.append(dict(row))
+        self.line = progress_line(row, self.steps, eta)
+        self.share = row[STEP] / max(self.steps, 1)
+        now = self._since = time.monotonic()
+        last = row[STEP] >= self.steps
         if last or now - self._shown >= BLOCK_EVERY:
-            self._block.update(_Block(self._line, share))
-            self._shown = now
+            self._show(now)
         if last or now - self._drawn >= CURVES_EVERY:
-            self._draw()
-            self._drawn = now
+            self._draw(now)
 
-    def _draw(self) -> None:
-        from IPython.display import Image
+    async def watch(self) -> None:
+        """Beside the loop: says that it is paused, and that a long step is still in hand."""
+        while True:
+            await asyncio.sleep(0.5)
+            now = time.monotonic()
+            if self._paused != self.control.paused or now - self._shown >= HEARTBEAT:
+                self._paused = self.control.paused
+                self._show(now)
 
+    def close(self, stopped: str | None = None) -> None:
+        """The last state, and why it ended where it was not at its end."""
+        self._paused = False
+        if stopped is not None:
+            self.line += f"  ·  {stopped}"
+        now = self._since = time.monotonic()
+        self._show(now)
+        self._draw(now)
+
+    # --- what goes out --------------------------------------------------------------------------
+
+    def status(self) -> str:
+        """The progress line, and what is to be known beside it."""
+        waited = self._shown - self._since
+        if self._paused:
+            return f"{self.line}  ·  paused"
+        return f"{self.line}  ·  the next step is {waited:.0f} s in hand" if waited >= HEARTBEAT else self.line
+
+    def _show(self, now: float) -> None:
+        self._shown = now
+        self.show(self.status(), self.share)
+
+    def _draw(self, now: float) -> None:
         from workbench.views.curves import panel, png
 
-        if len(self._rows) > 1:
-            self._image.update(Image(png(panel(self._rows))))
+        self._drawn = now
+        if len(self.rows) > 1:
+            self.draw(png(panel(self.rows)))
+
+    def open(self) -> None:
+        """Put the two displays into the cell."""
+        from IPython.display import display
+
+        self._block = display(Block(self.line, 0.0), display_id=True)
+        self._image = display(Block("curves follow", 0.0), display_id=True)
+
+    def show(self, line: str, share: float) -> None:
+        """Update the block."""
+        self._block.update(Block(line, share))
+
+    def draw(self, png: bytes) -> None:
+        """Update the curves."""
+        from IPython.display import Image
+
+        self._image.update(Image(png))
 
 
-class _Block:
+class Block:
     """A progress bar with its line."""
 
     def __init__(self, line: str, share: float) -> None:

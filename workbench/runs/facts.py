@@ -12,6 +12,7 @@ from typing import Any
 from workbench.config import settings_hash
 from workbench.datasets import Rows
 from workbench.runs.folder import STEP, write_json
+from workbench.runs.rebuild import written_down
 from workbench.runs.recorder import Plan
 from workbench.runs.resume import Start, described_engines, first_seen
 from workbench.runs.run import Run
@@ -28,7 +29,7 @@ def write_summary(path: Path, heldout: Rows | None, *, stopped: str | None) -> N
     found = summary(run.rows, heldout, stopped)
     found["settings_hash"] = run.settings.get("settings_hash")
     found["checkpoints"] = run.checkpoints
-    places = ("metrics.jsonl", "tensorboard", "traces", "checkpoints", "curves.png", "notebook.ipynb")
+    places = ("metrics.jsonl", "tensorboard", "traces", "updates", "checkpoints", "curves.png", "notebook.ipynb")
     found["paths"] = {name.split(".")[0]: str(path / name) for name in places if (path / name).exists()}
     write_json(path / "summary.json", found)
 
@@ -64,6 +65,7 @@ def resolved(
         "sources": {name: source for name, (_, source) in described.items() if source},
         "engines": described_engines(pipeline),
         "train": {**vars(plan), "trackers": list(trackers)},
+        "pipeline": written_down(pipeline),
         "settings_hash": settings_hash(stages),
         "began": {"versions": first_seen(pipeline)["versions"]},
         "data_hash": rows.data_hash,

@@ -1,7 +1,7 @@
 """A run on disk: one folder that holds everything, written by one process and read by any number.
 
-settings.json  metrics.jsonl  tensorboard/  traces/step_000010/  checkpoints/step_000010/
-summary.json   curves.png     notebook.ipynb  superseded/  lock.json
+settings.json  metrics.jsonl  tensorboard/  traces/step_000010/  checkpoints/step_000010/  updates/step_000011/
+summary.json   curves.png     notebook.ipynb  job.json  superseded/  lock.json
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import math
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import RunError, describe, message
+from workbench.errors import RunError, describe, first_line, message
 from workbench.runs.lock import Lock
 
 STEP = "training/global_step"
@@ -43,6 +44,14 @@ def write_json(path: Path, document: Any) -> None:
     os.replace(part, path)
 
 
+def read_json(path: Path) -> Any:
+    """A JSON file of the run. Raises `RunError` where it is missing or cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        raise RunError(message(f"{path} cannot be read", found=first_line(cause))) from cause
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Rows of a metrics file. A last line without its newline (its writer was killed) is left out."""
     if not path.is_file():
@@ -67,6 +76,35 @@ def step_folders(parent: Path) -> dict[int, Path]:
         if match and path.is_dir():
             found[int(match[1])] = path
     return dict(sorted(found.items()))
+
+
+def crc32_of(path: Path) -> int:
+    """crc32 of a file's content."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def check_place(path: Path) -> None:
+    """Refuse, by reason, a run folder that cannot be made or is not where its name says (E7).
+
+    Raises `RunError` for a NUL or control character, a name over 200 bytes, `..`, and a symbolic link that
+    leads out of the folder it stands in.
+    """
+    what, parts = f"run folder {str(path)!r}", path.parts
+    if any(ord(sign) < 32 or ord(sign) == 127 for sign in str(path)):
+        raise RunError(message(f"run folder {str(path)[:60]!r}", found="a control character in its name"))
+    if any(len(part.encode()) > 200 for part in parts) or len(str(path).encode()) > 4000:
+        raise RunError(message(f"run folder {str(path)[:60]!r}…", expected="names of at most 200 bytes"))
+    if ".." in parts:
+        raise RunError(message(what, found="'..' in it", do="write the folder that is meant"))
+    for one in (path, *path.parents):
+        if one.is_symlink() and not one.resolve().is_relative_to(one.absolute().parent.resolve()):
+            raise RunError(message(what, found=f"{one} is a link to {one.resolve()}", do="name the folder itself"))
+    if path.exists() and not path.is_dir():
+        raise RunError(message(what, found="a file of that name"))
 
 
 def discard(folder: Path, prefix: str) -> None:
@@ -96,6 +134,11 @@ class RunFolder:
     def traces(self) -> Path:
         """Folder of traces."""
         return self.path / "traces"
+
+    @property
+    def updates(self) -> Path:
+        """Folder of recorded updates."""
+        return self.path / "updates"
 
     @property
     def metrics(self) -> Path:
@@ -137,7 +180,11 @@ class RunFolder:
         """
         aside = self._aside(after)
         notes = [*self._supersede_rows(after, aside)]
-        for leftover in self.traces.glob(".pruned-*"):
+        for leftover in (
+            *self.traces.glob(".pruned-*"),
+            *self.updates.glob(".pruned-*"),
+            *self.updates.glob(".*.part"),
+        ):
             shutil.rmtree(leftover)
         for path in self._past(after):
             target = aside / path.relative_to(self.path)
@@ -168,6 +215,9 @@ class RunFolder:
     def _past(self, after: int) -> Iterator[Path]:
         for step, path in step_folders(self.traces).items():
             if step > after or not (path / "trace.json").is_file():
+                yield path
+        for step, path in step_folders(self.updates).items():
+            if step > after:
                 yield path
         for step, path in step_folders(self.checkpoints).items():
             if step > after:  # refused ones: the run will write that step again

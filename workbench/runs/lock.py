@@ -67,6 +67,18 @@ class Lock:
             self._file.close()
 
 
+def held(path: Path) -> bool:
+    """Whether somebody writes the run at this moment, by the lock's own word; nothing is changed."""
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError as cause:
+        return cause.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    return False
+
+
 def _read(file: IO[str]) -> dict[str, Any]:
     file.seek(0)
     try:

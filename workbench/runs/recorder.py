@@ -12,11 +12,12 @@ from typing import Any
 
 from workbench.datasets import Rows
 from workbench.observer import StepReport
-from workbench.runs import checkpoint
+from workbench.runs import checkpoint, updates
 from workbench.runs.evaluate import Evaluation, score_rows
 from workbench.runs.folder import STEP, RunFolder
 from workbench.runs.metrics_of_batch import aliases, data_metrics, timing_metrics
 from workbench.runs.trackers import Tracker
+from workbench.snapshots import states
 from workbench.stages import Pipeline, Reward, Rollout
 
 log = logging.getLogger("workbench")
@@ -35,6 +36,8 @@ class Plan:
     trace_freq: int
     keep_traces: int
     keep_checkpoints: int
+    keep_updates: int = 1024
+    """MiB."""
 
     def due(self, every: int, step: int) -> bool:
         """Every n-th step and the last; 0: the last alone."""
@@ -100,14 +103,19 @@ class Recorder:
         self._trackers = trackers
         self._hash = settings_hash
         self._on_row = on_row
+        self.last: StepReport | None = None
+        """The last step of this process whose row is on disk."""
+        self._state: dict[str, Any] = {}
+        self._weights = states(pipeline.learners())
 
     def on_start(self, start: int, steps: int) -> None:
         """Before the first step of a run: how good is the policy as it is?"""
+        self._state = self._stands(start - 1)
         if start == 1 and self._validator is not None:
             self._write(0, {STEP: 0, "training/epoch": 0, **self._validator.metrics()})
 
     def on_step(self, report: StepReport) -> None:
-        """Metrics first, then the trace, then the checkpoint: what is on disk is never ahead of its row."""
+        """Metrics first, then the update, the trace, the checkpoint: what is on disk is never ahead of its row."""
         step, plan = report.step, self._plan
         metrics: dict[str, Any] = {STEP: step, "training/epoch": report.epoch, **report.metrics}
         metrics |= data_metrics(report.trace.batch)
@@ -116,11 +124,23 @@ class Recorder:
         if self._validator is not None and plan.due(plan.test_freq, step):
             metrics |= self._validator.metrics()
         self._write(step, metrics)
+        self.last, self._state, self._weights = report, self._stands(step), states(self._pipeline.learners())
+        if plan.keep_updates:
+            updates.write(self._folder.updates, step, report.trace, self._pipeline)
+            updates.prune(self._folder.updates, self._oldest(), plan.keep_updates << 20)
         if plan.due(plan.trace_freq, step):
-            report.trace.save(self._folder.trace_path(step))
-            self._folder.prune_traces(plan.keep_traces)
+            self.save_trace()
         if plan.due(plan.save_freq, step):
-            self.save(step)
+            self.save()
+
+    def _oldest(self) -> int:
+        return min(checkpoint.steps(self._folder.checkpoints), default=0)
+
+    def save_trace(self) -> None:
+        """The trace of the last step, where it is not on disk yet."""
+        if self.last is not None and not self._folder.trace_path(self.last.step).exists():
+            self.last.trace.save(self._folder.trace_path(self.last.step))
+            self._folder.prune_traces(self._plan.keep_traces)
 
     def on_end(self, error: BaseException | None) -> None:
         """Let trackers write what is waiting."""
@@ -135,24 +155,37 @@ class Recorder:
             tracker.log(metrics, step)
         self._on_row(metrics)
 
-    def save(self, step: int) -> Path:
-        """A checkpoint of everything that the next step depends on."""
+    def _stands(self, step: int) -> dict[str, Any]:
+        """Everything but the weights that the next step depends on, as it is now."""
+        return {
+            "step": step,
+            "cursor": self._rows.cursor(step, self._plan.batch_size, self._plan.seed).to_json(),
+            "controllers": self._pipeline.state(),
+            "versions": {role: learner.version for role, learner in self._pipeline.learners().items()},
+            "settings_hash": self._hash,
+            "rng": checkpoint.rng_state(),
+        }
+
+    def save(self) -> int | None:
+        """A checkpoint of the last step on disk, unless there is one; its step.
+
+        None where a later step has begun to change the weights: what they were has gone, and the next resume does
+        that step again from the checkpoint before.
+        """
         learners = self._pipeline.learners()
+        if not self._state or states(learners) != self._weights:
+            return None
+        step = int(self._state["step"])
 
         def fill(staging: Path) -> None:
             for role, learner in learners.items():
                 learner.save(staging / role)
                 learner.save_state(staging / f"{role}_state")
 
-        state = {
-            "step": step,
-            "cursor": self._rows.cursor(step, self._plan.batch_size, self._plan.seed).to_json(),
-            "controllers": self._pipeline.state(),
-            "versions": {role: learner.version for role, learner in learners.items()},
-            "settings_hash": self._hash,
-            "rng": checkpoint.rng_state(),
-        }
-        return checkpoint.write(self._folder.checkpoints, step, fill, state, keep=self._plan.keep_checkpoints)
+        if step not in checkpoint.steps(self._folder.checkpoints):
+            keep = self._plan.keep_checkpoints
+            checkpoint.write(self._folder.checkpoints, step, fill, self._state, keep=keep)
+        return step
 
 
 KL = ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl")

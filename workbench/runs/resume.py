@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "train.trace_freq",
     "train.keep_traces",
     "train.keep_checkpoints",
+    "train.keep_updates",
     "train.trackers",
     "heldout.source",
 )

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import CheckpointError, RunError, message
 from workbench.runs import checkpoint
-from workbench.runs.folder import STEP, read_metrics, step_folders
+from workbench.runs.folder import STEP, read_json, read_metrics, step_folders
+from workbench.runs.lock import held
 from workbench.stepper import Stepper
 from workbench.trace import Trace
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from workbench.runs.replay import Counterfactual
 
 
 class Traces(Mapping[int, Trace]):
@@ -69,13 +72,13 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """What the run was started with."""
-        return json.loads((self.path / "settings.json").read_text())
+        return read_json(self.path / "settings.json")
 
     @property
     def summary(self) -> Summary:
         """What came of it; empty while it runs."""
         path = self.path / "summary.json"
-        return Summary(json.loads(path.read_text()) if path.is_file() else {})
+        return Summary(read_json(path) if path.is_file() else {})
 
     @property
     def traces(self) -> Traces:
@@ -105,6 +108,65 @@ class Run:
             hint = f"the newest good one is that of step {good.step}" if good.path else "there is no good one"
             raise CheckpointError(message(str(error), do=hint)) from error
         return path
+
+    # --- any step again -------------------------------------------------------------------------
+
+    def stepper(self, step: int) -> Stepper:
+        """A Stepper that stands before the first phase of a step, on the weights that the run had there.
+
+        The weights are those of the newest checkpoint before, and the recorded updates since: no rollout and no reward
+        is run for them. Running it gives the run's own numbers, bit for bit on the CPU with the run's thread count.
+        A stage made with something that the folder has by name alone (a reward from a cell) must be replaced before
+        it can run. Raises `RunError` where the step cannot be reached, saying which can.
+        """
+        from workbench.runs.replay import stepper_at
+
+        return stepper_at(self.path, step)
+
+    def engine(self, step: int, role: str = "actor") -> Any:
+        """An engine of its own with exactly the weights and optimizer after a step (0: before training)."""
+        from workbench.runs.replay import standing_after
+
+        return standing_after(self.path, step).engines[role]
+
+    def counterfactual(
+        self, step: int, *, uids: Sequence[str] = (), rows: Sequence[int] = (), until: int | None = None
+    ) -> Counterfactual:
+        """Leave groups or rows out of one recorded update, do the later ones as recorded, and compare.
+
+        `until` is the last update to do (the last recorded one by default). See `replay.counterfactual`.
+        """
+        from workbench.runs.replay import counterfactual
+
+        return counterfactual(self.path, step, uids=uids, rows=rows, until=until)
+
+    # --- while it goes on -----------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """`running`, `finished`, `stopped` (it says why in its summary), or `died`: nobody writes it and it has no end."""
+        if held(self.path / "lock.json"):
+            return "running"
+        summary = self.summary
+        if not summary:
+            return "died"
+        return "stopped" if summary.get("stopped") else "finished"
+
+    async def follow(self, every: float = 2.0) -> Run:
+        """Show progress and curves of a run that is going on elsewhere until it ends: `await run.follow()`."""
+        from workbench.runs.display import Live
+
+        steps = int(self.settings["train"]["steps"])
+        live, seen = Live(steps, self.rows), 0
+        while True:
+            over, rows = self.state != "running", self.rows
+            for row in rows[seen:]:
+                live.on_row(row, row.get("timing_s/step", 0.0) * (steps - row[STEP]))
+            seen = len(rows)
+            if over:
+                live.close(self.summary.get("stopped") if self.summary else self.state)
+                return self
+            await asyncio.sleep(every)
 
     def curves(self, **others: Run) -> Any:
         """The curves as a matplotlib figure; other runs by name are overlaid."""

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench import background, loop
 from workbench.config import require
 from workbench.datasets import Rows
-from workbench.errors import Interrupted, RunError, first_line, message
+from workbench.errors import RunError, message
 from workbench.observer import Condition, Ending, Observer
-from workbench.runs import checkpoint
-from workbench.runs.display import Live, in_notebook
 from workbench.runs.facts import resolved, with_history, write_summary
-from workbench.runs.folder import STEP, RunFolder, write_json
-from workbench.runs.recorder import Plan, Recorder, Validator, append_line, progress_line
+from workbench.runs.folder import RunFolder, check_place, write_json
+from workbench.runs.preflight import Checked, preflight
+from workbench.runs.recorder import Plan, append_line
 from workbench.runs.resume import Start, begin
 from workbench.runs.run import Run
-from workbench.runs.trackers import check_trackers, make_trackers
+from workbench.runs.session import Session
+from workbench.runs.trackers import check_trackers
 from workbench.stages import Pipeline
-
-log = logging.getLogger("workbench")
 
 
 class RunStopped(RunError):
@@ -47,6 +44,7 @@ async def train(
     trace_freq: int = 10,
     keep_traces: int = 3,
     keep_checkpoints: int = 2,
+    keep_updates: int = 1024,
     break_if: Condition | None = None,
     resume: str = "never",
     may_change: Sequence[str] = (),
@@ -58,34 +56,34 @@ async def train(
 
     `batch_size` counts prompts. The `*_freq` settings say every how many steps to validate on `heldout` (with
     `val_samples` per prompt), to save a checkpoint, to record a trace; 0 means after the last step only, and
-    validation also comes before the first. `break_if` gets a step's metrics; where it is true the loop stops before
+    validation also comes before the first. `keep_updates` bounds, in MiB, the recorded inputs of updates by which any
+    step's weights can be made again (`run.stepper`, `run.engine`); 0 records none. `break_if` gets a step's metrics; where it is true the loop stops before
     that step's update: the returned run's `.stopped` is a Stepper standing there (a job saves the trace and raises
     `RunStopped`). `resume="auto"` goes on from the newest good checkpoint, exactly; settings that differ from the
     run's are refused unless `may_change` names them (`["engines.actor.micro_batch_tokens"]`). In a notebook:
-    `await train(…)`; progress and curves update in the cell, unless `display` is None.
+    `await train(…)`; progress, curves, and buttons to pause and stop are in the cell, unless `display` is None.
+
+    An interrupt (or SIGTERM, in a job) lets the step in hand end if that takes seconds only, leaves a checkpoint of the
+    last whole step, and raises `CancelledError` that says so. A stage that raises leaves one too, and the batch of its
+    step in `failed/`.
     """
-    plan = Plan(
-        steps=steps,
-        batch_size=batch_size,
-        seed=seed,
-        test_freq=test_freq,
-        val_samples=val_samples,
-        save_freq=save_freq,
-        trace_freq=trace_freq,
-        keep_traces=keep_traces,
-        keep_checkpoints=keep_checkpoints,
-    )
+    given = locals()
+    plan = Plan(**{field.name: given[field.name] for field in dataclasses.fields(Plan)})
     _check_arguments(plan, resume, display, trackers)
-    rows, heldout = _checked(pipeline, rows, heldout, batch_size)
     path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    settings = resolved(pipeline, rows, plan, heldout, trackers)
+    check_place(path)
+    found = preflight(pipeline, rows, heldout, plan, path)
+    if os.environ.get("WORKBENCH_CHECK"):
+        raise Checked(repr(found))
     folder = RunFolder(path)
     try:
-        start = begin(folder, pipeline, rows, settings, resume=resume, may_change=may_change)
+        settings = resolved(pipeline, found.rows, plan, found.heldout, trackers)
+        start = begin(folder, pipeline, found.rows, settings, resume=resume, may_change=may_change)
         if start.step > steps:
-            return _nothing_to_do(path, start, steps, heldout)
+            return _nothing_to_do(path, start, steps, found.heldout)
         write_json(path / "settings.json", with_history(settings, start))
-        session = _Session(folder, pipeline, rows, plan, heldout, trackers, settings, start, shown=display == "auto")
+        shown = display == "auto"
+        session = Session(folder, pipeline, found, plan, trackers, settings, start, shown=shown)
         ending = await session.run(observers, break_if)
     finally:
         folder.release()
@@ -127,107 +125,8 @@ def _check_arguments(plan: Plan, resume: str, display: str | None, trackers: Seq
     ):
         found = getattr(plan, name)
         require(isinstance(found, int) and found >= least, name, expected=f"≥ {least}", found=found)
-    for name in ("test_freq", "save_freq", "trace_freq"):
-        require(getattr(plan, name) >= 0, name, expected="≥ 0 (0: after the last step)", found=getattr(plan, name))
+    for name in ("test_freq", "save_freq", "trace_freq", "keep_updates"):
+        require(getattr(plan, name) >= 0, name, expected="≥ 0", found=getattr(plan, name))
     require(resume in ("never", "auto"), "resume", expected="'never' or 'auto'", found=repr(resume))
     require(display in ("auto", None), "display", expected="'auto' or None", found=repr(display))
     check_trackers(trackers)
-
-
-def _checked(pipeline: Pipeline, rows: Rows, heldout: Rows | None, batch_size: int) -> tuple[Rows, Rows | None]:
-    """Everything about the data that can be refused before work starts is refused here."""
-    rollout: Any = pipeline["rollout"]
-    reward: Any = pipeline["reward"]
-    tokenizer = rollout.sampler.tokenizer
-    switches = getattr(rollout.sampler, "template_switches", {})
-    rows = rows.fitting(tokenizer, **switches)
-    heldout = heldout.fitting(tokenizer, **switches) if heldout is not None else None
-    first = rows.batch(batch_size)
-    pipeline.check(first)
-    for part in (rows, heldout):
-        if part is not None:
-            reward.function.check_rows(part)
-    reward.function.check_signature(first.columns)
-    return rows, heldout
-
-
-class _Session:
-    """What one call of `train` holds open: recorder, trackers, display, clock."""
-
-    def __init__(
-        self,
-        folder: RunFolder,
-        pipeline: Pipeline,
-        rows: Rows,
-        plan: Plan,
-        heldout: Rows | None,
-        trackers: Sequence[str],
-        settings: Mapping[str, Any],
-        start: Start,
-        *,
-        shown: bool,
-    ) -> None:
-        self._folder, self._plan, self._start = folder, plan, start
-        self._pipeline, self._rows, self._heldout = pipeline, rows, heldout
-        self._began = time.perf_counter()
-        past = Run(folder.path).rows
-        made = make_trackers(trackers, folder.path)
-        for row in past:  # a resumed run's events are written again: the old files were moved aside
-            for tracker in made:
-                tracker.log({key: value for key, value in row.items() if isinstance(value, int | float)}, row[STEP])
-        self._live = Live(plan.steps, past) if shown and in_notebook() else None
-        validator = Validator(pipeline, heldout, plan.seed, plan.val_samples) if heldout is not None else None
-        self.recorder = Recorder(
-            folder,
-            pipeline,
-            rows,
-            plan,
-            validator=validator,
-            trackers=made,
-            settings_hash=settings["settings_hash"],
-            on_row=self._on_row,
-        )
-
-    async def run(self, observers: Sequence[Observer], break_if: Condition | None) -> Ending:
-        """Restore the generators, now that everything is built, and loop. A run that breaks says why in its summary."""
-        plan, start = self._plan, self._start
-        if start.rng is not None:
-            checkpoint.restore_rng(start.rng)
-        try:
-            ending = await loop.train(
-                self._pipeline,
-                self._rows,
-                steps=plan.steps,
-                batch_size=plan.batch_size,
-                seed=plan.seed,
-                start=start.step,
-                observers=[self.recorder, *observers],
-                break_if=break_if,
-            )
-        except BaseException as error:
-            interrupted = isinstance(error, KeyboardInterrupt | asyncio.CancelledError | Interrupted)
-            write_summary(self._folder.path, self._heldout, stopped="interrupted" if interrupted else first_line(error))
-            raise
-        await background.beside(self.finish, ending)
-        return ending
-
-    def _on_row(self, row: Mapping[str, Any]) -> None:
-        done = row[STEP] - self._start.step + 1
-        eta = (time.perf_counter() - self._began) / max(done, 1) * (self._plan.steps - row[STEP])
-        line = progress_line(row, self._plan.steps, eta)
-        append_line(line)
-        log.info(line)
-        if self._live is not None:
-            self._live.on_row(row, eta)
-
-    def finish(self, ending: Ending) -> None:
-        """Curves and summary; where the loop was stopped, the trace and the state before the update as well."""
-        stopped = None
-        if ending.stopped is not None:
-            stopped = f"break_if at step {ending.step + 1}"
-            target = self._folder.trace_path(ending.step + 1)
-            if not target.exists():
-                ending.stopped.trace.save(target)
-            if ending.step not in checkpoint.steps(self._folder.checkpoints):
-                self.recorder.save(ending.step)
-        write_summary(self._folder.path, self._heldout, stopped=stopped)

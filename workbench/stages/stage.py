@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -75,6 +77,18 @@ class BaseStage:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     updates: bool = False
+    _made_with: Mapping[str, Any] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Remember what a stage is constructed with, so that a run can write down how to make it again."""
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = _remembering(vars(cls)["__init__"])  # type: ignore[method-assign]
+
+    @property
+    def made_with(self) -> Mapping[str, Any]:
+        """The arguments of its constructor by name; starred keywords stand among them."""
+        return self._made_with
 
     def settings(self) -> dict[str, Any]:
         """Every public attribute but the contract itself; engines are kept private by their stages."""
@@ -120,6 +134,20 @@ class BaseStage:
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={_short(value)}" for key, value in self.settings().items())
         return f"{type(self).__name__}({settings})"
+
+
+def _remembering(init: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(init)
+    starred = [name for name, one in signature.parameters.items() if one.kind is inspect.Parameter.VAR_KEYWORD]
+
+    @functools.wraps(init)
+    def remembers(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        given = dict(signature.bind(self, *args, **kwargs).arguments)
+        extra = {key: value for name in starred for key, value in given.pop(name, {}).items()}
+        self._made_with = dict([*given.items()][1:]) | extra
+
+    return remembers
 
 
 def _short(value: Any) -> str:

@@ -5,6 +5,8 @@ One class, used twice: for the critic and for the actor.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,8 +84,9 @@ class Update(BaseStage):
         columns: dict[str, torch.Tensor] = {}
         steps: list[dict[str, float]] = []
         for epoch in range(self.ppo_epochs):
-            for indices in self._mini_batches(batch, epoch):
-                learned = self._learn(rows.select_idxs(indices))
+            for number, indices in enumerate(self._mini_batches(batch, epoch)):
+                with seeded(derive(batch.meta_info.get("seed", 0), self.name, step, epoch, number)):
+                    learned = self._learn(rows.select_idxs(indices))
                 steps.append(reduce([learned.metrics]))
                 _scatter(columns, learned.columns, indices, len(batch))
         self._learner.commit()
@@ -117,6 +120,16 @@ class Update(BaseStage):
             "clipped": lambda: torch.zeros_like(batch["response_mask"], dtype=torch.bool),
         }
         return {name: still[name]() for name in self.writes}
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """torch's global generators from a seed inside, as they were after: dropout is a function of the step, so that an
+    update can be done again alone, bit for bit."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
 
 
 def _scatter(columns: dict[str, torch.Tensor], part: Any, indices: torch.Tensor, rows: int) -> None:

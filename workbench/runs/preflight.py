@@ -1,0 +1,194 @@
+"""Everything that can be refused before a model samples its first token, in one place; what was found, as a table.
+
+`train` runs it before it writes anything; `workbench check NOTEBOOK` runs a notebook up to it and no further.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.config import require
+from workbench.dataproto import DataProto
+from workbench.datasets import Rows
+from workbench.datasets.templates import encode
+from workbench.engines.memory import available
+from workbench.errors import DataError, OutOfMemory, RunError, message
+from workbench.runs.recorder import Plan
+from workbench.stages import Pipeline
+
+PER_TOKEN = 30
+"""Bytes of a recorded update for each token of prompt and response, measured with GRPO's columns."""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What a run will see: data that fits, and findings for people."""
+
+    rows: Rows
+    heldout: Rows | None
+    findings: tuple[tuple[str, str], ...] = field(default=())
+
+    def __repr__(self) -> str:
+        width = max(len(what) for what, _ in self.findings)
+        return "\n".join(f"{what:<{width}}  {found}" for what, found in self.findings)
+
+    def _repr_html_(self) -> str:
+        from workbench.views.html import pairs_table
+
+        return pairs_table(list(self.findings))
+
+
+class Checked(RunError):
+    """`workbench check` got to the start of training: everything that can be checked has been. Carries the findings."""
+
+
+def preflight(pipeline: Pipeline, rows: Rows, heldout: Rows | None, plan: Plan, path: Path) -> Preflight:
+    """Check data, plan, lengths, routing, reward function, memory and disk. Nothing is written, no model is run.
+
+    Raises `DataError`, `SettingError`, `RewardError`, `OutOfMemory` or `RunError` at the first thing that cannot be.
+    """
+    rollout: Any = pipeline["rollout"]
+    reward: Any = pipeline["reward"]
+    tokenizer = rollout.sampler.tokenizer
+    switches = getattr(rollout.sampler, "template_switches", {})
+    rows = rows.fitting(tokenizer, **switches)
+    heldout = heldout.fitting(tokenizer, **switches) if heldout is not None else None
+    first = rows.batch(plan.batch_size)
+    pipeline.check(first)
+    for part in (rows, heldout):
+        if part is not None:
+            reward.function.check_rows(part)
+    reward.function.check_signature(first.columns)
+    prompt = _longest(rows, tokenizer, switches)
+    findings = [
+        ("data", _data(rows, heldout)),
+        ("rewards", _routing(rows, reward)),
+        ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
+        ("lengths", _lengths(rollout, prompt)),
+        ("memory", _memory(pipeline)),
+        ("disk", _disk(pipeline, plan, path, (prompt + rollout.sampling.max_tokens) * rollout.group_size)),
+    ]
+    _tried(reward, first[:2], tokenizer)
+    return Preflight(rows, heldout, (*findings, ("reward function", f"{reward.function.name}: tried on two rows")))
+
+
+def _longest(rows: Rows, tokenizer: Any, switches: dict[str, Any]) -> int:
+    """Tokens that a prompt may have: the limit, or where there is none the longest of the first rows."""
+    if rows.max_prompt_length is not None:
+        return rows.max_prompt_length
+    return max(len(encode(tokenizer, row["prompt"], **switches)) for row in rows[:64])
+
+
+def _data(rows: Rows, heldout: Rows | None) -> str:
+    held = f"; {len(heldout)} held out from {heldout.source or 'memory'}" if heldout is not None else "; none held out"
+    return f"{len(rows)} rows from {rows.source or 'memory'}{held}"
+
+
+def _routing(rows: Rows, reward: Any) -> str:
+    sources = Counter(str(row.get("data_source")) for row in rows)
+    return f"by {reward.function.name}: " + ", ".join(f"{source} × {count}" for source, count in sources.most_common(6))
+
+
+def _batch(pipeline: Pipeline, rows: Rows, plan: Plan, group: int) -> str:
+    """An update cannot see more prompts at once than a step has."""
+    for stage in pipeline:
+        size = getattr(stage, "ppo_mini_batch_size", None)
+        if size is not None:
+            require(
+                size <= plan.batch_size,
+                f"ppo_mini_batch_size of {stage.name}",
+                expected=f"≤ {plan.batch_size}, the prompts of a step",
+                found=size,
+            )
+    per_epoch = len(rows) // plan.batch_size
+    alone = "; a group of one has no advantage under group baselines" if group == 1 else ""
+    return (
+        f"{plan.batch_size} prompts × {group} samples, {plan.steps} steps, {plan.steps / per_epoch:.2f} epochs{alone}"
+    )
+
+
+def _lengths(rollout: Any, prompt: int) -> str:
+    limit = getattr(rollout.sampler, "max_length", None)
+    longest = prompt + rollout.sampling.max_tokens
+    if limit is not None and longest > limit:
+        raise DataError(
+            message(
+                "prompts and responses do not fit into the model",
+                expected=f"at most {limit} positions",
+                found=f"{prompt} prompt tokens + {rollout.sampling.max_tokens} response tokens",
+                do="lower max_prompt_length or max_tokens",
+            )
+        )
+    return f"{prompt} prompt tokens + {rollout.sampling.max_tokens} response tokens of {limit or 'no stated limit'}"
+
+
+def _memory(pipeline: Pipeline) -> str:
+    """Engines of one device share it, so their needs are added up."""
+    needs: dict[torch.device, int] = {}
+    for learner in pipeline.learners().values():
+        if hasattr(learner, "memory_needed"):
+            device, parts = learner.memory_needed()
+            needs[device] = needs.get(device, 0) + sum(parts.values())
+    for device, need in needs.items():
+        free = available(device)
+        if need > free:
+            raise OutOfMemory(
+                message(
+                    f"training would need about {gib(need)} more on {device}",
+                    expected=f"at most {gib(free)} that are free",
+                    found=", ".join(pipeline.learners()),
+                    do="lower micro_batch_tokens, switch on gradient_checkpointing, or take a smaller model",
+                )
+            )
+    parts_text = [
+        f"about {gib(need)} more on {device}, {gib(available(device))} free" for device, need in needs.items()
+    ]
+    return "; ".join(parts_text) or "the engines do not say"
+
+
+def _disk(pipeline: Pipeline, plan: Plan, path: Path, tokens: int) -> str:
+    """Room for the checkpoints that are kept and one that is being written, and for the recorded updates."""
+    weights = sum(getattr(learner, "checkpoint_bytes", int)() for learner in pipeline.learners().values())
+    between = plan.save_freq or plan.steps
+    updates = min(plan.keep_updates << 20, tokens * plan.batch_size * PER_TOKEN * between * plan.keep_checkpoints)
+    saved = 1 if not plan.save_freq else min(plan.keep_checkpoints + 1, plan.steps // plan.save_freq + 1)
+    need = weights * saved + updates
+    free = shutil.disk_usage(next(one for one in (path, *path.absolute().parents) if one.exists())).free
+    if weights * saved > free:
+        raise RunError(
+            message(
+                f"the disk of {path} has no room for the checkpoints",
+                expected=f"about {gib(weights * saved)} ({saved} × {gib(weights)})",
+                found=f"{gib(free)} free",
+                do="free some, choose another run folder, or keep fewer checkpoints",
+            )
+        )
+    return f"up to {gib(need)} ({saved} checkpoints of {gib(weights)}, updates {gib(updates)}); {gib(free)} free"
+
+
+def _tried(reward: Any, prompts: DataProto, tokenizer: Any) -> None:
+    """Score two made-up responses, as a step would: a broken function shows before the model has sampled for hours.
+
+    A function that runs in this process is left alone: it may count its calls.
+    """
+    if reward.function.in_process:
+        return
+    truths = [str((judged or {}).get("ground_truth", "")) for judged in prompts["reward_model"]]
+    texts = truths if any(truths) else ["" for _ in truths]
+    ids = [list(tokenizer.encode(text, add_special_tokens=False)) or [0] for text in texts]
+    width = max(map(len, ids))
+    padded = torch.tensor([one + [0] * (width - len(one)) for one in ids])
+    mask = torch.tensor([[1] * len(one) + [0] * (width - len(one)) for one in ids])
+    made = prompts.with_columns({"responses": padded, "response_mask": mask, "response_text": texts})
+    reward(made)
+
+
+def gib(size: int) -> str:
+    """`1.25 GiB`, or MiB below a tenth of one."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"

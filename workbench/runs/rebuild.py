@@ -1,0 +1,159 @@
+"""A pipeline written down as plain values, and made again from them without running anybody's text.
+
+Stages, losses, estimators, controllers and scorers of ours are named and looked up in this package; engines are opened
+from their recorded paths. What is not ours (a reward function from a cell, a model that only memory had) is written
+down by its name alone: its stage comes back as `Missing`, which says so and takes a `replace`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from workbench import functional, rewards, stages
+from workbench.config import Settings
+from workbench.dataproto import DataProto
+from workbench.engines.protocol import SamplingSettings
+from workbench.errors import PipelineError, RunError, describe, message
+from workbench.stages import Outcome, Pipeline, Stage
+from workbench.stages.stage import BaseStage
+
+_OURS = "workbench."
+_SETTINGS: Mapping[str, type[Settings]] = {
+    one.__name__: one for one in (SamplingSettings, stages.PolicyLoss, stages.ValueLoss)
+}
+_CONTROLLERS: Mapping[str, Any] = {one.__name__: one for one in (functional.FixedKL, functional.AdaptiveKL)}
+
+
+def written_down(pipeline: Pipeline) -> list[dict[str, Any]]:
+    """One plain record a stage: class, arguments, and what a `Missing` needs."""
+    roles = {id(learner): role for role, learner in pipeline.learners().items()}
+    records = []
+    for stage in pipeline:
+        made: Mapping[str, Any] = getattr(stage, "made_with", {})
+        records.append(
+            {
+                "name": stage.name,
+                "class": type(stage).__name__ if type(stage).__module__.startswith(_OURS) else None,
+                "arguments": {name: _plain(value, roles) for name, value in made.items()},
+                "reads": list(stage.reads),
+                "writes": list(stage.writes),
+            }
+        )
+    return records
+
+
+def _plain(value: Any, roles: Mapping[int, str]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item, roles) for item in value]
+    if id(value) in roles:
+        return {"engine": roles[id(value)]}
+    kind = type(value).__name__
+    if isinstance(value, Settings) and kind in _SETTINGS:
+        return {"settings": kind, "values": {key: _plain(one, roles) for key, one in value.to_dict().items()}}
+    if kind in _CONTROLLERS and isinstance(value, _CONTROLLERS[kind]):
+        names = inspect.signature(_CONTROLLERS[kind]).parameters
+        held = {"coef": getattr(value, "initial", value.value), **vars(value)}
+        return {"controller": kind, "arguments": {name: held[name] for name in names}}
+    if isinstance(value, rewards.Reward):
+        return {"missing": value.name} if value.name != "by data_source" else {"reward": value.settings()}
+    frozen = getattr(value, "describe", dict)()
+    if frozen.get("as_loaded"):
+        return {"frozen": {key: one for key, one in frozen.items() if key != "as_loaded"}}
+    module, name = getattr(value, "__module__", "") or "", getattr(value, "__qualname__", "")
+    if callable(value) and module.startswith(_OURS) and name.isidentifier():
+        return {"function": f"{module}:{name}"}
+    return {"missing": getattr(value, "__name__", None) or describe(value, 60)}
+
+
+class Missing(BaseStage):
+    """Stands for a stage that cannot be made again here. Replace it; its recorded columns can be read from the trace."""
+
+    def __init__(self, name: str, kind: str | None, what: str, reads: list[str], writes: list[str]) -> None:
+        self.name = name
+        self.what = what
+        self.reads = tuple(reads)
+        self.writes = tuple(writes)
+        self._kind = kind
+
+    def with_function(self, function: Callable[..., Any]) -> Stage:
+        """The stage around a function that is here: a reward, or an estimator with its own defaults."""
+        if self._kind not in ("Reward", "Advantage"):
+            return super().with_function(function)
+        return getattr(stages, self._kind)(function)
+
+    def __call__(self, batch: DataProto) -> Outcome:
+        """Refused: what it did was not recorded, only that it was there."""
+        raise PipelineError(
+            message(
+                f"stage {self.name!r} of the run cannot be run again here",
+                found=f"it was made with {self.what}, which the run folder has by name alone",
+                do=f"replace({self.name!r}, …) with what should stand there",
+            )
+        )
+
+
+class _Gone(Exception):
+    """An argument is not here; carries its name."""
+
+
+def rebuilt(records: list[dict[str, Any]], learners: Mapping[str, Any], open_frozen: Callable[..., Any]) -> Pipeline:
+    """The pipeline that was written down, on these learners. `open_frozen(record)` opens a frozen model.
+
+    Raises `RunError` where the records are from a run that did not write any.
+    """
+    if not records:
+        raise RunError(message("the run does not say how its pipeline was made", do="pass pipeline=…"))
+    made = []
+    for record in records:
+        try:
+            if record["class"] not in stages.__all__:
+                raise _Gone(f"a stage of another package ({record['name']})")
+            arguments = {key: _value(one, learners, open_frozen) for key, one in record["arguments"].items()}
+            made.append(getattr(stages, record["class"])(**arguments))
+        except _Gone as gone:
+            made.append(Missing(record["name"], record["class"], str(gone), record["reads"], record["writes"]))
+    return Pipeline(made)
+
+
+def _value(plain: Any, learners: Mapping[str, Any], open_frozen: Callable[..., Any]) -> Any:
+    if isinstance(plain, list):
+        return tuple(_value(item, learners, open_frozen) for item in plain)
+    if not isinstance(plain, dict):
+        return plain
+    if "engine" in plain:
+        return learners[plain["engine"]]
+    if "settings" in plain:
+        values = {key: _value(one, learners, open_frozen) for key, one in plain["values"].items()}
+        return _SETTINGS[plain["settings"]](**values)
+    if "controller" in plain:
+        return _CONTROLLERS[plain["controller"]](**plain["arguments"])
+    if "reward" in plain:
+        return rewards.by_data_source(**plain["reward"])
+    if "function" in plain:
+        return _function(plain["function"])
+    if "frozen" in plain:
+        return open_frozen(plain["frozen"])
+    raise _Gone(plain["missing"])
+
+
+def _function(place: str) -> Any:
+    """A function of this package; nothing else is imported because a file says so."""
+    module, _, name = place.partition(":")
+    if not module.startswith(_OURS):
+        raise _Gone(place)
+    found = getattr(importlib.import_module(module), name, None)
+    if found is None:
+        raise _Gone(place)
+    return found
+
+
+def fields_of(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Those of some recorded settings that a settings class has."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items() if key in names}
