@@ -62,7 +62,7 @@ def _plain(value: Any, roles: Mapping[int, str]) -> Any:
         return {"controller": kind, "arguments": {name: held[name] for name in names}}
     if isinstance(value, rewards.Reward):
         return {"missing": value.name} if value.name != "by data_source" else {"reward": value.settings()}
-    frozen = getattr(value, "describe", dict)()
+    frozen: dict[str, Any] = getattr(value, "describe", dict)()
     if frozen.get("as_loaded"):
         return {"frozen": {key: one for key, one in frozen.items() if key != "as_loaded"}}
     module, name = getattr(value, "__module__", "") or "", getattr(value, "__qualname__", "")

@@ -229,7 +229,7 @@ def _chosen(inputs: DataProto, uids: Sequence[str], rows: Sequence[int], step: i
 
 
 def _paired(actual: list[Phase], other: list[Phase]) -> dict[str, tuple[float, float]]:
-    pairs = {}
+    pairs: dict[str, tuple[float, float]] = {}
     for a, b in zip(actual, other, strict=True):
         pairs |= {key: (value, b.metrics[key]) for key, value in a.metrics.items() if key in b.metrics}
     return pairs

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from workbench.datasets import Rows
 from workbench.errors import CheckpointError, RunError, describe, message
 from workbench.runs import checkpoint
-from workbench.runs.folder import RunFolder
+from workbench.runs.folder import RunFolder, read_json
 from workbench.stages import Pipeline
 
 MAY_CHANGE = (
@@ -92,19 +92,9 @@ def begin(
     model files or data differ from the run's, or weights cannot be put back; `CheckpointError` where all
     checkpoints are damaged.
     """
+    old, changes = check_resumable(folder.path, settings, resume, may_change)
     if resume == "never":
-        if folder.metrics.exists() or checkpoint.steps(folder.checkpoints):
-            raise RunError(
-                message(
-                    f"there is a run in {folder.path} already",
-                    expected="an empty or new folder",
-                    do="choose another run=, or go on with resume='auto'",
-                )
-            )
         return Start(1, notes=_notes(folder.lock.note))
-    path = folder.path / "settings.json"
-    old = json.loads(path.read_text()) if path.is_file() else None
-    changes = _changes(folder, old, settings, may_change) if old is not None else ()
     found = checkpoint.latest(folder.checkpoints, clean=True)
     if found.path is None:
         if found.refused:
@@ -128,6 +118,26 @@ def begin(
     return Start(found.step + 1, state["rng"], notes, changes, old)
 
 
+def check_resumable(
+    path: Path, settings: Mapping[str, Any], resume: str, may_change: Sequence[str]
+) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
+    """(settings.json as it is, settings that differ and may). Reads alone; raises `RunError` as `begin` does."""
+    if resume == "never":
+        if (path / "metrics.jsonl").exists() or checkpoint.steps(path / "checkpoints"):
+            raise RunError(
+                message(
+                    f"there is a run in {path} already",
+                    expected="an empty or new folder",
+                    do="choose another run=, or go on with resume='auto'",
+                )
+            )
+        return None, ()
+    if not (path / "settings.json").is_file():
+        return None, ()
+    old = read_json(path / "settings.json")
+    return old, _changes(path, old, settings, may_change)
+
+
 def _notes(*texts: str) -> tuple[str, ...]:
     return tuple(text for text in texts if text)
 
@@ -140,7 +150,7 @@ def _restore(
     path: Path, pipeline: Pipeline, rows: Rows, settings: Mapping[str, Any], may_change: Sequence[str]
 ) -> dict[str, Any]:
     """Weights, optimizers, schedules and controllers put back; the checkpoint's state.json."""
-    state = json.loads((path / "state.json").read_text())
+    state = read_json(path / "state.json")
     lacking = [key for key in _STATE if key not in state]
     lacking += [role for role in pipeline.learners() if not (path / role).is_dir()]
     lacking += [f"the controller of {name}" for name in pipeline.state() if name not in state.get("controllers", {})]
@@ -164,7 +174,7 @@ def _restore(
 
 
 def _changes(
-    folder: RunFolder, old: Mapping[str, Any], settings: Mapping[str, Any], may_change: Sequence[str]
+    path: Path, old: Mapping[str, Any], settings: Mapping[str, Any], may_change: Sequence[str]
 ) -> tuple[str, ...]:
     """All differences; raises `RunError` naming those that are not allowed."""
     new = json.loads(json.dumps({part: settings[part] for part in _COMPARED}, default=str))
@@ -175,7 +185,7 @@ def _changes(
     if refused:
         raise RunError(
             message(
-                f"run {folder.path} was started with other settings",
+                f"run {path} was started with other settings",
                 found="; ".join(refused),
                 do=f"use the same settings, another run folder, or allow it: may_change={[text.split(': ')[0] for text in refused]}",
             )

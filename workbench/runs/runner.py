@@ -1,8 +1,7 @@
-"""A notebook as a job: papermill runs it, progress reaches the terminal, what came of it is said at the end."""
+"""A notebook as a job: papermill runs it on our engine, progress reaches the terminal, what came of it is said at the end."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
@@ -14,11 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.errors import RunError, SettingError, message
+from workbench.runs.folder import check_place, crc32_of, read_json, write_json
 from workbench.runs.parameters import declared_parameters, resolve, table
 from workbench.runs.run import number
 
-OK, FAILED, STOPPED, DIED = 0, 1, 3, 4
-"""Exit codes: done; a cell raised; `break_if` stopped the run; the kernel died (2 is: refused before any work)."""
+OK, FAILED, REFUSED, STOPPED, DIED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 130, 143
+"""Exit codes: done; a cell raised; refused before any work; `break_if` stopped the run; the kernel died; SIGINT; SIGTERM."""
+JOB = "job.json"
 
 
 @dataclass(frozen=True)
@@ -40,48 +42,126 @@ def run_notebook(
     *,
     output: str | Path | None = None,
     kernel: str | None = None,
+    skip_look: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Result:
     """Run a notebook with parameters; the executed copy goes into its run folder, or to `output`.
 
     The run folder is the notebook's `run` parameter; where it has none, or an empty one, a new folder in `runs`
     with the notebook's name and the time. The kernel starts in the present folder and sees WORKBENCH_JOB=1; what it
-    appends to the file that WORKBENCH_PROGRESS names is passed to `say`, line by line, while it runs. Raises
-    `SettingError` before anything starts where a parameter is unknown or of the wrong type.
+    appends to the file that WORKBENCH_PROGRESS names is passed to `say`, line by line, while it runs. `skip_look` leaves
+    out cells tagged `look`. SIGINT and SIGTERM end the step in hand, with a checkpoint, and then the job.
+    Raises `SettingError` before anything starts where a parameter is unknown or of the wrong type.
     """
-    import papermill
-    from nbclient.exceptions import DeadKernelError
-    from papermill.exceptions import PapermillExecutionError
-
     source = Path(notebook)
     values = resolve(source, parameters)
     run = _run_folder(source, values)
     target = Path(output) if output is not None else (run or _fresh(source)) / "notebook.ipynb"
+    for place in (run, target.parent):
+        if place is not None:
+            check_place(place)
     target.parent.mkdir(parents=True, exist_ok=True)
+    _set_aside(target)
+    if run is not None:
+        run.mkdir(parents=True, exist_ok=True)
+        write_json(run / JOB, {"notebook": str(source), "crc32": crc32_of(source), "parameters": values})
     say(f"{source.name} → {target}")
     say(table(source, values))
     with _job(say):
-        try:
-            papermill.execute_notebook(
-                str(source),
-                str(target),
-                parameters=values,
-                kernel_name=kernel,
-                progress_bar=False,
-                log_output=False,
-                autosave_cell_every=5,
-                cwd=str(Path.cwd()),
-                request_save_on_cell_execute=True,
-                # the kernel warns at every start that its loopback sockets, signed by a key, are not encrypted too
-                extra_arguments=["--log-level=ERROR"],
-            )
-        except PapermillExecutionError as error:
-            code = STOPPED if error.ename == "RunStopped" else FAILED
-            return Result(code, target, run, _told(error))
-        except DeadKernelError:
-            why = "the kernel died: out of memory, or killed from outside; the notebook has what was saved before"
-            return Result(DIED, target, run, why)
-    return Result(OK, target, run)
+        code, error = _execute(source, target, values, kernel, skip_look)
+    return Result(code, target, run, error)
+
+
+def _execute(
+    source: Path, target: Path, values: Mapping[str, Any], kernel: str | None, skip_look: bool
+) -> tuple[int, str]:
+    """(exit code, what to say about it)."""
+    import papermill
+    from papermill.engines import papermill_engines
+    from papermill.exceptions import PapermillExecutionError
+
+    from workbench.runs.engine import DEAD, JobStopped
+    from workbench.runs.entry import JobEngine
+
+    papermill_engines.register("workbench", JobEngine)  # as the entry point does, also where we are not installed
+    try:
+        papermill.execute_notebook(
+            str(source),
+            str(target.absolute()),
+            parameters=dict(values),
+            engine_name="workbench",
+            kernel_name=kernel,
+            progress_bar=False,
+            cwd=str(Path.cwd()),
+            skip_look=skip_look,
+            # the kernel warns at every start that its loopback sockets, signed by a key, are not encrypted too
+            extra_arguments=["--log-level=ERROR"],
+        )
+    except JobStopped as stopped:
+        return _signal_code([str(stopped)]), f"stopped by {stopped}; cells after that are marked skipped"
+    except PapermillExecutionError as error:
+        signals = read_json(target)["metadata"]["papermill"].get("signals", [])
+        if signals:
+            return _signal_code(signals), f"stopped by {signals[0]} in cell {error.cell_index}: {error.evalue}"
+        if error.ename == DEAD:
+            return DIED, error.evalue
+        return (STOPPED if error.ename == "RunStopped" else FAILED), _told(error)
+    return OK, ""
+
+
+def _signal_code(names: list[str]) -> int:
+    return TERMINATED if names[0].startswith("SIGTERM") else INTERRUPTED
+
+
+def _set_aside(target: Path) -> None:
+    """The executed notebook of an earlier attempt is kept beside the new one."""
+    if target.exists():
+        numbers = [int(found[1]) for one in target.parent.glob("*") if (found := re.search(r"\.(\d{3})\.ipynb$", one.name))]
+        target.rename(target.with_suffix(f".{max(numbers, default=0) + 1:03d}.ipynb"))
+
+
+def job_of(run: str | Path) -> tuple[Path, dict[str, Any], str]:
+    """(notebook, parameters, a note) of the job that wrote a run folder, to go on with it.
+
+    `resume` and `run` are set where the notebook has such parameters. Raises `RunError` where the folder is no job's, or
+    its notebook is gone.
+    """
+    folder = Path(run)
+    if not (folder / JOB).is_file():
+        do = "start it with `workbench train NOTEBOOK -p run=…`; a script's run goes on with resume='auto'"
+        raise RunError(message(f"no job at {str(run)!r}", expected=f"a run folder with {JOB}", do=do))
+    job = read_json(folder / JOB)
+    notebook = Path(job["notebook"])
+    if not notebook.is_file():
+        raise RunError(message("the job's notebook is gone", found=notebook, do="run it from the folder it began in"))
+    names = {parameter.name for parameter in declared_parameters(notebook)}
+    values = {name: value for name, value in job["parameters"].items() if name in names}
+    values |= {name: value for name, value in (("run", str(run)), ("resume", "auto")) if name in names}
+    if "resume" not in names:
+        raise SettingError(message(f"{notebook.name} has no parameter 'resume'", do="pass it on to wb.train"))
+    changed = crc32_of(notebook) != job["crc32"]
+    return notebook, values, f"note: {notebook} has changed since the job began" if changed else ""
+
+
+def check_notebook(
+    notebook: str | Path, parameters: Mapping[str, Any], *, kernel: str | None = None
+) -> tuple[int, str]:
+    """(0, findings) or (2, what was refused): the notebook run up to the start of its training, `look` cells left out.
+
+    Nothing is written beside a temporary folder; no model samples.
+    """
+    source = Path(notebook)
+    values = resolve(source, parameters)
+    with tempfile.TemporaryDirectory(prefix="workbench-") as folder, _job(lambda line: None, WORKBENCH_CHECK="1"):
+        target = Path(folder) / source.name
+        code, told = _execute(source, target, values, kernel, skip_look=True)
+        outputs = [one for cell in read_json(target)["cells"] for one in cell.get("outputs", [])]
+    errors = [one for one in outputs if one["output_type"] == "error"]
+    if code == OK:
+        return OK, "every cell ran; none of them trains"
+    if errors and errors[0]["ename"] == "Checked":
+        return OK, errors[0]["evalue"]
+    return (REFUSED if code == FAILED else code), f"{errors[0]['ename']}: {errors[0]['evalue']}" if errors else told
 
 
 def _fresh(source: Path) -> Path:
@@ -106,12 +186,15 @@ def _told(error: Any) -> str:
 
 
 @contextmanager
-def _job(say: Callable[[str], None]) -> Iterator[None]:
-    """Environment of the kernel, and a thread that passes on the lines that the loop writes."""
+def _job(say: Callable[[str], None], **environment: str) -> Iterator[None]:
+    """Environment of the kernel, and a thread that passes on the lines that the loop writes.
+
+    Other libraries' bars are off: in a saved notebook they are blank, or a line for every refresh.
+    """
     with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
         path = Path(folder) / "progress"
         path.touch()
-        ours = {"WORKBENCH_JOB": "1", "WORKBENCH_PROGRESS": str(path)}
+        ours = {"WORKBENCH_JOB": "1", "WORKBENCH_PROGRESS": str(path), "TQDM_DISABLE": "1", **environment}
         before = {name: os.environ.get(name) for name in ours}
         os.environ.update(ours)
         done = threading.Event()
@@ -147,7 +230,7 @@ def closing_lines(result: Result) -> list[str]:
     """What a person wants to know at the end: rewards before and after, and where everything is."""
     lines = []
     if result.run is not None and (result.run / "summary.json").is_file():
-        summary = json.loads((result.run / "summary.json").read_text())
+        summary = read_json(result.run / "summary.json")
         for when in ("before", "after"):
             if f"reward_{when}" in summary:
                 low, high = (number(bound) for bound in summary[f"interval_{when}"])

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from workbench.runs.facts import resolved, with_history, write_summary
 from workbench.runs.folder import RunFolder, check_place, write_json
 from workbench.runs.preflight import Checked, preflight
 from workbench.runs.recorder import Plan, append_line
-from workbench.runs.resume import Start, begin
+from workbench.runs.resume import Start, begin, check_resumable
 from workbench.runs.run import Run
 from workbench.runs.session import Session
 from workbench.runs.trackers import check_trackers
@@ -73,11 +73,12 @@ async def train(
     path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     check_place(path)
     found = preflight(pipeline, rows, heldout, plan, path)
+    settings = resolved(pipeline, found.rows, plan, found.heldout, trackers)
     if os.environ.get("WORKBENCH_CHECK"):
+        check_resumable(path, settings, resume, may_change)
         raise Checked(repr(found))
     folder = RunFolder(path)
     try:
-        settings = resolved(pipeline, found.rows, plan, found.heldout, trackers)
         start = begin(folder, pipeline, found.rows, settings, resume=resume, may_change=may_change)
         if start.step > steps:
             return _nothing_to_do(path, start, steps, found.heldout)

@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -71,9 +70,9 @@ def _narrow(columns: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor
     for name, values in columns.items():
         if values.dtype == torch.int64 and values.numel():
             low, high = int(values.min()), int(values.max())
-            if 0 <= low and high < 2**8:
+            if low >= 0 and high < 2**8:
                 values = values.to(torch.uint8)
-            elif -(2**31) <= low and high < 2**31:
+            elif low >= -(2**31) and high < 2**31:
                 values = values.to(torch.int32)
         found[name] = values
     return found, kinds
