@@ -8,7 +8,7 @@ import workbench as wb
 
 NAMES = {
     "COLUMNS", "DataProto", "Evaluation", "Origin", "Outcome", "Pipeline", "Run", "RunStopped", "SamplingSettings", "Score",
-    "Status", "Stepper", "Trace", "WorkbenchError", "compare", "datasets", "engines", "evaluate", "functional", "load_run",
+    "Status", "Stepper", "Trace", "WorkbenchError", "compare", "datasets", "engines", "evaluate", "functional", "list_runs", "load_run",
     "recipes", "rewards", "stages", "train", "train_blocking", "views",
 }  # fmt: skip
 TRAIN = [

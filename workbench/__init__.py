@@ -11,7 +11,7 @@ from workbench.dataproto import DataProto, Origin
 from workbench.engines import SamplingSettings
 from workbench.errors import WorkbenchError
 from workbench.rewards import Score, Status
-from workbench.runs import Evaluation, Run, RunStopped, evaluate, load_run, train, train_blocking
+from workbench.runs import Evaluation, Run, RunStopped, evaluate, list_runs, load_run, train, train_blocking
 from workbench.stages import Outcome, Pipeline
 from workbench.stepper import Stepper
 from workbench.trace import Trace
@@ -38,6 +38,7 @@ __all__ = [
     "engines",
     "evaluate",
     "functional",
+    "list_runs",
     "load_run",
     "recipes",
     "rewards",

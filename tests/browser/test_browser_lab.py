@@ -102,6 +102,14 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @contextmanager
 def page_after_run_all(lab: str, notebook: str, timeout: float) -> Iterator[Any]:
     """The page of a notebook in a fresh workspace, when each of its cells has its number."""
+    with page_running_all(lab, notebook) as page:
+        page.wait_for_function(DONE, timeout=timeout * 1000)
+        yield page
+
+
+@contextmanager
+def page_running_all(lab: str, notebook: str) -> Iterator[Any]:
+    """The same as soon as all cells have been told to run."""
     from playwright.sync_api import sync_playwright
 
     address, token = lab.split("|")
@@ -116,7 +124,6 @@ def page_after_run_all(lab: str, notebook: str, timeout: float) -> Iterator[Any]
             page.get_by_text("| Idle").first.wait_for(timeout=90_000)
             page.get_by_role("menuitem", name="Run", exact=True).click()
             page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-            page.wait_for_function(DONE, timeout=timeout * 1000)
             yield page
         finally:
             browser.close()
@@ -178,3 +185,68 @@ def test_all_cells_run_and_can_be_read_in_a_real_lab(lab: str, path: Path) -> No
             closed.first.locator("summary").first.click()
             assert page.locator(".jp-OutputArea-output details[open]").count() == opened + 1
             shot(page, f"{path.stem}_fold")
+
+
+def step_shown(page: Any) -> int:
+    """The step that the training cell shows; 0 before the first."""
+    lines = page.locator(".jp-OutputArea-output").get_by_text(re.compile(r"^step \d+/")).locator("visible=true")
+    found = [re.match(r"step (\d+)/", line) for line in lines.all_inner_texts()]
+    return max((int(one[1]) for one in found if one), default=0)
+
+
+def until(page: Any, ready: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, page.locator(".jp-Notebook").inner_text()[-1500:]
+        page.wait_for_timeout(200)
+
+
+def test_pause_go_on_reload_and_stop_a_training_cell(lab: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    values = {"steps": 400, "batch_size": 4, "group_size": 4, "heldout_rows": 8, "test_freq": 0, "save_freq": 0}
+    document = with_parameters(ROOT / "notebooks" / "201_train_grpo.ipynb", {**values, "run": str(run)})
+    put(lab, "buttons.ipynb", document)
+    with page_running_all(lab, "buttons.ipynb") as page:
+        pause = page.get_by_role("button", name="pause")
+        pause.wait_for(timeout=90_000)
+        until(page, lambda: step_shown(page) >= 2)
+        pause.scroll_into_view_if_needed()
+        pause.click()
+        go_on = page.get_by_role("button", name="go on")
+        go_on.wait_for(timeout=10_000)
+        until(page, lambda: "paused" in page.locator(".jp-Notebook").inner_text(), 20)
+        rows = len((run / "metrics.jsonl").read_text().splitlines())
+        page.wait_for_timeout(3000)
+        assert len((run / "metrics.jsonl").read_text().splitlines()) == rows, "it trained on while paused"
+        shot(page, "buttons_paused")
+        go_on.click()
+        held = step_shown(page)
+        until(page, lambda: step_shown(page) >= held + 2)
+        page.keyboard.press("Control+s")  # what Lab does by itself every two minutes
+        page.wait_for_timeout(2000)
+        page.reload()
+        stop = page.get_by_role("button", name="stop", exact=True)
+        stop.wait_for(timeout=60_000)
+        began = step_shown(page)
+        until(page, lambda: step_shown(page) >= began + 2)
+        shot(page, "buttons_after_reload")
+        stop.click()
+        until(page, lambda: (run / "summary.json").exists(), 60)
+        until(page, lambda: "stopped by hand after step" in page.locator(".jp-Notebook").inner_text(), 60)
+        shot(page, "buttons_stopped")
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["checkpoints"] == [summary["steps"]] and 4 <= summary["steps"] < 400
+        page.wait_for_timeout(1500)
+        page.keyboard.press("Control+s")
+        page.wait_for_timeout(2000)
+    saved = contents(lab, "buttons.ipynb")
+    cell = next(cell for cell in saved["cells"] if "wb.train(" in "".join(cell["source"]))
+    shown = [output for output in cell["outputs"] if "data" in output]
+    assert shown and all("text/html" in output["data"] for output in shown)
+    assert "step" in "".join("".join(output["data"]["text/html"]) for output in shown)
+
+
+def contents(lab: str, name: str) -> dict[str, Any]:
+    address, token = lab.split("|")
+    with urllib.request.urlopen(f"{address}/api/contents/notebooks/{name}?token={token}", timeout=30) as answer:
+        return json.load(answer)["content"]

@@ -35,10 +35,15 @@ def strict(value: Any) -> Any:
 
 
 def write_json(path: Path, document: Any) -> None:
+    """`write_text` of strict JSON."""
+    write_text(path, json.dumps(strict(document), indent=1, default=str, allow_nan=False))
+
+
+def write_text(path: Path, text: str) -> None:
     """Atomically: a reader sees the old file or the new one, also after a power cut."""
     part = path.with_name(f".{path.name}.part")
-    with part.open("w") as file:
-        file.write(json.dumps(strict(document), indent=1, default=str, allow_nan=False))
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from workbench.config import coerce
-from workbench.errors import SettingError, message, unknown
+from workbench.errors import SettingError, describe, first_line, message, unknown
 
 TAG = "parameters"
 _TYPES: Mapping[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict}
@@ -104,6 +106,44 @@ def _parameter(node: ast.stmt, lines: list[str], name: str) -> Parameter:
         raise SettingError(message(f"parameter {node.target.id!r}", expected="a literal", found=found)) from cause
     comment = re.search(r"#\s*(.*)$", lines[(node.end_lineno or node.lineno) - 1][node.value.end_col_offset or 0 :])
     return Parameter(node.target.id, ast.unparse(node.annotation), default, comment[1].strip() if comment else "")
+
+
+FILE_LIMIT = 1 << 20
+"""Bytes of a parameter file: a settings file is small."""
+
+
+class _Plain(yaml.SafeLoader):
+    """YAML without aliases (300 bytes of them can stand for gigabytes), and with every key once."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise SettingError(message("a parameter file may not use aliases (*name)", do="write the value out"))
+        return super().compose_node(parent, index)
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """Parameters from a YAML or JSON file: names with plain values.
+
+    Raises `SettingError` for a file that is missing, too large or broken, for aliases, and for keys that YAML takes for
+    something else (`on:` is the key True). `lr: 1e-6`, a string in YAML, becomes a number where the notebook says float.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise SettingError(message(f"no parameter file at {str(path)!r}", do="check the path"))
+    if file.stat().st_size > FILE_LIMIT:
+        raise SettingError(message(str(file), expected=f"at most {FILE_LIMIT} bytes", found=file.stat().st_size))
+    try:
+        document = _Plain(file.read_text(encoding="utf-8")).get_single_data()
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as cause:
+        raise SettingError(message(f"{file} cannot be read as YAML", found=first_line(cause))) from cause
+    if not isinstance(document, dict):
+        raise SettingError(message(str(file), expected="lines `name: value`", found=describe(document)))
+    for key in document:
+        if not isinstance(key, str):
+            raise SettingError(
+                message(f"{file}: key {key!r}", expected="a name", do="quote it: YAML reads on, off, yes, no as booleans")
+            )
+    return document
 
 
 def resolve(notebook: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:

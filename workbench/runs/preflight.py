@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,12 @@ def preflight(pipeline: Pipeline, rows: Rows, heldout: Rows | None, plan: Plan, 
         ("data", _data(rows, heldout)),
         ("rewards", _routing(rows, reward)),
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
-        ("lengths", _lengths(rollout, prompt)),
+        ("lengths", _lengths(rollout, prompt, lambda: max(rows.prompt_lengths(tokenizer, **switches)))),
         ("memory", _memory(pipeline)),
         ("disk", _disk(pipeline, plan, path, (prompt + rollout.sampling.max_tokens) * rollout.group_size)),
     ]
-    _tried(reward, first[:2], tokenizer)
-    return Preflight(rows, heldout, (*findings, ("reward function", f"{reward.function.name}: tried on two rows")))
+    tried = _tried(reward, first[:2], tokenizer)
+    return Preflight(rows, heldout, (*findings, ("reward function", tried)))
 
 
 def _longest(rows: Rows, tokenizer: Any, switches: dict[str, Any]) -> int:
@@ -92,7 +93,7 @@ def _data(rows: Rows, heldout: Rows | None) -> str:
 
 def _routing(rows: Rows, reward: Any) -> str:
     sources = Counter(str(row.get("data_source")) for row in rows)
-    return f"by {reward.function.name}: " + ", ".join(f"{source} × {count}" for source, count in sources.most_common(6))
+    return f"{reward.function.name}: " + ", ".join(f"{source} × {count}" for source, count in sources.most_common(6))
 
 
 def _batch(pipeline: Pipeline, rows: Rows, plan: Plan, group: int) -> str:
@@ -113,10 +114,12 @@ def _batch(pipeline: Pipeline, rows: Rows, plan: Plan, group: int) -> str:
     )
 
 
-def _lengths(rollout: Any, prompt: int) -> str:
+def _lengths(rollout: Any, prompt: int, measured: Callable[[], int]) -> str:
+    """What the limit allows fits into the model; where it does not, at least what there really is (`measured`)."""
     limit = getattr(rollout.sampler, "max_length", None)
-    longest = prompt + rollout.sampling.max_tokens
-    if limit is not None and longest > limit:
+    if limit is not None and prompt + rollout.sampling.max_tokens > limit:
+        prompt = measured()
+    if limit is not None and prompt + rollout.sampling.max_tokens > limit:
         raise DataError(
             message(
                 "prompts and responses do not fit into the model",
@@ -169,16 +172,16 @@ def _disk(pipeline: Pipeline, plan: Plan, path: Path, tokens: int) -> str:
                 do="free some, choose another run folder, or keep fewer checkpoints",
             )
         )
-    return f"up to {gib(need)} ({saved} checkpoints of {gib(weights)}, updates {gib(updates)}); {gib(free)} free"
+    return f"up to {gib(need)} ({saved} × {gib(weights)} checkpoint, updates {gib(updates)}); {gib(free)} free"
 
 
-def _tried(reward: Any, prompts: DataProto, tokenizer: Any) -> None:
+def _tried(reward: Any, prompts: DataProto, tokenizer: Any) -> str:
     """Score two made-up responses, as a step would: a broken function shows before the model has sampled for hours.
 
     A function that runs in this process is left alone: it may count its calls.
     """
     if reward.function.in_process:
-        return
+        return f"{reward.function.name}: its signature fits"
     truths = [str((judged or {}).get("ground_truth", "")) for judged in prompts["reward_model"]]
     texts = truths if any(truths) else ["" for _ in truths]
     ids = [list(tokenizer.encode(text, add_special_tokens=False)) or [0] for text in texts]
@@ -187,6 +190,7 @@ def _tried(reward: Any, prompts: DataProto, tokenizer: Any) -> None:
     mask = torch.tensor([[1] * len(one) + [0] * (width - len(one)) for one in ids])
     made = prompts.with_columns({"responses": padded, "response_mask": mask, "response_text": texts})
     reward(made)
+    return f"{reward.function.name}: its signature fits, and it judged two rows"
 
 
 def gib(size: int) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import RunError, SettingError, message
-from workbench.runs.folder import check_place, crc32_of, read_json, write_json
+from workbench.runs.folder import check_place, crc32_of, read_json, write_json, write_text
 from workbench.runs.parameters import declared_parameters, resolve, table
 from workbench.runs.run import number
 
@@ -62,14 +62,27 @@ def run_notebook(
             check_place(place)
     target.parent.mkdir(parents=True, exist_ok=True)
     _set_aside(target)
-    if run is not None:
-        run.mkdir(parents=True, exist_ok=True)
-        write_json(run / JOB, {"notebook": str(source), "crc32": crc32_of(source), "parameters": values})
     say(f"{source.name} → {target}")
     say(table(source, values))
-    with _job(say):
+    with _job(say), _recorded(run, {"notebook": str(source), "crc32": crc32_of(source), "parameters": values}):
         code, error = _execute(source, target, values, kernel, skip_look)
     return Result(code, target, run, error)
+
+
+@contextmanager
+def _recorded(run: Path | None, job: Mapping[str, Any]) -> Iterator[None]:
+    """`job.json` in the run folder, for --resume. A job that was refused before it trained leaves the earlier one."""
+    if run is None:
+        yield
+        return
+    run.mkdir(parents=True, exist_ok=True)
+    path, settings = run / JOB, run / "settings.json"
+    before = path.read_text(encoding="utf-8") if path.is_file() else None
+    written = settings.stat().st_mtime_ns if settings.is_file() else None
+    write_json(path, job)
+    yield
+    if before is not None and settings.is_file() and settings.stat().st_mtime_ns == written:
+        write_text(path, before)
 
 
 def _execute(

@@ -1,0 +1,83 @@
+"""A run as one HTML file that shows everything without a kernel, a script or a network."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import RunError, message
+from workbench.runs.folder import write_text
+from workbench.runs.run import Run
+
+STATIC = ("text/html", "image/png", "image/jpeg", "text/markdown", "text/plain")
+"""What stands in an output that has several forms: never a widget, which needs a kernel or a CDN."""
+
+
+def write_report(run: str | Path, output: str | Path | None = None) -> Path:
+    """Write `report.html` into the run folder, or `output`: state, settings, curves, then the executed notebook.
+
+    Model text in it is text; scripts are taken out, also those of the notebook's own outputs. Raises `RunError` where
+    there is no run.
+    """
+    import nbformat
+
+    opened = Run(run)
+    notebook = _opening(opened)
+    executed = opened.path / "notebook.ipynb"
+    if executed.is_file():
+        try:
+            document = nbformat.read(executed, as_version=4)
+        except (ValueError, nbformat.ValidationError) as cause:
+            raise RunError(message(f"{executed} cannot be read", found=cause)) from cause
+        notebook.cells += [_static(cell) for cell in document.cells]
+        notebook.metadata.language_info = document.metadata.get("language_info", {"name": "python"})
+    target = Path(output) if output is not None else opened.path / "report.html"
+    write_text(target, _html(notebook, f"run {opened.path.name}"))
+    return target
+
+
+def _opening(run: Run) -> Any:
+    """A notebook whose first cells say how the run stands, from its folder: also where no notebook ran it."""
+    import nbformat
+
+    from workbench.views.curves import panel, png
+    from workbench.views.html import fold, image, pairs_table, text_block
+
+    plain = {key: value for key, value in run.settings.items() if key != "pipeline"}
+    settings = fold("settings", text_block(json.dumps(plain, indent=1, default=str)))
+    state = [("state", run.state), *run.summary.pairs()]
+    parts = [pairs_table(state), text_block(repr(run)), settings]
+    if len(run.rows) > 1:
+        parts.insert(1, image(png(panel(run.rows, title=run.path.name)), "curves"))
+    output = nbformat.v4.new_output("display_data", data={"text/html": "".join(parts), "text/plain": repr(run)})
+    cell = nbformat.v4.new_code_cell("", outputs=[output], metadata={"tags": ["no-input"]})
+    title = nbformat.v4.new_markdown_cell(f"# Run `{re.sub(r'[^A-Za-z0-9_.-]', '_', run.path.name)}`")
+    return nbformat.v4.new_notebook(cells=[title, cell])
+
+
+def _static(cell: Any) -> Any:
+    """A cell whose outputs have only forms that stand by themselves; errors without colours of a terminal."""
+    for output in cell.get("outputs", []):
+        if "data" in output:
+            output.data = {kind: value for kind, value in output.data.items() if kind in STATIC}
+        if output.output_type == "error":
+            output.traceback = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in output.traceback]
+    return cell
+
+
+def _html(notebook: Any, title: str) -> str:
+    from nbconvert.exporters import HTMLExporter
+    from traitlets.config import Config
+
+    config = Config()
+    # set on the base class: on HTMLExporter the option is accepted and does nothing
+    config.NbConvertBase.display_data_priority = list(STATIC)
+    config.TagRemovePreprocessor.remove_input_tags = {"no-input"}
+    config.TagRemovePreprocessor.enabled = True
+    exporter = HTMLExporter(config=config, sanitize_html=True, exclude_input_prompt=True, exclude_output_prompt=True)
+    body, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": title}})
+    # what is left of scripts is the template's own: it would fetch libraries for widgets and formulas
+    body = re.sub(r"<script\b.*?</script\s*>", "", body, flags=re.DOTALL | re.IGNORECASE)
+    return re.sub(r"<link\b[^>]*href=[\"']https?:[^>]*>", "", body, flags=re.IGNORECASE)
