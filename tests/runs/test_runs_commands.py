@@ -17,7 +17,15 @@ from workbench.runs.parameters import FILE_LIMIT, read_file, resolve
 from workbench.runs.report import write_report
 from workbench.runs.runner import job_of
 
-SMALL = {"steps": 2, "batch_size": 4, "group_size": 2, "heldout_rows": 4, "max_tokens": 12, "test_freq": 0, "save_freq": 1}
+SMALL = {
+    "steps": 2,
+    "batch_size": 4,
+    "group_size": 2,
+    "heldout_rows": 4,
+    "max_tokens": 12,
+    "test_freq": 0,
+    "save_freq": 1,
+}
 NOTEBOOK = "notebooks/201_train_grpo.ipynb"
 
 
@@ -94,7 +102,10 @@ def test_E7_a_run_stays_where_its_name_says(tiny: str, tmp_path: Path, name: str
     (root / "link").symlink_to(tmp_path / "outside")
     with pytest.raises(RunError, match=match):
         small_run(tiny, root / name)
-    assert list((tmp_path / "outside").iterdir()) == [] and sorted(one.name for one in root.iterdir()) == ["file", "link"]
+    assert list((tmp_path / "outside").iterdir()) == [] and sorted(one.name for one in root.iterdir()) == [
+        "file",
+        "link",
+    ]
     check_place(root / "fine")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,24 @@ def test_a_reward_that_only_a_cell_had_is_missing_by_name(tiny: str, tmp_path: P
     assert "def short_is_good" not in json.dumps(run.settings["pipeline"])
 
 
-def test_a_damaged_update_is_refused_by_file(recorded: Any, tmp_path: Path) -> None:
-    import shutil
+def test_an_update_of_somebody_elses_is_never_left_out_in_silence(tiny: str, tmp_path: Path) -> None:
+    class Mine(wb.stages.Update):
+        """A stage of a cell."""
 
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:8]
+    engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
+    pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=8)
+    pipe = pipe.replace("update_actor", Mine(engine, wb.stages.PolicyLoss(kl_loss_coef=0.1)))
+    run = wb.train_blocking(pipe, rows, steps=3, batch_size=4, run=tmp_path / "r", save_freq=2)
+    assert torch.equal(*(one.snapshot()["weights"]["model.norm.weight"] for one in (run.engine(3), engine)))
+    shutil.rmtree(run.path / "checkpoints" / "step_000003")
+    with pytest.raises(PipelineError, match="'update_actor' of the run cannot be run again here"):
+        run.engine(3)
+    s = run.stepper(3).run(until="advantage")
+    assert torch.equal(s.batch.advantages, run.traces[3].batch.advantages)
+
+
+def test_a_damaged_update_is_refused_by_file(recorded: Any, tmp_path: Path) -> None:
     run = wb.load_run(shutil.copytree(recorded[0].path, tmp_path / "r"))
     path = run.path / "updates" / "step_000005" / "inputs" / "tensors.safetensors"
     content = bytearray(path.read_bytes())

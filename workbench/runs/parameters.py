@@ -141,7 +141,9 @@ def read_file(path: str | Path) -> dict[str, Any]:
     for key in document:
         if not isinstance(key, str):
             raise SettingError(
-                message(f"{file}: key {key!r}", expected="a name", do="quote it: YAML reads on, off, yes, no as booleans")
+                message(
+                    f"{file}: key {key!r}", expected="a name", do="quote it: YAML reads on, off, yes, no as booleans"
+                )
             )
     return document
 

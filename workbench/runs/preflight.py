@@ -81,9 +81,10 @@ def preflight(pipeline: Pipeline, rows: Rows, heldout: Rows | None, plan: Plan, 
 
 def _longest(rows: Rows, tokenizer: Any, switches: dict[str, Any]) -> int:
     """Tokens that a prompt may have: the limit, or where there is none the longest of the first rows."""
-    if rows.max_prompt_length is not None:
-        return rows.max_prompt_length
-    return max(len(encode(tokenizer, row["prompt"], **switches)) for row in rows[:64])
+    longest = max(len(encode(tokenizer, row["prompt"], **switches)) for row in rows[:64])
+    if not longest:
+        raise DataError(message("the prompts are empty under the model's tokenizer", found="no token in the first 64"))
+    return rows.max_prompt_length or longest
 
 
 def _data(rows: Rows, heldout: Rows | None) -> str:

@@ -41,6 +41,7 @@ def written_down(pipeline: Pipeline) -> list[dict[str, Any]]:
                 "arguments": {name: _plain(value, roles) for name, value in made.items()},
                 "reads": list(stage.reads),
                 "writes": list(stage.writes),
+                "updates": stage.name.removeprefix("update_") if stage.updates else None,
             }
         )
     return records
@@ -74,12 +75,18 @@ def _plain(value: Any, roles: Mapping[int, str]) -> Any:
 class Missing(BaseStage):
     """Stands for a stage that cannot be made again here. Replace it; its recorded columns can be read from the trace."""
 
-    def __init__(self, name: str, kind: str | None, what: str, reads: list[str], writes: list[str]) -> None:
-        self.name = name
+    def __init__(self, record: Mapping[str, Any], what: str, learner: Any = None) -> None:
+        self.name = record["name"]
         self.what = what
-        self.reads = tuple(reads)
-        self.writes = tuple(writes)
-        self._kind = kind
+        self.reads = tuple(record["reads"])
+        self.writes = tuple(record["writes"])
+        self.updates = learner is not None
+        self._learner = learner
+        self._kind = record["class"]
+
+    def learners(self) -> tuple[Any, ...]:
+        """Whose weights the stage would change."""
+        return (self._learner,) if self.updates else ()
 
     def with_function(self, function: Callable[..., Any]) -> Stage:
         """The stage around a function that is here: a reward, or an estimator with its own defaults."""
@@ -117,7 +124,7 @@ def rebuilt(records: list[dict[str, Any]], learners: Mapping[str, Any], open_fro
             arguments = {key: _value(one, learners, open_frozen) for key, one in record["arguments"].items()}
             made.append(getattr(stages, record["class"])(**arguments))
         except _Gone as gone:
-            made.append(Missing(record["name"], record["class"], str(gone), record["reads"], record["writes"]))
+            made.append(Missing(record, str(gone), learners.get(record["updates"])))
     return Pipeline(made)
 
 

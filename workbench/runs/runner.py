@@ -129,7 +129,9 @@ def _signal_code(names: list[str]) -> int:
 def _set_aside(target: Path) -> None:
     """The executed notebook of an earlier attempt is kept beside the new one."""
     if target.exists():
-        numbers = [int(found[1]) for one in target.parent.glob("*") if (found := re.search(r"\.(\d{3})\.ipynb$", one.name))]
+        numbers = [
+            int(found[1]) for one in target.parent.glob("*") if (found := re.search(r"\.(\d{3})\.ipynb$", one.name))
+        ]
         target.rename(target.with_suffix(f".{max(numbers, default=0) + 1:03d}.ipynb"))
 
 

@@ -80,10 +80,13 @@ class BaseStage:
     _made_with: Mapping[str, Any] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Remember what a stage is constructed with, so that a run can write down how to make it again."""
+        """Every stage remembers what it is constructed with, so that a run can write down how to make it again, and
+        looks at a batch before it works on it."""
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = _remembering(vars(cls)["__init__"])  # type: ignore[method-assign]
+        if "__call__" in vars(cls):
+            cls.__call__ = _looking_first(vars(cls)["__call__"])  # type: ignore[attr-defined]
 
     @property
     def made_with(self) -> Mapping[str, Any]:
@@ -148,6 +151,31 @@ def _remembering(init: Callable[..., None]) -> Callable[..., None]:
         self._made_with = dict([*given.items()][1:]) | extra
 
     return remembers
+
+
+def _looking_first(call: Callable[..., Outcome]) -> Callable[..., Outcome]:
+    @functools.wraps(call)
+    def looks(self: Any, batch: DataProto) -> Outcome:
+        refuse_other_steps(self, batch)
+        return call(self, batch)
+
+    return looks
+
+
+def refuse_other_steps(stage: Any, batch: DataProto) -> None:
+    """A cell run out of order: raises `PipelineError` where a column that a stage reads is of another step's batch."""
+    step = batch.meta_info.get("step")
+    for name in stage.reads:
+        origin = batch.origins.get(name)
+        if origin is not None and None not in (origin.step, step) and origin.step != step:
+            raise PipelineError(
+                message(
+                    f"stage {stage.name!r} reads {name!r}",
+                    expected=f"that of step {step}, as the batch is",
+                    found=f"that of step {origin.step}, written by {origin.stage!r}",
+                    do=f"run {origin.stage!r} on this batch first",
+                )
+            )
 
 
 def _short(value: Any) -> str:

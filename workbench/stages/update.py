@@ -5,7 +5,7 @@ One class, used twice: for the critic and for the actor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from workbench.config import require
 from workbench.dataproto import DataProto
 from workbench.engines.protocol import Learned, Learner, Normalisers
+from workbench.errors import NonFinite, VersionMismatch, message
 from workbench.metrics import Mean, Metric, reduce
 from workbench.seeds import derive
 from workbench.stages.log_prob import SCORED_COLUMNS
@@ -28,6 +29,11 @@ class Update(BaseStage):
     (None: the whole batch); an uneven last mini-batch is fine. `from_step` skips the update before that
     step (critic warm-up holds the actor still); the columns are written all the same. How a
     mini-batch is cut into micro-batches is the learner's business and changes no number beyond rounding.
+
+    A batch is used once: where its `old_log_probs` (or `values`) are of another version than the learner's weights the
+    update is refused, unless `allow_stale` says that learning off-policy is meant. A mini-batch with a NaN or infinite loss
+    or gradient changes no weight; up to `skip_nonfinite` of them in a row are left out and counted, the next one raises
+    `NonFinite` (0: the first does).
     """
 
     updates = True
@@ -43,7 +49,10 @@ class Update(BaseStage):
         shuffle: bool = False,
         from_step: int = 0,
         temperature: float = 1.0,
+        allow_stale: bool = False,
+        skip_nonfinite: int = 0,
     ) -> None:
+        require(skip_nonfinite >= 0, "skip_nonfinite", expected="≥ 0", found=skip_nonfinite)
         require(ppo_epochs >= 1, "ppo_epochs", expected="≥ 1", found=ppo_epochs)
         require(
             ppo_mini_batch_size is None or ppo_mini_batch_size >= 1,
@@ -59,6 +68,9 @@ class Update(BaseStage):
         self.shuffle = shuffle
         self.from_step = from_step
         self.temperature = temperature
+        self.allow_stale = allow_stale
+        self.skip_nonfinite = skip_nonfinite
+        self._in_a_row = 0
         self.reads = (*SCORED_COLUMNS, "scored", *loss.reads)
         self.writes = loss.writes
 
@@ -77,24 +89,67 @@ class Update(BaseStage):
 
     def __call__(self, batch: DataProto) -> Outcome:
         """B rows in, new weights, B rows with what the last pass over each saw."""
+        self._refuse_stale(batch)
         step = batch.meta_info.get("step", 0)
         if step < self.from_step:
             return Outcome(self.written(batch, self._unchanged(batch)), {f"{self.role}/skipped": Mean(1.0)})
         rows = batch.select(list(self.reads))
-        columns: dict[str, torch.Tensor] = {}
+        columns = self._unchanged(batch) if self.skip_nonfinite else {}
         steps: list[dict[str, float]] = []
+        skipped = 0
         for epoch in range(self.ppo_epochs):
             for number, indices in enumerate(self._mini_batches(batch, epoch)):
                 with seeded(derive(batch.meta_info.get("seed", 0), self.name, step, epoch, number)):
-                    learned = self._learn(rows.select_idxs(indices))
+                    learned = self._learn_or_skip(rows.select_idxs(indices))
+                if learned is None:
+                    skipped += 1
+                    continue
                 steps.append(reduce([learned.metrics]))
                 _scatter(columns, learned.columns, indices, len(batch))
-        self._learner.commit()
+        if steps:
+            self._learner.commit()
         metrics: dict[str, Metric] = {
             (key if "/" in key else f"{self.role}/{key}"): Mean(sum(one[key] for one in steps), len(steps))
-            for key in steps[0]
+            for key in (steps[0] if steps else ())
         }
+        if self.skip_nonfinite:
+            metrics[f"{self.role}/nonfinite"] = Mean(float(skipped))
         return Outcome(self.written(batch, columns), metrics)
+
+    def _refuse_stale(self, batch: DataProto) -> None:
+        for name in ("old_log_probs", "values"):
+            origin = batch.origins.get(name) if name in self.reads else None
+            if origin is None or origin.policy_version is None or self.allow_stale:
+                continue
+            if origin.policy_version != self._learner.version:
+                raise VersionMismatch(
+                    message(
+                        f"stage {self.name!r}: {name!r} of this batch is of another policy version",
+                        expected=f"version {self._learner.version}, the learner's",
+                        found=f"version {origin.policy_version}: the batch has been learnt from already, or is stale",
+                        do="take the next batch, go back, or construct the update with allow_stale=True",
+                    )
+                )
+
+    def _learn_or_skip(self, rows: DataProto) -> Learned | None:
+        """None where a mini-batch was left out because its loss or gradient is not finite; no weight has changed then."""
+        try:
+            learned = self._learn(rows)
+        except NonFinite:
+            self._in_a_row += 1
+            if self._in_a_row > self.skip_nonfinite:
+                raise
+            return None
+        self._in_a_row = 0
+        return learned
+
+    def state(self) -> dict[str, float]:
+        """How many mini-batches in a row have been left out."""
+        return {"nonfinite_in_a_row": float(self._in_a_row)} if self.skip_nonfinite else {}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Back to what `state` gave."""
+        self._in_a_row = int(state.get("nonfinite_in_a_row", 0))
 
     def _learn(self, rows: DataProto) -> Learned:
         mask = loss_mask(rows)
@@ -116,7 +171,7 @@ class Update(BaseStage):
 
     def _unchanged(self, batch: DataProto) -> dict[str, torch.Tensor]:
         still = {
-            "new_log_probs": lambda: batch["old_log_probs"],
+            "new_log_probs": lambda: batch["old_log_probs"].clone(),
             "clipped": lambda: torch.zeros_like(batch["response_mask"], dtype=torch.bool),
         }
         return {name: still[name]() for name in self.writes}
