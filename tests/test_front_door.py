@@ -39,6 +39,8 @@ def test_the_front_door(tmp_path: Path) -> None:
     )
     run = wb.load_run(tmp_path / "mine")
     assert run.curves() and run.traces
+    p = run.stepper(step=2).replace("reward", other_reward).run()
+    assert p.compare(run.traces[2]).columns
     assert wb.evaluate(run.checkpoint(2), heldout).prompts == 16
 
 

@@ -90,33 +90,50 @@ def test_it_runs_as_a_job(path: Path, tmp_path: Path) -> None:
         assert run.summary["steps"] == 3 and run.checkpoints and "val/reward" in run.metrics
 
 
+def small_pipeline() -> tuple[wb.Pipeline, wb.datasets.Rows]:
+    """What 201 builds with `SMALL`."""
+    engine = wb.engines.local("data/tiny-arith", lr=2e-4)
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    return wb.recipes.grpo(engine, group_size=4, kl_coef=0.001, clip_high=0.2, max_tokens=64), rows
+
+
+def numbers(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if not key.startswith(("timing", "perf"))}
+
+
 @pytest.mark.slow
-def test_papermill_and_a_script_give_the_same_numbers(tmp_path: Path) -> None:
-    """The same job by the runner and by `train` in this process: bit-identical metrics, columns and weights."""
+def test_stepped_by_hand_trained_and_run_by_papermill_are_the_same_numbers(tmp_path: Path) -> None:
+    """Bit-identical metrics, columns and weights: by the Stepper, by `train`, by plain papermill, by our engine."""
     import papermill
     import torch
 
-    small = {**SMALL["201_train_grpo"], "run": str(tmp_path / "job")}
+    small, notebook = SMALL["201_train_grpo"], ROOT / "notebooks" / "201_train_grpo.ipynb"
     papermill.execute_notebook(
-        str(ROOT / "notebooks" / "201_train_grpo.ipynb"),
+        str(notebook),
         str(tmp_path / "out.ipynb"),
-        small,
+        {**small, "run": str(tmp_path / "plain")},
         progress_bar=False,
         cwd=str(ROOT),
     )
-    engine = wb.engines.local("data/tiny-arith", lr=2e-4)
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    assert run_notebook(notebook, {**small, "run": str(tmp_path / "job")}, skip_look=True).code == OK
+    pipe, rows = small_pipeline()
     heldout = wb.datasets.load("data/arith/test.parquet", max_prompt_length=256)[:16]
-    pipe = wb.recipes.grpo(engine, group_size=4, kl_coef=0.001, clip_high=0.2, max_tokens=64)
     here = wb.train_blocking(
         pipe, rows, steps=3, batch_size=4, run=tmp_path / "here", heldout=heldout, test_freq=2, save_freq=2
     )
-    job = wb.load_run(tmp_path / "job")
-    for a, b in zip(job.rows, here.rows, strict=True):
-        assert {k: v for k, v in a.items() if not k.startswith(("timing", "perf"))} == {
-            k: v for k, v in b.items() if not k.startswith(("timing", "perf"))
-        }
-    for name in job.traces[3].batch.batch:
-        assert torch.equal(job.traces[3].batch[name], here.traces[3].batch[name])
-    files = [run.checkpoint(3) / "actor" / "model.safetensors" for run in (job, here)]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    jobs = [wb.load_run(tmp_path / name) for name in ("plain", "job")]
+    for job in jobs:
+        assert [numbers(row) for row in job.rows] == [numbers(row) for row in here.rows]
+        assert job.checkpoints == here.checkpoints
+        files = [run.checkpoint(3) / "actor" / "model.safetensors" for run in (job, here)]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    pipe, rows = small_pipeline()
+    for step in (1, 2, 3):
+        trace = wb.Stepper(pipe, rows.batch(4, step=step)).run().trace
+        for key, value in numbers(trace.metrics).items():
+            assert here.rows[step][key] == value, (step, key)
+    for run in (*jobs, here):
+        recorded = run.traces[3].batch
+        assert recorded.columns == trace.batch.columns
+        assert all(torch.equal(recorded[name], trace.batch[name]) for name in trace.batch.batch)
+        assert list(recorded["response_text"]) == list(trace.batch["response_text"])

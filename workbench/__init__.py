@@ -16,7 +16,7 @@ from workbench.stages import Outcome, Pipeline
 from workbench.stepper import Stepper
 from workbench.trace import Trace
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "COLUMNS",

@@ -61,11 +61,11 @@ def preflight(pipeline: Pipeline, rows: Rows, heldout: Rows | None, plan: Plan, 
     rows = rows.fitting(tokenizer, **switches)
     heldout = heldout.fitting(tokenizer, **switches) if heldout is not None else None
     first = rows.batch(plan.batch_size)
+    reward.function.check_signature(first.columns)  # before the pipeline's check: it knows the nearest name
     pipeline.check(first)
     for part in (rows, heldout):
         if part is not None:
             reward.function.check_rows(part)
-    reward.function.check_signature(first.columns)
     prompt = _longest(rows, tokenizer, switches)
     findings = [
         ("data", _data(rows, heldout)),
