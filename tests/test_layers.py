@@ -52,6 +52,7 @@ LIBRARIES = {
     "papermill": ("runs/",),
     "nbclient": ("runs/engine.py",),
     "nbconvert": ("runs/report.py",),
+    "bleach": ("runs/report.py",),
     "yaml": ("runs/parameters.py", "compat/"),
     "matplotlib": ("views/",),
     "IPython": ("runs/display.py", "widgets/"),

@@ -75,7 +75,9 @@ def main() -> None:
                     shares.append(sum(spent) / seconds[kind])
                     sizes.append(size / options.steps)
         ratios.append(seconds["with"] / seconds["without"])
-        print(f"pair {pair}: {seconds['without']:.2f} s without, {seconds['with']:.2f} s with, {shares[-1]:.2%} recording")
+        print(
+            f"pair {pair}: {seconds['without']:.2f} s without, {seconds['with']:.2f} s with, {shares[-1]:.2%} recording"
+        )
     print(f"median of {options.pairs} pairs of {options.steps} steps, {options.threads} threads:")
     print(f"  recording {median(shares):.2%} of the job's time, with/without {median(ratios):.3f}")
     print(f"  {median(sizes) / 2**20:.2f} MiB a step on disk (update and trace)")

@@ -51,7 +51,10 @@ def missing_ground_truth(folder: Path) -> str:
 DATA: dict[str, Case] = {
     "missing file": (lambda folder: str(folder / "none.parquet"), "none.parquet"),
     "not parquet": (text_file, "rows.parquet"),
-    "missing prompt column": (lambda folder: parquet(folder, [without("prompt")] * 4), "row 0 .*'prompt' is not a column"),
+    "missing prompt column": (
+        lambda folder: parquet(folder, [without("prompt")] * 4),
+        "row 0 .*'prompt' is not a column",
+    ),
     "a row without ground_truth": (missing_ground_truth, r"1 rows .*no ground truth.*in rows \[1\]"),
     "all prompts over the limit": (
         lambda folder: parquet(folder, [row(prompt=[{"role": "user", "content": "one two " * 200}])] * 4),
@@ -169,7 +172,9 @@ def test_too_little_memory_is_said_before_the_first_token(
     monkeypatch.setattr("workbench.runs.preflight.available", lambda device: 1 << 20)
     rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:8]
     pipe = wb.recipes.ppo(wb.engines.local(tiny, device="cpu"), group_size=2, max_tokens=8)
-    with pytest.raises(MemoryError, match=r"would need about .* more on cpu.*1\.0 MiB.*critic.*actor.*lower micro_batch_tokens"):
+    with pytest.raises(
+        MemoryError, match=r"would need about .* more on cpu.*1\.0 MiB.*critic.*actor.*lower micro_batch_tokens"
+    ):
         wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r")
     assert not (tmp_path / "r").exists()
 

@@ -155,12 +155,12 @@ class Tags(HTMLParser):
         if tag in ("script", "iframe", "object", "embed", "base", "form"):
             self.wrong.append(tag)
         for name, value in attributes:
-            outside = name in ("src", "href", "action") and re_outside(value or "")
-            if name.startswith("on") or outside:
+            fetched = name in ("src", "action", "data") and outside(value or "")
+            if name.startswith("on") or fetched or "javascript:" in (value or ""):
                 self.wrong.append(f"{tag} {name}={value}")
 
 
-def re_outside(value: str) -> bool:
+def outside(value: str) -> bool:
     return value.lower().lstrip().startswith(("http:", "https:", "//", "javascript:"))
 
 
@@ -177,6 +177,7 @@ def test_a_report_has_everything_and_needs_nothing(tiny: str, tmp_path: Path) ->
             data={"application/vnd.jupyter.widget-view+json": {"model_id": "m"}, "text/html": "<i>static form</i>"},
         ),
         v4.new_output("display_data", data={"application/javascript": "alert(4)", "text/plain": "no script"}),
+        v4.new_output("display_data", data={"text/html": "<details open><summary>fold</summary>inside</details>"}),
         v4.new_output("stream", text=hostile),
         v4.new_output("error", ename="E", evalue=hostile, traceback=["\x1b[31mred\x1b[0m " + hostile]),
     ]
@@ -187,6 +188,8 @@ def test_a_report_has_everything_and_needs_nothing(tiny: str, tmp_path: Path) ->
     found = Tags()
     found.feed(text)
     assert found.wrong == []
+    for tag in ("<details", "<h1", "<img", "<b>shown</b>", "<td style=", "<summary"):
+        assert tag in text, tag
     for words in ("shown", "static form", "no script", "step 2 of 2", "data:image/png;base64", "settings", "Title"):
         assert words in text, words
     assert "\x1b" not in text and path == run.path / "report.html"

@@ -57,10 +57,10 @@ async def train(
     `batch_size` counts prompts. The `*_freq` settings say every how many steps to validate on `heldout` (with
     `val_samples` per prompt), to save a checkpoint, to record a trace; 0 means after the last step only, and
     validation also comes before the first. `keep_updates` bounds, in MiB, the recorded inputs of updates by which any
-    step's weights can be made again (`run.stepper`, `run.engine`); 0 records none. `break_if` gets a step's metrics; where it is true the loop stops before
-    that step's update: the returned run's `.stopped` is a Stepper standing there (a job saves the trace and raises
-    `RunStopped`). `resume="auto"` goes on from the newest good checkpoint, exactly; settings that differ from the
-    run's are refused unless `may_change` names them (`["engines.actor.micro_batch_tokens"]`). In a notebook:
+    step's weights can be made again (`run.stepper`, `run.engine`); 0 records none. `break_if` gets a step's metrics; where
+    it is true the loop stops before that step's update: the returned run's `.stopped` is a Stepper standing there (a job
+    saves the trace and raises `RunStopped`). `resume="auto"` goes on from the newest good checkpoint, exactly; settings
+    that differ from the run's are refused unless `may_change` names them (`["engines.actor.micro_batch_tokens"]`). In a notebook:
     `await train(…)`; progress, curves, and buttons to pause and stop are in the cell, unless `display` is None.
 
     An interrupt (or SIGTERM, in a job) lets the step in hand end if that takes seconds only, leaves a checkpoint of the

@@ -1,0 +1,84 @@
+"""Which test injects which fault: the rows of the fault list that one process can meet, and where each is held to it.
+
+A checkpoints and resume · C notebooks and jobs · D bad data and numerics · E security. A row whose tests are gone or renamed
+fails here.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+ROWS: dict[str, list[str]] = {
+    "A1 kill -9 between checkpoints": ["runs/test_resume.py::test_killed_and_resumed_is_identical"],
+    "A2 kill -9 at every write boundary": [
+        "runs/test_runs_checkpoint.py::test_killed_at_every_write_boundary_a_good_one_stands_and_can_be_gone_on_from",
+        "runs/test_resume.py::test_killed_and_resumed_is_identical",
+    ],
+    "A3 a flipped bit": [
+        "faults/test_faults_runs.py::test_A3_A4_damage_to_any_file_of_the_newest_is_named_and_the_one_before_is_taken",
+        "runs/test_resume.py::test_a_flipped_bit_falls_back_to_the_checkpoint_before",
+        "runs/test_runs_checkpoint.py::test_no_flipped_bit_of_the_manifest_is_believed",
+    ],
+    "A4 truncated, deleted": [
+        "faults/test_faults_runs.py::test_A3_A4_damage_to_any_file_of_the_newest_is_named_and_the_one_before_is_taken",
+        "faults/test_faults_runs.py::test_A4_never_from_scratch_without_being_told",
+    ],
+    "A5 a stale pointer": ["runs/test_runs_checkpoint.py::test_foreign_names_in_the_folder_are_left_alone"],
+    "A6 a full disk": [
+        "faults/test_faults_runs.py::test_A6_a_full_disk_stops_loudly_and_hurts_nothing",
+        "runs/test_runs_checkpoint.py::test_a_full_disk_is_said_and_hurts_nothing",
+    ],
+    "A7 an epoch's end, the last step, none left": [
+        "faults/test_faults_runs.py::test_A7_an_epochs_end_loses_and_repeats_nothing",
+        "runs/test_resume.py::test_nothing_left_to_do_and_more_to_do",
+    ],
+    "A8 an item of state missing": [
+        "runs/test_runs_resume.py::test_each_part_of_the_state_matters",
+        "runs/test_runs_resume.py::test_a_checkpoint_that_lacks_something_is_refused",
+    ],
+    "A11 retention with a damaged newest": [
+        "runs/test_runs_checkpoint.py::test_two_good_ones_are_kept_whatever_is_damaged",
+        "runs/test_runs_checkpoint.py::test_a_damaged_newest_never_costs_the_good_one",
+    ],
+    "A12 two writers": ["faults/test_faults_runs.py::test_A12_two_writers_and_a_stale_lock"],
+    "A13 changed settings": [
+        "runs/test_runs_resume.py::test_changes_are_refused_by_name_unless_allowed_and_then_recorded"
+    ],
+    "A14 another format": ["faults/test_faults_runs.py::test_A14_another_format_is_refused_by_version"],
+    "C4 cells twice, out of order, left out": [
+        "faults/test_faults_runs.py::test_C4_a_stage_refuses_columns_of_another_steps_batch",
+        "faults/test_faults_runs.py::test_C4_a_batch_is_learnt_from_once",
+        "faults/test_faults_runs.py::test_C4_a_cell_run_twice_in_a_stepper_does_nothing_twice",
+        "stages/test_stages.py::test_a_chain_that_cannot_work_is_refused_and_says_which_stage_to_move",
+    ],
+    "C6 SIGTERM": [
+        "faults/test_faults_runs.py::test_C6_sigterm_ends_the_step_checkpoints_marks_the_notebook_and_is_gone_on_with",
+        "runs/test_runs_engine.py::test_a_signal_runs_the_cells_cleanup_and_marks_the_rest",
+    ],
+    "C7 SIGKILL": ["faults/test_faults_runs.py::test_C7_sigkill_of_the_job_loses_nothing_and_leaves_nobody"],
+    "C8 parameters": [
+        "runs/test_runs_commands.py::test_names_are_checked_before_anything_is_injected",
+        "runs/test_runs_runner.py::test_what_is_refused_starts_nothing",
+    ],
+    "C9 by hand and by papermill": [
+        "test_notebooks.py::test_stepped_by_hand_trained_and_run_by_papermill_are_the_same_numbers"
+    ],
+    "D6 YAML": ["runs/test_runs_commands.py::test_a_bad_file_is_refused"],
+    "E7 names of runs": ["runs/test_runs_commands.py::test_E7_a_run_stays_where_its_name_says"],
+    "a soak": [
+        "faults/test_faults_runs.py::test_some_hundred_steps_interrupted_killed_and_resumed_at_random_end_as_the_quiet_run"
+    ],
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_has_its_tests(row: str) -> None:
+    assert ROWS[row]
+    for place in ROWS[row]:
+        path, name = place.split("::")
+        tree = ast.parse((TESTS / path).read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, place
