@@ -115,6 +115,7 @@ def test_stepped_by_hand_trained_and_run_by_papermill_are_the_same_numbers(tmp_p
         progress_bar=False,
         cwd=str(ROOT),
     )
+    assert check_outputs(tmp_path / "out.ipynb") > 8  # with the panel of a person, which plain papermill shows
     assert run_notebook(notebook, {**small, "run": str(tmp_path / "job")}, skip_look=True).code == OK
     pipe, rows = small_pipeline()
     heldout = wb.datasets.load("data/arith/test.parquet", max_prompt_length=256)[:16]

@@ -86,7 +86,7 @@ class BaseStage:
         if "__init__" in vars(cls):
             cls.__init__ = _remembering(vars(cls)["__init__"])  # type: ignore[method-assign]
         if "__call__" in vars(cls):
-            cls.__call__ = _looking_first(vars(cls)["__call__"])  # type: ignore[attr-defined]
+            cls.__call__ = _looking_first(vars(cls)["__call__"])  # type: ignore[method-assign]
 
     @property
     def made_with(self) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ Its state lives in the kernel, so that a reloaded page shows it alive again. The
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import ipywidgets
@@ -25,7 +26,7 @@ class TrainingPanel(Live):
         """Make the widgets and put them into the cell."""
         self._png = b""
         self._over = False
-        self._refreshed = self._since
+        self._refreshed = time.monotonic()
         self._pause = ipywidgets.Button(description="pause", tooltip="wait after the step in hand", icon="pause")
         self._stop = ipywidgets.Button(description="stop", tooltip="end after the step in hand, with a checkpoint")
         self._pause.on_click(self._on_pause)

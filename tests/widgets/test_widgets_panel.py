@@ -1,0 +1,72 @@
+"""The training panel: buttons that set flags, a static form beside the widget, and what is left when training ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from workbench.control import Control
+from workbench.views.html import lint
+from workbench.widgets import panel
+
+
+class Handle:
+    def __init__(self) -> None:
+        self.bundles: list[dict[str, Any]] = []
+
+    def update(self, shown: Any) -> None:
+        self.bundles.append(shown._repr_mimebundle_())
+
+
+def rows(number: int) -> list[dict[str, Any]]:
+    return [
+        {"training/global_step": step, "critic/score/mean": step / 9, "actor/kl_loss": 0.1, "timing_s/step": 1.0}
+        for step in range(1, number + 1)
+    ]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> tuple[panel.TrainingPanel, Control, Handle]:
+    handle, control = Handle(), Control()
+    monkeypatch.setattr(panel, "display", lambda shown, display_id: handle)
+    return panel.TrainingPanel(9, rows(2), control, tmp_path / "<b>run"), control, handle
+
+
+def test_buttons_set_flags_and_nothing_else(made: Any) -> None:
+    shown, control, _ = made
+    shown._pause.click()
+    assert control.paused and shown._pause.description == "go on"
+    shown._pause.click()
+    assert not control.paused and shown._pause.description == "pause"
+    shown._stop.click()
+    assert control.stopping and not control.interrupted and shown._stop.disabled and shown._pause.disabled
+
+
+def test_the_bundle_has_a_static_form_in_our_dialect(made: Any) -> None:
+    shown, _, handle = made
+    for row in rows(4)[2:]:
+        shown.on_row(row, 60.0)
+    bundle = shown._repr_mimebundle_()
+    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == shown._box.model_id
+    assert "step 3/9" in bundle["text/plain"] or "step 4/9" in bundle["text/plain"]
+    assert "data:image/png" in bundle["text/html"] and "&lt;b&gt;run" in bundle["text/html"]
+    assert lint(bundle["text/html"]) == []
+    # the widget's own parts were updated, and the output itself left alone: it would be drawn anew under the mouse
+    assert "step 3/9" in shown._bar.value and bytes(shown._picture.value[:4]) == b"\x89PNG" and handle.bundles == []
+
+
+def test_what_is_left_needs_no_kernel(made: Any) -> None:
+    shown, _, handle = made
+    shown.on_row(rows(3)[-1], 60.0)
+    shown.close("stopped by hand after step 3; checkpoint 3")
+    last = handle.bundles[-1]
+    assert set(last) == {"text/html", "text/plain"} and "stopped by hand after step 3" in last["text/html"]
+    assert "data:image/png" in last["text/html"] and lint(last["text/html"]) == []
+
+
+def test_the_static_form_is_refreshed_now_and_then(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, _, handle = made
+    monkeypatch.setattr(panel, "STATIC_EVERY", -1e9)
+    shown.on_row(rows(3)[-1], 60.0)
+    assert len(handle.bundles) == 1 and "step 3/9" in handle.bundles[0]["text/plain"]
