@@ -69,6 +69,7 @@ COLUMNS: Mapping[str, Column] = _declare(
     ),
     _object("finish_reason", "rollout", "Why the sampler stopped: stop, length or abort."),
     _tensor("policy_version", "int", "B", "rollout", "Version of the policy that sampled the row."),
+    _tensor("greedy", "bool", "B", "rollout", "Whether the row is its prompt's greedy response, drawn as a baseline."),
     _object("response_text", "rollout", "The response decoded, special tokens left out."),
     _tensor(
         "token_level_scores", "float", "B T", "reward", "The reward on the last valid response token, 0 elsewhere."
@@ -90,6 +91,21 @@ COLUMNS: Mapping[str, Column] = _declare(
         "old_log_prob",
         "Entropy of the next-token distribution at each response token, in nats.",
     ),
+    _tensor(
+        "sum_pi_squared",
+        "float",
+        "B T",
+        "old_log_prob",
+        "Σ over the vocabulary of the squared next-token probabilities at each response token.",
+    ),
+    _tensor(
+        "rollout_is_weights",
+        "float",
+        "B T",
+        "rollout_correction",
+        "Importance weight of each response token: trainer over sampler, truncated or masked.",
+    ),
+    _tensor("reward_baselines", "float", "B", "baseline", "The reward of the prompt's greedy response."),
     _tensor(
         "ref_log_prob",
         "float",

@@ -28,6 +28,8 @@ class Control:
     def __init__(self, grace: float | None = None) -> None:
         self.grace = (JOB_GRACE if os.environ.get("WORKBENCH_JOB") else GRACE) if grace is None else grace
         self.paused = False
+        self.holding = False
+        """Whether the loop stands still because of `pause`: the step in hand has ended."""
         self.stopping = False
         self.interrupted = False
         """Whether the stop came from an interrupt: then the caller is told by `CancelledError` in the end."""
@@ -48,9 +50,12 @@ class Control:
         """Between steps: waits while paused; whether there shall be another step."""
         try:
             while self.paused and not self.stopping:
+                self.holding = True
                 await asyncio.sleep(0.05)
         except asyncio.CancelledError:
             self.interrupted = self.stopping = True
+        finally:
+            self.holding = False
         return not self.stopping
 
     async def carry(self, function: Callable[..., T], *args: object) -> T:

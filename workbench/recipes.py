@@ -6,13 +6,27 @@ and defaults (`algorithm`, `actor`, `critic`, `rollout` of its configuration) un
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from workbench import functional as F
 from workbench.engines.protocol import SamplingSettings
 from workbench.errors import SettingError, message
-from workbench.functional import AdaptiveKL, FixedKL, gae
-from workbench.functional import grpo as grpo_advantages
-from workbench.stages import Advantage, LogProb, Pipeline, PolicyLoss, Reward, Rollout, Update, ValueLoss, Values
+from workbench.functional import AdaptiveKL, FixedKL
+from workbench.stages import (
+    Advantage,
+    Baseline,
+    FilterGroups,
+    LogProb,
+    Overlong,
+    Pipeline,
+    PolicyLoss,
+    Reward,
+    Rollout,
+    Update,
+    ValueLoss,
+    Values,
+)
 from workbench.stages.stage import Stage
 
 
@@ -29,6 +43,8 @@ def grpo(
     max_tokens: int | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    loss_mode: str = "vanilla",
+    loss_agg_mode: str = "token-mean",
     entropy_coeff: float = 0.0,
     ppo_epochs: int = 1,
     ppo_mini_batch_size: int | None = None,
@@ -39,24 +55,193 @@ def grpo(
     `kl_coef=0` leaves the reference out. `reference` is any LogProbModel; by default the engine's
     weights as they are now, frozen. Shao et al. 2024, https://arxiv.org/abs/2402.03300.
     """
+    return _policy_gradient(
+        engine,
+        reward,
+        Advantage(F.grpo, norm_by_std=norm_adv_by_std),
+        group_size=group_size,
+        kl_coef=kl_coef,
+        kl_type=kl_type,
+        sampling=sampling,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        loss_mode=loss_mode,
+        loss_agg_mode=loss_agg_mode,
+        entropy_coeff=entropy_coeff,
+        ppo_epochs=ppo_epochs,
+        ppo_mini_batch_size=ppo_mini_batch_size,
+        reference=reference,
+    )
+
+
+def _policy_gradient(
+    engine: Any,
+    reward: Any,
+    advantage: Stage,
+    *,
+    group_size: int = 8,
+    kl_coef: float = 0.001,
+    kl_type: str = "low_var_kl",
+    kl_in_loss: bool = True,
+    sampling: SamplingSettings | None = None,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    loss_mode: str = "vanilla",
+    loss_agg_mode: str = "token-mean",
+    loss_scale_factor: float | None = None,
+    entropy_coeff: float = 0.0,
+    ppo_epochs: int = 1,
+    ppo_mini_batch_size: int | None = None,
+    reference: Any = None,
+    greedy_baseline: bool = False,
+    judged: Callable[[list[Stage]], Sequence[Stage]] = lambda stages: (),
+) -> Pipeline:
+    """What all recipes without a critic share; `judged` adds stages after the reward, given those before."""
     sampling = _sampling(sampling, temperature, max_tokens)
+    heat = sampling.temperature or 1.0
     loss = PolicyLoss(
+        loss_mode=loss_mode,
+        loss_agg_mode=loss_agg_mode,
+        loss_scale_factor=loss_scale_factor,
         clip_ratio_low=clip_low,
         clip_ratio_high=clip_high,
         entropy_coeff=entropy_coeff,
-        kl_loss_coef=kl_coef,
+        kl_loss_coef=kl_coef if kl_in_loss else 0.0,
         kl_loss_type=kl_type,
     )
-    heat = sampling.temperature or 1.0
-    stages: list[Stage] = [
-        Rollout(engine, group_size=group_size, sampling=sampling),
+    drawn: list[Stage] = [
+        Rollout(engine, group_size=group_size, sampling=sampling, greedy_baseline=greedy_baseline),
         Reward(reward),
-        LogProb(engine, entropy=True, temperature=heat),
-        *_reference(engine, reference, needed=bool(kl_coef), temperature=heat),
-        Advantage(grpo_advantages, norm_by_std=norm_adv_by_std),
-        Update(engine, loss, ppo_epochs=ppo_epochs, ppo_mini_batch_size=ppo_mini_batch_size, temperature=heat),
     ]
-    return Pipeline(stages)
+    return Pipeline(
+        [
+            *drawn,
+            *judged(drawn),
+            LogProb(engine, entropy=True, temperature=heat),
+            *_reference(engine, reference, needed=bool(kl_coef), temperature=heat),
+            advantage,
+            Update(engine, loss, ppo_epochs=ppo_epochs, ppo_mini_batch_size=ppo_mini_batch_size, temperature=heat),
+        ]
+    )
+
+
+def dr_grpo(
+    engine: Any, reward: Any = None, *, max_tokens: int = 128, kl_coef: float = 0.0, **settings: Any
+) -> Pipeline:
+    """Dr.GRPO: no division by the group's deviation, and none by a row's own length, so that neither hard prompts nor long
+    wrong answers weigh more or less: s − μ, and Σ over tokens / (rows · `max_tokens`).
+
+    Other settings: `grpo`'s. Liu et al. 2025, https://arxiv.org/abs/2503.20783.
+    """
+    advantage = Advantage(F.grpo, norm_by_std=False)
+    scaled = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": float(max_tokens)}
+    return _policy_gradient(engine, reward, advantage, max_tokens=max_tokens, kl_coef=kl_coef, **{**scaled, **settings})
+
+
+def dapo(
+    engine: Any,
+    reward: Any = None,
+    *,
+    rows: Any = None,
+    max_num_gen_batches: int = 4,
+    max_tokens: int = 128,
+    overlong_buffer: int = 0,
+    overlong_penalty: float = 1.0,
+    clip_high: float = 0.28,
+    kl_coef: float = 0.0,
+    **settings: Any,
+) -> Pipeline:
+    """DAPO: clip-higher, token-mean loss, no KL; groups without signal are replaced, overlong answers are penalised softly.
+
+    `rows` is where further prompts come from (the training rows; None: groups without signal are dropped only);
+    over the last `overlong_buffer` tokens before `max_tokens` a penalty grows to `overlong_penalty`. Other settings:
+    `grpo`'s. Yu et al. 2025, https://arxiv.org/abs/2503.14476.
+    """
+
+    def judged(drawn: list[Stage]) -> list[Stage]:
+        shaped: list[Stage] = [Overlong(max_tokens, overlong_buffer, overlong_penalty)] if overlong_buffer else []
+        return [*shaped, FilterGroups([*drawn, *shaped], rows, max_num_gen_batches)]
+
+    chosen = {"max_tokens": max_tokens, "clip_high": clip_high, "kl_coef": kl_coef}
+    return _policy_gradient(engine, reward, Advantage(F.grpo), judged=judged, **chosen, **settings)
+
+
+def rloo(engine: Any, reward: Any = None, *, group_size: int = 4, **settings: Any) -> Pipeline:
+    """RLOO: each sample against the mean of the others; `grpo`'s settings. Ahmadian et al. 2024,
+    https://arxiv.org/abs/2402.14740.
+    """
+    return _policy_gradient(engine, reward, Advantage(F.rloo), group_size=group_size, **settings)
+
+
+def opo(engine: Any, reward: Any = None, *, kl_coef: float = 0.0, **settings: Any) -> Pipeline:
+    """OPO: on-policy with the length-weighted optimal baseline, no KL; `grpo`'s settings. Hao et al. 2025,
+    https://arxiv.org/abs/2505.23585.
+    """
+    return _policy_gradient(engine, reward, Advantage(F.opo), kl_coef=kl_coef, **settings)
+
+
+def gpg(engine: Any, reward: Any = None, *, kl_coef: float = 0.0, **settings: Any) -> Pipeline:
+    """GPG: the plain policy gradient over groups, without ratio, clip or reference; `grpo`'s settings. Chu et al. 2025,
+    https://arxiv.org/abs/2504.02546.
+    """
+    return _policy_gradient(engine, reward, Advantage(F.gpg), kl_coef=kl_coef, loss_mode="gpg", **settings)
+
+
+def gspo(
+    engine: Any,
+    reward: Any = None,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    kl_coef: float = 0.0,
+    **settings: Any,
+) -> Pipeline:
+    """GSPO: the ratio of the whole sequence, clipped in a narrow band; `grpo`'s settings. Zheng et al. 2025,
+    https://arxiv.org/abs/2507.18071.
+    """
+    chosen = {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_low": clip_low, "clip_high": clip_high}
+    return _policy_gradient(engine, reward, Advantage(F.grpo), kl_coef=kl_coef, **{**chosen, **settings})
+
+
+def cispo(
+    engine: Any,
+    reward: Any = None,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 0.28,
+    kl_coef: float = 0.0,
+    **settings: Any,
+) -> Pipeline:
+    """CISPO: the weight is clipped and not the gradient, so that no token falls silent; `grpo`'s settings.
+
+    `clip_low=1` leaves the lower edge out, as the paper does. MiniMax 2025, https://arxiv.org/abs/2506.13585.
+    """
+    chosen = {"loss_mode": "cispo", "clip_low": clip_low, "clip_high": clip_high}
+    return _policy_gradient(engine, reward, Advantage(F.grpo), kl_coef=kl_coef, **chosen, **settings)
+
+
+def remax(engine: Any, reward: Any = None, *, group_size: int = 1, **settings: Any) -> Pipeline:
+    """ReMax: each sample against the prompt's greedy response, which shares rollout and reward; `grpo`'s settings.
+    Li et al. 2024, https://arxiv.org/abs/2310.10505.
+    """
+    chosen: dict[str, Any] = {"group_size": group_size, "greedy_baseline": True, "judged": lambda drawn: [Baseline()]}
+    return _policy_gradient(engine, reward, Advantage(F.remax), **chosen, **settings)
+
+
+def reinforce_plus_plus(
+    engine: Any, reward: Any = None, *, group_size: int = 1, kl_coef: float = 0.001, gamma: float = 1.0, **settings: Any
+) -> Pipeline:
+    """REINFORCE++: reward-to-go with the KL in the reward, whitened over the batch; no critic, no groups; `grpo`'s settings.
+    Hu et al. 2025, https://arxiv.org/abs/2501.03262.
+    """
+    controller = FixedKL(kl_coef) if kl_coef else None
+    advantage = Advantage(F.reinforce_plus_plus, gamma=gamma, kl_controller=controller)
+    chosen: dict[str, Any] = {"group_size": group_size, "kl_coef": kl_coef, "kl_in_loss": False}
+    return _policy_gradient(engine, reward, advantage, **chosen, **settings)
 
 
 def ppo(
@@ -104,7 +289,7 @@ def ppo(
         LogProb(engine, entropy=True, temperature=heat),
         *_reference(engine, reference, needed=bool(kl_coef), temperature=heat),
         Values(critic),
-        Advantage(gae, gamma=gamma, lam=lam, kl_controller=controller, kl_kind=kl_kind),
+        Advantage(F.gae, gamma=gamma, lam=lam, kl_controller=controller, kl_kind=kl_kind),
         Update(critic, ValueLoss(cliprange_value=clip_value), name="update_critic", **minis),
         Update(engine, loss, from_step=critic_warmup, temperature=heat, **minis),
     ]

@@ -214,7 +214,7 @@ def test_pause_go_on_reload_and_stop_a_training_cell(lab: str, tmp_path: Path) -
         pause.click()
         go_on = page.get_by_role("button", name="go on")
         go_on.wait_for(timeout=10_000)
-        until(page, lambda: "paused" in page.locator(".jp-Notebook").inner_text(), 20)
+        until(page, lambda: "· paused" in page.locator(".jp-Notebook").inner_text().replace("\xa0", " "), 20)
         rows = len((run / "metrics.jsonl").read_text().splitlines())
         page.wait_for_timeout(3000)
         assert len((run / "metrics.jsonl").read_text().splitlines()) == rows, "it trained on while paused"

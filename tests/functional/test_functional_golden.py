@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from workbench import functional as F
 from workbench.functional import AdaptiveKL, aggregate, gae, grpo, kl_penalty, masked_mean, ppo_clip, value_loss
 
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0]])
@@ -26,6 +27,38 @@ def test_grpo() -> None:
     advantages, returns = grpo(REWARDS.sum(-1), GROUPS, MASK)
     close(advantages[:, 0], 0.70711, -0.70711, 0.70711, -0.70711)
     assert (advantages[~INSIDE] == 0).all() and torch.equal(advantages, returns)
+
+
+SCORES = REWARDS.sum(-1)
+SUM_PI_SQUARED = torch.tensor([[0.5, 0.6, 0.3], [0.7, 0.4, 0], [0.5, 0.8, 0.6], [0.2, 0, 0]])
+BASELINES = torch.tensor([0.25, 0.25, -0.25, -0.25])
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (F.grpo_passk(SCORES, GROUPS, MASK), (1.41421, 0, 1.41421, 0)),
+        (F.reinforce_plus_plus(REWARDS, MASK), (1.05409, -0.84327, 0.10541, -1.79196)),
+        (F.reinforce_plus_plus_baseline(SCORES, GROUPS, MASK), (0.66667, -1.33333, 0.66667, -1.33333)),
+        (F.gdpo(SCORES[:, None], GROUPS, MASK), (0.66667, -1.33333, 0.66667, -1.33333)),
+        (F.rloo(SCORES, GROUPS, MASK), (1.0, -1, 1, -1)),
+        (F.opo(SCORES, GROUPS, MASK), (0.4, -0.6, 0.25, -0.75)),
+        (F.gpg(SCORES, GROUPS, MASK), (0.66667, -0.66667, 0.66667, -0.66667)),
+        (F.remax(REWARDS, BASELINES, MASK), (0.75, -0.25, 0.75, -0.25)),
+    ],
+    ids=["passk", "r++", "r++ baseline", "gdpo", "rloo", "opo", "gpg", "remax"],
+)
+def test_estimators(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[float, ...]) -> None:
+    advantages, _ = found
+    close(advantages[:, 0], *expected)
+    assert torch.equal(advantages, advantages[:, :1] * MASK)
+
+
+@pytest.mark.parametrize("estimator", [F.optimal_token_baseline, F.tir_optimal_token_baseline])
+def test_token_baselines(estimator: object) -> None:
+    advantages, returns = estimator(REWARDS, GROUPS, MASK, OLD, SUM_PI_SQUARED)  # type: ignore[operator]
+    close(advantages[INSIDE], 0.07564, 0.46888, 1, -0.92436, -0.53112, 0.67146, 0.5, 0.5, -0.32854)
+    assert (advantages[~INSIDE] == 0).all() and torch.equal(returns[:, 0], SCORES)
 
 
 def test_gae() -> None:
@@ -62,6 +95,36 @@ def test_vanilla_policy_loss() -> None:
     assert masked_mean(surrogate.clipped.float(), MASK).item() == pytest.approx(0.22222, abs=1e-5)
     assert masked_mean(OLD - NEW, MASK).item() == pytest.approx(-0.11667, abs=1e-5)
     assert new.grad is not None and new.grad[0, 0] == 0 and new.grad[0, 2] == 0 and new.grad[0, 1] != 0
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected", "clipped", "lower"),
+    [
+        ("vanilla", {}, -0.118778, 0.22222, 0.0),
+        ("dppo_tv", {}, 0.125214, 0.0, 0.0),
+        ("dppo_kl", {}, 0.125214, 0.0, 0.0),
+        ("gspo", {}, -0.154419, None, 0.0),
+        ("sapo", {}, 0.077351, 0.0, 0.0),
+        ("gpg", {}, 0.177778, 0.0, 0.0),
+        ("geo_mean", {}, 0.152232, 0.33333, 0.22222),
+        ("dro", {"dro_beta": 0.1}, 0.183625, 0.0, 0.0),
+        ("cispo", {}, 0.162523, 0.66667, 0.0),
+        ("kl_cov", {"ppo_kl_coef": 0.1}, -0.165459, None, 0.0),
+        ("clip_cov", {}, -0.118778, None, 0.0),
+    ],
+)
+def test_policy_losses(
+    name: str, settings: dict[str, float], expected: float, clipped: float | None, lower: float
+) -> None:
+    new = NEW.clone().requires_grad_()
+    made = F.POLICY_LOSSES[name](OLD, new, ADVANTAGES, MASK, **settings)
+    loss = aggregate(made.loss, MASK, made.aggregation or "token-mean")
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    if clipped is not None:
+        assert masked_mean(made.clipped.float(), MASK).item() == pytest.approx(clipped, abs=1e-5)
+    assert masked_mean(made.clipped_lower.float(), MASK).item() == pytest.approx(lower, abs=1e-5)
+    loss.backward()
+    assert new.grad is not None and new.grad.isfinite().all() and (new.grad[~INSIDE] == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,13 @@ def test_a_pause_and_a_long_step_are_said(shown: list[list[Any]], monkeypatch: p
         live.on_row(row(1), 8.0)
         control.pause()
         await asyncio.sleep(0.7)
+        assert repr(shown[0][-1]).endswith("pausing after the step in hand")
+        gate = asyncio.create_task(control.gate())
+        await asyncio.sleep(0.7)
         assert repr(shown[0][-1]).endswith("paused")
         control.resume()
         await asyncio.sleep(1.3)
+        assert await gate
         watching.cancel()
 
     asyncio.run(watched())

@@ -179,6 +179,13 @@ class Rows:
         indices = permutation(len(self), seed, epoch)[start : start + size]
         return self._batch(indices, draw=epoch, step=step, epoch=epoch, seed=seed)
 
+    def further(self, size: int, step: int, seed: int = 0, attempt: int = 1) -> DataProto:
+        """`size` more prompts for a step (dynamic sampling): a pure function of the four; may repeat the epoch's own."""
+        size = min(size, len(self))
+        indices = permutation(len(self), derive(seed, "further", step, attempt), 0)[:size]
+        epoch, _ = place(len(self), size, step)
+        return self._batch(indices, draw=f"{step}.{attempt}", step=step, epoch=epoch, seed=seed)
+
     def in_order(self, size: int, seed: int = 0) -> Iterator[DataProto]:
         """All rows in order, `size` at a time, the last batch short: for evaluation. Their step is 0."""
         for start in range(0, len(self), size):
@@ -189,7 +196,7 @@ class Rows:
         """Where training stands after `step` steps."""
         return Cursor.after(step, rows=len(self), data_hash=self.data_hash, seed=seed, batch_size=batch_size)
 
-    def _batch(self, indices: Sequence[int], *, draw: int, step: int, epoch: int, seed: int) -> DataProto:
+    def _batch(self, indices: Sequence[int], *, draw: int | str, step: int, epoch: int, seed: int) -> DataProto:
         # copies: a reward function that writes into extra_info changes its batch, never the data
         rows = [copy.deepcopy(self._rows[index]) for index in indices]
         names = [name for name in self.columns if name != CHAT]

@@ -157,9 +157,11 @@ class LocalEngine:
         self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """Per response token, [B, T] float32 on the CPU, 0 outside the mask."""
-        wrong = [name for name in want if name not in ("log_probs", "entropy", "values")]
+        wrong = [name for name in want if name not in ("log_probs", "entropy", "sum_pi_squared", "values")]
         if wrong or ("values" in want and self._head is None):
-            have = "log_probs, entropy" + (", values" if self._head is not None else "; values need engine.critic()")
+            have = "log_probs, entropy, sum_pi_squared" + (
+                ", values" if self._head is not None else "; values need engine.critic()"
+            )
             raise EngineError(message("score", expected=have, found=", ".join(want)))
         self._model.eval()
         with memory_errors("scoring", f"micro-batches of {self._settings.micro_batch_tokens} tokens"), self._autocast():

@@ -95,7 +95,7 @@ class LogProbModel(Protocol):
     ) -> dict[str, torch.Tensor]:
         """Per response token, each [B, T] float32 on CPU, 0 where `response_mask` is 0.
 
-        `want` out of `log_probs`, `entropy`, `values`. Reads `input_ids, attention_mask,
+        `want` out of `log_probs`, `entropy`, `sum_pi_squared`, `values`. Reads `input_ids, attention_mask,
         position_ids, response_mask` of the batch.
         """
 

@@ -89,7 +89,7 @@ def response_hidden(model: Any, rows: DataProto, packed: bool) -> torch.Tensor:
 def outputs(
     model: Any, head: torch.nn.Module | None, rows: DataProto, want: Sequence[str], temperature: float, packed: bool
 ) -> dict[str, torch.Tensor]:
-    """`log_probs`, `entropy`, `values` as wanted, each [b, T] float32 with gradient, 0 outside the mask."""
+    """`log_probs`, `entropy`, `sum_pi_squared`, `values` as wanted, each [b, T] float32 with gradient, 0 outside the mask."""
     mask = rows["response_mask"].bool()
     hidden = response_hidden(model, rows, packed)
     flat: dict[str, torch.Tensor] = {}
@@ -97,7 +97,7 @@ def outputs(
         if head is None:
             raise ValueError("this model has no value head; make a critic: engine.critic()")
         flat["values"] = head(hidden.float()).squeeze(-1)
-    if "log_probs" in want or "entropy" in want:
+    if {"log_probs", "entropy", "sum_pi_squared"} & set(want):
         flat |= _from_logits(model, hidden, _labels(rows)[mask], want, temperature)
     return {name: _spread(values, mask) for name, values in flat.items()}
 
@@ -117,26 +117,27 @@ def _from_logits(
     """Log-probs and entropies in chunks; with gradients, a chunk's logits are made again on the way back."""
     lm_head = model.get_output_embeddings()
     softcap = getattr(model.config, "final_logit_softcapping", None)
-    entropy = "entropy" in want
+    wanted = [name for name in ("log_probs", "entropy", "sum_pi_squared") if name in want]
 
-    def chunk(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def chunk(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = lm_head(states).float()
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         logits = logits / temperature
-        log_probs = log_probs_from_logits(logits, targets)
-        return log_probs, entropy_from_logits(logits) if entropy else log_probs
+        made = {
+            "log_probs": lambda: log_probs_from_logits(logits, targets),
+            "entropy": lambda: entropy_from_logits(logits),
+            "sum_pi_squared": lambda: torch.softmax(logits, dim=-1).square().sum(-1),
+        }
+        return tuple(made[name]() for name in wanted)
 
     size = max(CHUNK_ELEMENTS // model.config.vocab_size, 1)
     pieces = list(zip(hidden.split(size), labels.split(size), strict=True))
     again = torch.is_grad_enabled() and len(pieces) > 1
     results = [checkpoint(chunk, *piece, use_reentrant=False) if again else chunk(*piece) for piece in pieces]
-    found = (
-        {"log_probs": torch.cat([result[0] for result in results])} if results else {"log_probs": hidden.new_zeros(0)}
-    )
-    if entropy:
-        found["entropy"] = torch.cat([result[1] for result in results]) if results else hidden.new_zeros(0)
-    return {name: values for name, values in found.items() if name in want}
+    if not results:
+        return {name: hidden.new_zeros(0) for name in wanted}
+    return {name: torch.cat([result[place] for result in results]) for place, name in enumerate(wanted)}
 
 
 @torch.no_grad()

@@ -1,14 +1,28 @@
 """The maths, pure: tensors in, tensors out, no columns."""
 
-from workbench.functional.advantages import grpo
+from workbench.functional.advantages import (
+    gdpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    opo,
+    optimal_token_baseline,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+    tir_optimal_token_baseline,
+)
 from workbench.functional.kl import AdaptiveKL, FixedKL, kl_penalty
 from workbench.functional.logprobs import entropy_from_logits, log_probs_from_logits
 from workbench.functional.losses import AGGREGATIONS, Surrogate, ValueLoss, aggregate, ppo_clip, value_loss
 from workbench.functional.masking import masked_mean, masked_sum, masked_var, masked_whiten, response_lengths
+from workbench.functional.policy_losses import POLICY_LOSSES
 from workbench.functional.returns import discounted_returns, explained_variance, gae
 
 __all__ = [
     "AGGREGATIONS",
+    "POLICY_LOSSES",
     "AdaptiveKL",
     "FixedKL",
     "Surrogate",
@@ -18,14 +32,24 @@ __all__ = [
     "entropy_from_logits",
     "explained_variance",
     "gae",
+    "gdpo",
+    "gpg",
     "grpo",
+    "grpo_passk",
     "kl_penalty",
     "log_probs_from_logits",
     "masked_mean",
     "masked_sum",
     "masked_var",
     "masked_whiten",
+    "opo",
+    "optimal_token_baseline",
     "ppo_clip",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
     "response_lengths",
+    "rloo",
+    "tir_optimal_token_baseline",
     "value_loss",
 ]

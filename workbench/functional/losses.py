@@ -21,6 +21,8 @@ class Surrogate:
     """[B, T] bool: the clipped term is the larger one there."""
     clipped_lower: torch.Tensor
     """[B, T] bool: the dual clip holds there (negative advantage, ratio beyond c)."""
+    aggregation: str | None = None
+    """The one mode that the loss is defined with; None: the caller's choice."""
 
 
 def ppo_clip(

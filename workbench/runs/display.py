@@ -58,7 +58,7 @@ class Live:
         self.share = 0.0
         self._shown = self._drawn = 0.0
         self._since = 0.0
-        self._paused = False
+        self._said: tuple[bool, bool] = (False, False)
         self.open()
 
     # --- what comes in --------------------------------------------------------------------------
@@ -80,13 +80,14 @@ class Live:
         while True:
             await asyncio.sleep(0.5)
             now = time.monotonic()
-            if self._paused != self.control.paused or now - self._shown >= HEARTBEAT:
-                self._paused = self.control.paused
+            asked = (self.control.paused, self.control.holding)
+            if self._said != asked or now - self._shown >= HEARTBEAT:
+                self._said = asked
                 self._show(now)
 
     def close(self, stopped: str | None = None) -> None:
         """The last state, and why it ended where it was not at its end."""
-        self._paused = False
+        self._said = (False, False)
         if stopped is not None:
             self.line += f"  ·  {stopped}"
         now = self._since = time.monotonic()
@@ -98,8 +99,9 @@ class Live:
     def status(self) -> str:
         """The progress line, and what is to be known beside it."""
         waited = self._shown - self._since
-        if self._paused:
-            return f"{self.line}  ·  paused"
+        paused, holding = self._said
+        if paused:
+            return f"{self.line}  ·  {'paused' if holding else 'pausing after the step in hand'}"
         return f"{self.line}  ·  the next step is {waited:.0f} s in hand" if waited >= HEARTBEAT else self.line
 
     def _show(self, now: float) -> None:

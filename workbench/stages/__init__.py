@@ -1,6 +1,9 @@
 """The phases of a training step, each an object a cell can call."""
 
 from workbench.stages.advantage import Advantage
+from workbench.stages.baseline import Baseline
+from workbench.stages.correction import RolloutCorrection
+from workbench.stages.filtering import FilterGroups, Overlong
 from workbench.stages.log_prob import LogProb
 from workbench.stages.losses import PolicyLoss, ValueLoss
 from workbench.stages.pipeline import Pipeline
@@ -13,12 +16,16 @@ from workbench.stages.values import Values
 __all__ = [
     "Advantage",
     "BaseStage",
+    "Baseline",
+    "FilterGroups",
     "LogProb",
     "Outcome",
+    "Overlong",
     "Pipeline",
     "PolicyLoss",
     "Reward",
     "Rollout",
+    "RolloutCorrection",
     "Stage",
     "Update",
     "ValueLoss",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from workbench.columns import REWARD_PREFIX
 from workbench.dataproto import DataProto
 from workbench.errors import PipelineError, message, unknown
 from workbench.functional import explained_variance, kl_penalty, masked_mean
@@ -24,10 +25,14 @@ INPUTS: Mapping[str, tuple[str, ...]] = {
     "values": ("values",),
     "old_log_probs": ("old_log_probs",),
     "ref_log_prob": ("ref_log_prob",),
+    "sum_pi_squared": ("sum_pi_squared",),
+    "baselines": ("reward_baselines",),
+    "components": (),
 }
 """What an estimator may ask for, by the name of its argument (a shape suffix such as `_BT` is dropped),
 and the columns it comes from. `scores` [B] is the sum of a row's token rewards, `groups` [B] int64
-numbers the uids, `rewards` is `token_level_rewards` [B, T]. Settings follow as other arguments."""
+numbers the uids, `rewards` is `token_level_rewards` [B, T], `baselines` [B] is a greedy response's reward, `components`
+[B, K] are the reward's named parts that `parts` lists. Settings follow as other arguments."""
 
 
 class Advantage(BaseStage):
@@ -48,11 +53,13 @@ class Advantage(BaseStage):
         *,
         kl_controller: Any = None,
         kl_kind: str = "k1",
+        parts: Sequence[str] = (),
         **settings: Any,
     ) -> None:
         self.estimator = estimator
         self.kl_kind = kl_kind
         self.estimator_settings = settings
+        self.parts = tuple(parts)
         self._controller = kl_controller
         self._asked = _asked(estimator, settings)
         parameters = inspect.signature(estimator).parameters
@@ -60,6 +67,11 @@ class Advantage(BaseStage):
         columns = [column for name in needed for column in INPUTS[name]]
         if kl_controller is not None:
             columns += ["old_log_probs", "ref_log_prob"]
+        columns += [f"{REWARD_PREFIX}{part}" for part in self.parts]
+        if "components" in self._asked and not self.parts:
+            raise PipelineError(
+                message("the estimator compares parts of the reward", do="name them: parts=('correct', 'format')")
+            )
         self.reads = tuple(dict.fromkeys(["token_level_scores", "response_mask", "reward", *columns]))
 
     def settings(self) -> dict[str, Any]:
@@ -67,6 +79,8 @@ class Advantage(BaseStage):
         plain: dict[str, Any] = {"estimator": self.estimator, **self.estimator_settings}
         if self._controller is not None:
             plain |= {"kl_kind": self.kl_kind, "kl_controller": repr(self._controller)}
+        if self.parts:
+            plain["parts"] = ", ".join(self.parts)
         return plain
 
     def state(self) -> dict[str, float]:
@@ -82,7 +96,7 @@ class Advantage(BaseStage):
         """The same stage around another estimator, with those of the settings that it takes."""
         known = inspect.signature(function).parameters
         settings = {name: value for name, value in self.estimator_settings.items() if name in known}
-        return Advantage(function, kl_controller=self._controller, kl_kind=self.kl_kind, **settings)
+        return Advantage(function, kl_controller=self._controller, kl_kind=self.kl_kind, parts=self.parts, **settings)
 
     def __call__(self, batch: DataProto) -> Outcome:
         """B rows in, B rows with advantages and returns out."""
@@ -96,9 +110,13 @@ class Advantage(BaseStage):
             "token_level_rewards": rewards,
             "rewards": rewards,
         }
-        for name in ("scored", "values", "old_log_probs", "ref_log_prob"):
+        for name in ("scored", "values", "old_log_probs", "ref_log_prob", "sum_pi_squared"):
             if name in batch:
                 inputs[name] = batch[name]
+        if "reward_baselines" in batch:
+            inputs["baselines"] = batch["reward_baselines"]
+        if self.parts:
+            inputs["components"] = torch.stack([batch[f"{REWARD_PREFIX}{part}"] for part in self.parts], dim=1)
         given = {argument: inputs[name] for argument, name in self._asked.items() if name in inputs}
         result = self.estimator(**given, **self.estimator_settings)
         advantages, returns = result if isinstance(result, tuple) else (result, result)

@@ -17,7 +17,8 @@ SCORED_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask"
 class LogProb(BaseStage):
     """Score every response token under a model, at the temperature that it was sampled with.
 
-    With `entropy=True` it writes `entropys` as well, and the metric `actor/entropy`. Where the rollout's
+    With `entropy=True` it writes `entropys` as well, and the metric `actor/entropy`; with `sum_pi_squared=True` the column
+    that the optimal token baselines ask for. Where the rollout's
     own log-probs are there, the largest difference from them is a metric: near 1e-6 in float32.
     """
 
@@ -29,6 +30,7 @@ class LogProb(BaseStage):
         column: str = "old_log_probs",
         entropy: bool = False,
         temperature: float = 1.0,
+        sum_pi_squared: bool = False,
     ) -> None:
         self._model = model
         self.name = name
@@ -36,7 +38,8 @@ class LogProb(BaseStage):
         self.entropy = entropy
         self.temperature = temperature
         self.reads = SCORED_COLUMNS
-        self.writes = (column, "entropys") if entropy else (column,)
+        self.sum_pi_squared = sum_pi_squared
+        self.writes = (column, *(("entropys",) * entropy), *(("sum_pi_squared",) * sum_pi_squared))
 
     def learners(self) -> tuple[Any, ...]:
         """The policy, when that is what scores; a frozen reference owns no version."""
@@ -44,9 +47,11 @@ class LogProb(BaseStage):
 
     def __call__(self, batch: DataProto) -> Outcome:
         """B rows in, B rows with log-probs out."""
-        want = ("log_probs", "entropy") if self.entropy else ("log_probs",)
+        want = ("log_probs", *(("entropy",) * self.entropy), *(("sum_pi_squared",) * self.sum_pi_squared))
         scores = self._model.score(batch.select(list(SCORED_COLUMNS)), want, self.temperature)
         columns = {self.column: scores["log_probs"]}
+        if self.sum_pi_squared:
+            columns["sum_pi_squared"] = scores["sum_pi_squared"]
         metrics: dict[str, Metric] = {}
         if self.entropy:
             mask = batch["response_mask"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +11,16 @@ import torch
 from workbench.config import Settings, require
 from workbench.dataproto import DataProto
 from workbench.engines.protocol import LossOutput, Normalisers
-from workbench.functional import aggregate, kl_penalty, masked_mean, ppo_clip, value_loss
+from workbench.errors import SettingError, unknown
+from workbench.functional import (
+    AGGREGATIONS,
+    POLICY_LOSSES,
+    Surrogate,
+    aggregate,
+    kl_penalty,
+    masked_mean,
+    value_loss,
+)
 from workbench.metrics import Mean, Metric, Sum
 
 
@@ -24,14 +34,26 @@ def _mean(values: torch.Tensor, mask: torch.Tensor) -> Mean:
     return Mean.of(masked_mean(values.detach().float(), mask).item(), mask.sum().item())
 
 
+TRL_AGGREGATIONS: Mapping[str, str] = {
+    "grpo": "seq-mean-token-mean",
+    "bnpo": "token-mean",
+    "dapo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+}
+"""TRL's `loss_type` → `loss_agg_mode`. Its `bnpo` divides by a local batch's tokens, ours by the whole mini-batch's, so that
+it is `dapo`; its `dr_grpo` divides by the longest completion allowed: set `loss_scale_factor` to `max_tokens`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss(Settings):
-    """PPO's clipped surrogate with dual clip, less an entropy bonus, plus a KL to the reference.
+    """A policy loss by name, less an entropy bonus, plus a KL to the reference.
 
     loss = pg − entropy_coeff·H + kl_loss_coef·KL, each aggregated by `loss_agg_mode` over the whole
     mini-batch (global counts), so that micro-batches and ranks cannot change it.
     """
 
+    loss_mode: str = "vanilla"
+    """Which: a name of `functional.POLICY_LOSSES` (verl's)."""
     clip_ratio_low: float = 0.2
     """Lower edge of the clip range: 1 − this."""
     clip_ratio_high: float = 0.2
@@ -46,8 +68,32 @@ class PolicyLoss(Settings):
     """Estimator of that KL: see `functional.kl_penalty`."""
     loss_agg_mode: str = "token-mean"
     """How token losses become one number: see `functional.aggregate`."""
+    loss_scale_factor: float | None = None
+    """What `seq-mean-token-sum-norm` divides by; None: the mini-batch's width."""
+    rollout_is: bool = False
+    """Weigh every token by the column `rollout_is_weights` (see `stages.RolloutCorrection`)."""
+    tau_pos: float = 1.0
+    """sapo: steepness of the gate for positive advantages."""
+    tau_neg: float = 1.05
+    """sapo: the same for negative ones."""
+    dro_beta: float = 0.1
+    """dro: weight of the quadratic."""
+    clip_cov_ratio: float = 0.0002
+    """clip_cov: share of tokens that is left out."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: lowest covariance that is looked at."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: highest."""
+    kl_cov_ratio: float = 0.0002
+    """kl_cov: share of tokens that is held back."""
+    ppo_kl_coef: float = 0.1
+    """kl_cov: how strongly."""
 
     def __post_init__(self) -> None:
+        if self.loss_mode not in POLICY_LOSSES:
+            raise SettingError(unknown("loss_mode", self.loss_mode, POLICY_LOSSES))
+        if self.loss_agg_mode not in AGGREGATIONS:
+            raise SettingError(unknown("loss_agg_mode", self.loss_agg_mode, AGGREGATIONS))
         require(self.clip_ratio_low >= 0, "clip_ratio_low", expected="≥ 0", found=self.clip_ratio_low)
         require(self.clip_ratio_high >= 0, "clip_ratio_high", expected="≥ 0", found=self.clip_ratio_high)
         require(self.clip_ratio_c > 1, "clip_ratio_c", expected="> 1", found=self.clip_ratio_c)
@@ -55,7 +101,8 @@ class PolicyLoss(Settings):
     @property
     def reads(self) -> tuple[str, ...]:
         """Columns it needs beside those of a scoring pass."""
-        return ("old_log_probs", "advantages") + (("ref_log_prob",) if self.kl_loss_coef else ())
+        reads = ("old_log_probs", "advantages")
+        return reads + ("ref_log_prob",) * bool(self.kl_loss_coef) + ("rollout_is_weights",) * self.rollout_is
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -71,16 +118,9 @@ class PolicyLoss(Settings):
         """The loss of one micro-batch, its metrics, and `new_log_probs` and `clipped`."""
         mask = loss_mask(rows)
         new, old = outputs["log_probs"], rows["old_log_probs"]
-        surrogate = ppo_clip(
-            old,
-            new,
-            rows["advantages"],
-            mask,
-            clip_low=self.clip_ratio_low,
-            clip_high=self.clip_ratio_high,
-            clip_c=self.clip_ratio_c,
-        )
-        loss = pg_loss = self._aggregate(surrogate.loss, mask, normalisers)
+        surrogate = self._surrogate(old, new, rows["advantages"], mask)
+        weighted = surrogate.loss * rows["rollout_is_weights"] if self.rollout_is else surrogate.loss
+        loss = pg_loss = self._aggregate(weighted, mask, normalisers, surrogate.aggregation)
         metrics: dict[str, Metric] = {
             "actor/pg_loss": Sum(pg_loss.item()),
             "actor/pg_clipfrac": _mean(surrogate.clipped, mask),
@@ -100,14 +140,30 @@ class PolicyLoss(Settings):
         columns = {"new_log_probs": (new * rows["response_mask"]).detach(), "clipped": clipped & mask.bool()}
         return LossOutput(loss, metrics, columns)
 
-    def _aggregate(self, values: torch.Tensor, mask: torch.Tensor, normalisers: Normalisers) -> torch.Tensor:
+    def _surrogate(
+        self, old: torch.Tensor, new: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
+    ) -> Surrogate:
+        """The chosen loss, with those of the settings that it takes."""
+        function = POLICY_LOSSES[self.loss_mode]
+        known = {
+            "clip_low": self.clip_ratio_low,
+            "clip_high": self.clip_ratio_high,
+            "clip_c": self.clip_ratio_c,
+            **self.to_dict(),
+        }
+        taken = inspect.signature(function).parameters
+        return function(old, new, advantages, mask, **{name: value for name, value in known.items() if name in taken})
+
+    def _aggregate(
+        self, values: torch.Tensor, mask: torch.Tensor, normalisers: Normalisers, mode: str | None = None
+    ) -> torch.Tensor:
         return aggregate(
             values,
             mask,
-            self.loss_agg_mode,
+            mode or self.loss_agg_mode,
             tokens=normalisers.tokens,
             sequences=normalisers.sequences,
-            scale=normalisers.width,
+            scale=self.loss_scale_factor or normalisers.width,
         )
 
 

@@ -22,6 +22,9 @@ from workbench.stages.stage import BaseStage, Outcome, spread
 class Rollout(BaseStage):
     """Sample `group_size` responses to every prompt.
 
+    With `greedy_baseline=True` each prompt gets one more row, sampled at temperature 0 and marked in the column `greedy`:
+    ReMax's baseline, which shares rollout and reward with the others until the stage `baseline` folds it away.
+
     Prompts are encoded here, with the chat template of the sampler's own tokenizer, because what a
     prompt is in tokens belongs to the model. Rows come out interleaved: a a b b. The seed of a row is
     derived from (run seed, `purpose`, step, uid, sample), so that any row can be generated again alone.
@@ -52,8 +55,12 @@ class Rollout(BaseStage):
         group_size: int = 8,
         sampling: SamplingSettings | None = None,
         purpose: str = "rollout",
+        greedy_baseline: bool = False,
     ) -> None:
         require(group_size >= 1, "group_size", expected="≥ 1", found=group_size)
+        self.greedy_baseline = greedy_baseline
+        if greedy_baseline:
+            self.writes = (*type(self).writes, "greedy")
         self._sampler = sampler
         self.group_size = group_size
         self.sampling = sampling or SamplingSettings()
@@ -66,22 +73,26 @@ class Rollout(BaseStage):
 
     def settings(self) -> dict[str, Any]:
         """Its own, and the sampling's, flat."""
-        return {"group_size": self.group_size, "purpose": self.purpose, **self.sampling.to_dict()}
+        plain = {"group_size": self.group_size, "purpose": self.purpose, **self.sampling.to_dict()}
+        return {**plain, "greedy_baseline": True} if self.greedy_baseline else plain
 
     def learners(self) -> tuple[Any, ...]:
         """The policy: its version is written to every row."""
         return (self._sampler,)
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """P rows in, P·G rows out."""
+        """P rows in, P·G rows out (P·(G + 1) with a greedy baseline)."""
         prompts = self._encode(batch)
-        rows = torch.arange(len(batch)).repeat_interleave(self.group_size)
-        requests = [self._request(batch, prompts, int(row), index) for index, row in enumerate(rows)]
+        each = self.group_size + self.greedy_baseline
+        rows = torch.arange(len(batch)).repeat_interleave(each)
+        requests = [self._request(batch, prompts, int(row), index % each) for index, row in enumerate(rows)]
         samples = background.run(_gather(self._sampler, requests))
         columns = columns_of([prompts[int(row)] for row in rows], samples, self._pad_id)
         texts = self._sampler.tokenizer.batch_decode([list(sample.ids) for sample in samples], skip_special_tokens=True)
         columns["response_text"] = list(texts)
-        repeated = batch.repeat(self.group_size, interleave=True).with_meta(group_size=self.group_size)
+        if self.greedy_baseline:
+            columns["greedy"] = (torch.arange(len(rows)) % each) == self.group_size
+        repeated = batch.repeat(each, interleave=True).with_meta(group_size=each)
         return Outcome(self.written(repeated, columns), self._metrics(columns), rows)
 
     def _encode(self, batch: DataProto) -> list[tuple[int, ...]]:
@@ -100,12 +111,11 @@ class Rollout(BaseStage):
                 )
         return prompts
 
-    def _request(self, batch: DataProto, prompts: list[tuple[int, ...]], row: int, index: int) -> Request:
+    def _request(self, batch: DataProto, prompts: list[tuple[int, ...]], row: int, sample: int) -> Request:
         meta = batch.meta_info
-        seed = derive(
-            meta.get("seed", 0), self.purpose, meta.get("step", 0), batch["uid"][row], index % self.group_size, 0, 0
-        )
-        return Request(prompts[row], self.sampling, seed)
+        seed = derive(meta.get("seed", 0), self.purpose, meta.get("step", 0), batch["uid"][row], sample, 0, 0)
+        greedy = self.greedy_baseline and sample == self.group_size
+        return Request(prompts[row], self.sampling.replace(temperature=0.0) if greedy else self.sampling, seed)
 
     @property
     def _pad_id(self) -> int:
