@@ -138,7 +138,7 @@ def dr_grpo(
     Other settings: `grpo`'s. Liu et al. 2025, https://arxiv.org/abs/2503.20783.
     """
     advantage = Advantage(F.grpo, norm_by_std=False)
-    scaled = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": float(max_tokens)}
+    scaled: dict[str, Any] = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": float(max_tokens)}
     return _policy_gradient(engine, reward, advantage, max_tokens=max_tokens, kl_coef=kl_coef, **{**scaled, **settings})
 
 
@@ -166,7 +166,7 @@ def dapo(
         shaped: list[Stage] = [Overlong(max_tokens, overlong_buffer, overlong_penalty)] if overlong_buffer else []
         return [*shaped, FilterGroups([*drawn, *shaped], rows, max_num_gen_batches)]
 
-    chosen = {"max_tokens": max_tokens, "clip_high": clip_high, "kl_coef": kl_coef}
+    chosen: dict[str, Any] = {"max_tokens": max_tokens, "clip_high": clip_high, "kl_coef": kl_coef}
     return _policy_gradient(engine, reward, Advantage(F.grpo), judged=judged, **chosen, **settings)
 
 
@@ -203,7 +203,12 @@ def gspo(
     """GSPO: the ratio of the whole sequence, clipped in a narrow band; `grpo`'s settings. Zheng et al. 2025,
     https://arxiv.org/abs/2507.18071.
     """
-    chosen = {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_low": clip_low, "clip_high": clip_high}
+    chosen: dict[str, Any] = {
+        "loss_mode": "gspo",
+        "loss_agg_mode": "seq-mean-token-mean",
+        "clip_low": clip_low,
+        "clip_high": clip_high,
+    }
     return _policy_gradient(engine, reward, Advantage(F.grpo), kl_coef=kl_coef, **{**chosen, **settings})
 
 
@@ -220,7 +225,7 @@ def cispo(
 
     `clip_low=1` leaves the lower edge out, as the paper does. MiniMax 2025, https://arxiv.org/abs/2506.13585.
     """
-    chosen = {"loss_mode": "cispo", "clip_low": clip_low, "clip_high": clip_high}
+    chosen: dict[str, Any] = {"loss_mode": "cispo", "clip_low": clip_low, "clip_high": clip_high}
     return _policy_gradient(engine, reward, Advantage(F.grpo), kl_coef=kl_coef, **chosen, **settings)
 
 

@@ -198,7 +198,7 @@ def test_text_is_read_as_it_is_written_elsewhere(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({**ROW, "prompt": strange}, ensure_ascii=False).encode() + b"\r\n")
     assert load(path)[0]["prompt"][0]["content"] == strange
     path.write_bytes(b'{"prompt": "\xff"}')
-    with pytest.raises(DataError, match="as UTF-8"):
+    with pytest.raises(DataError, match="a.jsonl:1 is not UTF-8"):
         load(path)
 
 

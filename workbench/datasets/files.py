@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import DataError, boundary, message, unknown
 
 SUFFIXES = (".parquet", ".json", ".jsonl")
+LINE_LIMIT = 64 << 20
+"""Bytes that a line of JSON may have: a row is a prompt and an answer."""
+SIZE_LIMIT = 8 << 30
+"""Bytes that a file may decode to: two kilobytes of parquet can stand for twenty gigabytes."""
+_FIRST = 64
+"""Rows that the estimate looks at."""
 
 
 def find(path: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -59,23 +65,63 @@ def read(path: Path) -> list[Any]:
         raise DataError(unknown("suffix of a data file", path.suffix or "(none)", SUFFIXES))
     if path.suffix == ".parquet":
         return _read_parquet(path)
+    if path.suffix == ".jsonl":
+        return [parse(line, f"{path}:{number}") for number, line in _lines(path) if line.strip()]
+    _refuse_size(path, path.stat().st_size)
     with boundary(f"reading {str(path)!r} as UTF-8 text", DataError):
         text = path.read_text(encoding="utf-8-sig")
-    if path.suffix == ".jsonl":
-        # not splitlines(): U+2028 and its like are ordinary characters inside a JSON string
-        lines = enumerate(text.split("\n"), 1)
-        return [parse(line, f"{path}:{number}") for number, line in lines if line.strip()]
     records = parse(text, str(path))
     if not isinstance(records, list):
         raise DataError(message(f"{path}", expected="a list of rows", found=type(records).__name__))
     return records
 
 
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number from 1, text) of each line, never more than one in memory.
+
+    Lines end at a newline alone: U+2028 and its like are ordinary characters inside a JSON string.
+    """
+    with path.open("rb") as file:
+        for number, raw in enumerate(iter(lambda: file.readline(LINE_LIMIT + 1), b""), 1):
+            place = f"{path}:{number}"
+            if len(raw) > LINE_LIMIT:
+                raise DataError(message(place, expected=f"at most {LINE_LIMIT} bytes in a line", found="more"))
+            try:
+                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as cause:
+                raise DataError(message(f"{place} is not UTF-8", found=str(cause))) from cause
+
+
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
+    """All rows; refused before they are decoded where the first ones say that they would not fit."""
     import pyarrow.parquet as pq
 
     with boundary(f"reading {str(path)!r} as parquet", DataError):
-        return pq.ParquetFile(path).read().to_pylist()
+        file = pq.ParquetFile(path)
+        total = file.metadata.num_rows
+        first = next(file.iter_batches(batch_size=_FIRST), None)
+        if first is not None and first.num_rows:
+            _refuse_size(path, _decoded(first) // first.num_rows * total)
+        return file.read().to_pylist()
+
+
+def _decoded(batch: Any) -> int:
+    """Bytes of a record batch with its dictionaries written out, as Python will have them."""
+    columns = [
+        column.dictionary_decode() if hasattr(column, "dictionary_decode") else column for column in batch.columns
+    ]
+    return sum(column.nbytes for column in columns)
+
+
+def _refuse_size(path: Path, size: int) -> None:
+    if size > SIZE_LIMIT:
+        raise DataError(
+            message(
+                f"{path} would take about {size / 2**30:.1f} GiB",
+                expected=f"at most {SIZE_LIMIT / 2**30:.1f} GiB",
+                do="read a part of it: split the file, or keep the rows that are needed",
+            )
+        )
 
 
 def parse(text: str, place: str) -> Any:

@@ -28,7 +28,7 @@ from workbench.engines.loading import eos_ids_of, load_model, load_tokenizer, re
 from workbench.engines.memory import learning_estimate, memory_errors, preflight
 from workbench.engines.protocol import Learned, Loss, Normalisers, Request, Sample
 from workbench.engines.sampling import decode_wave
-from workbench.engines.scoring import score
+from workbench.engines.scoring import check_ids, score
 from workbench.errors import EngineError, message
 from workbench.metrics import Mean
 
@@ -163,6 +163,7 @@ class LocalEngine:
                 ", values" if self._head is not None else "; values need engine.critic()"
             )
             raise EngineError(message("score", expected=have, found=", ".join(want)))
+        check_ids(self._model, batch)
         self._model.eval()
         with memory_errors("scoring", f"micro-batches of {self._settings.micro_batch_tokens} tokens"), self._autocast():
             return score(self._model, self._head, batch, want, temperature, **self._cut())
@@ -197,6 +198,7 @@ class LocalEngine:
         return Learned({**learned.metrics, "grad_norm": Mean(norm), "lr": Mean(optimizer.lr)}, columns)
 
     def _backward(self, batch: DataProto, loss: Loss, normalisers: Normalisers, temperature: float) -> Learned:
+        check_ids(self._model, batch)
         self._model.train()
         try:
             with self._autocast():

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from workbench.columns import declared
 from workbench.dataproto import DataProto
+from workbench.errors import EngineError, message
 from workbench.functional import entropy_from_logits, log_probs_from_logits
 
 CHUNK_ELEMENTS = 1 << 26
@@ -60,6 +61,21 @@ def trimmed(rows: DataProto) -> tuple[DataProto, int]:
             letter = "T" if tensor.dim() > 1 and tensor.shape[1] == old_t else ""
         cut[name] = tensor[:, spans[letter]] if letter in spans else tensor
     return DataProto(cut, None, rows.meta_info), new_t
+
+
+def check_ids(model: Any, batch: DataProto) -> None:
+    """Raises `EngineError` naming row and id where a token id is not in the model's vocabulary."""
+    ids, size = batch["input_ids"], model.get_input_embeddings().num_embeddings
+    wrong = ((ids < 0) | (ids >= size)) & batch["attention_mask"].bool()
+    if wrong.any():
+        row, place = wrong.nonzero()[0].tolist()
+        raise EngineError(
+            message(
+                f"token id {int(ids[row, place])} in row {row}",
+                expected=f"0 to {size - 1}, the model's vocabulary",
+                do="the batch was tokenised for another model",
+            )
+        )
 
 
 def response_hidden(model: Any, rows: DataProto, packed: bool) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import traceback
@@ -190,7 +191,8 @@ def _here(function: Callable[..., Any], calls: Sequence[Mapping[str, Any]]) -> l
     answers = []
     for arguments in calls:
         try:
-            result = function(**arguments)
+            # copies: a function that writes into what it is given changes no row's data
+            result = function(**copy.deepcopy(dict(arguments)))
             if inspect.isawaitable(result):
                 result = background.run(_await(result))
             answers.append(Answer(True, result))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from workbench.dataproto import DataProto
-from workbench.metrics import Count, Mean
+from workbench.metrics import Count, Mean, Metric
 from workbench.stages.stage import BaseStage, Outcome
 
 
@@ -28,7 +28,7 @@ class Baseline(BaseStage):
         of = torch.tensor([found[batch["uid"][row]] for row in rows.tolist()], dtype=torch.long)
         kept = batch.select_idxs(rows).with_meta(group_size=max(batch.meta_info.get("group_size", 2) - 1, 1))
         columns = {"reward_baselines": batch["reward"][of], "scored": scored[rows] & scored[of]}
-        metrics = {
+        metrics: dict[str, Metric] = {
             "reward/greedy_baseline": Mean.of(
                 batch["reward"][greedy & scored].double().mean().item(), int(greedy.sum())
             ),

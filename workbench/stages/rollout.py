@@ -34,7 +34,7 @@ class Rollout(BaseStage):
 
     name = "rollout"
     reads = ("raw_prompt", "uid")
-    writes = (
+    writes: tuple[str, ...] = (
         "prompts",
         "prompt_mask",
         "responses",

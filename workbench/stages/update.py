@@ -5,7 +5,7 @@ One class, used twice: for the critic and for the actor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,7 +93,7 @@ class Update(BaseStage):
         step = batch.meta_info.get("step", 0)
         if step < self.from_step:
             return Outcome(self.written(batch, self._unchanged(batch)), {f"{self.role}/skipped": Mean(1.0)})
-        rows = batch.select(list(self.reads))
+        rows = batch.select(list(self.reads), ["uid"] if "uid" in batch else [])
         columns = self._unchanged(batch) if self.skip_nonfinite else {}
         steps: list[dict[str, float]] = []
         skipped = 0
@@ -134,6 +134,7 @@ class Update(BaseStage):
     def _learn_or_skip(self, rows: DataProto) -> Learned | None:
         """None where a mini-batch was left out because its loss or gradient is not finite; no weight has changed then."""
         try:
+            _refuse_nonfinite(rows, self.reads)
             learned = self._learn(rows)
         except NonFinite:
             self._in_a_row += 1
@@ -175,6 +176,27 @@ class Update(BaseStage):
             "clipped": lambda: torch.zeros_like(batch["response_mask"], dtype=torch.bool),
         }
         return {name: still[name]() for name in self.writes}
+
+
+def _refuse_nonfinite(rows: DataProto, names: Sequence[str]) -> None:
+    """Raises `NonFinite` naming the first column, row, uid and token where a number is none; the mask decides what counts."""
+    mask = loss_mask(rows).bool()
+    for name in names:
+        values = rows[name]
+        if not values.is_floating_point():
+            continue
+        bad = ~values.isfinite() & (mask if values.dim() > 1 else mask.any(-1))
+        if bad.any():
+            row, *token = bad.nonzero()[0].tolist()
+            uid = f" (uid {rows['uid'][row]})" if "uid" in rows else ""
+            raise NonFinite(
+                message(
+                    f"column {name!r} of row {row}{uid} is no number; no step was taken",
+                    found=f"{float(values[row, token[0]] if token else values[row])}"
+                    + (f" at token {token[0]}" if token else ""),
+                    do=f"look at what wrote {name!r}; {int(bad.sum())} places are bad in {int(bad.flatten(1).any(-1).sum() if token else bad.sum())} rows",
+                )
+            )
 
 
 @contextmanager

@@ -1,0 +1,331 @@
+"""Rows D of the scorecard: bad data and bad numbers; each test injects its fault. The names say which row."""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import workbench as wb
+from workbench import functional as F
+from workbench.config import Settings
+from workbench.datasets import files
+from workbench.engines import SamplingSettings
+from workbench.errors import DataError, NonFinite, RewardError, SettingError, WorkbenchError
+
+
+def make(tiny: str, reward: Any = None, **settings: Any) -> tuple[wb.Pipeline, wb.datasets.Rows]:
+    engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:8]
+    return wb.recipes.grpo(engine, reward, **{"group_size": 2, "max_tokens": 8, **settings}), rows
+
+
+def weights_hash(pipe: wb.Pipeline) -> int:
+    tensors = pipe.learners()["actor"].snapshot()["weights"]
+    return sum(zlib.crc32(tensors[name].numpy().tobytes()) for name in sorted(tensors))
+
+
+# --- D1: numbers that are none --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_D1_a_reward_that_is_no_number_names_function_and_row(tiny: str, bad: float) -> None:
+    calls: list[int] = []
+
+    def breaks(response: str) -> float:
+        calls.append(1)
+        return bad if len(calls) == 3 else 0.5
+
+    pipe, rows = make(tiny, wb.rewards.Reward(breaks, in_process=True))
+    before = weights_hash(pipe)
+    with pytest.raises(RewardError, match=r"breaks, row 2; expected a finite number"):
+        wb.Stepper(pipe, rows.batch(4)).run()
+    assert weights_hash(pipe) == before
+
+
+@pytest.mark.parametrize("column", ["advantages", "old_log_probs", "ref_log_prob"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_D1_a_poisoned_column_names_itself_and_its_rows_and_no_step_is_taken(
+    tiny: str, column: str, bad: float
+) -> None:
+    pipe, rows = make(tiny)
+    batch = wb.Stepper(pipe, rows.batch(4)).run(until="advantage").batch
+    before = weights_hash(pipe)
+    poisoned = batch[column].clone()
+    poisoned[3, 0] = bad
+    with pytest.raises(NonFinite) as caught:
+        pipe["update_actor"](batch.with_columns({column: poisoned}))
+    told = str(caught.value)
+    assert column in told and str(batch["uid"][3]) in told and "row 3" in told, told
+    assert weights_hash(pipe) == before and pipe.learners()["actor"].version == 0
+
+
+def test_D1_an_estimator_that_breaks_is_named_with_its_rows(tiny: str) -> None:
+    def broken(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return scores[:, None] * mask / 0.0
+
+    pipe, rows = make(tiny)
+    with pytest.raises(
+        WorkbenchError, match=r"advantages of broken; expected finite numbers; found NaN or inf in rows \["
+    ):
+        wb.Stepper(pipe.replace("advantage", broken), rows.batch(4)).run()
+
+
+def test_D1_a_gradient_that_is_no_number_leaves_everything(tiny: str) -> None:
+    """The loss is finite, its gradient is not: sqrt at 0."""
+
+    class Steep(wb.stages.PolicyLoss):
+        def __call__(self, outputs: Any, rows: Any, normalisers: Any) -> Any:
+            made = super().__call__(outputs, rows, normalisers)
+            zero = (outputs["log_probs"] * 0).abs().sum()
+            return type(made)(made.loss + zero.sqrt(), made.metrics, made.columns)
+
+    pipe, rows = make(tiny)
+    update = wb.stages.Update(pipe.learners()["actor"], Steep(kl_loss_coef=0.001))
+    batch = wb.Stepper(pipe, rows.batch(4)).run(until="advantage").batch
+    before = weights_hash(pipe)
+    with pytest.raises(NonFinite, match="gradient norm is not finite; no step was taken"):
+        update(batch)
+    assert weights_hash(pipe) == before
+    pipe["update_actor"](batch)  # and the next, good one works
+    assert weights_hash(pipe) != before
+
+
+# --- D2: defined results where there is nothing to learn from ------------------------------------
+
+
+def test_D2_estimators_have_defined_results() -> None:
+    cases = {
+        "a group of one": ([1.0], [0], [[1, 1]]),
+        "equal rewards": ([0.3, 0.3, 0.3], [0, 0, 0], [[1, 1]] * 3),
+        "an empty response": ([1.0, 0.0], [0, 0], [[0, 0], [1, 1]]),
+        "no token at all": ([1.0, 0.0], [0, 0], [[0, 0], [0, 0]]),
+        "nobody judged": ([0.0, 0.0], [0, 0], [[1, 1], [1, 1]]),
+    }
+    for name, (rewards, uids, masks) in cases.items():
+        scores, groups, mask = torch.tensor(rewards), torch.tensor(uids), torch.tensor(masks)
+        scored = torch.tensor([name != "nobody judged"] * len(rewards))
+        tokens = torch.zeros(mask.shape)
+        tokens[:, -1] = scores
+        for estimator in (F.grpo, F.grpo_passk, F.rloo, F.opo, F.gpg, F.reinforce_plus_plus_baseline):
+            advantages, _ = estimator(scores, groups, mask, scored=scored)
+            assert advantages.isfinite().all(), (name, estimator)
+            if name != "an empty response":
+                assert (advantages == 0).all(), (name, estimator)
+        for pair in (
+            F.reinforce_plus_plus(tokens, mask, scored=scored),
+            F.remax(tokens, scores, mask, scored=scored),
+            F.gdpo(scores[:, None], groups, mask, scored=scored),
+            F.gae(tokens, torch.zeros(mask.shape), mask),
+        ):
+            assert all(one.isfinite().all() for one in pair), name
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_D2_a_step_in_which_all_rewards_are_equal_is_a_step(tiny: str, value: float) -> None:
+    pipe, rows = make(tiny, wb.rewards.Reward(lambda response: value, in_process=True), kl_coef=0.0)
+    s = wb.Stepper(pipe, rows.batch(4)).run()
+    assert (s.batch["advantages"] == 0).all() and s.trace.metrics["actor/grad_norm"] == 0.0
+    assert all(value == value for value in s.trace.metrics.values())
+
+
+def test_D2_a_step_in_which_nobody_is_judged_is_a_step(tiny: str) -> None:
+    pipe, rows = make(tiny, wb.rewards.Reward(lambda response: None, in_process=True), kl_coef=0.0)
+    s = wb.Stepper(pipe, rows.batch(4)).run()
+    assert not s.batch["scored"].any() and (s.batch["advantages"] == 0).all()
+    assert s.trace.metrics["actor/grad_norm"] == 0.0
+
+
+def test_D2_all_prompts_filtered_is_said(tiny: str) -> None:
+    pipe, rows = make(tiny)
+    short = wb.datasets.Rows(list(rows), max_prompt_length=2)
+    with pytest.raises(DataError, match="every prompt is too long; expected at most 2 tokens; found the shortest has"):
+        short.fitting(pipe["rollout"].sampler.tokenizer, overlong="drop")
+
+
+# --- D3: prompts and ids --------------------------------------------------------------------------
+
+
+def test_D3_a_prompt_over_the_limit_is_refused_by_row(tiny: str) -> None:
+    pipe, rows = make(tiny)
+    long = list(rows)
+    long[5]["prompt"] = [{"role": "user", "content": "one " * 300}]
+    with pytest.raises(DataError, match=r"1 of 8 prompts are too long; expected at most 256 tokens; found rows \[5\]"):
+        wb.datasets.Rows(long, max_prompt_length=256).fitting(pipe["rollout"].sampler.tokenizer)
+
+
+def test_D3_a_token_id_beyond_the_vocabulary_is_refused_by_row(tiny: str) -> None:
+    pipe, rows = make(tiny)
+    engine = pipe.learners()["actor"]
+    batch = wb.Stepper(pipe, rows.batch(4)).run(until="rollout").batch
+    ids = batch["input_ids"].clone()
+    ids[2, -1] = 100_000
+    with pytest.raises(WorkbenchError, match=r"token id 100000.*row 2|row 2.*100000"):
+        engine.score(batch.with_columns({"input_ids": ids}))
+
+
+# --- D4: parquet ----------------------------------------------------------------------------------
+
+
+def rows_of(number: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"What is {n} + 1?"}],
+            "data_source": "workbench/arith",
+            "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+        }
+        for n in range(number)
+    ]
+
+
+def test_D4_missing_columns_wrong_types_null_answers_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+
+    def written(rows: list[dict[str, Any]]) -> Path:
+        pd.DataFrame(rows).to_parquet(path)
+        return path
+
+    with pytest.raises(DataError, match="row 0 of .*x.parquet.*'prompt' is not a column of it"):
+        wb.datasets.load(written([{"data_source": "x"}] * 3))
+    with pytest.raises(DataError, match="prompt of row 0 .*expected a chat .* or a text; found 7"):
+        wb.datasets.load(written([{**row, "prompt": 7} for row in rows_of(2)]))
+    rows = rows_of(4)
+    rows[2]["reward_model"] = {"style": "rule", "ground_truth": None}
+    with pytest.raises(DataError, match=r"1 rows of .*no ground truth.*none in rows \[2\]"):
+        wb.datasets.load(written(rows))
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
+    with pytest.raises(DataError, match="no rows in .*x.parquet"):
+        wb.datasets.load(path)
+
+
+def test_D4_a_truncated_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pd.DataFrame(rows_of(50)).to_parquet(path)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DataError, match=r"x\.parquet"):
+        wb.datasets.load(path)
+
+
+def test_D4_duplicates_are_counted_and_the_content_is_hashed(tmp_path: Path) -> None:
+    rows = wb.datasets.Rows(rows_of(3) + rows_of(2))
+
+    assert "repeated prompts  2" in repr(rows.report()) and rows.data_hash != wb.datasets.Rows(rows_of(3)).data_hash
+    uids = list(rows.batch(5)["uid"])
+    assert len(set(uids)) == 5  # the same question twice is two prompts
+
+
+def test_D4_a_bomb_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    """A few kilobytes that decode to gigabytes: one wide value, repeated through its dictionary."""
+    path = tmp_path / "bomb.parquet"
+    wide = "x" * 1_000_000
+    codes = pa.DictionaryArray.from_arrays(pa.array(np.zeros(200_000, dtype=np.int32)), pa.array([wide]))
+    pq.write_table(pa.table({"prompt": codes}), path, compression="zstd")
+    assert path.stat().st_size < 200_000
+    began = time.perf_counter()
+    with pytest.raises(DataError, match=r"bomb.parquet.*would take about 1\d\d\.. GiB|bomb.parquet.*expected at most"):
+        wb.datasets.load(path)
+    assert time.perf_counter() - began < 20
+
+
+# --- D5: jsonl ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        (b'{"prompt": NaN}', "x.jsonl:2: JSON has no NaN"),
+        (b'{"prompt": 1e999}', "x.jsonl:2: a number too large; found 1e999"),
+        (b"[" * 100_000 + b"]" * 100_000, "x.jsonl:2 is not JSON"),
+        (b'{"prompt": "\xff\xfe"}', "x.jsonl.*line 2|x.jsonl:2"),
+        (b'{"prompt": ' + b"1" * 5000 + b"}", "x.jsonl:2 is not JSON"),
+    ],
+    ids=["nan", "1e999", "deep", "utf-8", "digits"],
+)
+def test_D5_a_bad_line_is_named_with_its_reason(tmp_path: Path, line: bytes, match: str) -> None:
+    path = tmp_path / "x.jsonl"
+    good = json.dumps(rows_of(1)[0]).encode()
+    path.write_bytes(good + b"\n" + line + b"\n" + good + b"\n")
+    with pytest.raises(DataError, match=match):
+        wb.datasets.load(path)
+
+
+def test_D5_a_line_without_end_is_refused_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LINE_LIMIT", 10_000)
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(rows_of(1)[0]) + "\n" + '{"prompt": "' + "x" * 50_000 + '"}\n')
+    with pytest.raises(DataError, match=r"x.jsonl:2.*expected at most 10000 bytes"):
+        wb.datasets.load(path)
+
+
+# --- D6: settings ---------------------------------------------------------------------------------
+
+
+def test_D6_settings_are_typed_and_unknown_names_have_a_nearest() -> None:
+    assert SamplingSettings.from_parameters({"temperature": "1e-1", "max_tokens": "64"}).temperature == 0.1
+    with pytest.raises(SettingError, match="did you mean 'temperature'"):
+        SamplingSettings.from_parameters({"temprature": 1.0})
+    for bad in ({"max_tokens": "many"}, {"max_tokens": 1.5}, {"ignore_eos": "maybe"}, {"top_p": True}):
+        with pytest.raises(SettingError):
+            SamplingSettings.from_parameters(bad)
+    assert issubclass(SamplingSettings, Settings)
+
+
+# --- D8: rewards that break their contract -------------------------------------------------------
+
+
+def batch_of(number: int) -> wb.DataProto:
+    return wb.DataProto(
+        {
+            "responses": torch.ones(number, 2, dtype=torch.long),
+            "response_mask": torch.ones(number, 2, dtype=torch.long),
+        },
+        {
+            "response_text": [f"r{n}" for n in range(number)],
+            "raw_prompt": [[{"role": "user", "content": "q"}]] * number,
+            "extra_info": [{"n": n} for n in range(number)],
+            "reward_model": [{"ground_truth": "1"}] * number,
+            "data_source": ["x"] * number,
+            "uid": [str(n) for n in range(number)],
+        },
+    )
+
+
+def test_D8_a_wrong_count_a_non_number_and_extra_keys() -> None:
+    def short(completions: list[Any], **_: Any) -> list[float]:
+        return [1.0] * (len(completions) - 1)
+
+    def words(response: str) -> Any:
+        return "good" if response == "r1" else 1.0
+
+    def more(response: str) -> Any:
+        return {"score": 0.5, "format": 1.0, "note": "fine", "deep": {"a": [1]}}
+
+    with pytest.raises(RewardError, match="short; expected a list of 3 rewards; found 2"):
+        wb.rewards.Reward(short, in_process=True).score(batch_of(3))
+    with pytest.raises(RewardError, match="words, row 1; expected a number.*found 'good'"):
+        wb.rewards.Reward(words, in_process=True).score(batch_of(3))
+    score = wb.rewards.Reward(more, in_process=True).score(batch_of(1))[0]
+    assert score.value == 0.5 and score.parts == {"format": 1.0} and score.extra["note"] == "fine"
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_D8_a_function_that_writes_into_its_input_changes_nobody_elses(in_process: bool) -> None:
+    def writes(response: str, extra_info: dict[str, Any]) -> float:
+        extra_info["n"] = "changed"
+        extra_info.clear()
+        return 1.0
+
+    batch = batch_of(3)
+    reward = wb.rewards.Reward(writes, in_process=in_process)
+    assert [one.value for one in reward.score(batch)] == [1.0] * 3
+    reward.close()
+    assert [info["n"] for info in batch["extra_info"]] == [0, 1, 2]
