@@ -67,8 +67,66 @@ ROWS: dict[str, list[str]] = {
     "C9 by hand and by papermill": [
         "test_notebooks.py::test_stepped_by_hand_trained_and_run_by_papermill_are_the_same_numbers"
     ],
-    "D6 YAML": ["runs/test_runs_commands.py::test_a_bad_file_is_refused"],
-    "E7 names of runs": ["runs/test_runs_commands.py::test_E7_a_run_stays_where_its_name_says"],
+    "D1 NaN and infinity": [
+        "faults/test_faults_data.py::test_D1_a_reward_that_is_no_number_names_function_and_row",
+        "faults/test_faults_data.py::test_D1_a_poisoned_column_names_itself_and_its_rows_and_no_step_is_taken",
+        "faults/test_faults_data.py::test_D1_an_estimator_that_breaks_is_named_with_its_rows",
+        "faults/test_faults_data.py::test_D1_a_gradient_that_is_no_number_leaves_everything",
+        "faults/test_faults_runs.py::test_D1_a_step_that_is_not_finite_stops_with_its_batch_and_a_checkpoint",
+        "faults/test_faults_runs.py::test_D1_some_may_be_skipped_and_so_many_in_a_row_stop",
+    ],
+    "D2 nothing to learn from": [
+        "faults/test_faults_data.py::test_D2_estimators_have_defined_results",
+        "faults/test_faults_data.py::test_D2_a_step_in_which_all_rewards_are_equal_is_a_step",
+        "faults/test_faults_data.py::test_D2_a_step_in_which_nobody_is_judged_is_a_step",
+        "faults/test_faults_data.py::test_D2_all_prompts_filtered_is_said",
+    ],
+    "D3 prompts and ids": [
+        "faults/test_faults_data.py::test_D3_a_prompt_over_the_limit_is_refused_by_row",
+        "faults/test_faults_data.py::test_D3_a_token_id_beyond_the_vocabulary_is_refused_by_row",
+        "faults/test_faults_input.py::test_models",
+    ],
+    "D4 parquet": [
+        "faults/test_faults_data.py::test_D4_missing_columns_wrong_types_null_answers_no_rows",
+        "faults/test_faults_data.py::test_D4_a_truncated_file_is_named",
+        "faults/test_faults_data.py::test_D4_duplicates_are_counted_and_the_content_is_hashed",
+        "faults/test_faults_data.py::test_D4_a_bomb_is_refused_before_it_is_decoded",
+    ],
+    "D5 JSON lines": [
+        "faults/test_faults_data.py::test_D5_a_bad_line_is_named_with_its_reason",
+        "faults/test_faults_data.py::test_D5_a_line_without_end_is_refused_in_bounded_memory",
+    ],
+    "D6 YAML and settings": [
+        "runs/test_runs_commands.py::test_a_bad_file_is_refused",
+        "faults/test_faults_data.py::test_D6_settings_are_typed_and_unknown_names_have_a_nearest",
+    ],
+    "D8 rewards that break their contract": [
+        "faults/test_faults_data.py::test_D8_a_wrong_count_a_non_number_and_extra_keys",
+        "faults/test_faults_data.py::test_D8_a_function_that_writes_into_its_input_changes_nobody_elses",
+    ],
+    "E4 files that would run": [
+        "faults/test_faults_security.py::test_E4_a_pickle_in_a_model_folder_never_runs",
+        "faults/test_faults_security.py::test_E4_no_file_of_a_run_is_ever_unpickled",
+        "faults/test_faults_security.py::test_E4_the_tree_has_no_door_for_pickles_or_evaluated_text",
+    ],
+    "E5 model text": [
+        "faults/test_faults_security.py::test_E5_whatever_a_model_writes_stays_text_in_every_view",
+        "faults/test_faults_security.py::test_E5_ten_megabytes_in_one_line_are_cut",
+        "faults/test_faults_security.py::test_E5_in_a_browser_nothing_runs_and_nothing_is_fetched",
+    ],
+    "E7 paths": [
+        "runs/test_runs_commands.py::test_E7_a_run_stays_where_its_name_says",
+        "faults/test_faults_security.py::test_E7_data_paths_with_strange_names_are_refused_by_name",
+    ],
+    "E9 models and templates": [
+        "faults/test_faults_security.py::test_E9_a_models_own_code_is_not_run",
+        "faults/test_faults_security.py::test_E9_a_hostile_template_is_refused_in_bounded_time_and_memory",
+    ],
+    "E10 nothing listens": ["faults/test_faults_security.py::test_E10_training_opens_no_door"],
+    "E13 secrets": [
+        "faults/test_faults_security.py::test_E13_a_secret_of_the_environment_is_in_nothing_that_a_run_writes",
+        "faults/test_faults_security.py::test_E13_no_secret_is_in_the_record_of_a_job",
+    ],
     "a soak": [
         "faults/test_faults_runs.py::test_some_hundred_steps_interrupted_killed_and_resumed_at_random_end_as_the_quiet_run"
     ],

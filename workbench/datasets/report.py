@@ -46,7 +46,9 @@ class Report:
         return pairs
 
     def __repr__(self) -> str:
-        return "\n".join(f"{what:<17} {value}" for what, value in self.lines())
+        from workbench.views.html import terminal
+
+        return terminal(f"{what:<17} {value}" for what, value in self.lines())
 
     def _repr_html_(self) -> str:
         from workbench.views.html import pairs_table

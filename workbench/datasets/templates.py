@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from workbench.errors import DataError, boundary
+from workbench.datasets.rendering import render
 
 
 def encode(
@@ -13,7 +13,8 @@ def encode(
 ) -> list[int]:
     """Token ids of a chat (a list of {role, content}) or of a plain text.
 
-    `switches` go to the template (`enable_thinking=False`). A tokenizer without a template gets the contents,
+    `switches` go to the template (`enable_thinking=False`), which is rendered in a process of its own, in bounded time and
+    memory: it came with the model. A tokenizer without a template gets the contents,
     one message a line: base models have seen plain text.
     """
     if isinstance(chat, str):
@@ -21,8 +22,5 @@ def encode(
     messages = [dict(turn) for turn in chat]
     if not getattr(tokenizer, "chat_template", None):
         return list(tokenizer("\n".join(str(turn["content"]) for turn in messages) + "\n")["input_ids"])
-    with boundary("the chat template of the tokenizer", DataError):
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **switches
-        )
+    text = render(tokenizer, messages, add_generation_prompt=add_generation_prompt, **switches)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -140,7 +140,9 @@ class Block:
         self._line, self._share = line, share
 
     def __repr__(self) -> str:
-        return self._line
+        from workbench.views.html import plain
+
+        return plain(self._line)
 
     def _repr_html_(self) -> str:
         from workbench.views.html import bar

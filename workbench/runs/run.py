@@ -175,6 +175,8 @@ class Run:
         return panel(self.rows, others={name: run.rows for name, run in others.items()}, title=self.path.name)
 
     def __repr__(self) -> str:
+        from workbench.views.html import terminal
+
         rows = self.rows
         step: Any = rows[-1][STEP] if rows else 0
         steps = self.settings.get("train", {}).get("steps")
@@ -185,7 +187,7 @@ class Run:
         if self.stopped is not None:
             lines.append(f"  stopped before the update of step {self.stopped.trace.step}: look at .stopped")
         lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        return terminal(lines)
 
     def _repr_html_(self) -> str:
         from workbench.views.html import pairs_table, text_block
@@ -211,7 +213,9 @@ class Summary(dict[str, Any]):
         ]
 
     def __repr__(self) -> str:
-        return "; ".join(f"{what} {value}" for what, value in self.pairs()) or "no summary yet"
+        from workbench.views.html import plain
+
+        return plain("; ".join(f"{what} {value}" for what, value in self.pairs())) or "no summary yet"
 
     def _repr_html_(self) -> str:
         from workbench.views.html import pairs_table

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.columns import declared
-from workbench.views.html import escape, fold, pairs_table, table
+from workbench.views.html import escape, fold, pairs_table, plain, table, terminal
 
 if TYPE_CHECKING:
     from workbench.dataproto import DataProto
@@ -47,8 +47,12 @@ def preview(batch: DataProto, name: str) -> str:
         text = " ".join(f"{value:.3g}" if isinstance(value, float) else str(value) for value in flat.tolist())
         total = len(tensor) if tensor.dim() == 1 else tensor[0].numel()
         return text + (" …" if total > PREVIEW_ITEMS else "")
-    text = str(batch.non_tensor_batch[name][0]).replace("\n", "⏎")
-    return text if len(text) <= PREVIEW_TEXT else text[: PREVIEW_TEXT - 1] + "…"
+    return plain(cut(str(batch.non_tensor_batch[name][0]).replace("\n", "⏎"), PREVIEW_TEXT))
+
+
+def cut(text: str, limit: int = 1000) -> str:
+    """At most `limit` characters of a text."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _writer(batch: DataProto, name: str) -> str:
@@ -82,7 +86,7 @@ def batch_text(batch: DataProto) -> str:
     for name in batch.columns:
         kind, writer = kind_of(batch, name), _writer(batch, name)
         lines.append(f"  {name:<{width}}  {kind:<12} {writer:<13} {preview(batch, name)}")
-    return "\n".join(lines)
+    return terminal(lines)
 
 
 def batch_html(batch: DataProto) -> str:
@@ -103,5 +107,5 @@ def batch_html(batch: DataProto) -> str:
             ]
         )
     body = table(["column", "kind", "written by", "first values"], rows)
-    meta = fold("meta_info", pairs_table([(key, repr(value)) for key, value in batch.meta_info.items()]))
+    meta = fold("meta_info", pairs_table([(key, cut(repr(value))) for key, value in batch.meta_info.items()]))
     return f"<div>{fold(title(batch), body, opened=True)}{meta}</div>"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _CELL = "padding:2px 8px;text-align:left;vertical-align:top"
 
@@ -19,10 +19,27 @@ def escape(text: object, limit: int | None = None) -> str:
     raw = str(text)
     if limit is not None and len(raw) > limit:
         raw = raw[: limit - 1] + "…"
-    visible = re.sub(
-        r"[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]", lambda found: f"\\x{ord(found[0]):02x}", raw
+    return html.escape(plain(raw))
+
+
+TEXT_LIMIT = 20_000
+"""Characters of one foreign text that are shown; a note says how many were left out."""
+
+
+def plain(text: str) -> str:
+    """Text for a terminal or a page: control characters and direction overrides made visible, lines and tabs kept, cut to
+    `TEXT_LIMIT`.
+    """
+    if len(text) > TEXT_LIMIT:
+        text = f"{text[:TEXT_LIMIT]}… ({len(text) - TEXT_LIMIT:,} more characters)"
+    return re.sub(
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda found: f"\\x{ord(found[0]):02x}", text
     )
-    return html.escape(visible)
+
+
+def terminal(lines: Iterable[str]) -> str:
+    """Lines for a terminal, each made plain."""
+    return "\n".join(plain(line) for line in lines)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -35,7 +52,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def pairs_table(pairs: Sequence[tuple[str, str]]) -> str:
     """Two columns: what, and its value; both are text."""
     rows = "".join(
-        f'<tr><td style="{_CELL};opacity:0.65">{escape(what)}</td><td style="{_CELL}">{escape(value)}</td></tr>'
+        f'<tr><td style="{_CELL};opacity:0.65">{escape(what)}</td><td style="{_CELL}">{escape(value, 2000)}</td></tr>'
         for what, value in pairs
     )
     return f'<table style="border-collapse:collapse;font-size:90%"><tbody>{rows}</tbody></table>'

@@ -10,7 +10,7 @@ import numpy as np
 
 from workbench.errors import unknown
 from workbench.rewards.score import Status
-from workbench.views.html import bar, escape, fold, table, text_block
+from workbench.views.html import bar, escape, fold, table, terminal, text_block
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -117,7 +117,7 @@ def samples_text(batch: DataProto, rows: int = 8, order: str = "worst", by_group
             said.append(_line(row["why"]))
         said.append(f"{row['tokens']} tokens" + (f", {_line(row['finish'])}" if row["finish"] else ""))
         lines += ["  ".join(said), f"  {_line(row['prompt'])}", f"  → {_line(row['response'])}"]
-    return "\n".join(lines)
+    return terminal(lines)
 
 
 def _line(text: object) -> str:
@@ -228,5 +228,6 @@ def samples(batch: DataProto, rows: int = 8, order: str = "worst", by_group: boo
 
 
 def groups(batch: DataProto) -> pd.DataFrame:
-    """The groups of a batch: see `groups_table`."""
-    return groups_table(batch)
+    """The groups of a batch: see `groups_table`. Prompts are cut and made plain: a frame shows them as they are."""
+    frame = groups_table(batch)
+    return frame.assign(prompt=[_line(prompt) for prompt in frame["prompt"]])

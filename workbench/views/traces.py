@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from workbench.views.batches import kind_of
-from workbench.views.html import escape, fold, table
+from workbench.views.html import escape, fold, table, terminal
 
 if TYPE_CHECKING:
     from workbench.compare import Comparison
@@ -81,7 +81,7 @@ def trace_text(trace: Trace) -> str:
     for phase in trace:
         lines.append(f"  {phase.stage:<14} {_seconds(phase):>8}  {headline(phase)}")
         lines.append(f"  {'':<14} {'':>8}  → {_wrote(phase)}")
-    return "\n".join(lines)
+    return terminal(lines)
 
 
 def trace_html(trace: Trace) -> str:
@@ -137,7 +137,7 @@ def stepper_text(stepper: Stepper) -> str:
         lines.append(f"  wrote {_wrote(phase)}")
     else:
         lines.append(f"nothing has run yet; {len(stepper.batch)} prompts are waiting")
-    return "\n".join(lines)
+    return terminal(lines)
 
 
 def stepper_html(stepper: Stepper) -> str:
@@ -183,7 +183,7 @@ def comparison_text(comparison: Comparison, rows: int = 8) -> str:
         lines.append(f"  row {row.row:<4} reward {_sides(row.reward):<18} advantage {_sides(row.advantage)}{flip}")
     for key, pair in list(comparison.metrics.items())[:rows]:
         lines.append(f"  {key:<34} {_sides(pair)}")
-    return "\n".join(lines)
+    return terminal(lines)
 
 
 def comparison_html(comparison: Comparison, rows: int = 12) -> str:

@@ -1,0 +1,410 @@
+"""Rows E of the scorecard: model text, files and names are hostile; each test makes the attack. The names say which row."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.errors import EngineError, WorkbenchError
+from workbench.rewards import Score, Status
+from workbench.runs.report import write_report
+from workbench.views.html import lint
+
+ROOT = Path(__file__).parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+class Bomb:
+    """Whoever unpickles it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.marker), "w")
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / "marker"
+
+
+# --- E4: files that would run code ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "optimizer.pt"])
+def test_E4_a_pickle_in_a_model_folder_never_runs(tiny: str, tmp_path: Path, marker: Path, name: str) -> None:
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    if name != "optimizer.pt":
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps(Bomb(marker)))
+    if name == "optimizer.pt":
+        wb.engines.local(folder, device="cpu")  # nobody looks at it
+    else:
+        with pytest.raises(EngineError, match="loading the model"):
+            wb.engines.local(folder, device="cpu")
+    assert not marker.exists()
+
+
+def small_run(tiny: str, folder: Path, reward: Any = None, steps: int = 1, **settings: Any) -> wb.Run:
+    pipe = wb.recipes.grpo(wb.engines.local(tiny, lr=1e-3, device="cpu"), reward, group_size=2, max_tokens=8)
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:8]
+    return wb.train_blocking(pipe, rows, steps=steps, batch_size=4, run=folder, **settings)
+
+
+def test_E4_no_file_of_a_run_is_ever_unpickled(tiny: str, tmp_path: Path, marker: Path) -> None:
+    """Every file of a run in turn is replaced by a pickle that runs code; everything that reads runs is then asked."""
+    run = small_run(tiny, tmp_path / "r", trace_freq=1)
+    bomb = pickle.dumps(Bomb(marker))
+    looks = [
+        lambda: wb.load_run(run.path).summary,
+        lambda: repr(wb.load_run(run.path)),
+        lambda: [column for column in wb.load_run(run.path).traces[1].batch.to_pandas()],
+        lambda: wb.load_run(run.path).engine(1),
+        lambda: wb.load_run(run.path).stepper(1),
+        lambda: wb.engines.local(run.path / "checkpoints" / "step_000001", device="cpu"),
+    ]
+    for path in sorted(one for one in run.path.rglob("*") if one.is_file()):
+        content = path.read_bytes()
+        path.write_bytes(bomb)
+        for look in looks:
+            try:
+                look()
+            except Exception as error:  # noqa: BLE001 - any refusal will do; running the bomb will not
+                assert "marker" not in str(error)
+        assert not marker.exists(), path
+        path.write_bytes(content)
+
+
+def test_E4_the_tree_has_no_door_for_pickles_or_evaluated_text() -> None:
+    wrong = []
+    for path in sorted((ROOT / "workbench").rglob("*.py")):
+        if path.parent.name == "testing":  # contract suites: they unpickle what they have just pickled
+            continue
+        place = path.relative_to(ROOT)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            if called in (
+                "eval",
+                "exec",
+                "compile",
+                "__import__",
+                "pickle.load",
+                "pickle.loads",
+                "yaml.load",
+                "yaml.unsafe_load",
+            ):
+                wrong.append(f"{place}:{node.lineno} {called}")
+            if called == "torch.load" and "weights_only=True" not in ast.unparse(node):
+                wrong.append(f"{place}:{node.lineno} torch.load without weights_only")
+            if called == "cloudpickle.loads" and path.name not in ("worker.py", "runner.py"):
+                wrong.append(f"{place}:{node.lineno} {called}")
+    assert not wrong, wrong
+
+
+# --- E5: text that is markup, escape codes, or very long ------------------------------------------
+
+HOSTILE = (
+    "<script>alert(1)</script><img src=x onerror=alert(2)><svg onload=alert(3)><a href='javascript:alert(4)'>a</a>"
+    "\x1b[31mred\x1b]8;;http://evil.example\x07link\x1b]8;;\x07 \u202egnp.exe\u202c </td></table><style>*{display:none}</style>"
+)
+ALLOWED = set(
+    [
+        "a",
+        "b",
+        "br",
+        "code",
+        "details",
+        "div",
+        "em",
+        "hr",
+        "i",
+        "img",
+        "li",
+        "ol",
+        "p",
+        "pre",
+        "small",
+        "span",
+        "strong",
+        "sub",
+        "summary",
+        "sup",
+        "table",
+        "tbody",
+        "td",
+        "th",
+        "thead",
+        "tr",
+        "ul",
+        "meter",
+        "progress",
+        "mark",
+    ]
+)
+
+
+class Parsed(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag not in ALLOWED:
+            self.wrong.append(tag)
+        for name, value in attributes:
+            text = (value or "").lower()
+            if name.startswith("on") or "javascript:" in text or (name == "src" and not text.startswith("data:image/")):
+                self.wrong.append(f"{tag} {name}={text[:40]}")
+
+
+def hostile_batch(text: str = HOSTILE) -> wb.DataProto:
+    score = Score(value=1.0, parts={"x": 1.0}, answer=text, why=text, error=text)
+    failed = Score(status=Status.MACHINERY_FAILED, why=text, error=text)
+    return wb.DataProto(
+        {
+            "responses": torch.ones(2, 3, dtype=torch.long),
+            "response_mask": torch.ones(2, 3, dtype=torch.long),
+            "reward": torch.tensor([1.0, 0.0]),
+            "scored": torch.tensor([True, False]),
+            "advantages": torch.ones(2, 3),
+        },
+        {
+            "uid": [text[:200], "b"],
+            "response_text": [text, "fine"],
+            "raw_prompt": [[{"role": text, "content": text}]] * 2,
+            "reward_model": [{"ground_truth": text}] * 2,
+            "data_source": [text] * 2,
+            "extra_info": [{text: text}] * 2,
+            "score": [score, failed],
+            "finish_reason": ["stop", text],
+        },
+        {"note": text},
+    )
+
+
+def every_view(text: str, run: wb.Run) -> dict[str, str]:
+    """Every HTML that we make, of objects full of a text."""
+    from workbench.runs.display import Block
+    from workbench.trace import Phase, Trace
+
+    batch = hostile_batch(text)
+    phase = Phase(
+        stage="reward", batch=batch, wrote=("reward",), metrics={text[:100]: 1.0, "a": 2.0}, settings={text[:100]: text},
+        source={"function": text},
+    )  # fmt: skip
+    trace = Trace(batch, (phase,))
+    rows = wb.datasets.Rows(
+        [{"prompt": [{"role": "user", "content": text}], "data_source": text, "reward_model": {"ground_truth": text}}]
+    )
+    found = {
+        "batch": batch,
+        "samples": wb.views.samples(batch),
+        "samples by group": wb.views.samples(batch, by_group=True),
+        "groups": wb.views.groups(batch),
+        "trace": trace,
+        "compare": wb.compare(trace, trace),
+        "rows": rows,
+        "report": rows.report(),
+        "run": run,
+        "summary": run.summary,
+        "block": Block(text, 0.5),
+    }
+    shown = {}
+    for name, thing in found.items():
+        html = getattr(thing, "_repr_html_", None)
+        shown[name] = html() if html is not None else ""
+        shown[f"{name} as text"] = repr(thing)
+    return shown
+
+
+def test_E5_whatever_a_model_writes_stays_text_in_every_view(tiny: str, tmp_path: Path) -> None:
+    run = small_run(tiny, tmp_path / "r")
+    (run.path / "summary.json").write_text(json.dumps({"stopped": HOSTILE, "steps": 1}))
+    for name, shown in every_view(HOSTILE, run).items():
+        assert "\x1b" not in shown and "\x07" not in shown and "\u202e" not in shown, f"{name} has control characters"
+        if name.endswith("as text"):
+            continue
+        if "dataframe" in shown:  # pandas brings a style block of its own, and escapes cells
+            shown = shown[: shown.index("<style")] + shown[shown.index("</style>") + 8 :]
+        parsed = Parsed()
+        parsed.feed(shown)
+        assert parsed.wrong == [] and lint(shown) == [], f"{name}: {parsed.wrong} {lint(shown)}"
+
+
+def test_E5_ten_megabytes_in_one_line_are_cut(tiny: str, tmp_path: Path) -> None:
+    run = small_run(tiny, tmp_path / "r")
+    began = time.perf_counter()
+    for name, shown in every_view("x" * 10_000_000, run).items():
+        assert len(shown) < 1_000_000, f"{name} has {len(shown)} characters"
+    assert time.perf_counter() - began < 60
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (make browser installs one where apt can)")
+def test_E5_in_a_browser_nothing_runs_and_nothing_is_fetched(tiny: str, tmp_path: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    run = small_run(tiny, tmp_path / "r")
+    page_file = tmp_path / "page.html"
+    views = [shown for name, shown in every_view(HOSTILE, run).items() if not name.endswith("as text")]
+    page_file.write_text("<!doctype html><meta charset=utf-8><body>" + "<hr>".join(views))
+    report = write_report(run.path)
+    asked: list[str] = []
+    dialogs: list[str] = []
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=CHROMIUM, headless=True, args=["--no-sandbox", "--disable-gpu"]
+        )
+        page = browser.new_page()
+        page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+        page.on("request", lambda request: asked.append(request.url))
+        for file in (page_file, report):
+            page.goto(file.as_uri())
+            page.wait_for_timeout(500)
+        browser.close()
+    fetched = [url for url in asked if not url.startswith("data:")]
+    assert dialogs == [] and fetched == [page_file.as_uri(), report.as_uri()]
+
+
+# --- E7: paths of data and traces -----------------------------------------------------------------
+
+
+def test_E7_data_paths_with_strange_names_are_refused_by_name(tmp_path: Path) -> None:
+    for path in ("a\x00b.parquet", "x" * 300 + ".parquet", "../../nothing.parquet"):
+        with pytest.raises((WorkbenchError, ValueError)) as caught:
+            wb.datasets.load(path)
+        assert isinstance(caught.value, WorkbenchError), path
+
+
+# --- E9: models that bring code, templates that never end -----------------------------------------
+
+
+def test_E9_a_models_own_code_is_not_run(tiny: str, tmp_path: Path, marker: Path) -> None:
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "evil.Evil", "AutoConfig": "evil.EvilConfig"}
+    config["model_type"] = "evil"
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\nclass EvilConfig: pass\n")
+    with pytest.raises(EngineError, match=r"loading the model"):
+        wb.engines.local(folder, device="cpu")
+    assert not marker.exists()
+
+
+TEMPLATES = {
+    "attribute walk": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "a large range": "{% for x in range(10**9) %}{% endfor %}",
+    "a large string": "{{ 'a' * 10**10 }}",
+    "many loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "much text": "{% for a in range(9999) %}{{ 'x' * 100000 }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_E9_a_hostile_template_is_refused_in_bounded_time_and_memory(tiny: str, tmp_path: Path, name: str) -> None:
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(TEMPLATES[name])
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    engine = wb.engines.local(folder, device="cpu")
+    assert "range" in engine.tokenizer.chat_template or "a" in engine.tokenizer.chat_template
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:4]
+    began = time.perf_counter()
+    with pytest.raises(WorkbenchError, match="chat template"):
+        wb.stages.Rollout(engine, group_size=1)(rows.batch(2))
+    assert time.perf_counter() - began < 30
+
+
+# --- E10: nothing listens -------------------------------------------------------------------------
+
+LISTENS = """
+import os, sys
+import workbench as wb
+if __name__ == "__main__":
+    engine = wb.engines.local("data/tiny-arith", device="cpu")
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:8]
+    pipe = wb.recipes.grpo(engine, lambda response: 1.0, group_size=2, max_tokens=8)
+    wb.train_blocking(pipe, rows, steps=2, batch_size=4, run=sys.argv[1])
+    mine = set()
+    for link in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{link}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            mine.add(target[8:-1])
+    for table in ("tcp", "tcp6"):
+        for line in open(f"/proc/net/{table}").read().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in mine:
+                print("LISTENS", fields[1])
+"""
+
+
+def test_E10_training_opens_no_door(tmp_path: Path) -> None:
+    script = tmp_path / "s.py"
+    script.write_text(LISTENS)
+    command = [sys.executable, str(script), str(tmp_path / "r")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "LISTENS" not in done.stdout
+
+
+# --- E13: secrets ---------------------------------------------------------------------------------
+
+
+def test_E13_a_secret_of_the_environment_is_in_nothing_that_a_run_writes(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    canary = "canary-5f1c9b2e"
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, canary)
+    key = canary
+
+    def judge(response: str) -> float:
+        return float(len(key) > 0)
+
+    small_run(tiny, tmp_path / "r", judge, steps=2, trace_freq=1, save_freq=1)
+    write_report(tmp_path / "r")
+
+    def breaks(response: str) -> float:
+        raise ValueError(f"no answer from the judge with {len(key)} signs")
+
+    with pytest.raises(WorkbenchError) as caught:
+        small_run(tiny, tmp_path / "s", wb.rewards.Reward(breaks, on_failure="raise"))
+    assert canary not in str(caught.value)
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            assert canary.encode() not in path.read_bytes(), path
+
+
+def test_E13_no_secret_is_in_the_record_of_a_job(
+    make_notebook: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workbench.runs.runner import OK, run_notebook
+
+    monkeypatch.setenv("HF_TOKEN", "canary-77aa")
+    result = run_notebook(make_notebook("print(run)"), {"run": str(tmp_path / "r")})
+    assert result.code == OK
+    for path in (tmp_path / "r").rglob("*"):
+        if path.is_file():
+            assert b"canary-77aa" not in path.read_bytes(), path
