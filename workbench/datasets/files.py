@@ -49,10 +49,8 @@ def read(path: Path) -> list[Any]:
     numbers beyond float64 are refused).
     """
     try:
-        path.stat()
-    except FileNotFoundError:
-        pass  # said below
-    except (OSError, ValueError) as cause:  # a name too long, a NUL, a folder that may not be entered
+        path.exists()
+    except OSError as cause:  # a name too long, a folder that may not be entered
         raise DataError(message(f"no data file at {str(path)[:200]!r}", found=str(cause)[:100])) from cause
     if path.is_dir():
         inside = sorted(str(one.relative_to(path)) for one in path.rglob("*") if one.suffix in SUFFIXES)
