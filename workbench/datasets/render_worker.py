@@ -38,9 +38,8 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         try:
-            (text,), _ = render_jinja_template(
-                [asked["messages"]], chat_template=asked["template"], **asked["variables"]
-            )
+            made = render_jinja_template([asked["messages"]], chat_template=asked["template"], **asked["variables"])
+            text = made[0][0]
             if len(text) > LONGEST:
                 raise ValueError(f"it wrote {len(text)} characters for one chat")
             answer = {"text": text}
