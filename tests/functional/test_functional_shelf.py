@@ -1,0 +1,268 @@
+"""The shelf of estimators and losses: what must hold for all of them, and beside verl where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench import functional as F
+from workbench.functional import correction
+
+Batch = dict[str, torch.Tensor]
+ESTIMATORS: dict[str, Callable[[Batch], Any]] = {
+    "grpo": lambda b: F.grpo(b["scores"], b["groups"], b["mask"], scored=b["scored"]),
+    "dr_grpo": lambda b: F.grpo(b["scores"], b["groups"], b["mask"], scored=b["scored"], norm_by_std=False),
+    "grpo_passk": lambda b: F.grpo_passk(b["scores"], b["groups"], b["mask"], scored=b["scored"]),
+    "rloo": lambda b: F.rloo(b["scores"], b["groups"], b["mask"], scored=b["scored"]),
+    "opo": lambda b: F.opo(b["scores"], b["groups"], b["mask"], scored=b["scored"]),
+    "gpg": lambda b: F.gpg(b["scores"], b["groups"], b["mask"], scored=b["scored"]),
+    "gdpo": lambda b: F.gdpo(b["parts"], b["groups"], b["mask"], scored=b["scored"], weights=[1.0, 0.5]),
+    "reinforce_plus_plus": lambda b: F.reinforce_plus_plus(b["rewards"], b["mask"], scored=b["scored"], gamma=0.9),
+    "reinforce_plus_plus_baseline": lambda b: F.reinforce_plus_plus_baseline(
+        b["scores"], b["groups"], b["mask"], scored=b["scored"]
+    ),
+    "remax": lambda b: F.remax(b["rewards"], b["baselines"], b["mask"], scored=b["scored"]),
+    "optimal_token_baseline": lambda b: F.optimal_token_baseline(
+        b["rewards"], b["groups"], b["mask"], b["old"], b["squared"], scored=b["scored"]
+    ),
+    "tir_optimal_token_baseline": lambda b: F.tir_optimal_token_baseline(
+        b["rewards"], b["groups"], b["mask"], b["old"], b["squared"], scored=b["scored"]
+    ),
+}
+
+
+@st.composite
+def batches(draw: Any, contiguous: bool = False) -> Batch:
+    """Rows of up to six tokens in up to four groups, some unjudged, some empty, some with tool text between."""
+    rows, width = draw(st.integers(2, 9)), draw(st.integers(1, 6))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    lengths = torch.randint(0, width + 1, (rows,), generator=generator)
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    if not contiguous:
+        mask = mask * (random(rows, width) > 0.2).long()
+    rewards = (random(rows, width) * 4).round() / 4 * mask
+    old = -random(rows, width) * 3
+    return {
+        "mask": mask,
+        "groups": torch.randint(0, 4, (rows,), generator=generator),
+        "scored": random(rows) > 0.15,
+        "rewards": rewards,
+        "scores": rewards.sum(-1),
+        "parts": (random(rows, 2) * 3).round(),
+        "baselines": random(rows),
+        "old": old,
+        "squared": old.exp() ** 2 + random(rows, width) * (1 - old.exp()) ** 2,
+        "new": old + (random(rows, width) - 0.5),
+        "advantages": (random(rows, width) - 0.5) * 2,
+    }
+
+
+def some(groups: torch.Tensor) -> torch.Tensor:
+    """Groups numbered from 0 without gaps, as `group_numbers` gives them."""
+    return torch.unique(groups, return_inverse=True)[1]
+
+
+def dense(batch: Batch) -> Batch:
+    return {**batch, "groups": some(batch["groups"])}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@settings(max_examples=40)
+@given(batch=batches(), seed=st.integers(0, 99))
+def test_estimators_do_not_care_for_order_padding_or_names(name: str, batch: Batch, seed: int) -> None:
+    batch = dense(batch)
+    advantages, returns = ESTIMATORS[name](batch)
+    mask = batch["mask"]
+    assert advantages.isfinite().all() and returns.isfinite().all()
+    assert (advantages * (1 - mask) == 0).all() and (advantages[~batch["scored"]] == 0).all()
+    order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed))
+    moved, _ = ESTIMATORS[name]({key: values[order] for key, values in batch.items()})
+    torch.testing.assert_close(moved, advantages[order], atol=1e-9, rtol=1e-9)
+    renamed, _ = ESTIMATORS[name]({**batch, "groups": batch["groups"].max() - batch["groups"]})
+    torch.testing.assert_close(renamed, advantages, atol=1e-9, rtol=1e-9)
+    pad = torch.zeros(len(mask), 2, dtype=mask.dtype)
+    wide = {
+        key: torch.cat([values, pad.to(values.dtype) + (7 if key in ("old", "squared") else 0)], 1)
+        if values.dim() == 2 and key != "parts"
+        else values
+        for key, values in batch.items()
+    }
+    padded, _ = ESTIMATORS[name](wide)
+    torch.testing.assert_close(padded[:, : mask.shape[1]], advantages, atol=1e-9, rtol=1e-9)
+    assert (padded[:, mask.shape[1] :] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "grpo_passk"])
+def test_equal_scores_are_worth_nothing_to_the_last_bit(name: str) -> None:
+    batch = {
+        "scores": torch.full((6,), 0.1),
+        "groups": torch.tensor([0, 0, 0, 1, 1, 1]),
+        "mask": torch.ones(6, 2).long(),
+    }
+    found, _ = ESTIMATORS[name]({**batch, "scored": torch.ones(6).bool()})
+    assert (found.abs() < 1e-7).all()
+
+
+def test_rloo_is_the_mean_of_the_others_by_hand() -> None:
+    scores, groups = torch.tensor([1.0, 2.0, 6.0, 5.0]), torch.tensor([0, 0, 0, 1])
+    found, _ = F.rloo(scores, groups, torch.ones(4, 1).long())
+    assert found[:, 0].tolist() == [1 - 4, 2 - 3.5, 6 - 1.5, 0]
+    raw, _ = F.rloo(scores, groups, torch.ones(4, 1).long(), singleton="verl")
+    assert raw[3, 0] == 5
+
+
+def test_passk_pushes_the_best_alone_and_nobody_in_a_tie() -> None:
+    mask = torch.ones(6, 1).long()
+    found, _ = F.grpo_passk(
+        torch.tensor([0, 1.0, 3, 2, 2, 0]), torch.tensor([0, 0, 0, 1, 1, 1]), mask, norm_by_std=False
+    )
+    assert found[:, 0].tolist() == [0, 0, 2, 0, 0, 0]
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+PER_BATCH = {"clip_cov", "kl_cov"}
+"""Covariances are means over what they are given: parts of a mini-batch select otherwise."""
+HOLDS_BACK = {"dro", "kl_cov"}
+"""They pull towards the old policy whatever the advantage."""
+
+
+def gradient(name: str, batch: Batch, rows: slice = slice(None), **settings_: Any) -> torch.Tensor:
+    torch.manual_seed(0)  # clip_cov draws
+    new = batch["new"].clone().requires_grad_()
+    made = F.POLICY_LOSSES[name](
+        batch["old"][rows], new[rows], batch["advantages"][rows], batch["mask"][rows], **settings_
+    )
+    mask = batch["mask"]
+    counts = {"tokens": float(mask.sum()), "sequences": float((mask.sum(-1) > 0).sum())}
+    F.aggregate(made.loss, mask[rows], made.aggregation or "token-mean", **counts).backward()
+    assert new.grad is not None
+    return new.grad
+
+
+@pytest.mark.parametrize("name", sorted(F.POLICY_LOSSES))
+@settings(max_examples=30)
+@given(batch=batches())
+def test_losses_ignore_what_is_outside_and_add_up(name: str, batch: Batch) -> None:
+    whole = gradient(name, batch)
+    assert whole.isfinite().all() and (whole * (1 - batch["mask"]) == 0).all()
+    nan = torch.where(batch["mask"].bool(), 0.0, float("nan"))
+    poisoned = {**batch, **{key: batch[key] + nan for key in ("old", "advantages")}}
+    torch.testing.assert_close(gradient(name, poisoned), whole)
+    if name not in PER_BATCH:
+        parts = gradient(name, batch, slice(0, 1)) + gradient(name, batch, slice(1, None))
+        torch.testing.assert_close(parts, whole, atol=1e-12, rtol=1e-9)
+    if name not in HOLDS_BACK:
+        still = gradient(name, {**batch, "advantages": torch.zeros_like(batch["advantages"])})
+        assert (still == 0).all()
+
+
+@pytest.mark.parametrize("name", ["vanilla", "sapo", "gpg", "dro", "geo_mean"])
+@settings(max_examples=15)
+@given(batch=batches())
+def test_gradients_agree_with_finite_differences(name: str, batch: Batch) -> None:
+    """Where nothing is held fixed inside. Kinks are avoided by a step far below the distances drawn."""
+
+    def value(new: torch.Tensor) -> torch.Tensor:
+        made = F.POLICY_LOSSES[name](batch["old"], new, batch["advantages"], batch["mask"])
+        return F.aggregate(made.loss, batch["mask"], made.aggregation or "token-mean")
+
+    found, step = gradient(name, batch), 1e-7
+    for row, token in batch["mask"].nonzero()[:6].tolist():
+        up, down = batch["new"].clone(), batch["new"].clone()
+        up[row, token] += step
+        down[row, token] -= step
+        measured = float((value(up) - value(down)) / (2 * step))
+        assert float(found[row, token]) == pytest.approx(measured, abs=2e-6)
+
+
+def test_gradients_with_a_part_held_fixed_by_hand() -> None:
+    old, new = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-0.9, -1.0]])
+    advantages, mask = torch.tensor([[2.0, 2.0]]), torch.ones(1, 2).long()
+    batch = {"old": old, "new": new, "advantages": advantages, "mask": mask}
+    ratio = (new - old).exp()
+    # token-mean: each token's share is a half
+    assert gradient("cispo", batch)[0].tolist() == pytest.approx([-float(ratio[0, 0]), -1.2])
+    assert gradient("dppo_tv", batch)[0].tolist() == pytest.approx([-float(ratio[0, 0]), 0.0])  # 0.37 − 0.14 > 0.2
+    wide = gradient("gspo", batch, clip_high=10.0)[0].tolist()
+    assert wide == pytest.approx([-float((new - old).mean().exp())] * 2)
+    assert gradient("gspo", batch)[0].tolist() == [0.0, 0.0]  # the whole row is beyond 1.2
+
+
+def test_unknown_settings_and_impossible_ones() -> None:
+    ones = torch.ones(1, 1)
+    for name, bad in (("sapo", {"tau_pos": 0}), ("dro", {"dro_beta": 0}), ("vanilla", {"clip_c": 1})):
+        with pytest.raises(ValueError, match="found"):
+            F.POLICY_LOSSES[name](ones, ones, ones, ones.long(), **bad)
+
+
+# --- rollout correction ---------------------------------------------------------------------------
+
+
+def test_weights_truncate_mask_and_normalise_by_hand() -> None:
+    old = torch.tensor([[0.0, 1.0, -3.0]]).log_softmax(-1) * 0 + torch.tensor([[-1.0, -1.0, -1.0]])
+    rollout = torch.tensor([[-1.0, -2.0, 0.0]])
+    mask = torch.ones(1, 3).long()
+    ratio = (old - rollout).exp()
+    assert correction.importance_weights(old, rollout, mask).tolist()[0] == pytest.approx(
+        [1.0, 2.0, float(ratio[0, 2])]
+    )
+    masked = correction.importance_weights(old, rollout, mask, lower=0.5, upper=2.0)
+    assert masked.tolist()[0] == [1.0, 0.0, 0.0]
+    sequence = correction.importance_weights(old, rollout, mask, level="sequence")
+    assert sequence.tolist()[0] == pytest.approx([1.0] * 3)  # the log-ratios add to 0
+    normal = correction.importance_weights(old, rollout, mask, batch_normalize=True)
+    assert float(normal.mean()) == pytest.approx(1.0)
+    assert correction.effective_sample_size(torch.ones(1, 4), torch.ones(1, 4)) == pytest.approx(1.0)
+    assert correction.effective_sample_size(torch.tensor([[1.0, 0, 0, 0]]), torch.ones(1, 4)) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("kind", correction.REJECTIONS)
+def test_rejections(kind: str) -> None:
+    old = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0]])
+    rollout = torch.tensor([[-1.0, -1.0], [-1.1, -1.0], [-5.0, -1.0]])
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0]])
+    out = correction.rejected(old, rollout, mask, kind, upper=1.5)
+    assert not out[0].any() and out[2, 0] and not out[2, 1] and not out[1].any()
+    with pytest.raises(ValueError, match="kind of rejection"):
+        correction.rejected(old, rollout, mask, "token_k9", upper=1.0)
+
+
+def test_equal_policies_are_no_distance_apart() -> None:
+    logs, mask = -torch.rand(3, 4), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    found = correction.off_policy(logs, logs, mask)
+    assert found["kl"] == found["k3_kl"] == found["chi2_token"] == 0 and found["ppl_ratio"] == 1
+    assert correction.off_policy(logs, logs, torch.zeros_like(mask)) == {}
+
+
+# --- beside verl ----------------------------------------------------------------------------------
+
+
+def test_beside_verl_itself() -> None:
+    """Our golden numbers are its; where verl is installed, random batches are compared as well."""
+    core = pytest.importorskip(
+        "verl.trainer.ppo.core_algos", reason="verl is not installed here: the golden numbers stand for it"
+    )
+    import numpy as np
+
+    torch.manual_seed(0)
+    rewards, mask = torch.rand(8, 5), (torch.arange(5) < torch.randint(1, 6, (8, 1))).long()
+    groups = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
+    uids = np.array([str(int(group)) for group in groups], dtype=object)
+    scores = (rewards * mask).sum(-1)
+    arguments = {"token_level_rewards": rewards * mask, "response_mask": mask, "index": uids}
+    for ours, theirs in (
+        (F.grpo(scores, groups, mask), core.compute_grpo_outcome_advantage),
+        (F.rloo(scores, groups, mask), core.compute_rloo_outcome_advantage),
+        (F.opo(scores, groups, mask), core.compute_opo_outcome_advantage),
+    ):
+        torch.testing.assert_close(ours[0], theirs(**arguments)[0], atol=1e-5, rtol=1e-5)
