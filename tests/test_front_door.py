@@ -31,6 +31,7 @@ def test_the_front_door(tmp_path: Path) -> None:
     s.batch.to_pandas()
     t = s.fork().back(to="reward").replace("reward", other_reward).run(until="advantage")
     assert s.compare(t).columns
+    assert s.what_if(clip_high=0.28, updates=2, probe=heldout[:4]).changes  # on scratch weights
 
     run = asyncio.run(
         wb.train(
