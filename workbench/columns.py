@@ -122,6 +122,9 @@ COLUMNS: Mapping[str, Column] = _declare(
         "token_level_scores less the KL penalty, where one is in the reward.",
     ),
     _tensor("advantages", "float", "B T", "advantage", "How much better than expected each response token was."),
+    _tensor(
+        "influence", "float", "B T", "influence", "How much a small step on the token would raise a held-out objective."
+    ),
     _tensor("returns", "float", "B T", "advantage", "The return from each response token: the critic's target."),
     _tensor(
         "new_log_probs",

@@ -241,7 +241,15 @@ def test_validation_with_several_samples(tiny: str, tmp_path: Path) -> None:
     pipe, rows, heldout = make(tiny)
     run = wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r", heldout=heldout, val_samples=3)
     first = run.rows[0]
-    assert first["val-core/workbench/arith/reward/mean@3"] == first["val/reward"] and first["val/unscored"] == 0
+    core, aux = "val-core/workbench/arith/reward", "val-aux/workbench/arith/reward"
+    assert first[f"{core}/mean@3"] == pytest.approx(first["val/reward"]) and first["val/unscored"] == 0
+    assert (
+        first[f"{aux}/worst@2/mean"]
+        <= first[f"{core}/mean@3"]
+        <= first[f"{aux}/best@2/mean"]
+        <= first[f"{core}/best@3/mean"]
+    )
+    assert first[f"{aux}/pass@1"] == pytest.approx(first["val/reward"]) and f"{core}/maj@3/mean" in first
     again = wb.evaluate(tiny, heldout, samples=3, max_tokens=16)
     assert again.mean == first["val/reward"] and again.interval[0] == pytest.approx(first["val/reward_low"])
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from workbench import background
 from workbench.config import Settings, require
 from workbench.dataproto import DataProto
+from workbench.engines.frozen import FrozenModel
 from workbench.engines.learning import (
     Optimizer,
     backward,
@@ -225,6 +227,32 @@ class LocalEngine:
             named |= {f"value_head.{name}": p for name, p in self._head.named_parameters()}
         return named
 
+    def gradient(
+        self, batch: DataProto, loss: Loss, normalisers: Normalisers, temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """Parameter → gradient of the loss, copies; no step is taken and nothing is clipped."""
+        optimizer = self._ready()
+        optimizer.zero()
+        self._backward(batch, loss, normalisers, temperature)
+        found = {name: p.grad.detach().clone() for name, p in optimizer.named.items() if p.grad is not None}
+        optimizer.zero()
+        return found
+
+    @contextmanager
+    def nudged(self, direction: Mapping[str, torch.Tensor], scale: float) -> Iterator[None]:
+        """Inside, the weights are moved by `scale`·direction; after it they are what they were, bit for bit."""
+        named = self._parameters()
+        held = {name: named[name].detach().clone() for name in direction}
+        try:
+            with torch.no_grad():
+                for name, values in direction.items():
+                    named[name].add_(values, alpha=scale)
+            yield
+        finally:
+            with torch.no_grad():
+                for name, values in held.items():
+                    named[name].copy_(values)
+
     # --- what it needs ----------------------------------------------------------------------
 
     @property
@@ -338,27 +366,6 @@ class LocalEngine:
             f"LocalEngine({self.path!r}: {kind}, {type(self._model).__name__}, {size:,} parameters, "
             f"{self._model.device}, version {self.version})"
         )
-
-
-class FrozenModel:
-    """Weights that never change, behind `score` alone."""
-
-    def __init__(self, engine: LocalEngine, *, as_loaded: bool = False) -> None:
-        self._engine = engine
-        self._as_loaded = as_loaded
-
-    def describe(self) -> dict[str, Any]:
-        """Path and settings, and whether the weights are still those of the path."""
-        return {**self._engine.describe(), "as_loaded": self._as_loaded}
-
-    def score(
-        self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
-    ) -> dict[str, torch.Tensor]:
-        """As the engine's."""
-        return self._engine.score(batch, want, temperature)
-
-    def __repr__(self) -> str:
-        return f"FrozenModel({self._engine!r})"
 
 
 def _new_id() -> str:

@@ -16,6 +16,7 @@ from workbench.runs import checkpoint, updates
 from workbench.runs.evaluate import Evaluation, score_rows
 from workbench.runs.folder import STEP, RunFolder
 from workbench.runs.metrics_of_batch import aliases, data_metrics, timing_metrics
+from workbench.runs.metrics_of_samples import sample_metrics
 from workbench.runs.trackers import Tracker
 from workbench.snapshots import states
 from workbench.stages import Pipeline, Reward, Rollout
@@ -61,15 +62,14 @@ class Validator:
         return score_rows(rollout, reward, self._heldout.in_order(256, self._seed))
 
     def metrics(self) -> dict[str, float]:
-        """verl's `val-core/<source>/reward/mean@N`, and `val/reward` with its interval, `val/greedy`, `accuracy`.
+        """verl's `val-core` and `val-aux` (see `sample_metrics`), and `val/reward` with its interval, `val/greedy`, `accuracy`.
 
         `val/unscored` counts sampled and greedy rows without a judgement: they are in no mean.
         """
         began = time.perf_counter()
         sampled, greedy = self._run(self._sampled), self._run(self._greedy)
-        core = {f"val-core/{source}/reward/mean@{sampled.samples}": m for source, m in sampled.by_source.items()}
         return {
-            **core,
+            **sample_metrics(sampled.batch),
             "val/reward": sampled.mean,
             "val/reward_low": sampled.interval[0],
             "val/reward_high": sampled.interval[1],

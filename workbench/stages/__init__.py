@@ -4,6 +4,7 @@ from workbench.stages.advantage import Advantage
 from workbench.stages.baseline import Baseline
 from workbench.stages.correction import RolloutCorrection
 from workbench.stages.filtering import FilterGroups, Overlong
+from workbench.stages.influence import Influence
 from workbench.stages.log_prob import LogProb
 from workbench.stages.losses import PolicyLoss, ValueLoss
 from workbench.stages.pipeline import Pipeline
@@ -18,6 +19,7 @@ __all__ = [
     "BaseStage",
     "Baseline",
     "FilterGroups",
+    "Influence",
     "LogProb",
     "Outcome",
     "Overlong",

@@ -1,0 +1,39 @@
+"""Several samples of a prompt, by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.rewards import Score
+from workbench.runs.metrics_of_samples import sample_metrics
+
+
+def test_two_prompts_of_four_samples_by_hand() -> None:
+    rewards, answers = [1.0, 0, 0, 0, 1, 1, 1, 0], ["7", "8", "8", "8", "5", "5", "5", None]
+    batch = wb.DataProto(
+        {"reward": torch.tensor(rewards), "scored": torch.ones(8).bool()},
+        {
+            "uid": ["a"] * 4 + ["b"] * 4,
+            "data_source": ["s"] * 8,
+            "score": [Score(value=v, answer=a) for v, a in zip(rewards, answers, strict=True)],
+        },
+    )
+    found = sample_metrics(batch)
+    assert found["val-core/s/reward/mean@4"] == 0.5
+    assert found["val-core/s/reward/best@4/mean"] == pytest.approx(((1 - 0.75**4) + (1 - 0.25**4)) / 2)
+    assert found["val-aux/s/reward/worst@2/mean"] == pytest.approx((0.25**2 + 0.75**2) / 2)
+    assert found["val-aux/s/reward/pass@1"] == 0.5 and found["val-aux/s/reward/pass@2"] == pytest.approx(
+        (0.5 + 1.0) / 2
+    )
+    assert found["val-aux/s/reward/std@4"] == pytest.approx(0.4330127)
+    assert 0.5 < found["val-core/s/reward/maj@4/mean"] < 0.75  # 8 mostly wins for a, 5 always for b
+
+
+def test_unjudged_rows_are_left_out_and_other_rewards_have_no_pass() -> None:
+    batch = wb.DataProto(
+        {"reward": torch.tensor([0.5, 0.0, 0.25]), "scored": torch.tensor([True, False, True])},
+        {"uid": ["a", "a", "b"], "data_source": ["s", "s", "t"]},
+    )
+    assert sample_metrics(batch) == {"val-core/s/reward/mean@1": 0.5, "val-core/t/reward/mean@1": 0.25}

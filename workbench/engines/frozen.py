@@ -1,0 +1,31 @@
+"""Weights that never change, behind one method: what a reference is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from workbench.dataproto import DataProto
+
+
+class FrozenModel:
+    """Weights that never change, behind `score` alone."""
+
+    def __init__(self, engine: Any, *, as_loaded: bool = False) -> None:
+        self._engine = engine
+        self._as_loaded = as_loaded
+
+    def describe(self) -> dict[str, Any]:
+        """Path and settings, and whether the weights are still those of the path."""
+        return {**self._engine.describe(), "as_loaded": self._as_loaded}
+
+    def score(
+        self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """As the engine's."""
+        return self._engine.score(batch, want, temperature)
+
+    def __repr__(self) -> str:
+        return f"FrozenModel({self._engine!r})"

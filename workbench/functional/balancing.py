@@ -1,0 +1,75 @@
+"""Sharing rows out by length: equal loads for ranks, and resampling by score. Plain Python over lengths, no tensors moved."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+
+
+def workload(length: float) -> float:
+    """What a row of that many tokens costs: 24576·L + L², attention's square beside everything linear (verl's)."""
+    return 24_576 * length + length * length
+
+
+def balanced(loads: Sequence[float], parts: int, *, equal_size: bool = False) -> list[list[int]]:
+    """Row numbers in `parts` lists whose loads are nearly equal, by the largest differencing method (Karmarkar and Karp 1982).
+
+    `equal_size` gives every list as many rows; the number of rows must divide then. Lists keep the rows' order, and
+    every row is in one. Raises `ValueError` for fewer rows than parts.
+    """
+    if not 1 <= parts <= len(loads):
+        raise ValueError(f"{len(loads)} rows cannot be shared out to {parts}")
+    if equal_size and len(loads) % parts:
+        raise ValueError(f"{len(loads)} rows do not divide into {parts} equal parts")
+    order = sorted(range(len(loads)), key=lambda row: -loads[row])
+    step = parts if equal_size else 1
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for number in range(0, len(order), step):
+        chunk = order[number : number + step]
+        start = [(float(loads[row]), [row]) for row in chunk] + [(0.0, []) for _ in range(parts - len(chunk))]
+        heapq.heappush(heap, _state(start, number))
+    while len(heap) > 1:
+        (_, _, one), (_, tie, two) = heapq.heappop(heap), heapq.heappop(heap)
+        # the heaviest of one meets the lightest of the other
+        merged = [(a + b, rows + more) for (a, rows), (b, more) in zip(one, reversed(two), strict=True)]
+        heapq.heappush(heap, _state(merged, tie))
+    return [sorted(rows) for _, rows in sorted(heap[0][2], key=lambda part: min(part[1], default=0))]
+
+
+def _state(parts: list[tuple[float, list[int]]], tie: int) -> tuple[float, int, list[tuple[float, list[int]]]]:
+    """Ordered by spread, the widest first; parts from heavy to light."""
+    ranked = sorted(parts, key=lambda part: -part[0])
+    return (ranked[-1][0] - ranked[0][0], tie, ranked)
+
+
+def imbalance(loads: Sequence[float], parts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """`min`, `max`, `mean` load of the parts and `minmax_diff`, as verl's `global_seqlen/balanced_*`."""
+    sums = [sum(loads[row] for row in part) for part in parts]
+    return {"min": min(sums), "max": max(sums), "mean": sum(sums) / len(sums), "minmax_diff": max(sums) - min(sums)}
+
+
+def resampled(
+    scores: torch.Tensor,
+    *,
+    method: str = "pow",
+    weight_pow: float = 2.0,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """[B] row numbers drawn with replacement by weight (PF-PPO): |score|^p; 1 for the best and the worst score and 0 for
+    others (`max_min`); 0.4 for the best and 0.1 for others (`max_random`).
+
+    Rows whose weights are all 0 are drawn evenly. Shen et al. 2024, https://arxiv.org/abs/2409.06957.
+    """
+    if method == "pow":
+        weights = scores.double().abs() ** weight_pow
+    elif method == "max_min":
+        weights = ((scores == scores.max()) | (scores == scores.min())).double()
+    elif method == "max_random":
+        weights = torch.where(scores == scores.max(), 0.4, 0.1).double()
+    else:
+        raise ValueError(f"method {method!r}; expected pow, max_min or max_random")
+    if float(weights.sum()) == 0:
+        weights = torch.ones_like(weights)
+    return torch.multinomial(weights, len(scores), replacement=True, generator=generator)
