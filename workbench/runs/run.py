@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.runs.replay import Counterfactual
+    from workbench.runs.symptoms import Symptoms
 
 
 class Traces(Mapping[int, Trace]):
@@ -108,6 +109,14 @@ class Run:
             hint = f"the newest good one is that of step {good.step}" if good.path else "there is no good one"
             raise CheckpointError(message(str(error), do=hint)) from error
         return path
+
+    @property
+    def symptoms(self) -> Symptoms:
+        """What the numbers say is wrong, and what people do about it; empty when nothing looks wrong."""
+        from workbench.runs.symptoms import Symptoms, symptoms
+
+        traces = self.traces
+        return Symptoms(symptoms(self.rows, traces[max(traces)].batch if len(traces) else None))
 
     # --- any step again -------------------------------------------------------------------------
 

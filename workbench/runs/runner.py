@@ -16,7 +16,7 @@ from typing import Any
 from workbench.errors import RunError, SettingError, message
 from workbench.runs.folder import check_place, crc32_of, read_json, write_json, write_text
 from workbench.runs.parameters import declared_parameters, resolve, table
-from workbench.runs.run import number
+from workbench.runs.run import Run, number
 
 OK, FAILED, REFUSED, STOPPED, DIED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 130, 143
 """Exit codes: done; a cell raised; refused before any work; `break_if` stopped the run; the kernel died; SIGINT; SIGTERM."""
@@ -255,6 +255,8 @@ def closing_lines(result: Result) -> list[str]:
                 )
         if summary.get("stopped"):
             lines.append(f"stopped: {summary['stopped']}")
+        if (result.run / "settings.json").is_file():
+            lines += [f"symptom: {one}" for one in Run(result.run).symptoms]
     lines.append(f"executed notebook  {result.output}")
     if result.run is not None:
         for what, name in (

@@ -158,12 +158,14 @@ class Advantage(BaseStage):
     def _metrics(self, batch: DataProto, columns: dict[str, torch.Tensor], groups: torch.Tensor) -> dict[str, Metric]:
         mask = batch["response_mask"].bool()
         sizes = torch.bincount(groups)
+        zero = (columns["advantages"] * mask).abs().sum(-1) == 0
         metrics: dict[str, Metric] = {
             **spread("critic/rewards", columns["token_level_rewards"].sum(-1)),
             **spread("critic/advantages", columns["advantages"][mask]),
             **spread("critic/returns", columns["returns"][mask]),
             "advantage/singleton_groups": Count(int((sizes == 1).sum())),
-            "advantage/zero_rows": Count(int(((columns["advantages"] * mask).abs().sum(-1) == 0).sum())),
+            "advantage/zero_rows": Count(int(zero.sum())),
+            "advantage/zero_share": Mean.of(zero.double().mean().item(), len(zero)),
         }
         if "values" in batch and mask.any():
             explained = explained_variance(batch["values"], columns["returns"], mask)
