@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SMALL = {
     "101_one_step": {"prompts": 4, "group_size": 4},
+    "103_algorithms": {"updates": 2},
     "201_train_grpo": {
         "steps": 3,
         "batch_size": 4,

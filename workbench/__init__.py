@@ -15,6 +15,7 @@ from workbench.runs import Evaluation, Run, RunStopped, evaluate, list_runs, loa
 from workbench.stages import Outcome, Pipeline
 from workbench.stepper import Stepper
 from workbench.trace import Trace
+from workbench.what_if import what_if
 
 __version__ = "0.2.0"
 
@@ -46,4 +47,5 @@ __all__ = [
     "train",
     "train_blocking",
     "views",
+    "what_if",
 ]

@@ -192,23 +192,29 @@ def _dress(axes: Axes, name: str, span: tuple[float, float]) -> None:
     axes.spines["bottom"].set_color("#cccccc")
 
 
-def _figure(plots: int, *, title: str | None, legend: bool) -> tuple[Figure, list[Axes]]:
-    """A figure that a cell shows as a PNG (outside pyplot nobody has told the kernel how to), and its plots.
-
-    Margins are set in inches: matplotlib's own layout engines draw everything twice.
-    """
+def cell_figure(width: float, height: float, **options: Any) -> Figure:
+    """A figure (inches) that a cell shows as a PNG: outside pyplot nobody has told the kernel how to."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    class Curves(Figure):
+    class Shown(Figure):
         def _repr_png_(self) -> bytes:
             return png(self)
 
+    figure = Shown(figsize=(width, height), dpi=100, facecolor="white", **options)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _figure(plots: int, *, title: str | None, legend: bool) -> tuple[Figure, list[Axes]]:
+    """A figure for so many plots, and the plots.
+
+    Margins are set in inches: matplotlib's own layout engines draw everything twice.
+    """
     lines = max(math.ceil(plots / _COLUMNS), 1)
     top, bottom = (0.58 if title else 0.3), (0.85 if legend else 0.5)
     width, height = 10.5, 1.75 * lines + 0.55 * (lines - 1) + top + bottom
-    figure = Curves(figsize=(width, height), dpi=100, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = cell_figure(width, height)
     figure.subplots_adjust(
         left=0.6 / width, right=1 - 0.15 / width, top=1 - top / height, bottom=bottom / height, wspace=0.2, hspace=0.33
     )
