@@ -61,6 +61,7 @@ PROTOCOL_ONLY = {("rewards", "engines"), ("rewards", "sandbox"), ("agents", "eng
 LIBRARIES = {
     "ray": ("cluster/",),
     "vllm": ("engines/",),
+    "peft": ("engines/lora.py",),
     "transformers": ("engines/", "testing/", "datasets/render_worker.py"),
     "papermill": ("runs/",),
     "nbclient": ("runs/engine.py",),

@@ -11,20 +11,24 @@ from workbench.dataproto import DataProto
 
 
 class FrozenModel:
-    """Weights that never change, behind `score` alone."""
+    """Weights that never change, behind `score` alone: an engine of their own, or the base of one with LoRA."""
 
-    def __init__(self, engine: Any, *, as_loaded: bool = False) -> None:
+    def __init__(self, engine: Any, *, as_loaded: bool = False, base: bool = False) -> None:
         self._engine = engine
         self._as_loaded = as_loaded
+        self._base = base
 
     def describe(self) -> dict[str, Any]:
         """Path and settings, and whether the weights are still those of the path."""
-        return {**self._engine.describe(), "as_loaded": self._as_loaded}
+        plain = {"lora_rank": 0} if self._base else {}
+        return {**self._engine.describe(), **plain, "as_loaded": self._as_loaded}
 
     def score(
         self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
-        """As the engine's."""
+        """As the engine's; with LoRA the adapter is off meanwhile."""
+        if self._base:
+            return self._engine.score_base(batch, want, temperature)
         return self._engine.score(batch, want, temperature)
 
     def __repr__(self) -> str:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from workbench.engines import lora
 from workbench.errors import EngineError, boundary, message
 
 
 def resolve(path: str | Path) -> str | Path:
     """A local model folder: the path itself, a checkpoint's `actor/`, a run's newest checkpoint; else a hub name."""
     folder = Path(path)
-    if (folder / "config.json").is_file():
-        return folder
-    if (folder / "actor" / "config.json").is_file():
-        return folder / "actor"
-    checkpoints = sorted(folder.glob("checkpoints/step_*/actor/config.json"))
+    for inside in (folder, folder / "actor"):
+        if (inside / "config.json").is_file() or (inside / lora.CONFIG).is_file():
+            return inside
+    checkpoints = sorted(folder.glob("checkpoints/step_*/actor/*config.json"))
     if checkpoints:
         return checkpoints[-1].parent
     looks_local = folder.exists() or folder.is_absolute() or str(path).startswith(".") or str(path).count("/") != 1
@@ -34,11 +35,17 @@ def resolve(path: str | Path) -> str | Path:
 
 
 def load_model(path: str | Path, settings: Any) -> Any:
-    """The causal model in float32 on its device, in eval mode."""
+    """The causal model in float32 on its device, in eval mode; an adapter's folder is its base with the adapter."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    base = lora.base_of(Path(path))
+    if base is not None:
+        model = load_model(resolve(base), settings)
+        lora.add(model, json.loads((Path(path) / lora.CONFIG).read_text(encoding="utf-8")))
+        lora.load(model, Path(path))
+        return model
     extra = {"attn_implementation": settings.attn_implementation} if settings.attn_implementation else {}
     with boundary(f"loading the model {str(path)!r}", EngineError):
         model = AutoModelForCausalLM.from_pretrained(
@@ -84,3 +91,31 @@ def value_head(model: Any) -> torch.nn.Linear:
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)
     return head
+
+
+def save_model(model: Any, head: torch.nn.Module | None, tokenizer: Any, path: Path) -> None:
+    """A plain Hugging Face folder, or an adapter's; a critic has `value_head.safetensors` beside it."""
+    from safetensors.torch import save_file
+
+    if lora.config_in(model) is not None:
+        lora.save(model, path)
+    else:
+        model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    if head is not None:
+        save_file({k: v.contiguous() for k, v in head.state_dict().items()}, str(path / "value_head.safetensors"))
+
+
+@torch.no_grad()
+def load_into(model: Any, head: torch.nn.Module | None, path: Path, settings: Any) -> None:
+    """What `save_model` wrote, into a model that is there already."""
+    from safetensors.torch import load_file
+
+    if lora.config_in(model) is not None:
+        lora.load(model, path)
+    else:
+        loaded = load_model(path, settings).state_dict()
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(loaded[name])
+    if head is not None:
+        head.load_state_dict(load_file(str(path / "value_head.safetensors")))

@@ -8,15 +8,14 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from workbench import background
-from workbench.config import Settings, require
 from workbench.dataproto import DataProto
+from workbench.engines import lora
 from workbench.engines.frozen import FrozenModel
 from workbench.engines.learning import (
     Optimizer,
@@ -26,58 +25,22 @@ from workbench.engines.learning import (
     row_gradient_norms,
     save_optimizer,
 )
-from workbench.engines.loading import eos_ids_of, load_model, load_tokenizer, resolve, value_head
+from workbench.engines.loading import (
+    eos_ids_of,
+    load_into,
+    load_model,
+    load_tokenizer,
+    resolve,
+    save_model,
+    value_head,
+)
+from workbench.engines.local_settings import LocalSettings
 from workbench.engines.memory import learning_estimate, memory_errors, preflight
 from workbench.engines.protocol import Learned, Loss, Normalisers, Request, Sample
 from workbench.engines.sampling import decode_wave
 from workbench.engines.scoring import check_ids, score
 from workbench.errors import EngineError, message
 from workbench.metrics import Mean
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalSettings(Settings):
-    """Settings of a local engine."""
-
-    lr: float = 1e-6
-    """AdamW learning rate."""
-    betas: tuple[float, ...] = (0.9, 0.999)
-    """AdamW betas."""
-    weight_decay: float = 0.01
-    """AdamW weight decay."""
-    grad_clip: float = 1.0
-    """Largest gradient norm; 0 does not clip."""
-    schedule: str = "constant"
-    """`constant` or `cosine` (needs total_steps)."""
-    warmup_steps: int = 0
-    """Optimizer steps of linear warm-up."""
-    total_steps: int | None = None
-    """Optimizer steps of the whole schedule."""
-    micro_batch_tokens: int = 16_384
-    """Token budget of one forward pass: memory only."""
-    max_wave: int = 256
-    """Rows that are sampled together at most."""
-    gradient_checkpointing: bool = False
-    """Recompute activations on the way back: less memory, more time."""
-    pack: str = "auto"
-    """Padding-free rows: `yes`, `no`, or `auto` (with flash attention only: sdpa pays for the whole pack's square)."""
-    device: str = "auto"
-    """`cpu`, `cuda`, or `auto`."""
-    dtype: str = "auto"
-    """`float32`, `bfloat16`, or `auto` (autocast to bfloat16 on a GPU, weights stay float32)."""
-    attn_implementation: str | None = None
-    """Passed to transformers."""
-    trust_remote_code: bool = False
-    """Run code that comes with the model."""
-
-    def __post_init__(self) -> None:
-        require(self.lr >= 0, "lr", expected="≥ 0", found=self.lr)
-        require(self.schedule in ("constant", "cosine"), "schedule", expected="constant or cosine", found=self.schedule)
-        require(self.pack in ("auto", "yes", "no"), "pack", expected="auto, yes or no", found=self.pack)
-        require(self.micro_batch_tokens > 0, "micro_batch_tokens", expected="≥ 1", found=self.micro_batch_tokens)
-        require(self.max_wave > 0, "max_wave", expected="≥ 1", found=self.max_wave)
-        needs_total = self.schedule == "cosine" and not self.total_steps
-        require(not needs_total, "total_steps", expected="a number with schedule='cosine'", found=self.total_steps)
 
 
 class LocalEngine:
@@ -169,6 +132,13 @@ class LocalEngine:
         self._model.eval()
         with memory_errors("scoring", f"micro-batches of {self._settings.micro_batch_tokens} tokens"), self._autocast():
             return score(self._model, self._head, batch, want, temperature, **self._cut())
+
+    def score_base(
+        self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """The same with the LoRA adapter switched off."""
+        with lora.switched_off(self._model):
+            return self.score(batch, want, temperature)
 
     # --- Learner ----------------------------------------------------------------------------
 
@@ -274,7 +244,9 @@ class LocalEngine:
     # --- weights ----------------------------------------------------------------------------
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        weights = dict(self._model.state_dict())
+        """What learning can change: with LoRA the adapter alone."""
+        adapted = lora.config_in(self._model) is not None
+        weights = lora.tensors(self._model) if adapted else dict(self._model.state_dict())
         if self._head is not None:
             weights |= {f"value_head.{name}": tensor for name, tensor in self._head.state_dict().items()}
         return weights
@@ -302,36 +274,29 @@ class LocalEngine:
         self.state_id = snapshot["state_id"]
 
     def save(self, path: Path) -> None:
-        """A plain Hugging Face folder; a critic has `value_head.safetensors` beside it."""
-        from safetensors.torch import save_file
+        """A plain Hugging Face folder (with LoRA the adapter's); a critic has `value_head.safetensors` beside it."""
+        save_model(self._model, self._head, self.tokenizer, Path(path))
 
-        self._model.save_pretrained(path)
-        self.tokenizer.save_pretrained(path)
-        if self._head is not None:
-            save_file(
-                {k: v.contiguous() for k, v in self._head.state_dict().items()},
-                str(Path(path) / "value_head.safetensors"),
-            )
+    def save_merged(self, path: str | Path) -> Path:
+        """A plain Hugging Face folder with the LoRA adapter worked into the weights."""
+        plain = lora.merged(self._model) if lora.config_in(self._model) is not None else self._model
+        save_model(plain, None, self.tokenizer, Path(path))
+        return Path(path)
 
     def save_state(self, path: Path) -> None:
         """Optimizer, schedule and version; no pickle."""
         save_optimizer(self._optimizer, self._settings, self.version, Path(path))
 
-    @torch.no_grad()
     def load_state(self, model_path: Path, state_path: Path) -> None:
         """What `save` and `save_state` wrote, back into this engine, bit for bit."""
-        from safetensors.torch import load_file
-
-        loaded = load_model(Path(model_path), self._settings).state_dict()
-        for name, tensor in self._model.state_dict().items():
-            tensor.copy_(loaded[name])
-        if self._head is not None:
-            self._head.load_state_dict(load_file(str(Path(model_path) / "value_head.safetensors")))
+        load_into(self._model, self._head, Path(model_path), self._settings)
         self.version = load_optimizer(self._ready(), Path(state_path))
         self.state_id = _new_id()
 
     def reference(self) -> FrozenModel:
-        """The weights as they are now, frozen: a LogProbModel and nothing else."""
+        """The weights as they are now, frozen: a LogProbModel and nothing else. With LoRA the base, and no second copy."""
+        if lora.config_in(self._model) is not None:
+            return FrozenModel(self, as_loaded=True, base=True)
         model = copy.deepcopy(self._model).requires_grad_(False)
         engine = LocalEngine(model, self.tokenizer, self._settings, path=self.path, **self.template_switches)
         stepped = self._optimizer is not None and self._optimizer.steps > 0
@@ -387,5 +352,7 @@ def local(
         torch.set_num_threads(threads)
     folder = resolve(path)
     model = load_model(folder, chosen)
+    if chosen.lora_rank and lora.config_in(model) is None:
+        lora.add(model, lora.config_of(chosen, str(path)))
     tokenizer = load_tokenizer(folder, model, chosen)
     return LocalEngine(model, tokenizer, chosen, path=str(path), **(template_switches or {}))

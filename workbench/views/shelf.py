@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
 
 from workbench import functional as F
@@ -15,6 +14,7 @@ from workbench.stages import Advantage
 from workbench.views.curves import cell_figure
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.figure import Figure
 
     from workbench.what_if import WhatIf
@@ -40,6 +40,8 @@ def estimators(batch: DataProto, names: Sequence[str] | None = None) -> pd.DataF
 
     Estimators whose inputs the batch lacks (values, a greedy baseline, Σπ²) are left out.
     """
+    import pandas as pd
+
     mask = batch["response_mask"]
     lengths = mask.sum(-1)
     numbers: dict[str, int] = {}
@@ -85,6 +87,8 @@ def estimators_figure(frame: pd.DataFrame) -> Figure:
 
 def ways(asked: Mapping[str, WhatIf]) -> pd.DataFrame:
     """One line a question (`what_if`): cosine to the actual update, and the metrics of the last scratch update."""
+    import pandas as pd
+
     lines = {}
     for name, made in asked.items():
         last = made.other.metrics[-1]

@@ -1,0 +1,92 @@
+"""LoRA: adapters alone learn, are saved and come back; the reference is the base; merged weights are the adapted model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.errors import EngineError
+from workbench.rewards import Reward
+
+pytest.importorskip("peft", reason="peft is not installed (the extra `peft`)")
+
+
+def varied(response: str) -> float:
+    return (sum(map(ord, response)) % 5) / 4
+
+
+def make(tiny: str, **settings: Any) -> tuple[wb.Pipeline, wb.datasets.Rows, Any]:
+    engine = wb.engines.local(tiny, lr=1e-2, device="cpu", lora_rank=4, **settings)
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:8]
+    pipe = wb.recipes.grpo(engine, Reward(varied, in_process=True), group_size=2, max_tokens=12)
+    return pipe, rows, engine
+
+
+def test_it_starts_as_the_base_and_only_adapters_learn(tiny: str) -> None:
+    pipe, rows, engine = make(tiny)
+    base = wb.engines.local(tiny, device="cpu")
+    batch = wb.Stepper(pipe, rows.batch(4)).run(until="rollout").batch
+    plain = base.score(batch)["log_probs"]
+    torch.testing.assert_close(engine.score(batch)["log_probs"], plain, atol=1e-5, rtol=1e-5)
+    frozen = {name: t.clone() for name, t in engine._model.state_dict().items() if "lora_" not in name}
+    s = wb.Stepper(pipe, rows.batch(4)).run()
+    assert s.trace.metrics["actor/grad_norm"] > 0
+    assert all(torch.equal(engine._model.state_dict()[name], t) for name, t in frozen.items())
+    assert set(engine.snapshot()["weights"]) == {name for name in engine._model.state_dict() if "lora_" in name}
+    assert not torch.equal(engine.score(batch)["log_probs"], plain)
+    # the reference is the base still, without a copy of it
+    reference = pipe["ref_log_prob"]._model
+    assert reference._engine is engine
+    torch.testing.assert_close(reference.score(batch)["log_probs"], plain, atol=1e-5, rtol=1e-5)
+    assert all(p.requires_grad == ("lora_" in name) for name, p in engine._model.named_parameters())
+
+
+def test_an_adapter_is_saved_and_loaded_and_merged(tiny: str, tmp_path: Path) -> None:
+    pipe, rows, engine = make(tiny)
+    batch = wb.Stepper(pipe, rows.batch(4)).run().batch
+    now = engine.score(batch)["log_probs"]
+    engine.save(tmp_path / "adapter")
+    files = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files and "model.safetensors" not in files
+    again = wb.engines.local(tmp_path / "adapter", device="cpu")
+    assert torch.equal(again.score(batch)["log_probs"], now)
+    merged = wb.engines.local(engine.save_merged(tmp_path / "merged"), device="cpu")
+    torch.testing.assert_close(merged.score(batch)["log_probs"], now, atol=1e-4, rtol=1e-4)
+    assert not [name for name in merged.snapshot()["weights"] if "lora" in name or "base_layer" in name]
+    # and by peft itself, from the same folder
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), tmp_path / "adapter").eval()
+    ids = batch["input_ids"][:1][:, batch["attention_mask"][0].bool()]
+    ours = engine._model(input_ids=ids).logits
+    torch.testing.assert_close(theirs(input_ids=ids).logits, ours, atol=1e-4, rtol=1e-4)
+
+
+def test_a_run_with_lora_resumes_and_replays_exactly(tiny: str, tmp_path: Path) -> None:
+    pipe, rows, engine = make(tiny)
+    quiet = wb.train_blocking(pipe, rows, steps=4, batch_size=4, run=tmp_path / "quiet", trackers=())
+    first, rows, _ = make(tiny)
+    wb.train_blocking(first, rows, steps=2, batch_size=4, run=tmp_path / "r", trackers=())
+    second, rows, other = make(tiny)
+    run = wb.train_blocking(second, rows, steps=4, batch_size=4, run=tmp_path / "r", trackers=(), resume="auto")
+    one, two = engine.snapshot()["weights"], other.snapshot()["weights"]
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert run.rows[-1]["actor/pg_loss"] == quiet.rows[-1]["actor/pg_loss"]
+    size = sum(
+        path.stat().st_size for path in (run.path / "checkpoints" / "step_000004" / "actor").glob("*.safetensors")
+    )
+    assert size < 200_000  # the model has 3.4 MB
+    replayed = quiet.engine(3).snapshot()["weights"]
+    again = run.engine(3).snapshot()["weights"]
+    assert all(torch.equal(replayed[name], again[name]) for name in replayed)
+    assert wb.evaluate(run, rows, max_tokens=8).prompts == 8
+
+
+def test_layers_that_are_not_there(tiny: str) -> None:
+    with pytest.raises(EngineError, match="adding LoRA adapters"):
+        wb.engines.local(tiny, device="cpu", lora_rank=4, lora_targets=("nothing",))
