@@ -113,6 +113,9 @@ COLUMNS: Mapping[str, Column] = _declare(
         "ref_log_prob",
         "Log-prob of each response token under the frozen reference, in nats.",
     ),
+    _tensor(
+        "full_kl", "float", "B T", "exact_kl", "KL of the whole next-token distribution from the reference's, in nats."
+    ),
     _tensor("values", "float", "B T", "values", "The critic's estimate of the return from each response token."),
     _tensor(
         "token_level_rewards",

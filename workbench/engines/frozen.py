@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,15 @@ class FrozenModel:
         """Path and settings, and whether the weights are still those of the path."""
         plain = {"lora_rank": 0} if self._base else {}
         return {**self._engine.describe(), **plain, "as_loaded": self._as_loaded}
+
+    @contextmanager
+    def model(self) -> Iterator[Any]:
+        """The transformers model, for who needs whole distributions; with LoRA the adapter is off meanwhile."""
+        if self._base:
+            with self._engine.model_of_base() as model:
+                yield model
+        else:
+            yield self._engine._model
 
     def score(
         self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0

@@ -38,7 +38,7 @@ from workbench.engines.local_settings import LocalSettings
 from workbench.engines.memory import learning_estimate, memory_errors, preflight
 from workbench.engines.protocol import Learned, Loss, Normalisers, Request, Sample
 from workbench.engines.sampling import decode_wave
-from workbench.engines.scoring import check_ids, score
+from workbench.engines.scoring import check_ids, full_divergence, score
 from workbench.errors import EngineError, message
 from workbench.metrics import Mean
 
@@ -133,12 +133,25 @@ class LocalEngine:
         with memory_errors("scoring", f"micro-batches of {self._settings.micro_batch_tokens} tokens"), self._autocast():
             return score(self._model, self._head, batch, want, temperature, **self._cut())
 
+    @contextmanager
+    def model_of_base(self) -> Iterator[Any]:
+        """The model with the LoRA adapter switched off meanwhile."""
+        with lora.switched_off(self._model):
+            yield self._model
+
     def score_base(
         self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """The same with the LoRA adapter switched off."""
         with lora.switched_off(self._model):
             return self.score(batch, want, temperature)
+
+    def full_kl(self, batch: DataProto, reference: FrozenModel, temperature: float = 1.0) -> torch.Tensor:
+        """[B, T] exact KL(policy‖reference) per response token, over the whole vocabulary: two forward passes."""
+        check_ids(self._model, batch)
+        self._model.eval()
+        with memory_errors("the exact KL", f"micro-batches of {self._settings.micro_batch_tokens} tokens"):
+            return full_divergence(self._model, reference.model, batch, temperature, **self._cut())
 
     # --- Learner ----------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager as ContextManager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from workbench.columns import declared
 from workbench.dataproto import DataProto
 from workbench.errors import EngineError, message
-from workbench.functional import entropy_from_logits, log_probs_from_logits
+from workbench.functional import entropy_from_logits, full_kl, log_probs_from_logits
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits that exist at one time, in elements: 256 MiB in float32."""
@@ -175,4 +176,37 @@ def score(
         rows = rows.to(model.device)
         for name, values in outputs(model, head, rows, want, temperature, packed).items():
             result[name][indices, :t] = values.cpu()
+    return result
+
+
+@torch.no_grad()
+def full_divergence(
+    model: Any,
+    other: Callable[[], ContextManager[Any]],
+    batch: DataProto,
+    temperature: float,
+    *,
+    budget: int,
+    packed: bool,
+) -> torch.Tensor:
+    """[B, T] float32 on the CPU: KL(model‖other) of the whole next-token distribution at each response token, 0 outside the
+    mask. `other()` is a context that gives the other model (with LoRA the same one, switched off).
+    """
+    result = torch.zeros(batch["response_mask"].shape)
+    for indices in micro_batches(batch, budget, packed):
+        rows, t = trimmed(batch.select_idxs(indices))
+        rows = rows.to(model.device)
+        mask = rows["response_mask"].bool()
+        mine = response_hidden(model, rows, packed)
+        head = model.get_output_embeddings()
+        size = max(CHUNK_ELEMENTS // model.config.vocab_size, 1)
+        with other() as reference:
+            theirs = response_hidden(reference, rows.to(reference.device), packed).to(mine.device)
+            their_head = reference.get_output_embeddings()
+            pieces = [
+                full_kl(head(a) / temperature, their_head(b.to(reference.device)).to(a.device) / temperature)
+                for a, b in zip(mine.split(size), theirs.split(size), strict=True)
+            ]
+        values = torch.cat(pieces) if pieces else mine.new_zeros(0)
+        result[indices, :t] = _spread(values, mask).cpu()
     return result

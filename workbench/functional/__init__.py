@@ -13,7 +13,7 @@ from workbench.functional.advantages import (
     rloo,
     tir_optimal_token_baseline,
 )
-from workbench.functional.kl import AdaptiveKL, FixedKL, kl_penalty
+from workbench.functional.kl import AdaptiveKL, FixedKL, full_kl, kl_penalty
 from workbench.functional.logprobs import entropy_from_logits, log_probs_from_logits
 from workbench.functional.losses import AGGREGATIONS, Surrogate, ValueLoss, aggregate, ppo_clip, value_loss
 from workbench.functional.masking import masked_mean, masked_sum, masked_var, masked_whiten, response_lengths
@@ -31,6 +31,7 @@ __all__ = [
     "discounted_returns",
     "entropy_from_logits",
     "explained_variance",
+    "full_kl",
     "gae",
     "gdpo",
     "gpg",

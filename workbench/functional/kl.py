@@ -42,6 +42,16 @@ def _value(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) -> t
     return (negative.expm1() - negative).clamp(0, 10)
 
 
+def full_kl(logits: torch.Tensor, ref_logits: torch.Tensor) -> torch.Tensor:
+    """KL(π‖ref) = Σ_v π_v·(log π_v − log ref_v) over the whole vocabulary: [..., V] twice → [...] float32, nats, ≥ 0.
+
+    What k1, k2 and k3 estimate from one token each. A token that π rules out counts 0.
+    """
+    log_p, log_q = (torch.log_softmax(one.float(), dim=-1) for one in (logits, ref_logits))
+    gap = torch.where(log_p.isneginf(), 0.0, log_p - log_q)
+    return (log_p.exp() * gap).sum(-1).clamp(min=0)
+
+
 class FixedKL:
     """A constant weight β."""
 

@@ -3,11 +3,13 @@
 from workbench.stages.advantage import Advantage
 from workbench.stages.baseline import Baseline
 from workbench.stages.correction import RolloutCorrection
+from workbench.stages.exact_kl import ExactKL
 from workbench.stages.filtering import FilterGroups, Overlong
 from workbench.stages.influence import Influence
 from workbench.stages.log_prob import LogProb
 from workbench.stages.losses import PolicyLoss, ValueLoss
 from workbench.stages.pipeline import Pipeline
+from workbench.stages.resample import Resample
 from workbench.stages.reward import Reward
 from workbench.stages.rollout import Rollout
 from workbench.stages.stage import BaseStage, Outcome, Stage
@@ -18,6 +20,7 @@ __all__ = [
     "Advantage",
     "BaseStage",
     "Baseline",
+    "ExactKL",
     "FilterGroups",
     "Influence",
     "LogProb",
@@ -25,6 +28,7 @@ __all__ = [
     "Overlong",
     "Pipeline",
     "PolicyLoss",
+    "Resample",
     "Reward",
     "Rollout",
     "RolloutCorrection",

@@ -1,0 +1,93 @@
+"""The stages that algorithms bring: rollout correction, the exact KL, resampling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench import functional as F
+from workbench.errors import PipelineError, SettingError
+from workbench.trace import perform
+
+
+@pytest.fixture(scope="module")
+def batch() -> wb.DataProto:
+    return wb.Trace.load("data/arith-batch").batch
+
+
+def test_correction_only_measures_unless_told(batch: wb.DataProto) -> None:
+    phase = perform(wb.stages.RolloutCorrection(), batch)
+    assert phase.batch.columns == batch.columns and abs(phase.metrics["rollout_corr/kl"]) < 1e-5
+    assert {"rollout_corr/k3_kl", "rollout_corr/ppl_ratio", "rollout_corr/chi2_token"} <= set(phase.metrics)
+
+
+def test_correction_weighs_rejects_and_bypasses(batch: wb.DataProto) -> None:
+    off = batch.with_columns({"rollout_log_probs": batch["rollout_log_probs"] - 0.5 * (torch.arange(64) < 8)[:, None]})
+    stage = wb.stages.RolloutCorrection(rollout_is="token", rollout_rs={"seq_mean_k1": 1.3})
+    made = stage(off).batch
+    assert (made["response_mask"][:8] == 0).all() and torch.equal(made["response_mask"][8:], batch["response_mask"][8:])
+    inside = made["response_mask"].bool()
+    torch.testing.assert_close(made["rollout_is_weights"][inside], torch.ones(int(inside.sum())), atol=1e-3, rtol=0)
+    bypassed = wb.stages.RolloutCorrection(bypass=True)
+    assert bypassed.writes == ("old_log_probs",) and "old_log_probs" not in bypassed.reads
+    assert torch.equal(bypassed(batch).batch["old_log_probs"], batch["rollout_log_probs"])
+    with pytest.raises(SettingError, match="did you mean 'seq_mean_k"):
+        wb.stages.RolloutCorrection(rollout_rs={"seq_mean_k": 1.0})
+    with pytest.raises(SettingError, match="token, sequence or None"):
+        wb.stages.RolloutCorrection(rollout_is="row")
+
+
+def test_weights_reach_the_loss(tiny: str, batch: wb.DataProto) -> None:
+    engine = wb.engines.local(tiny, lr=0.0, device="cpu")
+    weighed = wb.stages.RolloutCorrection(rollout_is="token")(batch).batch
+    double = weighed.with_columns({"rollout_is_weights": weighed["rollout_is_weights"] * 0 + 2.0})
+    losses = []
+    for given, loss in ((batch, {}), (double, {"rollout_is": True})):
+        phase = perform(wb.stages.Update(engine, wb.stages.PolicyLoss(**loss), allow_stale=True), given)
+        losses.append(phase.metrics["actor/pg_loss"])
+    assert losses[1] == pytest.approx(2 * losses[0], rel=1e-4)
+
+
+def test_the_exact_kl_is_what_the_estimates_estimate(tiny: str, batch: wb.DataProto) -> None:
+    engine = wb.engines.local(tiny, lr=2e-3, device="cpu")
+    reference = engine.reference()
+    stage = wb.stages.ExactKL(engine, reference)
+    assert float(stage(batch).batch["full_kl"].abs().max()) < 1e-6
+    update = wb.stages.Update(engine, wb.stages.PolicyLoss(), allow_stale=True)
+    for _ in range(3):
+        update(batch)
+    found = stage(batch).batch["full_kl"]
+    mask = batch["response_mask"].bool()
+    assert (found[mask] >= 0).all() and float(found[mask].mean()) > 1e-3 and (found[~mask] == 0).all()
+    # the mean of k1 over samples of the policy itself is the exact one, within its noise
+    sampled = wb.stages.LogProb(engine)(
+        wb.stages.Rollout(engine, group_size=64, sampling=wb.SamplingSettings(max_tokens=1))(
+            wb.datasets.load("data/arith/train.parquet", max_prompt_length=256).batch(8)
+        ).batch
+    ).batch
+    ref = reference.score(sampled)["log_probs"]
+    k1 = F.kl_penalty(sampled["old_log_probs"], ref, "k1")
+    exact = stage(sampled).batch["full_kl"]
+    spread = float(k1.std()) / len(k1) ** 0.5
+    assert abs(float(k1.mean()) - float(exact.mean())) < 4 * spread + 1e-4
+    with pytest.raises(PipelineError, match="one-token estimate"):
+        wb.stages.ExactKL(object(), object())
+
+
+def test_full_kl_by_hand() -> None:
+    p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.9, 0.1])
+    expected = 0.5 * float((p / q).log().sum())
+    assert float(F.full_kl(p.log(), q.log())) == pytest.approx(expected)
+    ruled_out = torch.tensor([0.0, float("-inf")])
+    assert float(F.full_kl(ruled_out, torch.zeros(2))) == pytest.approx(0.693147, abs=1e-5)
+
+
+def test_resampling_draws_the_telling_rows(batch: wb.DataProto) -> None:
+    out = wb.stages.Resample()(batch)
+    assert len(out.batch) == len(batch) and (out.batch["reward"] > 0).all()  # |0|² is 0
+    assert torch.equal(out.batch["responses"], batch["responses"][out.rows])
+    again = wb.stages.Resample()(batch)
+    assert torch.equal(out.rows, again.rows)
+    with pytest.raises(SettingError, match="reweight_method"):
+        wb.stages.Resample(reweight_method="none")
