@@ -11,7 +11,17 @@ from workbench.dataproto import DataProto, Origin
 from workbench.engines import SamplingSettings
 from workbench.errors import WorkbenchError
 from workbench.rewards import Score, Status
-from workbench.runs import Evaluation, Run, RunStopped, evaluate, list_runs, load_run, train, train_blocking
+from workbench.runs import (
+    Evaluation,
+    Run,
+    RunStopped,
+    evaluate,
+    list_runs,
+    load_run,
+    run_notebook,
+    train,
+    train_blocking,
+)
 from workbench.stages import Outcome, Pipeline
 from workbench.stepper import Stepper
 from workbench.trace import Trace
@@ -43,6 +53,7 @@ __all__ = [
     "load_run",
     "recipes",
     "rewards",
+    "run_notebook",
     "stages",
     "train",
     "train_blocking",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -46,9 +47,15 @@ def coerce(name: str, value: Any, annotation: Any) -> Any:
         if value not in args:
             raise SettingError(message(f"setting {name!r}", expected=f"one of {args}", found=describe(value)))
         return value
-    if origin in (list, tuple) and isinstance(value, list | tuple):
+    if origin in (list, tuple):
+        if not isinstance(value, list | tuple):
+            raise SettingError(message(f"setting {name!r}", expected="a list", found=describe(value)))
         kind = args[0] if args else Any
         return origin(coerce(name, item, kind) for item in value)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise SettingError(message(f"setting {name!r}", expected="a dict", found=describe(value)))
+        return {coerce(name, key, args[0]): coerce(name, item, args[1]) for key, item in value.items()}
     if annotation in (bool, int, float, str):
         return _coerce_scalar(name, value, annotation)
     return value
@@ -75,13 +82,18 @@ def _coerce_scalar(name: str, value: Any, kind: type) -> Any:
         return _TRUE[value.lower()]
     if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
         try:
-            return float(value)
-        except ValueError as cause:
+            number = float(value)
+        except (ValueError, OverflowError) as cause:
             raise SettingError(message(f"setting {name!r}", expected="a number", found=describe(value))) from cause
+        if math.isnan(number):
+            raise SettingError(message(f"setting {name!r}", expected="a number", found=describe(value)))
+        return number
+    if kind is int and isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
+        return int(value)  # not through a float: seeds have more digits
     if kind is int and not isinstance(value, bool):
         try:
             number = float(value)
-        except (TypeError, ValueError) as cause:
+        except (TypeError, ValueError, OverflowError) as cause:
             raise SettingError(
                 message(f"setting {name!r}", expected="a whole number", found=describe(value))
             ) from cause

@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench import functional as F
 from workbench.engines.protocol import SamplingSettings
-from workbench.errors import SettingError, message
+from workbench.errors import SettingError, message, unknown
 from workbench.functional import AdaptiveKL, FixedKL
 from workbench.stages import (
     Advantage,
@@ -74,6 +74,16 @@ def grpo(
         ppo_mini_batch_size=ppo_mini_batch_size,
         reference=reference,
     )
+
+
+def by_name(name: str) -> Callable[..., Pipeline]:
+    """A recipe by its name, for notebooks that take it as a parameter. Raises `SettingError` with the nearest one."""
+    known = {
+        one.__name__: one for one in (grpo, dr_grpo, dapo, ppo, rloo, remax, reinforce_plus_plus, gspo, cispo, gpg, opo)
+    }
+    if name not in known:
+        raise SettingError(unknown("recipe", name, known))
+    return known[name]
 
 
 def _policy_gradient(

@@ -17,7 +17,7 @@ import torch
 
 import workbench as wb
 from workbench import functional as F
-from workbench.config import Settings
+from workbench.config import Settings, coerce
 from workbench.datasets import files
 from workbench.engines import SamplingSettings
 from workbench.errors import DataError, NonFinite, RewardError, SettingError, WorkbenchError
@@ -67,6 +67,21 @@ def test_D1_a_poisoned_column_names_itself_and_its_rows_and_no_step_is_taken(
     told = str(caught.value)
     assert column in told and str(batch["uid"][3]) in told and "row 3" in told, told
     assert weights_hash(pipe) == before and pipe.learners()["actor"].version == 0
+
+
+def test_D1_a_kl_that_is_no_number_never_reaches_the_controller(tiny: str) -> None:
+    engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:8]
+    pipe = wb.recipes.ppo(engine, group_size=2, max_tokens=8, kl_coef=0.1, kl_target=0.1)
+    batch = wb.Stepper(pipe, rows.batch(4)).run(until="values").batch
+    before = pipe["advantage"].state()
+    bad = batch["ref_log_prob"].clone()
+    bad[5, 0] = float("nan")
+    with pytest.raises(NonFinite, match=f"KL to the reference is no number; found rows 5 .uid {batch['uid'][5]}"):
+        pipe["advantage"](batch.with_columns({"ref_log_prob": bad}))
+    assert pipe["advantage"].state() == before
+    outside = batch["ref_log_prob"].masked_fill(batch["response_mask"] == 0, float("nan"))
+    assert pipe["advantage"](batch.with_columns({"ref_log_prob": outside})).batch["advantages"].isfinite().all()
 
 
 def test_D1_an_estimator_that_breaks_is_named_with_its_rows(tiny: str) -> None:
@@ -277,6 +292,12 @@ def test_D6_settings_are_typed_and_unknown_names_have_a_nearest() -> None:
         with pytest.raises(SettingError):
             SamplingSettings.from_parameters(bad)
     assert issubclass(SamplingSettings, Settings)
+    assert coerce("seed", "9007199254740993", int) == 9007199254740993 and coerce("x", {"a": "1"}, dict[str, int]) == {
+        "a": 1
+    }
+    for value, kind in (("nan", float), (10**400, float), ("3", list[int]), ([1], dict[str, int]), (["x"], list[int])):
+        with pytest.raises(SettingError):
+            coerce("x", value, kind)
 
 
 # --- D8: rewards that break their contract -------------------------------------------------------

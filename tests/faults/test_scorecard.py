@@ -71,6 +71,7 @@ ROWS: dict[str, list[str]] = {
         "faults/test_faults_data.py::test_D1_a_reward_that_is_no_number_names_function_and_row",
         "faults/test_faults_data.py::test_D1_a_poisoned_column_names_itself_and_its_rows_and_no_step_is_taken",
         "faults/test_faults_data.py::test_D1_an_estimator_that_breaks_is_named_with_its_rows",
+        "faults/test_faults_data.py::test_D1_a_kl_that_is_no_number_never_reaches_the_controller",
         "faults/test_faults_data.py::test_D1_a_gradient_that_is_no_number_leaves_everything",
         "faults/test_faults_runs.py::test_D1_a_step_that_is_not_finite_stops_with_its_batch_and_a_checkpoint",
         "faults/test_faults_runs.py::test_D1_some_may_be_skipped_and_so_many_in_a_row_stop",

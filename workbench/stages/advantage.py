@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from workbench.columns import REWARD_PREFIX
 from workbench.dataproto import DataProto
-from workbench.errors import PipelineError, message, unknown
+from workbench.errors import NonFinite, PipelineError, message, unknown
 from workbench.functional import explained_variance, kl_penalty, masked_mean
 from workbench.metrics import Count, Mean, Metric
 from workbench.stages.stage import BaseStage, Outcome, spread
@@ -129,9 +130,14 @@ class Advantage(BaseStage):
         scores, mask = batch["token_level_scores"], batch["response_mask"]
         if self._controller is None:
             return scores, {}
-        kl = kl_penalty(batch["old_log_probs"], batch["ref_log_prob"], self.kl_kind) * mask
+        kl = kl_penalty(batch["old_log_probs"], batch["ref_log_prob"], self.kl_kind)
+        kl = torch.where(mask.bool(), kl, 0.0)
         beta = self._controller.value
         current = masked_mean(kl, mask, dim=-1).mean().item()
+        if not math.isfinite(current):  # before the controller is told: it would never recover
+            rows = (~kl.isfinite()).any(-1).nonzero()[:, 0].tolist()
+            named = [f"{row} (uid {batch['uid'][row]})" if "uid" in batch else str(row) for row in rows[:4]]
+            raise NonFinite(message("the KL to the reference is no number", found=f"rows {', '.join(named)}"))
         self._controller.update(current, len(batch))
         metrics: dict[str, Metric] = {
             "actor/reward_kl_penalty": Mean.of(current, len(batch)),
@@ -167,7 +173,7 @@ class Advantage(BaseStage):
             "advantage/zero_rows": Count(int(zero.sum())),
             "advantage/zero_share": Mean.of(zero.double().mean().item(), len(zero)),
         }
-        if "values" in batch and mask.any():
+        if "values" in batch and int(mask.sum()) > 1:
             explained = explained_variance(batch["values"], columns["returns"], mask)
             metrics["critic/vf_explained_var"] = Mean.of(float(explained))
         return metrics

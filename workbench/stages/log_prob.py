@@ -57,7 +57,7 @@ class LogProb(BaseStage):
             mask = batch["response_mask"]
             columns["entropys"] = scores["entropy"]
             metrics["actor/entropy"] = Mean.of(masked_mean(scores["entropy"], mask).item(), mask.sum().item())
-            if "rollout_log_probs" in batch:
+            if "rollout_log_probs" in batch and mask.any():
                 gap = (scores["log_probs"].exp() - batch["rollout_log_probs"].exp()).abs() * mask
                 metrics["training/rollout_probs_diff_max"] = Max(gap.max().item())
                 metrics["training/rollout_probs_diff_mean"] = Mean.of(masked_mean(gap, mask).item(), mask.sum().item())

@@ -2,6 +2,6 @@
 
 from workbench.views.curves import panel
 from workbench.views.samples import groups, samples
-from workbench.views.shelf import estimators, estimators_figure, ways, ways_figure
+from workbench.views.shelf import estimators, estimators_figure, values_figure, ways, ways_figure
 
-__all__ = ["estimators", "estimators_figure", "groups", "panel", "samples", "ways", "ways_figure"]
+__all__ = ["estimators", "estimators_figure", "groups", "panel", "samples", "values_figure", "ways", "ways_figure"]

@@ -125,3 +125,22 @@ def ways_figure(
     handles, labels = grid[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
     return figure
+
+
+def values_figure(batch: DataProto, rows: int = 24) -> Figure:
+    """The critic's values along the tokens of the first rows: blue where the reward was above the batch's mean, red below."""
+    figure = cell_figure(10, 2.8, layout="constrained")
+    axes = figure.subplots()
+    mean = float(batch["reward"].mean())
+    for row in range(min(rows, len(batch))):
+        inside = batch["response_mask"][row].bool()
+        good = float(batch["reward"][row]) > mean
+        axes.plot(batch["values"][row][inside].tolist(), color="#2f6db5" if good else "#c8553d", alpha=0.5, linewidth=1)
+    axes.axhline(mean, color="#666666", linewidth=0.8, linestyle=":")
+    axes.set_xlabel("response token", fontsize=8)
+    axes.set_ylabel("value", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure
