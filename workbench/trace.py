@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -123,7 +124,7 @@ class Trace:
         self.start.save(folder / "start")
         records = []
         for number, phase in enumerate(self.phases):
-            name = f"{number:02d}_{phase.stage}"
+            name = f"{number:02d}_{re.sub(r'[^A-Za-z0-9_.-]', '_', phase.stage)[:60]}"
             delta = phase.delta()
             if phase.rows is not None:
                 delta = delta.with_columns({_SOURCE_ROW: phase.rows})
@@ -144,6 +145,8 @@ class Trace:
             raise RunError(message(f"trace {folder}", expected=f"format {FORMAT}", found=document["format"]))
         trace = cls(DataProto.load(folder / "start"))
         for record in document["phases"]:
+            if Path(record["folder"]).name != record["folder"]:
+                raise RunError(message(f"trace {folder}", expected="folders inside it", found=repr(record["folder"])))
             trace = trace.add(_restored(trace.batch, DataProto.load(folder / record["folder"]), record))
         return trace
 

@@ -293,6 +293,22 @@ def test_E7_data_paths_with_strange_names_are_refused_by_name(tmp_path: Path) ->
         assert isinstance(caught.value, WorkbenchError), path
 
 
+def test_E7_a_trace_stays_in_its_folder(tmp_path: Path) -> None:
+    trace = wb.Trace.load("data/arith-batch")
+    folder = trace.save(tmp_path / "t")
+    document = json.loads((folder / "trace.json").read_text())
+    for bad in ("../t/00_rollout", str(tmp_path / "t" / "00_rollout"), ".."):
+        document["phases"][0]["folder"] = bad
+        (folder / "trace.json").write_text(json.dumps(document))
+        with pytest.raises(WorkbenchError, match="expected folders inside it"):
+            wb.Trace.load(folder)
+    meta = json.loads((folder / "start" / "meta.json").read_text())
+    meta["tensors"]["x"] = ["torch.load", [1]]
+    (folder / "start" / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(WorkbenchError, match="expected a dtype of torch"):
+        wb.DataProto.load(folder / "start")
+
+
 # --- E9: models that bring code, templates that never end -----------------------------------------
 
 

@@ -118,6 +118,7 @@ ROWS: dict[str, list[str]] = {
     "E7 paths": [
         "runs/test_runs_commands.py::test_E7_a_run_stays_where_its_name_says",
         "faults/test_faults_security.py::test_E7_data_paths_with_strange_names_are_refused_by_name",
+        "faults/test_faults_security.py::test_E7_a_trace_stays_in_its_folder",
     ],
     "E9 models and templates": [
         "faults/test_faults_security.py::test_E9_a_models_own_code_is_not_run",

@@ -185,7 +185,7 @@ def load(path: str | Path) -> DataProto:
     if document["format"] != FORMAT:
         raise BatchError(message(f"batch {folder}", expected=f"format {FORMAT}", found=document["format"]))
     tensors = {
-        name: Lazy(partial(_read_tensor, folder, name), tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
+        name: Lazy(partial(_read_tensor, folder, name), tuple(shape), _dtype(dtype, folder))
         for name, (dtype, shape) in document["tensors"].items()
     }
     rows = (document["rows"],)
@@ -196,6 +196,14 @@ def load(path: str | Path) -> DataProto:
     new = object.__new__(DataProto)
     new._set(dict(tensors), dict(objects), decode(document["meta_info"]), origins)
     return new
+
+
+def _dtype(name: str, folder: Path) -> torch.dtype:
+    """A dtype by the name that a file gives, and nothing else of torch's."""
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise BatchError(message(f"batch {folder}", expected="a dtype of torch", found=describe(name)))
+    return found
 
 
 def _read_tensor(folder: Path, name: str) -> torch.Tensor:

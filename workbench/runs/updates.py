@@ -93,6 +93,8 @@ def read(folder: Path, step: int) -> Update:
     if record["format"] != FORMAT:
         raise CheckpointError(message(what, expected=f"format {FORMAT}", found=record["format"]))
     for name, value in record["files"].items():
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            raise CheckpointError(message(f"{what}: file {name}", expected="a file of its folder"))
         if not (path / name).is_file() or crc32_of(path / name) != value:
             raise CheckpointError(message(f"{what}: file {name}", found="it is missing or its content changed"))
     inputs = DataProto.load(path / "inputs")
