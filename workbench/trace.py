@@ -145,7 +145,7 @@ class Trace:
             raise RunError(message(f"trace {folder}", expected=f"format {FORMAT}", found=document["format"]))
         trace = cls(DataProto.load(folder / "start"))
         for record in document["phases"]:
-            if Path(record["folder"]).name != record["folder"]:
+            if Path(record["folder"]).name != record["folder"] or record["folder"] == "..":
                 raise RunError(message(f"trace {folder}", expected="folders inside it", found=repr(record["folder"])))
             trace = trace.add(_restored(trace.batch, DataProto.load(folder / record["folder"]), record))
         return trace
