@@ -61,6 +61,10 @@ def test_another_estimator_loss_and_mask(stepper: wb.Stepper) -> None:
     assert loss.changes == {"loss_mode": "cispo"} and 0.5 < loss.cosine <= 1.0001
     some = stepper.what_if(rows=range(4), updates=2)
     assert some.cosine < 0.99 and set(some.rows(3)) <= set(range(16))
+    first = torch.zeros_like(stepper.batch["response_mask"])
+    first[:, :2] = 1
+    masked = stepper.what_if(mask=first, updates=2)
+    assert "mask" in masked.changes and masked.cosine < 0.999
     apart = some.difference.abs().sum(-1)
     assert some.rows(1) == [int(apart.argmax())]
 

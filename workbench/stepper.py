@@ -161,24 +161,16 @@ class Stepper:
         """This step beside another: columns that differ, rows that changed most, metrics."""
         return compare(self._trace, other.trace if isinstance(other, Stepper) else other)
 
-    def what_if(
-        self, *, updates: int = 4, probe: Any = None, advantage: Any = None, rows: Any = None, **changes: Any
-    ) -> WhatIf:
-        """The consequences of another loss, estimator or choice of rows for this batch, on scratch weights.
+    def what_if(self, *, updates: int = 4, probe: Any = None, **changes: Any) -> WhatIf:
+        """The consequences of another loss, estimator, choice of rows or mask for this batch, on scratch weights.
 
-        `s.what_if(clip_high=0.28, updates=4, probe=heldout)`: see `workbench.what_if.what_if`. The stepper stays where
-        it is; go on from any place after the advantages are there.
+        `s.what_if(clip_high=0.28, updates=4, probe=heldout)`: see `workbench.what_if` for what can be changed. The stepper
+        stays where it is; the question is asked before the update, also where that has run.
         """
+        if self.position > self._pipeline.index("update_actor"):
+            return self.fork().back(to="update_actor").what_if(updates=updates, probe=probe, **changes)
         self._align()
-        batch = self._trace.before("update_actor") if "update_actor" in self._trace.names else self.batch
-        position = self._pipeline.index("update_actor")
-        if self.position > position:  # the update has run: ask the question where it stood before
-            return (
-                self.fork()
-                .back(to="update_actor")
-                .what_if(updates=updates, probe=probe, advantage=advantage, rows=rows, **changes)
-            )
-        return what_if(self._pipeline, batch, updates=updates, probe=probe, advantage=advantage, rows=rows, **changes)
+        return what_if(self._pipeline, self.batch, updates=updates, probe=probe, **changes)
 
     # --- inside ---------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import torch
 from workbench.dataproto import DataProto
 from workbench.errors import PipelineError, message, unknown
 from workbench.stages import Advantage, Pipeline, PolicyLoss, Reward, Rollout, Update
+from workbench.stages.log_prob import SCORED_COLUMNS
 from workbench.trace import perform
 
 SHORT = {
@@ -89,11 +90,12 @@ def what_if(
     probe: Any = None,
     advantage: Callable[..., Any] | Advantage | None = None,
     rows: Sequence[int] | None = None,
+    mask: torch.Tensor | None = None,
     **changes: Any,
 ) -> WhatIf:
     """Learn from `batch` `updates` times as the pipeline says, and `updates` times otherwise, and compare.
 
-    `advantage` is another estimator; `rows` the rows to learn from alone; other names are settings of the policy loss
+    `advantage` is another estimator; `rows` the rows to learn from alone; `mask` [B, T] the tokens to learn from; other names are settings of the policy loss
     (`clip_high`, `loss_mode`, `kl_coef`, `loss_agg_mode`, …). `probe` is a batch with responses (its mean log-prob per
     token is watched) or rows of a data set (they are sampled greedily and judged, which costs a rollout for each side).
     Raises `PipelineError` where the batch has no advantages yet, or nothing is changed.
@@ -116,12 +118,19 @@ def what_if(
     other = batch if advantage is None else _estimated(pipeline, batch, advantage)
     if rows is not None:
         other = other.with_columns({"scored": _only(other, rows)})
+    if mask is not None:
+        other = other.with_columns({"response_mask": batch["response_mask"] * mask.to(batch["response_mask"].dtype)})
     if other is batch and other_loss == loss:
-        raise PipelineError(message("what_if changes nothing", do="give a setting, advantage=… or rows=…"))
+        raise PipelineError(message("what_if changes nothing", do="give a setting, advantage=…, rows=… or mask=…"))
     named = {key: str(value) for key, value in changes.items()}
     named |= {"advantage": getattr(advantage, "__name__", repr(advantage))} if advantage is not None else {}
     named |= {"rows": f"{len(list(rows))} of {len(batch)}"} if rows is not None else {}
-    bench = _Bench(pipeline, update, probe)
+    named |= (
+        {"mask": f"{int(other['response_mask'].sum())} of {int(batch['response_mask'].sum())} tokens"}
+        if mask is not None
+        else {}
+    )
+    bench = _Bench(pipeline, update, batch, probe)
     before = bench.probed()
     try:
         actual = bench.learnt("as it is", loss, batch, updates)
@@ -160,8 +169,8 @@ def _only(batch: DataProto, rows: Sequence[int]) -> torch.Tensor:
 class _Bench:
     """Scratch weights, and the way back."""
 
-    def __init__(self, pipeline: Pipeline, update: Update, probe: Any) -> None:
-        self._pipeline, self._update, self._probe = pipeline, update, probe
+    def __init__(self, pipeline: Pipeline, update: Update, batch: DataProto, probe: Any) -> None:
+        self._pipeline, self._update, self._whole, self._probe = pipeline, update, batch, probe
         self._learner = update.learners()[0]
         self._start = self._learner.snapshot()
 
@@ -174,8 +183,7 @@ class _Bench:
         self.restore()
         stage = Update(**{**self._update.made_with, "loss": loss, "allow_stale": True})
         metrics = tuple(perform(stage, batch).metrics for _ in range(updates))
-        reads = [name for name in ("input_ids", "attention_mask", "position_ids", "response_mask") if name in batch]
-        scored = self._learner.score(batch.select(reads), ("log_probs",), self._update.temperature)
+        scored = self._learner.score(self._whole.select(list(SCORED_COLUMNS)), ("log_probs",), self._update.temperature)
         return Side(name, metrics, scored["log_probs"], self._moved(), self.probed())
 
     def _moved(self) -> torch.Tensor:

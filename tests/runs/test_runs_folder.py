@@ -237,7 +237,9 @@ def test_batch_metrics_by_hand() -> None:
         "prompt_length/clip_ratio": pytest.approx(2 / 3),
     }
     seconds = {"timing_s/step": 2.0, "timing_s/rollout": 1.0, "timing_s/update_actor": 0.5, "timing_s/reward": 0.1}
-    assert timing_metrics(seconds, batch) == {
+    found = timing_metrics(seconds, batch)
+    assert 0.05 < found.pop("perf/cpu_memory_used_gb") < 100
+    assert found == {
         "timing_s/gen": 1.0,
         "timing_per_token_ms/gen": 200.0,  # 1 s over 5 response tokens
         "timing_per_token_ms/update_actor": 50.0,  # 0.5 s over 10 tokens in all

@@ -83,6 +83,19 @@ def test_full_kl_by_hand() -> None:
     assert float(F.full_kl(ruled_out, torch.zeros(2))) == pytest.approx(0.693147, abs=1e-5)
 
 
+def test_gdpo_compares_parts_of_the_reward(batch: wb.DataProto) -> None:
+    short = (batch["response_mask"].sum(-1) < 18).float()
+    parted = batch.with_columns({"reward/correct": batch["reward"], "reward/short": short})
+    stage = wb.stages.Advantage(F.gdpo, parts=("correct", "short"), weights=[1.0, 0.5])
+    assert {"reward/correct", "reward/short"} <= set(stage.reads)
+    kept = parted.without("advantages", "returns", "token_level_rewards")
+    both = stage(kept).batch["advantages"]
+    alone = wb.stages.Advantage(F.gdpo, parts=("correct",))(kept).batch["advantages"]
+    assert both.isfinite().all() and not torch.equal(both, alone)
+    with pytest.raises(PipelineError, match="name them: parts="):
+        wb.stages.Advantage(F.gdpo)
+
+
 def test_resampling_draws_the_telling_rows(batch: wb.DataProto) -> None:
     out = wb.stages.Resample()(batch)
     assert len(out.batch) == len(batch) and (out.batch["reward"] > 0).all()  # |0|² is 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
+
+import torch
 
 from workbench.dataproto import DataProto
 from workbench.metrics import Metric, reduce
@@ -52,8 +55,12 @@ def timing_metrics(metrics: Mapping[str, float], batch: DataProto) -> dict[str, 
         if seconds is not None and tokens:
             found[f"timing_per_token_ms/{name}"] = 1000 * seconds / tokens
     seconds = max(metrics["timing_s/step"], 1e-9)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
     return {
         **found,
+        "perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "perf/total_num_tokens": total,
         "perf/time_per_step": seconds,
         "perf/throughput": total / seconds,

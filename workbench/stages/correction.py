@@ -98,7 +98,9 @@ class RolloutCorrection(BaseStage):
                 "rollout_is_eff_sample_size": Mean.of(effective_sample_size(weights, mask)),
                 "rollout_is_ratio_fraction_high": Mean.of(float(masked_mean(high.float(), mask))),
                 "rollout_is_ratio_fraction_low": Mean.of(float(masked_mean(low.float(), mask))),
+                "rollout_is_oob_ratio": Mean.of(float(masked_mean((high | low).float(), mask))),
             }
+            metrics |= _by_row(weights, mask)
         return weights
 
     def _kept(
@@ -120,3 +122,15 @@ class RolloutCorrection(BaseStage):
 
 def _bounds(bound: float | tuple[float, float]) -> tuple[float | None, float]:
     return (None, float(bound)) if isinstance(bound, int | float) else (float(bound[0]), float(bound[1]))
+
+
+def _by_row(weights: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
+    """The rows' mean weights."""
+    rows = masked_mean(weights, mask, dim=-1)[mask.sum(-1) > 0]
+    return {
+        "rollout_is_seq_mean": Mean.of(float(rows.mean())),
+        "rollout_is_seq_std": Mean.of(float(rows.std(unbiased=False))),
+        "rollout_is_seq_max": Max(float(rows.max())),
+        "rollout_is_seq_min": Min(float(rows.min())),
+        "rollout_is_seq_max_deviation": Max(float((rows - 1).abs().max())),
+    }

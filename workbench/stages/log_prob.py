@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from workbench.dataproto import DataProto
 from workbench.engines.protocol import LogProbModel
 from workbench.functional import masked_mean
@@ -58,7 +60,22 @@ class LogProb(BaseStage):
             columns["entropys"] = scores["entropy"]
             metrics["actor/entropy"] = Mean.of(masked_mean(scores["entropy"], mask).item(), mask.sum().item())
             if "rollout_log_probs" in batch and mask.any():
-                gap = (scores["log_probs"].exp() - batch["rollout_log_probs"].exp()).abs() * mask
-                metrics["training/rollout_probs_diff_max"] = Max(gap.max().item())
-                metrics["training/rollout_probs_diff_mean"] = Mean.of(masked_mean(gap, mask).item(), mask.sum().item())
+                metrics |= _sampler_gap(scores["log_probs"], batch["rollout_log_probs"], mask)
         return Outcome(self.written(batch, columns), metrics)
+
+
+def _sampler_gap(mine: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
+    """How far the trainer's probabilities are from the sampler's, under verl's names; the correlation is 1 where they agree."""
+    inside = mask.bool()
+    p, q = (values[inside].double().exp() for values in (mine, sampled))
+    gap, count = (p - q).abs(), len(p)
+    metrics: dict[str, Metric] = {
+        "training/rollout_probs_diff_valid": Max(1.0),
+        "training/rollout_probs_diff_max": Max(float(gap.max())),
+        "training/rollout_probs_diff_mean": Mean.of(float(gap.mean()), count),
+        "training/rollout_probs_diff_std": Mean.of(float(gap.std(unbiased=False)), count),
+    }
+    if count > 1 and float(p.std()) > 0 and float(q.std()) > 0:
+        correlation = float(torch.corrcoef(torch.stack([p, q]))[0, 1])
+        metrics["training/rollout_actor_probs_pearson_corr"] = Mean.of(correlation, count)
+    return metrics
