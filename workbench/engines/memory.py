@@ -42,19 +42,20 @@ def preflight(model: Any, micro_batch_tokens: int, checkpointing: bool) -> None:
     parts = learning_estimate(model, micro_batch_tokens, checkpointing)
     free = available(model.device)
     if sum(parts.values()) > free:
-        found = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
+        found = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
         raise OutOfMemory(
             message(
-                f"learning would need about {_gib(sum(parts.values()))} more on {model.device}",
-                expected=f"at most {_gib(free)} that are free",
+                f"learning would need about {gib(sum(parts.values()))} more on {model.device}",
+                expected=f"at most {gib(free)} that are free",
                 found=found,
                 do=_ADVICE,
             )
         )
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def gib(size: int) -> str:
+    """`1.25 GiB`, or MiB below a tenth of one."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"
 
 
 @contextmanager

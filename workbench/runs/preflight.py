@@ -18,7 +18,7 @@ from workbench.config import require
 from workbench.dataproto import DataProto
 from workbench.datasets import Rows
 from workbench.datasets.templates import encode
-from workbench.engines.memory import available
+from workbench.engines.memory import available, gib
 from workbench.errors import DataError, OutOfMemory, RunError, message
 from workbench.runs.recorder import Plan
 from workbench.stages import Pipeline
@@ -192,8 +192,3 @@ def _tried(reward: Any, prompts: DataProto, tokenizer: Any) -> str:
     made = prompts.with_columns({"responses": padded, "response_mask": mask, "response_text": texts})
     reward(made)
     return f"{reward.function.name}: its signature fits, and it judged two rows"
-
-
-def gib(size: int) -> str:
-    """`1.25 GiB`, or MiB below a tenth of one."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"
