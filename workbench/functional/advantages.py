@@ -147,7 +147,7 @@ def gpg(
     A batch of zeros has α = 1. Goes with the loss `gpg` (−A·log π). Chu et al. 2025, https://arxiv.org/abs/2504.02546.
     """
     found = Groups(scores, groups, scored)
-    alpha = found.judged.sum() / ((found.scores != 0) & found.judged).sum().clamp(min=1)
+    alpha = found.judged.double().sum() / ((found.scores != 0) & found.judged).sum().clamp(min=1)
     alpha = torch.where((found.scores != 0).any(), alpha, torch.ones_like(alpha))
     advantages = _spread(found.unless_alone(alpha * found.centred / f_norm, singleton), scores, mask)
     return advantages, advantages
