@@ -217,17 +217,20 @@ def test_losses_ignore_what_is_outside_and_add_up(name: str, batch: Batch) -> No
 def test_gradients_agree_with_finite_differences(name: str, batch: Batch) -> None:
     """Where nothing is held fixed inside. Kinks are avoided by a step far below the distances drawn."""
 
-    def value(new: torch.Tensor) -> torch.Tensor:
+    def value(new: torch.Tensor) -> tuple[float, torch.Tensor]:
         torch.manual_seed(0)
         made = F.POLICY_LOSSES[name](batch["old"], new, batch["advantages"], batch["mask"])
-        return F.aggregate(made.loss, batch["mask"], made.aggregation or "token-mean")
+        return float(F.aggregate(made.loss, batch["mask"], made.aggregation or "token-mean")), made.clipped
 
     found, step = gradient(name, batch), 1e-7
     for row, token in batch["mask"].nonzero()[:6].tolist():
         up, down = batch["new"].clone(), batch["new"].clone()
         up[row, token] += step
         down[row, token] -= step
-        measured = float((value(up) - value(down)) / (2 * step))
+        (above, chosen), (below, chosen_too) = value(up), value(down)
+        if not torch.equal(chosen, chosen_too):  # the covariances' selection jumps there
+            continue
+        measured = (above - below) / (2 * step)
         assert float(found[row, token]) == pytest.approx(measured, abs=2e-6)
 
 
