@@ -135,7 +135,7 @@ def dppo_tv(
     """−A·sg(min(ρ, c))·log π on tokens whose probability has moved by at most high (A > 0) or low (A < 0) that way.
 
     The trust region is the total variation of the taken token, |π_new − π_old|, not the ratio: a rare token may change its
-    ratio a lot. `clipped` marks those left out.
+    ratio a lot. `clipped` marks those left out. https://arxiv.org/abs/2602.04879.
     """
     x = _Inside(old_log_probs, log_probs, advantages, mask)
     moved = x.new.exp() - x.old.exp()
