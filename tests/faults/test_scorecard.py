@@ -59,7 +59,10 @@ ROWS: dict[str, list[str]] = {
         "faults/test_faults_runs.py::test_C6_sigterm_ends_the_step_checkpoints_marks_the_notebook_and_is_gone_on_with",
         "runs/test_runs_engine.py::test_a_signal_runs_the_cells_cleanup_and_marks_the_rest",
     ],
-    "C7 SIGKILL": ["faults/test_faults_runs.py::test_C7_sigkill_of_the_job_loses_nothing_and_leaves_nobody"],
+    "C7 SIGKILL": [
+        "faults/test_faults_runs.py::test_C7_sigkill_of_the_job_loses_nothing_and_leaves_nobody",
+        "rewards/test_rewards_functions.py::test_a_stuck_function_does_not_outlive_a_parent_that_was_killed",
+    ],
     "C8 parameters": [
         "runs/test_runs_commands.py::test_names_are_checked_before_anything_is_injected",
         "runs/test_runs_runner.py::test_what_is_refused_starts_nothing",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -256,3 +257,41 @@ def test_routing_by_data_source() -> None:
 
 def test_sources_are_recorded() -> None:
     assert "no digits" in (Reward(fragile, in_process=True).source or "")
+
+
+LEAVES = """
+import sys, workbench as wb
+def stuck(response):
+    while True:
+        pass
+if __name__ == "__main__":
+    import threading, time
+    pool = wb.rewards.Reward(stuck, timeout=600)._pool
+    threading.Thread(target=pool.map, args=([{"response": "x"}], 600), daemon=True).start()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_stuck_function_does_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    parent = subprocess.Popen([sys.executable, str(script)], env=env)
+
+    def children() -> set[int]:
+        lines = [path.read_text() for path in Path(f"/proc/{parent.pid}/task").glob("*/children")]
+        return {int(pid) for line in lines for pid in line.split()}
+
+    end = time.monotonic() + 60
+    while not children():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    time.sleep(2)
+    workers = children()
+    parent.kill()
+    parent.wait()
+    end = time.monotonic() + 15
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < end, "a worker was left running"
+        time.sleep(0.2)
