@@ -95,8 +95,8 @@ def what_if(
 ) -> WhatIf:
     """Learn from `batch` `updates` times as the pipeline says, and `updates` times otherwise, and compare.
 
-    `advantage` is another estimator; `rows` the rows to learn from alone; `mask` [B, T] the tokens to learn from; other names are settings of the policy loss
-    (`clip_high`, `loss_mode`, `kl_coef`, `loss_agg_mode`, …). `probe` is a batch with responses (its mean log-prob per
+    `advantage` is another estimator; `rows` the rows to learn from alone; `mask` [B, T] the tokens to learn from; other
+    names are settings of the policy loss (`clip_high`, `loss_mode`, `kl_coef`, `loss_agg_mode`, …). `probe` is a batch with responses (its mean log-prob per
     token is watched) or rows of a data set (they are sampled greedily and judged, which costs a rollout for each side).
     Raises `PipelineError` where the batch has no advantages yet, or nothing is changed.
     """
@@ -123,13 +123,12 @@ def what_if(
     if other is batch and other_loss == loss:
         raise PipelineError(message("what_if changes nothing", do="give a setting, advantage=…, rows=… or mask=…"))
     named = {key: str(value) for key, value in changes.items()}
-    named |= {"advantage": getattr(advantage, "__name__", repr(advantage))} if advantage is not None else {}
-    named |= {"rows": f"{len(list(rows))} of {len(batch)}"} if rows is not None else {}
-    named |= (
-        {"mask": f"{int(other['response_mask'].sum())} of {int(batch['response_mask'].sum())} tokens"}
-        if mask is not None
-        else {}
-    )
+    if advantage is not None:
+        named["advantage"] = getattr(advantage, "__name__", repr(advantage))
+    if rows is not None:
+        named["rows"] = f"{len(list(rows))} of {len(batch)}"
+    if mask is not None:
+        named["mask"] = f"{int(other['response_mask'].sum())} of {int(batch['response_mask'].sum())} tokens"
     bench = _Bench(pipeline, update, batch, probe)
     before = bench.probed()
     try:

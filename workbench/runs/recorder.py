@@ -106,6 +106,7 @@ class Recorder:
         self.last: StepReport | None = None
         """The last step of this process whose row is on disk."""
         self._state: dict[str, Any] = {}
+        self._sizes: dict[int, int] = {}
         self._weights = states(pipeline.learners())
 
     def on_start(self, start: int, steps: int) -> None:
@@ -127,7 +128,7 @@ class Recorder:
         self.last, self._state, self._weights = report, self._stands(step), states(self._pipeline.learners())
         if plan.keep_updates:
             updates.write(self._folder.updates, step, report.trace, self._pipeline)
-            updates.prune(self._folder.updates, self._oldest(), plan.keep_updates << 20)
+            updates.prune(self._folder.updates, self._oldest(), plan.keep_updates << 20, self._sizes)
         if plan.due(plan.trace_freq, step):
             self.save_trace()
         if plan.due(plan.save_freq, step):

@@ -20,7 +20,8 @@ import torch
 
 from workbench.dataproto import DataProto
 from workbench.errors import CheckpointError, message
-from workbench.runs.folder import crc32_of, discard, step_folders
+from workbench.runs.checkpoint import folder_of
+from workbench.runs.folder import crc32_of, discard, read_json, step_folders
 from workbench.stages import Pipeline
 from workbench.trace import Trace
 
@@ -48,7 +49,7 @@ def write(folder: Path, step: int, trace: Trace, pipeline: Pipeline) -> Path:
     later = {name for stage in updating for name in stage.writes}
     reads = dict.fromkeys(name for stage in updating for name in stage.reads if name not in later)
     narrowed, kinds = _narrow({name: batch[name] for name in reads})
-    target = folder / f"step_{step:06d}"
+    target = folder_of(folder, step)
     staging = folder / f".{target.name}.part"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -85,11 +86,11 @@ def steps(folder: Path) -> list[int]:
 
 def read(folder: Path, step: int) -> Update:
     """A recorded step, verified. Raises `CheckpointError` naming the file where one is missing or changed."""
-    path = folder / f"step_{step:06d}"
+    path = folder_of(folder, step)
     what = f"the recorded update of step {step}"
     if not (path / "update.json").is_file():
         raise CheckpointError(message(f"{what} is not there", found=f"steps {ranges(steps(folder))}"))
-    record = json.loads((path / "update.json").read_text())
+    record = read_json(path / "update.json")
     if record["format"] != FORMAT:
         raise CheckpointError(message(what, expected=f"format {FORMAT}", found=record["format"]))
     for name, value in record["files"].items():
@@ -102,11 +103,17 @@ def read(folder: Path, step: int) -> Update:
     return Update(step, DataProto.load(path / "start"), inputs.with_columns(widened), record["controllers"])
 
 
-def prune(folder: Path, oldest_checkpoint: int, limit: int) -> None:
-    """Delete what lies before the oldest kept checkpoint, and the oldest of what is above `limit` bytes in all."""
+def prune(folder: Path, oldest_checkpoint: int, limit: int, sizes: dict[int, int] | None = None) -> None:
+    """Delete what lies before the oldest kept checkpoint, and the oldest of what is above `limit` bytes in all.
+
+    `sizes` (step → bytes) is filled and asked first: a writer that calls this every step measures each step once.
+    """
+    sizes = {} if sizes is None else sizes
     held = 0
     for step, path in reversed(step_folders(folder).items()):
-        held += sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        if step not in sizes:
+            sizes[step] = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        held += sizes[step]
         if step <= oldest_checkpoint or held > limit:
             discard(path, PRUNED)
 

@@ -78,7 +78,8 @@ class FilterGroups(BaseStage):
         """P·G rows in, at most as many out, all of groups with signal."""
         group = batch.meta_info.get("group_size", 1)
         wanted, drawn = len(set(batch["uid"])), 1
-        kept = [batch.select_idxs(_with_signal(batch))]
+        rows = _with_signal(batch)
+        kept = [batch.select_idxs(rows)]
         while self._rows is not None and _prompts(kept) < wanted and drawn < self.max_num_gen_batches:
             more = self._drawn(batch, wanted, drawn)
             kept.append(more.select_idxs(_with_signal(more)))
@@ -94,7 +95,6 @@ class FilterGroups(BaseStage):
         if not full:
             return Outcome(batch, metrics)
         if drawn == 1:
-            rows = _with_signal(batch)
             return Outcome(kept[0], metrics, None if len(rows) == len(batch) else rows)
         return Outcome(joined(full)[: wanted * group].with_meta(**batch.meta_info), metrics)
 
