@@ -9,7 +9,7 @@ ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 RUN ?= runs/train_grpo-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
-.PHONY: train test quick lint format lab bench browser clean
+.PHONY: train test quick lint format lab bench browser sandbox clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml requirements.lock
@@ -21,7 +21,7 @@ $(READY): pyproject.toml requirements.lock
 train: $(READY)  ## the main job: GRPO on the tiny world, on this machine's CPU
 	$(BIN)/workbench train notebooks/201_train_grpo.ipynb -p run=$(RUN) $(ARGS)
 
-test: $(READY) browser lint  ## format, lint, types and all tests
+test: $(READY) browser sandbox lint  ## format, lint, types and all tests
 	$(ONE) $(BIN)/python -m pytest --durations=15
 
 quick: $(READY)  ## the developer's loop: no slow tests
@@ -48,6 +48,11 @@ browser:  ## a Chromium for the browser tests, where apt can bring one; they ski
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; } </dev/null; } || \
 	  echo "no chromium: the browser tests will be skipped"
+
+sandbox:  ## bubblewrap for model code, where apt can bring it; without it the kernel's namespaces are used, if they pass
+	@command -v bwrap >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq bubblewrap >/dev/null; } </dev/null; } || \
+	  echo "no bubblewrap: the local sandbox uses namespaces, or refuses"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

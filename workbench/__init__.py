@@ -4,12 +4,13 @@ Step one batch through rollout, reward, log-prob, values, advantage and update; 
 go back, change one thing, run on, compare; then train with the same stages.
 """
 
-from workbench import datasets, engines, functional, recipes, rewards, stages, views
+from workbench import datasets, engines, functional, recipes, rewards, sandbox, stages, views
 from workbench.columns import COLUMNS
 from workbench.compare import compare
 from workbench.dataproto import DataProto, Origin
 from workbench.engines import SamplingSettings
 from workbench.errors import WorkbenchError
+from workbench.reward_settings import reward_from
 from workbench.rewards import Score, Status
 from workbench.runs import (
     Evaluation,
@@ -52,8 +53,10 @@ __all__ = [
     "list_runs",
     "load_run",
     "recipes",
+    "reward_from",
     "rewards",
     "run_notebook",
+    "sandbox",
     "stages",
     "train",
     "train_blocking",

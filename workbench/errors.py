@@ -15,6 +15,7 @@ The tree (each error is also the builtin that it refines, and survives pickling)
     │   ├── VersionMismatch                weights are not those that a stepper needs
     │   └── NonFinite                      NaN or infinity where a number must be
     ├── RewardError (RuntimeError)         scoring could not be done, or broke its contract
+    ├── SandboxError (RuntimeError)        model code cannot be run safely here
     ├── RunError (RuntimeError)            a run folder
     │   └── CheckpointError                incomplete, corrupt or of another format
     ├── ForeignError (RuntimeError)        code that is not ours raised; says where
@@ -85,6 +86,10 @@ class NonFinite(EngineError):
 
 class RewardError(WorkbenchError, RuntimeError):
     """A reward could not be computed, or its function broke the contract."""
+
+
+class SandboxError(WorkbenchError, RuntimeError):
+    """Model code cannot be run with the isolation that was asked for."""
 
 
 class RunError(WorkbenchError, RuntimeError):

@@ -12,17 +12,18 @@ from typing import Any
 from workbench.control import Control
 from workbench.dataproto import DataProto
 from workbench.observer import Condition, Ending, Observer, StepReport
+from workbench.overlap import phases
 from workbench.stages import Pipeline
 from workbench.stepper import Stepper
-from workbench.trace import Trace, perform
+from workbench.trace import Trace
 
 
 def run_step(pipeline: Pipeline, batch: DataProto) -> Trace:
     """One training step: every stage once, in order. What a stage raises carries the trace before it as `.trace`."""
     trace = Trace(batch)
     try:
-        for stage in pipeline:
-            trace = trace.add(perform(stage, trace.batch))
+        for grown in phases(pipeline, batch):
+            trace = grown
     except Exception as error:
         error.trace = trace  # type: ignore[attr-defined]
         raise

@@ -10,7 +10,7 @@ from arith_world import careless, make_problem
 from make_arith import problems, row, write
 
 from workbench.datasets import load
-from workbench.rewards.gsm8k import compute_score
+from workbench.rewards.scorers.gsm8k import compute_score
 
 ARITH = Path(__file__).parents[2] / "data" / "arith"
 

@@ -15,7 +15,7 @@ from workbench.datasets import Cursor, Rows, encode, load
 from workbench.datasets.gsm8k import convert, to_row
 from workbench.datasets.order import permutation, place
 from workbench.errors import DataError
-from workbench.rewards.gsm8k import compute_score
+from workbench.rewards.scorers.gsm8k import compute_score
 
 
 def rows(number: int = 10) -> Rows:

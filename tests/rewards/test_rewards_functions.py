@@ -232,19 +232,52 @@ def test_results_that_cannot_travel_are_that_rows_failure() -> None:
 # --- files and routing ------------------------------------------------------------------------
 
 
-def test_functions_from_files(tmp_path: Path) -> None:
+def test_functions_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "mine.py"
-    file.write_text("def helper(): return 2\ndef compute_score(response, factor=1): return factor * helper()\n")
-    assert values(as_reward(str(file), workers=1).score(answered(["a"]))) == [2]
+    (tmp_path / "beside.py").write_text("TWO = 2\n")
+    file.write_text(
+        "from beside import TWO\nimport sys\n"
+        "def helper(): return TWO\ndef compute_score(response, factor=1): return factor * helper()\n"
+        "def loaded(response): return float('torch' in sys.modules)\n"
+    )
+    assert values(as_reward("mine.py", workers=1).score(answered(["a"]))) == [2]
     bound = load_function(file, "compute_score", factor=5)
     assert values(Reward(bound, workers=1).score(answered(["a"]))) == [10]
+    assert values(as_reward("mine.py:loaded", workers=1).score(answered(["a"]))) == [0]
     with pytest.raises(DataError, match="did you mean 'compute_score'"):
         load_function(file, "compute_scores")
     with pytest.raises(DataError, match="no reward file"):
         load_function(tmp_path / "none.py")
-    (tmp_path / "broken.py").write_text("1/0")
-    with pytest.raises(RewardError, match="importing the reward file"):
-        load_function(tmp_path / "broken.py")
+    (tmp_path / "wrong.py").write_text("def compute_score(:")
+    with pytest.raises(DataError, match=r"wrong.py.*expected Python"):
+        load_function(tmp_path / "wrong.py")
+    (tmp_path / "broken.py").write_text("1/0\ndef compute_score(response): return 1.0")
+    with pytest.raises(RewardError, match="cannot be loaded in a worker: ZeroDivisionError"):
+        as_reward("broken.py", workers=1).score(answered(["a"]))
+
+
+def test_a_file_runs_in_workers_alone_from_allowed_folders_as_it_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = tmp_path / "imported"
+    file = tmp_path / "mine.py"
+    file.write_text(f"import os\nopen({str(marker)!r}, 'a').write(str(os.getpid()) + ' ')\ndef compute_score(response): return 1.0\n")
+    with pytest.raises(DataError, match=r"outside the folders.*WORKBENCH_CODE_ROOTS"):
+        load_function(file)
+    function = load_function(file, roots=[tmp_path])
+    assert not marker.exists(), "reading a file must not run it"
+    with pytest.raises(DataError, match="worker processes alone"):
+        function(response="a")
+    reward = Reward(function, workers=1)
+    record = reward.settings()["file"]
+    assert record["path"] == "mine.py" and len(record["sha256"]) == 64 and record["sha256"] == function.sha256
+    assert reward.source == file.read_text()
+    file.write_text("def compute_score(response): return 0.0\n")  # what was read and hashed is what runs
+    assert values(reward.score(answered(["a"]))) == [1]
+    assert str(os.getpid()) not in marker.read_text().split()
+    monkeypatch.setenv("WORKBENCH_CODE_ROOTS", str(tmp_path))
+    assert values(Reward(load_function(file), workers=1).score(answered(["a"]))) == [0]
 
 
 def test_routing_by_data_source() -> None:

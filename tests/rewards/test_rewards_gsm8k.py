@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from workbench.rewards import Status
-from workbench.rewards.gsm8k import compute_score, extract_answer, gsm8k, reference_answer
+from workbench.rewards.scorers.gsm8k import compute_score, extract_answer, gsm8k, reference_answer
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,9 @@ class LocalEngine:
             wave = [(request, future) for request, future in wave if not future.done()]
             try:
                 loop = asyncio.get_running_loop()
-                samples = await loop.run_in_executor(self._worker, self._decode, [request for request, _ in wave])
+                early = partial(_hand_over, loop, [future for _, future in wave])
+                asked = [request for request, _ in wave]
+                samples = await loop.run_in_executor(self._worker, self._decode, asked, early)
             except BaseException as error:
                 for _, future in wave:
                     if not future.done():
@@ -97,7 +100,7 @@ class LocalEngine:
                 if not future.done():
                     future.set_result(sample)
 
-    def _decode(self, requests: list[Request]) -> list[Sample]:
+    def _decode(self, requests: list[Request], finished: Callable[[int, Sample], None]) -> list[Sample]:
         if not requests:
             return []
         longest = max(len(request.ids) for request in requests)
@@ -106,7 +109,8 @@ class LocalEngine:
             self._autocast(),
         ):
             self._model.eval()
-            return decode_wave(self._model, self.tokenizer, requests, self._eos, self.version, background.check)
+            held = (self._model, self.tokenizer, requests, self._eos, self.version)
+            return decode_wave(*held, background.check, finished)
 
     def sample_many(self, requests: Sequence[Request]) -> list[Sample]:
         """All responses, in order: the synchronous door."""
@@ -344,6 +348,18 @@ class LocalEngine:
             f"LocalEngine({self.path!r}: {kind}, {type(self._model).__name__}, {size:,} parameters, "
             f"{self._model.device}, version {self.version})"
         )
+
+
+def _hand_over(
+    loop: asyncio.AbstractEventLoop, futures: Sequence[asyncio.Future[Sample]], row: int, sample: Sample
+) -> None:
+    """A row of a wave is finished: whoever waits for it has it before the wave ends."""
+
+    def give() -> None:
+        if not futures[row].done():
+            futures[row].set_result(sample)
+
+    loop.call_soon_threadsafe(give)
 
 
 def _new_id() -> str:

@@ -86,6 +86,61 @@ class Sampler(Protocol):
         """One response; many calls at once are gathered into waves."""
 
 
+@dataclass(frozen=True)
+class Completion:
+    """What a chat model answered, and what it was really asked."""
+
+    text: str
+    prompt: str = ""
+    """The text that the model read, template and all; empty where a service keeps it."""
+    prompt_tokens: int = 0
+    tokens: int = 0
+    """Of the answer."""
+    finish_reason: str = "stop"
+
+
+@runtime_checkable
+class ChatModel(Protocol):
+    """Answers messages with text: a judge's engine, here or behind HTTP."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's own, or None where it is not here."""
+
+    async def complete(
+        self, messages: Sequence[Mapping[str, str]], *, max_tokens: int, temperature: float, seed: int
+    ) -> Completion:
+        """One answer; many calls at once are welcome."""
+
+    def describe(self) -> str:
+        """Which model, where."""
+
+
+@dataclass(frozen=True)
+class Classified:
+    """A sequence classifier's answer."""
+
+    value: float
+    """The scalar, before any activation."""
+    tokens: int
+    """Length of what it read."""
+
+
+@runtime_checkable
+class Classifier(Protocol):
+    """A reward model's engine: text → scalar."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's own, or None where it is not here."""
+
+    async def classify(self, text: str) -> Classified:
+        """One scalar; calls that wait together are batched."""
+
+    def describe(self) -> str:
+        """Which model, where."""
+
+
 @runtime_checkable
 class LogProbModel(Protocol):
     """Scores given tokens."""

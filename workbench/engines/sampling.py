@@ -27,6 +27,10 @@ class _Row:
     log_probs: list[float]
     reason: str = ""
 
+    def sample(self, version: int) -> Sample:
+        """What it has become."""
+        return Sample(tuple(self.ids), tuple(self.log_probs), self.reason, version)
+
 
 @torch.inference_mode()
 def decode_wave(
@@ -36,8 +40,10 @@ def decode_wave(
     eos_ids: frozenset[int],
     version: int,
     check: Callable[[], None],
+    finished: Callable[[int, Sample], None] = lambda row, sample: None,
 ) -> list[Sample]:
-    """Answer all requests, in order. `check` is called between decode steps and may raise to stop."""
+    """Answer all requests, in order. `check` is called between decode steps and may raise to stop; `finished` is told of
+    each row as it ends, so that its reward need not wait for the others."""
     rows = [_Row(request, _uniforms(request), [], []) for request in requests]
     cache, logits, mask, positions = _prefill(model, rows)
     going = list(range(len(rows)))
@@ -46,6 +52,8 @@ def decode_wave(
         tokens = _draw([rows[index] for index in going], logits)
         for index, token in zip(going, tokens, strict=True):
             _finish(rows[index], token, eos_ids, tokenizer)
+            if rows[index].reason:
+                finished(index, rows[index].sample(version))
         keep = [place for place, index in enumerate(going) if not rows[index].reason]
         if not keep:
             break
@@ -65,7 +73,7 @@ def decode_wave(
             past_key_values=cache,
             use_cache=True,
         ).logits[:, -1]
-    return [Sample(tuple(row.ids), tuple(row.log_probs), row.reason, version) for row in rows]
+    return [row.sample(version) for row in rows]
 
 
 def _uniforms(request: Request) -> torch.Tensor:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from workbench.dataproto.io import register_codec
 from workbench.errors import RewardError, message
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def bounded(function: F) -> F:
+    """Marks a scorer whose time is bounded by its own limits: `as_reward` runs it in this process."""
+    function.in_process = True  # type: ignore[attr-defined]
+    return function
 
 
 class Status(StrEnum):
@@ -61,6 +69,14 @@ class Score:
         """The same with its wall time."""
         return replace(self, seconds=seconds)
 
+    def with_value(self, value: float, **parts: float) -> Score:
+        """The same judgement with another value, and further parts."""
+        return replace(self, value=value, parts={**self.parts, **parts})
+
+    def with_extra(self, extra: Mapping[str, Any]) -> Score:
+        """The same judgement with more to look at."""
+        return replace(self, extra={**self.extra, **extra})
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, for disk."""
         return {
@@ -87,6 +103,37 @@ class Score:
 
 
 register_codec("Score", Score, Score.to_json, Score.from_json)
+
+
+class Missing:
+    """Stands in a column of extras for a row whose function did not return that key. There is one, `MISSING`."""
+
+    _one: Missing | None = None
+
+    def __new__(cls) -> Missing:
+        """The one there is."""
+        if cls._one is None:
+            cls._one = super().__new__(cls)
+        return cls._one
+
+    def __reduce__(self) -> Any:
+        return (Missing, ())
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING = Missing()
+register_codec("Missing", Missing, lambda _: None, lambda _: MISSING)
+
+
+def extra_columns(scores: Sequence[Score]) -> dict[str, list[Any]]:
+    """`reward_extra/<key>` → one value a row: the union of all rows' keys, `MISSING` where a row has none."""
+    names = dict.fromkeys(name for score in scores for name in score.extra)
+    return {f"reward_extra/{name}": [score.extra.get(name, MISSING) for score in scores] for name in names}
 
 
 def failed(why: str, error: str | None = None, seconds: float = 0.0) -> Score:

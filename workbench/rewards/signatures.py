@@ -17,6 +17,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "ground_truth": ("ground_truth", "answer", "label"),
     "prompt": ("prompt",),
     "prompt_text": ("prompt_text", "question"),
+    "query": ("query",),
     "data_source": ("data_source",),
     "extra_info": ("extra_info",),
 }
@@ -24,6 +25,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 
 _MEANING = {alias: name for name, aliases in ALIASES.items() for alias in aliases}
 _PLURALS = {"solution_strs": "solution_str", "data_sources": "data_source", "extra_infos": "extra_info"}
+_PLURALS |= {"queries": "query", "labels": "label", "answers": "answer"}
 _PLURALS |= {"ground_truths": "ground_truth", "prompts": "prompt", "completions": "completion", "responses": "response"}
 
 
@@ -37,6 +39,10 @@ class Signature:
     """One call with lists for all rows, rather than one call a row."""
     everything: bool
     """It takes `**kwargs`: TRL's style, every column is passed by name."""
+
+    def called(self, *, batched: bool) -> Signature:
+        """The same, called with lists or not."""
+        return Signature(self.names, batched, self.everything)
 
     def columns(self) -> tuple[str, ...]:
         """Columns of the batch that it asks for by name."""
@@ -129,6 +135,19 @@ def _value(name: str, row: Mapping[str, Any]) -> Any:
     return row["response_ids"] if name == "completion_ids" else row[_MEANING[name]]
 
 
+def results_of_batch(result: Any) -> Any:
+    """A list of results from what a call for many rows gave: a tensor's or array's values; OpenRLHF's dict."""
+    if isinstance(result, Mapping) and "rewards" in result:
+        rewards = results_of_batch(result["rewards"])
+        logs = {name: results_of_batch(values) for name, values in (result.get("extra_logs") or {}).items()}
+        parts = {name: values for name, values in logs.items() if hasattr(values, "__len__")}
+        return [
+            {"score": value, **{name: values[row] for name, values in parts.items() if row < len(values)}}
+            for row, value in enumerate(rewards)
+        ]
+    return result.tolist() if hasattr(result, "tolist") else result
+
+
 def as_score(result: Any, function: str, row: int) -> Score:
     """What a function returned, as a record.
 
@@ -179,7 +198,7 @@ def _from_dict(result: Mapping[str, Any], function: str, row: int) -> Score:
     parts, extra = dict(main.parts), dict(main.extra)
     for name, value in result.items():
         number = _number(value)
-        if name == key or name in ("answer", "why"):
+        if name in (key, "answer", "why", "status"):
             continue
         if number is not None and math.isfinite(number):
             parts[str(name)] = number
@@ -192,8 +211,13 @@ def _from_dict(result: Mapping[str, Any], function: str, row: int) -> Score:
         extra=extra,
         answer=None if answer is None else str(answer),
         why=str(result.get("why", main.why)),
-        status=main.status,
+        status=_status(result.get("status"), main.status),
     )
+
+
+def _status(said: Any, otherwise: Status) -> Status:
+    """A dict may say in words what its score is worth; any other `status` is just one of its values."""
+    return next((status for status in Status if said == status.value), otherwise)
 
 
 def _number(value: Any) -> float | None:

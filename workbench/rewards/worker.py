@@ -8,6 +8,7 @@ from a file). First frame: the function, answered by None or why it cannot be lo
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import os
 import struct
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from typing import Any, BinaryIO
 
 
@@ -66,6 +68,27 @@ def answer(function: Any, arguments: dict[str, Any]) -> tuple[bool, Any, float]:
         return False, (f"{type(error).__name__}: {error}", text), time.perf_counter() - began
 
 
+def from_file(record: dict[str, Any]) -> Any:
+    """A function of a file, executed as a module of its own; its folder can be imported from."""
+    module = types.ModuleType("workbench_reward_" + os.path.splitext(os.path.basename(record["path"]))[0])
+    module.__file__ = record["path"]
+    sys.modules[module.__name__] = module  # dataclasses and pickle look a class up by its module
+    sys.path.insert(0, os.path.dirname(record["path"]))
+    # the text is what the trainer read and hashed, whatever the file has become
+    exec(compile(record["text"], record["path"], "exec"), vars(module))  # noqa: S102 - the user's own reward file
+    function = getattr(module, record["name"])
+    return functools.partial(function, **record["kwargs"]) if record["kwargs"] else function
+
+
+def limit_memory() -> None:
+    """An address space limit, where the trainer gave one: a runaway result is an error here and no swap there."""
+    limit = os.environ.pop("WORKBENCH_WORKER_MEMORY_MB", None)
+    if limit and sys.platform != "win32":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (int(limit) << 20, int(limit) << 20))
+
+
 def end_with_parent(parent: int) -> None:
     """A function that never returns does not look at stdin: leave when the parent has."""
     while os.getppid() == parent:
@@ -77,6 +100,7 @@ def main() -> None:
     """Serve until stdin closes."""
     import cloudpickle
 
+    limit_memory()
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     frames = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever the function prints must not break the frames
@@ -86,7 +110,9 @@ def main() -> None:
         return
     try:
         function = cloudpickle.loads(first)  # bytes from our own parent, over a pipe
-    except Exception as error:  # noqa: BLE001 - said to the parent, which knows which function it was
+        if isinstance(function, dict):
+            function = from_file(function)
+    except BaseException as error:  # noqa: BLE001 - said to the parent, which knows which function it was
         write_frame(frames, cloudpickle.dumps(f"{type(error).__name__}: {error}"))
         return
     write_frame(frames, cloudpickle.dumps(None))  # ready: deadlines count from here

@@ -19,13 +19,20 @@ class Pipeline:
     Raises `PipelineError` where a stage reads what only a later stage writes, or nobody.
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[Stage], *, overlap: bool = False) -> None:
         self._stages = tuple(stages)
+        self.overlap = overlap
         names = [stage.name for stage in self._stages]
         doubled = {name for name in names if names.count(name) > 1}
         if doubled:
             raise PipelineError(message("two stages have one name", found=", ".join(sorted(doubled))))
         self._check_reads()
+
+    def overlapped(self) -> Pipeline:
+        """The same stages for training jobs that judge while they work: rewards of finished rows begin while other rows
+        still generate, and what does not read them goes on beside them. Numbers are the same; a stepper runs stages one
+        by one all the same."""
+        return Pipeline(self._stages, overlap=True)
 
     def _check_reads(self) -> None:
         present = {column.name for column in COLUMNS.values() if column.writer == "dataset"}
@@ -84,7 +91,7 @@ class Pipeline:
             raise PipelineError(
                 message(f"stage {old.name!r} can only be replaced by one of its name", found=repr(new.name))
             )
-        return Pipeline([*self._stages[:position], new, *self._stages[position + 1 :]])
+        return Pipeline([*self._stages[:position], new, *self._stages[position + 1 :]], overlap=self.overlap)
 
     # --- what lives in it -----------------------------------------------------------------
 

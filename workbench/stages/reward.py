@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from workbench.dataproto import DataProto
 from workbench.errors import RewardError, message
 from workbench.metrics import Count, Mean, Metric
 from workbench.rewards import Score, as_reward
+from workbench.rewards.score import extra_columns
 from workbench.stages.stage import BaseStage, Outcome, spread
 
 
@@ -28,6 +30,7 @@ class Reward(BaseStage):
     def __init__(self, function: Any = None, **options: Any) -> None:
         self._reward = as_reward(function, **options)
         self._options = options
+        self._early: Callable[[], list[Score]] | None = None
         self.function = self._reward
         self.reads = ("responses", "response_mask", "response_text", "raw_prompt", *self._reward.reads)
         self.writes = ("token_level_scores", "reward", "scored", "score")
@@ -40,9 +43,18 @@ class Reward(BaseStage):
         """The same stage around another reward function."""
         return Reward(function, **self._options)
 
+    @contextmanager
+    def given(self, early: Callable[[], list[Score]]) -> Iterator[None]:
+        """Inside the block the stage takes the records that were made while the rollout went on."""
+        self._early = early
+        try:
+            yield
+        finally:
+            self._early = None
+
     def __call__(self, batch: DataProto) -> Outcome:
         """B rows in, B judged rows out."""
-        scores = self._reward.score(batch)
+        scores = self._reward.score(batch) if self._early is None else self._reward.settle(self._early())
         if len(scores) != len(batch):
             raise RewardError(message(f"reward {self._reward.name!r}", expected=len(batch), found=len(scores)))
         mask = batch["response_mask"]
@@ -53,6 +65,7 @@ class Reward(BaseStage):
             "scored": torch.tensor([score.scored for score in scores]),
             "score": list(scores),
             **part_columns(scores),
+            **extra_columns(scores),
         }
         return Outcome(self.written(batch, columns), self._metrics(columns, scores, mask))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from workbench.errors import DataError, message
 from workbench.metrics import Mean
 from workbench.seeds import derive
 from workbench.stages.stage import BaseStage, Outcome, spread
+
+Arrived = Callable[[int, Mapping[str, Any], Sample], None]
 
 
 class Rollout(BaseStage):
@@ -65,6 +68,16 @@ class Rollout(BaseStage):
         self.group_size = group_size
         self.sampling = sampling or SamplingSettings()
         self.purpose = purpose
+        self._arrived: Arrived | None = None
+
+    @contextmanager
+    def telling(self, arrived: Arrived) -> Iterator[None]:
+        """Inside the block `arrived` is told of every row as it is finished: (row, its object columns, sample)."""
+        self._arrived = arrived
+        try:
+            yield
+        finally:
+            self._arrived = None
 
     @property
     def sampler(self) -> Sampler:
@@ -86,7 +99,8 @@ class Rollout(BaseStage):
         each = self.group_size + self.greedy_baseline
         rows = torch.arange(len(batch)).repeat_interleave(each)
         requests = [self._request(batch, prompts, int(row), index % each) for index, row in enumerate(rows)]
-        samples = background.run(_gather(self._sampler, requests))
+        tell = self._teller(batch, rows)
+        samples = background.run(_gather(self._sampler, requests, tell))
         columns = columns_of([prompts[int(row)] for row in rows], samples, self._pad_id)
         texts = self._sampler.tokenizer.batch_decode([list(sample.ids) for sample in samples], skip_special_tokens=True)
         columns["response_text"] = list(texts)
@@ -94,6 +108,19 @@ class Rollout(BaseStage):
             columns["greedy"] = (torch.arange(len(rows)) % each) == self.group_size
         repeated = batch.repeat(each, interleave=True).with_meta(group_size=each)
         return Outcome(self.written(repeated, columns), self._metrics(columns), rows)
+
+    def _teller(self, batch: DataProto, rows: torch.Tensor) -> Callable[[int, Sample], None]:
+        arrived = self._arrived
+        if arrived is None:
+            return lambda row, sample: None
+        objects = {name: list(batch.non_tensor_batch[name]) for name in batch.non_tensor_batch}
+
+        def tell(row: int, sample: Sample) -> None:
+            text = self._sampler.tokenizer.decode(list(sample.ids), skip_special_tokens=True)
+            columns = {name: values[int(rows[row])] for name, values in objects.items()}
+            arrived(row, {**columns, "response_text": text, "finish_reason": sample.finish_reason}, sample)
+
+        return tell
 
     def _encode(self, batch: DataProto) -> list[tuple[int, ...]]:
         limit = batch.meta_info.get("max_prompt_length")
@@ -133,8 +160,13 @@ class Rollout(BaseStage):
         }
 
 
-async def _gather(sampler: Sampler, requests: Sequence[Request]) -> list[Sample]:
-    return list(await asyncio.gather(*(sampler.sample(request) for request in requests)))
+async def _gather(sampler: Sampler, requests: Sequence[Request], tell: Callable[[int, Sample], None]) -> list[Sample]:
+    async def one(row: int, request: Request) -> Sample:
+        sample = await sampler.sample(request)
+        tell(row, sample)
+        return sample
+
+    return list(await asyncio.gather(*(one(row, request) for row, request in enumerate(requests))))
 
 
 def columns_of(prompts: Sequence[Sequence[int]], samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from workbench.errors import RewardError, message
-from workbench.rewards.score import Score, Status
+from workbench.rewards.score import Score, Status, bounded
 
 WINDOW = 300
 """Characters at the end of a response that are searched."""
@@ -53,6 +53,7 @@ def compute_score(
     return score if answer == ground_truth else format_score
 
 
+@bounded
 def gsm8k(
     response: str, ground_truth: Any, *, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> Score:

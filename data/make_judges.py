@@ -1,0 +1,157 @@
+"""Make data/tiny-reward-model and data/tiny-judge out of data/tiny-arith: what judges the little world's answers.
+
+    python data/make_judges.py [--steps 700] [--seed 0]
+
+The reward model is a sequence classifier with one label, trained on pairs (a right and a wrong answer to one
+question) by −log σ(r⁺ − r⁻) (Bradley and Terry 1952). The judge is a causal model that learns to work the sums out
+in `<reason>` and to say `<score>1</score>` or 0, on the very prompts that `rewards.Judge` makes with `PROMPT` and
+`Check`. Both see fresh problems; no held-out question of `data/arith` is among them. Stored in half precision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from arith_world import Problem, careless, make_problem
+from make_arith import problems
+from make_model import STOP, batch
+from pydantic import Field
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from workbench.rewards.templates import Verdict, delimited, fill, instructions
+
+HERE = Path(__file__).parent
+PROMPT = "{prompt}\n{response}\n{instructions}"
+"""The judge's prompt; a tiny model has no use for more words."""
+
+
+class Check(Verdict):
+    """What the tiny judge answers."""
+
+    reason: str = Field(description="the sums")
+    score: int = Field(ge=0, le=1, description="1 or 0")
+
+
+def judged(random: Random, held_out: frozenset[str]) -> tuple[Problem, str, bool]:
+    """(a fresh problem, an answer to it, whether it is right): about half are."""
+    problem = make_problem(random)
+    while problem.question in held_out:
+        problem = make_problem(random)
+    wanted = random.random() < 0.5
+    for _ in range(50):
+        answer = careless(problem, random)
+        if is_right(problem, answer) == wanted:
+            break
+    return problem, answer, is_right(problem, answer)
+
+
+def is_right(problem: Problem, answer: str) -> bool:
+    """Marked and equal: what the world's rule scores 1."""
+    return answer.endswith(f"#### {problem.answer}")
+
+
+def judge_example(tokenizer: Any, random: Random, held_out: frozenset[str]) -> tuple[list[int], int]:
+    """(ids of the judge's prompt and verdict, length of the prompt)."""
+    problem, answer, right = judged(random, held_out)
+    asked = {"prompt": delimited(problem.question), "response": delimited(answer), "instructions": instructions(Check)}
+    chat = [{"role": "user", "content": fill(PROMPT, asked)}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    verdict = f"<reason>{problem.solution}</reason><score>{int(right)}</score>{STOP}"
+    return ids + tokenizer.encode(verdict, add_special_tokens=False), len(ids)
+
+
+def schedule(optimizer: torch.optim.Optimizer, step: int, steps: int, peak: float) -> None:
+    """Warm up over 30 steps, then a half cosine."""
+    for group in optimizer.param_groups:
+        group["lr"] = peak * min(1.0, (step + 1) / 30) * 0.5 * (1 + math.cos(math.pi * step / steps)) + 1e-6
+
+
+def train_judge(tokenizer: Any, steps: int, size: int, seed: int, held_out: frozenset[str]) -> Any:
+    """Supervised steps on verdicts."""
+    model = AutoModelForCausalLM.from_pretrained(HERE / "tiny-arith", dtype=torch.float32)
+    random = Random(seed + 11)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.01)
+    for step in range(steps):
+        schedule(optimizer, step, steps, 2e-3)
+        ids, labels = batch([judge_example(tokenizer, random, held_out) for _ in range(size)], tokenizer.pad_token_id)
+        loss = model(input_ids=ids, attention_mask=(ids != tokenizer.pad_token_id).long(), labels=labels).loss
+        take_step(model, optimizer, loss, step, "judge")
+    return model
+
+
+def train_reward_model(tokenizer: Any, steps: int, size: int, seed: int, held_out: frozenset[str]) -> Any:
+    """Steps on pairs of answers to one question."""
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_pretrained(HERE / "tiny-arith", num_labels=1, dtype=torch.float32)
+    random = Random(seed + 12)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.01)
+    for step in range(steps):
+        schedule(optimizer, step, steps, 1e-3)
+        texts = [text for _ in range(size) for text in pair(tokenizer, random, held_out)]
+        rows = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=False)
+        scores = model(input_ids=rows.input_ids, attention_mask=rows.attention_mask).logits[:, 0]
+        better, worse = scores[0::2], scores[1::2]
+        # centred, so that the scalar has a zero that means something (TRL's center_rewards_coefficient)
+        loss = -F.logsigmoid(better - worse).mean() + 0.01 * ((better + worse) ** 2).mean()
+        take_step(model, optimizer, loss, step, "reward model")
+    return model
+
+
+def pair(tokenizer: Any, random: Random, held_out: frozenset[str]) -> tuple[str, str]:
+    """(right, wrong) conversations over one question."""
+    problem = make_problem(random)
+    while problem.question in held_out:
+        problem = make_problem(random)
+    wrong = careless(problem, random)
+    while is_right(problem, wrong):
+        wrong = careless(problem, random)
+    if random.random() < 0.5:  # a wrong number in careful form: form alone must not decide
+        wrong = problem.solution.replace(
+            f"#### {problem.answer}", f"#### {problem.answer + random.choice((-2, -1, 1, 2))}"
+        )
+    user = {"role": "user", "content": problem.question}
+    answers = (problem.solution, wrong)
+    texts = [
+        tokenizer.apply_chat_template([user, {"role": "assistant", "content": answer}], tokenize=False)
+        for answer in answers
+    ]
+    return texts[0], texts[1]
+
+
+def take_step(model: Any, optimizer: torch.optim.Optimizer, loss: torch.Tensor, step: int, name: str) -> None:
+    """One optimizer step, and a line now and then."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 50 == 0:
+        print(f"{name} step {step:4d}  loss {loss.item():.4f}", flush=True)
+
+
+def main() -> None:
+    """Train both and write their folders."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--batch", type=int, default=48)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=HERE)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    tokenizer = AutoTokenizer.from_pretrained(HERE / "tiny-arith")
+    held_out = frozenset(problem.question for problem in problems(0, 4096 + 512)[4096:])
+    for name, train in (("tiny-reward-model", train_reward_model), ("tiny-judge", train_judge)):
+        model = train(tokenizer, options.steps, options.batch, options.seed, held_out)
+        model.half().save_pretrained(options.folder / name)
+        tokenizer.save_pretrained(options.folder / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""JSON over HTTP to services that are slow, busy, or away: one client for sandboxes, judges and reward models."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+from workbench.config import require
+from workbench.errors import ForeignError
+
+T = TypeVar("T")
+
+AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+"""HTTP statuses that may be different the next time."""
+MAX_REPLY = 64 << 20
+"""Bytes of a reply; more is garbage."""
+
+
+class Unreachable(ForeignError):
+    """The service did not give a usable reply in the attempts and time that it had."""
+
+
+class Refused(ForeignError):
+    """The service understood and said no (a 4xx): asking again would be the same."""
+
+
+class Client:
+    """Posts JSON, reads JSON, and tries again where that can help.
+
+    `attempts` tries at most, all within `deadline` seconds; between them waits that double from `wait`
+    seconds with full jitter, or what `Retry-After` says. Every error names the URL's host and the last cause.
+    """
+
+    def __init__(
+        self,
+        *,
+        attempts: int = 5,
+        deadline: float = 300.0,
+        wait: float = 0.5,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        require(attempts >= 1, "attempts", expected="≥ 1", found=attempts)
+        require(deadline > 0, "deadline", expected="seconds > 0", found=deadline)
+        self.attempts, self.deadline, self.wait = attempts, deadline, wait
+        self._headers = dict(headers or {})
+        # connections belong to the loop that made them
+        self._clients: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def __reduce__(self) -> Any:
+        return (_again, (self.attempts, self.deadline, self.wait, self._headers))
+
+    async def post(self, url: str, body: Any, *, timeout: float, read: Callable[[Any], T]) -> T:
+        """`read(reply)` of the first usable reply; a `ValueError` of `read` means that it was not usable."""
+        return await self._until_read("POST", url, body, timeout, read)
+
+    async def get(self, url: str, *, timeout: float) -> Any:
+        """The JSON at a URL."""
+        return await self._until_read("GET", url, None, timeout, lambda reply: reply)
+
+    async def _until_read(self, method: str, url: str, body: Any, timeout: float, read: Callable[[Any], T]) -> T:
+        import httpx
+
+        end = time.monotonic() + self.deadline
+        cause: Exception = TimeoutError("no time was left")
+        for attempt in range(self.attempts):
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            pause = random.uniform(0, self.wait * 2**attempt)
+            try:
+                reply = await asyncio.wait_for(self._send(method, url, body), min(timeout, left))
+                if reply.status_code < 400:
+                    return read(reply.json())
+                if reply.status_code not in AGAIN:
+                    raise Refused(f"{httpx.URL(url).host} answered {reply.status_code}: {reply.text[:300]}")
+                cause = RuntimeError(f"status {reply.status_code}: {reply.text[:200]}")
+                pause = max(pause, _retry_after(reply.headers.get("Retry-After")))
+            except TimeoutError:
+                cause = TimeoutError(f"no reply in {min(timeout, left):.3g} s")
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:  # cut, dropped or not JSON
+                cause = error
+            if attempt + 1 < self.attempts:
+                await asyncio.sleep(min(pause, max(end - time.monotonic(), 0.0)))
+        host = httpx.URL(url).host
+        raise Unreachable(f"{host} gave no usable reply in {self.attempts} attempts: {type(cause).__name__}: {cause}")
+
+    async def _send(self, method: str, url: str, body: Any) -> Any:
+        import httpx
+
+        loop = asyncio.get_running_loop()
+        client = self._clients.get(loop)
+        if client is None:
+            # our own time limit covers the whole exchange; httpx's are per read, and a drip outlives them
+            client = httpx.AsyncClient(timeout=None, headers=self._headers, limits=httpx.Limits(max_connections=None))
+            self._clients[loop] = client
+        async with client.stream(method, url, **({} if body is None else {"json": body})) as reply:
+            size, parts = 0, []
+            async for part in reply.aiter_bytes():
+                size += len(part)
+                if size > MAX_REPLY:
+                    raise ValueError(f"a reply of more than {MAX_REPLY >> 20} MiB")
+                parts.append(part)
+        return httpx.Response(reply.status_code, headers=_plain(reply.headers), content=b"".join(parts))
+
+
+def _again(attempts: int, deadline: float, wait: float, headers: dict[str, str]) -> Client:
+    return Client(attempts=attempts, deadline=deadline, wait=wait, headers=headers)
+
+
+def _plain(headers: Any) -> dict[str, str]:
+    # the body is decoded already
+    return {
+        name: value for name, value in headers.items() if name.lower() not in ("content-encoding", "content-length")
+    }
+
+
+def _retry_after(text: str | None) -> float:
+    """Seconds that a service asks for; 0 where it does not."""
+    if not text:
+        return 0.0
+    try:
+        return max(float(text), 0.0)
+    except ValueError:
+        pass  # it may be a date
+    try:
+        return max(parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
+    except (TypeError, ValueError):
+        return 0.0

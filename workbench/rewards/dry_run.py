@@ -1,0 +1,201 @@
+"""Rewards on completions that are there already: no model, no GPU, and every disagreement in sight."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from workbench.dataproto import DataProto
+from workbench.errors import DataError, RewardError, first_line, message
+from workbench.rewards.base import BaseReward, row_view, row_views
+from workbench.rewards.routing import as_reward
+from workbench.rewards.score import Score, failed
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RESPONSE = ("response_text", "response", "completion", "solution_str", "output", "text")
+TRUTH = ("ground_truth", "gts", "answer", "label", "solution", "target")
+PROMPT = ("raw_prompt", "prompt", "input", "question")
+"""Column names that are understood, the likeliest first; `reward_model.ground_truth` comes before `TRUTH`."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One scorer's record of one completion."""
+
+    score: Score
+    span: tuple[int, int] | None
+    """Where the extracted answer last stands in the response."""
+
+
+class DryRun:
+    """What `dry_run` found. Print it, or look at `table`, `summary`, `disagreements`, `failures`."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], judged: Mapping[str, Sequence[Judged]]) -> None:
+        self.rows = list(rows)
+        self.judged = {name: list(found) for name, found in judged.items()}
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row a completion: prompt, response, truth, and for each scorer value (NaN: no judgement), `/answer`,
+        `/status`, `/why`, `/seconds`."""
+        import pandas as pd
+
+        columns: dict[str, Any] = {
+            "prompt": [row["prompt_text"] for row in self.rows],
+            "response": [row["response"] for row in self.rows],
+            "truth": [row["ground_truth"] for row in self.rows],
+        }
+        for name, found in self.judged.items():
+            scores = [one.score for one in found]
+            columns[name] = [score.value if score.scored else float("nan") for score in scores]
+            columns[f"{name}/answer"] = [score.answer for score in scores]
+            columns[f"{name}/status"] = [score.status.value for score in scores]
+            columns[f"{name}/why"] = [score.why for score in scores]
+            columns[f"{name}/seconds"] = [score.seconds for score in scores]
+        return pd.DataFrame(columns)
+
+    @property
+    def summary(self) -> pd.DataFrame:
+        """A row a scorer: mean over judged rows, how many were judged, counts by status, median and longest seconds."""
+        import pandas as pd
+
+        lines = {}
+        for name, found in self.judged.items():
+            scores = [one.score for one in found]
+            values = [score.value for score in scores if score.scored]
+            lines[name] = {
+                "mean": sum(values) / len(values) if values else float("nan"),
+                "judged": len(values),
+                **{status: n for status, n in Counter(score.status.value for score in scores).items()},
+                "extracted": sum(score.answer is not None for score in scores),
+                "median s": median([score.seconds for score in scores]) if scores else 0.0,
+                "longest s": max((score.seconds for score in scores), default=0.0),
+            }
+        return pd.DataFrame.from_dict(lines, orient="index").fillna({status: 0 for status in _STATUSES})
+
+    @property
+    def disagreements(self) -> pd.DataFrame:
+        """The rows of `table` that scorers do not judge alike: two values, or a value and no judgement."""
+        frame = self.table
+        values = frame[list(self.judged)]
+        return frame[values.nunique(axis=1, dropna=False) > 1]
+
+    @property
+    def failures(self) -> pd.DataFrame:
+        """Reason × scorer → how often, for what is not a plain judgement, the most frequent first."""
+        import pandas as pd
+
+        counts = {
+            name: Counter(f"{one.score.status.value}: {one.score.why}" for one in found if one.score.status != "scored")
+            for name, found in self.judged.items()
+        }
+        frame = pd.DataFrame(counts).fillna(0).astype(int)
+        return frame.loc[frame.sum(axis=1).sort_values(ascending=False, kind="stable").index] if len(frame) else frame
+
+    def __repr__(self) -> str:
+        from workbench.views.dry_runs import dry_run_text
+
+        return dry_run_text(self)
+
+    def _repr_html_(self) -> str:
+        from workbench.views.dry_runs import dry_run_html
+
+        return dry_run_html(self)
+
+
+_STATUSES = ("scored", "model failed", "machinery failed", "not applicable")
+
+
+def dry_run(functions: Any, completions: Any, *, limit: int | None = None) -> DryRun:
+    """Judge saved completions by one or more rewards.
+
+    `functions` is a reward, a list of them, or name → reward (whatever `as_reward` takes). `completions` is a DataFrame, a
+    jsonl, json or parquet file, a batch, a trace, or a list of dicts; columns go by the names that workbench, verl
+    and TRL write (`RESPONSE`, `TRUTH`, `PROMPT`). A reward whose every row fails is shown, not raised.
+    Raises `DataError` where no column holds responses.
+    """
+    rows = _rows(completions)[:limit]
+    rewards = _named(functions)
+    return DryRun(rows, {name: _judge(reward, rows) for name, reward in rewards.items()})
+
+
+def _named(functions: Any) -> dict[str, BaseReward]:
+    if isinstance(functions, Mapping):
+        return {str(name): as_reward(function) for name, function in functions.items()}
+    several = functions if isinstance(functions, list | tuple) else [functions]
+    found: dict[str, BaseReward] = {}
+    for reward in map(as_reward, several):
+        name = reward.name
+        while name in found:
+            name += "'"
+        found[name] = reward
+    return found
+
+
+def _judge(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Judged]:
+    try:
+        if rows:
+            reward.check_signature(list(rows[0]["columns"]))
+        scores = reward.judge(rows)
+    except (RewardError, DataError) as error:
+        scores = [failed(first_line(error, 500)) for _ in rows]
+    return [Judged(score, _span(score.answer, row["response"])) for score, row in zip(scores, rows, strict=True)]
+
+
+def _span(answer: str | None, text: str) -> tuple[int, int] | None:
+    """The last place of an answer in a text; None where it is not there as it stands (commas dropped, say)."""
+    start = text.rfind(answer) if answer else -1
+    return (start, start + len(answer or "")) if start >= 0 else None
+
+
+def _rows(completions: Any) -> list[dict[str, Any]]:
+    """Row views of whatever completions come in."""
+    batch = completions if isinstance(completions, DataProto) else getattr(completions, "batch", None)
+    if isinstance(batch, DataProto):
+        return row_views(batch)
+    if isinstance(completions, str | Path):
+        from workbench.datasets import files
+
+        records: Iterable[Any] = [record for path in files.find(completions) for record in files.read(path)]
+    elif hasattr(completions, "to_dict") and hasattr(completions, "columns"):
+        records = completions.to_dict("records")
+    else:
+        records = completions
+    return [_row(record, number) for number, record in enumerate(records)]
+
+
+def _row(record: Any, number: int) -> dict[str, Any]:
+    if not isinstance(record, Mapping):
+        raise DataError(message(f"completion {number}", expected="a record", found=type(record).__name__))
+    columns = {str(name): value for name, value in record.items()}
+    name = next((name for name in RESPONSE if isinstance(columns.get(name), str | list)), None)
+    if name is None:
+        expected = f"a column with responses: {', '.join(RESPONSE)}"
+        raise DataError(message(f"completion {number}", expected=expected, found=", ".join(columns)))
+    judged = columns.get("reward_model")
+    if isinstance(judged, str):
+        judged = json.loads(judged)
+    if not isinstance(judged, Mapping):
+        truth = next((columns[name] for name in TRUTH if columns.get(name) is not None), None)
+        judged = {"ground_truth": truth}
+    prompt = next((columns[name] for name in PROMPT if columns.get(name) is not None), None)
+    plain = {**columns, "reward_model": dict(judged), "raw_prompt": _chat(prompt)}
+    return row_view(plain, _said(columns[name]), ())
+
+
+def _chat(prompt: Any) -> Any:
+    return prompt if isinstance(prompt, list) or prompt is None else [{"role": "user", "content": str(prompt)}]
+
+
+def _said(completion: Any) -> str:
+    """A completion as text; TRL's conversational ones are message lists."""
+    if isinstance(completion, str):
+        return completion
+    return "\n".join(str(turn.get("content", "")) if isinstance(turn, Mapping) else str(turn) for turn in completion)

@@ -1,0 +1,305 @@
+"""verl's reward managers: `naive, batch, prime, dapo, rate_limited`, its constructor, its call, its tensors.
+
+A manager takes a batch and gives a [B, T] tensor of rewards on last tokens. Ours differ from verl's where
+verl's lose data: a failure is never a silent 0 (the policy `on_failure` says what it is), extra info is the
+union of the rows' keys with `MISSING`, and an empty response is not written to the last column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from workbench.config import require
+from workbench.errors import RewardError, message, unknown
+from workbench.rewards.base import BaseReward, row_view
+from workbench.rewards.rate_limit import RateLimit
+from workbench.rewards.reward import Reward
+from workbench.rewards.routing import as_reward
+from workbench.rewards.score import MISSING, Score, extra_columns
+from workbench.rewards.scorers.shaping import overlong_penalty
+
+RESERVED = ("score", "reward_score", "status", "scored", "step", "input", "output", "gts")
+"""Keys of `reward_extra_info` that a function's dict cannot overwrite."""
+MANAGERS: dict[str, type[NaiveRewardManager]] = {}
+"""Name → manager class."""
+
+
+def register(name: str) -> Callable[[type[Any]], type[Any]]:
+    """Makes a manager class known by a name: `@register("mine")`."""
+
+    def known(kind: type[Any]) -> type[Any]:
+        MANAGERS[name] = kind
+        return kind
+
+    return known
+
+
+def manager_class(name: str) -> type[Any]:
+    """A registered manager. Raises `RewardError` with the nearest name."""
+    if name not in MANAGERS:
+        raise RewardError(
+            unknown("reward manager", name, sorted(MANAGERS)) + "; register yours, or load it from a file"
+        )
+    return MANAGERS[name]
+
+
+@register("naive")
+class NaiveRewardManager:
+    """One call a row. `compute_score` None is the scorer by `data_source`.
+
+    `__call__(data, return_dict)` takes anything verl-shaped: `batch` with `prompts`, `responses`, `attention_mask`,
+    and `non_tensor_batch` with `reward_model`, `data_source`, `extra_info`. A column `rm_scores` is given back as it is.
+    """
+
+    workers = 1
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int = 0,
+        compute_score: Any = None,
+        reward_fn_key: str = "data_source",
+        *,
+        num_workers: int | None = None,
+        **reward_kwargs: Any,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.reward_fn_key = reward_fn_key
+        self.num_workers = num_workers or self.workers
+        self.reward = self._reward(compute_score, reward_kwargs)
+
+    def _reward(self, compute_score: Any, options: dict[str, Any]) -> BaseReward:
+        if compute_score is None or isinstance(compute_score, BaseReward):
+            return as_reward(compute_score, **options)
+        return as_reward(compute_score, **{"workers": self.num_workers, **options})
+
+    def __call__(self, data: Any, return_dict: bool = False) -> Any:
+        """[B, T] float32, or {"reward_tensor", "reward_extra_info"}."""
+        if "rm_scores" in data.batch:
+            given = data.batch["rm_scores"]
+            return {"reward_tensor": given, "reward_extra_info": {}} if return_dict else given
+        rows = self._rows(data)
+        scores = self.scores(rows)
+        tensor = torch.zeros(tuple(data.batch["responses"].shape), dtype=torch.float32)
+        for number, (row, score) in enumerate(zip(rows, scores, strict=True)):
+            length = len(row["response_ids"])
+            if score.scored and length:  # nothing is written for an empty response
+                tensor[number, length - 1] = score.value
+        self._show(rows, scores)
+        return {"reward_tensor": tensor, "reward_extra_info": extra_info(scores)} if return_dict else tensor
+
+    def scores(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
+        """One record a row view."""
+        columns = list(rows[0]["columns"]) if rows else []
+        self.reward.check_signature(columns)
+        return self.reward.settle(self.reward.judge(rows))
+
+    def _rows(self, data: Any) -> list[dict[str, Any]]:
+        responses = data.batch["responses"]
+        width = responses.shape[-1]
+        mask = data.batch["attention_mask"][:, -width:] if "attention_mask" in data.batch else None
+        mask = data.batch["response_mask"] if mask is None else mask
+        rows = []
+        for number in range(len(responses)):
+            ids = responses[number][: int(mask[number].sum())].tolist()
+            columns = {name: values[number] for name, values in data.non_tensor_batch.items()}
+            columns["data_source"] = columns.get(self.reward_fn_key)
+            # a copy: verl's adds to the batch itself
+            extra = dict(columns.get("extra_info") or {})
+            extra["num_turns"] = columns.get("__num_turns__")
+            extra["rollout_reward_scores"] = columns.get("reward_scores") or {}
+            columns["extra_info"] = extra
+            rows.append(row_view(columns, self.tokenizer.decode(ids, skip_special_tokens=True), ids))
+        return rows
+
+    def _show(self, rows: Sequence[Mapping[str, Any]], scores: Sequence[Score]) -> None:
+        """The first `num_examine` rows of each source, printed as verl does."""
+        shown: dict[Any, int] = {}
+        for row, score in zip(rows, scores, strict=True):
+            source = row["data_source"]
+            shown[source] = shown.get(source, 0) + 1
+            if shown[source] <= self.num_examine:
+                print(f"[prompt] {row['prompt_text']}\n[response] {row['response']}")
+                print(f"[ground_truth] {row['ground_truth']}\n[score] {score}")
+
+    def close(self) -> None:
+        """End its workers."""
+        self.reward.close()
+
+
+def extra_info(scores: Sequence[Score]) -> dict[str, list[Any]]:
+    """Key → one value a row: status, parts, answer and extras; a function cannot overwrite the reserved ones."""
+    parts = dict.fromkeys(name for score in scores for name in score.parts)
+    found: dict[str, list[Any]] = {name: [score.parts.get(name, MISSING) for score in scores] for name in parts}
+    for name, values in extra_columns(scores).items():
+        found.setdefault(name.removeprefix("reward_extra/"), values)
+    if any(score.answer is not None for score in scores):
+        found["pred"] = [MISSING if score.answer is None else score.answer for score in scores]
+    found = {name: values for name, values in found.items() if name not in RESERVED}
+    return {
+        **found,
+        "score": [score.value if score.scored else MISSING for score in scores],
+        "status": [score.status.value for score in scores],
+        "scored": [score.scored for score in scores],
+    }
+
+
+@register("batch")
+class BatchRewardManager(NaiveRewardManager):
+    """One call for all rows, with plural names: `data_sources, solution_strs, ground_truths, extra_infos`."""
+
+    def _reward(self, compute_score: Any, options: dict[str, Any]) -> BaseReward:
+        if compute_score is None or isinstance(compute_score, BaseReward):
+            return super()._reward(compute_score, options)
+        return Reward(compute_score, **{"per": "batch", "workers": 1, **options})
+
+
+@register("prime")
+class PrimeRewardManager(NaiveRewardManager):
+    """`num_workers` scorers side by side, called by position: (data_source, text, ground_truth, extra_info)."""
+
+    workers = 8
+
+    def _reward(self, compute_score: Any, options: dict[str, Any]) -> BaseReward:
+        if (
+            callable(compute_score)
+            and not isinstance(compute_score, BaseReward)
+            and not hasattr(compute_score, "record")
+        ):
+            compute_score = positional(compute_score)
+        return super()._reward(compute_score, {"timeout": 300.0, **options})
+
+
+def positional(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that verl's prime calls by position, whatever its arguments are called."""
+
+    def called(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
+        return function(data_source, solution_str, ground_truth, extra_info)
+
+    called.__name__ = getattr(function, "__name__", "compute_score")
+    called.__module__ = function.__module__  # so that the user's own module travels by value
+    return called
+
+
+@register("dapo")
+class DAPORewardManager(NaiveRewardManager):
+    """naive, and DAPO's penalty for answers near the longest: `overlong_buffer_cfg{enable, len, penalty_factor, log}`."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int = 0,
+        compute_score: Any = None,
+        reward_fn_key: str = "data_source",
+        *,
+        max_resp_len: int | None = None,
+        overlong_buffer_cfg: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **options)
+        self.buffer = dict(overlong_buffer_cfg or {"enable": False})
+        self.max_resp_len = max_resp_len
+        if self.buffer.get("enable"):
+            found = f"max_resp_len {max_resp_len}, len {self.buffer.get('len')}"
+            fits = bool(max_resp_len and 0 < self.buffer.get("len", 0) <= max_resp_len)
+            require(fits, "overlong_buffer_cfg", expected="0 < len ≤ max_resp_len", found=found)
+
+    def scores(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
+        """naive's, with the penalty added to the value and kept as the part `overlong_reward`."""
+        scores = super().scores(rows)
+        if not self.buffer.get("enable"):
+            return scores
+        return [self._shortened(score, len(row["response_ids"])) for score, row in zip(scores, rows, strict=True)]
+
+    def _shortened(self, score: Score, length: int) -> Score:
+        factor = float(self.buffer.get("penalty_factor", 1.0))
+        penalty = overlong_penalty(length, self.max_resp_len or 0, int(self.buffer["len"]), factor)
+        if not score.scored:
+            return score
+        return score.with_value(score.value + penalty, overlong_reward=penalty, overlong=float(penalty < 0))
+
+
+@register("rate_limited")
+class RateLimitedRewardManager(NaiveRewardManager):
+    """naive under limits that hold for the whole run: `max_concurrent, max_rpm, max_tpm, estimated_tokens_per_request`."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int = 0,
+        compute_score: Any = None,
+        reward_fn_key: str = "data_source",
+        *,
+        max_concurrent: int = 1,
+        max_rpm: float | None = None,
+        max_tpm: float | None = None,
+        estimated_tokens_per_request: int = 2000,
+        timeout: float = 300.0,
+        **options: Any,
+    ) -> None:
+        limit = RateLimit(
+            max_concurrent=max_concurrent,
+            max_rpm=max_rpm,
+            max_tpm=max_tpm,
+            estimated_tokens_per_request=estimated_tokens_per_request,
+        )
+        workers = options.pop("num_workers", None) or max_concurrent
+        options = {"rate_limit": limit, "timeout": timeout, "num_workers": workers, **options}
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **options)
+
+
+class ManagerReward(BaseReward):
+    """`ManagerReward(manager)`: any manager, ours or one written for verl, as the reward of a stage.
+
+    It gets a mutable, verl-shaped copy of the batch. What it returns is read back as one record a row: the sum
+    of a row of its tensor, and its extra info where that has one value a row.
+    """
+
+    streams = False
+    in_process = True  # a trial would need a rollout's tensors
+    reads = ("prompts", "attention_mask", "reward_model", "data_source")
+
+    def __init__(self, manager: Any, *, name: str | None = None, on_failure: str = "raise") -> None:
+        super().__init__(name or type(manager).__name__, on_failure)
+        self.manager = manager
+
+    def close(self) -> None:
+        """End the manager's workers, where it has any."""
+        close = getattr(self.manager, "close", None)
+        if callable(close):
+            close()
+
+    def score(self, batch: Any) -> list[Score]:
+        """One record a row. Raises `RewardError` for a tensor of another shape."""
+        return self.settle(read_result(self._call(batch.mutable()), batch, self.name))
+
+    def _call(self, data: Any) -> Any:
+        return self.manager(data, return_dict=True)
+
+
+def read_result(result: Any, batch: Any, name: str) -> list[Score]:
+    """What a manager returned, as records."""
+    tensor = result["reward_tensor"] if isinstance(result, Mapping) else result
+    info = dict(result.get("reward_extra_info") or {}) if isinstance(result, Mapping) else {}
+    shape = tuple(batch["responses"].shape)
+    if not torch.is_tensor(tensor) or tuple(tensor.shape) != shape:
+        found = tuple(tensor.shape) if torch.is_tensor(tensor) else type(tensor).__name__
+        raise RewardError(message(f"reward manager {name}", expected=f"a tensor {shape}", found=found))
+    values = tensor.double().sum(-1).tolist()
+    info = {key: list(column) for key, column in info.items() if len(column) == len(values)}
+    return [_record(value, {key: column[row] for key, column in info.items()}) for row, value in enumerate(values)]
+
+
+def _record(value: float, info: dict[str, Any]) -> Score:
+    from workbench.rewards.signatures import as_score
+
+    info = {key: one for key, one in info.items() if one is not MISSING}
+    info.pop("scored", None)
+    for key in RESERVED:
+        if key != "status":
+            info.pop(key, None)
+    return as_score({**info, "score": value}, "manager", 0)

@@ -1,0 +1,106 @@
+r"""DAPO's maths: the last `Answer:` line under Minerva's normalisation, exactly verl's `math_dapo`.
+
+Only the last 300 characters are searched; without such a line a box within the last 100 counts, as it stands.
+Right is 1, wrong −1. The normalisation is that of Lewkowycz et al. 2022 (Minerva), appendix D.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from workbench.rewards.score import Score, bounded
+from workbench.rewards.scorers.boxes import last_box
+
+WINDOW, BOX_WINDOW = 300, 100
+"""Characters at the end that are searched for a line, and for a box."""
+_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+_REPLACED = (
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
+    (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
+_UNITS = [
+    "square",
+    "ways",
+    "integers",
+    "dollars",
+    "mph",
+    "inches",
+    "hours",
+    "km",
+    "units",
+    "\\ldots",
+    "sue",
+    "points",
+    "feet",
+    "minutes",
+    "digits",
+    "cents",
+    "degrees",
+    "cm",
+    "gm",
+    "pounds",
+    "meters",
+    "meals",
+    "edges",
+    "students",
+    "childrentickets",
+    "multiples",
+]
+_DROPPED = (
+    *_UNITS, "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}",
+    "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+)  # fmt: skip
+_LATEX = (
+    (re.compile(r"(.*?)(\$)(.*?)(\$)(.*)"), r"$\3$"),
+    (re.compile(r"\\text\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\textbf\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\overline\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
+    (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),
+    (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
+)
+
+
+def normalise(answer: str) -> str:
+    """Minerva's rules on what follows the last `=`."""
+    text = answer.split("=")[-1]
+    for before, after in _REPLACED:
+        text = text.replace(before, after)
+    for unit in _DROPPED:
+        text = text.replace(unit, "")
+    for pattern, replacement in _LATEX:
+        text = pattern.sub(replacement, text)
+    text = text.replace("$", "")
+    plain = text.replace(",", "")
+    return (plain if plain.isdigit() else text).strip()
+
+
+def compute_score(solution_str: str, ground_truth: str, strict_box_verify: bool = False) -> dict[str, Any]:
+    """verl's dict: `score` ±1.0, `acc`, `pred`. `strict_box_verify` counts boxes alone."""
+    tail = solution_str[-WINDOW:]
+    boxed = last_box(tail[-BOX_WINDOW:])
+    lines = [] if strict_box_verify else _LINE.findall(tail)
+    if lines:
+        pred: str | None = normalise(lines[-1])
+        right = pred == normalise(ground_truth)
+    else:
+        pred = boxed
+        right = boxed is not None and boxed == ground_truth
+        if boxed is None and not strict_box_verify:
+            # a ground truth of these very letters would be right in verl
+            pred = "[INVALID]"
+            right = normalise(ground_truth) == pred
+    return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
+
+
+@bounded
+def math_dapo(response: str, ground_truth: Any, *, strict_box_verify: bool = False) -> Score:
+    """The same as a record: value ±1, part `acc`. No answer is −1, as DAPO trains."""
+    result = compute_score(response, str(ground_truth), strict_box_verify)
+    found = result["pred"] not in (None, "[INVALID]")
+    right = bool(result["acc"])
+    wanted = "box" if strict_box_verify else "line 'Answer: …'"
+    why = "the answer is right" if right else f"expected {ground_truth}" if found else f"no {wanted} near the end"
+    answer = str(result["pred"])[:200] if found else None
+    return Score(value=result["score"], parts={"acc": float(right)}, answer=answer, why=why)

@@ -1,0 +1,83 @@
+"""Answers in `<answer>` tags against one or more targets: Search-R1's exact match as verl scores it, and F1."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.rewards.score import Score, Status, bounded
+
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+MANY_TAGS = 10
+"""More opening or closing tags than this divide a right answer's score by four."""
+
+
+def normalise(text: str) -> str:
+    """Lower case, no ASCII punctuation, no articles, single spaces (SQuAD's rule)."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def extract_answer(text: str) -> str | None:
+    """What the last pair of tags holds."""
+    found = _TAG.findall(text)
+    return found[-1].strip() if found else None
+
+
+def targets(ground_truth: Any) -> list[str]:
+    """The right answers of `{"target": text or list}`, of a list, or of a text."""
+    wanted = ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth
+    return [wanted] if isinstance(wanted, str) else [str(one) for one in wanted]
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0, substring: bool = False
+) -> float:
+    """verl's number. An answer that normalises to nothing equals a target that does: its quirk."""
+    answer = extract_answer(solution_str)
+    if answer is None:
+        return 0.0
+    ours = normalise(answer)
+    theirs = [normalise(target) for target in targets(ground_truth)]
+    if not (any(each in ours for each in theirs) if substring else ours in theirs):
+        return format_score
+    many = max(solution_str.count("<answer>"), solution_str.count("</answer>")) > MANY_TAGS
+    return score / 4 if many and not substring else score
+
+
+@bounded
+def search_em(response: str, ground_truth: Any, *, substring: bool = False, format_score: float = 0.0) -> Score:
+    """Exact match (or a target within the answer) as a record."""
+    answer = extract_answer(response)
+    if answer is None:
+        return Score(status=Status.MODEL_FAILED, why="no <answer>…</answer> in the response")
+    value = compute_score(response, ground_truth, format_score, substring=substring)
+    right = value > format_score
+    return Score(value=value, answer=answer, why="a target is met" if right else f"expected {_some(ground_truth)}")
+
+
+@bounded
+def search_f1(response: str, ground_truth: Any) -> Score:
+    """Token F1 with the best target, in [0, 1] (SQuAD's; Rajpurkar et al. 2016)."""
+    answer = extract_answer(response)
+    if answer is None:
+        return Score(status=Status.MODEL_FAILED, why="no <answer>…</answer> in the response")
+    value = max((f1(answer, target) for target in targets(ground_truth)), default=0.0)
+    return Score(value=value, answer=answer, why=f"F1 {value:.2f} with {_some(ground_truth)}")
+
+
+def f1(answer: str, target: str) -> float:
+    """Of normalised words; two texts without any are equal."""
+    ours, theirs = normalise(answer).split(), normalise(target).split()
+    if not ours or not theirs:
+        return float(ours == theirs)
+    shared = sum((Counter(ours) & Counter(theirs)).values())
+    return 2 * shared / (len(ours) + len(theirs))
+
+
+def _some(ground_truth: Any) -> str:
+    return " or ".join(targets(ground_truth)[:3])

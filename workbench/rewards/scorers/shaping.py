@@ -1,0 +1,107 @@
+"""Rewards for the form of a response: format, length, repetition. Weigh them into a `Rubric`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from workbench.config import require
+from workbench.rewards.score import Score, bounded
+from workbench.rewards.scorers.boxes import last_box
+
+LONGEST = 20_000
+"""Characters that a pattern is run on: a pattern's time can grow faster than its text."""
+
+
+@bounded
+def think_answer_format(response: str) -> Score:
+    """1 for `<think>…</think>` and then `<answer>…</answer>`, each once, and nothing around them."""
+    text = response.strip()
+    tags = ("<think>", "</think>", "<answer>", "</answer>")
+    places = [text.find(tag) for tag in tags]
+    good = all(text.count(tag) == 1 for tag in tags) and places == sorted(places)
+    between = text[places[1] + len(tags[1]) : places[2]].strip() if good else ""
+    good = good and text.startswith(tags[0]) and text.endswith(tags[3]) and not between
+    return Score(value=float(good), why="in form" if good else "not <think>…</think><answer>…</answer>")
+
+
+@bounded
+def boxed_format(response: str) -> Score:
+    r"""1 for a closed `\boxed{…}`."""
+    good = last_box(response) is not None
+    return Score(value=float(good), why="has a box" if good else "no closed \\boxed{…}")
+
+
+def matches(pattern: str, *, full: bool = False) -> Callable[[str], Score]:
+    """A scorer that is 1 where a regular expression is found (`full`: fits the whole) in the first 20,000 characters.
+
+    The expression runs in a worker, for some never end on some texts.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def scorer(response: str) -> dict[str, object]:
+        text = response[:20_000]
+        good = (compiled.fullmatch(text) if full else compiled.search(text)) is not None
+        return {"score": float(good), "why": "matches" if good else f"does not match {compiled.pattern!r}"}
+
+    scorer.__name__ = "matches"
+    return scorer  # type: ignore[return-value]
+
+
+def length_penalty(*, minimum: int = 10, maximum: int = 1000, per_character: float = 0.01) -> Callable[[str], Score]:
+    """A scorer: −`per_character` for every character below `minimum` or above `maximum`, else 0."""
+    require(0 <= minimum <= maximum, "minimum", expected=f"0 to maximum ({maximum})", found=minimum)
+
+    @bounded
+    def scorer(response: str) -> Score:
+        outside = max(minimum - len(response), 0) + max(len(response) - maximum, 0)
+        return Score(value=-per_character * outside, why=f"{len(response)} characters")
+
+    scorer.__name__ = "length_penalty"
+    return scorer
+
+
+def overlong_penalty(length: int, max_resp_len: int, buffer: int, factor: float = 1.0) -> float:
+    """DAPO's soft penalty: min(−(length − (max − buffer)) / buffer · factor, 0). Not clamped below, as in verl."""
+    return min(-(length - (max_resp_len - buffer)) / buffer * factor, 0.0)
+
+
+def overlong(
+    *, max_response_length: int, buffer: int, factor: float = 1.0, floor: float | None = None
+) -> Callable[[Sequence[int]], Score]:
+    """A scorer on `response_ids`: DAPO's penalty over the last `buffer` tokens; `floor=-1.0` is TRL's clamp."""
+    require(0 < buffer <= max_response_length, "buffer", expected=f"1 to {max_response_length} tokens", found=buffer)
+
+    @bounded
+    def scorer(response_ids: Sequence[int]) -> Score:
+        penalty = overlong_penalty(len(response_ids), max_response_length, buffer, factor)
+        value = penalty if floor is None else max(penalty, floor)
+        return Score(value=value, parts={"overlong": float(value < 0)}, why=f"{len(response_ids)} tokens")
+
+    scorer.__name__ = "overlong"
+    return scorer
+
+
+def cosine_length(length: int, max_length: int, at_zero: float, at_max: float) -> float:
+    """at_max + ½(at_zero − at_max)(1 + cos(π·length/max_length)), with length clamped to [0, max]. (Yeo et al. 2025;
+    the length schedule of TRL's and open-r1's cosine-scaled reward.)"""
+    require(max_length > 0, "max_length", expected="≥ 1", found=max_length)
+    share = min(max(length, 0), max_length) / max_length
+    return at_max + 0.5 * (at_zero - at_max) * (1.0 + math.cos(math.pi * share))
+
+
+def repetition(*, n: int = 3, max_penalty: float = -1.0) -> Callable[[str], Score]:
+    """A scorer: (1 − distinct/all word n-grams) · `max_penalty`, in [max_penalty, 0]."""
+    require(n >= 1, "n", expected="≥ 1", found=n)
+    require(max_penalty <= 0, "max_penalty", expected="≤ 0", found=max_penalty)
+
+    @bounded
+    def scorer(response: str) -> Score:
+        words = response.lower().split()
+        grams = list(zip(*(words[start:] for start in range(n)), strict=False))
+        share = 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+        return Score(value=share * max_penalty, why=f"{share:.0%} of {len(grams)} {n}-grams repeat")
+
+    scorer.__name__ = "repetition"
+    return scorer

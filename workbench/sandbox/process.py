@@ -1,0 +1,235 @@
+"""One shut-in process from start to end: fed, drained, watched, and killed with all that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from workbench.sandbox.protocol import Limit, Phase
+
+WATCH_SECONDS = 0.1
+"""How often memory and disk of a running sandbox are looked at."""
+MAX_ENTRIES = 10_000
+"""Files and folders that a program may make."""
+_GRACE = 1.0
+_OVER = 64
+"""A flood is drained and dropped up to this many times the limit; then it is the program's end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What one run may take, all its processes together."""
+
+    seconds: float
+    output_bytes: int
+    memory_mb: int
+    disk_mb: int
+
+
+class _Pipe:
+    """Keeps the first bytes of a stream, counts the rest, and never stops reading: a full pipe would block it."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.kept = bytearray()
+        self.seen = 0
+
+    def take(self, block: bytes) -> None:
+        self.seen += len(block)
+        self.kept += block[: max(self.limit - len(self.kept), 0)]
+
+    @property
+    def cut(self) -> bool:
+        return self.seen > self.limit
+
+    def text(self) -> str:
+        try:
+            # a character cut in two at the limit is no error of the program
+            return self.kept.decode("utf-8", "ignore" if self.cut else "strict")
+        except UnicodeDecodeError as error:
+            return f"[DecodeError] {error}"  # the service's words
+
+
+def contained(command: Sequence[str], stdin: bytes, box: Path, bounds: Bounds, stop: threading.Event) -> Phase:
+    """Run a command to its end, to a limit, or until `stop`. Nothing that it started is left when this returns."""
+    began = time.perf_counter()
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={},  # an init's environment can be read from inside
+            cwd=box,
+            start_new_session=True,
+            bufsize=0,
+        )
+    except OSError as error:
+        return Phase(status="Error", stderr=f"cannot start {command[0]}: {error}")
+    out, err = _Pipe(bounds.output_bytes), _Pipe(bounds.output_bytes)
+    with process, selectors.DefaultSelector() as selector:
+        assert process.stdin and process.stdout and process.stderr
+        selector.register(process.stdout, selectors.EVENT_READ, out)
+        selector.register(process.stderr, selectors.EVENT_READ, err)
+        os.set_blocking(process.stdin.fileno(), False)
+        selector.register(process.stdin, selectors.EVENT_WRITE, memoryview(stdin))
+        try:
+            limit = _until(process, selector, (out, err), box, bounds, stop)
+        finally:
+            # also after a clean end: in the weakest tier a child may outlive its parent
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        _rest(selector, (out, err))
+    cut = out.cut or err.cut
+    phase = Phase(
+        status="TimeLimitExceeded" if limit == "time" else "Finished",
+        return_code=None if limit == "time" else process.returncode,
+        stdout=out.text(),
+        stderr=err.text(),
+        seconds=time.perf_counter() - began,
+        limit=limit or ("output" if cut else None),
+        truncated=cut,
+    )
+    return phase if phase.limit else _named(phase)
+
+
+def _until(
+    process: subprocess.Popen[bytes],
+    selector: selectors.BaseSelector,
+    pipes: tuple[_Pipe, _Pipe],
+    box: Path,
+    bounds: Bounds,
+    stop: threading.Event,
+) -> Limit | None:
+    """Move bytes until the process ends or meets a limit."""
+    now = time.monotonic()
+    deadline, watch = now + bounds.seconds, now + WATCH_SECONDS
+    with _exit_of(process, selector):
+        while process.poll() is None:
+            now = time.monotonic()
+            if now >= deadline or stop.is_set():
+                return "time"
+            if any(pipe.seen > pipe.limit * _OVER for pipe in pipes):
+                return "output"
+            if now >= watch:
+                watch = now + WATCH_SECONDS
+                met = _over(process.pid, box, bounds)
+                if met:
+                    return met
+            _move(selector, min(deadline, watch) - now)
+    return None
+
+
+@contextlib.contextmanager
+def _exit_of(process: subprocess.Popen[bytes], selector: selectors.BaseSelector) -> Iterator[None]:
+    """The end of the process wakes the selector, where the system can say so."""
+    if not hasattr(os, "pidfd_open"):
+        yield
+        return
+    descriptor = os.pidfd_open(process.pid)
+    selector.register(descriptor, selectors.EVENT_READ, None)
+    try:
+        yield
+    finally:
+        selector.unregister(descriptor)
+        os.close(descriptor)
+
+
+def _move(selector: selectors.BaseSelector, seconds: float) -> None:
+    """Wait for a pipe and move one block."""
+    for key, _ in selector.select(max(seconds, 0.0)):
+        if isinstance(key.data, _Pipe):
+            block = os.read(key.fd, 1 << 16)
+            key.data.take(block)
+            if not block:
+                selector.unregister(key.fileobj)
+        elif isinstance(key.data, memoryview):
+            _feed(selector, key)
+
+
+def _feed(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+    left: memoryview = key.data
+    try:
+        left = left[os.write(key.fd, left[: 1 << 16]) :] if left else left
+    except (BrokenPipeError, BlockingIOError) as error:
+        left = left[len(left) :] if isinstance(error, BrokenPipeError) else left  # it need not read its input
+    if left:
+        selector.modify(key.fileobj, selectors.EVENT_WRITE, left)
+    else:
+        selector.unregister(key.fileobj)
+        key.fileobj.close()  # type: ignore[union-attr]
+
+
+def _rest(selector: selectors.BaseSelector, pipes: tuple[_Pipe, _Pipe]) -> None:
+    """What the pipes still hold. Their other ends are gone, except where the weakest tier let a daemon live."""
+    deadline = time.monotonic() + _GRACE
+    while time.monotonic() < deadline and any(isinstance(key.data, _Pipe) for key in selector.get_map().values()):
+        for key in [key for key in selector.get_map().values() if not isinstance(key.data, _Pipe)]:
+            selector.unregister(key.fileobj)
+        _move(selector, deadline - time.monotonic())
+
+
+def _named(phase: Phase) -> Phase:
+    """A limit that the kernel kept shows only in how the program ended."""
+    last = phase.stderr.strip().rsplit("\n", 1)[-1]
+    if phase.return_code and (last.startswith("MemoryError") or "std::bad_alloc" in last):
+        return replace(phase, limit="memory")
+    if phase.return_code in (128 + signal.SIGXCPU, -signal.SIGXCPU):
+        return replace(phase, limit="time", status="TimeLimitExceeded", return_code=None)
+    if phase.return_code in (128 + signal.SIGXFSZ, -signal.SIGXFSZ) or (phase.return_code and "File too large" in last):
+        return replace(phase, limit="disk")
+    return phase
+
+
+def _over(pid: int, box: Path, bounds: Bounds) -> Limit | None:
+    if _memory(pid) > bounds.memory_mb << 20:
+        return "memory"
+    return "disk" if _too_big(box, bounds.disk_mb << 20) else None
+
+
+def _memory(pid: int) -> int:
+    """Resident bytes of a process and of everything below it."""
+    import psutil
+
+    total = 0
+    try:
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.Error:
+        return 0
+    for process in family:
+        with contextlib.suppress(psutil.Error):  # it ended while we looked
+            total += process.memory_info().rss
+    return total
+
+
+def _too_big(box: Path, limit: int) -> bool:
+    """Whether a folder holds too many bytes, entries or levels. Never follows a link."""
+    waiting, entries, size = [str(box)], 0, 0
+    while waiting:
+        folder = waiting.pop()
+        try:
+            with os.scandir(folder) as found:
+                for entry in found:
+                    entries += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    else:
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entries > MAX_ENTRIES or size > limit:
+                        return True
+        except FileNotFoundError:
+            continue  # it went while we looked
+        except PermissionError:
+            continue  # as a plain user we cannot look into a folder that the program closed
+        except OSError:
+            return True  # a path longer than the system takes
+    return False
