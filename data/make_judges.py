@@ -117,7 +117,13 @@ def pair(tokenizer: Any, random: Random, held_out: frozenset[str]) -> tuple[str,
             f"#### {problem.answer}", f"#### {problem.answer + random.choice((-2, -1, 1, 2))}"
         )
     user = {"role": "user", "content": problem.question}
-    answers = (problem.solution, wrong)
+    right = problem.solution
+    for _ in range(20 if random.random() < 0.6 else 0):  # nor must manner: the hasty are right at times
+        hasty = careless(problem, random)
+        if is_right(problem, hasty) and hasty != problem.solution:
+            right = hasty
+            break
+    answers = (right, wrong)
     texts = [
         tokenizer.apply_chat_template([user, {"role": "assistant", "content": answer}], tokenize=False)
         for answer in answers
@@ -142,12 +148,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", choices=("tiny-reward-model", "tiny-judge"))
     parser.add_argument("--folder", type=Path, default=HERE)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(HERE / "tiny-arith")
     held_out = frozenset(problem.question for problem in problems(0, 4096 + 512)[4096:])
     for name, train in (("tiny-reward-model", train_reward_model), ("tiny-judge", train_judge)):
+        if options.only not in (None, name):
+            continue
         model = train(tokenizer, options.steps, options.batch, options.seed, held_out)
         model.half().save_pretrained(options.folder / name)
         tokenizer.save_pretrained(options.folder / name)

@@ -7,6 +7,7 @@ shift 4
 mount -t tmpfs -o "size=$size,mode=755" sandbox "$root"
 cd "$root"
 mkdir box tmp proc dev
+mount -t tmpfs -o "size=$size,mode=1777" tmp tmp # first: what is shown may lie in /tmp
 IFS=:
 for folder in $folders; do
   if [ -L "$folder" ]; then
@@ -19,7 +20,6 @@ for folder in $folders; do
 done
 unset IFS
 mount --bind "$box" box
-mount -t tmpfs -o "size=$size,mode=1777" tmp tmp
 mount -t proc proc proc
 echo 0 >proc/sys/user/max_user_namespaces # no namespaces inside this one
 for name in null zero full random urandom; do

@@ -88,7 +88,7 @@ def contained(command: Sequence[str], stdin: bytes, box: Path, bounds: Bounds, s
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        _rest(selector, (out, err))
+        left_behind = not _rest(selector)
     cut = out.cut or err.cut
     phase = Phase(
         status="TimeLimitExceeded" if limit == "time" else "Finished",
@@ -98,6 +98,7 @@ def contained(command: Sequence[str], stdin: bytes, box: Path, bounds: Bounds, s
         seconds=time.perf_counter() - began,
         limit=limit or ("output" if cut else None),
         truncated=cut,
+        left_behind=left_behind,
     )
     return phase if phase.limit else _named(phase)
 
@@ -169,13 +170,14 @@ def _feed(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
         key.fileobj.close()  # type: ignore[union-attr]
 
 
-def _rest(selector: selectors.BaseSelector, pipes: tuple[_Pipe, _Pipe]) -> None:
-    """What the pipes still hold. Their other ends are gone, except where the weakest tier let a daemon live."""
+def _rest(selector: selectors.BaseSelector) -> bool:
+    """Take what the pipes still hold; whether their other ends are gone. They are, but for a daemon of the weakest tier."""
+    for key in [key for key in selector.get_map().values() if not isinstance(key.data, _Pipe)]:
+        selector.unregister(key.fileobj)
     deadline = time.monotonic() + _GRACE
-    while time.monotonic() < deadline and any(isinstance(key.data, _Pipe) for key in selector.get_map().values()):
-        for key in [key for key in selector.get_map().values() if not isinstance(key.data, _Pipe)]:
-            selector.unregister(key.fileobj)
+    while selector.get_map() and time.monotonic() < deadline:
         _move(selector, deadline - time.monotonic())
+    return not selector.get_map()
 
 
 def _named(phase: Phase) -> Phase:

@@ -115,6 +115,8 @@ class Phase:
     """Which limit it met."""
     truncated: bool = False
     """Whether output is missing."""
+    left_behind: bool = False
+    """Whether something that it started lives on (without isolation alone)."""
 
     def to_reply(self) -> dict[str, Any]:
         """As it stands in a `/run_code` reply."""
@@ -169,8 +171,10 @@ class Result:
         if phase.status == "TimeLimitExceeded":
             return f"time limit while {place}"
         if phase.return_code:
-            last = phase.stderr.strip().splitlines()[-1:] or [f"exit code {phase.return_code}"]
-            return f"error while {place}: {last[0][:200]}"
+            lines = phase.stderr.strip().splitlines() or [f"exit code {phase.return_code}"]
+            # a traceback's last line says it; a compiler's first error
+            told = next((line for line in lines if "error:" in line), lines[-1]) if self.run is None else lines[-1]
+            return f"error while {place}: {told[:200]}"
         return "ran, with its output cut" if phase.truncated else "ran"
 
     def to_reply(self) -> dict[str, Any]:

@@ -69,10 +69,11 @@ def command(
 ) -> list[str]:
     """What to put before a program's own command line. `root` is an empty folder that `namespaces` mounts over."""
     drop = _as_other_user() if os.geteuid() == 0 else []
+    ends = [_tool("setpriv"), "--pdeathsig=KILL", "--"] if tier == "namespaces" else []  # bwrap sees to it itself
     if tier == "bubblewrap":
         return [*drop, *_bubblewrap(box, limits, readable, environment), *limits.command()]
     if tier == "namespaces":
-        return [*drop, *_namespaces(box, root, limits, readable), *limits.command(), *_environment(environment)]
+        return [*drop, *ends, *_namespaces(box, root, limits, readable), *limits.command(), *_environment(environment)]
     # no process limit: outside a namespace it counts all processes of the user
     plain = [part for part in limits.command() if not part.startswith("--nproc")]
     return [*plain, *_environment(environment)]
@@ -93,6 +94,8 @@ def _bubblewrap(box: Path, limits: Limits, readable: Sequence[str], environment:
             view += ["--symlink", os.readlink(folder), folder]
         elif os.path.isdir(folder):
             view += ["--ro-bind", folder, folder]
+    # before what is shown: that may lie in /tmp
+    view += ["--size", str(limits.disk_mb << 20), "--tmpfs", "/tmp"]
     for folder in readable:
         view += ["--ro-bind", folder, folder]
     variables = [part for name, value in environment.items() for part in ("--setenv", name, value)]
@@ -100,7 +103,7 @@ def _bubblewrap(box: Path, limits: Limits, readable: Sequence[str], environment:
         *(_tool("bwrap"), "--unshare-user", "--disable-userns", "--unshare-all", "--uid", "65534", "--gid", "65534"),
         *("--die-with-parent", "--new-session", "--hostname", "sandbox"),
         *view,
-        *("--proc", "/proc", "--dev", "/dev", "--size", str(limits.disk_mb << 20), "--tmpfs", "/tmp"),
+        *("--proc", "/proc", "--dev", "/dev"),
         *("--bind", str(box), "/box", "--chdir", "/box", "--clearenv", *variables, "--"),
     ]
 
