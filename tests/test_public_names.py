@@ -9,7 +9,7 @@ import workbench as wb
 NAMES = {
     "COLUMNS", "DataProto", "Evaluation", "Origin", "Outcome", "Pipeline", "Run", "RunStopped", "SamplingSettings", "Score",
     "Status", "Stepper", "Trace", "WorkbenchError", "compare", "datasets", "engines", "evaluate", "functional", "list_runs", "load_run",
-    "recipes", "rewards", "run_notebook", "stages", "train", "train_blocking", "views", "what_if",
+    "recipes", "reward_from", "rewards", "run_notebook", "sandbox", "stages", "train", "train_blocking", "views", "what_if",
 }  # fmt: skip
 TRAIN = [
     "pipeline", "rows", "steps", "run", "batch_size", "seed", "heldout", "test_freq", "val_samples", "save_freq",

@@ -82,7 +82,7 @@ class Client:
                 pause = max(pause, _retry_after(reply.headers.get("Retry-After")))
             except TimeoutError:
                 cause = TimeoutError(f"no reply in {min(timeout, left):.3g} s")
-            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:  # cut, dropped or not JSON
+            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:  # cut, dropped or not JSON
                 cause = error
             if attempt + 1 < self.attempts:
                 await asyncio.sleep(min(pause, max(end - time.monotonic(), 0.0)))
@@ -123,10 +123,8 @@ def _retry_after(text: str | None) -> float:
     """Seconds that a service asks for; 0 where it does not."""
     if not text:
         return 0.0
-    try:
-        return max(float(text), 0.0)
-    except ValueError:
-        pass  # it may be a date
+    if text.strip().isdigit():
+        return float(text)
     try:
         return max(parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
     except (TypeError, ValueError):

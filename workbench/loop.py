@@ -20,13 +20,7 @@ from workbench.trace import Trace
 
 def run_step(pipeline: Pipeline, batch: DataProto) -> Trace:
     """One training step: every stage once, in order. What a stage raises carries the trace before it as `.trace`."""
-    trace = Trace(batch)
-    try:
-        for grown in phases(pipeline, batch):
-            trace = grown
-    except Exception as error:
-        error.trace = trace  # type: ignore[attr-defined]
-        raise
+    *_, trace = phases(pipeline, batch)
     return trace
 
 

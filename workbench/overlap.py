@@ -65,8 +65,20 @@ class Early:
 
 
 def phases(pipeline: Pipeline, batch: DataProto) -> Iterator[Trace]:
-    """The trace as it grows, a phase at a time, in the pipeline's order."""
+    """The trace as it grows, empty at first, a phase at a time, in the pipeline's order. What a stage raises carries the
+    trace before it as `.trace`."""
     trace = Trace(batch)
+    yield trace
+    try:
+        for grown in _grown(pipeline, trace):
+            trace = grown
+            yield trace
+    except Exception as error:
+        error.trace = trace  # type: ignore[attr-defined]
+        raise
+
+
+def _grown(pipeline: Pipeline, trace: Trace) -> Iterator[Trace]:
     if not pipeline.overlap:
         for stage in pipeline:
             trace = trace.add(perform(stage, trace.batch))

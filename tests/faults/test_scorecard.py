@@ -49,6 +49,16 @@ ROWS: dict[str, list[str]] = {
         "runs/test_runs_resume.py::test_changes_are_refused_by_name_unless_allowed_and_then_recorded"
     ],
     "A14 another format": ["faults/test_faults_runs.py::test_A14_another_format_is_refused_by_version"],
+    "B9 a reward that never returns": [
+        "faults/test_faults_rewards.py::test_B9_one_of_256_rows_hangs_and_costs_its_own_limit_once",
+        "faults/test_faults_rewards.py::test_B9_every_way_to_hang_frees_its_worker_and_the_pool_keeps_its_size",
+    ],
+    "B10 a reward service that is down": [
+        "faults/test_faults_rewards.py::test_B10_an_outage_is_retried_counted_and_never_a_zero",
+        "faults/test_faults_rewards.py::test_B10_what_comes_back_in_time_counts_and_the_share_is_a_metric",
+        "sandbox/test_sandbox_remote.py::test_what_passes_is_tried_again_and_what_does_not_is_no_verdict",
+        "sandbox/test_sandbox_remote.py::test_an_outage_is_machinery_never_a_zero",
+    ],
     "C4 cells twice, out of order, left out": [
         "faults/test_faults_runs.py::test_C4_a_stage_refuses_columns_of_another_steps_batch",
         "faults/test_faults_runs.py::test_C4_a_batch_is_learnt_from_once",

@@ -98,7 +98,10 @@ def test_one_row_cannot_spoil_the_next(box: LocalSandbox) -> None:
     """E3: a program that patches what judges it changes nothing for the others, whichever comes first."""
     patch = CHEATS["patches the harness"]
     rows = answered(
-        [f"```python\n{text}\n```" for text in (patch, "def add(a, b): return a + b", patch, "def add(a, b): return a + b")],
+        [
+            f"```python\n{text}\n```"
+            for text in (patch, "def add(a, b): return a + b", patch, "def add(a, b): return a + b")
+        ],
         [ADD] * 4,
     )
     assert [score.value for score in as_reward(Code(box)).score(rows)] == [0, 1, 0, 1]

@@ -262,7 +262,9 @@ def test_a_file_runs_in_workers_alone_from_allowed_folders_as_it_was_read(
 ) -> None:
     marker = tmp_path / "imported"
     file = tmp_path / "mine.py"
-    file.write_text(f"import os\nopen({str(marker)!r}, 'a').write(str(os.getpid()) + ' ')\ndef compute_score(response): return 1.0\n")
+    file.write_text(
+        f"import os\nopen({str(marker)!r}, 'a').write(str(os.getpid()) + ' ')\ndef compute_score(response): return 1.0\n"
+    )
     with pytest.raises(DataError, match=r"outside the folders.*WORKBENCH_CODE_ROOTS"):
         load_function(file)
     function = load_function(file, roots=[tmp_path])
@@ -300,7 +302,7 @@ def stuck(response):
 if __name__ == "__main__":
     import threading, time
     pool = wb.rewards.Reward(stuck, timeout=600)._pool
-    threading.Thread(target=pool.map, args=([{"response": "x"}], 600), daemon=True).start()
+    threading.Thread(target=pool.map, args=([{"response": "x"}], [600.0]), daemon=True).start()
     time.sleep(600)
 """
 

@@ -147,7 +147,9 @@ def test_output_is_cut_and_said_to_be_also_within_a_character(box: LocalSandbox)
 
 
 def test_a_program_that_closes_or_ignores_its_pipes(box: LocalSandbox, clean: None) -> None:
-    closed = box.run("import os; os.close(0); os.close(1); os.close(2); import time; time.sleep(0.2)", stdin="x" * 300_000)
+    closed = box.run(
+        "import os; os.close(0); os.close(1); os.close(2); import time; time.sleep(0.2)", stdin="x" * 300_000
+    )
     assert closed.status == "Success"
     echoed = box.run("import sys; d = sys.stdin.read(); print(len(d))", stdin="y" * 3_000_000)
     assert echoed.stdout == "3000000\n"
@@ -322,7 +324,9 @@ def test_the_local_sandbox_answers_as_the_service_did(box: LocalSandbox, one: di
 
 
 def test_requests_and_programs_are_each_others_reverse() -> None:
-    program = Program(code="x", stdin="1", files={"a/b": b"\x00"}, fetch_files=("c",), run_timeout=2.0, memory_limit_mb=9)
+    program = Program(
+        code="x", stdin="1", files={"a/b": b"\x00"}, fetch_files=("c",), run_timeout=2.0, memory_limit_mb=9
+    )
     assert Program.from_request(program.to_request()) == program
     assert program.to_request()["files"] == {"a/b": base64.b64encode(b"\x00").decode()}
     for wrong in ({"../x": b""}, {"/etc/x": b""}, {"": b""}):

@@ -31,6 +31,7 @@ class FileFunction:
         self.text = text
         self.kwargs = dict(kwargs)
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
+        self.construct = False
         self.__name__ = name
         self.__signature__ = signature
 
@@ -38,9 +39,16 @@ class FileFunction:
         """Where it is from, for the run's record."""
         return {"path": self.path.name, "function": self.__name__, "sha256": self.sha256}
 
+    def constructed(self, **arguments: Any) -> FileFunction:
+        """The same name as a class: a worker makes an object of it with these arguments and calls that."""
+        made = FileFunction(self.path, self.text, self.__name__, arguments, self.__signature__)
+        made.construct = True
+        return made
+
     def record(self) -> dict[str, Any]:
         """What a worker needs to run it."""
-        return {"path": str(self.path), "text": self.text, "name": self.__name__, "kwargs": self.kwargs}
+        named = {"path": str(self.path), "text": self.text, "name": self.__name__, "kwargs": self.kwargs}
+        return {**named, "construct": self.construct}
 
     def __call__(self, **arguments: Any) -> Any:
         """Refused: that would run the file's code in the trainer."""

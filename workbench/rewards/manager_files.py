@@ -8,7 +8,6 @@ from typing import Any
 
 from workbench.errors import RewardError, message
 from workbench.rewards.files import load_function
-from workbench.rewards.manager_worker import RunsManager
 from workbench.rewards.managers import ManagerReward
 from workbench.rewards.runner import Pool
 
@@ -42,9 +41,7 @@ class FileManagerReward(ManagerReward):
             "reward_fn_key": reward_fn_key,
             **reward_kwargs,
         }
-        record = {"path": str(self._file.path), "text": self._file.text, "name": name, "arguments": arguments}
-        super().__init__(RunsManager(record), name=name, on_failure=on_failure)
-        self._timeout = timeout
+        super().__init__(self._file.constructed(**arguments), name=name, on_failure=on_failure)
         self._pool = Pool(self.manager, workers=1, timeout=timeout)
 
     @property
@@ -61,7 +58,7 @@ class FileManagerReward(ManagerReward):
         self._pool.close()
 
     def _call(self, data: Any) -> Any:
-        answer = self._pool.map([{"data": data}])[0]
+        answer = self._pool.map([{"data": data, "return_dict": True}])[0]
         if not answer.ok:
             raise RewardError(
                 message(f"reward manager {self.name} failed", found=answer.why, do=answer.traceback or "mend it")

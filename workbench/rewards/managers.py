@@ -7,6 +7,7 @@ union of the rows' keys with `MISSING`, and an empty response is not written to 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ class NaiveRewardManager:
     """
 
     workers = 1
+    timeout = 30.0
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class NaiveRewardManager:
     def _reward(self, compute_score: Any, options: dict[str, Any]) -> BaseReward:
         if compute_score is None or isinstance(compute_score, BaseReward):
             return as_reward(compute_score, **options)
-        return as_reward(compute_score, **{"workers": self.num_workers, **options})
+        return as_reward(compute_score, **{"workers": self.num_workers, "timeout": self.timeout, **options})
 
     def __call__(self, data: Any, return_dict: bool = False) -> Any:
         """[B, T] float32, or {"reward_tensor", "reward_extra_info"}."""
@@ -123,8 +125,8 @@ class NaiveRewardManager:
             source = row["data_source"]
             shown[source] = shown.get(source, 0) + 1
             if shown[source] <= self.num_examine:
-                print(f"[prompt] {row['prompt_text']}\n[response] {row['response']}")
-                print(f"[ground_truth] {row['ground_truth']}\n[score] {score}")
+                shown_text = f"[prompt] {row['prompt_text']}\n[response] {row['response']}\n"
+                sys.stdout.write(f"{shown_text}[ground_truth] {row['ground_truth']}\n[score] {score}\n")
 
     def close(self) -> None:
         """End its workers."""
@@ -163,6 +165,7 @@ class PrimeRewardManager(NaiveRewardManager):
     """`num_workers` scorers side by side, called by position: (data_source, text, ground_truth, extra_info)."""
 
     workers = 8
+    timeout = 300.0
 
     def _reward(self, compute_score: Any, options: dict[str, Any]) -> BaseReward:
         if (
@@ -171,7 +174,7 @@ class PrimeRewardManager(NaiveRewardManager):
             and not hasattr(compute_score, "record")
         ):
             compute_score = positional(compute_score)
-        return super()._reward(compute_score, {"timeout": 300.0, **options})
+        return super()._reward(compute_score, options)
 
 
 def positional(function: Callable[..., Any]) -> Callable[..., Any]:

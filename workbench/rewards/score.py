@@ -136,6 +136,11 @@ def extra_columns(scores: Sequence[Score]) -> dict[str, list[Any]]:
     return {f"reward_extra/{name}": [score.extra.get(name, MISSING) for score in scores] for name in names}
 
 
+def no_truth() -> Score:
+    """A row without a ground truth; the text `None` must not be one."""
+    return Score(status=Status.NOT_APPLICABLE, why="the row has no ground truth")
+
+
 def failed(why: str, error: str | None = None, seconds: float = 0.0) -> Score:
     """A row that our side could not judge."""
     return Score(status=Status.MACHINERY_FAILED, why=why, error=error, seconds=seconds)

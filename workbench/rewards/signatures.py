@@ -18,6 +18,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("prompt",),
     "prompt_text": ("prompt_text", "question"),
     "query": ("query",),
+    "response_ids": ("response_ids", "completion_ids"),
     "data_source": ("data_source",),
     "extra_info": ("extra_info",),
 }

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib.abc
+import importlib.util
 import inspect
 import os
 import struct
@@ -68,16 +70,52 @@ def answer(function: Any, arguments: dict[str, Any]) -> tuple[bool, Any, float]:
         return False, (f"{type(error).__name__}: {error}", text), time.perf_counter() - began
 
 
+class TextLoader(importlib.abc.InspectLoader):
+    """Loads a module from a text that is here already: what the trainer read and hashed, whatever the file is now."""
+
+    def __init__(self, path: str, text: str) -> None:
+        self.path, self.text = path, text
+
+    def get_source(self, fullname: str) -> str:
+        """The text."""
+        return self.text
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        """Compiled under the file's own path, so that tracebacks show its lines."""
+        return self.source_to_code(self.text, self.path)
+
+
 def from_file(record: dict[str, Any]) -> Any:
-    """A function of a file, executed as a module of its own; its folder can be imported from."""
-    module = types.ModuleType("workbench_reward_" + os.path.splitext(os.path.basename(record["path"]))[0])
-    module.__file__ = record["path"]
-    sys.modules[module.__name__] = module  # dataclasses and pickle look a class up by its module
+    """A function of a file, loaded as a module of its own; its folder can be imported from.
+
+    With `construct` the name is a class (a reward manager written for verl), and an object of it is what is called.
+    """
+    if record.get("construct"):
+        stand_in_for_verl()
     sys.path.insert(0, os.path.dirname(record["path"]))
-    # the text is what the trainer read and hashed, whatever the file has become
-    exec(compile(record["text"], record["path"], "exec"), vars(module))  # noqa: S102 - the user's own reward file
+    name = "workbench_reward_" + os.path.splitext(os.path.basename(record["path"]))[0]
+    spec = importlib.util.spec_from_loader(name, TextLoader(record["path"], record["text"]), origin=record["path"])
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    module.__file__ = record["path"]
+    sys.modules[name] = module  # dataclasses and pickle look a class up by its module
+    spec.loader.exec_module(module)
     function = getattr(module, record["name"])
+    if record.get("construct"):
+        return function(**record["kwargs"])
     return functools.partial(function, **record["kwargs"]) if record["kwargs"] else function
+
+
+def stand_in_for_verl() -> None:
+    """The few names that verl's reward managers import, where verl itself is not installed."""
+    if importlib.util.find_spec("verl") is not None:
+        return
+    names = ("verl", "verl.workers", "verl.workers.reward_manager", "verl.workers.reward_manager.abstract")
+    made = {name: types.ModuleType(name) for name in names}
+    sys.modules.update(made)
+    vars(made["verl"])["DataProto"] = object
+    for name in names[2:]:
+        vars(made[name]).update(AbstractRewardManager=object, register=lambda _: lambda kind: kind)
 
 
 def limit_memory() -> None:

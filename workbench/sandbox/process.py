@@ -228,10 +228,8 @@ def _too_big(box: Path, limit: int) -> bool:
                         size += entry.stat(follow_symlinks=False).st_blocks * 512
                     if entries > MAX_ENTRIES or size > limit:
                         return True
-        except FileNotFoundError:
-            continue  # it went while we looked
-        except PermissionError:
-            continue  # as a plain user we cannot look into a folder that the program closed
-        except OSError:
-            return True  # a path longer than the system takes
+        except OSError as error:
+            # it went while we looked, or the program closed it to us; else a path longer than the system takes
+            if not isinstance(error, FileNotFoundError | PermissionError):
+                return True
     return False

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ORDERS = ("worst", "best", "index")
 _CUT = 110
+_EXTRA = 4000
 
 
 def samples_table(batch: DataProto) -> pd.DataFrame:
@@ -201,7 +202,21 @@ def _judgement(row: Any, score: Any) -> str:
     if not score.scored:
         lines.append(f'<b style="color:rgb(190,70,50)">{escape(score.status.value)}</b>')
     text = "<br>".join(lines)
-    return text + (fold("traceback", text_block(score.error)) if score.error else "")
+    more = "".join(f"<b>{escape(name, 60)}</b>{text_block(_shown(value))}" for name, value in score.extra.items())
+    return (
+        text
+        + (fold(", ".join(score.extra), more) if more else "")
+        + (fold("traceback", text_block(score.error)) if score.error else "")
+    )
+
+
+def _shown(value: Any) -> str:
+    """An extra for people: text as it stands, records a line each, cut."""
+    if isinstance(value, dict):
+        value = "\n".join(f"{key}: {one}" for key, one in value.items())
+    elif isinstance(value, list):
+        value = "\n".join(str(one) for one in value)
+    return str(value)[:_EXTRA]
 
 
 class Samples:

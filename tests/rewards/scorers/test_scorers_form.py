@@ -40,7 +40,9 @@ def test_search_details() -> None:
 
 @given(st.text(), st.text())
 def test_f1_is_symmetric_and_bounded(one: str, other: str) -> None:
-    assert 0 <= search.f1(one, other) <= 1 and search.f1(one, other) == search.f1(other, one) and search.f1(one, one) == 1
+    assert (
+        0 <= search.f1(one, other) <= 1 and search.f1(one, other) == search.f1(other, one) and search.f1(one, one) == 1
+    )
 
 
 @pytest.mark.parametrize(

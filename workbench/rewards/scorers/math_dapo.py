@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from workbench.rewards.score import Score, bounded
+from workbench.rewards.score import Score, bounded, no_truth
 from workbench.rewards.scorers.boxes import last_box
 
 WINDOW, BOX_WINDOW = 300, 100
@@ -97,10 +97,18 @@ def compute_score(solution_str: str, ground_truth: str, strict_box_verify: bool 
 @bounded
 def math_dapo(response: str, ground_truth: Any, *, strict_box_verify: bool = False) -> Score:
     """The same as a record: value ±1, part `acc`. No answer is −1, as DAPO trains."""
+    if ground_truth is None:
+        return no_truth()
     result = compute_score(response, str(ground_truth), strict_box_verify)
     found = result["pred"] not in (None, "[INVALID]")
     right = bool(result["acc"])
     wanted = "box" if strict_box_verify else "line 'Answer: …'"
-    why = "the answer is right" if right else f"expected {ground_truth}" if found else f"no {wanted} near the end"
+    why = (
+        "the answer is right"
+        if right
+        else f"expected {str(ground_truth)[:100]}"
+        if found
+        else f"no {wanted} near the end"
+    )
     answer = str(result["pred"])[:200] if found else None
     return Score(value=result["score"], parts={"acc": float(right)}, answer=answer, why=why)

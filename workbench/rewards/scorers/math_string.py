@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench.rewards.score import Score, Status, bounded
+from workbench.rewards.score import Score, Status, bounded, no_truth
 from workbench.rewards.scorers.boxes import last_box
 
 _REMOVED = ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
@@ -104,10 +104,14 @@ def compute_score(solution_str: str, ground_truth: str) -> float:
 @bounded
 def math_string(response: str, ground_truth: Any) -> Score:
     """The same number as a record."""
+    if ground_truth is None:
+        return no_truth()
     answer = box(response)
     if answer is None:
         return Score(status=Status.MODEL_FAILED, why="no closed \\boxed{…} in the response")
     right = same(answer, str(ground_truth))
     return Score(
-        value=float(right), answer=answer[:200], why="the box is right" if right else f"expected {ground_truth}"
+        value=float(right),
+        answer=answer[:200],
+        why="the box is right" if right else f"expected {str(ground_truth)[:100]}",
     )

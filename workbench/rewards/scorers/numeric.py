@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any
 
-from workbench.rewards.score import Score, Status, bounded
+from workbench.rewards.score import Score, Status, bounded, no_truth
 from workbench.rewards.scorers.boxes import last_box
 from workbench.rewards.scorers.math_string import same
 
@@ -76,7 +76,8 @@ def _ratio(top: int, bottom: int) -> float | None:
 
 
 def same_answer(answer: str, truth: str, *, tolerance: float = 1e-4, lenient: bool = False) -> bool:
-    """Equal as numbers within a relative `tolerance`, part by part in a tuple, or as normalised strings."""
+    """Equal as numbers (a whole one exactly, others within a relative `tolerance`), part by part in a tuple, or as
+    normalised strings."""
     answer, truth = answer[:LONGEST].strip(), truth.strip()
     ours, theirs = _parts(answer), _parts(truth)
     if len(theirs) > 1 or len(ours) > 1:
@@ -91,7 +92,12 @@ def same_answer(answer: str, truth: str, *, tolerance: float = 1e-4, lenient: bo
     if one is None or other is None:
         return same(answer, truth)
     wanted = (other, other * 100, other / 100) if lenient else (other,)
-    return any(math.isclose(one, each, rel_tol=tolerance, abs_tol=0.0 if each else tolerance) for each in wanted)
+    return any(_close(one, each, tolerance) for each in wanted)
+
+
+def _close(one: float, other: float, tolerance: float) -> bool:
+    """A whole number is met exactly (up to a float's rounding): 10001 is not 10000, however near."""
+    return math.isclose(one, other, rel_tol=1e-12 if other.is_integer() else tolerance)
 
 
 def _parts(text: str) -> list[str]:
@@ -111,10 +117,14 @@ def _parts(text: str) -> list[str]:
 @bounded
 def numeric(response: str, ground_truth: Any, *, tolerance: float = 1e-4, lenient: bool = False) -> Score:
     """1 where the extracted answer equals the ground truth, else 0."""
+    if ground_truth is None:
+        return no_truth()
     answer = extract_answer(response)
     if answer is None:
         return Score(status=Status.MODEL_FAILED, why="no 'answer is …' and no \\boxed{…} in the response")
     right = same_answer(answer, str(ground_truth), tolerance=tolerance, lenient=lenient)
     return Score(
-        value=float(right), answer=answer[:200], why="the answer is right" if right else f"expected {ground_truth}"
+        value=float(right),
+        answer=answer[:200],
+        why="the answer is right" if right else f"expected {str(ground_truth)[:100]}",
     )

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from workbench.rewards.score import Score, Status, bounded
+from workbench.rewards.score import Score, Status, bounded, no_truth
 
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 MANY_TAGS = 10
@@ -24,45 +23,66 @@ def normalise(text: str) -> str:
 
 def extract_answer(text: str) -> str | None:
     """What the last pair of tags holds."""
-    found = _TAG.findall(text)
-    return found[-1].strip() if found else None
+    # by hand: a lazy pattern is quadratic in opening tags that are never closed
+    found, place = None, 0
+    while True:
+        start = text.find("<answer>", place)
+        end = text.find("</answer>", start + 8) if start >= 0 else -1
+        if end < 0:
+            return found
+        found, place = text[start + 8 : end].strip(), end + 9
 
 
 def targets(ground_truth: Any) -> list[str]:
     """The right answers of `{"target": text or list}`, of a list, or of a text."""
-    wanted = ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth
-    return [wanted] if isinstance(wanted, str) else [str(one) for one in wanted]
+    wanted = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
+    several = wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str) else [wanted]
+    return [str(one) for one in several if one is not None]
 
 
 def compute_score(
-    solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0, substring: bool = False
+    solution_str: str,
+    ground_truth: Any,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+    substring: bool = False,
 ) -> float:
-    """verl's number. An answer that normalises to nothing equals a target that does: its quirk."""
+    """verl's number (`method` changes nothing, there either). An answer that normalises to nothing equals a target that does: its quirk."""
     answer = extract_answer(solution_str)
     if answer is None:
         return 0.0
-    ours = normalise(answer)
-    theirs = [normalise(target) for target in targets(ground_truth)]
-    if not (any(each in ours for each in theirs) if substring else ours in theirs):
+    if not is_right(answer, ground_truth, substring):
         return format_score
     many = max(solution_str.count("<answer>"), solution_str.count("</answer>")) > MANY_TAGS
     return score / 4 if many and not substring else score
 
 
+def is_right(answer: str, ground_truth: Any, substring: bool = False) -> bool:
+    """Whether an answer normalises to a target (or with `substring` holds one)."""
+    ours = normalise(answer)
+    theirs = [normalise(target) for target in targets(ground_truth)]
+    return any(each in ours for each in theirs) if substring else ours in theirs
+
+
 @bounded
 def search_em(response: str, ground_truth: Any, *, substring: bool = False, format_score: float = 0.0) -> Score:
     """Exact match (or a target within the answer) as a record."""
+    if not targets(ground_truth):
+        return no_truth()
     answer = extract_answer(response)
     if answer is None:
         return Score(status=Status.MODEL_FAILED, why="no <answer>…</answer> in the response")
-    value = compute_score(response, ground_truth, format_score, substring=substring)
-    right = value > format_score
+    value = compute_score(response, ground_truth, format_score=format_score, substring=substring)
+    right = is_right(answer, ground_truth, substring)
     return Score(value=value, answer=answer, why="a target is met" if right else f"expected {_some(ground_truth)}")
 
 
 @bounded
 def search_f1(response: str, ground_truth: Any) -> Score:
     """Token F1 with the best target, in [0, 1] (SQuAD's; Rajpurkar et al. 2016)."""
+    if not targets(ground_truth):
+        return no_truth()
     answer = extract_answer(response)
     if answer is None:
         return Score(status=Status.MODEL_FAILED, why="no <answer>…</answer> in the response")
@@ -80,4 +100,4 @@ def f1(answer: str, target: str) -> float:
 
 
 def _some(ground_truth: Any) -> str:
-    return " or ".join(targets(ground_truth)[:3])
+    return " or ".join(target[:60] for target in targets(ground_truth)[:3])

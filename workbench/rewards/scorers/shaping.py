@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from workbench.config import require
+from workbench.errors import SettingError, message
 from workbench.rewards.score import Score, bounded
 from workbench.rewards.scorers.boxes import last_box
 
@@ -34,15 +35,20 @@ def boxed_format(response: str) -> Score:
 
 
 def matches(pattern: str, *, full: bool = False) -> Callable[[str], Score]:
-    """A scorer that is 1 where a regular expression is found (`full`: fits the whole) in the first 20,000 characters.
+    """A scorer that is 1 where a regular expression is found in the first 20,000 characters (`full`: fits the whole, which
+    a longer response cannot).
 
-    The expression runs in a worker, for some never end on some texts.
+    The expression runs in a worker, for some never end on some texts. Raises `SettingError` for one that is none.
     """
-    compiled = re.compile(pattern, re.DOTALL)
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as cause:
+        raise SettingError(message("pattern", expected="a regular expression", found=cause)) from cause
 
     def scorer(response: str) -> dict[str, object]:
-        text = response[:20_000]
-        good = (compiled.fullmatch(text) if full else compiled.search(text)) is not None
+        text = response[:LONGEST]
+        fits = len(response) <= LONGEST and compiled.fullmatch(text) is not None
+        good = fits if full else compiled.search(text) is not None
         return {"score": float(good), "why": "matches" if good else f"does not match {compiled.pattern!r}"}
 
     scorer.__name__ = "matches"
@@ -52,11 +58,12 @@ def matches(pattern: str, *, full: bool = False) -> Callable[[str], Score]:
 def length_penalty(*, minimum: int = 10, maximum: int = 1000, per_character: float = 0.01) -> Callable[[str], Score]:
     """A scorer: −`per_character` for every character below `minimum` or above `maximum`, else 0."""
     require(0 <= minimum <= maximum, "minimum", expected=f"0 to maximum ({maximum})", found=minimum)
+    require(0 <= per_character < math.inf, "per_character", expected="a number ≥ 0", found=per_character)
 
     @bounded
     def scorer(response: str) -> Score:
         outside = max(minimum - len(response), 0) + max(len(response) - maximum, 0)
-        return Score(value=-per_character * outside, why=f"{len(response)} characters")
+        return Score(value=0.0 - per_character * outside, why=f"{len(response)} characters")
 
     scorer.__name__ = "length_penalty"
     return scorer
@@ -64,7 +71,7 @@ def length_penalty(*, minimum: int = 10, maximum: int = 1000, per_character: flo
 
 def overlong_penalty(length: int, max_resp_len: int, buffer: int, factor: float = 1.0) -> float:
     """DAPO's soft penalty: min(−(length − (max − buffer)) / buffer · factor, 0). Not clamped below, as in verl."""
-    return min(-(length - (max_resp_len - buffer)) / buffer * factor, 0.0)
+    return min(-(length - (max_resp_len - buffer)) / buffer * factor, 0.0) + 0.0
 
 
 def overlong(
@@ -72,12 +79,18 @@ def overlong(
 ) -> Callable[[Sequence[int]], Score]:
     """A scorer on `response_ids`: DAPO's penalty over the last `buffer` tokens; `floor=-1.0` is TRL's clamp."""
     require(0 < buffer <= max_response_length, "buffer", expected=f"1 to {max_response_length} tokens", found=buffer)
+    require(0 <= factor < math.inf, "factor", expected="a number ≥ 0", found=factor)
+    require(floor is None or -math.inf < floor <= 0, "floor", expected="a number ≤ 0, or None", found=floor)
 
     @bounded
     def scorer(response_ids: Sequence[int]) -> Score:
         penalty = overlong_penalty(len(response_ids), max_response_length, buffer, factor)
         value = penalty if floor is None else max(penalty, floor)
-        return Score(value=value, parts={"overlong": float(value < 0)}, why=f"{len(response_ids)} tokens")
+        return Score(
+            value=value,
+            parts={"overlong_reward": value, "overlong": float(value < 0)},
+            why=f"{len(response_ids)} tokens",
+        )
 
     scorer.__name__ = "overlong"
     return scorer
@@ -94,14 +107,14 @@ def cosine_length(length: int, max_length: int, at_zero: float, at_max: float) -
 def repetition(*, n: int = 3, max_penalty: float = -1.0) -> Callable[[str], Score]:
     """A scorer: (1 − distinct/all word n-grams) · `max_penalty`, in [max_penalty, 0]."""
     require(n >= 1, "n", expected="≥ 1", found=n)
-    require(max_penalty <= 0, "max_penalty", expected="≤ 0", found=max_penalty)
+    require(-math.inf < max_penalty <= 0, "max_penalty", expected="a number ≤ 0", found=max_penalty)
 
     @bounded
     def scorer(response: str) -> Score:
         words = response.lower().split()
         grams = list(zip(*(words[start:] for start in range(n)), strict=False))
         share = 1.0 - len(set(grams)) / len(grams) if grams else 0.0
-        return Score(value=share * max_penalty, why=f"{share:.0%} of {len(grams)} {n}-grams repeat")
+        return Score(value=share * max_penalty + 0.0, why=f"{share:.0%} of {len(grams)} {n}-grams repeat")
 
     scorer.__name__ = "repetition"
     return scorer

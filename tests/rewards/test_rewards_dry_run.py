@@ -1,0 +1,109 @@
+"""A dry run on saved completions: what was extracted and where, who disagrees, and why rows are what they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import workbench as wb
+from workbench.errors import DataError
+from workbench.rewards import dry_run, gsm8k, math_string
+from workbench.rewards.score import bounded
+from workbench.testing.rewards import answered
+from workbench.views.html import lint
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+RECORDS = [
+    {"prompt": "one?", "completion": "so #### 18 it is", "ground_truth": "18"},
+    {"prompt": "two?", "completion": "it is 18", "ground_truth": "18"},
+    {"prompt": "three?", "completion": "#### 1,234.", "ground_truth": "1234"},
+    {"prompt": "four?", "completion": "<script>alert(1)</script> #### 4", "ground_truth": "5"},
+]
+
+
+@bounded
+def strict(response: str, ground_truth: str) -> Any:
+    return gsm8k.gsm8k(response, ground_truth)
+
+
+@bounded
+def flexible(response: str, ground_truth: str) -> Any:
+    return gsm8k.gsm8k(response, ground_truth, method="flexible")
+
+
+def fails(response: str) -> float:
+    raise KeyError("nothing works")
+
+
+def test_tables_disagreements_failures_and_spans() -> None:
+    run = dry_run(
+        {"strict": strict, "flexible": flexible, "broken": wb.rewards.Reward(fails, in_process=True)}, RECORDS
+    )
+    table = run.table
+    assert table["strict"].tolist() == [1, 0, 0, 0] and table["flexible"].tolist() == [1, 1, 0, 0]
+    assert table["broken"].isna().all() and table["strict/answer"].fillna("-").tolist() == ["18", "-", "1234.", "4"]
+    assert run.judged["strict"][0].span == (8, 10) and run.judged["strict"][2].span is None  # the comma went
+    summary = run.summary
+    assert summary.loc["strict", "mean"] == 0.25 and summary.loc["strict", "model failed"] == 1
+    assert summary.loc["broken", "machinery failed"] == 4 and summary.loc["broken", "judged"] == 0
+    assert list(dry_run({"strict": strict, "flexible": flexible}, RECORDS).disagreements.index) == [1]
+    assert run.failures.iloc[0]["broken"] == 4 and "nothing works" in run.failures.index[0]
+    text, html = repr(run), run._repr_html_()
+    assert "4 completions" in text and "strict" in text and "4 machinery failed" in text
+    assert "&lt;script&gt;" in html and "<script>" not in html and lint(html) == []
+    assert ">18</span>" in html
+
+
+@pytest.mark.parametrize("form", ["frame", "jsonl", "parquet", "batch", "trace", "verl"])
+def test_whatever_completions_come_in(form: str, tmp_path: Path) -> None:
+    batch = answered([one["completion"] for one in RECORDS], [one["ground_truth"] for one in RECORDS])
+    given: Any = RECORDS
+    if form == "frame":
+        given = pd.DataFrame(RECORDS)
+    elif form == "jsonl":
+        given = tmp_path / "saved.jsonl"
+        given.write_text("\n".join(map(json.dumps, RECORDS)))
+    elif form == "parquet":
+        given = tmp_path / "saved.parquet"
+        pd.DataFrame(RECORDS).to_parquet(given)
+    elif form == "batch":
+        given = batch
+    elif form == "trace":
+        given = wb.Trace(batch)
+    elif form == "verl":
+        given = [{"input": one["prompt"], "output": one["completion"], "gts": one["ground_truth"]} for one in RECORDS]
+    assert dry_run(flexible, given).table["flexible"].tolist() == [1, 1, 0, 0]
+
+
+def test_limits_names_and_refusals() -> None:
+    assert len(dry_run([strict, strict], RECORDS, limit=2).table) == 2
+    assert list(dry_run([strict, strict], RECORDS).judged) == ["strict", "strict'"]
+    with pytest.raises(DataError, match="a column with responses"):
+        dry_run(strict, [{"said": "x"}])
+    wanting = dry_run({"wants": lambda response, colour: 1.0}, RECORDS)
+    assert "colour" in wanting.failures.index[0], "a function that asks for what no row has is shown"
+
+
+@pytest.mark.skipif(not (SHARED / "dumps" / "trl").exists(), reason="no TRL dump: ../shared/data is absent")
+def test_a_dump_of_trls() -> None:
+    run = dry_run({"length": wb.rewards.shaping.length_penalty()}, str(SHARED / "dumps" / "trl" / "*.parquet"))
+    assert len(run.rows) == 192 and run.summary.loc["length", "judged"] == 192 and run._repr_html_()
+
+
+@pytest.mark.skipif(not (SHARED / "gsm8k").exists(), reason="no GSM8K: ../shared/data is absent")
+def test_gsm8ks_own_solutions() -> None:
+    """All 1,319 reference answers: strict and flexible agree but for what flexible does not clean."""
+    lines = [json.loads(line) for line in (SHARED / "gsm8k" / "test.jsonl").read_text().splitlines()]
+    records = [
+        {"prompt": one["question"], "completion": one["answer"], "ground_truth": gsm8k.reference_answer(one["answer"])}
+        for one in lines
+    ]
+    run = dry_run({"strict": strict, "flexible": flexible, "math": math_string}, records)
+    assert run.summary.loc["strict", "mean"] == 1.0 and run.summary.loc["math", "judged"] == 1319
+    commas = [row for row in records if "," in row["completion"].rsplit("#### ", 1)[1]]
+    assert len(commas) == 14 and run.table["flexible"].sum() == 1319 - 14
+    assert run.summary.loc["math", "model failed"] == 1319, "no boxes there"

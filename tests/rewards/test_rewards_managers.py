@@ -1,0 +1,242 @@
+"""Managers with verl's constructor and call; classes written for verl; extras as a union; empty responses."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.errors import DataError, RewardError
+from workbench.rewards import MISSING, FileManagerReward, ManagerReward, Reward, Score, Status, manager_class, register
+from workbench.rewards.managers import extra_info
+from workbench.rewards.score import extra_columns
+from workbench.stages import Reward as RewardStage
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(int(number)) for number in ids)
+
+
+def verl_shaped(texts: list[str], truths: list[str]) -> Any:
+    width = max(map(len, texts)) + 2
+    responses, mask = torch.zeros(len(texts), width, dtype=torch.long), torch.zeros(len(texts), width, dtype=torch.long)
+    for row, text in enumerate(texts):
+        responses[row, : len(text)] = torch.tensor([ord(letter) for letter in text], dtype=torch.long)
+        mask[row, : len(text)] = 1
+    prompts = torch.full((len(texts), 3), ord("p"))
+    return wb.DataProto.from_single_dict(
+        {
+            "prompts": prompts,
+            "prompt_mask": torch.ones_like(prompts),
+            "responses": responses,
+            "response_mask": mask,
+            "attention_mask": torch.cat([torch.ones_like(prompts), mask], dim=1),
+            "input_ids": torch.cat([prompts, responses], dim=1),
+            "raw_prompt": [[{"role": "user", "content": "q"}]] * len(texts),
+            "response_text": texts,
+            "data_source": ["openai/gsm8k"] * len(texts),
+            "reward_model": [{"style": "rule", "ground_truth": truth} for truth in truths],
+            "extra_info": [{"index": row} for row in range(len(texts))],
+            "uid": [f"u{row}" for row in range(len(texts))],
+        }
+    )
+
+
+BATCH = verl_shaped(["#### 4", "#### 5", ""], ["4", "4", "6"])
+
+
+def make(name: str, compute_score: Any = None, **options: Any) -> Any:
+    return manager_class(name)(Letters(), 0, compute_score, **options)
+
+
+def keyed(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    assert extra_info["num_turns"] is None and "index" in extra_info
+    right = solution_str.endswith(ground_truth)
+    return {"score": float(right), "format": 1.0, **({"note": "right"} if right else {"hint": "wrong"})}
+
+
+@pytest.mark.parametrize("name", ["naive", "prime", "dapo", "rate_limited"])
+def test_a_row_manager_scores_on_the_last_token_and_keeps_every_key(name: str) -> None:
+    manager = make(name, keyed, **({"num_workers": 2} if name == "prime" else {}))
+    result = manager(BATCH.mutable(), return_dict=True)
+    manager.close()
+    tensor, info = result["reward_tensor"], result["reward_extra_info"]
+    assert tensor.shape == BATCH["responses"].shape and tensor[0].tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
+    assert tensor[1].sum() == 0 and tensor[2].sum() == 0, "nothing is written for an empty response"
+    assert info["note"] == ["right", MISSING, MISSING] and info["hint"] == [MISSING, "wrong", "wrong"]
+    assert info["format"] == [1, 1, 1] and info["status"] == ["scored"] * 3
+    assert BATCH["extra_info"][0] == {"index": 0}, "verl's naive writes into the batch"
+
+
+def test_prime_calls_by_position_side_by_side() -> None:
+    def by_position(source: str, text: str, truth: str, info: Any) -> dict[str, Any]:
+        time.sleep(0.2)
+        return {"score": float(truth in text)}
+
+    manager = make("prime", by_position, num_workers=2)
+    assert manager(BATCH.mutable()).sum() == 1
+    began = time.perf_counter()
+    assert manager(BATCH.mutable()).sum() == 1  # a dict result costs verl's prime the whole batch
+    assert time.perf_counter() - began < 0.6 + 1.0
+    manager.close()
+
+
+def test_batch_is_one_call_with_plural_names() -> None:
+    def together(
+        data_sources: list[str], solution_strs: list[str], ground_truths: list[str], extra_infos: list[Any]
+    ) -> Any:
+        assert len(data_sources) == len(solution_strs) == len(extra_infos) == 3
+        return [float(truth in text) for text, truth in zip(solution_strs, ground_truths, strict=True)]
+
+    assert make("batch", together)(BATCH.mutable()).sum() == 1
+
+
+def test_defaults_route_by_source_and_given_rewards_are_given_back() -> None:
+    assert make("naive")(BATCH.mutable()).sum() == 1
+    ready = BATCH.mutable()
+    ready.batch["rm_scores"] = torch.full((3, 8), 0.5)
+    assert torch.equal(make("naive")(ready), ready.batch["rm_scores"])
+
+
+def test_dapo_adds_its_penalty_unclamped_as_verl_does() -> None:
+    cfg = {"enable": True, "len": 4, "penalty_factor": 2.0, "log": True}
+    manager = make("dapo", max_resp_len=6, overlong_buffer_cfg=cfg)
+    result = manager(BATCH.mutable(), return_dict=True)
+    # six tokens: min(-(6 - 2)/4 · 2, 0) = -2, below the right answer's 1 and the wrong one's 0
+    assert result["reward_tensor"][0].sum() == 1 - 2 and result["reward_tensor"][1].sum() == -2
+    assert result["reward_extra_info"]["overlong_reward"] == [-2, -2, 0]
+    with pytest.raises(Exception, match="0 < len ≤ max_resp_len"):
+        make("dapo", max_resp_len=2, overlong_buffer_cfg=cfg)
+
+
+def test_a_failure_is_said_and_no_zero() -> None:
+    def fragile(solution_str: str) -> float:
+        if not solution_str:
+            raise ValueError("empty")
+        return 1.0
+
+    info = make("naive", fragile)(BATCH.mutable(), return_dict=True)["reward_extra_info"]
+    assert (
+        info["status"][2] == "machinery failed"
+        and info["scored"] == [True, True, False]
+        and info["score"][2] is MISSING
+    )
+    with pytest.raises(RewardError, match="empty"):
+        make("naive", fragile, on_failure="raise")(BATCH.mutable())
+
+
+def test_reserved_names_are_ours() -> None:
+    scores = [
+        Score(value=1.0, extra={"status": "great", "gts": "x", "mine": 1}),
+        Score(value=0.0, status=Status.MODEL_FAILED),
+    ]
+    info = extra_info(scores)
+    assert info["status"] == ["scored", "model failed"] and "gts" not in info and info["mine"] == [1, MISSING]
+    assert extra_columns(scores)["reward_extra/mine"] == [1, MISSING] and not MISSING and repr(MISSING) == "MISSING"
+
+
+def test_a_missing_marker_is_saved_and_is_one() -> None:
+    import pickle
+    import tempfile
+
+    batch = BATCH.with_columns({"reward_extra/note": ["a", MISSING, {"b": 1}]})
+    assert pickle.loads(pickle.dumps(MISSING)) is MISSING
+    with tempfile.TemporaryDirectory() as folder:
+        batch.save(Path(folder) / "batch")
+        assert wb.DataProto.load(Path(folder) / "batch")["reward_extra/note"][1] is MISSING
+
+
+# --- managers written for verl -------------------------------------------------------------------------
+
+VERLS = """
+import torch
+from verl import DataProto
+from verl.workers.reward_manager import register
+from verl.workers.reward_manager.abstract import AbstractRewardManager
+from collections import defaultdict
+
+@register("lengths")
+class Lengths(AbstractRewardManager):
+    def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key="data_source", scale=1.0):
+        self.tokenizer, self.num_examine, self.compute_score = tokenizer, num_examine, compute_score
+        self.reward_fn_key, self.scale = reward_fn_key, scale
+
+    def __call__(self, data, return_dict=False):
+        if "rm_scores" in data.batch.keys():
+            return data.batch["rm_scores"]
+        reward_tensor = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+        extra = defaultdict(list)
+        for i in range(len(data)):
+            item = data[i]
+            prompt_length = item.batch["prompts"].shape[-1]
+            valid = int(item.batch["attention_mask"][prompt_length:].sum())
+            text = self.tokenizer.decode(item.batch["responses"][:valid])
+            truth = item.non_tensor_batch["reward_model"]["ground_truth"]
+            item.non_tensor_batch["extra_info"]["seen"] = True
+            if valid:
+                reward_tensor[i, valid - 1] = self.scale * (len(text) + (truth in text))
+            extra["source"].append(item.non_tensor_batch[self.reward_fn_key])
+        return {"reward_tensor": reward_tensor, "reward_extra_info": extra} if return_dict else reward_tensor
+"""
+
+
+def test_a_manager_class_written_for_verl_works_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "manager.py"
+    file.write_text(VERLS)
+    with pytest.raises(DataError, match="outside the folders"):
+        FileManagerReward(file, "Lengths", tokenizer=Letters())
+    reward = FileManagerReward(file, "Lengths", tokenizer=Letters(), roots=[tmp_path], scale=2.0)
+    scores = reward.score(BATCH)
+    assert [score.value for score in scores] == [14, 12, 0] and scores[0].extra["source"] == "openai/gsm8k"
+    assert reward.settings()["file"]["function"] == "Lengths" and reward.source == VERLS
+    outcome = RewardStage(reward)(BATCH)
+    assert outcome.batch["token_level_scores"][0].tolist() == [0, 0, 0, 0, 0, 14, 0, 0]
+    reward.close()
+    broken = tmp_path / "broken.py"
+    broken.write_text(VERLS.replace("valid = int(", "valid = int(missing + "))
+    with pytest.raises(RewardError, match="NameError"):
+        FileManagerReward(broken, "Lengths", tokenizer=Letters(), roots=[tmp_path]).score(BATCH)
+
+
+def test_managers_register_and_any_callable_of_the_shape_is_a_reward() -> None:
+    @register("constant")
+    class Constant:
+        def __init__(self, tokenizer: Any, num_examine: int = 0, compute_score: Any = None, **options: Any) -> None: ...
+
+        def __call__(self, data: Any, return_dict: bool = False) -> Any:
+            tensor = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+            tensor[:, 0] = 0.5
+            return tensor
+
+    reward = ManagerReward(make("constant"))
+    assert [score.value for score in reward.score(BATCH)] == [0.5] * 3
+    with pytest.raises(RewardError, match="did you mean 'constant'"):
+        manager_class("constnt")
+
+    def wrong_shape(data: Any, return_dict: bool) -> Any:
+        return torch.zeros(2, 2)
+
+    with pytest.raises(RewardError, match=r"a tensor \(3, 8\); found \(2, 2\)"):
+        ManagerReward(wrong_shape).score(BATCH)
+
+
+def test_openrlhfs_function() -> None:
+    def reward_func(queries: list[str], prompts: list[Any], labels: list[str]) -> dict[str, Any]:
+        assert (
+            queries[0] == "q#### 4" and prompts[0] == [{"role": "user", "content": "q"}] and labels == ["4", "4", "6"]
+        )
+        return {
+            "rewards": torch.tensor([1.0, 0.0, 0.5]),
+            "scores": torch.zeros(3),
+            "extra_logs": {"size": torch.tensor([6, 6, 0])},
+        }
+
+    scores = Reward(reward_func, in_process=True).score(BATCH)
+    assert [score.value for score in scores] == [1, 0, 0.5] and scores[0].parts["size"] == 6
