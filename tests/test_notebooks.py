@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SMALL = {
     "101_one_step": {"prompts": 4, "group_size": 4},
+    "102_rewards": {"prompts": 4, "group_size": 4, "steps": 2},
     "103_algorithms": {"updates": 2},
     "201_train_grpo": {
         "steps": 3,

@@ -36,6 +36,7 @@ pytestmark = [
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SMALL = {
+    "102_rewards": {"steps": 4},
     "201_train_grpo": {"steps": 4, "batch_size": 4, "heldout_rows": 16},
     "202_train_ppo": {"steps": 4, "batch_size": 4, "heldout_rows": 16},
     "203_compare": {"steps": 2, "batch_size": 4, "heldout_rows": 8},
@@ -43,13 +44,19 @@ SMALL = {
 """Parameters of those that would take minutes; the rest run as they are."""
 SHOWN: dict[str, tuple[str, ...]] = {
     "101_one_step": ("0.7071", "update_actor", "samples, worst first", "Trace of step 1", "advantages changed sign"),
+    "102_rewards": (
+        "rows that the scorers judge differently",
+        "No such file or directory",
+        "advantages changed sign",
+        "step 4/4",
+    ),
     "103_algorithms": ("reinforce_plus_plus_baseline", "cosine between the updates", "influence"),
     "201_train_grpo": ("step 4/4", "held-out reward after"),
     "202_train_ppo": ("step 4/4", "critic/vf_explained_var", "held-out reward after"),
     "203_compare": ("reinforce_plus_plus done", "finished"),
 }
 """What a person must be able to read when all cells have run."""
-IMAGES = {"103_algorithms": 2, "201_train_grpo": 2, "202_train_ppo": 4, "203_compare": 1}
+IMAGES = {"102_rewards": 2, "103_algorithms": 2, "201_train_grpo": 2, "202_train_ppo": 4, "203_compare": 1}
 """Live curves, and those drawn from the run folder."""
 SETTINGS: dict[str, dict[str, str]] = {
     # Lab takes cells that are out of sight out of the page; the tests read the whole notebook

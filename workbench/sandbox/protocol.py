@@ -129,7 +129,7 @@ class Phase:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Result:
     """What came back for one program."""
 
@@ -192,6 +192,24 @@ class Result:
 
     def __str__(self) -> str:
         return f"{self.status}: {self.why}"
+
+    def __repr__(self) -> str:
+        phase = self.run or self.compile
+        lines = [f"{self} ({self.where}{f', {phase.seconds:.3f} s' if phase else ''})"]
+        if phase:
+            told = (("stdout", phase.stdout), ("stderr", phase.stderr))
+            lines += [f"--- {name}\n{_shortened(text)}" for name, text in told if text]
+        if self.files:
+            lines.append("files " + ", ".join(f"{name} ({len(body)} bytes)" for name, body in self.files.items()))
+        return "\n".join(lines)
+
+
+def _shortened(text: str, limit: int = 2000) -> str:
+    """For a terminal: control characters made visible, the middle of long output left out."""
+    if len(text) > limit:
+        text = f"{text[: limit // 2]}\n… {len(text) - limit} characters …\n{text[-limit // 2 :]}"
+    shown = (letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text.rstrip("\n"))
+    return "".join(shown)
 
 
 def status_of(*phases: Phase | None) -> Status:

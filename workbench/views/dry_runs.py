@@ -20,7 +20,7 @@ def dry_run_text(run: DryRun) -> str:
     for name, numbers in run.summary.iterrows():
         said = [f"mean {numbers['mean']:.3f}", f"{int(numbers['judged'])} judged"]
         said += [f"{int(numbers[key])} {key}" for key in run.summary if "failed" in key or "applicable" in key]
-        said.append(f"median {1000 * numbers['median s']:.2f} ms, longest {1000 * numbers['longest s']:.1f} ms")
+        said.append(f"median {_time(numbers['median s'])}, longest {_time(numbers['longest s'])}")
         lines.append(f"  {name:<20} {', '.join(said)}")
     if len(run.judged) > 1:
         lines.append(f"{len(run.disagreements)} rows are judged differently")
@@ -62,11 +62,19 @@ def _summary(run: DryRun) -> str:
                 bar(abs(mean), f"{mean:.3f}", good=mean >= 0) if mean == mean else "–",
                 *(f"{int(numbers[key])}" for key in statuses),
                 f"{int(numbers['extracted'])}",
-                f"{1000 * numbers['median s']:.2f} ms",
-                f"{1000 * numbers['longest s']:.1f} ms",
+                _time(numbers["median s"]),
+                _time(numbers["longest s"]),
             ]
         )
     return f"<b>{len(run.rows)} completions</b>" + table(header, rows)
+
+
+def _time(seconds: float) -> str:
+    """In the unit that fits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
 
 
 def _cycle(number: int) -> list[str]:
