@@ -104,7 +104,8 @@ def _verdict(name: str, one: Judged) -> str:
 
 def _marked(text: str, found: list[Any]) -> str:
     """The end of a response (where answers stand) with each scorer's answer on its colour."""
-    spans = sorted((one.span, colour) for one, colour in zip(found, _cycle(len(found)), strict=True) if one.span)
+    coloured = [(one.span, colour) for one, colour in zip(found, _cycle(len(found)), strict=True) if one.span]
+    spans = sorted(coloured, key=lambda pair: pair[0])
     first = min((span[0] for span, _ in spans), default=len(text))
     start = max(min(first - _AROUND // 2, len(text) - _AROUND), 0)
     end = max(max((span[1] for span, _ in spans), default=0) + _AROUND, start + _AROUND)
