@@ -1,6 +1,6 @@
 """Which test injects which fault: the rows of the fault list that one process can meet, and where each is held to it.
 
-A checkpoints and resume · C notebooks and jobs · D bad data and numerics · E security. A row whose tests are gone or renamed
+A checkpoints and resume · B rewards · C notebooks and jobs · D bad data and numerics · E security. A row whose tests are gone or renamed
 fails here.
 """
 
@@ -118,6 +118,22 @@ ROWS: dict[str, list[str]] = {
         "faults/test_faults_data.py::test_D8_a_wrong_count_a_non_number_and_extra_keys",
         "faults/test_faults_data.py::test_D8_a_function_that_writes_into_its_input_changes_nobody_elses",
     ],
+    "E1 text that would be evaluated": [
+        "faults/test_faults_rewards.py::test_E1_nothing_in_the_package_evaluates_text",
+        "rewards/scorers/test_scorers_math.py::test_no_scorer_runs_an_answer_or_lingers_over_it",
+        "rewards/scorers/test_scorers_math.py::test_a_tower_of_powers_loses_its_row_and_an_unreadable_truth_says_so",
+    ],
+    "E2 model code": [
+        "sandbox/test_sandbox_local.py::test_what_goes_over_a_limit_is_ended_and_the_limit_named",
+        "sandbox/test_sandbox_local.py::test_no_way_out",
+        "sandbox/test_sandbox_local.py::test_a_daemon_with_a_session_of_its_own_ends_with_its_program",
+        "sandbox/test_sandbox_local.py::test_where_nothing_isolates_model_code_does_not_run_unless_said",
+        "rewards/test_rewards_code.py::test_no_cheat_scores",
+    ],
+    "E3 a sample that patches the grader": [
+        "rewards/test_rewards_code.py::test_one_row_cannot_spoil_the_next",
+        "rewards/test_rewards_code.py::test_expected_outputs_never_enter_the_models_process",
+    ],
     "E4 files that would run": [
         "faults/test_faults_security.py::test_E4_a_pickle_in_a_model_folder_never_runs",
         "faults/test_faults_security.py::test_E4_no_file_of_a_run_is_ever_unpickled",
@@ -127,6 +143,15 @@ ROWS: dict[str, list[str]] = {
         "faults/test_faults_security.py::test_E5_whatever_a_model_writes_stays_text_in_every_view",
         "faults/test_faults_security.py::test_E5_ten_megabytes_in_one_line_are_cut",
         "faults/test_faults_security.py::test_E5_in_a_browser_nothing_runs_and_nothing_is_fetched",
+    ],
+    "E8 a reward by its file": [
+        "faults/test_faults_rewards.py::test_E8_a_reward_file_runs_outside_the_trainer_and_is_in_the_runs_record",
+        "rewards/test_rewards_functions.py::test_a_file_runs_in_workers_alone_from_allowed_folders_as_it_was_read",
+    ],
+    "E14 orders in what a judge reads": [
+        "faults/test_faults_rewards.py::test_E14_a_judge_that_repeats_an_injected_verdict_has_not_judged",
+        "rewards/test_rewards_judges.py::test_injected_orders_stay_between_the_marks_and_are_cut",
+        "rewards/test_rewards_judges.py::test_what_is_no_verdict_is_never_one",
     ],
     "E7 paths": [
         "runs/test_runs_commands.py::test_E7_a_run_stays_where_its_name_says",
