@@ -32,7 +32,7 @@ class Refused(ForeignError):
 class Client:
     """Posts JSON, reads JSON, and tries again where that can help.
 
-    `attempts` tries at most, all within `deadline` seconds; between them waits that double from `wait`
+    At most `max_concurrent` exchanges at a time; `attempts` tries each, all within `deadline` seconds; between them waits that double from `wait`
     seconds with full jitter, or what `Retry-After` says. Every error names the URL's host and the last cause.
     """
 
@@ -42,21 +42,23 @@ class Client:
         attempts: int = 5,
         deadline: float = 300.0,
         wait: float = 0.5,
+        max_concurrent: int = 64,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        require(max_concurrent >= 1, "max_concurrent", expected="≥ 1", found=max_concurrent)
         require(attempts >= 1, "attempts", expected="≥ 1", found=attempts)
         require(deadline > 0, "deadline", expected="seconds > 0", found=deadline)
         self.attempts, self.deadline, self.wait = attempts, deadline, wait
         self._headers = dict(headers or {})
-        # connections belong to the loop that made them
+        self.max_concurrent = max_concurrent
+        # connections and places belong to the loop that made them
         self._clients: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-    def __reduce__(self) -> Any:
-        return (_again, (self.attempts, self.deadline, self.wait, self._headers))
+        self._places: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
     async def post(self, url: str, body: Any, *, timeout: float, read: Callable[[Any], T]) -> T:
         """`read(reply)` of the first usable reply; a `ValueError` of `read` means that it was not usable."""
-        return await self._until_read("POST", url, body, timeout, read)
+        async with self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrent)):
+            return await self._until_read("POST", url, body, timeout, read)
 
     async def get(self, url: str, *, timeout: float) -> Any:
         """The JSON at a URL."""
@@ -106,10 +108,6 @@ class Client:
                     raise ValueError(f"a reply of more than {MAX_REPLY >> 20} MiB")
                 parts.append(part)
         return httpx.Response(reply.status_code, headers=_plain(reply.headers), content=b"".join(parts))
-
-
-def _again(attempts: int, deadline: float, wait: float, headers: dict[str, str]) -> Client:
-    return Client(attempts=attempts, deadline=deadline, wait=wait, headers=headers)
 
 
 def _plain(headers: Any) -> dict[str, str]:

@@ -67,6 +67,7 @@ class OpenAIChat:
         *,
         api_key_env: str | None = None,
         tokenizer: Any = None,
+        max_concurrent: int = 32,
         attempts: int = 5,
         deadline: float = 300.0,
         timeout: float = 120.0,
@@ -77,7 +78,8 @@ class OpenAIChat:
         self.tokenizer = tokenizer
         self.timeout = timeout
         self._body = dict(body or {})
-        self._client = Client(attempts=attempts, deadline=deadline, headers=_headers(api_key_env))
+        limits = {"attempts": attempts, "deadline": deadline, "max_concurrent": max_concurrent}
+        self._client = Client(**limits, headers=_headers(api_key_env))  # type: ignore[arg-type]
 
     def describe(self) -> str:
         """Model and host."""
@@ -122,6 +124,7 @@ class ClassifyEndpoint:
         *,
         api_key_env: str | None = None,
         tokenizer: Any = None,
+        max_concurrent: int = 32,
         attempts: int = 5,
         deadline: float = 300.0,
         timeout: float = 120.0,
@@ -130,7 +133,8 @@ class ClassifyEndpoint:
         self.model = model
         self.tokenizer = tokenizer
         self.timeout = timeout
-        self._client = Client(attempts=attempts, deadline=deadline, headers=_headers(api_key_env))
+        limits = {"attempts": attempts, "deadline": deadline, "max_concurrent": max_concurrent}
+        self._client = Client(**limits, headers=_headers(api_key_env))  # type: ignore[arg-type]
 
     def describe(self) -> str:
         """Model and host."""

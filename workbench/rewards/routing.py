@@ -81,6 +81,7 @@ def by_data_source(
 ) -> Reward:
     """A reward that asks each row's `data_source`. The scorers are ours and bounded, so it runs in this process; code
     runs in `sandbox`, and without one sources of code are refused before the run."""
+    plain = table is SCORERS and not aliases and sandbox is None
     if sandbox is not None:
         table = {**dict.fromkeys(CODE_SOURCES, Code(sandbox)), **table}
 

@@ -89,9 +89,12 @@ class Rubric(BaseReward):
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
         """One record a row view; the parts run side by side."""
-        with ThreadPoolExecutor(len(self.parts), thread_name_prefix="workbench-rubric") as threads:
+        threads = ThreadPoolExecutor(len(self.parts), thread_name_prefix="workbench-rubric")
+        try:
             asked = {part: threads.submit(_settled, reward, rows) for part, reward in self.parts.items()}
             found = {part: future.result() for part, future in asked.items()}
+        finally:
+            threads.shutdown(wait=False)  # an interrupt does not wait for the slowest part
         return [self._joined({part: scores[row] for part, scores in found.items()}) for row in range(len(rows))]
 
     def _joined(self, scores: Mapping[str, Score]) -> Score:

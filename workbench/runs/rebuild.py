@@ -61,7 +61,7 @@ def _plain(value: Any, roles: Mapping[int, str]) -> Any:
         names = inspect.signature(_CONTROLLERS[kind]).parameters
         held = {"coef": getattr(value, "initial", value.value), **vars(value)}
         return {"controller": kind, "arguments": {name: held[name] for name in names}}
-    if isinstance(value, rewards.Reward):
+    if isinstance(value, rewards.BaseReward):
         return {"missing": value.name} if value.name != "by data_source" else {"reward": value.settings()}
     frozen: dict[str, Any] = getattr(value, "describe", dict)()
     if frozen.get("as_loaded"):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+import base64
 import json
-import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from workbench import background
 from workbench.config import require
 from workbench.errors import first_line
 from workbench.http_client import Client, Refused, Unreachable
@@ -51,9 +51,7 @@ class RemoteSandbox(SyncDoors):
         self.url = urlunsplit((parts.scheme, parts.netloc, path, "", ""))
         self.memory_limit_mb = memory_limit_mb
         self.max_concurrent = max_concurrent
-        require(max_concurrent >= 1, "max_concurrent", expected="≥ 1", found=max_concurrent)
-        self._client = Client(attempts=attempts, deadline=deadline, headers=headers)
-        self._slots: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+        self._client = Client(attempts=attempts, deadline=deadline, max_concurrent=max_concurrent, headers=headers)
 
     def describe(self) -> str:
         """Which service, and how many requests at a time."""
@@ -64,8 +62,6 @@ class RemoteSandbox(SyncDoors):
 
     def ping(self) -> bool:
         """Whether the service answers."""
-        from workbench import background
-
         try:
             return background.run(self._client.get(f"{self.url}/v1/ping", timeout=10.0)) == "pong"
         except (Unreachable, Refused):
@@ -73,30 +69,25 @@ class RemoteSandbox(SyncDoors):
 
     async def execute(self, program: Program) -> Result:
         """Post one program and read the reply."""
-        loop = asyncio.get_running_loop()
-        slot = self._slots.setdefault(loop, asyncio.Semaphore(self.max_concurrent))
         if program.memory_limit_mb <= 0:
             program = replace(program, memory_limit_mb=self.memory_limit_mb)
         patience = program.compile_timeout + program.run_timeout + 10.0
         where = urlsplit(self.url).netloc
-        async with slot:
-            try:
-                return await self._client.post(
-                    f"{self.url}/run_code",
-                    program.to_request(),
-                    timeout=patience,
-                    read=lambda reply: replace(read_reply(reply), where=where),
-                )
-            except (Unreachable, Refused) as error:
-                return Result(status="SandboxError", message=first_line(error), where=where)
+        try:
+            return await self._client.post(
+                f"{self.url}/run_code",
+                program.to_request(),
+                timeout=patience,
+                read=lambda reply: replace(read_reply(reply), where=where),
+            )
+        except (Unreachable, Refused) as error:
+            return Result(status="SandboxError", message=first_line(error), where=where)
 
 
 def read_reply(reply: Any) -> Result:
     """A reply of the service as a `Result`. Raises `ValueError` for what is not one."""
     if not isinstance(reply, Mapping) or reply.get("status") not in ("Success", "Failed", "SandboxError"):
         raise ValueError(f"not a /run_code reply: {json.dumps(reply)[:200]}")
-    import base64
-
     files = {str(name): base64.b64decode(text) for name, text in (reply.get("files") or {}).items()}
     return Result(
         status=reply["status"],
