@@ -95,7 +95,9 @@ def by_data_source(
         check_sources((row.get("data_source") for row in rows), table, aliases)
 
     chosen = {"in_process": True, "on_failure": "raise", "timeout": 600.0 if sandbox else 30.0, **options}
-    return Reward(scored, name="by data_source", check_rows=check, **chosen)
+    # a run can make the plain one again from its name; tables, aliases and sandboxes it does not write down
+    name = "by data_source" if plain else "by data_source, its own table"
+    return Reward(scored, name=name, check_rows=check, **chosen)
 
 
 def as_reward(function: Any = None, **options: Any) -> BaseReward:

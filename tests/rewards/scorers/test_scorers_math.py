@@ -33,6 +33,12 @@ def test_math_as_verl_scores_strings(box: str, truth: str, value: int) -> None:
 
 
 def test_which_box_counts() -> None:
+    assert (
+        strings.compute_score(r"\boxed{5} \boxed", "5") == 0
+        and strings.compute_score(r"\boxed{5} \boxedx{6}", "5") == 0
+    )
+    assert strings.normalise("5\\\\%") == strings.normalise("5\\%") == "5"
+    assert dapo.compute_score("\\boxed{5}\nAnswer: [INVALID]", "5")["score"] == 1
     assert strings.compute_score(r"\boxed{1} then \boxed{2}", "2") == 1
     assert strings.compute_score(r"\boxed{2} and \boxed{3", "2") == 0  # a later unclosed box hides the good one
     assert strings.compute_score(r"so $\boxed 7$ it is", "7") == 1
@@ -144,7 +150,7 @@ def test_no_scorer_runs_an_answer_or_lingers_over_it(tmp_path: Path) -> None:
 PIECES = [
     "\\boxed{", "\\boxed ", "\\fbox{", "}", "{", "$", "Answer:", "answer : ", "\n", "12", "3", "0.5", ".", ",", "=", "x", "k=",
     "\\frac", "\\dfrac", "\\sqrt", "\\text{ cm}", "\\text{", "\\%", "\\$", "^\\circ", "\\left(", "\\right)", "/", " ", "-",
-    "1/2", "1,000", "cents", "\\!", "\\\\", "a ",
+    "1/2", "1,000", "cents", "\\!", "\\\\", "a ", "\\boxed", "[INVALID]", "\\\\\\%", "\\", "%",
 ]  # fmt: skip
 
 

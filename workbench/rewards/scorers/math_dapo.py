@@ -14,6 +14,7 @@ from workbench.rewards.scorers.boxes import last_box
 
 WINDOW, BOX_WINDOW = 300, 100
 """Characters at the end that are searched for a line, and for a box."""
+_NOTHING = "[INVALID]"
 _LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
@@ -80,17 +81,13 @@ def compute_score(solution_str: str, ground_truth: str, strict_box_verify: bool 
     """verl's dict: `score` ±1.0, `acc`, `pred`. `strict_box_verify` counts boxes alone."""
     tail = solution_str[-WINDOW:]
     boxed = last_box(tail[-BOX_WINDOW:])
-    lines = [] if strict_box_verify else _LINE.findall(tail)
-    if lines:
-        pred: str | None = normalise(lines[-1])
-        right = pred == normalise(ground_truth)
-    else:
-        pred = boxed
-        right = boxed is not None and boxed == ground_truth
-        if boxed is None and not strict_box_verify:
-            # a ground truth of these very letters would be right in verl
-            pred = "[INVALID]"
-            right = normalise(ground_truth) == pred
+    lines = _LINE.findall(tail)
+    pred = boxed
+    right = boxed is not None and boxed == ground_truth
+    if not strict_box_verify:
+        said = normalise(lines[-1]) if lines else _NOTHING
+        if said != _NOTHING or boxed is None:  # a box stands in for a line that is not there, or says nothing
+            pred, right = said, said == normalise(ground_truth)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
 
 
@@ -100,7 +97,7 @@ def math_dapo(response: str, ground_truth: Any, *, strict_box_verify: bool = Fal
     if ground_truth is None:
         return no_truth()
     result = compute_score(response, str(ground_truth), strict_box_verify)
-    found = result["pred"] not in (None, "[INVALID]")
+    found = result["pred"] not in (None, _NOTHING)
     right = bool(result["acc"])
     wanted = "box" if strict_box_verify else "line 'Answer: …'"
     why = (

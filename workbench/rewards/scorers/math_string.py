@@ -19,7 +19,9 @@ def box(text: str) -> str | None:
     r"""The answer as verl finds it: the last box decides, even where it is unclosed or an `\fbox`."""
     if "\\boxed " in text:
         return text.rsplit("\\boxed ", 1)[1].split("$", 1)[0]
-    return last_box(text)
+    start = text.rfind("\\boxed")
+    # whatever begins there decides, be it `\boxedx{6}`: an earlier good box is hidden by it
+    return last_box(text[start:]) if start >= 0 and text.startswith("\\boxed{", start) else None
 
 
 def normalise(answer: str) -> str:
@@ -28,7 +30,7 @@ def normalise(answer: str) -> str:
     text = text.replace("tfrac", "frac").replace("dfrac", "frac")
     for part in _REMOVED:
         text = text.replace(part, "")
-    text = _without_unit(text).replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    text = _without_unit(text).replace("\\\\%", "").replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
     if not text:
         return text
     if text.startswith("."):
