@@ -162,6 +162,20 @@ def test_a_sandbox_that_cannot_run_is_machinery(box: LocalSandbox) -> None:
         assert score.value == -9 and "out of machines" in score.why
 
 
+def test_rows_wait_for_their_turn_in_the_sandbox_as_long_as_it_takes() -> None:
+    """A row's limit is its programs'; forty rows of half a second on one place are no forty failures."""
+    try:
+        narrow = LocalSandbox(max_concurrent=1)
+    except SandboxError as error:
+        pytest.skip(str(error))
+    reward = as_reward(Code(narrow, timeout=3.0))
+    assert reward.timeout > 3600  # type: ignore[attr-defined]
+    rows = answered(
+        ["```python\nimport time; time.sleep(0.2); print(1)\n```"] * 10, [{"inputs": [""], "outputs": ["1"]}] * 10
+    )
+    assert [score.value for score in reward.score(rows)] == [1.0] * 10
+
+
 def test_a_failure_ends_all_or_nothing_early(box: LocalSandbox) -> None:
     tests = {"inputs": [""] * 50, "outputs": ["x"] * 50}
     score = judged(box, "import time; time.sleep(9)", tests, continuous=False, timeout=0.5)

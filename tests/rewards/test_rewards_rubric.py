@@ -72,6 +72,13 @@ def test_a_part_whose_machinery_failed_takes_the_judgement_with_it() -> None:
         Rubric({"broken": Reward(lambda response: 1 / 0, in_process=True)}).score(ROWS)
 
 
+def test_a_stage_with_options_takes_a_rubric_in_its_place() -> None:
+    stage = RewardStage(lambda response: 1.0, timeout=5.0, workers=1)
+    rubric = Rubric({"short": short})
+    assert stage.with_function(rubric).function is rubric
+    assert stage.with_function(short).function.timeout == 5.0  # type: ignore[attr-defined]
+
+
 def test_a_rubric_is_refused_with_the_nearest_part() -> None:
     with pytest.raises(RewardError, match="did you mean 'correct'"):
         Rubric({"correct": gsm8k.gsm8k}, weights={"corect": 1.0})

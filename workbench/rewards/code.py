@@ -42,6 +42,8 @@ class Code:
 
     in_process = True
     """It waits for the sandbox; model code does not run here."""
+    row_timeout = 86_400.0
+    """Seconds: a day. Every program has its own limit; a row waits for its turn in the sandbox as long as that takes."""
 
     def __init__(
         self,

@@ -94,7 +94,7 @@ def by_data_source(
     def check(rows: Iterable[Mapping[str, Any]]) -> None:
         check_sources((row.get("data_source") for row in rows), table, aliases)
 
-    chosen = {"in_process": True, "on_failure": "raise", "timeout": 600.0 if sandbox else 30.0, **options}
+    chosen = {"in_process": True, "on_failure": "raise", "timeout": Code.row_timeout if sandbox else 30.0, **options}
     # a run can make the plain one again from its name; tables, aliases and sandboxes it does not write down
     name = "by data_source" if plain else "by data_source, its own table"
     return Reward(scored, name=name, check_rows=check, **chosen)
@@ -116,5 +116,5 @@ def as_reward(function: Any = None, **options: Any) -> BaseReward:
         path, _, name = function.partition(":")
         return Reward(load_function(path, name or "compute_score"), **options)
     if getattr(function, "in_process", False) is True:
-        return Reward(function, **{"in_process": True, **options})
+        return Reward(function, **{"in_process": True, "timeout": getattr(function, "row_timeout", 30.0), **options})
     return Reward(function, **options)

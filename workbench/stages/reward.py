@@ -12,7 +12,7 @@ import torch
 from workbench.dataproto import DataProto
 from workbench.errors import RewardError, message
 from workbench.metrics import Count, Mean, Metric
-from workbench.rewards import Score, as_reward
+from workbench.rewards import BaseReward, Score, as_reward
 from workbench.rewards.score import extra_columns
 from workbench.stages.stage import BaseStage, Outcome, spread
 
@@ -41,7 +41,7 @@ class Reward(BaseStage):
 
     def with_function(self, function: Callable[..., Any]) -> Reward:
         """The same stage around another reward function."""
-        return Reward(function, **self._options)
+        return Reward(function) if isinstance(function, BaseReward) else Reward(function, **self._options)
 
     @contextmanager
     def given(self, early: Callable[[], list[Score]]) -> Iterator[None]:
