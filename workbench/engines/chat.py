@@ -53,11 +53,11 @@ def _headers(api_key_env: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-class OpenAIChat:
-    """`engines.openai("http://host:8000/v1", model)`: `/chat/completions` of vLLM, SGLang or any service like them.
+class _Service:
+    """A model behind HTTP. Errors that may pass are tried again (`http_client.Client`).
 
-    Errors that may pass are tried again (`http_client.Client`). `api_key_env` names the environment variable with
-    the key. `tokenizer` is for cutting prompts by tokens; without one a token counts as four characters.
+    `api_key_env` names the environment variable with the key. `tokenizer` is for cutting texts by tokens; without one a
+    token counts as four characters.
     """
 
     def __init__(
@@ -67,23 +67,35 @@ class OpenAIChat:
         *,
         api_key_env: str | None = None,
         tokenizer: Any = None,
+        timeout: float = 120.0,
         max_concurrent: int = 32,
         attempts: int = 5,
         deadline: float = 300.0,
-        timeout: float = 120.0,
-        body: Mapping[str, Any] | None = None,
     ) -> None:
-        self.url = _checked(url)
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.netloc)
+        require(good, "url", expected="http(s)://host[:port][/path]", found=url)
+        self.url = url.rstrip("/")
         self.model = model
         self.tokenizer = tokenizer
         self.timeout = timeout
-        self._body = dict(body or {})
-        limits = {"attempts": attempts, "deadline": deadline, "max_concurrent": max_concurrent}
-        self._client = Client(**limits, headers=_headers(api_key_env))  # type: ignore[arg-type]
+        headers = _headers(api_key_env)
+        self._client = Client(attempts=attempts, deadline=deadline, max_concurrent=max_concurrent, headers=headers)
 
     def describe(self) -> str:
         """Model and host."""
         return f"{self.model} at {urlsplit(self.url).netloc}"
+
+
+class OpenAIChat(_Service):
+    """`engines.openai("http://host:8000/v1", model)`: `/chat/completions` of vLLM, SGLang or any service like them.
+
+    `body` has further fields of the request (`{"top_p": 0.9}`).
+    """
+
+    def __init__(self, url: str, model: str, *, body: Mapping[str, Any] | None = None, **service: Any) -> None:
+        super().__init__(url, model, **service)
+        self._body = dict(body or {})
 
     async def complete(
         self, messages: Sequence[Mapping[str, str]], *, max_tokens: int, temperature: float, seed: int
@@ -114,45 +126,17 @@ def _completion(reply: Any) -> Completion:
     )
 
 
-class ClassifyEndpoint:
+class ClassifyEndpoint(_Service):
     """`engines.classify("http://host:8000", model)`: vLLM's `POST /classify`, raw logits (`use_activation: false`)."""
-
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        *,
-        api_key_env: str | None = None,
-        tokenizer: Any = None,
-        max_concurrent: int = 32,
-        attempts: int = 5,
-        deadline: float = 300.0,
-        timeout: float = 120.0,
-    ) -> None:
-        self.url = _checked(url).removesuffix("/classify")
-        self.model = model
-        self.tokenizer = tokenizer
-        self.timeout = timeout
-        limits = {"attempts": attempts, "deadline": deadline, "max_concurrent": max_concurrent}
-        self._client = Client(**limits, headers=_headers(api_key_env))  # type: ignore[arg-type]
-
-    def describe(self) -> str:
-        """Model and host."""
-        return f"{self.model} at {urlsplit(self.url).netloc}"
 
     async def classify(self, text: str) -> Classified:
         """One scalar: the last of the last item's `probs`, which without activation are logits."""
         body = {"model": self.model, "input": text, "use_activation": False}
-        return await self._client.post(f"{self.url}/classify", body, timeout=self.timeout, read=_classified)
+        return await self._client.post(
+            f"{self.url.removesuffix('/classify')}/classify", body, timeout=self.timeout, read=_classified
+        )
 
 
 def _classified(reply: Any) -> Classified:
     usage = reply.get("usage") or {}
     return Classified(float(reply["data"][-1]["probs"][-1]), int(usage.get("prompt_tokens") or 0))
-
-
-def _checked(url: str) -> str:
-    parts = urlsplit(url)
-    good = parts.scheme in ("http", "https") and bool(parts.netloc)
-    require(good, "url", expected="http(s)://host[:port][/path]", found=url)
-    return url.rstrip("/")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from workbench import background
 from workbench.config import require
 from workbench.engines.loading import resolve
 from workbench.engines.protocol import Classified
+from workbench.engines.waves import Early, Waves
 from workbench.errors import EngineError, boundary, message
 
 
@@ -26,9 +25,7 @@ class LocalClassifier:
         self.path = path
         self.batch_size = batch_size
         self.max_length = min(max_length, getattr(model.config, "max_position_embeddings", None) or max_length)
-        self._waiting: list[tuple[str, asyncio.Future[Classified]]] = []
-        self._pump: asyncio.Task[None] | None = None
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="workbench-classifier")
+        self._waves: Waves[str, Classified] = Waves(self._guarded, lambda: batch_size, "workbench-classifier")
 
     def describe(self) -> str:
         """Its path."""
@@ -36,38 +33,14 @@ class LocalClassifier:
 
     async def classify(self, text: str) -> Classified:
         """One scalar. Raises `EngineError` for text longer than the model takes."""
-        if asyncio.get_running_loop() is not background.loop():
-            there = asyncio.run_coroutine_threadsafe(self.classify(text), background.loop())
-            return await asyncio.wrap_future(there)
-        future: asyncio.Future[Classified] = asyncio.get_running_loop().create_future()
-        self._waiting.append((text, future))
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._answer())
-        return await future
+        return await self._waves.ask(text)
 
-    async def _answer(self) -> None:
-        await asyncio.sleep(0)  # let everybody who is ready ask first
-        while self._waiting:
-            wave, self._waiting = self._waiting[: self.batch_size], self._waiting[self.batch_size :]
-            loop = asyncio.get_running_loop()
-            results = await loop.run_in_executor(self._worker, self._guarded, [text for text, _ in wave])
-            for (_, future), result in zip(wave, results, strict=True):
-                if future.done():
-                    continue
-                if isinstance(result, Exception):
-                    future.set_exception(result)
-                else:
-                    future.set_result(result)
-
-    def _guarded(self, texts: list[str]) -> list[Classified | Exception]:
-        """A text that is too long fails alone; what else goes wrong fails the wave."""
+    def _guarded(self, texts: list[str], early: Early[Classified]) -> list[Classified | Exception]:
+        """A text that is too long fails alone."""
         rows = [self.tokenizer.encode(text) for text in texts]
         fits = [number for number, ids in enumerate(rows) if 0 < len(ids) <= self.max_length]
         results: list[Classified | Exception] = [_too_long(len(ids), self.max_length) for ids in rows]
-        try:
-            found = self._forward([rows[number] for number in fits]) if fits else []
-        except Exception as error:  # noqa: BLE001 - handed to everybody who waits for it
-            return [error if number in fits else result for number, result in enumerate(results)]
+        found = self._forward([rows[number] for number in fits]) if fits else []
         for number, value in zip(fits, found, strict=True):
             results[number] = Classified(value, len(rows[number]))
         return results

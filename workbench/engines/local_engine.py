@@ -6,9 +6,7 @@ import asyncio
 import copy
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +38,7 @@ from workbench.engines.memory import learning_estimate, memory_errors, preflight
 from workbench.engines.protocol import Learned, Loss, Normalisers, Request, Sample
 from workbench.engines.sampling import decode_wave
 from workbench.engines.scoring import check_ids, full_divergence, score
+from workbench.engines.waves import Waves
 from workbench.errors import EngineError, message
 from workbench.metrics import Mean
 
@@ -54,9 +53,7 @@ class LocalEngine:
         self._head = head
         self._settings = settings
         self._optimizer: Optimizer | None = None
-        self._waiting: list[tuple[Request, asyncio.Future[Sample]]] = []
-        self._pump: asyncio.Task[None] | None = None
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="workbench-sampler")
+        self._waves = Waves(self._decode, lambda: settings.max_wave, "workbench-sampler")
         self._eos = eos_ids_of(model, tokenizer)
         self.tokenizer = tokenizer
         self.path = path
@@ -69,40 +66,10 @@ class LocalEngine:
     # --- Sampler ----------------------------------------------------------------------------
 
     async def sample(self, request: Request) -> Sample:
-        """One response. Requests that wait together are answered as one wave."""
-        if asyncio.get_running_loop() is not background.loop():  # a caller's own loop: the queue lives in ours
-            there = asyncio.run_coroutine_threadsafe(self.sample(request), background.loop())
-            return await asyncio.wrap_future(there)
-        future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, future))
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._answer())
-        return await future
-
-    async def _answer(self) -> None:
-        await asyncio.sleep(0)  # let everybody who is ready ask first
-        while self._waiting:
-            wave, self._waiting = self._waiting[: self._settings.max_wave], self._waiting[self._settings.max_wave :]
-            wave = [(request, future) for request, future in wave if not future.done()]
-            try:
-                loop = asyncio.get_running_loop()
-                early = partial(_hand_over, loop, [future for _, future in wave])
-                asked = [request for request, _ in wave]
-                samples = await loop.run_in_executor(self._worker, self._decode, asked, early)
-            except BaseException as error:
-                for _, future in wave:
-                    if not future.done():
-                        future.set_exception(error)
-                if not isinstance(error, Exception):
-                    raise
-                continue
-            for (_, future), sample in zip(wave, samples, strict=True):
-                if not future.done():
-                    future.set_result(sample)
+        """One response. Requests that wait together are answered as one wave, each as soon as it is finished."""
+        return await self._waves.ask(request)
 
     def _decode(self, requests: list[Request], finished: Callable[[int, Sample], None]) -> list[Sample]:
-        if not requests:
-            return []
         longest = max(len(request.ids) for request in requests)
         with (
             memory_errors("sampling", f"{len(requests)} rows of {longest} prompt tokens", "max_wave"),
@@ -348,18 +315,6 @@ class LocalEngine:
             f"LocalEngine({self.path!r}: {kind}, {type(self._model).__name__}, {size:,} parameters, "
             f"{self._model.device}, version {self.version})"
         )
-
-
-def _hand_over(
-    loop: asyncio.AbstractEventLoop, futures: Sequence[asyncio.Future[Sample]], row: int, sample: Sample
-) -> None:
-    """A row of a wave is finished: whoever waits for it has it before the wave ends."""
-
-    def give() -> None:
-        if not futures[row].done():
-            futures[row].set_result(sample)
-
-    loop.call_soon_threadsafe(give)
 
 
 def _new_id() -> str:

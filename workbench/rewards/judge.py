@@ -6,12 +6,13 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
 from workbench import background
-from workbench.config import require
+from workbench.config import Settings, require
 from workbench.engines.protocol import ChatModel, Completion
 from workbench.errors import SettingError, first_line, message
 from workbench.rewards.base import BaseReward
@@ -55,6 +56,28 @@ Answer B:
 {instructions}"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AskSettings(Settings):
+    """How a judge is asked."""
+
+    prompt_length: int = 2048
+    """The prompt's last tokens that the judge reads, by its own tokenizer."""
+    response_length: int = 2048
+    """The response's first tokens that the judge reads."""
+    max_tokens: int = 512
+    """Longest verdict."""
+    temperature: float = 0.0
+    """Of the judge; 0 is greedy."""
+    attempts: int = 2
+    """How often it is asked at most before a row has no judgement."""
+    timeout: float = 120.0
+    """Seconds an attempt may take."""
+
+    def __post_init__(self) -> None:
+        require(self.attempts >= 1, "attempts", expected="≥ 1", found=self.attempts)
+        require(self.timeout > 0, "timeout", expected="seconds > 0", found=self.timeout)
+
+
 class _Asks(BaseReward):
     """What both judges share: the model, its limits, and asking until there is a verdict."""
 
@@ -64,24 +87,17 @@ class _Asks(BaseReward):
         schema: type[BaseModel],
         prompt: str,
         *,
-        prompt_length: int,
-        response_length: int,
-        max_tokens: int,
-        temperature: float,
-        attempts: int,
-        timeout: float,
         rate_limit: RateLimit | None,
         on_failure: str,
         name: str,
+        **asking: Any,
     ) -> None:
-        require(attempts >= 1, "attempts", expected="≥ 1", found=attempts)
         super().__init__(name, on_failure)
         self.model = model
         self.schema = schema
         self.prompt = prompt
-        self.lengths = Limits(model.tokenizer, prompt_length, response_length)
-        self.max_tokens, self.temperature = max_tokens, temperature
-        self.attempts, self.timeout = attempts, timeout
+        self.asking = AskSettings.from_parameters(asking)
+        self.lengths = Limits(model.tokenizer, self.asking.prompt_length, self.asking.response_length)
         self._rate_limit = rate_limit or RateLimit(max_concurrent=32)
 
     @property
@@ -95,30 +111,26 @@ class _Asks(BaseReward):
             **super().settings(),
             "model": self.model.describe(),
             "schema": self.schema.__name__,
-            "prompt_length": self.lengths.prompt,
-            "response_length": self.lengths.response,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "attempts": self.attempts,
+            **self.asking.to_dict(),
         }
 
     async def ask(self, text: str, seed: int) -> tuple[BaseModel, Completion]:
         """A verdict, asked for up to `attempts` times. Raises what the last attempt met."""
         error: Exception = Unparseable("not asked")
-        for attempt in range(self.attempts):
+        for attempt in range(self.asking.attempts):
             async with self._rate_limit.slot():
                 try:
                     answer = await asyncio.wait_for(
                         self.model.complete(
                             [{"role": "user", "content": text}],
-                            max_tokens=self.max_tokens,
-                            temperature=self.temperature,
+                            max_tokens=self.asking.max_tokens,
+                            temperature=self.asking.temperature,
                             seed=seed + attempt,
                         ),
-                        self.timeout,
+                        self.asking.timeout,
                     )
                 except TimeoutError:
-                    error = TimeoutError(f"the judge gave no answer in {self.timeout:g} s")
+                    error = TimeoutError(f"the judge gave no answer in {self.asking.timeout:g} s")
                     continue
             try:
                 return parse(answer.text, self.schema), answer
@@ -140,7 +152,7 @@ class Judge(_Asks):
     that they cannot contain. An answer that is no verdict is asked for again, up to `attempts` times in all, and
     then it is a failure of the machinery: never a class, never a 0. An empty response is 0 without a call.
 
-    Extra: `judge_prompt`, `judge_output`, `verdict`, `judge_tokens`, `truncated`.
+    `asking` are `AskSettings`. Extra: `judge_prompt`, `judge_output`, `verdict`, `judge_tokens`, `truncated`.
     """
 
     def __init__(
@@ -150,29 +162,19 @@ class Judge(_Asks):
         schema: type[BaseModel] = Pointwise,
         prompt: str = POINTWISE,
         value: Callable[[Any], float] | None = None,
-        prompt_length: int = 2048,
-        response_length: int = 2048,
-        max_tokens: int = 512,
-        temperature: float = 0.0,
-        attempts: int = 2,
-        timeout: float = 120.0,
         rate_limit: RateLimit | None = None,
         on_failure: str = "mask",
         name: str = "judge",
+        **asking: Any,
     ) -> None:
         super().__init__(
             model,
             schema,
             prompt,
-            prompt_length=prompt_length,
-            response_length=response_length,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            attempts=attempts,
-            timeout=timeout,
             rate_limit=rate_limit,
             on_failure=on_failure,
             name=name,
+            **asking,
         )
         self._value = value or _scaled(schema)
         # a prompt that names what is not there is refused now, not at the first row
@@ -259,29 +261,19 @@ class PairwiseJudge(_Asks):
         model: ChatModel,
         *,
         prompt: str = PAIRWISE,
-        prompt_length: int = 2048,
-        response_length: int = 2048,
-        max_tokens: int = 512,
-        temperature: float = 0.0,
-        attempts: int = 2,
-        timeout: float = 120.0,
         rate_limit: RateLimit | None = None,
         on_failure: str = "mask",
         name: str = "pairwise_judge",
+        **asking: Any,
     ) -> None:
         super().__init__(
             model,
             Pairwise,
             prompt,
-            prompt_length=prompt_length,
-            response_length=response_length,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            attempts=attempts,
-            timeout=timeout,
             rate_limit=rate_limit,
             on_failure=on_failure,
             name=name,
+            **asking,
         )
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:

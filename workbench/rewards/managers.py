@@ -194,16 +194,12 @@ class DAPORewardManager(NaiveRewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
-        num_examine: int = 0,
-        compute_score: Any = None,
-        reward_fn_key: str = "data_source",
-        *,
+        *verls: Any,
         max_resp_len: int | None = None,
         overlong_buffer_cfg: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **options)
+        super().__init__(*verls, **options)
         self.buffer = dict(overlong_buffer_cfg or {"enable": False})
         self.max_resp_len = max_resp_len
         if self.buffer.get("enable"):
@@ -232,11 +228,7 @@ class RateLimitedRewardManager(NaiveRewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
-        num_examine: int = 0,
-        compute_score: Any = None,
-        reward_fn_key: str = "data_source",
-        *,
+        *verls: Any,
         max_concurrent: int = 1,
         max_rpm: float | None = None,
         max_tpm: float | None = None,
@@ -252,7 +244,7 @@ class RateLimitedRewardManager(NaiveRewardManager):
         )
         workers = options.pop("num_workers", None) or max_concurrent
         options = {"rate_limit": limit, "timeout": timeout, "num_workers": workers, **options}
-        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **options)
+        super().__init__(*verls, **options)
 
 
 class ManagerReward(BaseReward):
