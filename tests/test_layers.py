@@ -18,6 +18,7 @@ LAYERS = {
         "recipes",
         "trace",
         "compare",
+        "divergence",
         "snapshots",
         "what_if",
         "stepper",
@@ -50,6 +51,7 @@ INSIDE = {
     "recipes": set(),
     "trace": set(),
     "compare": {"trace"},
+    "divergence": {"trace"},
     "snapshots": set(),
     "what_if": {"trace"},
     "stepper": {"trace", "compare", "snapshots", "what_if"},
@@ -123,11 +125,11 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
 
 
 def hook_lines(tree: ast.Module, every: bool) -> set[int]:
-    """Lines inside `__repr__` and `_repr_*_`; with `every`, inside any function."""
+    """Lines inside `__repr__`, `_repr_*_` and `_ipython_display_`; with `every`, inside any function."""
     found: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (
-            every or node.name.strip("_").startswith("repr")
+            every or node.name.strip("_").startswith(("repr", "ipython_display"))
         ):
             found.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return found

@@ -8,6 +8,7 @@ from workbench import datasets, engines, functional, recipes, rewards, sandbox, 
 from workbench.columns import COLUMNS
 from workbench.compare import compare
 from workbench.dataproto import DataProto, Origin
+from workbench.divergence import diverge
 from workbench.engines import SamplingSettings
 from workbench.errors import WorkbenchError
 from workbench.reward_settings import reward_from
@@ -47,6 +48,7 @@ __all__ = [
     "WorkbenchError",
     "compare",
     "datasets",
+    "diverge",
     "engines",
     "evaluate",
     "functional",

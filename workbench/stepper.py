@@ -16,12 +16,12 @@ from workbench.dataproto import DataProto
 from workbench.errors import PipelineError, message
 from workbench.snapshots import Snapshots, states
 from workbench.stages import Pipeline, Stage
-from workbench.trace import Phase, Trace, perform
+from workbench.trace import Phase, Trace, perform, unchanged
 from workbench.what_if import WhatIf, what_if
 
 
 @dataclass(frozen=True)
-class _Standing:
+class Stood:
     """Where a stepper stood before a phase: weights by name, controllers by value."""
 
     weights: dict[str, str]
@@ -29,11 +29,11 @@ class _Standing:
 
 
 @dataclass(frozen=True)
-class _Done:
-    """A phase that may be used again: the very stage, what it read, and the weights it read it with."""
+class Done:
+    """A phase that may be used again: the very stage, the batch it read, and the weights it read it with."""
 
     stage: Stage
-    given: tuple[Any, ...]
+    before: DataProto
     weights: tuple[str, ...]
     phase: Phase
 
@@ -52,7 +52,7 @@ class Stepper:
         self._trace = Trace(batch)
         self._snapshots = Snapshots()
         self._standings = [self._standing()]
-        self._done: dict[str, _Done] = {}
+        self._done: dict[str, Done] = {}
 
     # --- what there is --------------------------------------------------------------------
 
@@ -97,10 +97,10 @@ class Stepper:
         self._align()
         phase = self._reusable(stage)
         if phase is None:
-            given = self._given(stage)
+            before = self.batch
             phase = self._perform(stage)
             if not stage.updates:
-                self._done[stage.name] = _Done(stage, given, self._weights(stage), phase)
+                self._done[stage.name] = Done(stage, before, self._weights(stage), phase)
         self._trace = self._trace.add(phase)
         self._standings.append(self._standing())
         return self
@@ -151,7 +151,7 @@ class Stepper:
 
     def fork(self) -> Stepper:
         """Another stepper at the same place; the batch, the weights and the snapshots are shared."""
-        twin = object.__new__(Stepper)
+        twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._standings = list(self._standings)
         twin._done = dict(self._done)
@@ -174,8 +174,8 @@ class Stepper:
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _standing(self) -> _Standing:
-        return _Standing(states(self._pipeline.learners()), self._pipeline.state())
+    def _standing(self) -> Stood:
+        return Stood(states(self._pipeline.learners()), self._pipeline.state())
 
     def _align(self) -> None:
         """Weights and controllers as they were when this stepper stood here."""
@@ -199,9 +199,6 @@ class Stepper:
             self._align()
             raise
 
-    def _given(self, stage: Stage) -> tuple[Any, ...]:
-        return tuple(self.batch[name] for name in stage.reads)
-
     @staticmethod
     def _weights(stage: Stage) -> tuple[str, ...]:
         return tuple(getattr(learner, "state_id", "") for learner in stage.learners())
@@ -214,8 +211,7 @@ class Stepper:
         done = self._done.get(stage.name)
         if done is None or done.stage is not stage or stage.state() or done.weights != self._weights(stage):
             return None
-        given = self._given(stage)
-        if len(given) != len(done.given) or any(a is not b for a, b in zip(given, done.given, strict=True)):
+        if not all(unchanged(name, done.before, self.batch) for name in stage.reads):
             return None
         if done.phase.rows is not None:
             return _marked(done.phase, done.phase.batch)
@@ -234,6 +230,12 @@ class Stepper:
         from workbench.views.traces import stepper_html
 
         return stepper_html(self)
+
+    def _ipython_display_(self) -> None:
+        from workbench.widgets.layer import show
+        from workbench.widgets.stepping import StepperFace
+
+        show(self, lambda: StepperFace(self))
 
 
 def _marked(phase: Phase, batch: DataProto) -> Phase:

@@ -28,7 +28,7 @@ FORMAT = 1
 _SOURCE_ROW = "source_row"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Phase:
     """One stage's part of a trace."""
 
@@ -54,6 +54,16 @@ class Phase:
     def delta(self) -> DataProto:
         """Only the columns that it wrote."""
         return self.batch.without(*(name for name in self.batch.columns if name not in self.wrote))
+
+    def __repr__(self) -> str:
+        from workbench.views.traces import phase_text
+
+        return phase_text(self)
+
+    def _repr_html_(self) -> str:
+        from workbench.views.traces import phase_html
+
+        return phase_html(self)
 
 
 @dataclass(frozen=True)
@@ -228,7 +238,15 @@ def _wrote(stage: Stage, before: DataProto, after: DataProto, moved: bool) -> tu
     """New and changed columns. Where rows moved every column is a new object, so the stage's word counts."""
     if moved:
         return tuple(name for name in after.columns if name in stage.writes or name not in before)
-    return tuple(name for name in after.columns if name not in before or after[name] is not before[name])
+    return tuple(name for name in after.columns if not unchanged(name, before, after))
+
+
+def unchanged(name: str, before: DataProto, after: DataProto) -> bool:
+    """Whether two batches hold the very same column; one that both still have on disk is not read for it."""
+    if name not in before or name not in after:
+        return False
+    a, b = ((batch.batch if name in batch.batch else batch.non_tensor_batch) for batch in (before, after))
+    return a.raw()[name] is b.raw()[name] or before[name] is after[name]
 
 
 def describe_settings(stage: Stage) -> tuple[dict[str, Any], dict[str, str]]:

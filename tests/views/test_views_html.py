@@ -11,7 +11,8 @@ import workbench as wb
 from workbench.rewards import Score, Status
 from workbench.testing.rewards import answered
 from workbench.views.html import bar, escape, fold, image, lint, pairs_table, table, text_block
-from workbench.views.samples import groups_table, samples_html, samples_table, samples_text
+from workbench.views.sample_index import groups_table, samples_table
+from workbench.views.samples import samples_html, samples_text
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)><svg onload=x>\u202eevil\x1b[31m"
 

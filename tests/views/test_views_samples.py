@@ -11,7 +11,8 @@ import workbench as wb
 from workbench.rewards import Score, Status
 from workbench.testing.rewards import answered
 from workbench.views.html import lint
-from workbench.views.samples import groups_table, samples_html, samples_table, samples_text
+from workbench.views.sample_index import groups_table, samples_table
+from workbench.views.samples import samples_html, samples_text
 
 NAN = float("nan")
 

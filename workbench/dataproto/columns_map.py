@@ -13,10 +13,17 @@ from workbench.errors import ColumnInvalid, ColumnMissing, message
 
 
 class Lazy:
-    """A column that is read when somebody looks at it."""
+    """A column that is read when somebody looks at it: `read()` all of it, `part(start, stop)` some rows."""
 
-    def __init__(self, read: Callable[[], Any], shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        read: Callable[[], Any],
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None,
+        part: Callable[[int, int], Any],
+    ) -> None:
         self.read = read
+        self.part = part
         self.shape = shape
         self.dtype = dtype
 
@@ -47,6 +54,16 @@ class Columns(Mapping[str, Any]):
     def batch_size(self) -> torch.Size:
         """`torch.Size([B])`, as a TensorDict would say it."""
         return torch.Size([self._rows])
+
+    def part(self, name: str, start: int, stop: int) -> Any:
+        """Rows `start` to `stop` of a column; of one that is on disk nothing else is read, and nothing is kept."""
+        value = self._columns.get(name)
+        return value.part(start, stop) if isinstance(value, Lazy) else self[name][start:stop]
+
+    def passing(self, name: str) -> Any:
+        """A whole column for one look: one that is on disk is read and not kept."""
+        value = self._columns.get(name)
+        return value.read() if isinstance(value, Lazy) else self[name]
 
     def raw(self) -> dict[str, Any]:
         """The columns as they are held, lazy ones unread, in a new dict."""

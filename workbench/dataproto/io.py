@@ -25,6 +25,7 @@ from workbench.errors import BatchError, describe, message
 
 FORMAT = 1
 _TAG = "__workbench__"
+_GROUP = 512
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,8 @@ def _write_objects(batch: DataProto, folder: Path) -> dict[str, str]:
                 )
             ) from cause
     if columns:
-        pq.write_table(pa.table(columns), folder / "objects.parquet")
+        # small groups, so that a look at a few rows reads a few rows
+        pq.write_table(pa.table(columns), folder / "objects.parquet", row_group_size=_GROUP)
     return kinds
 
 
@@ -185,12 +187,18 @@ def load(path: str | Path) -> DataProto:
     if document["format"] != FORMAT:
         raise BatchError(message(f"batch {folder}", expected=f"format {FORMAT}", found=document["format"]))
     tensors = {
-        name: Lazy(partial(_read_tensor, folder, name), tuple(shape), _dtype(dtype, folder))
+        name: Lazy(
+            partial(_read_tensor, folder, name),
+            tuple(shape),
+            _dtype(dtype, folder),
+            partial(_tensor_rows, folder, name),
+        )
         for name, (dtype, shape) in document["tensors"].items()
     }
     rows = (document["rows"],)
     objects = {
-        name: Lazy(partial(_read_objects, folder, name, kind), rows, None) for name, kind in document["objects"].items()
+        name: Lazy(partial(_read_objects, folder, name, kind), rows, None, partial(_object_rows, folder, name, kind))
+        for name, kind in document["objects"].items()
     }
     origins = {name: Origin(**made) for name, made in document["origins"].items()}
     new = object.__new__(DataProto)
@@ -213,8 +221,36 @@ def _read_tensor(folder: Path, name: str) -> torch.Tensor:
         return file.get_tensor(name)
 
 
+def _tensor_rows(folder: Path, name: str, start: int, stop: int) -> torch.Tensor:
+    from safetensors import safe_open
+
+    with safe_open(str(folder / "tensors.safetensors"), framework="pt") as file:
+        return file.get_slice(name)[start:stop]
+
+
 def _read_objects(folder: Path, name: str, kind: str) -> np.ndarray:
     import pyarrow.parquet as pq
 
     values = pq.read_table(folder / "objects.parquet", columns=[name], memory_map=True).column(0).to_pylist()
+    return _cells(name, kind, values)
+
+
+def _object_rows(folder: Path, name: str, kind: str, start: int, stop: int) -> np.ndarray:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(folder / "objects.parquet", memory_map=True) as file:
+        values: list[Any] = []
+        first = None
+        place = 0
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if place < stop and place + rows > start:
+                first = place if first is None else first
+                values += file.read_row_group(group, columns=[name]).column(0).to_pylist()
+            place += rows
+    first = first or 0
+    return _cells(name, kind, values[max(start - first, 0) : max(stop - first, 0)])
+
+
+def _cells(name: str, kind: str, values: list[Any]) -> np.ndarray:
     return as_objects(name, values if kind == "arrow" else [decode(json.loads(text)) for text in values])

@@ -10,6 +10,7 @@ from workbench.rewards.dry_run import DryRun, dry_run
 from workbench.rewards.files import FileFunction, load_function
 from workbench.rewards.manager_files import FileManagerReward
 from workbench.rewards.managers import MANAGERS, ManagerReward, manager_class, register
+from workbench.rewards.pins import PinCheck, Pins, pins
 from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.reward import Reward
 from workbench.rewards.reward_model import RewardModel
@@ -57,6 +58,8 @@ __all__ = [
     "ManagerReward",
     "Pairwise",
     "PairwiseJudge",
+    "PinCheck",
+    "Pins",
     "Pointwise",
     "RateLimit",
     "Reward",
@@ -78,6 +81,7 @@ __all__ = [
     "math_string",
     "math_verify",
     "numeric",
+    "pins",
     "register",
     "search_em",
     "search_f1",

@@ -146,10 +146,10 @@ def _judge(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Judged
         scores = reward.judge(rows)
     except (RewardError, DataError) as error:
         scores = [failed(first_line(error, 500)) for _ in rows]
-    return [Judged(score, _span(score.answer, row["response"])) for score, row in zip(scores, rows, strict=True)]
+    return [Judged(score, span_of(score.answer, row["response"])) for score, row in zip(scores, rows, strict=True)]
 
 
-def _span(answer: str | None, text: str) -> tuple[int, int] | None:
+def span_of(answer: str | None, text: str) -> tuple[int, int] | None:
     """The last place of an answer in a text; None where it is not there as it stands (commas dropped, say)."""
     start = text.rfind(answer) if answer else -1
     return (start, start + len(answer or "")) if start >= 0 else None

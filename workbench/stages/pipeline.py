@@ -132,6 +132,6 @@ class Pipeline:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        from workbench.views.traces import pipeline_html
+        from workbench.views.pipelines import pipeline_html
 
         return pipeline_html(self)

@@ -106,7 +106,9 @@ class Rollout(BaseStage):
         columns["response_text"] = list(texts)
         if self.greedy_baseline:
             columns["greedy"] = (torch.arange(len(rows)) % each) == self.group_size
-        repeated = batch.repeat(each, interleave=True).with_meta(group_size=each)
+        path = getattr(self._sampler, "path", None)  # whose tokenizer a viewer may open
+        named = {} if path is None else {"model": str(path)}
+        repeated = batch.repeat(each, interleave=True).with_meta(group_size=each, **named)
         return Outcome(self.written(repeated, columns), self._metrics(columns), rows)
 
     def _teller(self, batch: DataProto, rows: torch.Tensor) -> Callable[[int, Sample], None]:

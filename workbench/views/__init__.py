@@ -3,5 +3,16 @@
 from workbench.views.curves import panel
 from workbench.views.samples import groups, samples
 from workbench.views.shelf import estimators, estimators_figure, values_figure, ways, ways_figure
+from workbench.views.tokens import tokens
 
-__all__ = ["estimators", "estimators_figure", "groups", "panel", "samples", "values_figure", "ways", "ways_figure"]
+__all__ = [
+    "estimators",
+    "estimators_figure",
+    "groups",
+    "panel",
+    "samples",
+    "tokens",
+    "values_figure",
+    "ways",
+    "ways_figure",
+]

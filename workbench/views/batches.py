@@ -42,12 +42,12 @@ def preview(batch: DataProto, name: str) -> str:
     if not len(batch):
         return ""
     if name in batch.batch:
-        tensor = batch.batch[name]
+        tensor = batch.batch.part(name, 0, PREVIEW_ITEMS)
         flat = (tensor if tensor.dim() == 1 else tensor[0].reshape(-1))[:PREVIEW_ITEMS]
         text = " ".join(f"{value:.3g}" if isinstance(value, float) else str(value) for value in flat.tolist())
-        total = len(tensor) if tensor.dim() == 1 else tensor[0].numel()
+        total = len(batch) if tensor.dim() == 1 else tensor[0].numel()
         return text + (" …" if total > PREVIEW_ITEMS else "")
-    return plain(cut(str(batch.non_tensor_batch[name][0]).replace("\n", "⏎"), PREVIEW_TEXT))
+    return plain(cut(str(batch.non_tensor_batch.part(name, 0, 1)[0]).replace("\n", "⏎"), PREVIEW_TEXT))
 
 
 def cut(text: str, limit: int = 1000) -> str:

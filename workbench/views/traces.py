@@ -1,4 +1,4 @@
-"""Pipelines, traces, steppers and comparisons as text and HTML."""
+"""Traces, their phases, steppers and comparisons as text and HTML."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 from typing import TYPE_CHECKING
 
 from workbench.views.batches import kind_of
+from workbench.views.fields import fields_html, fields_text
 from workbench.views.html import escape, fold, table, terminal
 
 if TYPE_CHECKING:
     from workbench.compare import Comparison
-    from workbench.stages import Pipeline
+    from workbench.dataproto import DataProto
     from workbench.stepper import Stepper
     from workbench.trace import Phase, Trace
 
@@ -48,23 +49,6 @@ def _seconds(phase: Phase) -> str:
 
 def _wrote(phase: Phase) -> str:
     return ", ".join(f"{name} {kind_of(phase.batch, name)}" for name in phase.wrote)
-
-
-# --- pipelines ----------------------------------------------------------------------------
-
-
-def pipeline_html(pipeline: Pipeline) -> str:
-    """A table: stage, what it reads and writes, its settings folded."""
-    rows = [
-        [
-            f"<b>{escape(stage.name)}</b>",
-            escape(", ".join(stage.reads)),
-            escape(", ".join(stage.writes)),
-            fold("settings", escape(repr(stage))),
-        ]
-        for stage in pipeline
-    ]
-    return f"<div>Pipeline of {len(pipeline)} stages</div>" + table(["stage", "reads", "writes", ""], rows)
 
 
 # --- traces -------------------------------------------------------------------------------
@@ -128,33 +112,60 @@ def _strip(stepper: Stepper) -> list[tuple[str, str]]:
 
 
 def stepper_text(stepper: Stepper) -> str:
-    """The strip of phases, and what the last one did."""
+    """The strip of phases, and what the last one wrote, before and after."""
     strip = "  ".join(f"{mark} {name}" for mark, name in _strip(stepper))
-    lines = [strip]
-    if len(stepper.trace):
-        phase = stepper.trace.phases[-1]
-        lines.append(f"{phase.stage} ({_seconds(phase)}): {headline(phase)}")
-        lines.append(f"  wrote {_wrote(phase)}")
-    else:
-        lines.append(f"nothing has run yet; {len(stepper.batch)} prompts are waiting")
-    return terminal(lines)
+    if not len(stepper.trace):
+        return terminal([strip, f"nothing has run yet; {len(stepper.batch)} prompts are waiting"])
+    phase = stepper.trace.phases[-1]
+    return terminal([strip, *_phase_lines(phase, stepper.trace.before(phase.stage))])
 
 
 def stepper_html(stepper: Stepper) -> str:
-    """The strip of phases as coloured boxes, and the table of those that have run."""
-    colours = {"●": "rgba(46,160,67,0.25)", "▶": "rgba(56,139,253,0.30)", "○": "rgba(128,128,128,0.12)"}
-    boxes = []
-    for position, (mark, name) in enumerate(_strip(stepper)):
-        below = ""
-        if mark == "●":
-            phase = stepper.trace.phases[position]
-            below = f"<br><small>{escape(_seconds(phase))}</small>"
-        boxes.append(
-            f'<div style="display:inline-block;padding:3px 9px;margin:2px;border-radius:5px;text-align:center;'
-            f'vertical-align:top;background:{colours[mark]}">{mark} {escape(name)}{below}</div>'
-        )
-    body = _phase_table(stepper.trace) if len(stepper.trace) else escape(stepper_text(stepper).splitlines()[-1])
-    return f"<div>{''.join(boxes)}</div>{body}"
+    """The strip of phases (done, the last one framed, to come); beneath it what the last one wrote, before and after."""
+    trace = stepper.trace
+    boxes = "".join(_box(stepper, place, mark, name) for place, (mark, name) in enumerate(_strip(stepper)))
+    if not len(trace):
+        return f"<div>{boxes}</div>" + escape(stepper_text(stepper).splitlines()[-1])
+    phase = trace.phases[-1]
+    earlier = fold(f"all {len(trace)} phases: metrics and settings", _phase_table(trace))
+    return f"<div>{boxes}</div>{phase_html(phase, trace.before(phase.stage))}{earlier}"
+
+
+def _box(stepper: Stepper, place: int, mark: str, name: str) -> str:
+    colour = {"●": "rgba(46,160,67,0.20)", "▶": "rgba(56,139,253,0.25)", "○": "rgba(128,128,128,0.12)"}[mark]
+    below = ""
+    if mark == "●":
+        phase = stepper.trace.phases[place]
+        below = f"<br><small>{escape(_seconds(phase))}<br>{escape(headline(phase))}</small>"
+    frame = "2px solid rgba(46,160,67,0.75)" if place == stepper.position - 1 else "2px solid rgba(0,0,0,0)"
+    return (
+        f'<div style="display:inline-block;padding:3px 9px;margin:2px;border-radius:5px;text-align:center;'
+        f'vertical-align:top;border:{frame};background:{colour}">{mark} {escape(name)}{below}</div>'
+    )
+
+
+# --- phases -------------------------------------------------------------------------------
+
+
+def _phase_lines(phase: Phase, before: DataProto | None) -> list[str]:
+    said = ", ".join(part for part in (headline(phase), "wrote") if part)
+    return [f"{phase.stage} ({_seconds(phase)}): {said}", *fields_text(phase, before).splitlines()]
+
+
+def phase_text(phase: Phase, before: DataProto | None = None) -> str:
+    """Its headline, and each column that it wrote: kind, histogram, mean ± deviation, range."""
+    return terminal(_phase_lines(phase, before))
+
+
+def phase_html(phase: Phase, before: DataProto | None = None) -> str:
+    """The same as a table, with metrics and settings folded."""
+    title = f"<div><b>{escape(phase.stage)}</b> · {escape(_seconds(phase))} · {escape(headline(phase))}</div>"
+    return (
+        title
+        + fields_html(phase, before)
+        + fold(f"{len(phase.metrics)} metrics", _pairs(phase.metrics))
+        + fold("settings", _settings(phase))
+    )
 
 
 # --- comparisons --------------------------------------------------------------------------

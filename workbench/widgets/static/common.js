@@ -1,0 +1,65 @@
+// Everything foreign becomes text, never markup: `make` is the one way in which nodes are made here.
+function make(tag, options = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(options)) {
+    if (key === "class") node.className = value;
+    else if (key === "style") Object.assign(node.style, value);
+    else if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (value !== undefined && value !== null) node[key] = value;
+  }
+  for (const child of children.flat()) {
+    if (child !== null && child !== undefined) node.append(child);
+  }
+  return node;
+}
+
+// The one place where markup comes in: what `views` made and escaped, linted by the tests, and nothing else.
+function fromViews(node, html) {
+  node.innerHTML = html;
+}
+
+// Messages to the kernel, each answered once; a kernel that has gone is said.
+function talker(model, el) {
+  let number = 0;
+  const waiting = new Map();
+  const listen = (message) => {
+    const found = waiting.get(message.asked);
+    if (!found) return;
+    waiting.delete(message.asked);
+    clearTimeout(found.timer);
+    if (message.kind === "error") found.fail(message.text);
+    else found.done(message);
+  };
+  model.on("msg:custom", listen);
+  return {
+    // a stage may take minutes: who asks for one waits without a limit (0)
+    ask: (question, limit = 20000) => new Promise((done, fail) => {
+      const asked = ++number;
+      const timer = limit ? setTimeout(() => fail("the kernel does not answer (is a cell running?)"), limit) : null;
+      waiting.set(asked, { done, fail, timer });
+      model.send({ ...question, asked });
+    }),
+    end: () => model.off("msg:custom", listen),
+  };
+}
+
+// The static form stands in the output above: hidden while this one is alive, back when it goes.
+function overStatic(el) {
+  let hidden = null;
+  const hide = () => {
+    const child = el.closest(".jp-OutputArea-child");
+    const above = child && child.previousElementSibling;
+    if (above && above.querySelector(".workbench-static")) {
+      hidden = above;
+      above.style.display = "none";
+    }
+  };
+  requestAnimationFrame(hide);
+  return () => { if (hidden) hidden.style.display = ""; };
+}
+
+function said(value, digits = 3) {
+  if (value === null || value === undefined) return "–";
+  if (typeof value !== "number") return String(value);
+  return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(digits)));
+}

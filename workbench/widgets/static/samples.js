@@ -1,0 +1,128 @@
+const COUNT = 50;
+
+function render({ model, el }) {
+  const talk = talker(model, el);
+  const restore = overStatic(el);
+  const columns = model.get("columns");
+  const query = { ...model.get("query") };
+  let shown = [];
+  let total = 0;
+  let asking = 0;
+
+  const body = make("tbody");
+  const count = make("span", { class: "wb-count" });
+  const problem = make("span", { class: "wb-problem" });
+  const detail = make("div", { class: "wb-detail" });
+  const heads = columns.map((name) => make("th", {
+    title: `sort by ${name}`, onclick: () => sortBy(name),
+  }, name));
+  const scroll = make("div", { class: "wb-scroll", onscroll: more },
+    make("table", {}, make("thead", {}, make("tr", {}, heads)), body));
+
+  const search = make("input", { type: "search", placeholder: "search texts", value: query.search || "", oninput: soon });
+  const order = make("select", { onchange: () => { query.order = order.value; load(); } },
+    ["worst", "best", "surprising", "index", ...columns.flatMap((name) => [name, `-${name}`])]
+      .map((name) => make("option", { value: name }, name.startsWith("-") ? `${name.slice(1)} ↓` : name)));
+  order.value = query.order;
+  const status = make("select", { onchange: () => filter("status", status.value || undefined) },
+    make("option", { value: "" }, "any status"), model.get("statuses").map((name) => make("option", { value: name }, name)));
+  const low = make("input", { type: "number", step: "any", placeholder: "reward ≥", oninput: soon });
+  const high = make("input", { type: "number", step: "any", placeholder: "≤", oninput: soon });
+  const grouped = make("input", { type: "checkbox", checked: query.by_group, onchange: () => { query.by_group = grouped.checked; load(); } });
+  const bar = make("div", { class: "wb-bar" }, search, order, status, low, high,
+    make("label", {}, grouped, " by prompt"), count, problem);
+  el.append(make("div", { class: "wb", tabIndex: 0, onkeydown: keys }, bar, make("div", { class: "wb-two" }, scroll, detail)));
+
+  let timer = null;
+  function soon() {
+    clearTimeout(timer);
+    timer = setTimeout(() => {
+      query.search = search.value;
+      const bounds = [low.value === "" ? null : Number(low.value), high.value === "" ? null : Number(high.value)];
+      filter("reward", bounds[0] === null && bounds[1] === null ? undefined : bounds);
+    }, 150);
+  }
+  function filter(name, value) {
+    query.where = { ...query.where };
+    if (value === undefined) delete query.where[name];
+    else query.where[name] = value;
+    load();
+  }
+  function sortBy(name) {
+    query.order = query.order === `-${name}` ? name : `-${name}`;
+    order.value = query.order;
+    load();
+  }
+  async function load(start = 0) {
+    const mine = ++asking;
+    try {
+      const page = await talk.ask({ kind: "rows", ...query, start, count: COUNT });
+      if (mine !== asking) return;
+      problem.textContent = "";
+      total = page.total;
+      if (!start) { shown = []; body.replaceChildren(); scroll.scrollTop = 0; }
+      for (const row of page.rows) { shown.push(row.row); body.append(line(row)); }
+      count.textContent = `${total} of ${page.of}`;
+      mark();
+    } catch (text) { problem.textContent = text; }
+  }
+  function more() {
+    if (shown.length < total && scroll.scrollTop + scroll.clientHeight > scroll.scrollHeight - 80) load(shown.length);
+  }
+  function line(row) {
+    return make("tr", { onclick: () => pick(row.row) }, columns.map((name) => {
+      const cell = make("td", { class: `wb-c-${name.replace(/[^a-z]/gi, "-")}` }, said(row.cells[name]));
+      if (name === "reward" && row.cells[name] !== null) cell.classList.add(row.cells[name] > 0 ? "wb-good" : "wb-bad");
+      return cell;
+    }));
+  }
+  function mark() {
+    const picked = model.get("picked");
+    [...body.children].forEach((node, place) => node.classList.toggle("wb-picked", shown[place] === picked));
+  }
+  async function pick(row) {
+    model.set("picked", row);
+    model.save_changes();
+    mark();
+    try { card((await talk.ask({ kind: "pick", row })).card); } catch (text) { problem.textContent = text; }
+  }
+  function card(one) {
+    const [before, marked, after] = one.pieces;
+    const facts = make("table", {}, one.facts.map(([what, value]) => make("tr", {}, make("th", {}, what), make("td", {}, value))));
+    const others = one.others.map((other) => make("details", {},
+      make("summary", {}, `row ${other.row} · reward ${said(other.reward)} · advantage ${said(other.advantage)}`),
+      make("div", { class: "wb-text" }, other.response)));
+    detail.replaceChildren(
+      make("div", { class: "wb-title" }, `row ${one.row}`),
+      make("div", { class: "wb-text wb-prompt" }, one.prompt),
+      make("div", { class: "wb-text" }, before, marked ? make("mark", {}, marked) : null, after),
+      facts,
+      ...one.more.map(([name, text]) => make("details", {}, make("summary", {}, name), make("div", { class: "wb-text" }, text))),
+      pinning(one.row),
+      make("div", { class: "wb-title" }, `the prompt's other samples: ${one.group}`), ...others);
+  }
+  function pinning(row) {
+    const expected = make("input", { type: "text", placeholder: "expected score", size: 14 });
+    const note = make("input", { type: "text", placeholder: "note", size: 24 });
+    const answer = make("span", { class: "wb-count" });
+    const button = make("button", { onclick: async () => {
+      try { answer.textContent = (await talk.ask({ kind: "pin", row, expected: expected.value, note: note.value })).text; }
+      catch (text) { answer.textContent = text; }
+    } }, "pin");
+    return make("div", { class: "wb-bar" }, button, expected, note, answer);
+  }
+  function keys(event) {
+    if (event.target.tagName === "INPUT" || event.target.tagName === "SELECT") return;
+    const step = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1 }[event.key];
+    if (!step || !shown.length) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const place = shown.indexOf(model.get("picked"));
+    const next = Math.max(0, Math.min(shown.length - 1, place < 0 ? 0 : place + step));
+    pick(shown[next]);
+    body.children[next].scrollIntoView({ block: "nearest" });
+  }
+  load();
+  return () => { talk.end(); restore(); };
+}
+export default { render };

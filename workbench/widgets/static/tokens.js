@@ -1,0 +1,63 @@
+function render({ model, el }) {
+  const talk = talker(model, el);
+  const restore = overStatic(el);
+  const labels = model.get("labels");
+  const choose = make("select", { onchange: recolour }, model.get("quantities").map((name) => make("option", { value: name }, name)));
+  choose.value = model.get("colour");
+  const what = make("span", { class: "wb-count" });
+  const low = make("span"), high = make("span");
+  const swatch = make("span", { class: "wb-legend" });
+  const problem = make("span", { class: "wb-problem" });
+  const values = make("div", { class: "wb-values" }, "point at a token");
+  const boxes = labels.map(() => make("div", { class: "wb-tokens" }));
+  el.append(make("div", { class: "wb" },
+    make("div", { class: "wb-bar" }, "colour", choose, low, swatch, high, what, problem),
+    values, ...labels.flatMap((label, place) => [make("div", { class: "wb-title" }, label), boxes[place]])));
+  let rows = [];
+  let at = null;
+
+  async function load() {
+    try {
+      rows = (await talk.ask({ kind: "tokens" })).rows;
+      rows.forEach((row, number) => {
+        const spans = row.texts.map((text, place) => {
+          const span = make("span", {}, text);
+          span.place = place;
+          if (!row.own[place]) span.className = "wb-foreign";
+          else if (row.clipped[place]) span.className = "wb-clipped";
+          return span;
+        });
+        boxes[number].append(make("span", { class: "wb-off" }, row.prompt), ...spans);
+        boxes[number].onmouseover = (event) => point(number, event.target);
+      });
+      await recolour();
+    } catch (text) { problem.textContent = text; }
+  }
+  async function recolour() {
+    try {
+      const found = await talk.ask({ kind: "colours", colour: choose.value });
+      problem.textContent = "";
+      what.textContent = found.what;
+      low.textContent = said(found.low);
+      high.textContent = said(found.high);
+      swatch.style.background = `linear-gradient(90deg, ${found.stops.join(", ")})`;
+      boxes.forEach((box, number) => [...box.children].slice(1).forEach((span, place) => {
+        span.style.background = found.colours[number][place] || "";
+      }));
+      model.set("colour", choose.value);
+      model.save_changes();
+    } catch (text) { problem.textContent = text; }
+  }
+  function point(number, span) {
+    if (span.place === undefined) return;
+    const row = rows[number];
+    if (at) at.classList.remove("wb-at");
+    at = span;
+    span.classList.add("wb-at");
+    const numbers = Object.entries(row.values).map(([name, column]) => `${name} ${said(column[span.place], 4)}`);
+    values.textContent = `${labels[number]}, token ${span.place}, id ${row.ids[span.place]}   ${numbers.join("   ")}`;
+  }
+  load();
+  return () => { talk.end(); restore(); };
+}
+export default { render };
