@@ -188,3 +188,25 @@ def test_controllers_go_back_with_the_stepper(tiny: str) -> None:
     s.back(to="advantage")
     assert pipe.state()["advantage"]["value"] == 0.1
     assert s.next().pipeline.state()["advantage"]["value"] == moved
+
+
+def test_a_setting_of_a_stage_is_replaced_by_name(tiny: str) -> None:
+    s, _ = make(tiny)
+    s.run(until="advantage")
+    t = s.fork().replace("update_actor", clip_high=0.5, ppo_epochs=2)
+    assert t.pipeline["update_actor"].settings()["clip_ratio_high"] == 0.5
+    assert t.pipeline["update_actor"].settings()["ppo_epochs"] == 2
+    assert (
+        t.pipeline["update_actor"].settings()["clip_ratio_low"]
+        == s.pipeline["update_actor"].settings()["clip_ratio_low"]
+    )
+    cold = s.fork().back(to="rollout").replace("rollout", temperature=0.0).run(until="reward")
+    texts = list(cold.batch["response_text"])
+    assert texts[0::2] == texts[1::2], "greedy samples of one prompt are one text"
+    kept = s.fork().back(to="advantage").replace("advantage", norm_by_std=False).run(until="advantage")
+    assert kept.trace["rollout"] is s.trace["rollout"]
+    assert kept.pipeline["advantage"].settings()["norm_by_std"] is False
+    with pytest.raises(wb.WorkbenchError, match=r"clip_hihg.*clip_ratio_high"):
+        s.fork().replace("update_actor", clip_hihg=0.5)
+    with pytest.raises(wb.WorkbenchError, match="a stage, a function, or settings"):
+        s.fork().replace("update_actor")

@@ -20,7 +20,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from workbench.errors import SettingError, describe, message, unknown
 
@@ -108,10 +108,19 @@ def _coerce_scalar(name: str, value: Any, kind: type) -> Any:
 class Settings:
     """Base of all settings classes."""
 
+    ALIASES: ClassVar[Mapping[str, str]] = {}
+    """Other names that people know → the setting's own."""
+
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
         """The names it knows, in order."""
         return tuple(field.name for field in dataclasses.fields(cls))
+
+    @classmethod
+    def name_of(cls, name: str) -> str | None:
+        """A setting's own name, for it or for one of the class's `ALIASES`; None for another word."""
+        aliased = cls.ALIASES.get(name, name)
+        return aliased if aliased in cls.field_names() else None
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, Any]) -> Self:

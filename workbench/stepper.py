@@ -135,8 +135,11 @@ class Stepper:
 
     # --- what if --------------------------------------------------------------------------
 
-    def replace(self, name: str, other: Any) -> Stepper:
-        """Use another stage, or another function in the same stage, from here on.
+    def replace(self, name: str, other: Any = None, **settings: Any) -> Stepper:
+        """Use another stage, another function in the same stage, or other settings of it, from here on.
+
+        `s.back(to="reward").replace("reward", mine)`, `s.back().replace("advantage", kl_kind="k3")`,
+        `s.replace("update_actor", clip_high=0.28)`, `s.back(to="rollout").replace("rollout", temperature=0.7)`.
 
         Raises `PipelineError` where that phase has run already: go back first.
         """
@@ -145,7 +148,7 @@ class Stepper:
             raise PipelineError(
                 message(f"phase {name!r} has run already", do=f"back(to={name!r}).replace({name!r}, …)")
             )
-        self._pipeline = self._pipeline.replace(name, other)
+        self._pipeline = self._pipeline.replace(name, other, **settings)
         self._pipeline.check(self._trace.start)
         return self
 

@@ -18,15 +18,6 @@ from workbench.stages import Advantage, Pipeline, PolicyLoss, Reward, Rollout, U
 from workbench.stages.log_prob import SCORED_COLUMNS
 from workbench.trace import perform
 
-SHORT = {
-    "clip_low": "clip_ratio_low",
-    "clip_high": "clip_ratio_high",
-    "clip_c": "clip_ratio_c",
-    "kl_coef": "kl_loss_coef",
-    "kl_type": "kl_loss_type",
-}
-"""The recipes' names of a loss's settings."""
-
 
 @dataclass(frozen=True)
 class Side:
@@ -140,11 +131,13 @@ def what_if(
 
 
 def _settings(loss: PolicyLoss, changes: Mapping[str, Any]) -> dict[str, Any]:
-    known = (*loss.field_names(), *SHORT)
-    for name in changes:
-        if name not in known:
-            raise PipelineError(unknown("setting of the policy loss", name, known))
-    return {SHORT.get(name, name): value for name, value in changes.items()}
+    found = {}
+    for name, value in changes.items():
+        own = loss.name_of(name)
+        if own is None:
+            raise PipelineError(unknown("setting of the policy loss", name, (*loss.field_names(), *loss.ALIASES)))
+        found[own] = value
+    return found
 
 
 def _estimated(pipeline: Pipeline, batch: DataProto, advantage: Callable[..., Any] | Advantage) -> DataProto:

@@ -198,3 +198,11 @@ def test_async_functions_are_cancelled_at_their_limit() -> None:
 def test_scores_keep_their_meaning_when_they_are_counted() -> None:
     score = Score(value=1.0, parts={"a": 1.0}).with_value(2.0, b=3.0).with_extra({"x": 1})
     assert score.value == 2 and score.parts == {"a": 1.0, "b": 3.0} and score.extra == {"x": 1}
+
+
+def test_a_scorers_module_stands_for_its_function() -> None:
+    rubric = Rubric({"right": gsm8k, "short": short})
+    assert rubric.parts["right"].name == "gsm8k"
+    [score] = rubric.score(answered(["#### 4"], ["4"]))
+    assert score.value == 1.5 and score.parts["right"] == 1.0 and score.answer == "4"
+    assert "1·right + 1·short" in repr(rubric) and "reward/short" in rubric._repr_html_()

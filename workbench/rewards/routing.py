@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 from workbench.errors import DataError, message, unknown
@@ -104,7 +105,8 @@ def as_reward(function: Any = None, **options: Any) -> BaseReward:
     """A reward from what people have.
 
     None: by `data_source`. A reward (`Reward`, `Rubric`, `Judge`, …): itself. `"file.py"` or `"file.py:function"`: loaded.
-    A callable: wrapped, with `options` of `Reward`; scorers of ours whose work is bounded run in this process.
+    A callable, or a module with a `compute_score` as verl's are (`rewards.gsm8k`): wrapped, with `options` of `Reward`;
+    scorers of ours whose work is bounded run in this process.
     """
     if function is None:
         return by_data_source(**options)
@@ -115,6 +117,11 @@ def as_reward(function: Any = None, **options: Any) -> BaseReward:
     if isinstance(function, str):
         path, _, name = function.partition(":")
         return Reward(load_function(path, name or "compute_score"), **options)
+    if isinstance(function, ModuleType) and hasattr(function, "compute_score"):
+        name = function.__name__.rpartition(".")[2]
+        options = {"name": name, **options}
+        # ours says more under the module's own name: what it extracted, and why
+        function = getattr(function, name, function.compute_score)
     if getattr(function, "in_process", False) is True:
         return Reward(function, **{"in_process": True, "timeout": getattr(function, "row_timeout", 30.0), **options})
     return Reward(function, **options)

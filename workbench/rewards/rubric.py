@@ -129,9 +129,14 @@ class Rubric(BaseReward):
         return Score(value=value, why=why, status=Status.MODEL_FAILED if failed else Status.SCORED, **shared)
 
     def __repr__(self) -> str:
-        terms = " + ".join(f"{self.weights[part]:g}·{part}" for part in self.parts if self.weights[part])
-        gates = f", gated by {', '.join(f'{part} ≥ {low:g}' for part, low in self.gates.items())}" if self.gates else ""
-        return f"Rubric({terms}{gates})"
+        from workbench.views.judgements import rubric_text
+
+        return rubric_text(self)
+
+    def _repr_html_(self) -> str:
+        from workbench.views.judgements import rubric_html
+
+        return rubric_html(self)
 
 
 def _settled(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Score]:

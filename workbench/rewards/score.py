@@ -101,6 +101,11 @@ class Score:
         answer = f", answer {self.answer!r}" if self.answer is not None else ""
         return f"{self.value:g}{answer}: {self.why}" if self.why else f"{self.value:g}{answer}"
 
+    def _repr_html_(self) -> str:
+        from workbench.views.judgements import score_html
+
+        return score_html(self)
+
 
 register_codec("Score", Score, Score.to_json, Score.from_json)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -51,6 +52,15 @@ class PolicyLoss(Settings):
     loss = pg − entropy_coeff·H + kl_loss_coef·KL, each aggregated by `loss_agg_mode` over the whole
     mini-batch (global counts), so that micro-batches and ranks cannot change it.
     """
+
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "clip_low": "clip_ratio_low",
+        "clip_high": "clip_ratio_high",
+        "clip_c": "clip_ratio_c",
+        "kl_coef": "kl_loss_coef",
+        "kl_type": "kl_loss_type",
+    }
+    """The recipes' names."""
 
     loss_mode: str = "vanilla"
     """Which: a name of `functional.POLICY_LOSSES` (verl's)."""

@@ -82,11 +82,18 @@ class Pipeline:
             raise PipelineError(unknown("stage of this pipeline", name, self.names))
         return self.names.index(name)
 
-    def replace(self, name: str, other: Any) -> Pipeline:
-        """A pipeline with one stage replaced by a stage, or by the same stage around another function."""
+    def replace(self, name: str, other: Any = None, **settings: Any) -> Pipeline:
+        """A pipeline with one stage replaced: by a stage, by the same stage around another function, or by the same with
+        some settings changed (`replace("rollout", temperature=0.7)`).
+
+        Raises `PipelineError` where nothing is changed, or a setting is unknown.
+        """
         position = self.index(name)
         old = self._stages[position]
-        new = other if isinstance(other, Stage) else old.with_function(other)
+        if other is None and not settings:
+            raise PipelineError(message(f"replace({name!r})", do="give a stage, a function, or settings by name"))
+        new = old if other is None else other if isinstance(other, Stage) else old.with_function(other)
+        new = new.with_settings(**settings) if settings else new
         if new.name != old.name:
             raise PipelineError(
                 message(f"stage {old.name!r} can only be replaced by one of its name", found=repr(new.name))

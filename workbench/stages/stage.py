@@ -10,13 +10,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from workbench.config import settings_hash
+from workbench.config import Settings, settings_hash
 from workbench.dataproto import DataProto, Origin
-from workbench.errors import PipelineError, describe, message
+from workbench.errors import PipelineError, describe, message, unknown
 from workbench.metrics import Max, Mean, Metric, Min
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Outcome:
     """What a stage made of a batch."""
 
@@ -25,6 +25,16 @@ class Outcome:
     metrics: Mapping[str, Metric | float] = field(default_factory=dict)
     rows: torch.Tensor | None = None
     """For each row of the result the row of the input that it came from, [B] int64; None: the same rows."""
+
+    def __repr__(self) -> str:
+        from workbench.views.judgements import outcome_text
+
+        return outcome_text(self)
+
+    def _repr_html_(self) -> str:
+        from workbench.views.judgements import outcome_html
+
+        return outcome_html(self)
 
 
 @runtime_checkable
@@ -68,6 +78,9 @@ class Stage(Protocol):
 
     def with_function(self, function: Callable[..., Any]) -> Stage:
         """The same stage around another function (a reward, an estimator); refused where there is none."""
+
+    def with_settings(self, **changes: Any) -> Stage:
+        """The same stage with some of its settings changed."""
 
 
 class BaseStage:
@@ -122,6 +135,32 @@ class BaseStage:
                 do="construct the stage you want and pass that",
             )
         )
+
+    def with_settings(self, **changes: Any) -> Stage:
+        """The same stage with some settings changed: arguments of its constructor, or fields of a settings object among
+        them (`temperature` of a rollout's sampling, `clip_high` of an update's loss).
+
+        Raises `PipelineError` for a name that the stage does not have.
+        """
+        parameters = inspect.signature(type(self).__init__).parameters
+        given = {name: self.made_with.get(name, getattr(self, name, None)) for name in parameters if name != "self"}
+        nested = {name: value for name, value in given.items() if isinstance(value, Settings)}
+        open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+        made = dict(self.made_with)
+        for name, value in changes.items():
+            holder = next((held for held, one in nested.items() if one.name_of(name) is not None), None)
+            if name in made or (name in parameters and parameters[name].kind is not inspect.Parameter.VAR_KEYWORD):
+                made[name] = value
+            elif holder is not None:
+                settings = made.get(holder) or nested[holder]
+                made[holder] = settings.replace(**{str(settings.name_of(name)): value})
+            elif open_ended:  # the constructor knows
+                made[name] = value
+            else:
+                fields = [field for one in nested.values() for field in one.field_names()]
+                known = [*(name for name in parameters if name != "self"), *fields]
+                raise PipelineError(unknown(f"setting of stage {self.name!r}", name, known))
+        return type(self)(**made)  # type: ignore[return-value]
 
     def written(self, batch: DataProto, columns: Mapping[str, Any]) -> DataProto:
         """`batch` with the stage's columns, signed with who wrote them."""
