@@ -10,7 +10,6 @@ from workbench.views.fields import fields_html, fields_text
 from workbench.views.html import escape, fold, table, terminal
 
 if TYPE_CHECKING:
-    from workbench.compare import Comparison
     from workbench.dataproto import DataProto
     from workbench.stepper import Stepper
     from workbench.trace import Phase, Trace
@@ -165,62 +164,4 @@ def phase_html(phase: Phase, before: DataProto | None = None) -> str:
         + fields_html(phase, before)
         + fold(f"{len(phase.metrics)} metrics", _pairs(phase.metrics))
         + fold("settings", _settings(phase))
-    )
-
-
-# --- comparisons --------------------------------------------------------------------------
-
-
-def _sides(pair: tuple[float, float] | None) -> str:
-    return "–" if pair is None else f"{number(pair[0])} → {number(pair[1])}"
-
-
-def comparison_text(comparison: Comparison, rows: int = 8) -> str:
-    """What differs: columns, the rows that changed most, metrics."""
-    if comparison.identical:
-        return "Comparison: nothing differs"
-    lines = [
-        f"Comparison: {len(comparison.columns)} columns differ, {len(comparison.rows)} rows changed, "
-        f"{comparison.sign_flips} advantages changed sign"
-    ]
-    for change in comparison.columns:
-        largest = "" if change.largest is None else f", by up to {number(change.largest)}"
-        lines.append(f"  {change.name:<22} {change.rows} rows{largest}")
-    for side, names in zip(("first", "second"), comparison.only, strict=True):
-        if names:
-            lines.append(f"  only in the {side}: {', '.join(names)}")
-    for row in comparison.rows[:rows]:
-        flip = "  sign flipped" if row.flipped else ""
-        lines.append(f"  row {row.row:<4} reward {_sides(row.reward):<18} advantage {_sides(row.advantage)}{flip}")
-    for key, pair in list(comparison.metrics.items())[:rows]:
-        lines.append(f"  {key:<34} {_sides(pair)}")
-    return terminal(lines)
-
-
-def comparison_html(comparison: Comparison, rows: int = 12) -> str:
-    """The same as tables: rows that changed most first, with the response folded."""
-    if comparison.identical:
-        return "<div>Nothing differs.</div>"
-    title = comparison_text(comparison, 0).splitlines()[0]
-    batch = comparison.traces[0].batch
-    has_text = "response_text" in batch
-    changed = [
-        [
-            str(row.row),
-            _sides(row.reward),
-            f"<b>{_sides(row.advantage)}</b>" if row.flipped else _sides(row.advantage),
-            fold("response", f"<pre>{escape(batch['response_text'][row.row])}</pre>") if has_text else "",
-        ]
-        for row in comparison.rows[:rows]
-    ]
-    columns = [
-        [escape(change.name), str(change.rows), "" if change.largest is None else number(change.largest)]
-        for change in comparison.columns
-    ]
-    metrics = [[escape(key), number(a), number(b)] for key, (a, b) in comparison.metrics.items()]
-    return (
-        f"<div><b>{escape(title)}</b></div>"
-        + table(["row", "reward", "advantage", ""], changed)
-        + fold("columns that differ", table(["column", "rows", "largest difference"], columns))
-        + fold("metrics that differ", table(["metric", "first", "second"], metrics))
     )
