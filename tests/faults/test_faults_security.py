@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from tests_hostile import HOSTILE, every_view
 
 import workbench as wb
 from workbench.errors import EngineError, WorkbenchError
-from workbench.rewards import Score, Status
 from workbench.runs.report import write_report
 from workbench.views.html import lint
 
@@ -120,10 +119,6 @@ def test_E4_the_tree_has_no_door_for_pickles_or_evaluated_text() -> None:
 
 # --- E5: text that is markup, escape codes, or very long ------------------------------------------
 
-HOSTILE = (
-    "<script>alert(1)</script><img src=x onerror=alert(2)><svg onload=alert(3)><a href='javascript:alert(4)'>a</a>"
-    "\x1b[31mred\x1b]8;;http://evil.example\x07link\x1b]8;;\x07 \u202egnp.exe\u202c </td></table><style>*{display:none}</style>"
-)
 ALLOWED = set(
     [
         "a",
@@ -174,70 +169,10 @@ class Parsed(HTMLParser):
                 self.wrong.append(f"{tag} {name}={text[:40]}")
 
 
-def hostile_batch(text: str = HOSTILE) -> wb.DataProto:
-    score = Score(value=1.0, parts={"x": 1.0}, answer=text, why=text, error=text)
-    failed = Score(status=Status.MACHINERY_FAILED, why=text, error=text)
-    return wb.DataProto(
-        {
-            "responses": torch.ones(2, 3, dtype=torch.long),
-            "response_mask": torch.ones(2, 3, dtype=torch.long),
-            "reward": torch.tensor([1.0, 0.0]),
-            "scored": torch.tensor([True, False]),
-            "advantages": torch.ones(2, 3),
-        },
-        {
-            "uid": [text[:200], "b"],
-            "response_text": [text, "fine"],
-            "raw_prompt": [[{"role": text, "content": text}]] * 2,
-            "reward_model": [{"ground_truth": text}] * 2,
-            "data_source": [text] * 2,
-            "extra_info": [{text: text}] * 2,
-            "score": [score, failed],
-            "finish_reason": ["stop", text],
-        },
-        {"note": text},
-    )
-
-
-def every_view(text: str, run: wb.Run) -> dict[str, str]:
-    """Every HTML that we make, of objects full of a text."""
-    from workbench.runs.display import Block
-    from workbench.trace import Phase, Trace
-
-    batch = hostile_batch(text)
-    phase = Phase(
-        stage="reward", batch=batch, wrote=("reward",), metrics={text[:100]: 1.0, "a": 2.0}, settings={text[:100]: text},
-        source={"function": text},
-    )  # fmt: skip
-    trace = Trace(batch, (phase,))
-    rows = wb.datasets.Rows(
-        [{"prompt": [{"role": "user", "content": text}], "data_source": text, "reward_model": {"ground_truth": text}}]
-    )
-    found = {
-        "batch": batch,
-        "samples": wb.views.samples(batch),
-        "samples by group": wb.views.samples(batch, by_group=True),
-        "groups": wb.views.groups(batch),
-        "trace": trace,
-        "compare": wb.compare(trace, trace),
-        "rows": rows,
-        "report": rows.report(),
-        "run": run,
-        "summary": run.summary,
-        "block": Block(text, 0.5),
-    }
-    shown = {}
-    for name, thing in found.items():
-        html = getattr(thing, "_repr_html_", None)
-        shown[name] = html() if html is not None else ""
-        shown[f"{name} as text"] = repr(thing)
-    return shown
-
-
 def test_E5_whatever_a_model_writes_stays_text_in_every_view(tiny: str, tmp_path: Path) -> None:
     run = small_run(tiny, tmp_path / "r")
     (run.path / "summary.json").write_text(json.dumps({"stopped": HOSTILE, "steps": 1}))
-    for name, shown in every_view(HOSTILE, run).items():
+    for name, shown in every_view(HOSTILE, run, tmp_path).items():
         assert "\x1b" not in shown and "\x07" not in shown and "\u202e" not in shown, f"{name} has control characters"
         if name.endswith("as text"):
             continue
@@ -251,7 +186,7 @@ def test_E5_whatever_a_model_writes_stays_text_in_every_view(tiny: str, tmp_path
 def test_E5_ten_megabytes_in_one_line_are_cut(tiny: str, tmp_path: Path) -> None:
     run = small_run(tiny, tmp_path / "r")
     began = time.perf_counter()
-    for name, shown in every_view("x" * 10_000_000, run).items():
+    for name, shown in every_view("x" * 10_000_000, run, tmp_path).items():
         assert len(shown) < 1_000_000, f"{name} has {len(shown)} characters"
     assert time.perf_counter() - began < 60
 
@@ -264,7 +199,7 @@ def test_E5_in_a_browser_nothing_runs_and_nothing_is_fetched(tiny: str, tmp_path
 
     run = small_run(tiny, tmp_path / "r")
     page_file = tmp_path / "page.html"
-    views = [shown for name, shown in every_view(HOSTILE, run).items() if not name.endswith("as text")]
+    views = [shown for name, shown in every_view(HOSTILE, run, tmp_path).items() if not name.endswith("as text")]
     page_file.write_text("<!doctype html><meta charset=utf-8><body>" + "<hr>".join(views))
     report = write_report(run.path)
     asked: list[str] = []

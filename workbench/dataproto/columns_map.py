@@ -44,6 +44,9 @@ class Columns(Mapping[str, Any]):
             value = self._columns[name] = value.read()
         return value
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns  # asked often: it must neither read a column nor look for the nearest name
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
 

@@ -33,7 +33,7 @@ class Status(StrEnum):
     """The function said that it does not judge this row (None)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class Score:
     """One row's reward. Raises `RewardError` for a value that is NaN or infinite."""
 
@@ -100,6 +100,11 @@ class Score:
             return f"no judgement ({self.status.value}): {self.why}"
         answer = f", answer {self.answer!r}" if self.answer is not None else ""
         return f"{self.value:g}{answer}: {self.why}" if self.why else f"{self.value:g}{answer}"
+
+    def __repr__(self) -> str:
+        from workbench.views.judgements import score_text
+
+        return score_text(self)
 
     def _repr_html_(self) -> str:
         from workbench.views.judgements import score_html

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from workbench.stages import Outcome
 
 
+def score_text(score: Score) -> str:
+    """`Score(1, answer '4': the answer is right; parts right 1, short 0.5)`."""
+    parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items())
+    return terminal([f"Score({score}{f'; parts {parts}' if parts else ''})"])
+
+
 def score_html(score: Score) -> str:
     """The value or that there is none, why, what was extracted, parts; extras and a traceback folded."""
     value = f"{score.value:g}" if score.scored else "no judgement"

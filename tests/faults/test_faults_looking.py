@@ -1,0 +1,142 @@
+"""Rows E6 and E15 of the scorecard: what scripts draw from hostile text, and trace files that are traps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests_hostile import HOSTILE, HostileTokenizer, hostile_batch
+from tests_lab import CHROMIUM
+
+import workbench as wb
+
+ROOT = Path(__file__).parents[2]
+
+
+def alone(page: Any, widget: Any, traits: tuple[str, ...]) -> None:
+    """Draw a widget without Lab: a model of a dozen lines, whose messages `widget.answer` replies to."""
+    page.goto("about:blank")
+    if not getattr(page, "_answers", False):
+        page._answers = {}
+        page.expose_function("reply", lambda message: page._answers["now"].answer(message))
+    page._answers["now"] = widget
+    state = json.dumps({name: getattr(widget, name) for name in traits})
+    page.evaluate(
+        """async ([code, state]) => {
+          const listeners = [];
+          const model = {
+            get: (name) => JSON.parse(state)[name] ?? model.own[name],
+            own: {}, set: (name, value) => { model.own[name] = value; }, save_changes: () => {},
+            on: (_, listener) => listeners.push(listener), off: () => {},
+            send: async (message) => {
+              const said = await window.reply(message);
+              listeners.forEach((listener) => listener({ ...said, asked: message.asked }));
+            },
+          };
+          const url = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
+          const module = await import(url);
+          document.body.replaceChildren();
+          module.default.render({ model, el: document.body });
+        }""",
+        [widget._esm, state],
+    )
+
+
+# --- E6: what a script of ours draws ---------------------------------------------------------------
+
+SINKS = (
+    "innerHTML",
+    "outerHTML",
+    "insertAdjacentHTML",
+    "document.write",
+    "eval(",
+    "new Function",
+    "DOMParser",
+    "srcdoc",
+    "setAttribute",
+)
+
+
+def test_E6_scripts_make_text_nodes_and_markup_comes_in_at_one_place() -> None:
+    folder = ROOT / "workbench" / "widgets" / "static"
+    found = [
+        (path.name, line.strip())
+        for path in sorted(folder.glob("*.js"))
+        for line in path.read_text().splitlines()
+        if any(sink in line for sink in SINKS)
+    ]
+    assert found == [("common.js", "node.innerHTML = html;")]
+    callers = [path.name for path in folder.glob("*.js") if "fromViews(" in path.read_text()]
+    assert sorted(callers) == ["common.js", "stepping.js"], "only the stepper's face, which is linted HTML of views"
+
+
+def strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from strings([*value, *value.values()])
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings(item)
+
+
+def test_E6_what_widgets_are_told_has_no_control_characters_and_a_bounded_size(tiny: str, tmp_path: Path) -> None:
+    from workbench.widgets.samples import SamplesTable
+    from workbench.widgets.tokens import TokenView
+
+    for text in (HOSTILE, "x" * 10_000_000):
+        batch = hostile_batch(text)
+        table = SamplesTable(wb.views.samples(batch))
+        tokens = TokenView(wb.views.tokens(batch, 0, tokenizer=HostileTokenizer(text[:2000])))
+        replies = [
+            table.answer({"kind": "rows", "order": "worst", "start": 0, "count": 50}),
+            table.answer({"kind": "pick", "row": 0}),
+            table.answer({"kind": "pick", "row": 1}),
+            tokens.answer({"kind": "tokens"}),
+        ]
+        for reply in replies:
+            assert len(json.dumps(reply)) < 1_000_000
+            for one in strings(reply):
+                assert not set(one) & set("\x1b\x07\u202e\u202c"), one[:80]
+        for widget in (table, tokens):
+            assert len(json.dumps(widget.get_state(["columns", "query"] if widget is table else ["labels"]))) < 200_000
+            assert len(widget._esm) < 30_000
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (make browser installs one where apt can)")
+def test_E6_a_script_that_is_told_markup_draws_text(tmp_path: Path) -> None:
+    """The scripts alone in a browser, on a model that answers with markup: nothing runs, nothing is fetched."""
+    from playwright.sync_api import sync_playwright
+
+    from workbench.widgets.samples import SamplesTable
+    from workbench.widgets.tokens import TokenView
+
+    batch = hostile_batch(HOSTILE)
+    table = SamplesTable(wb.views.samples(batch))
+    tokens = TokenView(wb.views.tokens(batch, 0, tokenizer=HostileTokenizer(HOSTILE)))
+    asked: list[str] = []
+    dialogs: list[str] = []
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=CHROMIUM, headless=True, args=["--no-sandbox", "--disable-gpu"]
+        )
+        page = browser.new_page()
+        page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+        page.on("request", lambda request: asked.append(request.url))
+        alone(page, table, ("columns", "statuses", "query", "picked"))
+        page.locator(".wb-scroll tbody tr").first.wait_for()
+        page.locator(".wb-scroll tbody tr").nth(1).click()
+        page.locator(".wb-detail .wb-title").first.wait_for()
+        drawn = page.locator("body").inner_text()
+        assert "<script>alert(1)</script>" in drawn
+        alone(page, tokens, ("quantities", "labels", "colour"))
+        page.locator(".wb-tokens span").nth(2).hover()
+        assert "<img src=x" in page.locator(".wb-tokens").first.inner_text()
+        assert page.locator("body script, body img, body svg, body a, body style").count() == 0
+        browser.close()
+    assert dialogs == [] and [url for url in asked if not url.startswith(("about:", "data:", "blob:"))] == []
