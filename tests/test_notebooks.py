@@ -20,6 +20,7 @@ SMALL = {
     "101_one_step": {"prompts": 4, "group_size": 4},
     "102_rewards": {"prompts": 4, "group_size": 4, "steps": 2},
     "103_algorithms": {"updates": 2},
+    "104_what_if": {"updates": 2},
     "201_train_grpo": {
         "steps": 3,
         "batch_size": 4,

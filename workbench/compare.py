@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from workbench.dataproto import DataProto
+from workbench.dataproto.ops import same_object
 from workbench.errors import BatchError, message
-from workbench.trace import Trace
+from workbench.rewards.score import Score
+from workbench.trace import Trace, unchanged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +72,12 @@ class Comparison:
         return sum(row.flipped for row in self.rows)
 
     def __repr__(self) -> str:
-        from workbench.views.traces import comparison_text
+        from workbench.views.comparisons import comparison_text
 
         return comparison_text(self)
 
     def _repr_html_(self) -> str:
-        from workbench.views.traces import comparison_html
+        from workbench.views.comparisons import comparison_html
 
         return comparison_html(self)
 
@@ -89,16 +92,15 @@ def compare(first: Trace, second: Trace) -> Comparison:
         raise BatchError(
             message("the two steps hold different rows", expected=f"{len(a)} rows of the same prompts", found=len(b))
         )
-    shared = [name for name in a.columns if name in b]
+    shared = [name for name in a.columns if name in b and not unchanged(name, a, b)]
     changes = (_column(name, a[name], b[name]) for name in shared)
-    rows = sorted(_rows(a, b), key=lambda row: -row.size)
     return Comparison(
         columns=tuple(change for change in changes if change is not None),
         only=(
             tuple(name for name in a.columns if name not in b),
             tuple(name for name in b.columns if name not in a),
         ),
-        rows=tuple(row for row in rows if row.size > 0),
+        rows=tuple(sorted(_rows(a, b), key=lambda row: -row.size)),
         metrics=_metrics(first.metrics, second.metrics),
         traces=(first, second),
     )
@@ -107,44 +109,94 @@ def compare(first: Trace, second: Trace) -> Comparison:
 def _column(name: str, a: Any, b: Any) -> ColumnChange | None:
     if a is b:
         return None
-    if not isinstance(a, torch.Tensor):
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         differing = sum(not _same(x, y) for x, y in zip(a, b, strict=True))
         return ColumnChange(name=name, rows=differing, largest=None) if differing else None
     if a.shape != b.shape:
         return ColumnChange(name=name, rows=len(a), largest=float("nan"))
-    unequal = (a != b) & ~(a.isnan() & b.isnan()) if a.is_floating_point() else a != b
-    if not unequal.any():
+    if a.dtype == b.dtype and torch.equal(a, b):
         return None
-    largest = (a.double() - b.double()).abs().nan_to_num(nan=float("inf")).max().item()
-    return ColumnChange(name=name, rows=int(unequal.reshape(len(a), -1).any(-1).sum()), largest=largest)
+    rows, largest = 0, 0.0
+    for x, y in zip(a.split(_block(a)), b.split(_block(a)), strict=True):  # blocks that stay in the processor's cache
+        unequal = x != y
+        if not unequal.any():
+            continue
+        apart = (x.double() - y.double()).abs()
+        top = apart.max().item()
+        if top != top:  # NaN equals NaN, and is infinitely far from a number
+            unequal &= ~(x.isnan() & y.isnan())
+            top = apart[unequal].nan_to_num(nan=float("inf")).max().item() if unequal.any() else 0.0
+        rows += int(unequal.reshape(len(x), -1).any(-1).sum())
+        largest = max(largest, top)
+    return ColumnChange(name=name, rows=rows, largest=largest) if rows else None
+
+
+def _block(values: torch.Tensor) -> int:
+    """Rows of about 2¹⁷ elements in all."""
+    return max(1, (1 << 17) // max(values[0].numel(), 1)) if len(values) else 1
+
+
+_FLAT = (str, int, bool, type(None))
 
 
 def _same(x: Any, y: Any) -> bool:
-    return x is y or repr(x) == repr(y)
+    """Equal; of two judgements the time that they took does not count."""
+    if x is y:
+        return True
+    if isinstance(x, Score) and isinstance(y, Score):
+        a, b = vars(x), vars(y)
+        return all(a[key] is b[key] or _same(a[key], b[key]) for key in a if key != "seconds")
+    if type(x) is type(y):  # most cells: nothing to look into
+        if type(x) in _FLAT:
+            return bool(x == y)
+        if type(x) is float:
+            return bool(x == y) or (x != x and y != y)
+        if type(x) in (dict, list):
+            with suppress(ValueError):  # arrays within do not say whether they are equal
+                if bool(x == y):
+                    return True
+    return same_object(x, y)
 
 
 def _rows(a: DataProto, b: DataProto) -> list[RowChange]:
-    pairs = {name: (_per_row(a, name), _per_row(b, name)) for name in ("reward", "advantages")}
+    """The rows whose reward or mean advantage differs."""
+    pairs = {name: _per_row(a, b, name) for name in ("reward", "advantages")}
+    changed = torch.zeros(len(a), dtype=torch.bool)
+    for values in pairs.values():
+        if values is not None:
+            changed |= (values[1] - values[0]).abs() > 0
+    numbers = changed.nonzero()[:, 0]
 
-    def pair(name: str, row: int) -> tuple[float, float] | None:
-        x, y = pairs[name]
-        return None if x is None or y is None else (x[row].item(), y[row].item())
+    def listed(name: str) -> list[tuple[float, float]] | list[None]:
+        values = pairs[name]
+        if values is None:
+            return [None] * len(numbers)
+        return list(zip(*(one[numbers].tolist() for one in values), strict=True))
 
     uids = a["uid"] if "uid" in a else range(len(a))
     return [
-        RowChange(row=row, uid=uids[row], reward=pair("reward", row), advantage=pair("advantages", row))
-        for row in range(len(a))
+        RowChange(row=row, uid=uids[row], reward=reward, advantage=advantage)
+        for row, reward, advantage in zip(numbers.tolist(), listed("reward"), listed("advantages"), strict=True)
     ]
 
 
-def _per_row(batch: DataProto, name: str) -> torch.Tensor | None:
-    if name not in batch:
+def _per_row(a: DataProto, b: DataProto, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """[B] float64 of both sides; None where one has no such column. One that both hold is worked out once."""
+    if name not in a or name not in b:
         return None
-    values = batch[name].double()
+    first = _means(a, name)
+    same = unchanged(name, a, b) and (a[name].dim() == 1 or unchanged("response_mask", a, b))
+    return first, (first if same else _means(b, name))
+
+
+def _means(batch: DataProto, name: str) -> torch.Tensor:
+    values = batch[name]
     if values.dim() == 1:
-        return values
+        return values.double()
     mask = batch["response_mask"]
-    return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+    blocks = zip(values.split(_block(values)), mask.split(_block(values)), strict=True)
+    sums = [(x * m.to(x.dtype)).sum(-1, dtype=torch.float64) / m.sum(-1).clamp(min=1) for x, m in blocks]
+    return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64)
 
 
 def _metrics(a: dict[str, float], b: dict[str, float]) -> dict[str, tuple[float, float]]:

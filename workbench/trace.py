@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 
 from workbench.config import settings_hash
 from workbench.dataproto import DataProto
+from workbench.dataproto.columns_map import Lazy
 from workbench.errors import ColumnMissing, PipelineError, RunError, boundary, message, unknown
 from workbench.metrics import reduce
 from workbench.stages import Stage
@@ -245,8 +247,16 @@ def unchanged(name: str, before: DataProto, after: DataProto) -> bool:
     """Whether two batches hold the very same column; one that both still have on disk is not read for it."""
     if name not in before or name not in after:
         return False
-    a, b = ((batch.batch if name in batch.batch else batch.non_tensor_batch) for batch in (before, after))
-    return a.raw()[name] is b.raw()[name] or before[name] is after[name]
+    a, b = ((batch.batch if name in batch.batch else batch.non_tensor_batch).raw()[name] for batch in (before, after))
+    return a is b or _same_place(a, b) or before[name] is after[name]
+
+
+def _same_place(a: Any, b: Any) -> bool:
+    """Whether two columns that nobody has read yet are one on disk: what is saved is never overwritten."""
+    if not isinstance(a, Lazy) or not isinstance(b, Lazy):
+        return False
+    x, y = (inspect.unwrap(column.read) for column in (a, b))
+    return isinstance(x, partial) and isinstance(y, partial) and (x.func, x.args) == (y.func, y.args)
 
 
 def describe_settings(stage: Stage) -> tuple[dict[str, Any], dict[str, str]]:

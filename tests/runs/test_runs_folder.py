@@ -16,6 +16,7 @@ import torch
 from workbench.dataproto import DataProto
 from workbench.errors import RunError, SettingError
 from workbench.runs.folder import STEP, RunFolder, read_metrics, step_folders, write_json
+from workbench.runs.keeping import prune
 from workbench.runs.metrics_of_batch import aliases, data_metrics, timing_metrics
 from workbench.runs.recorder import progress_line
 from workbench.runs.resume import differences
@@ -165,7 +166,7 @@ def test_only_the_last_traces_are_kept_each_whole(tmp_path: Path) -> None:
     for step in (1, 2, 10):
         folder.trace_path(step).mkdir(parents=True)
     (folder.traces / "notes").mkdir()
-    folder.prune_traces(2)
+    prune(folder.traces, 2)
     assert sorted(path.name for path in folder.traces.iterdir()) == ["notes", "step_000002", "step_000010"]
     assert list(step_folders(folder.traces)) == [2, 10]
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas
 import pytest
 
-from workbench.views.curves import PANEL, panel, png, save_png, smooth
+from workbench.runs.symptoms import Symptom
+from workbench.views.curve_parts import label, thin
+from workbench.views.curves import PANEL, PHASES, panel, png, save_png, smooth
 
 ROWS = [
     {"training/global_step": step, "critic/score/mean": step / 10, "actor/kl_loss": 0.1, "actor/grad_norm": None}
@@ -23,7 +27,7 @@ def test_panels_show_what_was_recorded_and_say_what_was_not(tmp_path: Path) -> N
     assert list(reward.lines[0].get_ydata()) == [0, 0.1, 0.2, 0.3, 0.4] and len(reward.containers) == 1
     assert reward.get_title(loc="right") == "0.268"
     texts = [text.get_text() for axes in figure.axes for text in axes.texts]
-    assert texts.count("not recorded") == 4
+    assert texts.count("not recorded") == 6
     save_png(figure, tmp_path / "c.png")
     assert (tmp_path / "c.png").read_bytes() == png(figure) and png(figure)[:4] == b"\x89PNG"
 
@@ -90,6 +94,182 @@ def test_a_run_of_many_steps_is_no_larger_a_picture() -> None:
 def test_the_running_mean_starts_unbiased() -> None:
     assert smooth([1.0, 1.0, 1.0]) == pytest.approx([1, 1, 1]) and smooth([2.0])[0] == 2
     assert smooth([0.0, 1.0], weight=0.5)[1] == pytest.approx(2 / 3)
+
+
+def steps_of(number: int, **columns: Any) -> list[dict[str, Any]]:
+    """Rows of steps 1, 2, …; a column is a constant or a function of the step."""
+    names = {name.replace("__", "/"): value for name, value in columns.items()}
+    return [
+        {
+            "training/global_step": step,
+            **{key: value(step) if callable(value) else value for key, value in names.items()},
+        }
+        for step in range(1, number + 1)
+    ]
+
+
+def band(axes: Any) -> list[list[float]]:
+    """(lower, upper) at each step of the only band."""
+    (area,) = axes.collections
+    vertices = area.get_paths()[0].vertices
+    return [
+        [float(f(vertices[vertices[:, 0] == x][:, 1])) for f in (np.min, np.max)] for x in sorted(set(vertices[:, 0]))
+    ]
+
+
+def test_a_mean_has_its_spread_beside_it() -> None:
+    rows = steps_of(3, critic__score__mean=0.5, critic__score__min=0.0, critic__score__max=lambda step: float(step))
+    axes = panel(rows, {"reward": ("critic/score/mean",)}).axes[0]
+    assert band(axes) == [[0, 1], [0, 2], [0, 3]]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["training batch", "lowest to highest"]
+    deviation = [{**row, "critic/score/std": 0.25} for row in rows]
+    axes = panel(deviation, ["critic/score/mean"]).axes[0]
+    assert band(axes) == [[0.25, 0.75]] * 3
+    assert axes.get_legend().get_texts()[1].get_text() == "± one deviation"
+    over = panel(rows, others={"other": rows}).axes[0]
+    assert len(over.collections) == 0  # bands of several runs would hide each other
+
+
+def test_a_wide_band_leaves_the_means_a_quarter_of_the_height() -> None:
+    lengths = {"response_length__min": 1.0, "response_length__max": 2048.0}
+    rows = steps_of(6, response_length__mean=lambda step: 300.0 + 10 * step, **lengths)
+    bottom, top = panel(rows).axes[2].get_ylim()
+    # the means span 310 … 360: 50 of at most 4·50 (and a margin of 5 % on both sides), from 0 or near it never here
+    assert top - bottom == pytest.approx(1.1 * 200) and bottom < 310 and top > 360
+    narrow = steps_of(6, response_length__mean=20.0, response_length__min=19.0, response_length__max=22.0)
+    bottom, top = panel(narrow).axes[2].get_ylim()
+    assert bottom == pytest.approx(19 - 0.15) and top == pytest.approx(22 + 0.15)
+
+
+def test_seconds_of_the_phases_stand_over_each_other_and_say_their_names() -> None:
+    seconds = {"timing_s__rollout": 1.0, "timing_s__reward": 0.5, "timing_s__update_actor": 2.0}
+    rows = steps_of(4, **seconds, timing_s__step=3.5, timing_s__gen=1.0, timing_s__testing=9.0)
+    axes = panel(rows).axes[7]
+    tops = [area.get_paths()[0].vertices[:, 1].max() for area in axes.collections]
+    assert tops == pytest.approx([1.0, 1.5, 3.5])  # `gen` is `rollout` again; validation is in no step
+    texts = [text.get_text() for text in axes.texts]
+    assert texts == ["rollout 1", "reward 0.5", "update_actor 2", "3.5"]
+    heights = [text.get_position()[1] for text in axes.texts[:3]]
+    assert heights == sorted(heights) and axes.get_ylim()[1] == pytest.approx(1.05 * 3.5)
+    colours = [text.get_color() for text in axes.texts[:3]]
+    swapped = panel([dict(reversed(row.items())) for row in rows]).axes[7]
+    assert {text.get_text(): text.get_color() for text in swapped.texts[:3]} == dict(zip(texts, colours, strict=False))
+    both = panel(rows, others={"quick": steps_of(2, timing_s__step=1.0)}).axes[7]
+    drawn = [line.get_ydata() for line in both.lines[1::2]]
+    assert drawn[0] == pytest.approx([3.5] * 4) and drawn[1] == pytest.approx([1.0] * 2)
+    only = panel([{"training/global_step": 7, "timing_s/gen": 2.0}], {"seconds": (PHASES,)}).axes[0]
+    assert [text.get_text() for text in only.texts] == ["gen 2", "2"] and len(only.collections) == 1
+
+
+def test_slow_first_steps_do_not_flatten_the_others() -> None:
+    rows = steps_of(30, timing_s__rollout=lambda step: 60.0 if step == 1 else 1.0)
+    assert panel(rows).axes[7].get_ylim()[1] < 4
+
+
+def test_a_learning_rate_is_shown_as_it_was_set() -> None:
+    rows = steps_of(4, actor__lr=lambda step: 1e-4 * step)
+    axes = panel(rows).axes[6]
+    assert list(axes.lines[1].get_ydata()) == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4])
+    assert axes.get_title(loc="right") == "4e-4" and axes.get_legend() is None
+    ppo = panel([{**row, "critic/lr": 1e-3} for row in rows]).axes[6]
+    assert [text.get_text() for text in ppo.get_legend().get_texts()] == ["policy", "critic"]
+
+
+def test_symptoms_stand_on_the_time_axis_and_are_said_beneath() -> None:
+    marks = [
+        Symptom("entropy has collapsed", "1.2 → 0.05", 2, "raise clip_high"),
+        Symptom("the gradient $jumps$", "norm 9", 4, "look"),
+    ]
+    figure = panel(ROWS, marks=marks, title="mine")
+    for axes in figure.axes:
+        upright = [line.get_xdata()[0] for line in axes.lines if list(line.get_ydata()) == [0, 1]]
+        assert upright == [2, 4]
+        assert [text.get_text().strip() for text in axes.texts if text.get_text().strip().isdigit()] == ["1", "2"]
+    said = [text.get_text() for text in figure.texts]
+    assert said[1:] == [
+        "1  entropy has collapsed (step 2 on): 1.2 → 0.05",
+        "2  the gradient $jumps$ (step 4 on): norm 9",
+    ]
+    assert panel(ROWS, marks=[]).get_figheight() == panel(ROWS).get_figheight() < figure.get_figheight()
+
+
+def test_a_finished_run_leaves_out_what_it_has_not() -> None:
+    shown = [axes.get_title(loc="left") for axes in panel(ROWS, empty=False).axes if axes.get_visible()]
+    assert shown == ["reward", "KL"]
+    assert len(panel([], empty=False).axes) == len(PANEL)  # nothing at all: say so
+    held_out = panel([{"training/global_step": 0, "val/reward": 0.5}], empty=False)
+    assert [axes.get_title(loc="left") for axes in held_out.axes if axes.get_visible()] == ["reward"]
+
+
+def test_a_panel_drawn_over_is_the_panel_drawn_anew() -> None:
+    def rows(number: int, **more: Any) -> list[dict[str, Any]]:
+        return steps_of(
+            number, critic__score__mean=lambda step: step / 9, critic__score__min=0.0, critic__score__max=1.0,
+            actor__kl_loss=0.1, timing_s__rollout=1.0, **more,
+        )  # fmt: skip
+
+    marks = [Symptom("a", "1", 2, ""), Symptom("b", "2", 3, "")]
+    figure = panel(rows(3), marks=marks[:1])
+    for number, more, seen in (
+        (9, {"actor__lr": 1e-4}, [Symptom("a", "5", 2, "")]),
+        (400, {}, marks[:1]),
+        (5, {"val__reward": 0.4}, marks[1:]),
+    ):
+        again = panel(rows(number, **more), marks=seen, over=figure)
+        assert again is figure
+        assert png(again) == png(panel(rows(number, **more), marks=seen))
+    assert panel(rows(9), marks=marks, over=figure) is not figure  # one more line beneath
+    assert panel(rows(9), others={"b": rows(9)}, marks=marks[:1], over=figure) is not figure
+
+
+def test_thinned_lines_keep_their_ends_and_extremes() -> None:
+    steps, values = np.arange(10_000), np.sin(np.arange(10_000) / 50.0)
+    values[[3, 5000, 9998]] = 7, -7, 8
+    few, kept = thin(steps, values, bins=100)
+    assert len(few) <= 202 and {0, 3, 5000, 9998, 9999} <= set(few.tolist())
+    assert (kept == values[few]).all() and (np.diff(few) > 0).all()
+    same = thin(steps[:50], values[:50], bins=100)
+    assert same[0] is not None and len(same[0]) == 50
+    spike = steps_of(10_000, actor__grad_norm=lambda step: 50.0 if step == 7777 else 1.0, timing_s__rollout=1.0)
+    axes = panel(spike).axes
+    assert len(axes[5].lines[0].get_xdata()) < 1000 and axes[5].lines[0].get_ydata().max() == 50
+    assert len(axes[7].collections[0].get_paths()[0].vertices) < 2000
+
+
+def test_a_long_run_is_smoothed_more() -> None:
+    rows = steps_of(2000, actor__entropy=lambda step: float(step % 2))
+    wide, narrow = (panel(rows[:number]).axes[3].lines[1].get_ydata()[-100:] for number in (2000, 60))
+    assert np.ptp(wide) < 0.05 < np.ptp(narrow)
+
+
+def test_hostile_names_are_shown_as_they_are() -> None:
+    names = {"$\\frac{1$": "$\\frac{1$", "_hidden": "_hidden", "a\nb\x1b[31m": "a\\nb\\x1b[31m", "$x^2$": "$x^2$"}
+    rows = [{**row, "actor/$\\bad{$": 1.0} for row in ROWS]
+    figure = panel(rows, ["actor/$\\bad{$", "_mine"], others=dict.fromkeys(names, ROWS), title="$\\undefined$")
+    assert png(figure)[:4] == b"\x89PNG"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["$\\undefined$", *names.values()]
+    assert not any(text.get_parse_math() for text in [*figure.legends[0].get_texts(), *figure.texts])
+    assert figure.axes[0].get_title(loc="left") == "actor/$\\bad{$"
+    assert label("\udcff\u202e") == "\\udcff\\x202e" and len(label("x" * 99)) == 60
+
+
+def test_a_legend_has_room_for_every_name() -> None:
+    others = {f"a run with a long name, number {n}": ROWS for n in range(20)}
+    figure = panel(ROWS, others=others)
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0
+    lowest = min(axes.xaxis.label.get_window_extent().y0 for axes in figure.axes[4:])
+    assert box.y1 <= lowest
+    lines = figure.legends[0].get_lines()
+    assert len({line.get_color() for line in lines}) == 21
+
+
+def test_words_among_the_numbers_are_no_points() -> None:
+    rows: list[dict[str, Any]] = [
+        {"training/global_step": n, "actor/entropy": value} for n, value in enumerate([1, "x", 2.0])
+    ]
+    assert list(panel(rows).axes[3].lines[0].get_xdata()) == [0, 2]
 
 
 def test_no_pyplot() -> None:

@@ -7,21 +7,30 @@ person looks at, `widgets.TrainingPanel` takes its place: the same two with butt
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from workbench.control import Control
 from workbench.runs.folder import STEP
 from workbench.runs.recorder import progress_line
+from workbench.runs.symptoms import WINDOW, Symptom, symptoms
+
+log = logging.getLogger("workbench")
 
 CURVES_EVERY = 6.0
 BLOCK_EVERY = 1.0
 HEARTBEAT = 20.0
 """Seconds after which something is shown even if no step has ended: a silent cell looks dead, and is saved by nobody."""
+
+RECENT = 1000
+"""Rows that are checked for symptoms, beside the first ones."""
 
 
 def in_notebook() -> bool:
@@ -44,6 +53,40 @@ def open_display(steps: int, rows: list[dict[str, Any]], control: Control, path:
     return Live(steps, rows, control, path)
 
 
+class SymptomWatch:
+    """The symptoms that a run has shown so far, each once, from the step where it was first seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, Symptom] = {}
+        self._now: set[str] = set()
+
+    @classmethod
+    def over(cls, rows: Sequence[Mapping[str, Any]], looks: int = 64) -> SymptomWatch:
+        """What a run that has these rows showed on its way, looked at that many times, evenly."""
+        watch = cls()
+        for number in range(1, looks + 1):
+            if number == looks or len(rows) * number // looks > len(rows) * (number - 1) // looks:
+                watch.look(rows[: len(rows) * number // looks])
+        return watch
+
+    def look(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Check the rows as they are now; of a long run the first and the last, so that a look stays quick."""
+        some = [*rows[:WINDOW], *rows[-RECENT:]] if len(rows) > WINDOW + RECENT else rows
+        found = {one.name: one for one in symptoms(some)}
+        for name, one in found.items():
+            # what single steps have says itself which; of the rest the window moves on while they last
+            self._seen[name] = one if one.steps else replace(one, since=self._seen.get(name, one).since)
+        self._now = set(found)
+
+    @property
+    def marks(self) -> list[Symptom]:
+        """In the order in which they came; of one that has gone it is said, with its last numbers."""
+        return [
+            one if name in self._now else replace(one, found=f"{one.found} (gone by now)")
+            for name, one in self._seen.items()
+        ]
+
+
 class Live:
     """Progress and curves of one run. `on_row` may be called on any thread."""
 
@@ -59,18 +102,23 @@ class Live:
         self._shown = self._drawn = 0.0
         self._since = 0.0
         self._said: tuple[bool, bool] = (False, False)
+        self._watch = SymptomWatch.over(self.rows)
+        self._figure: Any = None
         self.open()
 
     # --- what comes in --------------------------------------------------------------------------
 
     def on_row(self, row: Mapping[str, Any], eta: float) -> None:
-        """One more metrics row."""
+        """One more metrics row; a step that is there already, and what followed it, gives way."""
+        if self.rows and self.rows[-1][STEP] >= row[STEP]:
+            self.rows = [one for one in self.rows if one[STEP] < row[STEP]]
         self.rows.append(dict(row))
         self.line = progress_line(row, self.steps, eta)
         self.share = row[STEP] / max(self.steps, 1)
         now = self._since = time.monotonic()
         last = row[STEP] >= self.steps
         if last or now - self._shown >= BLOCK_EVERY:
+            self._watch.look(self.rows)
             self._show(now)
         if last or now - self._drawn >= CURVES_EVERY:
             self._draw(now)
@@ -90,6 +138,7 @@ class Live:
         self._said = (False, False)
         if stopped is not None:
             self.line += f"  ·  {stopped}"
+        self._watch.look(self.rows)
         now = self._since = time.monotonic()
         self._show(now)
         self._draw(now)
@@ -104,16 +153,27 @@ class Live:
             return f"{self.line}  ·  {'paused' if holding else 'pausing after the step in hand'}"
         return f"{self.line}  ·  the next step is {waited:.0f} s in hand" if waited >= HEARTBEAT else self.line
 
+    def notes(self) -> list[str]:
+        """A line for each symptom so far, numbered as it is marked in the curves."""
+        return [f"{number}  {one}" for number, one in enumerate(self._watch.marks, 1)]
+
     def _show(self, now: float) -> None:
         self._shown = now
+        self._since = self._since or now  # the first step is in hand
         self.show(self.status(), self.share)
 
     def _draw(self, now: float) -> None:
         from workbench.views.curves import panel, png
 
         self._drawn = now
-        if len(self.rows) > 1:
-            self.draw(png(panel(self.rows)))
+        if len(self.rows) < 2:
+            return
+        try:
+            self._figure = panel(self.rows, marks=self._watch.marks, over=self._figure)
+            self.draw(png(self._figure))
+        except Exception:  # a picture is no reason to lose a run
+            self._figure = None
+            log.exception("the curves could not be drawn")
 
     def open(self) -> None:
         """Put the two displays into the cell."""
@@ -124,7 +184,7 @@ class Live:
 
     def show(self, line: str, share: float) -> None:
         """Update the block."""
-        self._block.update(Block(line, share))
+        self._block.update(Block(line, share, self.notes()))
 
     def draw(self, png: bytes) -> None:
         """Update the curves."""
@@ -134,17 +194,34 @@ class Live:
 
 
 class Block:
-    """A progress bar with its line."""
+    """A progress bar with its line, and what looks wrong, one line each."""
 
-    def __init__(self, line: str, share: float) -> None:
-        self._line, self._share = line, share
+    def __init__(self, line: str, share: float, notes: Sequence[str] = ()) -> None:
+        self._line, self._share, self._notes = line, share, list(notes)
 
     def __repr__(self) -> str:
-        from workbench.views.html import plain
+        from workbench.views.html import terminal
 
-        return plain(self._line)
+        return terminal([self._line, *self._notes])
 
     def _repr_html_(self) -> str:
-        from workbench.views.html import bar
+        from workbench.views.html import bar, text_block
 
-        return bar(self._share, self._line)
+        return bar(self._share, self._line) + "".join(text_block(note) for note in self._notes)
+
+
+def tensorboard(path: Path) -> str:
+    """Open TensorBoard on a run's folder, in the cell where a person looks; the command line that does it elsewhere.
+
+    `%tensorboard` starts what stands first in PATH, which is not there where JupyterLab runs in another environment than
+    the kernel: `TENSORBOARD_BINARY` is set to the kernel's own, unless it is set.
+    """
+    own = Path(sys.executable).with_name("tensorboard")
+    if own.is_file():
+        os.environ.setdefault("TENSORBOARD_BINARY", str(own))
+    options = f"--logdir {shlex.quote(str(path))}"
+    if in_notebook() and not os.environ.get("WORKBENCH_JOB"):
+        shell = sys.modules["IPython"].get_ipython()
+        shell.run_line_magic("load_ext", "tensorboard")
+        shell.run_line_magic("tensorboard", options)
+    return f"tensorboard {options}"

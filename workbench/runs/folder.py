@@ -169,11 +169,6 @@ class RunFolder:
         """Where the trace of a step stands."""
         return self.traces / f"step_{step:06d}"
 
-    def prune_traces(self, keep: int) -> None:
-        """Delete all but the last `keep`."""
-        for path in list(step_folders(self.traces).values())[:-keep]:
-            discard(path, ".pruned-")
-
     # --- what a resumed run does again ----------------------------------------------------------
 
     def supersede(self, after: int) -> list[str]:
@@ -187,6 +182,7 @@ class RunFolder:
         notes = [*self._supersede_rows(after, aside)]
         for leftover in (
             *self.traces.glob(".pruned-*"),
+            *self.traces.glob(".*.part"),
             *self.updates.glob(".pruned-*"),
             *self.updates.glob(".*.part"),
         ):

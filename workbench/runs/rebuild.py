@@ -16,10 +16,13 @@ from typing import Any
 from workbench import functional, rewards, stages
 from workbench.config import Settings
 from workbench.dataproto import DataProto
+from workbench.dataproto.ops import same_column
 from workbench.engines.protocol import SamplingSettings
-from workbench.errors import PipelineError, RunError, describe, message
+from workbench.errors import PipelineError, RunError, WorkbenchError, describe, first_line, message
+from workbench.metrics import Metric
 from workbench.stages import Outcome, Pipeline, Stage
 from workbench.stages.stage import BaseStage
+from workbench.trace import Phase, Trace, unchanged
 
 _OURS = "workbench."
 _SETTINGS: Mapping[str, type[Settings]] = {
@@ -73,16 +76,43 @@ def _plain(value: Any, roles: Mapping[int, str]) -> Any:
 
 
 class Missing(BaseStage):
-    """Stands for a stage that cannot be made again here. Replace it; its recorded columns can be read from the trace."""
+    """Stands for a stage that cannot be made again here. With the record of its step it gives what it gave then, as long
+    as it is given what it was given then; in any other case it must be replaced.
+    """
 
-    def __init__(self, record: Mapping[str, Any], what: str, learner: Any = None) -> None:
+    def __init__(
+        self,
+        record: Mapping[str, Any],
+        what: str,
+        learner: Any = None,
+        *,
+        phase: Phase | None = None,
+        before: DataProto | None = None,
+    ) -> None:
         self.name = record["name"]
         self.what = what
         self.reads = tuple(record["reads"])
         self.writes = tuple(record["writes"])
         self.updates = learner is not None
         self._learner = learner
-        self._kind = record["class"]
+        self._record = record
+        self._phase = phase
+        self._before = before
+
+    def recorded(self, trace: Trace) -> Missing:
+        """The same, with what it did in a recorded step; of an update that is not enough."""
+        if self.updates or self.name not in trace.names:
+            return self
+        return Missing(self._record, self.what, phase=trace[self.name], before=trace.before(self.name))
+
+    @property
+    def has_record(self) -> bool:
+        """Whether its recorded outputs are there."""
+        return self._phase is not None
+
+    def settings(self) -> dict[str, Any]:
+        """What it was made with, and that its outputs are the recorded ones."""
+        return {"made_with": self.what, **({"outputs": "recorded, not run again"} if self.has_record else {})}
 
     def learners(self) -> tuple[Any, ...]:
         """Whose weights the stage would change."""
@@ -90,19 +120,45 @@ class Missing(BaseStage):
 
     def with_function(self, function: Callable[..., Any]) -> Stage:
         """The stage around a function that is here: a reward, or an estimator with its own defaults."""
-        if self._kind not in ("Reward", "Advantage"):
+        if self._record["class"] not in ("Reward", "Advantage"):
             return super().with_function(function)
-        return getattr(stages, self._kind)(function)
+        return getattr(stages, self._record["class"])(function)
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """Refused: what it did was not recorded, only that it was there."""
-        raise PipelineError(
-            message(
-                f"stage {self.name!r} of the run cannot be run again here",
-                found=f"it was made with {self.what}, which the run folder has by name alone",
-                do=f"replace({self.name!r}, …) with what should stand there",
+        """The recorded outputs, where the batch is the recorded one; `recorded/<stage>` among the metrics says so."""
+        differing = self._differing(batch)
+        if self._phase is None or differing:
+            raise PipelineError(
+                message(
+                    f"stage {self.name!r} of the run cannot be run again here",
+                    expected=f"the recorded {', '.join(differing)}, for its recorded outputs" if differing else None,
+                    found=f"it was made with {self.what}, which the run folder has by name alone",
+                    do=f"replace({self.name!r}, …) with what should stand there",
+                )
             )
-        )
+        metrics: dict[str, Metric | float] = {**self._phase.metrics, f"recorded/{self.name}": 1.0}
+        if self._phase.rows is not None:
+            return Outcome(self._phase.batch, metrics, self._phase.rows)
+        written = self._phase.delta()
+        kept = batch.without(*(name for name in written.columns if name in batch))
+        return Outcome(kept.union(written), metrics)
+
+    def _differing(self, batch: DataProto) -> list[str]:
+        """Columns that it may have looked at and that are not what they were: those it names, and those of the data."""
+        if self._phase is None or self._before is None:
+            return []
+        if len(batch) != len(self._before):
+            return ["rows"]
+        before, origins = self._before, self._before.origins
+        whole = self._phase.rows is not None
+        looked_at = [
+            name for name in before.columns if whole or name not in origins or origins[name].stage == "dataset"
+        ]
+        return [name for name in dict.fromkeys((*self.reads, *looked_at)) if not _as_it_was(name, before, batch)]
+
+
+def _as_it_was(name: str, before: DataProto, batch: DataProto) -> bool:
+    return unchanged(name, before, batch) or (name in batch and same_column(before[name], batch[name]))
 
 
 class _Gone(Exception):
@@ -125,6 +181,10 @@ def rebuilt(records: list[dict[str, Any]], learners: Mapping[str, Any], open_fro
             made.append(getattr(stages, record["class"])(**arguments))
         except _Gone as gone:
             made.append(Missing(record, str(gone), learners.get(record["updates"])))
+        except (TypeError, WorkbenchError) as error:  # this version's stage does not take what that version's took
+            made.append(
+                Missing(record, f"arguments of its time ({first_line(error)})", learners.get(record["updates"]))
+            )
     return Pipeline(made)
 
 

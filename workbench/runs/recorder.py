@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from workbench.datasets import Rows
 from workbench.observer import StepReport
 from workbench.runs import checkpoint, updates
 from workbench.runs.evaluate import Evaluation, score_rows
-from workbench.runs.folder import STEP, RunFolder
+from workbench.runs.folder import STEP, RunFolder, read_metrics, strict
+from workbench.runs.keeping import Kept, keep, prune
 from workbench.runs.metrics_of_batch import aliases, data_metrics, timing_metrics
 from workbench.runs.metrics_of_samples import sample_metrics
+from workbench.runs.symptoms import Watch
 from workbench.runs.trackers import Tracker
 from workbench.snapshots import states
 from workbench.stages import Pipeline, Reward, Rollout
@@ -43,6 +45,12 @@ class Plan:
     def due(self, every: int, step: int) -> bool:
         """Every n-th step and the last; 0: the last alone."""
         return step == self.steps or (every > 0 and step % every == 0)
+
+    def reason(self, every: int, step: int) -> str:
+        """Why it is due, in words; empty where it is not."""
+        if every > 0 and step % every == 0:
+            return f"every {every} steps" if every > 1 else "every step"
+        return "the last step" if step == self.steps else ""
 
 
 class Validator:
@@ -106,7 +114,9 @@ class Recorder:
         self.last: StepReport | None = None
         """The last step of this process whose row is on disk."""
         self._state: dict[str, Any] = {}
+        self._before: Mapping[str, Mapping[str, float]] = {}
         self._sizes: dict[int, int] = {}
+        self._watch = Watch(read_metrics(folder.metrics))
         self._weights = states(pipeline.learners())
 
     def on_start(self, start: int, steps: int) -> None:
@@ -116,7 +126,10 @@ class Recorder:
             self._write(0, {STEP: 0, "training/epoch": 0, **self._validator.metrics()})
 
     def on_step(self, report: StepReport) -> None:
-        """Metrics first, then the update, the trace, the checkpoint: what is on disk is never ahead of its row."""
+        """Metrics first, then the update, the trace, the checkpoint: what is on disk is never ahead of its row.
+
+        A trace is kept every k-th step, of the last one, and of a step in which a symptom begins.
+        """
         step, plan = report.step, self._plan
         metrics: dict[str, Any] = {STEP: step, "training/epoch": report.epoch, **report.metrics}
         metrics |= data_metrics(report.trace.batch)
@@ -125,23 +138,30 @@ class Recorder:
         if self._validator is not None and plan.due(plan.test_freq, step):
             metrics |= self._validator.metrics()
         self._write(step, metrics)
+        begun = [one.name for one in self._watch.look(strict(metrics))]
+        self._before = self._state.get("controllers", {})
         self.last, self._state, self._weights = report, self._stands(step), states(self._pipeline.learners())
         if plan.keep_updates:
             updates.write(self._folder.updates, step, report.trace, self._pipeline)
             updates.prune(self._folder.updates, self._oldest(), plan.keep_updates << 20, self._sizes)
-        if plan.due(plan.trace_freq, step):
-            self.save_trace()
+        due = plan.reason(plan.trace_freq, step)
+        if begun:
+            log.warning("step %d: %s; its trace is kept", step, ", ".join(begun))
+        if due or begun:
+            self.save_trace(due, begun)
         if plan.due(plan.save_freq, step):
             self.save()
 
     def _oldest(self) -> int:
         return min(checkpoint.steps(self._folder.checkpoints), default=0)
 
-    def save_trace(self) -> None:
-        """The trace of the last step, where it is not on disk yet."""
-        if self.last is not None and not self._folder.trace_path(self.last.step).exists():
-            self.last.trace.save(self._folder.trace_path(self.last.step))
-            self._folder.prune_traces(self._plan.keep_traces)
+    def save_trace(self, due: str = "the run ended here", flagged: Sequence[str] = ()) -> None:
+        """The trace of the last step, where it is not on disk yet, with the reason for it."""
+        if self.last is None or self._folder.trace_path(self.last.step).exists():
+            return
+        kept = Kept(due=due, flagged=tuple(flagged), before=self._before, after=self._state["controllers"])
+        keep(self.last.trace, self._folder.trace_path(self.last.step), kept)
+        prune(self._folder.traces, self._plan.keep_traces)
 
     def on_end(self, error: BaseException | None) -> None:
         """Let trackers write what is waiting."""

@@ -6,7 +6,7 @@ threads as the run had, the weights are those of the run bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,9 @@ from workbench.engines import LocalSettings, local
 from workbench.errors import CheckpointError, RunError, first_line, message
 from workbench.runs import checkpoint, updates
 from workbench.runs.folder import read_json
+from workbench.runs.late import LateFrozen, wrong_files
 from workbench.runs.rebuild import fields_of, rebuilt
-from workbench.runs.resume import files_crc32
 from workbench.stages import Pipeline
-from workbench.stepper import Stepper
 from workbench.trace import Phase, perform
 
 
@@ -58,7 +57,7 @@ def standing_after(folder: Path, step: int) -> Standing:
         except (CheckpointError, RunError) as error:
             why.append(f"from {_place(base)}: {first_line(error)}")
             continue
-        pipeline = rebuilt(settings.get("pipeline", []), engines, _open_frozen)
+        pipeline = rebuilt(settings.get("pipeline", []), engines, frozen_of(settings))
         if base:
             pipeline.load_state(read_json(_checkpoint(folder, base) / "state.json")["controllers"])
         for number in range(base + 1, step + 1):
@@ -86,14 +85,20 @@ def _place(base: int) -> str:
 
 
 def reachable(folder: Path) -> str:
-    """Which steps' weights the folder can give, for people."""
-    recorded, found = set(updates.steps(folder / "updates")), []
-    for base in (0, *checkpoint.steps(folder / "checkpoints")):
+    """Which steps' weights the folder can give, for people. Of a model's folder only its place is looked at."""
+    settings = read_json(folder / "settings.json")
+    recorded, last = set(updates.steps(folder / "updates")), -1
+    began_in_memory = any(settings.get("began", {}).get("versions", {}).values())
+    there = all(Path(str(one.get("path", ""))).is_dir() for one in settings.get("engines", {}).values())
+    found = []
+    for base in ([0] if there and not began_in_memory else []) + checkpoint.steps(folder / "checkpoints"):
+        if base <= last:
+            continue
         last = base
         while last + 1 in recorded:
             last += 1
         found.append(f"{base}–{last}" if last > base else str(base))
-    return ", ".join(found)
+    return ", ".join(found) or "none"
 
 
 def apply(pipeline: Pipeline, update: updates.Update, inputs: DataProto | None = None) -> list[Phase]:
@@ -119,8 +124,9 @@ def _opened(folder: Path, settings: Mapping[str, Any], base: int) -> dict[str, A
     if any(settings["began"]["versions"].values()):
         raise RunError("the run began with weights that had been trained before in memory")
     for role, record in records.items():
-        if not Path(record["path"]).is_dir() or files_crc32(Path(record["path"])) != record.get("files_crc32"):
-            raise RunError(message(f"the model of {role!r}", found=f"not, or not as it was, at {record['path']}"))
+        wrong = wrong_files(record)
+        if wrong is not None:
+            raise RunError(message(f"the model of {role!r}", found=wrong))
     return {role: _engine(role, Path(record["path"]), record) for role, record in records.items()}
 
 
@@ -130,17 +136,17 @@ def _engine(role: str, path: Path, record: Mapping[str, Any]) -> Any:
     return engine.critic() if role == "critic" else engine
 
 
-def _open_frozen(record: Mapping[str, Any]) -> Any:
-    return local(record["path"], **fields_of(record, LocalSettings)).reference()
+def frozen_of(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], LateFrozen]:
+    """Record → frozen model, opened at its first score; where the run knows the folder's files they must be the same."""
+    known = {str(one["path"]): one.get("files_crc32") for one in settings["engines"].values()}
+
+    def check(record: Mapping[str, Any]) -> str | None:
+        return wrong_files({**record, "files_crc32": known.get(str(record["path"]))})
+
+    return lambda record: LateFrozen(record, check)
 
 
-def stepper_at(folder: Path, step: int) -> Stepper:
-    """A Stepper before the first phase of a recorded step, on the weights that the run had there."""
-    start = _start_of(folder, step)
-    return Stepper(standing_after(folder, step - 1).pipeline, start)
-
-
-def _start_of(folder: Path, step: int) -> DataProto:
+def start_of(folder: Path, step: int) -> DataProto:
     """The batch as it came from the data: from the recorded update, or from a trace."""
     if step in updates.steps(folder / "updates"):
         return updates.read(folder / "updates", step).start

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import CheckpointError, RunError, message
 from workbench.runs import checkpoint
 from workbench.runs.folder import STEP, read_json, read_metrics, step_folders
+from workbench.runs.keeping import Kept, read_kept
 from workbench.runs.lock import held
 from workbench.stepper import Stepper
 from workbench.trace import Trace
@@ -18,22 +19,35 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from workbench.runs.replay import Counterfactual
+    from workbench.runs.replayed import Replayed
     from workbench.runs.symptoms import Symptoms
 
 
 class Traces(Mapping[int, Trace]):
-    """Step → recorded trace, opened when it is looked at."""
+    """Step → recorded trace, opened when it is looked at; printed, a line a step with its headline numbers."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The run's metrics rows."""
+        return read_metrics(self._folder.parent / "metrics.jsonl")
+
+    def why(self, step: int) -> Kept:
+        """Why the trace of a step is there: it was due, or a symptom began in it."""
+        return read_kept(self._path(step))
+
     def _steps(self) -> list[int]:
         return [step for step, path in step_folders(self._folder).items() if (path / "trace.json").is_file()]
 
-    def __getitem__(self, step: int) -> Trace:
+    def _path(self, step: int) -> Path:
         if step not in self._steps():
             raise RunError(message(f"no trace of step {step}", expected=f"one of {self._steps()}"))
-        return Trace.load(self._folder / f"step_{step:06d}")
+        return self._folder / f"step_{step:06d}"
+
+    def __getitem__(self, step: int) -> Trace:
+        return Trace.load(self._path(step))
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._steps())
@@ -42,7 +56,14 @@ class Traces(Mapping[int, Trace]):
         return len(self._steps())
 
     def __repr__(self) -> str:
-        return f"Traces of steps {self._steps()}"
+        from workbench.views.run_lists import traces_text
+
+        return traces_text(self)
+
+    def _repr_html_(self) -> str:
+        from workbench.views.run_lists import traces_html
+
+        return traces_html(self)
 
 
 class Run:
@@ -118,19 +139,32 @@ class Run:
         traces = self.traces
         return Symptoms(symptoms(self.rows, traces[max(traces)].batch if len(traces) else None))
 
+    @property
+    def reachable(self) -> str:
+        """Steps whose exact weights can be made: checkpoints, and what the recorded updates add to them (`0, 3–6`)."""
+        from workbench.runs.replay import reachable
+
+        return reachable(self.path)
+
     # --- any step again -------------------------------------------------------------------------
 
-    def stepper(self, step: int) -> Stepper:
-        """A Stepper that stands before the first phase of a step, on the weights that the run had there.
+    def stepper(self, step: int, at: str | None = None, engines: Mapping[str, Any] | None = None) -> Replayed:
+        """A Stepper on a recorded step: before its first phase, or standing before the phase `at`.
 
-        The weights are those of the newest checkpoint before, and the recorded updates since: no rollout and no reward
-        is run for them. Running it gives the run's own numbers, bit for bit on the CPU with the run's thread count.
-        A stage made with something that the folder has by name alone (a reward from a cell) must be replaced before
-        it can run. Raises `RunError` where the step cannot be reached, saying which can.
+        Without `at` the weights are opened at once: those of the newest checkpoint before, and the recorded updates
+        since. Running it gives the run's own numbers, bit for bit on the CPU with the run's thread count.
+
+        With `at` the step's trace must be on disk. The phases before are there as they were recorded; no engine is
+        opened until a stage needs one, and the later log-probs and values are taken as recorded while the tokens are the
+        same: `run.stepper(137, at="reward").replace("reward", other).run(until="advantage")` needs no model at all.
+
+        A stage made with something that the folder has by name alone (a reward from a cell) gives its recorded outputs
+        and says so; where its input has changed it must be replaced. `engines` (role → engine) stand in place of the
+        run's, with the weights that they have. Raises `RunError` where the step cannot be reached, saying which can.
         """
-        from workbench.runs.replay import stepper_at
+        from workbench.runs.replayed import stepper_at
 
-        return stepper_at(self.path, step)
+        return stepper_at(self.path, step, at, engines)
 
     def engine(self, step: int, role: str = "actor") -> Any:
         """An engine of its own with exactly the weights and optimizer after a step (0: before training)."""
@@ -177,31 +211,46 @@ class Run:
                 return self
             await asyncio.sleep(every)
 
-    def curves(self, **others: Run) -> Any:
-        """The curves as a matplotlib figure; other runs by name are overlaid."""
+    def curves(self, *, marks: bool = True, **others: Run) -> Any:
+        """The curves as a matplotlib figure; other runs by name are overlaid.
+
+        `marks`: symptoms that this run showed on its way stand on the time axis, numbered, and are said beneath.
+        """
+        from workbench.runs.display import SymptomWatch
         from workbench.views.curves import panel
 
-        return panel(self.rows, others={name: run.rows for name, run in others.items()}, title=self.path.name)
+        rows, named = self.rows, {name: run.rows for name, run in others.items()}
+        seen = SymptomWatch.over(rows).marks if marks else None
+        return panel(rows, others=named, title=self.path.name, marks=seen, empty=False)
+
+    def figure(self, *keys: str, others: Mapping[str, Run] | None = None, marks: bool = False, **options: Any) -> Any:
+        """Curves for a paper in one call: `run.figure("reward", "KL", path="curves.pdf", others={"DAPO": other})`.
+
+        `options`: `path` (pdf, svg or png), `width` ("column", "page" or inches), `height`, `name`, `smooth`: see
+        `views.paper.figure`. `marks`: symptoms stand on the time axis, by number; the caption says what they are.
+        """
+        from workbench.runs.display import SymptomWatch
+        from workbench.views.paper import figure
+
+        rows, named = self.rows, {name: run.rows for name, run in (others or {}).items()}
+        seen = SymptomWatch.over(rows).marks if marks else None
+        return figure(rows, keys or ("reward",), others=named, marks=seen, **{"name": self.path.name, **options})
+
+    def tensorboard(self) -> str:
+        """TensorBoard on this run, in the cell; elsewhere the command line. Needs a browser that reaches its local port."""
+        from workbench.runs.display import tensorboard
+
+        return tensorboard(self.path)
 
     def __repr__(self) -> str:
-        from workbench.views.html import terminal
+        from workbench.views.run_lists import run_text
 
-        rows = self.rows
-        step: Any = rows[-1][STEP] if rows else 0
-        steps = self.settings.get("train", {}).get("steps")
-        lines = [f"Run {self.path}: step {step} of {steps}"]
-        lines += [f"  checkpoints {self.checkpoints}, traces {list(self.traces)}"]
-        if self.summary:
-            lines.append(f"  {self.summary!r}")
-        if self.stopped is not None:
-            lines.append(f"  stopped before the update of step {self.stopped.trace.step}: look at .stopped")
-        lines += [f"  note: {note}" for note in self.notes]
-        return terminal(lines)
+        return run_text(self)
 
     def _repr_html_(self) -> str:
-        from workbench.views.html import pairs_table, text_block
+        from workbench.views.run_lists import run_html
 
-        return text_block(repr(self)) + pairs_table(self.summary.pairs())
+        return run_html(self)
 
 
 class Summary(dict[str, Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -12,6 +13,8 @@ from workbench.runs.folder import STEP
 Rows = Sequence[Mapping[str, Any]]
 WINDOW = 5
 """Steps that a check looks at: the last ones, beside the first ones."""
+SEEN = 64
+"""Rows that are looked at after every step, beside the first ones: what a look costs does not grow with the run."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Symptom:
     """The first step of the window that it was seen in."""
     do: str
     """What is usually behind it, and what to try."""
+    steps: tuple[int, ...] = ()
+    """The very steps that have it; empty where it is of a stretch of steps."""
 
     def __str__(self) -> str:
         return f"{self.name} (step {self.since} on): {self.found}; {self.do}"
@@ -178,15 +183,36 @@ def _jumping_gradient(rows: Rows, _: Any) -> Iterator[Symptom]:
         row for row in rows if row.get("actor/grad_norm") is not None and usual and row["actor/grad_norm"] > 20 * usual
     ]
     if jumps:
+        steps = tuple(int(row[STEP]) for row in jumps)
         yield Symptom(
             "the gradient jumps",
-            f"norm {jumps[0]['actor/grad_norm']:.3g}, usually {usual:.3g}, at steps {[int(row[STEP]) for row in jumps][:5]}",
-            int(jumps[0][STEP]),
+            f"norm {jumps[0]['actor/grad_norm']:.3g}, usually {usual:.3g}, at steps {list(steps)[:5]}",
+            steps[0],
             "look at that step: run.stepper(step); lower grad_clip or lr",
+            steps,
+        )
+
+
+_NUMBERS = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "critic/vf_loss")
+
+
+def _no_numbers(rows: Rows, _: Any) -> Iterator[Symptom]:
+    """NaN and infinities stand as null in a run's rows."""
+    bad = [(int(row[STEP]), [name for name in _NUMBERS if name in row and row[name] is None]) for row in rows]
+    bad = [(step, names) for step, names in bad if names]
+    if bad:
+        steps = tuple(step for step, _ in bad)
+        yield Symptom(
+            "a metric is no number",
+            f"{', '.join(bad[0][1])} at steps {list(steps)[:5]}",
+            steps[0],
+            "look at that step: run.stepper(step, at='update_actor'); is a reward huge, or an advantage NaN?",
+            steps,
         )
 
 
 CHECKS: tuple[Callable[[Rows, Any], Iterator[Symptom]], ...] = (
+    _no_numbers,
     _flat_reward,
     _two_policies,
     _falling_reward,
@@ -197,6 +223,36 @@ CHECKS: tuple[Callable[[Rows, Any], Iterator[Symptom]], ...] = (
     _clipped,
     _drifting_length,
 )
+
+
+class Watch:
+    """Says which symptoms begin with a row, looking at a few rows: the first ones and the last `SEEN`.
+
+    `rows` are those that a resumed run has already: what had begun in them is not said again.
+    """
+
+    def __init__(self, rows: Rows = ()) -> None:
+        self._first: list[Mapping[str, Any]] = []
+        self._last: deque[Mapping[str, Any]] = deque(maxlen=SEEN)
+        for row in rows:
+            self._take(row)
+        self._there = {one.name for one in self._now()}
+
+    def _take(self, row: Mapping[str, Any]) -> None:
+        if row[STEP] > 0:
+            (self._first if len(self._first) < WINDOW else self._last).append(row)
+
+    def _now(self) -> list[Symptom]:
+        """Symptoms of the window; of those that single steps have, those of the last step."""
+        rows = [*self._first, *self._last]
+        return [one for one in symptoms(rows) if not one.steps or rows[-1][STEP] in one.steps]
+
+    def look(self, row: Mapping[str, Any]) -> list[Symptom]:
+        """Symptoms that this row has and the one before did not; NaN and infinities must be None in it."""
+        self._take(row)
+        found, before = self._now(), self._there
+        self._there = {one.name for one in found}
+        return [one for one in found if one.name not in before]
 
 
 class Symptoms(list[Symptom]):

@@ -78,6 +78,9 @@ class Reward(BaseStage):
         for name, column in columns.items():
             if name.startswith("reward/"):
                 metrics.update(spread(name, column[~column.isnan()]))
+        judged = columns["reward"][scored].double()
+        if len(judged):  # min and max say little of rewards that are 0 or 1
+            metrics["critic/score/std"] = Mean.of(judged.std(correction=0).item(), len(judged))
         return {**spread("critic/score", columns["reward"][scored]), **metrics}
 
 

@@ -1,6 +1,7 @@
 """Looking: functions from records to text, DataFrame, HTML and matplotlib figures; tested without a browser."""
 
 from workbench.views.curves import panel
+from workbench.views.paper import figure, save_figure
 from workbench.views.samples import groups, samples
 from workbench.views.shelf import estimators, estimators_figure, values_figure, ways, ways_figure
 from workbench.views.tokens import tokens
@@ -8,9 +9,11 @@ from workbench.views.tokens import tokens
 __all__ = [
     "estimators",
     "estimators_figure",
+    "figure",
     "groups",
     "panel",
     "samples",
+    "save_figure",
     "tokens",
     "values_figure",
     "ways",

@@ -4,18 +4,46 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any
+
+from workbench.views.curve_axes import (
+    GREY,
+    MARK,
+    Look,
+    Mark,
+    Plotted,
+    dress,
+    explain,
+    mark,
+    needs_key,
+    plot,
+    recorded,
+    say,
+    wipe,
+)
+from workbench.views.curve_parts import (
+    PHASES,
+    STEP,
+    Rows,
+    Series,
+    colour,
+    label,
+    memory,
+    number_text,
+    smooth,
+    span_of,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Rows: TypeAlias = Sequence[Mapping[str, Any]]
-STEP = "training/global_step"
+__all__ = ["PANEL", "PHASES", "STEP", "cell_figure", "panel", "png", "save_png", "smooth"]
+
 PANEL: Mapping[str, tuple[str, ...]] = {
     "reward": ("critic/score/mean",),
     "KL": ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"),
@@ -23,18 +51,16 @@ PANEL: Mapping[str, tuple[str, ...]] = {
     "entropy (nats)": ("actor/entropy",),
     "clip fraction": ("actor/pg_clipfrac",),
     "gradient norm": ("actor/grad_norm",),
+    "learning rate": ("actor/lr", "critic/lr"),
+    "seconds per phase": (PHASES,),
 }
 """Title → the metrics drawn there, those of them that a run has."""
-_WORDS = {
-    "critic/score/mean": "training batch",
-    "actor/kl_loss": "to the reference",
-    "actor/reward_kl_penalty": "to the reference, in the reward",
-    "actor/ppo_kl": "of the update",
-}
-_COLOURS = ("#2f6db5", "#c8553d", "#3a8f5d", "#8a5fb0", "#b8862b", "#3c9aa5", "#a04668", "#6b7280")
-_DASHES = ("-", (0, (1, 1.2)), (0, (4, 1.5)))
-_COLUMNS = 3
-_GREY = "#666666"
+_WIDTH, _HEIGHT = 10.5, 1.75
+"""Inches: of the panel, as wide as a notebook's output, and of one plot."""
+_ROOM = 0.97
+"""Inches for the names of phases, beside their plot."""
+_LINE = 0.17
+"""Inches that a line of small text takes."""
 
 
 def panel(
@@ -43,45 +69,57 @@ def panel(
     *,
     others: Mapping[str, Rows | pd.DataFrame] | None = None,
     title: str | None = None,
+    marks: Sequence[Mark] | None = None,
+    empty: bool = True,
+    over: Figure | None = None,
 ) -> Figure:
-    """Curves over `training/global_step`, three to a row: one small plot for each title of `keys` (`PANEL`).
+    """Curves over `training/global_step`: one small plot for each title of `keys` (`PANEL`), three or four to a row.
 
     `metrics` are the rows of a run's `metrics.jsonl`, or a DataFrame of them; `keys` maps titles to metric
-    names, or lists metric names. A faint line is the step's own number, the strong one its running mean; dots
-    in the reward are held-out means (`val/reward`) with their 95 % interval. A metric that is missing, NaN or
-    infinite at a step has no point there. `others` (name → rows) are drawn over it with a legend.
+    names, or lists metric names. A faint line is the step's own number, the strong one its running mean; the
+    band is the spread within the step's batch (`x/std`, else `x/min` to `x/max` beside `x/mean`); dots in the
+    reward are held-out means (`val/reward`) with their 95 % interval. A metric that is missing, NaN or
+    infinite at a step has no point there. `timing_s/*` stands for the seconds of each phase, over each other.
+
+    `others` (name → rows) are drawn over it with a legend, without bands, and with whole steps for phases.
+    `marks` (`run.symptoms`) are numbered lines on the time axis, said beneath. With `empty` a plot that nothing
+    is recorded for keeps its place and says so: while a run trains, plots must not jump (a critic's warm-up
+    has no KL yet); without, it is left out. `over` is a panel that is drawn over where it has the same places: a
+    third quicker than a new one.
     """
-    plots = _plots(keys)
     named = [(title or "this run", metrics), *(others or {}).items()]
-    runs = [_Run(name, _rows(rows), colour) for (name, rows), colour in zip(named, cycle(_COLOURS), strict=False)]
-    figure, grid = _figure(len(plots), title=title, legend=bool(others))
-    span = _span(runs)
+    runs = [Series(name, rows, colour(place)) for place, (name, rows) in enumerate(named)]
+    plots = _plots(keys)
+    if not empty:
+        plots = {name: wanted for name, wanted in plots.items() if recorded(runs, wanted)} or plots
+    places = (
+        tuple(plots.items()),
+        tuple(run.name for run in runs),
+        len(marks or ()),
+    )
+    if over is not None and getattr(over, "places", None) == places:
+        figure, grid = over, over.axes[: len(plots)]
+    else:
+        figure, grid = _figure(len(plots), runs=runs if others else [], title=title, marks=len(marks or ()))
+        figure.places = places  # type: ignore[attr-defined]
+    for number, (one, text) in enumerate(zip(marks or (), figure.texts[-len(marks or ()) :], strict=False)):
+        text.set_text(label(f"{number + 1}  {one.name} (step {one.since} on): {one.found}", 150))
+    span, look = span_of(runs), Look(smoothing=memory(runs))
     for axes, (name, wanted) in zip(grid, plots.items(), strict=True):
-        _dress(axes, name, span)
-        drawn = [key for key in wanted if any(_points(run.rows, key) for run in runs)]
-        for key, dashes in zip(drawn, cycle(_DASHES), strict=False):
-            _draw(axes, runs, key, dashes)
-        held_out = "critic/score/mean" in wanted and _held_out(axes, runs)
-        if drawn or held_out:
-            _scale(axes)
-            if held_out or len(wanted) > 1:
-                _explain(axes)
+        if figure is over:
+            wipe(axes, span)
         else:
-            axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=_GREY, fontsize=9)
-            axes.tick_params(labelleft=False)
-            axes.grid(False)
-        if len(runs) == len(drawn) == 1:
-            last = smooth([value for _, value in _points(runs[0].rows, drawn[0])])[-1]
-            axes.set_title(_number(last), fontsize=9, loc="right", color=runs[0].colour)
-    if others:
-        _legend(figure, runs)
+            # a title with a height of its own spares matplotlib the search for one: a quarter of the drawing
+            axes.set_title(label(name), fontsize=9.5, loc="left", y=1.0, parse_math=False)
+            dress(axes, span, ticks=8)
+            if PHASES in wanted and not others:
+                _make_room(axes)
+        plotted = plot(axes, wanted, runs, look)
+        _say(axes, plotted, runs[0].colour)
+        if needs_key(wanted, plotted):
+            explain(axes, plotted.key, look, below=bool(marks))
+        mark(axes, marks or (), look)
     return figure
-
-
-class _Run(NamedTuple):
-    name: str
-    rows: list[Mapping[str, Any]]
-    colour: str
 
 
 def _plots(keys: Mapping[str, Sequence[str]] | Sequence[str] | None) -> Mapping[str, Sequence[str]]:
@@ -90,109 +128,28 @@ def _plots(keys: Mapping[str, Sequence[str]] | Sequence[str] | None) -> Mapping[
     return keys if isinstance(keys, Mapping) else {key: (key,) for key in keys}
 
 
-def _rows(metrics: Rows | pd.DataFrame) -> list[Mapping[str, Any]]:
-    return metrics.to_dict("records") if hasattr(metrics, "to_dict") else list(metrics)
+def _say(axes: Axes, plotted: Plotted, shade: str) -> None:
+    """What a plot says beside its curves: where the only one ends, or that there is nothing."""
+    if not plotted.key:
+        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=GREY, fontsize=9)
+        axes.tick_params(labelleft=False)
+        axes.grid(False)
+    elif plotted.stacked and plotted.last is not None:
+        axes.annotate(
+            number_text(plotted.last), (1, 1), (_ROOM * 72, 6), xycoords="axes fraction", textcoords="offset points",
+            fontsize=9, color=GREY, ha="right",
+        )  # fmt: skip
+    elif plotted.last is not None:
+        axes.set_title(number_text(plotted.last), fontsize=9, loc="right", color=shade, y=1.0)
 
 
-def _points(rows: Rows, key: str) -> list[tuple[float, float]]:
-    """(step, value) where the metric is a finite number; a row without a step counts from 0."""
-    found = []
-    for place, row in enumerate(rows):
-        value = row.get(key)
-        if value is not None and math.isfinite(value):
-            found.append((row.get(STEP, place), value))
-    return found
+def _make_room(axes: Axes) -> None:
+    """A narrower plot, with its areas' names beside it."""
+    place = axes.get_position()
+    axes.set_position((place.x0, place.y0, place.width - _ROOM / _WIDTH, place.height))
 
 
-def _span(runs: Sequence[_Run]) -> tuple[float, float]:
-    """From the first step to the last of any run, with a margin: the same for every plot."""
-    steps = [row.get(STEP, place) for run in runs for place, row in enumerate(run.rows)] or [0]
-    margin = max(0.02 * (max(steps) - min(steps)), 0.5)
-    return min(steps) - margin, max(steps) + margin
-
-
-def _draw(axes: Axes, runs: Sequence[_Run], key: str, dashes: Any) -> None:
-    """One metric, of every run that has it."""
-    for run in runs:
-        points = _points(run.rows, key)
-        if not points:
-            continue
-        steps, values = zip(*points, strict=True)
-        axes.plot(steps, values, color=run.colour, alpha=0.28, linewidth=1, label="_number")
-        mark = "o" if len(points) == 1 else ""
-        axes.plot(
-            steps, smooth(values), color=run.colour, linewidth=1.8, linestyle=dashes, marker=mark, ms=5, label=key
-        )
-
-
-def _held_out(axes: Axes, runs: Sequence[_Run]) -> bool:
-    """Held-out means and their intervals; whether any run has them."""
-    any_points = False
-    for run in runs:
-        rows = [row for row in run.rows if _points([row], "val/reward")]
-        if not rows:
-            continue
-        any_points = True
-        means = [row["val/reward"] for row in rows]
-        # one prompt has a mean and no interval
-        low = [max(mean - _or(row, "val/reward_low", mean), 0) for mean, row in zip(means, rows, strict=True)]
-        high = [max(_or(row, "val/reward_high", mean) - mean, 0) for mean, row in zip(means, rows, strict=True)]
-        steps = [step for step, _ in _points(run.rows, "val/reward")]
-        drawn = axes.errorbar(
-            steps, means, yerr=[low, high], fmt="o", color=run.colour, mec="white", ms=6, lw=1, capsize=2, zorder=3
-        )
-        drawn.set_label("held out, 95 %")
-    return any_points
-
-
-def _or(row: Mapping[str, Any], key: str, other: float) -> float:
-    return row[key] if _points([row], key) else other
-
-
-def _explain(axes: Axes) -> None:
-    """A small key, for plots that can show more than their title says."""
-    handles: dict[str, Any] = {}
-    for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-        handles.setdefault(_WORDS.get(label, label), handle)
-    axes.legend(handles.values(), handles.keys(), loc="best", fontsize=7.5, frameon=False, labelcolor=_GREY)
-
-
-def _scale(axes: Axes) -> None:
-    """From 0 where the numbers come near it; a constant gets a band, not digits of noise."""
-    low, high = axes.dataLim.y0, axes.dataLim.y1
-    if low == high:
-        low, high = low - abs(low) * 0.1, high + (abs(high) * 0.1 or 0.1)
-    if 0 <= low <= high / 2:
-        low = 0.0
-    margin = 0.05 * (high - low)
-    axes.set_ylim(low - margin, high + margin)
-
-
-def _number(value: float, place: int | None = None) -> str:
-    """Three digits, as short as they go: 0.25, 12, 2.05e-4."""
-    if value and abs(value) < 1e-3:
-        digits, power = f"{value:.2e}".split("e")
-        return f"{float(digits):g}e{int(power)}"
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.4g}"
-
-
-def _dress(axes: Axes, name: str, span: tuple[float, float]) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    axes.set_title(name, fontsize=10, loc="left")
-    axes.tick_params(labelsize=8, colors=_GREY, length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
-    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(_number))
-    axes.set_xlim(span)
-    axes.grid(True, color="#ececec", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#cccccc")
-
-
-def cell_figure(width: float, height: float, **options: Any) -> Figure:
+def cell_figure(width: float, height: float, *, dpi: float = 100, **options: Any) -> Figure:
     """A figure (inches) that a cell shows as a PNG: outside pyplot nobody has told the kernel how to."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -201,48 +158,62 @@ def cell_figure(width: float, height: float, **options: Any) -> Figure:
         def _repr_png_(self) -> bytes:
             return png(self)
 
-    figure = Shown(figsize=(width, height), dpi=100, facecolor="white", **options)
+    figure = Shown(figsize=(width, height), dpi=dpi, facecolor="white", **options)
     FigureCanvasAgg(figure)
     return figure
 
 
-def _figure(plots: int, *, title: str | None, legend: bool) -> tuple[Figure, list[Axes]]:
-    """A figure for so many plots, and the plots.
+def _figure(plots: int, *, runs: Sequence[Series], title: str | None, marks: int) -> tuple[Figure, list[Axes]]:
+    """A figure for so many plots, and the plots; a legend for `runs`, a line for each mark.
 
     Margins are set in inches: matplotlib's own layout engines draw everything twice.
     """
-    lines = max(math.ceil(plots / _COLUMNS), 1)
-    top, bottom = (0.58 if title else 0.3), (0.85 if legend else 0.5)
-    width, height = 10.5, 1.75 * lines + 0.55 * (lines - 1) + top + bottom
-    figure = cell_figure(width, height)
+    columns = 4 if plots in (7, 8) or plots > 9 else 3
+    lines = max(math.ceil(plots / columns), 1)
+    in_line = _names_in_line(runs)
+    legend = 0.15 + 0.2 * math.ceil(len(runs) / in_line) if runs else 0.0
+    said = _LINE * marks + (0.1 if marks else 0.0)
+    top, bottom = (0.58 if title else 0.3), 0.5 + legend + said
+    height = _HEIGHT * lines + 0.55 * (lines - 1) + top + bottom
+    figure = cell_figure(_WIDTH, height)
     figure.subplots_adjust(
-        left=0.6 / width, right=1 - 0.15 / width, top=1 - top / height, bottom=bottom / height, wspace=0.2, hspace=0.33
-    )
+        left=0.6 / _WIDTH, right=1 - 0.15 / _WIDTH, top=1 - top / height, bottom=bottom / height,
+        wspace=0.2 if columns == 3 else 0.3, hspace=0.33,
+    )  # fmt: skip
     if title:
-        figure.suptitle(title, x=0.6 / width, y=1 - 0.08 / height, ha="left", va="top", fontsize=10, color=_GREY)
-    grid = list(figure.subplots(lines, _COLUMNS, squeeze=False).flat)
+        figure.suptitle(
+            label(title, 140), x=0.6 / _WIDTH, y=1 - 0.08 / height, ha="left", va="top", fontsize=10, color=GREY,
+            parse_math=False,
+        )  # fmt: skip
+    grid = list(figure.subplots(lines, columns, squeeze=False).flat)
     for place, axes in enumerate(grid):
         axes.set_visible(place < plots)
-        if place + _COLUMNS >= plots:
-            axes.set_xlabel("step", fontsize=8, color=_GREY)
+        if place + columns >= plots:
+            axes.set_xlabel("step", fontsize=8, color=GREY)
+            axes.xaxis.set_label_coords(0.5, -0.24 / _HEIGHT)
+    if runs:
+        _legend(figure, runs, in_line, (0.03 + said) / height)
+    for number in range(marks):
+        y = (0.08 + _LINE * (marks - 1 - number)) / height
+        figure.text(0.6 / _WIDTH, y, "", fontsize=8, color=MARK, parse_math=False)
     return figure, grid[:plots]
 
 
-def _legend(figure: Figure, runs: Sequence[_Run]) -> None:
+def _names_in_line(runs: Sequence[Series]) -> int:
+    """How many names of a legend stand beside each other."""
+    longest = max((len(label(run.name)) for run in runs), default=1)
+    return max(min(len(runs), 5, int((_WIDTH - 0.8) / (0.55 + 0.085 * longest))), 1)
+
+
+def _legend(figure: Figure, runs: Sequence[Series], columns: int, bottom: float) -> None:
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], color=run.colour, label=run.name) for run in runs]
-    figure.legend(handles=handles, loc="lower center", ncols=min(len(runs), 5), frameon=False, fontsize=9)
-
-
-def smooth(values: Sequence[float], weight: float = 0.7) -> list[float]:
-    """A running mean that starts unbiased: Σ wⁱ·v / Σ wⁱ over the past."""
-    total = count = 0.0
-    smoothed = []
-    for value in values:
-        total, count = weight * total + value, weight * count + 1
-        smoothed.append(total / count)
-    return smoothed
+    handles = [Line2D([], [], color=run.colour) for run in runs]
+    legend = figure.legend(
+        handles, ["·"] * len(runs), loc="lower center", bbox_to_anchor=(0.5, bottom), borderaxespad=0.2,
+        ncols=columns, frameon=False, fontsize=9,
+    )  # fmt: skip
+    say(legend, [label(run.name) for run in runs])
 
 
 def png(figure: Figure) -> bytes:
@@ -254,4 +225,14 @@ def png(figure: Figure) -> bytes:
 
 def save_png(figure: Figure, path: str | Path) -> None:
     """The figure as a PNG file."""
-    Path(path).write_bytes(png(figure))
+    put(Path(path), png(figure))
+
+
+def put(path: Path, content: bytes) -> None:
+    """Bytes into a file: it is there whole, or as it was before."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from workbench.views.html import escape, fold, table, terminal
@@ -13,6 +14,16 @@ if TYPE_CHECKING:
     from workbench.what_if import WhatIf
 
 _SHOWN = ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac", "actor/kl_loss", "critic/vf_loss")
+
+
+def notes_text(notes: Sequence[str]) -> str:
+    """One line a note: where a replayed step comes from, what of it is recorded."""
+    return terminal(f"  · {note}" for note in notes)
+
+
+def notes_html(notes: Sequence[str]) -> str:
+    """The same, small."""
+    return "".join(f'<div style="font-size:90%;opacity:0.75">· {escape(note)}</div>' for note in notes)
 
 
 def _rows(made: Counterfactual) -> list[tuple[str, str, str, str]]:

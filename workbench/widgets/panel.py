@@ -12,7 +12,7 @@ from typing import Any
 import ipywidgets
 from IPython.display import display
 
-from workbench.runs.display import Live
+from workbench.runs.display import Block, Live
 from workbench.views.html import bar, image, text_block
 
 STATIC_EVERY = 30.0
@@ -52,7 +52,7 @@ class TrainingPanel(Live):
 
     def show(self, line: str, share: float) -> None:
         """Update the bar; now and then the static form as well."""
-        self._bar.value = bar(share, line)
+        self._bar.value = Block(line, share, self.notes())._repr_html_()
         if self._shown - self._refreshed >= STATIC_EVERY:
             self._refreshed = self._shown
             self._handle.update(self)
@@ -72,14 +72,14 @@ class TrainingPanel(Live):
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """The widget while there is something to press, and always the static form."""
-        line = self.status()
-        parts = [bar(self.share, line)]
+        block = Block(self.status(), self.share, self.notes())
+        parts = [block._repr_html_()]
         if not self._over:
             where = f"wb.load_run({str(self.path)!r})" if self.path is not None else "the run folder"
             parts.append(text_block(f"As of this moment; {where} has the present state."))
         if self._png:
             parts.append(image(self._png, "curves"))
-        static = {"text/html": "".join(parts), "text/plain": line}
+        static = {"text/html": "".join(parts), "text/plain": repr(block)}
         if self._over:
             return static
         view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
