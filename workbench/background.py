@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -19,10 +20,14 @@ from typing import Any, TypeVar
 from workbench.errors import Interrupted
 
 T = TypeVar("T")
+PATIENCE = 4.0
+"""Seconds that an interrupt waits for work to let go: the prompt is back within five."""
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _stop = threading.Event()
+_here = threading.local()
+_under_way: list[Callable[[], bool]] = []
 
 
 def loop() -> asyncio.AbstractEventLoop:
@@ -55,11 +60,15 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _settle() -> None:
-    """Wait until the loop has run everything that was ready, so that cancelled work has let go."""
+    """Wait until the loop has run everything that was ready and threads have let go of what was given up, for seconds only:
+    a thread that is busy in one long call is stopped by its next check()."""
+    end = time.monotonic() + PATIENCE
     try:
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop()).result(timeout=30)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop()).result(timeout=PATIENCE)
     except TimeoutError:
-        return  # the room is busy in one long call; its next check() will stop it
+        return
+    while time.monotonic() < end and any(given_up() for given_up in tuple(_under_way)):
+        time.sleep(0.002)
 
 
 def interrupt() -> None:
@@ -83,9 +92,22 @@ def interrupting() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise `Interrupted` if somebody asked the work to stop."""
-    if _stop.is_set():
+    """Raise `Interrupted` if somebody asked the work to stop, or nobody waits for this thread's work any more."""
+    given_up: Callable[[], bool] | None = getattr(_here, "given_up", None)
+    if _stop.is_set() or (given_up is not None and given_up()):
         raise Interrupted("the work was interrupted; everything finished before is kept")
+
+
+@contextmanager
+def unless(given_up: Callable[[], bool]) -> Iterator[None]:
+    """Inside the block `check()` on this thread also asks `given_up`: work that was cancelled ends at its next safe place."""
+    before, _here.given_up = getattr(_here, "given_up", None), given_up
+    _under_way.append(given_up)
+    try:
+        yield
+    finally:
+        _under_way.remove(given_up)
+        _here.given_up = before
 
 
 async def beside(function: Callable[..., T], *args: Any) -> T:

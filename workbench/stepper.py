@@ -95,14 +95,19 @@ class Stepper:
             )
         stage = self._pipeline[self.position]
         self._align()
-        phase = self._reusable(stage)
-        if phase is None:
-            before = self.batch
-            phase = self._perform(stage)
-            if not stage.updates:
-                self._done[stage.name] = Done(stage, before, self._weights(stage), phase)
-        self._trace = self._trace.add(phase)
-        self._standings.append(self._standing())
+        try:
+            phase = self._reusable(stage)
+            if phase is None:
+                before = self.batch
+                phase = self._perform(stage)
+                if not stage.updates:
+                    self._done[stage.name] = Done(stage, before, self._weights(stage), phase)
+            trace, standings = self._trace.add(phase), [*self._standings, self._standing()]
+            # one statement without a call: an interrupt comes before both or after both
+            self._trace, self._standings = trace, standings
+        except BaseException:
+            self._align()  # weights and controllers of where it stands: an update half-way has moved them
+            raise
         return self
 
     def run(self, until: str | None = None) -> Stepper:
@@ -191,16 +196,10 @@ class Stepper:
                 self._pipeline[name].load_state(values)
 
     def _perform(self, stage: Stage) -> Phase:
-        """Run it; an update that fails half-way leaves the weights as they were."""
-        if not stage.updates:
-            return perform(stage, self.batch)
-        for learner in stage.learners():
+        """Run it, with what an update will change kept first."""
+        for learner in stage.learners() if stage.updates else ():
             self._snapshots.take(learner)
-        try:
-            return perform(stage, self.batch)
-        except BaseException:
-            self._align()
-            raise
+        return perform(stage, self.batch)
 
     @staticmethod
     def _weights(stage: Stage) -> tuple[str, ...]:

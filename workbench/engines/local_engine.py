@@ -39,7 +39,7 @@ from workbench.engines.protocol import Learned, Loss, Normalisers, Request, Samp
 from workbench.engines.sampling import decode_wave
 from workbench.engines.scoring import check_ids, full_divergence, score
 from workbench.engines.waves import Waves
-from workbench.errors import EngineError, message
+from workbench.errors import EngineError, NonFinite, message
 from workbench.metrics import Mean
 
 
@@ -129,9 +129,15 @@ class LocalEngine:
     def learn(self, batch: DataProto, loss: Loss, normalisers: Normalisers, temperature: float = 1.0) -> Learned:
         """One optimizer step on one mini-batch; `NonFinite` leaves everything as it was."""
         optimizer = self._ready()
-        learned = finish(optimizer, self._backward(batch, loss, normalisers, temperature))
-        self.state_id = _new_id()
-        return learned
+        optimizer.zero()  # an interrupt may have left gradients of a step that was not taken
+        learned = self._backward(batch, loss, normalisers, temperature)
+        # while the weights move nobody may take them for the old ones: an interrupt can come between two of them
+        before, self.state_id = self.state_id, _new_id()
+        try:
+            return finish(optimizer, learned)
+        except NonFinite:  # refused before any weight was touched
+            self.state_id = before
+            raise
 
     def commit(self) -> int:
         """The update is over: the next policy version."""
@@ -248,6 +254,7 @@ class LocalEngine:
     @torch.no_grad()
     def restore(self, snapshot: Any) -> None:
         """Back to a snapshot, bit for bit."""
+        self.state_id = _new_id()  # half-way there is no state that anybody knows
         for name, tensor in self._weights().items():
             tensor.copy_(snapshot["weights"][name])
         if snapshot["optimizer"] is None:

@@ -47,18 +47,18 @@ class Waves(Generic[Q, A]):
         await asyncio.sleep(0)  # let everybody who is ready ask first
         loop = asyncio.get_running_loop()
         while self._waiting:
-            size = self._size()
-            wave, self._waiting = self._waiting[:size], self._waiting[size:]
-            wave = [(question, future) for question, future in wave if not future.done()]
+            # what was given up takes no place in a wave: a cell run again gets the very waves of the first time
+            asked, size = [one for one in self._waiting if not one[1].done()], self._size()
+            wave, self._waiting = asked[:size], asked[size:]
             if not wave:
                 continue
-            futures = [future for _, future in wave]
+            questions, futures = [question for question, _ in wave], [future for _, future in wave]
 
             def early(place: int, answer: A, futures: Sequence[asyncio.Future[A]] = tuple(futures)) -> None:
                 loop.call_soon_threadsafe(_give, futures[place], answer)
 
             try:
-                answers = await loop.run_in_executor(self._worker, self._answer, [one for one, _ in wave], early)
+                answers = await loop.run_in_executor(self._worker, self._wave, questions, futures, early)
             except BaseException as error:
                 for future in futures:
                     _give(future, error)
@@ -67,6 +67,13 @@ class Waves(Generic[Q, A]):
                 continue
             for future, answer in zip(futures, answers, strict=True):
                 _give(future, answer)
+
+    def _wave(
+        self, questions: list[Q], futures: Sequence[asyncio.Future[A]], early: Early[A]
+    ) -> Sequence[A | Exception]:
+        """In the thread: one wave, stopped at its next safe place when nobody waits for it any more."""
+        with background.unless(lambda: all(future.done() for future in futures)):
+            return self._answer(questions, early)
 
 
 def _give(future: asyncio.Future[A], answer: A | BaseException) -> None:

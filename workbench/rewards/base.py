@@ -109,10 +109,12 @@ def row_views(batch: DataProto) -> list[dict[str, Any]]:
     """Each row as plain values: what reward functions may ask for by name."""
     objects = {name: list(batch.non_tensor_batch[name]) for name in batch.non_tensor_batch}
     lengths = batch["response_mask"].sum(-1).tolist() if "response_mask" in batch else None
+    responses = batch["responses"].numpy() if lengths is not None else None
+    objects.pop("score", None)
     rows = []
     for number in range(len(batch)):
-        columns = {name: values[number] for name, values in objects.items() if name != "score"}
-        ids = batch["responses"][number][: lengths[number]].tolist() if lengths is not None else []
+        columns = {name: values[number] for name, values in objects.items()}
+        ids = responses[number, : lengths[number]].tolist() if responses is not None and lengths is not None else []
         rows.append(row_view(columns, columns["response_text"], ids))
     return rows
 

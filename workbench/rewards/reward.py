@@ -195,7 +195,7 @@ def _here(
         began = time.perf_counter()
         try:
             # copies: a function that writes into what it is given changes no row's data
-            result = function(**copy.deepcopy(dict(arguments)))
+            result = function(**{name: _copied(value) for name, value in arguments.items()})
         except Exception as error:  # noqa: BLE001 - a row's failure is that row's record
             answers.append(_failure(error, began))
             continue
@@ -210,6 +210,10 @@ def _here(
         for number, answer in zip(waiting, found, strict=True):
             answers[number] = answer
     return [answer for answer in answers if answer is not None]
+
+
+def _copied(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | None) else copy.deepcopy(value)
 
 
 async def _together(awaitables: Sequence[Any], limits: Sequence[float], rate_limit: RateLimit | None) -> list[Answer]:

@@ -164,11 +164,17 @@ class Advantage(BaseStage):
     def _metrics(self, batch: DataProto, columns: dict[str, torch.Tensor], groups: torch.Tensor) -> dict[str, Metric]:
         mask = batch["response_mask"].bool()
         sizes = torch.bincount(groups)
-        zero = (columns["advantages"] * mask).abs().sum(-1) == 0
+        zero = ~((columns["advantages"] != 0) & mask).any(-1)
+        own = mask.reshape(-1).nonzero().squeeze(-1)
+        advantages = spread("critic/advantages", columns["advantages"].reshape(-1)[own])
+        if columns["returns"] is columns["advantages"]:
+            returns = {name.replace("advantages", "returns"): value for name, value in advantages.items()}
+        else:
+            returns = spread("critic/returns", columns["returns"].reshape(-1)[own])
         metrics: dict[str, Metric] = {
             **spread("critic/rewards", columns["token_level_rewards"].sum(-1)),
-            **spread("critic/advantages", columns["advantages"][mask]),
-            **spread("critic/returns", columns["returns"][mask]),
+            **advantages,
+            **returns,
             "advantage/singleton_groups": Count(int((sizes == 1).sum())),
             "advantage/zero_rows": Count(int(zero.sum())),
             "advantage/zero_share": Mean.of(zero.double().mean().item(), len(zero)),
