@@ -4,7 +4,7 @@ Step one batch through rollout, reward, log-prob, values, advantage and update; 
 go back, change one thing, run on, compare; then train with the same stages.
 """
 
-from workbench import datasets, engines, functional, recipes, rewards, sandbox, stages, views
+from workbench import compat, datasets, engines, functional, recipes, rewards, sandbox, stages, views
 from workbench.columns import COLUMNS
 from workbench.compare import compare
 from workbench.dataproto import DataProto, Origin
@@ -47,6 +47,7 @@ __all__ = [
     "Trace",
     "WorkbenchError",
     "compare",
+    "compat",
     "datasets",
     "diverge",
     "engines",

@@ -82,11 +82,12 @@ class Comparison:
         return comparison_html(self)
 
 
-def compare(first: Trace, second: Trace) -> Comparison:
-    """Compare two traces of the same rows, at the phases that both have reached.
+def compare(first: Any, second: Any) -> Comparison:
+    """Compare two traces (or steppers) of the same rows, at the phases that both have reached.
 
     Raises `BatchError` where they do not hold the same rows (by uid and number).
     """
+    first, second = (getattr(one, "trace", one) for one in (first, second))
     a, b = first.batch, second.batch
     if len(a) != len(b) or ("uid" in a and "uid" in b and list(a["uid"]) != list(b["uid"])):
         raise BatchError(

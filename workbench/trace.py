@@ -23,6 +23,7 @@ from workbench.config import settings_hash
 from workbench.dataproto import DataProto
 from workbench.dataproto.columns_map import Lazy
 from workbench.errors import ColumnMissing, PipelineError, RunError, boundary, message, unknown
+from workbench.memory import forget_last_error
 from workbench.metrics import reduce
 from workbench.stages import Stage
 
@@ -215,6 +216,7 @@ def perform(stage: Stage, batch: DataProto) -> Phase:
     if missing:
         raise ColumnMissing(message(f"stage {stage.name!r} reads {missing}", found=", ".join(batch.columns)))
     settings, source = describe_settings(stage)
+    forget_last_error()
     began = time.perf_counter()
     with boundary(f"stage {stage.name!r}"):
         outcome = stage(batch)
