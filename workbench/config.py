@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from workbench.errors import SettingError, describe, message, unknown
+from workbench.sources import source_of
 
 _TRUE = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -143,6 +144,16 @@ class Settings:
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:
-    """Eight hex digits that change when any setting does (values by their repr)."""
-    text = json.dumps({key: repr(value) for key, value in settings.items()}, sort_keys=True)
+    """Eight hex digits that change when any setting does: values by their repr, functions and what holds them by name and
+    source text, so that a function defined anew under its old name gives another hash."""
+    text = json.dumps({key: _said(value) for key, value in settings.items()}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def _said(value: Any) -> str:
+    text = source_of(value)
+    if text is None:
+        return repr(value)
+    # the repr of a function is an address: another one in every process
+    name = getattr(value, "__qualname__", None)
+    return f"{name if isinstance(name, str) else repr(value)}\n{text}"

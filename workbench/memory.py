@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import inspect
+import os
 import sys
 from collections.abc import Iterator
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
@@ -103,5 +104,5 @@ def _trim() -> None:
 def _resident() -> int:
     """Bytes of this process in memory; 0 where /proc is not there."""
     with contextlib.suppress(OSError), open("/proc/self/statm") as sizes:
-        return int(sizes.read().split()[1]) * 4096
+        return int(sizes.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0

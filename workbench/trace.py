@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,9 @@ from workbench.dataproto.columns_map import Lazy
 from workbench.errors import ColumnMissing, PipelineError, RunError, boundary, message, unknown
 from workbench.memory import forget_last_error
 from workbench.metrics import reduce
+from workbench.sources import source_of
 from workbench.stages import Stage
+from workbench.stages.stage import foreign_class
 
 FORMAT = 1
 _SOURCE_ROW = "source_row"
@@ -265,9 +267,10 @@ def describe_settings(stage: Stage) -> tuple[dict[str, Any], dict[str, str]]:
     """A stage's settings as plain JSON values, and the source text of the functions among them."""
     plain: dict[str, Any] = {}
     source: dict[str, str] = {}
-    for name, value in stage.settings().items():
-        plain[name] = value if isinstance(value, int | float | str | bool | type(None)) else _named(value)
-        text = _source(value)
+    for name, value in {**stage.settings(), **foreign_class(stage)}.items():
+        if name != "class":
+            plain[name] = value if isinstance(value, int | float | str | bool | type(None)) else _named(value)
+        text = source_of(value)
         if text is not None:
             source[name] = text
     return plain, source
@@ -276,18 +279,6 @@ def describe_settings(stage: Stage) -> tuple[dict[str, Any], dict[str, str]]:
 def _named(value: Any) -> str:
     name = getattr(value, "name", None) or getattr(value, "__name__", None)
     return name if isinstance(name, str) else repr(value)
-
-
-def _source(value: Any) -> str | None:
-    text = getattr(value, "source", None)
-    if isinstance(text, str):
-        return text
-    if not isinstance(value, Callable):  # type: ignore[arg-type]
-        return None
-    try:
-        return inspect.getsource(value)
-    except (OSError, TypeError):  # a builtin, or a cell whose text is gone
-        return None
 
 
 def pipeline_hash(stages: Any) -> str:

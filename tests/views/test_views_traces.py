@@ -7,8 +7,8 @@ import torch
 import workbench as wb
 from workbench.compare import compare
 from workbench.trace import Phase, Trace, perform
-from workbench.views.html import lint
 from workbench.views.comparisons import comparison_html, comparison_text
+from workbench.views.html import lint
 from workbench.views.traces import headline, number, trace_html, trace_text
 
 

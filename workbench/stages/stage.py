@@ -169,13 +169,18 @@ class BaseStage:
             stage=self.name,
             step=batch.meta_info.get("step"),
             policy_version=max(versions) if versions else None,
-            settings=settings_hash(self.settings()),
+            settings=settings_hash({**self.settings(), **foreign_class(self)}),
         )
         return batch.with_columns(columns, origin=origin)
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={_short(value)}" for key, value in self.settings().items())
         return f"{type(self).__name__}({settings})"
+
+
+def foreign_class(stage: Any) -> dict[str, type]:
+    """{"class": a stage's class} where somebody else wrote it, in a cell or a file: its text is a setting then."""
+    return {} if type(stage).__module__.startswith("workbench.") else {"class": type(stage)}
 
 
 def _remembering(init: Callable[..., None]) -> Callable[..., None]:

@@ -79,8 +79,9 @@ def _pieces(rows: int, width: int) -> list[tuple[int, int]]:
     """Evenly spaced ranges of rows with at most `ENOUGH` elements."""
     if rows * width <= ENOUGH:
         return [(0, rows)] if rows else []
-    each = max(ENOUGH // width // _PIECES, 1)
-    return [(start, start + each) for start in range(0, rows - each + 1, max(rows // _PIECES, each))]
+    pieces = min(_PIECES, rows)
+    each = max(ENOUGH // width // pieces, 1)
+    return [(start, start + each) for start in (place * rows // pieces for place in range(pieces))]
 
 
 def _numbers(batch: DataProto, name: str) -> Field:

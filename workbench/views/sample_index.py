@@ -205,7 +205,7 @@ class SampleIndex:
             return np.arange(len(self.frame))
         name, descending = order.removeprefix("-"), order.startswith("-")
         if name not in self.frame:
-            raise ValueError(unknown("order of samples", order, (*ORDERS, *self.frame.columns)))
+            raise ValueError(unknown("sample order", order, (*ORDERS, *self.frame.columns)))
         ranks = self.frame[name].map(str) if self.frame[name].dtype == object else self.frame[name]
         return ranks.rank(method="dense", ascending=not descending, na_option="bottom").to_numpy()
 

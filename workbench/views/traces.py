@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from workbench.definitions import outdated
 from workbench.views.batches import kind_of
 from workbench.views.fields import fields_html, fields_text
 from workbench.views.html import escape, fold, table, terminal
@@ -112,17 +113,18 @@ def _strip(stepper: Stepper) -> list[tuple[str, str]]:
 
 def stepper_text(stepper: Stepper) -> str:
     """The strip of phases, and what the last one wrote, before and after."""
-    strip = "  ".join(f"{mark} {name}" for mark, name in _strip(stepper))
+    lines = ["  ".join(f"{mark} {name}" for mark, name in _strip(stepper)), *outdated(stepper.pipeline)]
     if not len(stepper.trace):
-        return terminal([strip, f"nothing has run yet; {len(stepper.batch)} prompts are waiting"])
+        return terminal([*lines, f"nothing has run yet; {len(stepper.batch)} prompts are waiting"])
     phase = stepper.trace.phases[-1]
-    return terminal([strip, *_phase_lines(phase, stepper.trace.before(phase.stage))])
+    return terminal([*lines, *_phase_lines(phase, stepper.trace.before(phase.stage))])
 
 
 def stepper_html(stepper: Stepper) -> str:
     """The strip of phases (done, the last one framed, to come); beneath it what the last one wrote, before and after."""
     trace = stepper.trace
     boxes = "".join(_box(stepper, place, mark, name) for place, (mark, name) in enumerate(_strip(stepper)))
+    boxes += "".join(f"<div><b>{escape(said)}</b></div>" for said in outdated(stepper.pipeline))
     if not len(trace):
         return f"<div>{boxes}</div>" + escape(stepper_text(stepper).splitlines()[-1])
     phase = trace.phases[-1]

@@ -1,0 +1,96 @@
+"""Pipelines, comparisons, rubrics, scores and outcomes as text and HTML."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.rewards import Score
+from workbench.rewards.score import bounded
+from workbench.testing.rewards import answered
+from workbench.trace import Phase
+from workbench.views.html import lint
+
+
+def test_columns_stand_on_the_arrows_to_the_stage_that_reads_them(tiny: str) -> None:
+    engine = wb.engines.local(tiny, device="cpu")
+    html = wb.recipes.grpo(engine, kl_coef=0.001)._repr_html_()
+    assert lint(html) == [] and "Pipeline of 6 stages" in html
+    arrows = [part.split("</div>")[0] for part in html.split("max-width:150px")[1:]]
+    assert "response_mask" in arrows[0] and "policy_version" not in arrows[0], "nobody reads that one"
+    assert "token_level_scores" in arrows[1] and "score<" not in arrows[1]
+    assert len(arrows) == 5 and arrows[4].endswith("→") and "advantages" in arrows[4]
+    assert "rewards beside the rollout" in wb.recipes.grpo(engine).overlapped()._repr_html_()
+
+
+def two() -> tuple[wb.Trace, wb.Trace]:
+    """Two rows judged twice: the first row changes sides."""
+    batch = answered(["a", "bb"], uid=["x", "x"])
+    sides = []
+    for rewards in ([1.0, 0.0], [0.0, 0.5]):
+        values = torch.tensor(rewards)
+        made = batch.with_columns(
+            {
+                "reward": values,
+                "scored": torch.ones(2, dtype=torch.bool),
+                "score": [Score(value=value, why=f"worth {value}") for value in rewards],
+                "advantages": (values - values.mean())[:, None] * batch["response_mask"],
+            }
+        )
+        metrics = {"critic/score/mean": values.mean().item(), "actor/grad_norm": 2.0 + rewards[1], "other": rewards[0]}
+        phase = Phase(stage="reward", batch=made, wrote=("reward", "score", "advantages"), metrics=metrics, settings={})
+        sides.append(wb.Trace(batch, (phase,)))
+    return sides[0], sides[1]
+
+
+def test_a_comparison_begins_with_what_people_ask_for() -> None:
+    found = wb.compare(*two())
+    lines = repr(found).splitlines()
+    assert lines[0] == "Comparison: 3 columns differ, 2 rows changed (2 in reward), 2 advantages changed sign"
+    assert lines[1].split() == ["mean", "reward", "0.5", "→", "0.25"]
+    assert lines[2].split() == ["gradient", "norm", "2", "→", "2.5"]
+    assert any(line.startswith("  row 0    reward 1 → 0") and "sign flipped" in line for line in lines)
+    html = found._repr_html_()
+    assert lint(html) == [] and "-0.25 (-50.0%)" in html and "worth 1.0" in html and "worth 0.0" in html
+
+
+def test_what_was_not_run_again_is_named() -> None:
+    first, second = two()
+    reused = wb.Trace(second.start, (dataclasses.replace(second.phases[0], reused=True),))
+    assert "not run again: reward" in repr(wb.compare(first, reused))
+    assert repr(wb.compare(first, first)) == "Comparison: nothing differs"
+
+
+@bounded
+def right(response: str) -> float:
+    return 1.0
+
+
+def test_a_rubric_shows_weights_gates_and_columns() -> None:
+    rubric = wb.rewards.Rubric({"right": right, "safe": right}, weights={"right": 2.0}, gates={"safe": 0.5})
+    assert repr(rubric) == "Rubric(2·right, gated by safe ≥ 0.5)"
+    html = rubric._repr_html_()
+    assert lint(html) == [] and "reward/safe" in html and "≥ 0.5, else 0" in html and "weighted sum of 2 parts" in html
+
+
+def test_a_score_and_an_outcome_say_what_they_are(tiny: str) -> None:
+    score = Score(value=0.5, answer="4", why="half", parts={"format": 1.0}, extra={"log": "x"})
+    assert repr(score) == "Score(0.5, answer '4': half; parts format 1)"
+    assert lint(score._repr_html_()) == [] and ">log</summary>" in score._repr_html_()
+    outcome = wb.stages.Reward(wb.rewards.gsm8k)(answered(["#### 4", "5"], ["4", "5"]))
+    assert "critic/score/mean 0.5" in repr(outcome) and "DataProto of 2 rows" in repr(outcome)
+    assert lint(outcome._repr_html_()) == []
+
+
+@pytest.mark.parametrize("phase", ["rollout", "advantage", "update_actor"])
+def test_a_stepper_shows_before_and_after_of_the_last_phase(tiny: str, phase: str) -> None:
+    engine = wb.engines.local(tiny, device="cpu", lr=1e-3)
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    s = wb.Stepper(wb.recipes.grpo(engine, group_size=2, max_tokens=8), rows.batch(2)).run(until=phase)
+    html = s._repr_html_()
+    assert lint(html) == [] and f"<b>{phase}</b> ·" in html and html.count("●") == s.position
+    assert html.count("2px solid rgba(46,160,67,0.75)") == 1, "the last phase is framed"
+    assert f"{phase} (" in repr(s)

@@ -1,0 +1,139 @@
+"""The live layers as Python objects: what they answer, what they leave without a kernel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.rewards import Score
+from workbench.testing.rewards import answered
+from workbench.widgets import layer
+from workbench.widgets.samples import SamplesTable
+from workbench.widgets.stepping import StepperFace
+from workbench.widgets.tokens import TokenView
+
+
+def judged(rows: int = 60) -> wb.DataProto:
+    values = [float(row % 3 == 0) for row in range(rows)]
+    batch = answered([f"text {row} #### {row}" for row in range(rows)], uid=[f"p{row // 4}" for row in range(rows)])
+    return batch.with_columns(
+        {
+            "reward": torch.tensor(values),
+            "scored": torch.ones(rows, dtype=torch.bool),
+            "score": [Score(value=value, answer=str(row), why="so") for row, value in enumerate(values)],
+            "advantages": torch.ones(rows, batch["responses"].shape[1]),
+        }
+    )
+
+
+def test_pages_follow_each_other_and_the_view_follows_the_table() -> None:
+    view = wb.views.samples(judged())
+    table = SamplesTable(view)
+    asked = {"kind": "rows", "order": "-row", "where": {"reward": [0.5, None]}, "search": "", "count": 15}
+    assert table.columns[:3] == ["row", "group", "reward"]
+    first = table.answer({**asked, "order": "index", "start": 0})
+    second = table.answer({**asked, "order": "index", "start": 15})
+    assert first["total"] == 20 and first["of"] == 60 and len(first["rows"]) == 15 and len(second["rows"]) == 5
+    assert [row["row"] for row in (*first["rows"], *second["rows"])] == list(range(0, 60, 3))
+    assert view.selected.tolist() == list(range(0, 60, 3)) and view.order == "index"
+    assert first["rows"][1]["cells"]["response"] == "text 3 #### 3" and json.dumps(first)
+
+
+def test_a_click_is_known_in_python() -> None:
+    view = wb.views.samples(judged())
+    table = SamplesTable(view)
+    table.picked = 7
+    assert view.picked == 7
+    card = table.answer({"kind": "pick", "row": 7})["card"]
+    assert card["pieces"] == ["text 7 #### ", "7", ""] and [one["row"] for one in card["others"]] == [6, 4, 5]
+
+
+def test_a_row_is_pinned_with_the_score_it_should_have(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = SamplesTable(wb.views.samples(judged()))
+    said = table.answer({"kind": "pin", "row": 3, "expected": "1", "note": "a good one"})
+    assert said["text"] == "pinned, 1 in pins.jsonl"
+    table.answer({"kind": "pin", "row": 4, "expected": "unscored", "note": ""})
+    kept = wb.rewards.pins()
+    assert len(kept) == 2 and {pin.expected for pin in kept} == {1.0, "unscored"}
+    replies = heard(table, {"kind": "pin", "row": 4, "expected": "", "asked": 9})
+    assert replies[0]["kind"] == "error" and "expected the score" in replies[0]["text"] and replies[0]["asked"] == 9
+
+
+def heard(widget: Any, message: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a front end hears after a message."""
+    said: list[dict[str, Any]] = []
+    widget.send = lambda content, buffers=None: said.append(content)
+    widget._on_message(widget, message, [])
+    return said
+
+
+def test_colours_and_numbers_of_all_rows() -> None:
+    view = wb.views.tokens(judged(), 3, "advantage", against_row=5)
+    widget = TokenView(view)
+    rows = widget.answer({"kind": "tokens"})["rows"]
+    assert len(rows) == 2 and len(rows[0]["texts"]) == len(rows[0]["ids"]) == 13
+    found = widget.answer({"kind": "colours", "colour": "mask"})
+    assert len(found["colours"][0]) == 13 and view.colour == "mask"
+    assert heard(widget, {"kind": "colours", "colour": "no such", "asked": 1})[0]["kind"] == "error"
+
+
+def test_buttons_do_what_their_line_says(tiny: str) -> None:
+    engine = wb.engines.local(tiny, device="cpu", lr=1e-3)
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    s = wb.Stepper(wb.recipes.grpo(engine, group_size=2, max_tokens=8), rows.batch(2))
+    face = StepperFace(s)
+    assert face.answer({"kind": "look"})["upcoming"] == "rollout"
+    said = face.answer({"kind": "next"})
+    assert said["code"] == "s.next()" and s.position == 1 and "rollout" in said["html"]
+    said = face.answer({"kind": "run", "until": "advantage"})
+    assert said["code"] == 's.run(until="advantage")' and s.upcoming == "update_actor"
+    said = face.answer({"kind": "run", "until": "reward"})
+    assert said["code"] == 's.back(to="reward")' and s.upcoming == "reward"
+    assert face.answer({"kind": "back"})["code"] == "s.back()" and s.upcoming == "rollout"
+    assert heard(face, {"kind": "back", "asked": 3})[0]["kind"] == "error", "there is nothing before the first phase"
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(layer, "display", lambda bundle, raw: found.append(bundle))
+    monkeypatch.setattr(layer, "in_notebook", lambda: True)
+    yield found
+
+
+def test_the_static_form_is_an_output_of_its_own(shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    view = wb.views.samples(judged(4))
+    view._ipython_display_()
+    static, widget = shown
+    assert view.html() in static["text/html"] and "workbench-static" in static["text/html"]
+    assert static["text/plain"] == repr(view)
+    assert "application/vnd.jupyter.widget-view+json" in widget and widget["text/html"] == ""
+    shown.clear()
+    monkeypatch.setenv("WORKBENCH_JOB", "1")
+    view._ipython_display_()
+    assert [list(bundle) for bundle in shown] == [["text/html", "text/plain"]], "nobody clicks in a job"
+
+
+def test_outside_a_notebook_it_is_text(shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "in_notebook", lambda: False)
+    view = wb.views.samples(judged(4))
+    view._ipython_display_()
+    assert shown == [{"text/plain": repr(view)}]
+
+
+def test_a_page_of_ten_thousand_rows_is_small() -> None:
+    rows = 10_000
+    frame = wb.DataProto(
+        {"reward": torch.rand(rows)},
+        {"response_text": ["x" * 500] * rows, "uid": [str(row // 8) for row in range(rows)]},
+    )
+    table = SamplesTable(wb.views.samples(frame))
+    page = table.answer({"kind": "rows", "order": "best", "start": 0, "count": 10_000})
+    assert len(page["rows"]) == 200 and page["total"] == rows and len(json.dumps(page)) < 200_000
+    assert len(json.dumps({name: getattr(table, name) for name in ("columns", "query", "statuses")})) < 2_000
