@@ -42,6 +42,7 @@ def test_the_front_door(tmp_path: Path) -> None:
     assert run.curves() and run.traces
     p = run.stepper(step=2).replace("reward", other_reward).run()
     assert p.compare(run.traces[2]).columns
+    assert wb.diverge(p.trace, run.traces[2]).phase == "reward"
     assert wb.evaluate(run.checkpoint(2), heldout).prompts == 16
 
 
@@ -51,6 +52,7 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert blocks
     source = "\n".join(blocks).replace('"runs/mine"', repr(str(tmp_path / "mine"))).replace("steps=40", "steps=2")
+    source = source.replace('"fig.pdf"', repr(str(tmp_path / "fig.pdf")))
     script = tmp_path / "readme.py"
     body = source.replace("await wb.train(", "wb.train_blocking(")
     script.write_text("if __name__ == '__main__':\n" + "\n".join("    " + line for line in body.splitlines()))

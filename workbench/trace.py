@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -20,9 +21,9 @@ from typing import Any
 import torch
 
 from workbench.config import settings_hash
-from workbench.dataproto import DataProto
+from workbench.dataproto import DataProto, claims
 from workbench.dataproto.columns_map import Lazy
-from workbench.errors import ColumnMissing, PipelineError, RunError, boundary, message, unknown
+from workbench.errors import ColumnMissing, PipelineError, RunError, boundary, describe, message, unknown
 from workbench.memory import forget_last_error
 from workbench.metrics import reduce
 from workbench.sources import source_of
@@ -31,6 +32,8 @@ from workbench.stages.stage import foreign_class
 
 FORMAT = 1
 _SOURCE_ROW = "source_row"
+PHASES_LIMIT = 256
+"""Phases of a trace from disk."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -155,14 +158,19 @@ class Trace:
         folder = Path(path)
         if not (folder / "trace.json").is_file():
             raise RunError(message(f"no trace at {folder}", expected="a folder with trace.json", do="check the step"))
-        document = json.loads((folder / "trace.json").read_text())
-        if document["format"] != FORMAT:
-            raise RunError(message(f"trace {folder}", expected=f"format {FORMAT}", found=document["format"]))
-        trace = cls(DataProto.load(folder / "start"))
-        for record in document["phases"]:
-            if Path(record["folder"]).name != record["folder"] or record["folder"] == "..":
-                raise RunError(message(f"trace {folder}", expected="folders inside it", found=repr(record["folder"])))
-            trace = trace.add(_restored(trace.batch, DataProto.load(folder / record["folder"]), record))
+        file = claims.inside(folder, "trace.json")
+        with claims.reading(file, RunError):
+            document = claims.document(file, strict=False)
+            if document["format"] != FORMAT:
+                raise RunError(message(f"trace {folder}", expected=f"format {FORMAT}", found=document["format"]))
+            if len(document["phases"]) > PHASES_LIMIT:
+                raise RunError(message(f"trace {folder}", expected=f"at most {PHASES_LIMIT} phases"))
+            records = [_checked(record, folder) for record in document["phases"]]
+        trace = cls(DataProto.load(claims.inside(folder, "start")))
+        for record in records:
+            delta = DataProto.load(claims.inside(folder, record["folder"]))
+            with claims.reading(folder / record["folder"], RunError):
+                trace = trace.add(_restored(trace.batch, delta, record))
         return trace
 
     # --- looking --------------------------------------------------------------------------
@@ -190,8 +198,30 @@ def _record(phase: Phase) -> dict[str, Any]:
     }
 
 
+def _checked(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A phase's record with every part of the kind that whoever looks at it expects: the file may come from anybody."""
+    name = record["folder"]
+    if not isinstance(name, str) or Path(name).name != name or name == "..":
+        raise RunError(message(f"trace {folder}", expected="folders inside it", found=describe(name)))
+    return {
+        "folder": name,
+        "rows": bool(record["rows"]),
+        "stage": str(record["stage"]),
+        "wrote": tuple(str(column) for column in record["wrote"]),
+        "metrics": {str(key): float(value) for key, value in record["metrics"].items()},
+        "settings": dict(record["settings"]),
+        "source": {str(key): str(text) for key, text in record["source"].items()},
+        "seconds": float(record["seconds"]),
+        "meta_info": dict(record["meta_info"]),
+    }
+
+
 def _restored(before: DataProto, delta: DataProto, record: dict[str, Any]) -> Phase:
     rows = delta[_SOURCE_ROW] if record["rows"] else None
+    if rows is not None:
+        shapes = [(column.shape[1:], column.dtype) for column in before.batch.raw().values()]
+        each = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+        claims.check_room(each * len(rows), f"the batch of phase {record['stage']!r}")
     base = before if rows is None else before.select_idxs(rows)
     written = delta if rows is None else delta.without(_SOURCE_ROW)
     kept = base.without(*(name for name in written.columns if name in base))
@@ -199,7 +229,7 @@ def _restored(before: DataProto, delta: DataProto, record: dict[str, Any]) -> Ph
     return Phase(
         stage=record["stage"],
         batch=batch.with_meta(**record["meta_info"]),
-        wrote=tuple(record["wrote"]),
+        wrote=record["wrote"],
         metrics=record["metrics"],
         settings=record["settings"],
         source=record["source"],

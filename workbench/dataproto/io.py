@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from workbench.dataproto import claims
 from workbench.dataproto.columns_map import Lazy, as_objects
 from workbench.dataproto.core import DataProto, Origin
 from workbench.errors import BatchError, describe, message
 
 FORMAT = 1
+TENSORS, OBJECTS = "tensors.safetensors", "objects.parquet"
 _TAG = "__workbench__"
 _GROUP = 512
 
@@ -92,7 +94,7 @@ def _untagged(value: dict[str, Any]) -> Any:
     if tag == "numpy":
         return np.dtype(value["dtype"]).type(inner)
     if tag == "array":
-        flat = np.empty(len(inner), dtype=np.dtype(value["dtype"]))
+        flat = np.empty(len(inner), dtype=_dtype_of_cell(value["dtype"], inner))
         flat[:] = inner
         return flat.reshape(value["shape"])
     if tag == "tuple":
@@ -102,6 +104,15 @@ def _untagged(value: dict[str, Any]) -> Any:
     if tag not in _CODECS:
         raise BatchError(message(f"a saved cell is of kind {tag!r}", expected=f"one of {', '.join(_CODECS)}"))
     return _CODECS[tag].decode(inner)
+
+
+def _dtype_of_cell(text: Any, inner: list[Any]) -> np.dtype[Any]:
+    """An array's dtype; of texts one that is no wider than they are, for a file can claim gigabytes for each."""
+    dtype = np.dtype(text)
+    if dtype.kind == "V":
+        raise BatchError(message("a saved array", expected="plain numbers, texts or objects", found=describe(text)))
+    widest = max((len(item) for item in inner), default=1) if dtype.kind in "US" else 0
+    return np.dtype(f"{dtype.kind}{max(widest, 1)}") if dtype.itemsize > 64 + 4 * widest else dtype
 
 
 def _plain_type(values: np.ndarray) -> bool:
@@ -151,7 +162,7 @@ def _write_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     from safetensors.torch import save_file
 
     # tensors that share storage are refused by safetensors: expanded views get their own
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, str(folder / "tensors.safetensors"))
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, str(folder / TENSORS))
 
 
 def _write_objects(batch: DataProto, folder: Path) -> dict[str, str]:
@@ -179,7 +190,7 @@ def _write_objects(batch: DataProto, folder: Path) -> dict[str, str]:
             ) from cause
     if columns:
         # small groups, so that a look at a few rows reads a few rows
-        pq.write_table(pa.table(columns), folder / "objects.parquet", row_group_size=_GROUP)
+        pq.write_table(pa.table(columns), folder / OBJECTS, row_group_size=_GROUP)
     return kinds
 
 
@@ -188,27 +199,46 @@ def load(path: str | Path) -> DataProto:
     folder = Path(path)
     if not (folder / "meta.json").is_file():
         raise BatchError(message(f"no saved batch at {folder}", expected="a folder with meta.json"))
-    document = json.loads((folder / "meta.json").read_text())
-    if document["format"] != FORMAT:
-        raise BatchError(message(f"batch {folder}", expected=f"format {FORMAT}", found=document["format"]))
-    tensors = {
-        name: Lazy(
-            partial(_read_tensor, folder, name),
-            tuple(shape),
-            _dtype(dtype, folder),
-            partial(_tensor_rows, folder, name),
-        )
-        for name, (dtype, shape) in document["tensors"].items()
-    }
-    rows = (document["rows"],)
-    objects = {
-        name: Lazy(partial(_read_objects, folder, name, kind), rows, None, partial(_object_rows, folder, name, kind))
-        for name, kind in document["objects"].items()
-    }
-    origins = {name: Origin(**made) for name, made in document["origins"].items()}
+    meta = claims.inside(folder, "meta.json")
+    with claims.reading(meta):
+        document = claims.document(meta, strict=True)
+        if document["format"] != FORMAT:
+            raise BatchError(
+                message(f"batch {folder}", expected=f"format {FORMAT}", found=describe(document["format"]))
+            )
+        rows, objects = document["rows"], document["objects"]
+        claimed = {name: (tuple(shape), _dtype(kind, folder)) for name, (kind, shape) in document["tensors"].items()}
+        claims.check_columns(claimed, objects, rows)
+        origins = {name: Origin(**made) for name, made in document["origins"].items()}
+        facts = dict(decode(document["meta_info"]))
+    if claimed:
+        file = claims.inside(folder, TENSORS)
+        with claims.reading(file):
+            claims.check_tensors(file, claimed)
+    if objects and not claims.inside(folder, OBJECTS).is_file():
+        raise BatchError(message(f"{folder / OBJECTS} is no file"))
     new = object.__new__(DataProto)
-    new._set(dict(tensors), dict(objects), decode(document["meta_info"]), origins)
+    new._set(_lazy_tensors(folder, claimed), _lazy_objects(folder, objects, rows), facts, origins)
     return new
+
+
+def _lazy_tensors(folder: Path, claimed: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Any]:
+    return {
+        name: Lazy(partial(_read_tensor, folder, name), shape, dtype, partial(_tensor_rows, folder, name))
+        for name, (shape, dtype) in claimed.items()
+    }
+
+
+def _lazy_objects(folder: Path, kinds: dict[str, str], rows: int) -> dict[str, Any]:
+    return {
+        name: Lazy(
+            partial(_read_objects, folder, name, kind, rows),
+            (rows,),
+            None,
+            partial(_object_rows, folder, name, kind, rows),
+        )
+        for name, kind in kinds.items()
+    }
 
 
 def _dtype(name: str, folder: Path) -> torch.dtype:
@@ -222,42 +252,30 @@ def _dtype(name: str, folder: Path) -> torch.dtype:
 def _read_tensor(folder: Path, name: str) -> torch.Tensor:
     from safetensors import safe_open
 
-    with safe_open(str(folder / "tensors.safetensors"), framework="pt") as file:
+    with claims.reading(folder / TENSORS), safe_open(str(folder / TENSORS), framework="pt") as file:
+        claims.check_room((folder / TENSORS).stat().st_size, f"column {describe(name)}, or one beside it,")
         return file.get_tensor(name)
 
 
 def _tensor_rows(folder: Path, name: str, start: int, stop: int) -> torch.Tensor:
     from safetensors import safe_open
 
-    with safe_open(str(folder / "tensors.safetensors"), framework="pt") as file:
+    with claims.reading(folder / TENSORS), safe_open(str(folder / TENSORS), framework="pt") as file:
         return file.get_slice(name)[start:stop]
 
 
-def _read_objects(folder: Path, name: str, kind: str) -> np.ndarray:
-    import pyarrow.parquet as pq
-
-    values = pq.read_table(folder / "objects.parquet", columns=[name], memory_map=True).column(0).to_pylist()
-    return _cells(name, kind, values)
+def _read_objects(folder: Path, name: str, kind: str, rows: int) -> np.ndarray:
+    return _object_rows(folder, name, kind, rows, 0, rows)
 
 
-def _object_rows(folder: Path, name: str, kind: str, start: int, stop: int) -> np.ndarray:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(folder / "objects.parquet", memory_map=True) as file:
-        values: list[Any] = []
-        first = None
-        place = 0
-        for group in range(file.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
-            if place < stop and place + rows > start:
-                first = place if first is None else first
-                values += file.read_row_group(group, columns=[name]).column(0).to_pylist()
-            place += rows
-    first = first or 0
-    return _cells(name, kind, values[max(start - first, 0) : max(stop - first, 0)])
+def _object_rows(folder: Path, name: str, kind: str, rows: int, start: int, stop: int) -> np.ndarray:
+    with claims.reading(folder / OBJECTS):
+        return _cells(name, kind, claims.parquet_values(folder / OBJECTS, name, kind, rows, start, stop))
 
 
 def _cells(name: str, kind: str, values: list[Any]) -> np.ndarray:
     if kind != "arrow":  # decoded while it is parsed: ten thousand records in a few hundredths of a second
+        for text in values:
+            claims.check_depth(text)
         values = [json.loads(text, object_hook=_untagged) for text in values]
     return as_objects(name, values)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _CELL = 160
 _MOST = 200
-_FIRST = ("row", "group", "reward", "advantage", "tokens", "finish", "status", "answer", "truth", "prompt", "response")
+_FIRST = ("row", "group", "reward", "advantage", "answer", "truth", "response", "tokens", "finish", "status", "prompt")
 
 
 class SamplesTable(Layer, script="samples"):

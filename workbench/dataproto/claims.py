@@ -1,0 +1,197 @@
+"""What a saved batch says about itself, checked before anything is allocated: the folder may come from anybody.
+
+Each refusal is an error of ours that names the file. Bounds are far above what a batch has, and stand here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.dataproto.columns_map import check_objects, check_tensor, letter_sizes
+from workbench.errors import BatchError, WorkbenchError, describe, first_line, message
+from workbench.memory import available
+
+DOCUMENT_LIMIT = 16 << 20
+"""Bytes of a JSON document (meta.json, trace.json, a safetensors header)."""
+DEPTH_LIMIT = 100
+"""Lists and dicts inside each other, in a document or a cell."""
+ROWS_LIMIT = 10_000_000
+"""Rows of a batch."""
+COLUMNS_LIMIT = 10_000
+"""Columns of a batch."""
+EXPANSION = 1000
+"""Times its file's size that a column of objects may decode to: equal cells are stored once, snappy saves a factor of 22."""
+FLOOR = 64 << 20
+"""Bytes that a column of objects may decode to, however small its file is."""
+_SNAPPY = 24
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)|[\[{\]}]', re.DOTALL)
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""safetensors' name of a dtype; one that is not here is not compared."""
+
+
+@contextmanager
+def reading(place: Path, error: type[WorkbenchError] = BatchError) -> Iterator[None]:
+    """Whatever is wrong with what is read inside becomes an error of ours that names the file."""
+    try:
+        yield
+    except Exception as cause:
+        if isinstance(cause, WorkbenchError) and str(place) in str(cause):
+            raise
+        raise error(message(f"{place} cannot be read", found=first_line(cause, 400))) from cause
+
+
+def inside(folder: Path, name: str) -> Path:
+    """A file or folder of a folder. Raises `BatchError` where a symbolic link leads out of it."""
+    path = folder / name
+    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+        raise BatchError(message(f"{path} is a link that leads out of its folder", do="put the file itself there"))
+    return path
+
+
+def document(path: Path, *, strict: bool) -> dict[str, Any]:
+    """A JSON file as a dict; `strict` refuses NaN and infinities."""
+    if not path.is_file():  # neither missing nor a pipe that never ends
+        raise BatchError(message(f"{path} is no file"))
+    if path.stat().st_size > DOCUMENT_LIMIT:
+        raise BatchError(message(f"{path}", expected=f"at most {DOCUMENT_LIMIT} bytes", found=path.stat().st_size))
+    text = path.read_text(encoding="utf-8")
+    check_depth(text)
+    found = json.loads(text, parse_constant=_refuse) if strict else json.loads(text)
+    if not isinstance(found, dict):
+        raise BatchError(message(f"{path}", expected="a JSON object", found=describe(found)))
+    return found
+
+
+def _refuse(constant: str) -> Any:
+    raise BatchError(f"JSON has no {constant}")
+
+
+def check_depth(text: str) -> None:
+    """Raises `BatchError` for JSON nested deeper than anything that looks at it could follow."""
+    if text.count("[") + text.count("{") <= DEPTH_LIMIT:
+        return
+    depth = 0
+    for token in _BRACKETS.finditer(text):
+        sign = token[0]
+        depth += (sign in "[{") - (sign in "]}")
+        if depth > DEPTH_LIMIT:
+            raise BatchError(f"JSON nested deeper than {DEPTH_LIMIT}")
+
+
+def check_columns(
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], objects: Mapping[str, str], rows: Any
+) -> None:
+    """Row counts, and known columns as they are declared. Raises `BatchError` or `ColumnInvalid`."""
+    if not _whole(rows, ROWS_LIMIT) or len(tensors) + len(objects) > COLUMNS_LIMIT:
+        found = f"{describe(rows)} rows, {len(tensors) + len(objects)} columns"
+        raise BatchError(
+            message("a batch", expected=f"at most {ROWS_LIMIT} rows, {COLUMNS_LIMIT} columns", found=found)
+        )
+    for name, (shape, dtype) in tensors.items():
+        if not shape or not all(_whole(size, 1 << 48) for size in shape) or shape[0] != rows:
+            raise BatchError(message(f"column {describe(name)}", expected=f"[{rows}, …]", found=describe(shape)))
+        check_tensor(name, shape, dtype)
+    for name, kind in objects.items():
+        if kind not in ("arrow", "json") or name in tensors:
+            raise BatchError(message(f"column {describe(name)}", expected="arrow or json, once", found=describe(kind)))
+        check_objects(name)
+    letter_sizes({name: shape for name, (shape, _) in tensors.items()})
+
+
+def _whole(value: Any, limit: int) -> bool:
+    return type(value) is int and 0 <= value <= limit
+
+
+# --- tensors ------------------------------------------------------------------------------------
+
+
+def check_tensors(path: Path, claimed: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    """Each claimed shape and dtype is that of the file's own header, and its bytes are really there."""
+    size = path.stat().st_size if path.is_file() else -1
+    if size < 8:
+        raise BatchError(message(f"{path} is no safetensors file"))
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(DOCUMENT_LIMIT, size - 8):
+            raise BatchError(message(f"{path}", expected="a header within the file", found=f"{length} bytes of {size}"))
+        text = file.read(length).decode()
+    check_depth(text)
+    header = json.loads(text)
+    for name, (shape, dtype) in claimed.items():
+        entry = header[name]
+        begin, end = entry["data_offsets"]
+        fits = _whole(begin, size) and _whole(end, size - 8 - length) and begin <= end
+        if not fits or tuple(entry["shape"]) != shape or math.prod(shape) * dtype.itemsize != end - begin:
+            expected = f"{list(shape)} of {dtype}, as in meta.json"
+            raise BatchError(message(f"{path}: column {describe(name)}", expected=expected, found=describe(entry)))
+        if entry["dtype"] != _DTYPES.get(dtype, entry["dtype"]):
+            raise BatchError(message(f"{path}: column {describe(name)}", expected=dtype, found=describe(entry)))
+
+
+def check_room(size: int, what: str) -> None:
+    """Raises `BatchError` where a column would take more than half of the memory that is free."""
+    free = available()
+    if size > free // 2:
+        expected = f"at most half of the {free / 2**30:.1f} GiB that are free"
+        raise BatchError(message(f"{what} would take {size / 2**30:.1f} GiB", expected=expected))
+
+
+# --- objects ------------------------------------------------------------------------------------
+
+
+def parquet_values(path: Path, name: str, kind: str, rows: int, start: int, stop: int) -> list[Any]:
+    """Rows `start` to `stop` of one column, decoded piece by piece and stopped where they come to too much."""
+    import pyarrow.parquet as pq
+
+    values: list[Any] = []
+    first, place, budget = None, 0, max(FLOOR, EXPANSION * path.stat().st_size)
+    with pq.ParquetFile(path, memory_map=True) as file:
+        column = _column_of(file, name, kind, rows)
+        for group in range(file.num_row_groups):
+            here = file.metadata.row_group(group)
+            if place < stop and place + here.num_rows > start:
+                first = place if first is None else first
+                # a cell is at most the whole chunk unpacked, so that a piece stays below the floor
+                piece = FLOOR // (_SNAPPY * max(here.column(column).total_compressed_size, 1))
+                for part in file.iter_batches(min(max(piece, 1), 512), row_groups=[group], columns=[name]):
+                    budget -= part.nbytes
+                    if budget < 0:
+                        raise BatchError(f"column {describe(name)} decodes to more than {EXPANSION} times its file")
+                    values += part.column(0).to_pylist()
+            place += here.num_rows
+    first = first or 0
+    found = values[max(start - first, 0) : max(stop - first, 0)]
+    if len(found) != max(min(stop, rows) - start, 0):
+        raise BatchError(message(f"column {describe(name)}", expected=f"{rows} rows", found=f"{len(found)} of them"))
+    return found
+
+
+def _column_of(file: Any, name: str, kind: str, rows: int) -> int:
+    """The number of a column that is as we write them: flat, plain, with snappy or nothing."""
+    import pyarrow as pa
+
+    schema, metadata = file.schema_arrow, file.metadata
+    number = schema.get_field_index(name)
+    if number < 0 or metadata.num_rows != rows or metadata.num_columns != len(schema):
+        found = f"{metadata.num_rows} rows of {metadata.num_columns} columns"
+        raise BatchError(message(f"column {describe(name)}", expected=f"{rows} rows of flat columns", found=found))
+    plain = [pa.string()] if kind == "json" else [pa.string(), pa.int64(), pa.bool_(), pa.float64()]
+    packed = {metadata.row_group(group).column(number).compression for group in range(file.num_row_groups)}
+    if schema.field(number).type not in [*plain, *([pa.null()] if rows == 0 else [])] or packed - _PACKED:
+        found = f"{schema.field(number).type}, {', '.join(sorted(packed))}"
+        raise BatchError(message(f"column {describe(name)}", expected="a plain type, snappy", found=found))
+    return number
+
+
+_PACKED = {"SNAPPY", "UNCOMPRESSED"}
