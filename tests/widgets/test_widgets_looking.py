@@ -44,6 +44,15 @@ def test_pages_follow_each_other_and_the_view_follows_the_table() -> None:
     assert first["rows"][1]["cells"]["response"] == "text 3 #### 3" and json.dumps(first)
 
 
+def test_by_prompt_each_group_has_a_line() -> None:
+    table = SamplesTable(wb.views.samples(judged()))
+    page = table.answer({"kind": "rows", "order": "index", "by_group": True, "start": 0, "count": 8})
+    assert [row["cells"]["group"] for row in page["rows"]] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert list(page["groups"]) == ["0", "1"]
+    assert page["groups"]["0"].startswith("group 0 · 4 samples, mean reward 0.5, deviation 0.5774")
+    assert page["groups"]["0"].endswith("question 0")
+
+
 def test_a_click_is_known_in_python() -> None:
     view = wb.views.samples(judged())
     table = SamplesTable(view)

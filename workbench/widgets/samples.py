@@ -8,6 +8,7 @@ import traitlets
 
 from workbench.errors import message
 from workbench.views.html import plain
+from workbench.views.samples import group_line
 from workbench.widgets.layer import Layer
 
 if TYPE_CHECKING:
@@ -74,7 +75,20 @@ class SamplesTable(Layer, script="samples"):
             {"row": int(row), "cells": {name: _cell(row if name == "row" else record[name]) for name in self.columns}}
             for row, record in zip(frame.index, records, strict=True)
         ]
-        return {"kind": "rows", "rows": shown, "total": len(rows), "of": len(self._samples.index.frame)}
+        groups = {group: self._group(int(group)) for group in frame["group"].unique()} if self._samples.by_group else {}
+        return {
+            "kind": "rows",
+            "rows": shown,
+            "total": len(rows),
+            "of": len(self._samples.index.frame),
+            "groups": {str(group): text for group, text in groups.items()},
+        }
+
+    def _group(self, group: int) -> str:
+        """A line over a prompt's samples: the group's numbers and the prompt."""
+        index = self._samples.index
+        prompt = index.groups.loc[group].get("prompt") or ""
+        return f"group {group} · {group_line(index, group)} · {_cell(str(prompt))}"
 
     def _pin(self, row: int, expected: str, note: str) -> str:
         from workbench.rewards.pins import pins

@@ -7,6 +7,7 @@ function render({ model, el }) {
   const query = { ...model.get("query") };
   let shown = [];
   let total = 0;
+  let group = null;  // of the last line drawn
   let asking = 0;
 
   const body = make("tbody");
@@ -60,8 +61,15 @@ function render({ model, el }) {
       if (mine !== asking) return;
       problem.textContent = "";
       total = page.total;
-      if (!start) { shown = []; body.replaceChildren(); scroll.scrollTop = 0; }
-      for (const row of page.rows) { shown.push(row.row); body.append(line(row)); }
+      if (!start) { shown = []; group = null; body.replaceChildren(); scroll.scrollTop = 0; }
+      for (const row of page.rows) {
+        if (query.by_group && row.cells.group !== group) {
+          group = row.cells.group;
+          body.append(make("tr", { class: "wb-group" }, make("td", { colSpan: columns.length }, page.groups[group])));
+        }
+        shown.push(row.row);
+        body.append(line(row));
+      }
       count.textContent = `${total} of ${page.of}`;
       mark();
     } catch (text) { problem.textContent = text; }
@@ -76,9 +84,10 @@ function render({ model, el }) {
       return cell;
     }));
   }
+  const lines = () => [...body.children].filter((node) => node.className !== "wb-group");
   function mark() {
     const picked = model.get("picked");
-    [...body.children].forEach((node, place) => node.classList.toggle("wb-picked", shown[place] === picked));
+    lines().forEach((node, place) => node.classList.toggle("wb-picked", shown[place] === picked));
   }
   async function pick(row) {
     model.set("picked", row);
@@ -120,7 +129,7 @@ function render({ model, el }) {
     const place = shown.indexOf(model.get("picked"));
     const next = Math.max(0, Math.min(shown.length - 1, place < 0 ? 0 : place + step));
     pick(shown[next]);
-    body.children[next].scrollIntoView({ block: "nearest" });
+    lines()[next].scrollIntoView({ block: "nearest" });
   }
   load();
   return () => { talk.end(); restore(); };
