@@ -13,14 +13,13 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from workbench.control import Control
-from workbench.runs.folder import STEP
+from workbench.runs.folder import STEP, strict
 from workbench.runs.recorder import progress_line
-from workbench.runs.symptoms import WINDOW, Symptom, symptoms
+from workbench.runs.symptoms import Watch
 
 log = logging.getLogger("workbench")
 
@@ -29,8 +28,9 @@ BLOCK_EVERY = 1.0
 HEARTBEAT = 20.0
 """Seconds after which something is shown even if no step has ended: a silent cell looks dead, and is saved by nobody."""
 
-RECENT = 1000
-"""Rows that are checked for symptoms, beside the first ones."""
+
+LOOKS = 64
+"""How often the rows of a run that goes on are looked at for symptoms, to know what it has shown on its way."""
 
 
 def in_notebook() -> bool:
@@ -53,40 +53,6 @@ def open_display(steps: int, rows: list[dict[str, Any]], control: Control, path:
     return Live(steps, rows, control, path)
 
 
-class SymptomWatch:
-    """The symptoms that a run has shown so far, each once, from the step where it was first seen."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, Symptom] = {}
-        self._now: set[str] = set()
-
-    @classmethod
-    def over(cls, rows: Sequence[Mapping[str, Any]], looks: int = 64) -> SymptomWatch:
-        """What a run that has these rows showed on its way, looked at that many times, evenly."""
-        watch = cls()
-        for number in range(1, looks + 1):
-            if number == looks or len(rows) * number // looks > len(rows) * (number - 1) // looks:
-                watch.look(rows[: len(rows) * number // looks])
-        return watch
-
-    def look(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Check the rows as they are now; of a long run the first and the last, so that a look stays quick."""
-        some = [*rows[:WINDOW], *rows[-RECENT:]] if len(rows) > WINDOW + RECENT else rows
-        found = {one.name: one for one in symptoms(some)}
-        for name, one in found.items():
-            # what single steps have says itself which; of the rest the window moves on while they last
-            self._seen[name] = one if one.steps else replace(one, since=self._seen.get(name, one).since)
-        self._now = set(found)
-
-    @property
-    def marks(self) -> list[Symptom]:
-        """In the order in which they came; of one that has gone it is said, with its last numbers."""
-        return [
-            one if name in self._now else replace(one, found=f"{one.found} (gone by now)")
-            for name, one in self._seen.items()
-        ]
-
-
 class Live:
     """Progress and curves of one run. `on_row` may be called on any thread."""
 
@@ -102,7 +68,7 @@ class Live:
         self._shown = self._drawn = 0.0
         self._since = 0.0
         self._said: tuple[bool, bool] = (False, False)
-        self._watch = SymptomWatch.over(self.rows)
+        self._watch = Watch(self.rows, LOOKS)
         self._figure: Any = None
         self.open()
 
@@ -112,13 +78,14 @@ class Live:
         """One more metrics row; a step that is there already, and what followed it, gives way."""
         if self.rows and self.rows[-1][STEP] >= row[STEP]:
             self.rows = [one for one in self.rows if one[STEP] < row[STEP]]
-        self.rows.append(dict(row))
+            self._watch = Watch(self.rows, LOOKS)
+        self.rows.append(strict(dict(row)))
+        self._watch.look(self.rows[-1])
         self.line = progress_line(row, self.steps, eta)
         self.share = row[STEP] / max(self.steps, 1)
         now = self._since = time.monotonic()
         last = row[STEP] >= self.steps
         if last or now - self._shown >= BLOCK_EVERY:
-            self._watch.look(self.rows)
             self._show(now)
         if last or now - self._drawn >= CURVES_EVERY:
             self._draw(now)
@@ -138,7 +105,6 @@ class Live:
         self._said = (False, False)
         if stopped is not None:
             self.line += f"  ·  {stopped}"
-        self._watch.look(self.rows)
         now = self._since = time.monotonic()
         self._show(now)
         self._draw(now)

@@ -216,11 +216,11 @@ class Run:
 
         `marks`: symptoms that this run showed on its way stand on the time axis, numbered, and are said beneath.
         """
-        from workbench.runs.display import SymptomWatch
+        from workbench.runs.symptoms import Watch
         from workbench.views.curves import panel
 
         rows, named = self.rows, {name: run.rows for name, run in others.items()}
-        seen = SymptomWatch.over(rows).marks if marks else None
+        seen = Watch(rows, looks=64).marks if marks else None
         return panel(rows, others=named, title=self.path.name, marks=seen, empty=False)
 
     def figure(self, *keys: str, others: Mapping[str, Run] | None = None, marks: bool = False, **options: Any) -> Any:
@@ -229,11 +229,11 @@ class Run:
         `options`: `path` (pdf, svg or png), `width` ("column", "page" or inches), `height`, `name`, `smooth`: see
         `views.paper.figure`. `marks`: symptoms stand on the time axis, by number; the caption says what they are.
         """
-        from workbench.runs.display import SymptomWatch
+        from workbench.runs.symptoms import Watch
         from workbench.views.paper import figure
 
         rows, named = self.rows, {name: run.rows for name, run in (others or {}).items()}
-        seen = SymptomWatch.over(rows).marks if marks else None
+        seen = Watch(rows, looks=64).marks if marks else None
         return figure(rows, keys or ("reward",), others=named, marks=seen, **{"name": self.path.name, **options})
 
     def tensorboard(self) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -226,33 +226,53 @@ CHECKS: tuple[Callable[[Rows, Any], Iterator[Symptom]], ...] = (
 
 
 class Watch:
-    """Says which symptoms begin with a row, looking at a few rows: the first ones and the last `SEEN`.
+    """Follows a run's rows: which symptoms begin with a row, and all that it has shown. Each look reads a few rows: the
+    first ones and the last `SEEN`.
 
-    `rows` are those that a resumed run has already: what had begun in them is not said again.
+    `rows` are those that there are already, looked at `looks` times, evenly and at the last one: a resumed run says nothing
+    again that had begun in them. NaN and infinities must be None in rows (`folder.strict`).
     """
 
-    def __init__(self, rows: Rows = ()) -> None:
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), looks: int = 1) -> None:
         self._first: list[Mapping[str, Any]] = []
         self._last: deque[Mapping[str, Any]] = deque(maxlen=SEEN)
-        for row in rows:
+        self._seen: dict[str, Symptom] = {}
+        self._there: set[str] = set()
+        rows = list(rows)
+        places = {len(rows) * number // looks for number in range(1, looks + 1)}
+        for number, row in enumerate(rows, 1):
             self._take(row)
-        self._there = {one.name for one in self._now()}
+            if number in places:
+                self._update()
 
     def _take(self, row: Mapping[str, Any]) -> None:
         if row[STEP] > 0:
             (self._first if len(self._first) < WINDOW else self._last).append(row)
 
-    def _now(self) -> list[Symptom]:
-        """Symptoms of the window; of those that single steps have, those of the last step."""
+    def _update(self) -> list[Symptom]:
+        """Look at the window; what was not there at the last look. Of what single steps have, those of the last step."""
         rows = [*self._first, *self._last]
-        return [one for one in symptoms(rows) if not one.steps or rows[-1][STEP] in one.steps]
+        found = {one.name: one for one in symptoms(rows) if not one.steps or rows[-1][STEP] in one.steps}
+        begun = [one for name, one in found.items() if name not in self._there]
+        for name, one in found.items():
+            # what single steps have says itself which; of the rest the window moves on while they last
+            self._seen[name] = one if one.steps else replace(one, since=self._seen.get(name, one).since)
+        self._there = set(found)
+        return begun
 
     def look(self, row: Mapping[str, Any]) -> list[Symptom]:
-        """Symptoms that this row has and the one before did not; NaN and infinities must be None in it."""
+        """Symptoms that this row has and the one before did not."""
         self._take(row)
-        found, before = self._now(), self._there
-        self._there = {one.name for one in found}
-        return [one for one in found if one.name not in before]
+        return self._update()
+
+    @property
+    def marks(self) -> list[Symptom]:
+        """All that were seen, each from where it was first seen, in that order; of one that has gone it is said, with its
+        last numbers."""
+        return [
+            one if one.steps or name in self._there else replace(one, found=f"{one.found} (gone by now)")
+            for name, one in self._seen.items()
+        ]
 
 
 class Symptoms(list[Symptom]):
