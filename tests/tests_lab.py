@@ -32,6 +32,15 @@ needs_chromium = [
         CHROMIUM is None, reason="no Chromium on this machine (make browser installs one where apt can)"
     ),
 ]
+
+
+def in_chromium(test: Any) -> Any:
+    """Marks of a test that needs a browser."""
+    for mark in needs_chromium:
+        test = mark(test)
+    return test
+
+
 SETTINGS: dict[str, dict[str, str]] = {
     # Lab takes cells that are out of sight out of the page; the tests read the whole notebook
     "notebook-extension/tracker": {"windowingMode": "none"},
@@ -112,6 +121,24 @@ def page_running_all(lab: str, notebook: str) -> Iterator[Any]:
             page.get_by_role("menuitem", name="Run", exact=True).click()
             page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
             yield page
+        finally:
+            browser.close()
+
+
+@contextmanager
+def watched_page() -> Iterator[tuple[Any, list[str], list[str]]]:
+    """An empty page without Lab: (page, addresses that it asked for, dialogs that were opened)."""
+    from playwright.sync_api import sync_playwright
+
+    asked: list[str] = []
+    dialogs: list[str] = []
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
+        try:
+            page = browser.new_page()
+            page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+            page.on("request", lambda request: asked.append(request.url))
+            yield page, asked, dialogs
         finally:
             browser.close()
 

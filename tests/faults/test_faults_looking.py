@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests_hostile import HOSTILE, HostileTokenizer, hostile_batch
-from tests_lab import CHROMIUM
+from tests_lab import in_chromium, watched_page
 
 import workbench as wb
 
@@ -106,28 +105,16 @@ def test_E6_what_widgets_are_told_has_no_control_characters_and_a_bounded_size(t
             assert len(widget._esm) < 30_000
 
 
-@pytest.mark.slow
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (make browser installs one where apt can)")
+@in_chromium
 def test_E6_a_script_that_is_told_markup_draws_text(tmp_path: Path) -> None:
     """The scripts alone in a browser, on a model that answers with markup: nothing runs, nothing is fetched."""
-    from playwright.sync_api import sync_playwright
-
     from workbench.widgets.samples import SamplesTable
     from workbench.widgets.tokens import TokenView
 
     batch = hostile_batch(HOSTILE)
     table = SamplesTable(wb.views.samples(batch))
     tokens = TokenView(wb.views.tokens(batch, 0, tokenizer=HostileTokenizer(HOSTILE)))
-    asked: list[str] = []
-    dialogs: list[str] = []
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=CHROMIUM, headless=True, args=["--no-sandbox", "--disable-gpu"]
-        )
-        page = browser.new_page()
-        page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
-        page.on("request", lambda request: asked.append(request.url))
+    with watched_page() as (page, asked, dialogs):
         alone(page, table, ("columns", "statuses", "query", "picked"))
         page.locator(".wb-scroll tbody tr").first.wait_for()
         page.locator(".wb-scroll tbody tr").nth(1).click()
@@ -138,5 +125,4 @@ def test_E6_a_script_that_is_told_markup_draws_text(tmp_path: Path) -> None:
         page.locator(".wb-tokens span").nth(2).hover()
         assert "<img src=x" in page.locator(".wb-tokens").first.inner_text()
         assert page.locator("body script, body img, body svg, body a, body style").count() == 0
-        browser.close()
     assert dialogs == [] and [url for url in asked if not url.startswith(("about:", "data:", "blob:"))] == []

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests_hostile import HOSTILE, every_view
+from tests_lab import in_chromium, watched_page
 
 import workbench as wb
 from workbench.errors import EngineError, WorkbenchError
@@ -23,7 +24,6 @@ from workbench.runs.report import write_report
 from workbench.views.html import lint
 
 ROOT = Path(__file__).parents[2]
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 class Bomb:
@@ -191,30 +191,17 @@ def test_E5_ten_megabytes_in_one_line_are_cut(tiny: str, tmp_path: Path) -> None
     assert time.perf_counter() - began < 60
 
 
-@pytest.mark.slow
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (make browser installs one where apt can)")
+@in_chromium
 def test_E5_in_a_browser_nothing_runs_and_nothing_is_fetched(tiny: str, tmp_path: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
     run = small_run(tiny, tmp_path / "r")
     page_file = tmp_path / "page.html"
     views = [shown for name, shown in every_view(HOSTILE, run, tmp_path).items() if not name.endswith("as text")]
     page_file.write_text("<!doctype html><meta charset=utf-8><body>" + "<hr>".join(views))
     report = write_report(run.path)
-    asked: list[str] = []
-    dialogs: list[str] = []
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=CHROMIUM, headless=True, args=["--no-sandbox", "--disable-gpu"]
-        )
-        page = browser.new_page()
-        page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
-        page.on("request", lambda request: asked.append(request.url))
+    with watched_page() as (page, asked, dialogs):
         for file in (page_file, report):
             page.goto(file.as_uri())
             page.wait_for_timeout(500)
-        browser.close()
     fetched = [url for url in asked if not url.startswith("data:")]
     assert dialogs == [] and fetched == [page_file.as_uri(), report.as_uri()]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from tests_rewards import flexible, strict
 
 import workbench as wb
 from workbench.errors import DataError
 from workbench.rewards import dry_run, gsm8k, math_string
-from workbench.rewards.score import bounded
 from workbench.testing.rewards import answered
 from workbench.views.html import lint
 
@@ -23,16 +23,6 @@ RECORDS = [
     {"prompt": "three?", "completion": "#### 1,234.", "ground_truth": "1234"},
     {"prompt": "four?", "completion": "<script>alert(1)</script> #### 4", "ground_truth": "5"},
 ]
-
-
-@bounded
-def strict(response: str, ground_truth: str) -> Any:
-    return gsm8k.gsm8k(response, ground_truth)
-
-
-@bounded
-def flexible(response: str, ground_truth: str) -> Any:
-    return gsm8k.gsm8k(response, ground_truth, method="flexible")
 
 
 def fails(response: str) -> float:

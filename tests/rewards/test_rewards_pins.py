@@ -12,26 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from tests_rewards import flexible, strict
 
 import workbench as wb
 from workbench.compat import read_dump
 from workbench.errors import DataError
-from workbench.rewards import dry_run, gsm8k, pin_files, pins
+from workbench.rewards import dry_run, pin_files, pins
 from workbench.rewards.score import bounded
 from workbench.testing.rewards import answered
 from workbench.views.html import lint
 
 HOSTILE = "<script>alert(1)</script>\u2028\u202e\x1b[31m\ud800 größer\n#### 4"
-
-
-@bounded
-def strict(response: str, ground_truth: str) -> Any:
-    return gsm8k.gsm8k(response, ground_truth)
-
-
-@bounded
-def flexible(response: str, ground_truth: str) -> Any:
-    return gsm8k.gsm8k(response, ground_truth, method="flexible")
 
 
 @bounded
