@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 import workbench as wb
@@ -62,3 +64,15 @@ def test_columns_of_one_side_are_named() -> None:
     found = compare(Trace(start()), traced())
     assert found.only == ((), ("token_level_rewards", "advantages", "returns")) and not found.identical
     assert "only in the second: token_level_rewards" in comparison_text(found)
+
+
+def test_looking_at_a_trace_on_disk_reads_parts_and_keeps_nothing(tmp_path: Path) -> None:
+    from workbench.dataproto.columns_map import Lazy
+
+    trace = wb.Trace.load(wb.Trace.load("data/arith-batch").save(tmp_path / "t"))
+    shown = trace._repr_html_() + repr(trace) + trace.batch._repr_html_() + trace["reward"]._repr_html_()
+    shown += wb.views.samples(trace)._repr_html_() + wb.views.tokens(trace, 3)._repr_html_()
+    assert "response_text" in shown
+    written = [name for phase in trace for name in phase.wrote]
+    raw = {**trace.batch.batch.raw(), **trace.batch.non_tensor_batch.raw()}
+    assert len(written) > 10 and all(isinstance(raw[name], Lazy) for name in written)
