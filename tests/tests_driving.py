@@ -11,7 +11,7 @@ def step_and_back(lab: str, page: Any, name: str) -> None:
     """101: the last stepper's buttons go back a phase and on again; each shows its line of code."""
     face = page.locator(".wb").last
     face.scroll_into_view_if_needed()
-    face.get_by_role("button", name="back").click()
+    face.get_by_role("button", name="back", exact=True).click()
     until(page, lambda: "s.back()" in face.inner_text() and "▶" in face.inner_text(), 30)
     shot(page, "driven_back")
     face.get_by_role("button", name="next").click()
@@ -97,7 +97,7 @@ def stepping(page: Any) -> None:
     assert face.get_by_role("button", name="next").is_disabled()
     shot(page, "driven_stepper")
     face.locator("select").select_option("reward")
-    face.get_by_role("button", name="run until").click()
+    face.get_by_role("button", name="back to").click()
     until(page, lambda: 's.back(to="reward")' in face.inner_text() and "▶ reward" in face.inner_text(), 30)
     assert "reward" in run_cell(page, "print(s.upcoming)")
 

@@ -196,7 +196,7 @@ def _means(batch: DataProto, name: str) -> torch.Tensor:
         return values.double()
     mask = batch["response_mask"]
     blocks = zip(values.split(_block(values)), mask.split(_block(values)), strict=True)
-    sums = [(x * m.to(x.dtype)).sum(-1, dtype=torch.float64) / m.sum(-1).clamp(min=1) for x, m in blocks]
+    sums = [x.masked_fill(m == 0, 0).sum(-1, dtype=torch.float64) / m.sum(-1).clamp(min=1) for x, m in blocks]
     return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64)
 
 

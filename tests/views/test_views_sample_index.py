@@ -110,8 +110,6 @@ def test_one_sample_in_full() -> None:
     assert "Right: #### ⟦9⟧!" in repr(card) and "3 samples, mean reward 0.8333" in repr(card)
     html = card._repr_html_()
     assert lint(html) == [] and ">9</span>!" in html and "the prompt&#x27;s other samples" in html
-    said = card.to_json()
-    assert said["pieces"] == ["Right: #### ", "9", "!"] and [one["row"] for one in said["others"]] == [4, 3]
     with pytest.raises(IndexError, match="rows 0 to 5"):
         view.row(6)
 

@@ -34,13 +34,15 @@ def judged(rows: int = 60) -> wb.DataProto:
 def test_pages_follow_each_other_and_the_view_follows_the_table() -> None:
     view = wb.views.samples(judged())
     table = SamplesTable(view)
-    asked = {"kind": "rows", "order": "-row", "where": {"reward": [0.5, None]}, "search": "", "count": 15}
+    asked = {"kind": "rows", "low": 0.5, "high": None, "search": "", "count": 15}
     assert table.columns[:3] == ["row", "group", "reward"]
     first = table.answer({**asked, "order": "index", "start": 0})
     second = table.answer({**asked, "order": "index", "start": 15})
     assert first["total"] == 20 and first["of"] == 60 and len(first["rows"]) == 15 and len(second["rows"]) == 5
     assert [row["row"] for row in (*first["rows"], *second["rows"])] == list(range(0, 60, 3))
-    assert view.selected.tolist() == list(range(0, 60, 3)) and view.order == "index"
+    assert view.selected.tolist() == list(range(0, 60, 3))
+    backwards = table.answer({"kind": "rows", "order": "-row", "status": "scored", "start": 0, "count": 2})
+    assert [row["row"] for row in backwards["rows"]] == [59, 58]
     assert first["rows"][1]["cells"]["response"] == "text 3 #### 3" and json.dumps(first)
 
 
@@ -58,8 +60,28 @@ def test_a_click_is_known_in_python() -> None:
     table = SamplesTable(view)
     table.picked = 7
     assert view.picked == 7
-    card = table.answer({"kind": "pick", "row": 7})["card"]
-    assert card["pieces"] == ["text 7 #### ", "7", ""] and [one["row"] for one in card["others"]] == [6, 4, 5]
+    assert table.answer({"kind": "pick", "row": 7})["html"] == view.row(7)._repr_html_()
+
+
+def test_what_python_asked_for_stays_below_the_pages_filters() -> None:
+    for where in ({"tokens": (0, 14)}, lambda frame: frame["tokens"] <= 14, {"group": [0, 1]}):
+        view = wb.views.samples(judged(), where=where, order="index")
+        before = view.selected.tolist()
+        table = SamplesTable(view)
+        asked = {"kind": "rows", "order": "index", "start": 0, "count": 50}
+        assert [row["row"] for row in table.answer(asked)["rows"]] == before
+        table.answer({**asked, "low": 0.5})
+        assert view.selected.tolist() == [row for row in before if row % 3 == 0]
+        assert table.answer({**asked, "status": "no such"})["total"] == 0
+
+
+def test_two_tables_of_one_view_do_not_mix_their_pages() -> None:
+    view = wb.views.samples(judged(), order="index")
+    one, two = SamplesTable(view), SamplesTable(view)
+    asked = {"kind": "rows", "order": "index", "count": 5}
+    one.answer({**asked, "start": 0})
+    two.answer({**asked, "order": "-row", "start": 0})
+    assert [row["row"] for row in one.answer({**asked, "start": 5})["rows"]] == [5, 6, 7, 8, 9]
 
 
 def test_a_row_is_pinned_with_the_score_it_should_have(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,14 +120,42 @@ def test_buttons_do_what_their_line_says(tiny: str) -> None:
     s = wb.Stepper(wb.recipes.grpo(engine, group_size=2, max_tokens=8), rows.batch(2))
     face = StepperFace(s)
     assert face.answer({"kind": "look"})["upcoming"] == "rollout"
-    said = face.answer({"kind": "next"})
+    said = face.answer({"kind": "next", "position": 0})
     assert said["code"] == "s.next()" and s.position == 1 and "rollout" in said["html"]
-    said = face.answer({"kind": "run", "until": "advantage"})
+    said = face.answer({"kind": "run", "phase": "advantage", "position": 1})
     assert said["code"] == 's.run(until="advantage")' and s.upcoming == "update_actor"
-    said = face.answer({"kind": "run", "until": "reward"})
+    again = face.answer({"kind": "run", "phase": "advantage", "position": s.position})
+    assert s.upcoming == "update_actor" and again["note"] == "", "pressed twice it does nothing twice"
+    said = face.answer({"kind": "back to", "phase": "reward", "position": s.position})
     assert said["code"] == 's.back(to="reward")' and s.upcoming == "reward"
-    assert face.answer({"kind": "back"})["code"] == "s.back()" and s.upcoming == "rollout"
-    assert heard(face, {"kind": "back", "asked": 3})[0]["kind"] == "error", "there is nothing before the first phase"
+    assert face.answer({"kind": "back", "position": s.position})["code"] == "s.back()" and s.upcoming == "rollout"
+    assert heard(face, {"kind": "back", "position": 0, "asked": 3})[0]["kind"] == "error", "nothing is before it"
+    s.next()  # a cell moves it
+    stale = face.answer({"kind": "next", "position": 0})
+    assert s.position == 1 and "elsewhere" in stale["note"] and stale["position"] == 1
+
+
+def test_an_interrupt_is_said_and_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = SamplesTable(wb.views.samples(judged(4)))
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(table, "send", lambda content, buffers=None: said.append(content))
+
+    def interrupted(asked: dict[str, Any]) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(table, "answer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        table._on_message(table, {"kind": "rows", "asked": 5}, [])
+    assert said == [{"kind": "error", "text": "interrupted", "asked": 5}]
+
+
+def test_only_so_many_are_alive(shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "MOST", 2)
+    monkeypatch.setattr(layer, "_alive", layer.deque())
+    view = wb.views.samples(judged(4))
+    for _ in range(4):
+        view._ipython_display_()
+    assert len(layer._alive) == 2
 
 
 @pytest.fixture

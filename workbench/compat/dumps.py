@@ -114,7 +114,8 @@ def read_dump(
 
 
 def _named(source: Any) -> str:
-    return str(source) if isinstance(source, str | Path) else type(source).__name__
+    """Where it came from, without the machine's own folders: it may end in a file that is shared."""
+    return "/".join(Path(source).parts[-2:]) if isinstance(source, str | Path) else type(source).__name__
 
 
 def _own(name: str) -> str:
@@ -247,7 +248,7 @@ def _judged(table: dict[str, list[Any]], kind: str, uids: Sequence[str], rewards
     answers = next((table[name] for name in ("answer", "pred") if kind == "verl" and name in table), None)
     weights, parts = _weights(table, kind, rewards)
     for name in (*parts, *(name for name in _ADVANTAGE if _numbers(table.get(name, ())))):
-        table.pop(name)
+        table.pop(name, None)
     extra = {name: table.pop(name) for name in list(table) if kind == "verl" and name not in _OBJECTS}
     shown = {
         name.removeprefix(REWARD_PREFIX): found
@@ -258,7 +259,7 @@ def _judged(table: dict[str, list[Any]], kind: str, uids: Sequence[str], rewards
     if weights:
         usable = table.pop("scored", None) or [True] * len(uids)
         total = [
-            None if usable[row] is False else _weighted([(parts[name][row], weights[name]) for name in weights])
+            None if usable[row] == 0 else _weighted([(parts[name][row], weights[name]) for name in weights])
             for row in range(len(uids))
         ]
         columns["reward"] = torch.tensor([value if _usable(value) else 0.0 for value in total])

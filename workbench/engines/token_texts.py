@@ -25,7 +25,8 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     texts: list[str] = []
     for broken, run in itertools.groupby(ids, lambda token: _BROKEN in single[token]):
         # most tokens read alone as they do in the text; runs of parts of characters are read together
-        texts += _step_by_step(tokenizer, list(run)) if broken else [single[token] for token in run]
+        tokens = list(run)
+        texts += _step_by_step(tokenizer, tokens) if broken else [single[token] for token in tokens]
     return texts if "".join(texts) == whole else _step_by_step(tokenizer, ids)
 
 
@@ -59,4 +60,4 @@ def open_tokenizer(path: str) -> Any | None:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)

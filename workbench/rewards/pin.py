@@ -147,7 +147,14 @@ def _of_batch(batch: DataProto, row: int | None) -> tuple[Mapping[str, Any], dic
     if "response_text" not in batch:
         found = ", ".join(batch.columns)
         raise DataError(message("a row to pin", expected="response_text: run the rollout first", found=found))
-    one = batch[[number]]
+    # of a batch on disk the row alone is read
+    tensors = {
+        name: batch.batch.part(name, number, number + 1)
+        for name in ("responses", "response_mask", "step", "policy_version")
+        if name in batch.batch
+    }
+    objects = {name: batch.non_tensor_batch.part(name, number, number + 1) for name in batch.non_tensor_batch}
+    one = DataProto(tensors, objects)
     (view,) = row_views(one)
     origin = {name: batch.meta_info[name] for name in _ABOUT if batch.meta_info.get(name) is not None}
     for name in ("step", "policy_version"):

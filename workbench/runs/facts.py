@@ -14,7 +14,7 @@ from workbench.datasets import Rows
 from workbench.runs.folder import STEP, write_json
 from workbench.runs.rebuild import written_down
 from workbench.runs.recorder import Plan
-from workbench.runs.resume import Start, described_engines, first_seen
+from workbench.runs.resume import Start, described_engines, files_crc32, first_seen
 from workbench.runs.run import Run
 from workbench.stages import Pipeline
 from workbench.trace import describe_settings
@@ -60,12 +60,13 @@ def resolved(
     described = {stage.name: describe_settings(stage) for stage in pipeline}
     names = ("torch", "transformers", "numpy", "tokenizers", "safetensors")
     stages = {name: settings for name, (settings, _) in described.items()}
+    engines = described_engines(pipeline)
     return {
         "stages": stages,
         "sources": {name: source for name, (_, source) in described.items() if source},
-        "engines": described_engines(pipeline),
+        "engines": engines,
         "train": {**vars(plan), "trackers": list(trackers)},
-        "pipeline": written_down(pipeline),
+        "pipeline": _with_files(written_down(pipeline), engines),
         "settings_hash": settings_hash(stages),
         "began": {"versions": first_seen(pipeline)["versions"]},
         "data_hash": rows.data_hash,
@@ -74,6 +75,18 @@ def resolved(
         "code": code_revision(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
     }
+
+
+def _with_files(records: list[dict[str, Any]], engines: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Frozen models know their files as learners do, so that a replay is not made with others."""
+    known = {record["path"]: record["files_crc32"] for record in engines.values() if "files_crc32" in record}
+    for record in records:
+        for value in record["arguments"].values():
+            frozen = value.get("frozen") if isinstance(value, dict) else None
+            if frozen is not None and Path(str(frozen.get("path", ""))).is_dir():
+                path = frozen["path"]
+                frozen["files_crc32"] = known[path] if path in known else files_crc32(Path(str(path)))
+    return records
 
 
 def with_history(settings: Mapping[str, Any], start: Start) -> dict[str, Any]:

@@ -9,14 +9,17 @@ the last `keep_traces` stay, of those with a symptom the last `KEEP_FLAGGED`: bo
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
+from workbench.errors import RunError
 from workbench.runs.folder import discard, read_json, step_folders, write_json
 from workbench.trace import Trace
+
+log = logging.getLogger("workbench")
 
 KEEP_FLAGGED = 8
 """Traces that stay for a symptom, beyond those that were due."""
@@ -55,8 +58,17 @@ def read_kept(folder: Path) -> Kept:
     path = folder / "kept.json"
     if not path.is_file():
         return Kept(due="recorded")
-    found: dict[str, Any] = read_json(path)
-    return Kept(**{**found, "flagged": tuple(found.get("flagged", ()))})
+    try:
+        found = read_json(path)
+        known = {field.name: found[field.name] for field in fields(Kept) if field.name in found}
+        return Kept(**{**known, "flagged": tuple(known.get("flagged", ()))})
+    except (
+        RunError,
+        AttributeError,
+        TypeError,
+    ) as error:  # damaged, or of another version: the trace is there all the same
+        log.warning("%s cannot be read: %s", path, error)
+        return Kept(due="recorded")
 
 
 def prune(traces: Path, keep_traces: int, keep_flagged: int = KEEP_FLAGGED) -> None:

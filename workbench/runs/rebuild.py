@@ -124,6 +124,16 @@ class Missing(BaseStage):
             return super().with_function(function)
         return getattr(stages, self._record["class"])(function)
 
+    def with_settings(self, **changes: Any) -> Stage:
+        """Refused: what it was made with is not here."""
+        raise PipelineError(
+            message(
+                f"settings of stage {self.name!r} cannot be changed",
+                found=f"it was made with {self.what}, which the run folder has by name alone",
+                do=f"replace({self.name!r}, …) with a stage or a function",
+            )
+        )
+
     def __call__(self, batch: DataProto) -> Outcome:
         """The recorded outputs, where the batch is the recorded one; `recorded/<stage>` among the metrics says so."""
         differing = self._differing(batch)
@@ -196,9 +206,13 @@ def _value(plain: Any, learners: Mapping[str, Any], open_frozen: Callable[..., A
     if "engine" in plain:
         return learners[plain["engine"]]
     if "settings" in plain:
+        if plain["settings"] not in _SETTINGS:
+            raise _Gone(plain["settings"])
         values = {key: _value(one, learners, open_frozen) for key, one in plain["values"].items()}
         return _SETTINGS[plain["settings"]](**values)
     if "controller" in plain:
+        if plain["controller"] not in _CONTROLLERS:
+            raise _Gone(plain["controller"])
         return _CONTROLLERS[plain["controller"]](**plain["arguments"])
     if "reward" in plain:
         return rewards.by_data_source(**plain["reward"])
@@ -214,7 +228,10 @@ def _function(place: str) -> Any:
     module, _, name = place.partition(":")
     if not module.startswith(_OURS):
         raise _Gone(place)
-    found = getattr(importlib.import_module(module), name, None)
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError:  # moved since
+        found = None
     if found is None:
         raise _Gone(place)
     return found

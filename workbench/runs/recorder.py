@@ -22,6 +22,7 @@ from workbench.runs.symptoms import Watch
 from workbench.runs.trackers import Tracker
 from workbench.snapshots import states
 from workbench.stages import Pipeline, Reward, Rollout
+from workbench.trace import Trace
 
 log = logging.getLogger("workbench")
 
@@ -162,6 +163,13 @@ class Recorder:
         kept = Kept(due=due, flagged=tuple(flagged), before=self._before, after=self._state["controllers"])
         keep(self.last.trace, self._folder.trace_path(self.last.step), kept)
         prune(self._folder.traces, self._plan.keep_traces)
+
+    def save_stopped(self, trace: Trace, step: int) -> None:
+        """The trace of a step that `break_if` ended before its update."""
+        target = self._folder.trace_path(step)
+        if not target.exists():
+            states_ = {"before": self._state["controllers"], "after": self._pipeline.state()}
+            keep(trace, target, Kept(due="break_if was met", **states_))
 
     def on_end(self, error: BaseException | None) -> None:
         """Let trackers write what is waiting."""

@@ -141,7 +141,7 @@ def frozen_of(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Late
     known = {str(one["path"]): one.get("files_crc32") for one in settings["engines"].values()}
 
     def check(record: Mapping[str, Any]) -> str | None:
-        return wrong_files({**record, "files_crc32": known.get(str(record["path"]))})
+        return wrong_files({"files_crc32": known.get(str(record["path"])), **record})
 
     return lambda record: LateFrozen(record, check)
 

@@ -74,7 +74,9 @@ class Replayed(Stepper):
         if source.given:
             return f"weights: those of the engines that were given for {', '.join(source.given)}"
         if source.opening is None or source.opening.done:
-            return f"weights: those of the run after step {source.step - 1}, exactly"
+            updated = any(stage.updates for stage in list(self._pipeline)[: self.position])
+            since = ", and the updates of this step since" if updated else ""
+            return f"weights: those of the run after step {source.step - 1}, exactly{since}"
         return "weights: no engine is open; one is opened when a stage needs it"
 
     def stand(self, trace: Trace, position: int, before: State, after: State) -> None:
@@ -160,7 +162,8 @@ def stepper_at(folder: Path, step: int, at: str | None = None, engines: Mapping[
     )
     pipeline = _with_records(rebuilt(records, learners, frozen_of(settings)), trace)
     before, after = controllers(folder, step)
-    pipeline = _without_unknown(pipeline, records, trace, before)
+    unknown_states = set(names) if before is None else set(names[:position]) if after is None else set()
+    pipeline = _without_unknown(pipeline, records, trace, unknown_states)
     source = Source(folder, step, tuple(engines or ()), opening)
     stepper = Replayed(pipeline, trace.start if trace is not None else start_of(folder, step), source)
     stepper.stand(trace if trace is not None else Trace(stepper.batch), position, before or {}, after or {})
@@ -173,7 +176,7 @@ def _at_the_start(folder: Path, step: int, trace: Trace | None) -> Replayed:
     try:
         pipeline = standing_after(folder, step - 1).pipeline
     except RunError as error:
-        if trace is None:
+        if trace is None or not trace.names:
             raise
         raise RunError(
             message(str(error), do=f"its trace is recorded: stepper({step}, at={trace.names[-1]!r}) needs no weights")
@@ -240,13 +243,13 @@ def _with_records(pipeline: Pipeline, trace: Trace | None) -> Pipeline:
 
 
 def _without_unknown(
-    pipeline: Pipeline, records: list[dict[str, Any]], trace: Trace | None, before: State | None
+    pipeline: Pipeline, records: list[dict[str, Any]], trace: Trace | None, names: set[str]
 ) -> Pipeline:
-    """A stage whose controller stood nobody knows where is its recorded outputs alone."""
+    """Of these stages one whose controller stood nobody knows where is its recorded outputs alone."""
     for record in records:
         stage = pipeline[record["name"]]
-        if before is None and stage.state() and not stage.updates:
-            missing = Missing(record, "a controller whose state before that step was not kept")
+        if record["name"] in names and stage.state() and not stage.updates:
+            missing = Missing(record, "a controller whose state at that step was not kept")
             pipeline = pipeline.replace(stage.name, missing.recorded(trace) if trace is not None else missing)
     return pipeline
 

@@ -41,10 +41,18 @@ class Traces(Mapping[int, Trace]):
     def _steps(self) -> list[int]:
         return [step for step, path in step_folders(self._folder).items() if (path / "trace.json").is_file()]
 
-    def _path(self, step: int) -> Path:
-        if step not in self._steps():
-            raise RunError(message(f"no trace of step {step}", expected=f"one of {self._steps()}"))
+    def reasons(self) -> dict[int, Kept]:
+        """Step → why its trace is there, in one look; what is pruned meanwhile is left out."""
+        found = {step: read_kept(self._at(step)) for step in self._steps()}
+        return {step: kept for step, kept in found.items() if self._at(step).is_dir()}
+
+    def _at(self, step: int) -> Path:
         return self._folder / f"step_{step:06d}"
+
+    def _path(self, step: int) -> Path:
+        if not (self._at(step) / "trace.json").is_file():
+            raise RunError(message(f"no trace of step {step}", expected=f"one of {self._steps()}"))
+        return self._at(step)
 
     def __getitem__(self, step: int) -> Trace:
         return Trace.load(self._path(step))

@@ -16,7 +16,6 @@ from workbench.runs import checkpoint
 from workbench.runs.display import Live, open_display
 from workbench.runs.facts import write_summary
 from workbench.runs.folder import STEP, RunFolder
-from workbench.runs.keeping import Kept, keep
 from workbench.runs.preflight import Preflight
 from workbench.runs.recorder import Plan, Recorder, Validator, append_line, progress_line
 from workbench.runs.resume import Start
@@ -115,9 +114,7 @@ class Session:
         stopped = None
         if ending.stopped is not None:
             stopped = f"break_if at step {ending.step + 1}"
-            target = self._folder.trace_path(ending.step + 1)
-            if not target.exists():
-                keep(ending.stopped.trace, target, Kept(due="break_if was met"))
+            self.recorder.save_stopped(ending.stopped.trace, ending.step + 1)
             self.recorder.save()
         elif ending.step < self._plan.steps:
             stopped = f"{'interrupted' if self.control.interrupted else 'stopped by hand'} after step {ending.step}"

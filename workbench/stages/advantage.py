@@ -64,6 +64,11 @@ class Advantage(BaseStage):
         self._controller = kl_controller
         self._asked = _asked(estimator, settings)
         parameters = inspect.signature(estimator).parameters
+        open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+        strange = [name for name in settings if name not in parameters and not open_ended]
+        if strange:
+            known = [name for name in parameters if name not in self._asked]
+            raise PipelineError(unknown(f"setting of {getattr(estimator, '__name__', estimator)!r}", strange[0], known))
         needed = [name for arg, name in self._asked.items() if parameters[arg].default is inspect.Parameter.empty]
         columns = [column for name in needed for column in INPUTS[name]]
         if kl_controller is not None:

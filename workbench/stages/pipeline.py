@@ -86,7 +86,9 @@ class Pipeline:
         """A pipeline with one stage replaced: by a stage, by the same stage around another function, or by the same with
         some settings changed (`replace("rollout", temperature=0.7)`).
 
-        Raises `PipelineError` where nothing is changed, or a setting is unknown.
+        Where the sampling temperature of a rollout changes, the stages after it that score or learn at the old one go with
+        it: log-probs are only those of the sampler at its own temperature. Raises `PipelineError` where nothing is
+        changed, or a setting is unknown.
         """
         position = self.index(name)
         old = self._stages[position]
@@ -98,7 +100,8 @@ class Pipeline:
             raise PipelineError(
                 message(f"stage {old.name!r} can only be replaced by one of its name", found=repr(new.name))
             )
-        return Pipeline([*self._stages[:position], new, *self._stages[position + 1 :]], overlap=self.overlap)
+        later = [_at_the_same_heat(old, new, stage) for stage in self._stages[position + 1 :]]
+        return Pipeline([*self._stages[:position], new, *later], overlap=self.overlap)
 
     # --- what lives in it -----------------------------------------------------------------
 
@@ -142,3 +145,11 @@ class Pipeline:
         from workbench.views.pipelines import pipeline_html
 
         return pipeline_html(self)
+
+
+def _at_the_same_heat(old: Any, new: Any, stage: Stage) -> Stage:
+    """A stage that scored at the old rollout's temperature, at the new one's; greedy sampling is scored at 1."""
+    before, after = (getattr(getattr(one, "sampling", None), "temperature", None) for one in (old, new))
+    if None in (before, after) or getattr(stage, "temperature", None) != (before or 1.0):
+        return stage
+    return stage if (after or 1.0) == (before or 1.0) else stage.with_settings(temperature=after or 1.0)

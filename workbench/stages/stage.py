@@ -147,12 +147,13 @@ class BaseStage:
         nested = {name: value for name, value in given.items() if isinstance(value, Settings)}
         open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
         made = dict(self.made_with)
-        for name, value in changes.items():
+        for name, value in sorted(changes.items(), key=lambda item: item[0] not in parameters):  # arguments come first
             holder = next((held for held, one in nested.items() if one.name_of(name) is not None), None)
             if name in made or (name in parameters and parameters[name].kind is not inspect.Parameter.VAR_KEYWORD):
                 made[name] = value
             elif holder is not None:
-                settings = made.get(holder) or nested[holder]
+                settings = made.get(holder)
+                settings = settings if isinstance(settings, Settings) else nested[holder]
                 made[holder] = settings.replace(**{str(settings.name_of(name)): value})
             elif open_ended:  # the constructor knows
                 made[name] = value

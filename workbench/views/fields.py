@@ -116,6 +116,8 @@ def spark(values: torch.Tensor, low: float, high: float) -> str:
     """A histogram in twelve characters; of one value a single full bar."""
     if low == high:
         return _BLOCKS[-1]
+    if not math.isfinite(high - low):
+        return ""
     counts = torch.histc(values, _BINS, low, high)
     levels = (counts / counts.max() * (len(_BLOCKS) - 1)).ceil().int().tolist()
     return "".join(_BLOCKS[level] for level in levels)

@@ -127,7 +127,13 @@ def _asked(
         raise SettingError(message("a figure needs a plot", expected="a title or a metric", found=list(keys)))
     for words, wanted in plots.items():
         if not recorded(runs, wanted):
-            raise SettingError(unknown("plot or metric of these runs", words, [*PANEL, *_numbers(runs)]))
+            raise SettingError(
+                unknown(
+                    "plot or metric of these runs",
+                    words,
+                    [*(title for title in PANEL if recorded(runs, PANEL[title])), *_numbers(runs)],
+                )
+            )
     return plots
 
 

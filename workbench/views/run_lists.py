@@ -35,7 +35,7 @@ def _headlines(row: Mapping[str, Any]) -> list[str]:
 
 def _lines(traces: Traces) -> list[tuple[str, ...]]:
     rows = {row[_STEP]: row for row in traces.rows}
-    return [(str(step), *_headlines(rows.get(step, {})), str(traces.why(step))) for step in traces]
+    return [(str(step), *_headlines(rows.get(step, {})), str(kept)) for step, kept in traces.reasons().items()]
 
 
 def _header() -> tuple[str, ...]:
@@ -80,7 +80,7 @@ def _facts(run: Run, rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]
     steps = run.checkpoints
     found.append(("checkpoints", f"of steps {', '.join(map(str, steps))}" if steps else "none"))
     found.append(("exact weights", f"of steps {run.reachable}"))
-    kept = [f"{step} ({run.traces.why(step)})" for step in run.traces]
+    kept = [f"{step} ({why})" for step, why in run.traces.reasons().items()]
     found.append(("traces", ", ".join(kept) or "none"))
     if run.stopped is not None:
         found.append(("stopped", f"before the update of step {run.stopped.trace.step}: look at .stopped"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from workbench.rewards.dry_run import span_of
-from workbench.views.html import escape, fold, pairs_table, plain, table, terminal, text_block
+from workbench.views.html import escape, fold, pairs_table, table, terminal, text_block
 from workbench.views.sample_index import SampleIndex, line
 from workbench.views.samples import group_line, shown
 
@@ -51,7 +51,7 @@ class SampleCard:
         if "advantage" in row:
             found.append(("advantage", f"{row['advantage']:+.4g} (mean over its tokens)"))
         if "tokens" in row:
-            found.append(("tokens", f"{row['tokens']}" + (f", {row['finish']}" if row.get("finish") else "")))
+            found.append(("tokens", f"{int(row['tokens'])}" + (f", {row['finish']}" if row.get("finish") else "")))
         if self.score is not None and self.score.seconds:
             found.append(("judged in", f"{self.score.seconds:.3g} s"))
         return found
@@ -71,30 +71,10 @@ class SampleCard:
         traceback = [("traceback", self.score.error)] if self.score.error else []
         return traceback + [(name, shown(value)) for name, value in self.score.extra.items()]
 
-    def to_json(self) -> dict[str, Any]:
-        """For the live table: text alone, control characters made visible."""
-        frame = self.index.frame
-        others = [
-            {
-                "row": row,
-                "reward": _number(frame.iloc[row].get("reward")),
-                "advantage": _number(frame.iloc[row].get("advantage")),
-                "response": plain(str(frame.iloc[row].get("response") or ""))[:2000],
-            }
-            for row in self.siblings[:_SIBLINGS]
-        ]
-        return {
-            "row": self.row,
-            "group": group_line(self.index, int(self.values["group"])),
-            "prompt": plain(str(self.values.get("prompt") or "")),
-            "pieces": [plain(piece) for piece in self.pieces()],
-            "facts": [[plain(what), plain(value)] for what, value in self.facts()],
-            "more": [[plain(name), plain(text)] for name, text in self.more()],
-            "others": others,
-        }
-
     def __repr__(self) -> str:
-        lines = [f"row {self.row} (group {self.values['group']}: {group_line(self.index, int(self.values['group']))})"]
+        lines = [
+            f"row {self.row} (group {int(self.values['group'])}: {group_line(self.index, int(self.values['group']))})"
+        ]
         if "prompt" in self.values:
             lines.append(f"  {line(self.values['prompt'], 400)}")
         before, marked, after = self.pieces()
@@ -112,7 +92,7 @@ class SampleCard:
         if "prompt" in self.values:
             prompt = f'<div style="opacity:0.6">{text_block(self.values["prompt"])}</div>'
         more = "".join(fold(name, text_block(text)) for name, text in self.more())
-        title = f"<div><b>row {self.row}</b> · group {self.values['group']}</div>"
+        title = f"<div><b>row {self.row}</b> · group {int(self.values['group'])}</div>"
         return title + prompt + said + pairs_table(self.facts()) + more + self._others()
 
     def _others(self) -> str:

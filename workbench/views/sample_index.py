@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import torch
 
 from workbench.dataproto import DataProto
 from workbench.errors import message, unknown
@@ -80,7 +79,8 @@ def _of_tokens(batch: DataProto) -> dict[str, Any]:
     mask = batch.batch.passing("response_mask")
     tokens = mask.sum(-1)
     if "advantages" in batch:
-        total = torch.einsum("bt,bt->b", batch.batch.passing("advantages").float(), mask.float())
+        own = batch.batch.passing("advantages").float().masked_fill(mask == 0, 0.0)  # NaN in padding is nobody's
+        total = own.sum(-1)
         found["advantage"] = (total / tokens.clamp(min=1)).double().numpy()
     return {**found, "tokens": tokens.numpy()}
 
@@ -201,9 +201,9 @@ class SampleIndex:
             return rank.to_numpy()
         if order == "surprising":
             return np.nan_to_num(-self.surprise, nan=np.inf)
-        if order in ORDERS:
-            return np.arange(len(self.frame))
         name, descending = order.removeprefix("-"), order.startswith("-")
+        if order in ORDERS or name == "row":
+            return np.arange(len(self.frame)) * (-1 if descending else 1)
         if name not in self.frame:
             raise ValueError(unknown("sample order", order, (*ORDERS, *self.frame.columns)))
         ranks = self.frame[name].map(str) if self.frame[name].dtype == object else self.frame[name]

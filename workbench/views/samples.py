@@ -33,13 +33,13 @@ def samples_html(thing: Any, rows: int = 8, order: str = "worst", by_group: bool
 
 
 def _row_lines(number: Any, row: Any) -> list[str]:
-    said = [f"row {number} (group {row['group']})"]
+    said = [f"row {number} (group {int(row['group'])})"]
     if "reward" in row:
         said.append(f"reward {row['reward']:g}" if row["reward"] == row["reward"] else "not scored")
     if row.get("why"):
         said.append(line(row["why"]))
     if "tokens" in row:
-        said.append(f"{row['tokens']} tokens" + (f", {line(row['finish'])}" if row.get("finish") else ""))
+        said.append(f"{int(row['tokens'])} tokens" + (f", {line(row['finish'])}" if row.get("finish") else ""))
     texts = [f"  {line(row['prompt'])}"] if "prompt" in row else []
     return ["  ".join(said), *texts, f"  → {line(_response(row))}"]
 
@@ -54,12 +54,12 @@ def _cells(index: SampleIndex, number: Any, row: Any, top: float, by_group: bool
     score = batch.non_tensor_batch.part("score", number, number + 1)[0] if "score" in batch else None
     reward = row.get("reward")
     return [
-        f"{number}" if by_group else f"{number}<br><small>group&nbsp;{row['group']}</small>",
+        f"{number}" if by_group else f"{number}<br><small>group&nbsp;{int(row['group'])}</small>",
         _text_cell(row, with_prompt=not by_group),
         "" if reward is None else bar(abs(reward) / top, f"{reward:g}", good=reward >= 0) if reward == reward else "–",
         _judgement(row, score),
         f"{row['advantage']:+.3f}" if "advantage" in row else "",
-        f"{row.get('tokens', '')}<br><small>{escape(row.get('finish') or '')}</small>",
+        f"{int(row['tokens']) if 'tokens' in row else ''}<br><small>{escape(row.get('finish') or '')}</small>",
     ]
 
 
@@ -75,7 +75,7 @@ def _grouped(index: SampleIndex, frame: pd.DataFrame) -> Iterator[tuple[str, lis
 def group_line(index: SampleIndex, group: int) -> str:
     """`8 samples, mean reward 0.25, deviation 0.46, advantages over 2.7`."""
     numbers = index.groups.loc[group]
-    said = [f"{numbers['samples']} samples"]
+    said = [f"{int(numbers['samples'])} samples"]
     if "mean" in numbers:
         said += [f"mean reward {numbers['mean']:g}"] if numbers["scored"] else ["none scored"]
         said += [f"deviation {numbers['std']:g}"] if numbers["scored"] > 1 else []
@@ -142,24 +142,14 @@ class Samples:
         self.by_group = by_group
         self.picked: int | None = None
         """The row that was last clicked in the live table."""
-        self._selected = self.index.select(order, where=where, search=search, by_group=by_group)
         self.where, self.search = where, search
-
-    @property
-    def selected(self) -> np.ndarray:
+        self.selected: np.ndarray = self.index.select(order, where=where, search=search, by_group=by_group)
         """Row numbers that pass the filters, in order; in a live notebook those that the table shows."""
-        return self._selected
 
     @property
     def frame(self) -> pd.DataFrame:
         """The selected samples as a DataFrame, indexed by row."""
-        return self.index.frame.iloc[self._selected]
-
-    def show(self, order: str, where: Where, search: str, by_group: bool) -> np.ndarray:
-        """Select otherwise; the rows."""
-        self._selected = self.index.select(order, where=where, search=search, by_group=by_group)
-        self.order, self.where, self.search, self.by_group = order, where, search, by_group
-        return self._selected
+        return self.index.frame.iloc[self.selected]
 
     def row(self, number: int) -> SampleCard:
         """One sample in full, the other samples of its prompt beside it."""

@@ -153,14 +153,15 @@ class TokenRow:
 
 
 def _tokenizer_of(thing: Any, batch: DataProto) -> Any:
-    """A stepper's own; else that of the model that the batch names, where its folder is still there."""
-    pipeline = getattr(thing, "pipeline", None)
-    for stage in pipeline or ():
-        found = getattr(getattr(stage, "sampler", None), "tokenizer", None)
-        if found is not None:
-            return found
+    """That of the model which the batch names, where its folder is still there; else a stepper's own. A recorded step's
+    engine is not opened for it."""
     path = batch.meta_info.get("model")
-    return open_tokenizer(path) if isinstance(path, str) else None
+    found = open_tokenizer(path) if isinstance(path, str) else None
+    for stage in getattr(thing, "pipeline", None) or ():
+        sampler = getattr(stage, "sampler", None)
+        if found is None and getattr(sampler, "opened", True):
+            found = getattr(sampler, "tokenizer", None)
+    return found
 
 
 def _texts(tokenizer: Any, ids: list[int]) -> list[str]:

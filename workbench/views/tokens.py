@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from workbench.errors import message
 from workbench.views.html import escape, plain, terminal
 from workbench.views.token_values import QUANTITIES, Quantity, TokenRow, colour_of, span_of_values
 
@@ -25,6 +26,11 @@ class Tokens:
         self.labels = labels
         self.quantities = [name for name in (*QUANTITIES, *rows[0].values) if any(name in row.values for row in rows)]
         self.quantities = list(dict.fromkeys(self.quantities))
+        if not self.quantities:
+            found = ", ".join(rows[0].batch.columns)
+            raise ValueError(
+                message("tokens", expected="at least one number for each token (a [B, T] column)", found=found)
+            )
         if colour is None:
             colour = next((name for name in _PREFERRED if name in self.quantities), self.quantities[0])
         if not any(colour in row.values for row in rows):

@@ -9,12 +9,12 @@ draws the widget's half alone, and when the kernel has gone that is an error mes
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anywidget
-import traitlets
 from IPython.display import display
 
 from workbench.errors import first_line
@@ -22,6 +22,9 @@ from workbench.runs.display import in_notebook
 
 STATIC = "workbench-static"
 """Class of the wrapper that the scripts look for."""
+MOST = 24
+"""Widgets that are alive at once: each holds what it shows, a stepper with its snapshots, say."""
+_alive: deque[Layer] = deque()
 _SCRIPTS = Path(__file__).parent / "static"
 
 
@@ -43,6 +46,9 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
     display(static_bundle(thing), raw=True)
     if live():
         layer = widget()
+        _alive.append(layer)
+        if len(_alive) > MOST:
+            _alive.popleft().close()  # the static form beneath it comes back
         view = {"version_major": 2, "version_minor": 0, "model_id": layer.model_id}
         # nothing beside the view: what cannot draw it has the static form above
         display({"application/vnd.jupyter.widget-view+json": view, "text/html": "", "text/plain": ""}, raw=True)
@@ -53,7 +59,6 @@ class Layer(anywidget.AnyWidget):
 
     _esm: Any = ""
     _css: Any = ""
-    busy = traitlets.Unicode("").tag(sync=True)
 
     def __init_subclass__(cls, script: str = "", **options: Any) -> None:
         if script:
@@ -68,13 +73,15 @@ class Layer(anywidget.AnyWidget):
     def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
         try:
             reply = self.answer(dict(content))
+        except KeyboardInterrupt:  # said, so that nobody waits for an answer, and then let through
+            self.send({"kind": "error", "text": "interrupted", "asked": content.get("asked")})
+            raise
         except Exception as error:  # noqa: BLE001 - said where the person looks
             reply = {"kind": "error", "text": first_line(error, 400)}
-        if reply is not None:
-            self.send({**reply, "asked": content.get("asked")})
+        self.send({**reply, "asked": content.get("asked")})
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any] | None:
-        """What to say to a message; None: nothing."""
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """What to say to a message."""
         raise NotImplementedError
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import traitlets
 
 from workbench.errors import message
@@ -32,18 +34,13 @@ class SamplesTable(Layer, script="samples"):
         parts = [name for name in frame if str(name).startswith("reward/")]
         names = [name for name in _FIRST if name == "row" or name in frame]
         place = names.index("reward") + 1 if "reward" in names else len(names)
-        where = samples.where if isinstance(samples.where, dict) else {}
         self._samples = samples
-        self._fixed = samples.where if callable(samples.where) else None
+        self._base = samples.where  # what Python asked for stays; the page's filters come on top
+        self._rows = samples.selected
         super().__init__(
             columns=[*names[:place], *parts, *names[place:]],
             statuses=sorted(set(frame["status"])) if "status" in frame else [],
-            query={
-                "order": samples.order,
-                "where": {name: list(value) if isinstance(value, tuple) else value for name, value in where.items()},
-                "search": samples.search,
-                "by_group": samples.by_group,
-            },
+            query={"order": samples.order, "search": samples.search, "by_group": samples.by_group},
         )
         self.observe(self._on_picked, "picked")
 
@@ -56,32 +53,36 @@ class SamplesTable(Layer, script="samples"):
             return self._page(asked)
         row = int(asked["row"])
         if asked["kind"] == "pick":
-            return {"kind": "card", "card": self._samples.row(row).to_json()}
+            return {"kind": "card", "html": self._samples.row(row)._repr_html_()}
         return {"kind": "pinned", "text": self._pin(row, str(asked.get("expected", "")), str(asked.get("note", "")))}
+
+    def _select(self, asked: dict[str, Any]) -> np.ndarray:
+        """Rows that Python's and the page's filters leave, in the page's order."""
+        filters: dict[str, Any] = {"status": asked["status"]} if asked.get("status") else {}
+        if asked.get("low") is not None or asked.get("high") is not None:
+            filters["reward"] = (asked.get("low"), asked.get("high"))
+        order, search, by_group = str(asked["order"]), str(asked.get("search") or ""), bool(asked.get("by_group"))
+        rows = self._samples.index.select(order, where=self._base, search=search, by_group=by_group)
+        return rows[np.isin(rows, self._samples.index.select("index", where=filters))]
 
     def _page(self, asked: dict[str, Any]) -> dict[str, Any]:
         start = int(asked["start"])
-        if start == 0:
-            where = {
-                name: tuple(value) if name == "reward" else value
-                for name, value in dict(asked.get("where") or {}).items()
-            }
-            order, search = str(asked["order"]), str(asked.get("search") or "")
-            self._samples.show(order, self._fixed or where, search, bool(asked.get("by_group")))
-        rows = self._samples.selected
-        frame = self._samples.index.frame.iloc[rows[start : start + min(int(asked["count"]), _MOST)]]
+        if start == 0:  # later pages go on in the same selection, whatever else has been asked of the view
+            self._rows = self._select(asked)
+            self._samples.selected = self._rows
+        frame = self._samples.index.frame.iloc[self._rows[start : start + min(int(asked["count"]), _MOST)]]
         records = frame.to_dict("records")
         shown = [
             {"row": int(row), "cells": {name: _cell(row if name == "row" else record[name]) for name in self.columns}}
             for row, record in zip(frame.index, records, strict=True)
         ]
-        groups = {group: self._group(int(group)) for group in frame["group"].unique()} if self._samples.by_group else {}
+        grouped = frame["group"].unique() if asked.get("by_group") else ()
         return {
             "kind": "rows",
             "rows": shown,
-            "total": len(rows),
+            "total": len(self._rows),
             "of": len(self._samples.index.frame),
-            "groups": {str(group): text for group, text in groups.items()},
+            "groups": {str(group): self._group(int(group)) for group in grouped},
         }
 
     def _group(self, group: int) -> str:
@@ -108,8 +109,10 @@ def _expected(text: str) -> Any:
 
 def _cell(value: Any) -> Any:
     """A number, or text on one line."""
-    if value is None or value != value:
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        value = value.item()
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
-    if isinstance(value, bool | int | float) or hasattr(value, "item"):
-        return value.item() if hasattr(value, "item") else value
+    if isinstance(value, bool | int | float):
+        return value
     return plain(str(value)[:_CELL]).replace("\n", " ⏎ ")

@@ -22,27 +22,35 @@ class StepperFace(Layer, script="stepping"):
         super().__init__(names=list(stepper.pipeline.names))
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Do it, and say how the stepper looks now."""
-        code = ""
-        stepper = self._stepper
-        if asked["kind"] == "next":
-            stepper.next()
-            code = "s.next()"
-        elif asked["kind"] == "back":
-            stepper.back()
-            code = "s.back()"
-        elif asked["kind"] == "run":
-            until = str(asked["until"])
-            if stepper.pipeline.index(until) < stepper.position:
-                stepper.back(to=until)
-                code = f's.back(to="{until}")'
-            else:
-                stepper.run(until=until)
-                code = f's.run(until="{until}")'
+        """Do it, and say how the stepper looks now. A face that shows another place than the stepper's is only drawn anew:
+        cells and other faces move it, too."""
+        stepper, code, note = self._stepper, "", ""
+        if asked["kind"] != "look" and asked.get("position") != stepper.position:
+            note = "the stepper stands elsewhere by now"
+        else:
+            code = self._move(asked)
         return {
             "kind": "face",
             "html": stepper._repr_html_(),
             "code": code,
+            "note": note,
             "position": stepper.position,
             "upcoming": stepper.upcoming,
         }
+
+    def _move(self, asked: dict[str, Any]) -> str:
+        """The line of code for what was asked, after doing that."""
+        stepper = self._stepper
+        if asked["kind"] == "next":
+            stepper.next()
+            return "s.next()"
+        if asked["kind"] == "back":
+            stepper.back()
+            return "s.back()"
+        if asked["kind"] == "run":
+            stepper.run(until=str(asked["phase"]))
+            return f's.run(until="{asked["phase"]}")'
+        if asked["kind"] == "back to":
+            stepper.back(to=str(asked["phase"]))
+            return f's.back(to="{asked["phase"]}")'
+        return ""

@@ -25,7 +25,7 @@ function render({ model, el }) {
     ["worst", "best", "surprising", "index", ...columns.flatMap((name) => [name, `-${name}`])]
       .map((name) => make("option", { value: name }, name.startsWith("-") ? `${name.slice(1)} ↓` : name)));
   order.value = query.order;
-  const status = make("select", { onchange: () => filter("status", status.value || undefined) },
+  const status = make("select", { onchange: () => load() },
     make("option", { value: "" }, "any status"), model.get("statuses").map((name) => make("option", { value: name }, name)));
   const low = make("input", { type: "number", step: "any", placeholder: "reward ≥", oninput: soon });
   const high = make("input", { type: "number", step: "any", placeholder: "≤", oninput: soon });
@@ -37,17 +37,7 @@ function render({ model, el }) {
   let timer = null;
   function soon() {
     clearTimeout(timer);
-    timer = setTimeout(() => {
-      query.search = search.value;
-      const bounds = [low.value === "" ? null : Number(low.value), high.value === "" ? null : Number(high.value)];
-      filter("reward", bounds[0] === null && bounds[1] === null ? undefined : bounds);
-    }, 150);
-  }
-  function filter(name, value) {
-    query.where = { ...query.where };
-    if (value === undefined) delete query.where[name];
-    else query.where[name] = value;
-    load();
+    timer = setTimeout(() => load(), 150);
   }
   function sortBy(name) {
     query.order = query.order === `-${name}` ? name : `-${name}`;
@@ -57,7 +47,11 @@ function render({ model, el }) {
   async function load(start = 0) {
     const mine = ++asking;
     try {
-      const page = await talk.ask({ kind: "rows", ...query, start, count: COUNT });
+      query.search = search.value;
+      const number = (input) => (input.value === "" ? null : Number(input.value));
+      const page = await talk.ask({
+        kind: "rows", ...query, status: status.value, low: number(low), high: number(high), start, count: COUNT,
+      });
       if (mine !== asking) return;
       problem.textContent = "";
       total = page.total;
@@ -93,22 +87,11 @@ function render({ model, el }) {
     model.set("picked", row);
     model.save_changes();
     mark();
-    try { card((await talk.ask({ kind: "pick", row })).card); } catch (text) { problem.textContent = text; }
-  }
-  function card(one) {
-    const [before, marked, after] = one.pieces;
-    const facts = make("table", {}, one.facts.map(([what, value]) => make("tr", {}, make("th", {}, what), make("td", {}, value))));
-    const others = one.others.map((other) => make("details", {},
-      make("summary", {}, `row ${other.row} · reward ${said(other.reward)} · advantage ${said(other.advantage)}`),
-      make("div", { class: "wb-text" }, other.response)));
-    detail.replaceChildren(
-      make("div", { class: "wb-title" }, `row ${one.row}`),
-      make("div", { class: "wb-text wb-prompt" }, one.prompt),
-      make("div", { class: "wb-text" }, before, marked ? make("mark", {}, marked) : null, after),
-      facts,
-      ...one.more.map(([name, text]) => make("details", {}, make("summary", {}, name), make("div", { class: "wb-text" }, text))),
-      pinning(one.row),
-      make("div", { class: "wb-title" }, `the prompt's other samples: ${one.group}`), ...others);
+    try {
+      const body = make("div");
+      fromViews(body, (await talk.ask({ kind: "pick", row })).html);
+      detail.replaceChildren(pinning(row), body);
+    } catch (text) { problem.textContent = text; }
   }
   function pinning(row) {
     const expected = make("input", { type: "text", placeholder: "expected score", size: 14 });
