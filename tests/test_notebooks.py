@@ -159,3 +159,11 @@ def test_stepped_by_hand_trained_and_run_by_papermill_are_the_same_numbers(tmp_p
         assert recorded.columns == trace.batch.columns
         assert all(torch.equal(recorded[name], trace.batch[name]) for name in trace.batch.batch)
         assert list(recorded["response_text"]) == list(trace.batch["response_text"])
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *NOTEBOOKS], ids=lambda path: path.stem)
+def test_the_reward_that_is_changed_changes_something(path: Path) -> None:
+    """The tiny model's answers are 11 to 76 characters long: a bound beyond them would show that nothing changed."""
+    bounds = [int(bound) for bound in re.findall(r"len\(solution_str\) < (\d+)", path.read_text())]
+    assert all(11 < bound < 40 for bound in bounds)
+    assert bounds or path.stem not in ("README", "101_one_step", "104_what_if", "105_replay_a_run")

@@ -12,10 +12,10 @@ def step_and_back(lab: str, page: Any, name: str) -> None:
     face = page.locator(".wb").last
     face.scroll_into_view_if_needed()
     face.get_by_role("button", name="back", exact=True).click()
-    until(page, lambda: "s.back()" in face.inner_text() and "▶" in face.inner_text(), 30)
+    until(page, lambda: ".back()" in face.inner_text() and "▶" in face.inner_text(), 30)
     shot(page, "driven_back")
     face.get_by_role("button", name="next").click()
-    until(page, lambda: "s.next()" in face.inner_text(), 60)
+    until(page, lambda: ".next()" in face.inner_text(), 60)
 
 
 def look_around(lab: str, page: Any, name: str) -> None:
@@ -84,7 +84,7 @@ def tokens(page: Any) -> None:
     page.get_by_text("how much better than expected").locator("visible=true").first.wait_for(timeout=10_000)
     until(page, lambda: colours() != entropy and len(set(colours())) == 1, 10)
     box.locator("span").nth(3).hover()
-    until(page, lambda: "token 2, id" in page.locator(".wb-values").first.inner_text(), 10)
+    until(page, lambda: "token 2 " in page.locator(".wb-values").first.inner_text(), 10)
     assert "entropy" in page.locator(".wb-values").first.inner_text(), "all numbers, whatever colours"
     shot(page, "driven_tokens")
 

@@ -87,12 +87,9 @@ def compare(first: Any, second: Any) -> Comparison:
 
     Raises `BatchError` where they do not hold the same rows (by uid and number).
     """
-    first, second = (getattr(one, "trace", one) for one in (first, second))
+    first, second = _trace_of(first), _trace_of(second)
     a, b = first.batch, second.batch
-    if len(a) != len(b) or ("uid" in a and "uid" in b and list(a["uid"]) != list(b["uid"])):
-        raise BatchError(
-            message("the two steps hold different rows", expected=f"{len(a)} rows of the same prompts", found=len(b))
-        )
+    _check_rows(a, b)
     shared = [name for name in a.columns if name in b and not unchanged(name, a, b)]
     changes = (_column(name, a[name], b[name]) for name in shared)
     return Comparison(
@@ -105,6 +102,32 @@ def compare(first: Any, second: Any) -> Comparison:
         metrics=_metrics(first.metrics, second.metrics),
         traces=(first, second),
     )
+
+
+def _trace_of(side: Any) -> Trace:
+    if isinstance(side, DataProto):
+        return Trace(side)
+    found = getattr(side, "trace", side)
+    if not isinstance(found, Trace):
+        advice = "take one of its recorded steps: run.traces[step]" if hasattr(side, "traces") else None
+        expected = "traces, steppers or batches"
+        raise BatchError(message("compare", expected=expected, found=type(side).__name__, do=advice))
+    return found
+
+
+def _check_rows(a: DataProto, b: DataProto) -> None:
+    if len(a) != len(b):
+        raise BatchError(message("the two hold different rows", expected=f"{len(a)} rows", found=f"{len(b)} rows"))
+    if "uid" in a and "uid" in b and list(a["uid"]) != list(b["uid"]):
+        ours, theirs = set(a["uid"]), set(b["uid"])
+        raise BatchError(
+            message(
+                "the two hold different rows",
+                expected="the same prompts in the same order",
+                found=f"{len(ours & theirs)} of {len(ours)} prompts in both",
+                do="start both steppers from the same rows.batch(…), or let wb.diverge align them",
+            )
+        )
 
 
 def _column(name: str, a: Any, b: Any) -> ColumnChange | None:

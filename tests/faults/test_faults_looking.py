@@ -15,8 +15,8 @@ import workbench as wb
 ROOT = Path(__file__).parents[2]
 
 
-def alone(page: Any, widget: Any, traits: tuple[str, ...]) -> None:
-    """Draw a widget without Lab: a model of a dozen lines, whose messages `widget.answer` replies to."""
+def alone(page: Any, widget: Any, traits: tuple[str, ...], late: int = 0) -> None:
+    """Draw a widget without Lab: a model of a dozen lines, whose messages `widget.answer` replies to, `late` ms late."""
     page.goto("about:blank")
     if not getattr(page, "_answers", False):
         page._answers = {}
@@ -24,7 +24,7 @@ def alone(page: Any, widget: Any, traits: tuple[str, ...]) -> None:
     page._answers["now"] = widget
     state = json.dumps({name: getattr(widget, name) for name in traits})
     page.evaluate(
-        """async ([code, state]) => {
+        """async ([code, state, late]) => {
           const listeners = [];
           const model = {
             get: (name) => JSON.parse(state)[name] ?? model.own[name],
@@ -32,6 +32,7 @@ def alone(page: Any, widget: Any, traits: tuple[str, ...]) -> None:
             on: (_, listener) => listeners.push(listener), off: () => {},
             send: async (message) => {
               const said = await window.reply(message);
+              await new Promise((done) => setTimeout(done, late));
               listeners.forEach((listener) => listener({ ...said, asked: message.asked }));
             },
           };
@@ -40,7 +41,7 @@ def alone(page: Any, widget: Any, traits: tuple[str, ...]) -> None:
           document.body.replaceChildren();
           module.default.render({ model, el: document.body });
         }""",
-        [widget._esm, state],
+        [widget._esm, state, late],
     )
 
 
@@ -130,3 +131,24 @@ def test_E6_a_script_that_is_told_markup_draws_text(tmp_path: Path) -> None:
         assert "<img src=x" in page.locator(".wb-tokens").first.inner_text()
         assert page.locator("body script, body img, body svg, body a, body style").count() == 0
     assert dialogs == [] and [url for url in asked if not url.startswith(("about:", "data:", "blob:"))] == []
+
+
+@in_chromium
+def test_C1_a_view_waits_for_a_busy_kernel_and_says_so() -> None:
+    """A cell runs on after the view was displayed: the answer comes late, and is drawn when it comes."""
+    from workbench.widgets.samples import SamplesTable
+    from workbench.widgets.tokens import TokenView
+
+    batch = hostile_batch("plain text")
+    table = SamplesTable(wb.views.samples(batch))
+    tokens = TokenView(wb.views.tokens(batch, 0, tokenizer=HostileTokenizer("ab ")))
+    with watched_page() as (page, _, _):
+        alone(page, table, ("columns", "statuses", "query", "picked"), late=3500)
+        page.get_by_text("waiting for the kernel").wait_for(timeout=3300)
+        page.locator(".wb-scroll tbody tr").nth(1).wait_for(timeout=10_000)
+        assert page.get_by_text("waiting for the kernel").count() == 0
+        alone(page, tokens, ("quantities", "labels", "colour"), late=3500)
+        page.locator("select").select_option("mask")  # pressed while nothing is there yet
+        page.get_by_text("waiting for the kernel").wait_for(timeout=3300)
+        page.get_by_text("the model's own token").wait_for(timeout=20_000)
+        assert "ab" in page.locator(".wb-tokens").inner_text()

@@ -330,3 +330,19 @@ def test_a_stuck_function_does_not_outlive_a_parent_that_was_killed(tmp_path: Pa
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < end, "a worker was left running"
         time.sleep(0.2)
+
+
+def test_what_a_function_prints_is_kept_with_its_row() -> None:
+    def chatty(response: str) -> float:
+        print("looking at", response)
+        if response == "bad":
+            raise ValueError("no")
+        return float(len(response))
+
+    reward = Reward(chatty, workers=1)
+    try:
+        scores = reward.score(answered(["a", "bad", "ccc"]))
+    finally:
+        reward.close()
+    assert [score.extra.get("printed") for score in scores] == [f"looking at {text}\n" for text in ("a", "bad", "ccc")]
+    assert scores[2].value == 3.0 and scores[1].status is Status.MACHINERY_FAILED

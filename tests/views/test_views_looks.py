@@ -94,3 +94,32 @@ def test_a_stepper_shows_before_and_after_of_the_last_phase(tiny: str, phase: st
     assert lint(html) == [] and f"<b>{phase}</b> ·" in html and html.count("●") == s.position
     assert html.count("2px solid rgba(46,160,67,0.75)") == 1, "the last phase is framed"
     assert f"{phase} (" in repr(s)
+
+
+def test_a_step_that_teaches_nothing_says_so() -> None:
+    batch = two()[0].batch
+    silent = Phase(stage="reward", batch=batch, wrote=(), metrics={"reward/scored_ratio": 0.0}, settings={})
+    flat = Phase(stage="advantage", batch=batch, wrote=(), metrics={"advantage/zero_share": 1.0}, settings={})
+    assert "no row was judged" in repr(silent) and "every advantage is 0: nothing to learn" in repr(flat)
+
+
+def test_batches_are_compared_and_what_cannot_be_is_said() -> None:
+    first, second = two()
+    assert wb.compare(first.batch, second.batch).sign_flips == 2
+    with pytest.raises(wb.WorkbenchError, match="0 of 1 prompts in both.*same rows.batch"):
+        wb.compare(first, second.batch.with_columns({"uid": ["y", "y"]}))
+    with pytest.raises(wb.WorkbenchError, match="2 rows; found 1 rows"):
+        wb.compare(first, second.batch[:1])
+    with pytest.raises(wb.WorkbenchError, match="traces, steppers or batches; found int"):
+        wb.compare(first, 3)
+
+
+def test_the_names_that_people_type_first_lead_somewhere(tiny: str) -> None:
+    engine = wb.engines.local(tiny, device="cpu")
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+
+    def judged(solution: str) -> float:
+        return 1.0
+
+    with pytest.raises(wb.WorkbenchError, match="judged: 'solution' is not a value that a row has.*solution_str"):
+        wb.Stepper(wb.recipes.grpo(engine, reward=judged), rows.batch(2))

@@ -93,7 +93,7 @@ def test_a_row_is_pinned_with_the_score_it_should_have(tmp_path: Any, monkeypatc
     kept = wb.rewards.pins()
     assert len(kept) == 2 and {pin.expected for pin in kept} == {1.0, "unscored"}
     replies = heard(table, {"kind": "pin", "row": 4, "expected": "", "asked": 9})
-    assert replies[0]["kind"] == "error" and "expected the score" in replies[0]["text"] and replies[0]["asked"] == 9
+    assert replies[0]["kind"] == "error" and "unscored" in replies[0]["text"] and replies[0]["asked"] == 9
 
 
 def heard(widget: Any, message: dict[str, Any]) -> list[dict[str, Any]]:

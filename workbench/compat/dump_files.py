@@ -58,6 +58,8 @@ class Records:
         without = None
         for record, place, named in zip(self.records, self.places, self.named, strict=True):
             value = record.get("step")
+            if isinstance(value, str) and value.strip().isdecimal():  # TRL's tables for trackers
+                value = int(value)
             value = named if absent(value) else value
             if value is None:
                 without = without or place

@@ -147,8 +147,10 @@ class Reward(BaseReward):
 
     def _record(self, answer: Answer, row: int) -> Score:
         if not answer.ok:
-            return failed(answer.why, answer.traceback, answer.seconds)
-        return as_score(answer.result, self.name, row).timed(answer.seconds)
+            score = failed(answer.why, answer.traceback, answer.seconds)
+        else:
+            score = as_score(answer.result, self.name, row).timed(answer.seconds)
+        return score.with_extra({"printed": answer.printed}) if answer.printed else score
 
     def _records(self, answer: Answer, rows: int) -> list[Score]:
         """What one call for several rows gave. Raises `RewardError` for a wrong count."""

@@ -37,6 +37,8 @@ class Answer:
     """One line, where not ok."""
     traceback: str | None = None
     seconds: float = 0.0
+    printed: str = ""
+    """The start of what the call printed in its worker."""
 
 
 class _Worker:
@@ -210,10 +212,10 @@ class Pool:
             if record is not None:
                 self._lose(worker, answers, f"the function cannot be loaded in a worker: {record}", 0.0)
             return
-        number, ok, result, seconds = record
+        number, ok, result, seconds, printed = record
         why, text = ("", None) if ok else result
         self._free(worker)
-        answers[number] = Answer(ok, result if ok else None, why, text, seconds)
+        answers[number] = Answer(ok, result if ok else None, why, text, seconds, printed)
 
     def _lose(self, worker: _Worker, answers: dict[int, Answer], why: str, seconds: float) -> None:
         """The row has no answer, and the worker is no more."""

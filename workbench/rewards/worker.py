@@ -2,16 +2,18 @@
 
 Frames on stdin and stdout: eight bytes of length, then cloudpickle bytes from our own parent process (never
 from a file). First frame: the function, answered by None or why it cannot be loaded. Then each frame is (row number, batched, arguments), and each answer
-(row number, ok, result or (error line, traceback), seconds). stdout is kept for frames; prints go to stderr.
+(row number, ok, result or (error line, traceback), seconds, what it printed). stdout is kept for frames.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib.abc
 import importlib.util
 import inspect
+import io
 import os
 import struct
 import sys
@@ -60,14 +62,22 @@ def call(function: Any, arguments: dict[str, Any]) -> Any:
     return result
 
 
-def answer(function: Any, arguments: dict[str, Any]) -> tuple[bool, Any, float]:
-    """(ok, result or (error line, traceback), seconds). Every exception of foreign code is caught here."""
+PRINTED = 4000
+"""Characters of what a call prints that are kept: people look into a function by printing."""
+
+
+def answer(function: Any, arguments: dict[str, Any]) -> tuple[bool, Any, float, str]:
+    """(ok, result or (error line, traceback), seconds, printed). Every exception of foreign code is caught here."""
+    printed = io.StringIO()
     began = time.perf_counter()
     try:
-        return True, call(function, arguments), time.perf_counter() - began
+        with contextlib.redirect_stdout(printed):
+            result = call(function, arguments)
+        return True, result, time.perf_counter() - began, printed.getvalue()[:PRINTED]
     except BaseException as error:  # noqa: BLE001 - scorers raise BaseException time-outs too; the row keeps it
         text = "".join(traceback.format_exception(error))
-        return False, (f"{type(error).__name__}: {error}", text), time.perf_counter() - began
+        said = (f"{type(error).__name__}: {error}", text)
+        return False, said, time.perf_counter() - began, printed.getvalue()[:PRINTED]
 
 
 class TextLoader(importlib.abc.InspectLoader):
@@ -156,11 +166,11 @@ def main() -> None:
     write_frame(frames, cloudpickle.dumps(None))  # ready: deadlines count from here
     while (frame := read_frame(source)) is not None:
         number, arguments = cloudpickle.loads(frame)
-        ok, result, seconds = answer(function, arguments)
+        ok, result, seconds, printed = answer(function, arguments)
         try:
-            body = cloudpickle.dumps((number, ok, result, seconds))
+            body = cloudpickle.dumps((number, ok, result, seconds, printed))
         except Exception as error:  # noqa: BLE001 - a result that cannot travel is that row's failure
-            body = cloudpickle.dumps((number, False, (f"the result cannot be pickled: {error}", ""), seconds))
+            body = cloudpickle.dumps((number, False, (f"the result cannot be pickled: {error}", ""), seconds, printed))
         write_frame(frames, body)
 
 

@@ -29,10 +29,6 @@ HEARTBEAT = 20.0
 """Seconds after which something is shown even if no step has ended: a silent cell looks dead, and is saved by nobody."""
 
 
-LOOKS = 64
-"""How often the rows of a run that goes on are looked at for symptoms, to know what it has shown on its way."""
-
-
 def in_notebook() -> bool:
     """Whether a kernel that can show things runs us; IPython is not imported to find out."""
     module = sys.modules.get("IPython")
@@ -68,7 +64,7 @@ class Live:
         self._shown = self._drawn = 0.0
         self._since = 0.0
         self._said: tuple[bool, bool] = (False, False)
-        self._watch = Watch(self.rows, LOOKS)
+        self._watch = Watch(self.rows)
         self._figure: Any = None
         self.open()
 
@@ -78,7 +74,7 @@ class Live:
         """One more metrics row; a step that is there already, and what followed it, gives way."""
         if self.rows and self.rows[-1][STEP] >= row[STEP]:
             self.rows = [one for one in self.rows if one[STEP] < row[STEP]]
-            self._watch = Watch(self.rows, LOOKS)
+            self._watch = Watch(self.rows)
         self.rows.append(strict(dict(row)))
         self._watch.look(self.rows[-1])
         self.line = progress_line(row, self.steps, eta)

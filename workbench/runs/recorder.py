@@ -117,7 +117,7 @@ class Recorder:
         self._state: dict[str, Any] = {}
         self._before: Mapping[str, Mapping[str, float]] = {}
         self._sizes: dict[int, int] = {}
-        self._watch = Watch(read_metrics(folder.metrics))
+        self._watch = Watch(read_metrics(folder.metrics), looks=1)
         self._weights = states(pipeline.learners())
 
     def on_start(self, start: int, steps: int) -> None:

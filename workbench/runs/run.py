@@ -142,10 +142,10 @@ class Run:
     @property
     def symptoms(self) -> Symptoms:
         """What the numbers say is wrong, and what people do about it; empty when nothing looks wrong."""
-        from workbench.runs.symptoms import Symptoms, symptoms
+        from workbench.runs.symptoms import Symptoms, shown_by
 
         traces = self.traces
-        return Symptoms(symptoms(self.rows, traces[max(traces)].batch if len(traces) else None))
+        return Symptoms(shown_by(self.rows, traces[max(traces)].batch if len(traces) else None))
 
     @property
     def reachable(self) -> str:
@@ -219,16 +219,16 @@ class Run:
                 return self
             await asyncio.sleep(every)
 
-    def curves(self, *, marks: bool = True, **others: Run) -> Any:
-        """The curves as a matplotlib figure; other runs by name are overlaid.
+    def curves(self, *, marks: bool = True, **others: Run | str | Path) -> Any:
+        """The curves as a matplotlib figure; other runs (or their folders) by name are overlaid.
 
         `marks`: symptoms that this run showed on its way stand on the time axis, numbered, and are said beneath.
         """
         from workbench.runs.symptoms import Watch
         from workbench.views.curves import panel
 
-        rows, named = self.rows, {name: run.rows for name, run in others.items()}
-        seen = Watch(rows, looks=64).marks if marks else None
+        rows, named = self.rows, {name: _opened(run).rows for name, run in others.items()}
+        seen = Watch(rows).marks if marks else None
         return panel(rows, others=named, title=self.path.name, marks=seen, empty=False)
 
     def figure(self, *keys: str, others: Mapping[str, Run] | None = None, marks: bool = False, **options: Any) -> Any:
@@ -241,7 +241,7 @@ class Run:
         from workbench.views.paper import figure
 
         rows, named = self.rows, {name: run.rows for name, run in (others or {}).items()}
-        seen = Watch(rows, looks=64).marks if marks else None
+        seen = Watch(rows).marks if marks else None
         return figure(rows, keys or ("reward",), others=named, marks=seen, **{"name": self.path.name, **options})
 
     def tensorboard(self) -> str:
@@ -275,7 +275,7 @@ class Summary(dict[str, Any]):
         return found + [
             (key, str(self[key]))
             for key in ("heldout_rows", "steps", "seconds", "stopped")
-            if self.get(key) is not None
+            if self.get(key) is not None and (key, self[key]) != ("heldout_rows", 0)
         ]
 
     def __repr__(self) -> str:
@@ -292,6 +292,10 @@ class Summary(dict[str, Any]):
 def number(value: float | None) -> str:
     """Four decimals; a dash where there is no number (the interval of one prompt)."""
     return "–" if value is None else f"{value:.4f}"
+
+
+def _opened(run: Run | str | Path) -> Run:
+    return run if isinstance(run, Run) else Run(run)
 
 
 def load_run(path: str | Path) -> Run:

@@ -13,6 +13,8 @@ from workbench.runs.folder import STEP
 Rows = Sequence[Mapping[str, Any]]
 WINDOW = 5
 """Steps that a check looks at: the last ones, beside the first ones."""
+LOOKS = 5000
+"""Looks at the rows that there are: every one of them in most runs, in less than half a second."""
 SEEN = 64
 """Rows that are looked at after every step, beside the first ones: what a look costs does not grow with the run."""
 
@@ -229,16 +231,17 @@ class Watch:
     """Follows a run's rows: which symptoms begin with a row, and all that it has shown. Each look reads a few rows: the
     first ones and the last `SEEN`.
 
-    `rows` are those that there are already, looked at `looks` times, evenly and at the last one: a resumed run says nothing
-    again that had begun in them. NaN and infinities must be None in rows (`folder.strict`).
+    `rows` are those that there are already, looked at up to `looks` times, evenly and at the last one: a resumed run says
+    nothing again that had begun in them. NaN and infinities must be None in rows (`folder.strict`).
     """
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), looks: int = 1) -> None:
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), looks: int = LOOKS) -> None:
         self._first: list[Mapping[str, Any]] = []
         self._last: deque[Mapping[str, Any]] = deque(maxlen=SEEN)
         self._seen: dict[str, Symptom] = {}
         self._there: set[str] = set()
         rows = list(rows)
+        looks = min(looks, len(rows))
         places = {len(rows) * number // looks for number in range(1, looks + 1)}
         for number, row in enumerate(rows, 1):
             self._take(row)
@@ -273,6 +276,12 @@ class Watch:
             one if one.steps or name in self._there else replace(one, found=f"{one.found} (gone by now)")
             for name, one in self._seen.items()
         ]
+
+
+def shown_by(rows: Rows, batch: Any = None) -> list[Symptom]:
+    """The symptoms that the rows have at their end, each since it was first seen; `batch` is the last recorded one."""
+    since = {one.name: one.since for one in Watch(rows).marks}
+    return [replace(one, since=since.get(one.name, one.since)) for one in symptoms(rows, batch)]
 
 
 class Symptoms(list[Symptom]):

@@ -7,7 +7,7 @@ from typing import Any
 
 from workbench.columns import COLUMNS, declared
 from workbench.dataproto import DataProto
-from workbench.errors import ColumnMissing, PipelineError, message, unknown
+from workbench.errors import ColumnMissing, PipelineError, RewardError, message, unknown
 from workbench.stages.stage import Stage
 
 
@@ -123,6 +123,12 @@ class Pipeline:
         written: set[str] = set()
         for stage in self._stages:
             missing = [name for name in stage.reads if name not in written and name not in batch]
+            explain = getattr(stage, "check_columns", None)
+            if missing and explain is not None:  # a reward says what its function may ask for
+                try:
+                    explain([*batch.columns, *written])
+                except RewardError as error:
+                    raise ColumnMissing(f"stage {stage.name!r}: {error}") from error
             if missing:
                 raise ColumnMissing(
                     message(

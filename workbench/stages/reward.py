@@ -43,6 +43,10 @@ class Reward(BaseStage):
         """The same stage around another reward function."""
         return Reward(function) if isinstance(function, BaseReward) else Reward(function, **self._options)
 
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Raises `RewardError` where the function asks for what none of these columns has, saying what it may ask for."""
+        self._reward.check_signature(columns)
+
     @contextmanager
     def given(self, early: Callable[[], list[Score]]) -> Iterator[None]:
         """Inside the block the stage takes the records that were made while the rollout went on."""

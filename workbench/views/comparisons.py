@@ -30,9 +30,14 @@ def _sides(pair: tuple[float, float] | None) -> str:
 def _title(comparison: Comparison) -> str:
     moved = sum(row.reward is not None and row.reward[0] != row.reward[1] for row in comparison.rows)
     return (
-        f"Comparison: {len(comparison.columns)} columns differ, {len(comparison.rows)} rows changed "
-        f"({moved} in reward), {comparison.sign_flips} advantages changed sign"
+        f"Comparison: {_many(len(comparison.columns), 'column differs', 'columns differ')}, "
+        f"{_many(len(comparison.rows), 'row', 'rows')} changed ({moved} in reward), "
+        f"{_many(comparison.sign_flips, 'advantage', 'advantages')} changed sign"
     )
+
+
+def _many(number: int, one: str, more: str) -> str:
+    return f"{number} {one if number == 1 else more}"
 
 
 def _headlines(comparison: Comparison) -> list[tuple[str, float, float]]:
@@ -41,7 +46,9 @@ def _headlines(comparison: Comparison) -> list[tuple[str, float, float]]:
 
 def _reused(comparison: Comparison) -> str:
     """Which phases of the second side were taken over from the first."""
-    names = [phase.stage for phase in comparison.traces[1] if phase.reused]
+    first, second = comparison.traces
+    shared = [id(phase) for phase in first]
+    names = [phase.stage for phase in second if phase.reused or id(phase) in shared]
     return f"not run again: {', '.join(names)}" if names else ""
 
 
@@ -86,7 +93,7 @@ def comparison_html(comparison: Comparison, rows: int = 12) -> str:
         f"<div><b>{escape(_title(comparison))}</b></div>"
         + f"<small>{escape(_reused(comparison))}</small>"
         + (table(["", "first", "second", "change"], main) if main else "")
-        + table(["row", "reward", "advantage", ""], changed)
+        + (table(["row", "reward", "advantage", ""], changed) if changed else "")
         + (f"<small>and {left} more rows: .rows has them</small>" if left > 0 else "")
         + "".join(only)
         + fold("columns that differ", table(["column", "rows", "largest difference"], columns))

@@ -26,37 +26,44 @@ def notes_html(notes: Sequence[str]) -> str:
     return "".join(f'<div style="font-size:90%;opacity:0.75">· {escape(note)}</div>' for note in notes)
 
 
-def _rows(made: Counterfactual) -> list[tuple[str, str, str, str]]:
-    found = []
-    for step, pairs in made.metrics.items():
-        for name in _SHOWN:
-            if name in pairs:
-                was, would = pairs[name]
-                found.append((str(step), name, f"{was:.6g}", f"{would:.6g}"))
-    return found
+def _table(made: Counterfactual) -> tuple[list[str], list[list[str]]]:
+    """(header, a line a step): each metric as it was → as it would have been, one number where it is the same."""
+    names = [name for name in _SHOWN if any(name in pairs for pairs in made.metrics.values())]
+    lines = [[str(step), *(_was_would(pairs.get(name)) for name in names)] for step, pairs in made.metrics.items()]
+    return ["step", *(name.split("/")[-1] for name in names)], lines
+
+
+def _was_would(pair: tuple[float, float] | None) -> str:
+    if pair is None:
+        return "–"
+    was, would = (f"{value:.4g}" for value in pair)
+    return was if was == would else f"{was} → {would}"
 
 
 def _headline(made: Counterfactual) -> str:
-    moved = ", ".join(f"{role} {share:.1%}" for role, share in made.distance.items())
+    moved = ", ".join(f"{role} by {share:.1%}" for role, share in made.distance.items())
     return (
-        f"Update of step {made.step} without {len(made.left_out)} rows, then as recorded to step {made.until}: "
-        f"the weights end apart by this share of the way that training went since: {moved}"
+        f"Step {made.step} without {len(made.left_out)} rows, the later updates as recorded to step {made.until}: the final "
+        f"weights differ ({moved} of the distance trained since then)"
     )
 
 
 def counterfactual_text(made: Counterfactual) -> str:
-    """Headline, and step, metric, as it was, as it would have been."""
-    lines = [_headline(made), f"{'step':>6}  {'metric':<18} {'was':>12} {'would be':>12}"]
-    return "\n".join(
-        [*lines, *(f"{step:>6}  {name:<18} {was:>12} {would:>12}" for step, name, was, would in _rows(made))]
-    )
+    """Headline, and a line a step: metrics as they were → as they would have been."""
+    header, lines = _table(made)
+    widths = [max(len(line[place]) for line in (header, *lines)) for place in range(len(header))]
+    shown = [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (header, *lines)
+    ]
+    return terminal([_headline(made), *shown])
 
 
 def counterfactual_html(made: Counterfactual) -> str:
     """The same as a table; the rows that were left out are folded."""
-    cells = [[escape(cell) for cell in row] for row in _rows(made)]
+    header, lines = _table(made)
+    cells = [[escape(cell) for cell in line] for line in lines]
     left_out = fold(f"{len(made.left_out)} rows left out", escape(", ".join(map(str, made.left_out))))
-    return f"<div><b>{escape(_headline(made))}</b></div>{left_out}{table(('step', 'metric', 'was', 'would be'), cells)}"
+    return f"<div><b>{escape(_headline(made))}</b></div>{left_out}{table(header, cells)}"
 
 
 def _pairs(made: WhatIf) -> list[tuple[str, str, str]]:

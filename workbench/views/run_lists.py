@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from workbench.runs.symptoms import symptoms
+from workbench.runs.symptoms import shown_by
 from workbench.views.html import escape, fold, pairs_table, table, terminal
 from workbench.views.traces import number
 
@@ -84,7 +84,7 @@ def _facts(run: Run, rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]
     found.append(("traces", ", ".join(kept) or "none"))
     if run.stopped is not None:
         found.append(("stopped", f"before the update of step {run.stopped.trace.step}: look at .stopped"))
-    found += [("symptom", str(one)) for one in symptoms(rows)]
+    found += [("symptom", str(one)) for one in shown_by(rows)]
     found += [("note", note) for note in run.notes]
     return [*found, ("go on", _next(run))]
 

@@ -46,6 +46,8 @@ def samples_table(batch: DataProto) -> pd.DataFrame:
     import pandas as pd
 
     columns: dict[str, Any] = {"group": _groups(batch)}
+    if "step" in batch.batch:  # a dump of several
+        columns["step"] = batch.batch.passing("step").numpy()
     if "raw_prompt" in batch:
         columns["prompt"] = [question(chat) for chat in _objects(batch, "raw_prompt")]
     if "response_text" in batch:

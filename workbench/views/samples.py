@@ -181,7 +181,9 @@ class Samples:
             if len(self.frame) == all_
             else f"{len(frame)} of {len(self.frame)} (of {all_})"
         )
-        return shown + f"<small>{of}{first}{escape(_unjudged(self.index))}</small>"
+        step = self.index.batch.meta_info.get("step")
+        which = "" if step is None else f"step {escape(step)}: "
+        return shown + f"<small>{which}{of}{first}{escape(_unjudged(self.index))}</small>"
 
     def __repr__(self) -> str:
         return self.text()

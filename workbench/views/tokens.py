@@ -148,7 +148,9 @@ def tokens(
     if against is not None or against_row is not None:
         other = row if against_row is None else against_row
         rows.append(TokenRow(thing if against is None else against, other, tokenizer))
-        labels = ([f"row {row}"] if against is None else [f"row {row}, first"]) + [
-            f"row {other}" if against is None else f"row {other}, second"
-        ]
+        if against is None:
+            labels = [f"row {row}", f"row {other}"]
+        else:
+            same = rows[0].prompt == rows[1].prompt
+            labels = [f"row {row}, first", f"row {other}, second" + ("" if same else " (another prompt)")]
     return Tokens(rows, labels, colour)

@@ -22,7 +22,7 @@ HEADLINES = {
     "values": ("critic/values/mean", "mean value"),
     "advantage": ("critic/advantages/max", "largest advantage"),
     "update_critic": ("critic/vf_loss", "value loss"),
-    "update_actor": ("actor/ppo_kl", "KL from before the update"),
+    "update_actor": ("actor/grad_norm", "gradient norm"),
 }
 """Stage → the one metric that says most about it, and what it is."""
 
@@ -40,7 +40,17 @@ def headline(phase: Phase) -> str:
     if key is None:
         key = next(iter(phase.metrics), None)
         what = key or ""
-    return f"{number(phase.metrics[key])} {what}" if key in phase.metrics else ""
+    said = f"{number(phase.metrics[key])} {what}" if key in phase.metrics else ""
+    return "; ".join(part for part in (said, _warning(phase)) if part)
+
+
+def _warning(phase: Phase) -> str:
+    """What makes a step teach nothing."""
+    if phase.metrics.get("reward/scored_ratio") == 0:
+        return "no row was judged"
+    if phase.metrics.get("advantage/zero_share") == 1:
+        return "every advantage is 0: nothing to learn"
+    return ""
 
 
 def _seconds(phase: Phase) -> str:
@@ -80,7 +90,8 @@ def _phase_table(trace: Trace) -> str:
             escape(_seconds(phase)).replace(" ", "&nbsp;"),
             escape(headline(phase)),
             escape(_wrote(phase)),
-            fold(f"{len(phase.metrics)} metrics", _pairs(phase.metrics)) + fold("settings", _settings(phase)),
+            f'<div style="white-space:nowrap">{fold(f"{len(phase.metrics)} metrics", _pairs(phase.metrics))}'
+            f"{fold('settings', _settings(phase))}</div>",
         ]
         for phase in trace
     ]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import traitlets
 
-from workbench.errors import message
 from workbench.views.html import plain
 from workbench.views.samples import group_line
 from workbench.widgets.layer import Layer
@@ -18,7 +17,20 @@ if TYPE_CHECKING:
 
 _CELL = 160
 _MOST = 200
-_FIRST = ("row", "group", "reward", "advantage", "answer", "truth", "response", "tokens", "finish", "status", "prompt")
+_FIRST = (
+    "row",
+    "step",
+    "group",
+    "reward",
+    "advantage",
+    "answer",
+    "truth",
+    "response",
+    "tokens",
+    "finish",
+    "status",
+    "prompt",
+)
 
 
 class SamplesTable(Layer, script="samples"):
@@ -96,15 +108,15 @@ class SamplesTable(Layer, script="samples"):
 
         kept = pins()
         kept.add(self._samples.index.batch, row=row, expected=_expected(expected), note=note)
-        return f"pinned, {len(kept)} in {kept.path.name}"
+        return f"pinned, {len(kept)} in {kept.path}"
 
 
 def _expected(text: str) -> Any:
-    if not text.strip():
-        raise ValueError(
-            message("a pin", expected="the score that the row should have, or 'unscored'", found="nothing")
-        )
-    return "unscored" if text.strip() == "unscored" else float(text)
+    """A number; anything else as it stands, which `pins.add` refuses unless it is `unscored`."""
+    try:
+        return float(text)
+    except ValueError:
+        return text.strip()
 
 
 def _cell(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import traitlets
@@ -16,10 +17,12 @@ class StepperFace(Layer, script="stepping"):
     """The stepper's own view, and what moves it. The stepper is the same object that the notebook has."""
 
     names: Any = traitlets.List().tag(sync=True)
+    face: Any = traitlets.Dict().tag(sync=True)
+    """What stood there when the cell ended."""
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
-        super().__init__(names=list(stepper.pipeline.names))
+        super().__init__(names=list(stepper.pipeline.names), face=self._face())
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Do it, and say how the stepper looks now. A face that shows another place than the stepper's is only drawn anew:
@@ -29,28 +32,37 @@ class StepperFace(Layer, script="stepping"):
             note = "the stepper stands elsewhere by now"
         else:
             code = self._move(asked)
+        return self._face(code, note)
+
+    def _face(self, code: str = "", note: str = "") -> dict[str, Any]:
         return {
             "kind": "face",
-            "html": stepper._repr_html_(),
+            "html": self._stepper._repr_html_(),
             "code": code,
             "note": note,
-            "position": stepper.position,
-            "upcoming": stepper.upcoming,
+            "position": self._stepper.position,
+            "upcoming": self._stepper.upcoming,
         }
 
     def _move(self, asked: dict[str, Any]) -> str:
         """The line of code for what was asked, after doing that."""
-        stepper = self._stepper
+        stepper, name = self._stepper, _name_of(self._stepper)
         if asked["kind"] == "next":
             stepper.next()
-            return "s.next()"
+            return f"{name}.next()"
         if asked["kind"] == "back":
             stepper.back()
-            return "s.back()"
+            return f"{name}.back()"
         if asked["kind"] == "run":
             stepper.run(until=str(asked["phase"]))
-            return f's.run(until="{asked["phase"]}")'
+            return f'{name}.run(until="{asked["phase"]}")'
         if asked["kind"] == "back to":
             stepper.back(to=str(asked["phase"]))
-            return f's.back(to="{asked["phase"]}")'
+            return f'{name}.back(to="{asked["phase"]}")'
         return ""
+
+
+def _name_of(stepper: Stepper) -> str:
+    """What the notebook calls it; `s` where it has no name."""
+    names = vars(sys.modules["__main__"]).items()
+    return next((name for name, value in names if value is stepper and not name.startswith("_")), "s")

@@ -18,8 +18,8 @@ function fromViews(node, html) {
   node.innerHTML = html;
 }
 
-// Messages to the kernel, each answered once; a kernel that has gone is said.
-function talker(model, el) {
+// Messages to the kernel, each answered once. An answer that takes long (a cell is running) is waited for, and that is said.
+function talker(model, waitingFor) {
   let number = 0;
   const waiting = new Map();
   const listen = (message) => {
@@ -27,15 +27,15 @@ function talker(model, el) {
     if (!found) return;
     waiting.delete(message.asked);
     clearTimeout(found.timer);
+    waitingFor("");
     if (message.kind === "error") found.fail(message.text);
     else found.done(message);
   };
   model.on("msg:custom", listen);
   return {
-    // a stage may take minutes: who asks for one waits without a limit (0)
-    ask: (question, limit = 20000) => new Promise((done, fail) => {
+    ask: (question) => new Promise((done, fail) => {
       const asked = ++number;
-      const timer = limit ? setTimeout(() => fail("the kernel does not answer (is a cell running?)"), limit) : null;
+      const timer = setTimeout(() => waitingFor("waiting for the kernel: is a cell running?"), 2000);
       waiting.set(asked, { done, fail, timer });
       model.send({ ...question, asked });
     }),
@@ -43,19 +43,20 @@ function talker(model, el) {
   };
 }
 
-// The static form stands in the output above: hidden while this one is alive, back when it goes.
+// The static form stands in the output above: hidden once this one has something to show, back when it goes.
 function overStatic(el) {
   let hidden = null;
-  const hide = () => {
-    const child = el.closest(".jp-OutputArea-child");
-    const above = child && child.previousElementSibling;
-    if (above && above.querySelector(".workbench-static")) {
-      hidden = above;
-      above.style.display = "none";
-    }
+  return {
+    hide: () => {
+      const child = el.closest(".jp-OutputArea-child");
+      const above = child && child.previousElementSibling;
+      if (!hidden && above && above.querySelector(".workbench-static")) {
+        hidden = above;
+        above.style.display = "none";
+      }
+    },
+    restore: () => { if (hidden) hidden.style.display = ""; },
   };
-  requestAnimationFrame(hide);
-  return () => { if (hidden) hidden.style.display = ""; };
 }
 
 function said(value, digits = 3) {

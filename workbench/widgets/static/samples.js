@@ -1,8 +1,9 @@
 const COUNT = 50;
 
 function render({ model, el }) {
-  const talk = talker(model, el);
-  const restore = overStatic(el);
+  const below = overStatic(el);
+  const problem = make("span", { class: "wb-problem" });
+  const talk = talker(model, (text) => { problem.textContent = text; });
   const columns = model.get("columns");
   const query = { ...model.get("query") };
   let shown = [];
@@ -12,7 +13,6 @@ function render({ model, el }) {
 
   const body = make("tbody");
   const count = make("span", { class: "wb-count" });
-  const problem = make("span", { class: "wb-problem" });
   const detail = make("div", { class: "wb-detail" });
   const heads = columns.map((name) => make("th", {
     title: `sort by ${name}`, onclick: () => sortBy(name),
@@ -55,6 +55,7 @@ function render({ model, el }) {
       if (mine !== asking) return;
       problem.textContent = "";
       total = page.total;
+      below.hide();
       if (!start) { shown = []; group = null; body.replaceChildren(); scroll.scrollTop = 0; }
       for (const row of page.rows) {
         if (query.by_group && row.cells.group !== group) {
@@ -115,6 +116,6 @@ function render({ model, el }) {
     lines()[next].scrollIntoView({ block: "nearest" });
   }
   load();
-  return () => { talk.end(); restore(); };
+  return () => { talk.end(); below.restore(); };
 }
 export default { render };

@@ -1,13 +1,13 @@
 function render({ model, el }) {
-  const talk = talker(model, el);
-  const restore = overStatic(el);
+  const below = overStatic(el);
+  const problem = make("span", { class: "wb-problem" });
+  const talk = talker(model, (text) => { problem.textContent = text; });
   const labels = model.get("labels");
   const choose = make("select", { onchange: recolour }, model.get("quantities").map((name) => make("option", { value: name }, name)));
   choose.value = model.get("colour");
   const what = make("span", { class: "wb-count" });
   const low = make("span"), high = make("span");
   const swatch = make("span", { class: "wb-legend" });
-  const problem = make("span", { class: "wb-problem" });
   const values = make("div", { class: "wb-values" }, "point at a token");
   const boxes = labels.map(() => make("div", { class: "wb-tokens" }));
   el.append(make("div", { class: "wb" },
@@ -31,9 +31,11 @@ function render({ model, el }) {
         boxes[number].onmouseover = (event) => point(number, event.target);
       });
       await recolour();
+      below.hide();
     } catch (text) { problem.textContent = text; }
   }
   async function recolour() {
+    if (!rows.length) return;  // they are on their way, and come with the colour that is chosen then
     try {
       const found = await talk.ask({ kind: "colours", colour: choose.value });
       problem.textContent = "";
@@ -55,9 +57,9 @@ function render({ model, el }) {
     at = span;
     span.classList.add("wb-at");
     const numbers = Object.entries(row.values).map(([name, column]) => `${name} ${said(column[span.place], 4)}`);
-    values.textContent = `${labels[number]}, token ${span.place}, id ${row.ids[span.place]}   ${numbers.join("   ")}`;
+    values.textContent = `${labels[number]}, token ${span.place} ${JSON.stringify(row.texts[span.place])}, id ${row.ids[span.place]}   ${numbers.join("   ")}`;
   }
   load();
-  return () => { talk.end(); restore(); };
+  return () => { talk.end(); below.restore(); };
 }
 export default { render };
