@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "workbench"
 
 LAYERS = {
-    0: {"errors", "columns", "config", "metrics", "seeds", "background", "http_client"},
+    0: {"errors", "columns", "config", "metrics", "seeds", "background", "http_client", "memory", "sources"},
     1: {"functional", "dataproto"},
     2: {"datasets", "sandbox", "rewards", "engines", "agents"},
     3: {"stages"},
@@ -18,6 +18,7 @@ LAYERS = {
         "recipes",
         "trace",
         "compare",
+        "definitions",
         "divergence",
         "snapshots",
         "what_if",
@@ -36,7 +37,9 @@ LAYERS = {
 INSIDE = {
     "errors": set(),
     "columns": {"errors"},
-    "config": {"errors"},
+    "memory": set(),
+    "sources": set(),
+    "config": {"errors", "sources"},
     "metrics": {"errors"},
     "seeds": set(),
     "background": {"errors"},
@@ -51,6 +54,7 @@ INSIDE = {
     "recipes": set(),
     "trace": set(),
     "compare": {"trace"},
+    "definitions": set(),
     "divergence": {"trace"},
     "snapshots": set(),
     "what_if": {"trace"},

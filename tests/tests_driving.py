@@ -8,10 +8,17 @@ from tests_lab import contents, run_cell, shot, until
 
 
 def step_and_back(lab: str, page: Any, name: str) -> None:
-    """101: the last stepper's buttons go back a phase and on again; each shows its line of code."""
-    face = page.locator(".wb").last
+    """101: each face shows what its own cell did; a later cell moved the last one's stepper on, which a press says; then
+    the buttons go back a phase and on again, and show their line of code."""
+    faces = page.locator(".wb")
+    assert "▶ reward" in faces.first.inner_text() and "● update_actor" not in faces.first.inner_text()
+    face = faces.last
     face.scroll_into_view_if_needed()
-    face.get_by_role("button", name="back", exact=True).click()
+    assert "▶ update_actor" in face.inner_text()
+    back = face.get_by_role("button", name="back", exact=True)
+    back.click()
+    until(page, lambda: "elsewhere by now" in face.inner_text() and "● update_actor" in face.inner_text(), 30)
+    back.click()
     until(page, lambda: ".back()" in face.inner_text() and "▶" in face.inner_text(), 30)
     shot(page, "driven_back")
     face.get_by_role("button", name="next").click()

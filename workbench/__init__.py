@@ -11,6 +11,7 @@ from workbench.dataproto import DataProto, Origin
 from workbench.divergence import diverge
 from workbench.engines import SamplingSettings
 from workbench.errors import WorkbenchError
+from workbench.memory import free
 from workbench.reward_settings import reward_from
 from workbench.rewards import Score, Status
 from workbench.runs import (
@@ -52,6 +53,7 @@ __all__ = [
     "diverge",
     "engines",
     "evaluate",
+    "free",
     "functional",
     "list_runs",
     "load_run",

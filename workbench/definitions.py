@@ -31,8 +31,9 @@ def outdated(pipeline: Pipeline) -> list[str]:
         for one in _definitions(stage):
             name = one.__qualname__
             if _redefined(one):
-                alone = inspect.isfunction(one) and len({id(each) for each in _definitions(stage)}) == 1
-                by = name if alone else "…"
+                # one that the stage is built around can be given alone; a part of something needs that made anew
+                around = [each for value in stage.settings().values() for each in _within(value, 2)]
+                by = name if inspect.isfunction(one) and any(each is one for each in around) else "…"
                 found.append(
                     f"{stage.name} was made with an earlier definition of {name}: "
                     f"replace({stage.name!r}, {by}) uses the new one"

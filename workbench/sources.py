@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import linecache
@@ -34,19 +35,14 @@ def source_of(value: Any) -> str | None:
 
 def _class_in_a_cell(kind: type) -> str | None:
     """Python looks for a class in its module's file, and a notebook has none; its methods know their cell."""
-    methods = [inspect.unwrap(one) for one in vars(kind).values() if inspect.isfunction(one)]
-    for method in methods:
-        code = method.__code__
+    found = [inspect.unwrap(one) for one in vars(kind).values() if inspect.isfunction(one)]
+    own = [one.__code__ for one in found if one.__qualname__.rpartition(".")[0] == kind.__qualname__]
+    for code in own:
         lines = linecache.getlines(code.co_filename)
-        if method.__qualname__.rpartition(".")[0] != kind.__qualname__ or not lines:
-            continue  # a function from elsewhere
-        try:
-            tree = ast.parse("".join(lines))
-        except SyntaxError:  # a cell with magics
-            continue
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.ClassDef) or node.name != kind.__name__:
-                continue
-            if node.lineno <= code.co_firstlineno <= (node.end_lineno or 0):
-                return "".join(lines[node.lineno - 1 : node.end_lineno])
+        with contextlib.suppress(SyntaxError):  # a cell with magics
+            for node in ast.walk(ast.parse("".join(lines))):
+                if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
+                    first, last = node.lineno, node.end_lineno or node.lineno
+                    if first <= code.co_firstlineno <= last:
+                        return "".join(lines[first - 1 : last])
     return None

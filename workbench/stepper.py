@@ -14,6 +14,7 @@ from typing import Any
 from workbench.compare import Comparison, compare
 from workbench.dataproto import DataProto
 from workbench.errors import PipelineError, message
+from workbench.memory import forget_last_error
 from workbench.snapshots import Snapshots, states
 from workbench.stages import Pipeline, Stage
 from workbench.trace import Phase, Trace, perform, unchanged
@@ -94,6 +95,7 @@ class Stepper:
                 )
             )
         stage = self._pipeline[self.position]
+        forget_last_error()  # an interrupted cell holds its locals, until here
         self._align()
         try:
             phase = self._reusable(stage)

@@ -219,6 +219,9 @@ def _checked(record: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _restored(before: DataProto, delta: DataProto, record: dict[str, Any]) -> Phase:
     rows = delta[_SOURCE_ROW] if record["rows"] else None
     if rows is not None:
+        known = rows.dim() == 1 and rows.dtype == torch.int64 and (not len(rows) or int(rows.min()) >= 0)
+        if not known or (len(rows) and int(rows.max()) >= len(before)):
+            raise RunError(message(f"{_SOURCE_ROW} of {record['stage']!r}", expected=f"rows below {len(before)}"))
         shapes = [(column.shape[1:], column.dtype) for column in before.batch.raw().values()]
         each = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
         claims.check_room(each * len(rows), f"the batch of phase {record['stage']!r}")

@@ -97,3 +97,10 @@ def test_not_a_batch(tmp_path: Path) -> None:
     meta.write_text(meta.read_text().replace('"format": 1', '"format": 99'))
     with pytest.raises(BatchError, match="format"):
         DataProto.load(tmp_path / "b")
+
+
+def test_one_large_object_in_every_row_can_be_opened_again(tmp_path: Path) -> None:
+    tool = {"name": "search", "description": "x" * 9_000}
+    batch = DataProto(None, {"tools": [tool] * 5_000, "row": list(range(5_000))})
+    found = DataProto.load(batch.save(tmp_path / "b"))
+    assert found["tools"][4_999] == tool and found.non_tensor_batch.part("row", 4_000, 4_001).tolist() == [4_000]

@@ -59,12 +59,22 @@ ROWS: dict[str, list[str]] = {
         "sandbox/test_sandbox_remote.py::test_what_passes_is_tried_again_and_what_does_not_is_no_verdict",
         "sandbox/test_sandbox_remote.py::test_an_outage_is_machinery_never_a_zero",
     ],
+    "C1 an interrupted stage": [
+        "faults/test_faults_notebooks.py::test_C1_a_stage_interrupted_again_and_again_ends_in_the_very_same_numbers",
+        "faults/test_faults_notebooks.py::test_C1_an_update_interrupted_at_any_call_stands_before_it_or_after_it",
+        "faults/test_faults_notebooks.py::test_C1_an_interrupt_between_two_weights_of_one_optimizer_step_is_taken_back",
+    ],
+    "C2 memory that an error holds": [
+        "faults/test_faults_notebooks.py::test_C2_what_an_error_held_is_given_back_by_the_next_stage_or_the_helper",
+        "faults/test_faults_notebooks.py::test_C2_frames_that_will_go_on_keep_what_they_hold",
+    ],
     "C4 cells twice, out of order, left out": [
         "faults/test_faults_runs.py::test_C4_a_stage_refuses_columns_of_another_steps_batch",
         "faults/test_faults_runs.py::test_C4_a_batch_is_learnt_from_once",
         "faults/test_faults_runs.py::test_C4_a_cell_run_twice_in_a_stepper_does_nothing_twice",
         "stages/test_stages.py::test_a_chain_that_cannot_work_is_refused_and_says_which_stage_to_move",
     ],
+    "C5 code defined anew": ["faults/test_faults_notebooks.py::test_C5_code_defined_anew_is_used_or_said_not_to_be"],
     "C6 SIGTERM": [
         "faults/test_faults_runs.py::test_C6_sigterm_ends_the_step_checkpoints_marks_the_notebook_and_is_gone_on_with",
         "runs/test_runs_engine.py::test_a_signal_runs_the_cells_cleanup_and_marks_the_rest",
@@ -79,6 +89,9 @@ ROWS: dict[str, list[str]] = {
     ],
     "C9 by hand and by papermill": [
         "test_notebooks.py::test_stepped_by_hand_trained_and_run_by_papermill_are_the_same_numbers"
+    ],
+    "C10 tab closed, server gone": [
+        "faults/test_faults_notebooks.py::test_C10_a_closed_tab_and_a_server_that_dies_stop_no_job_and_the_disk_shows_it"
     ],
     "D1 NaN and infinity": [
         "faults/test_faults_data.py::test_D1_a_reward_that_is_no_number_names_function_and_row",
@@ -152,6 +165,16 @@ ROWS: dict[str, list[str]] = {
         "faults/test_faults_rewards.py::test_E14_a_judge_that_repeats_an_injected_verdict_has_not_judged",
         "rewards/test_rewards_judges.py::test_injected_orders_stay_between_the_marks_and_are_cut",
         "rewards/test_rewards_judges.py::test_what_is_no_verdict_is_never_one",
+    ],
+    "E6 widgets and hostile names": [
+        "faults/test_faults_looking.py::test_E6_scripts_make_text_nodes_and_markup_comes_in_at_one_place",
+        "faults/test_faults_looking.py::test_E6_what_widgets_are_told_has_no_control_characters_and_a_bounded_size",
+        "faults/test_faults_looking.py::test_E6_a_script_that_is_told_markup_draws_text",
+    ],
+    "E15 a poisoned trace": [
+        "faults/test_faults_traces.py::test_E15_a_poisoned_trace_costs_little_and_is_refused_by_the_name_of_its_file",
+        "faults/test_faults_traces.py::test_E15_hostile_names_of_a_saved_trace_stay_text",
+        "faults/test_faults_traces.py::test_E15_what_could_not_be_opened_is_not_saved",
     ],
     "E7 paths": [
         "runs/test_runs_commands.py::test_E7_a_run_stays_where_its_name_says",

@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from workbench.columns import COLUMNS
 from workbench.dataproto.columns_map import check_objects, check_tensor, letter_sizes
 from workbench.errors import BatchError, WorkbenchError, describe, first_line, message
 from workbench.memory import available
@@ -23,15 +25,18 @@ DOCUMENT_LIMIT = 16 << 20
 """Bytes of a JSON document (meta.json, trace.json, a safetensors header)."""
 DEPTH_LIMIT = 100
 """Lists and dicts inside each other, in a document or a cell."""
+INNER_LIMIT = 2_000_000
+"""Lists and dicts in a document, or in all cells of a column."""
 ROWS_LIMIT = 10_000_000
 """Rows of a batch."""
 COLUMNS_LIMIT = 10_000
 """Columns of a batch."""
-EXPANSION = 1000
+EXPANSION = 300
 """Times its file's size that a column of objects may decode to: equal cells are stored once, snappy saves a factor of 22."""
-FLOOR = 64 << 20
+FLOOR = 32 << 20
 """Bytes that a column of objects may decode to, however small its file is."""
 _SNAPPY = 24
+_PACKED = {"SNAPPY", "UNCOMPRESSED"}
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)|[\[{\]}]', re.DOTALL)
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -42,9 +47,11 @@ _DTYPES = {
 
 @contextmanager
 def reading(place: Path, error: type[WorkbenchError] = BatchError) -> Iterator[None]:
-    """Whatever is wrong with what is read inside becomes an error of ours that names the file."""
+    """Whatever is wrong with what is read inside becomes an error of ours that names the file; one that is gone names itself."""
     try:
         yield
+    except FileNotFoundError:
+        raise
     except Exception as cause:
         if isinstance(cause, WorkbenchError) and str(place) in str(cause):
             raise
@@ -63,10 +70,9 @@ def document(path: Path, *, strict: bool) -> dict[str, Any]:
     """A JSON file as a dict; `strict` refuses NaN and infinities."""
     if not path.is_file():  # neither missing nor a pipe that never ends
         raise BatchError(message(f"{path} is no file"))
-    if path.stat().st_size > DOCUMENT_LIMIT:
-        raise BatchError(message(f"{path}", expected=f"at most {DOCUMENT_LIMIT} bytes", found=path.stat().st_size))
-    text = path.read_text(encoding="utf-8")
-    check_depth(text)
+    with path.open("rb") as file:
+        text = file.read(DOCUMENT_LIMIT + 1).decode()
+    check_text(text)
     found = json.loads(text, parse_constant=_refuse) if strict else json.loads(text)
     if not isinstance(found, dict):
         raise BatchError(message(f"{path}", expected="a JSON object", found=describe(found)))
@@ -77,16 +83,26 @@ def _refuse(constant: str) -> Any:
     raise BatchError(f"JSON has no {constant}")
 
 
-def check_depth(text: str) -> None:
-    """Raises `BatchError` for JSON nested deeper than anything that looks at it could follow."""
-    if text.count("[") + text.count("{") <= DEPTH_LIMIT:
-        return
-    depth = 0
-    for token in _BRACKETS.finditer(text):
-        sign = token[0]
-        depth += (sign in "[{") - (sign in "]}")
-        if depth > DEPTH_LIMIT:
-            raise BatchError(f"JSON nested deeper than {DEPTH_LIMIT}")
+def check_text(text: str) -> None:
+    """Raises `BatchError` for a document that is too long, or nested too deep."""
+    if len(text) > DOCUMENT_LIMIT:
+        raise BatchError(message("a JSON document", expected=f"at most {DOCUMENT_LIMIT} bytes", found="more"))
+    check_depth(text)
+
+
+def check_depth(*texts: str) -> None:
+    """Raises `BatchError` for JSON nested deeper than what looks at it can follow, or of more lists and dicts than it could
+    in time."""
+    counts = [text.count("[") + text.count("{") for text in texts]
+    if sum(counts) > INNER_LIMIT:
+        raise BatchError(message("JSON", expected=f"at most {INNER_LIMIT} lists and dicts", found=sum(counts)))
+    for text, count in zip(texts, counts, strict=True):
+        depth = 0
+        for token in _BRACKETS.finditer(text) if count > DEPTH_LIMIT else ():
+            sign = token[0]
+            depth += (sign in "[{") - (sign in "]}")
+            if depth > DEPTH_LIMIT:
+                raise BatchError(f"JSON nested deeper than {DEPTH_LIMIT}")
 
 
 def check_columns(
@@ -118,9 +134,9 @@ def _whole(value: Any, limit: int) -> bool:
 
 def check_tensors(path: Path, claimed: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
     """Each claimed shape and dtype is that of the file's own header, and its bytes are really there."""
-    size = path.stat().st_size if path.is_file() else -1
-    if size < 8:
+    if not path.is_file() or path.stat().st_size < 8:  # a pipe would never end
         raise BatchError(message(f"{path} is no safetensors file"))
+    size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(DOCUMENT_LIMIT, size - 8):
@@ -155,7 +171,7 @@ def parquet_values(path: Path, name: str, kind: str, rows: int, start: int, stop
     import pyarrow.parquet as pq
 
     values: list[Any] = []
-    first, place, budget = None, 0, max(FLOOR, EXPANSION * path.stat().st_size)
+    first, place, budget = None, 0, budget_of(path)
     with pq.ParquetFile(path, memory_map=True) as file:
         column = _column_of(file, name, kind, rows)
         for group in range(file.num_row_groups):
@@ -177,6 +193,11 @@ def parquet_values(path: Path, name: str, kind: str, rows: int, start: int, stop
     return found
 
 
+def budget_of(path: Path) -> int:
+    """Bytes that one column of a parquet file may decode to."""
+    return max(FLOOR, EXPANSION * path.stat().st_size)
+
+
 def _column_of(file: Any, name: str, kind: str, rows: int) -> int:
     """The number of a column that is as we write them: flat, plain, with snappy or nothing."""
     import pyarrow as pa
@@ -194,4 +215,27 @@ def _column_of(file: Any, name: str, kind: str, rows: int) -> int:
     return number
 
 
-_PACKED = {"SNAPPY", "UNCOMPRESSED"}
+def check_cells(name: str, values: list[Any]) -> None:
+    """Cells of the columns that everybody takes apart are what they are declared to be. Raises `BatchError`."""
+    fits = _CELLS.get(name)
+    wrong = next((row for row, value in enumerate(values) if fits is not None and not fits(value)), None)
+    if wrong is not None:
+        declared = COLUMNS[name].doc
+        raise BatchError(message(f"column {name!r}, row {wrong}", expected=declared, found=describe(values[wrong])))
+
+
+def _chat(value: Any) -> bool:
+    """None, a plain text, or turns whose content is a text or parts."""
+    if not isinstance(value, list):
+        return value is None or isinstance(value, str)
+    contents = [turn.get("content") if isinstance(turn, dict) else 0 for turn in value]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return all(isinstance(one, str | list | None) for one in contents) and all(isinstance(one, dict) for one in parts)
+
+
+_CELLS: Mapping[str, Callable[[Any], bool]] = {
+    "raw_prompt": _chat,
+    "uid": lambda value: value is None or isinstance(value, str | int | float | np.generic),
+    "reward_model": lambda value: value is None or isinstance(value, dict),
+    "score": lambda value: hasattr(value, "scored"),
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -92,8 +93,13 @@ class Score:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Score:
-        """The reverse of `to_json`."""
-        return cls(**{**record, "status": Status(record["status"])})
+        """The reverse of `to_json`, of a file that may come from anybody: every part is of its kind, or it raises."""
+        texts = {name: str(record[name]) for name in ("answer", "why", "error") if record.get(name) is not None}
+        return cls(
+            **{**record, **texts, "status": Status(record["status"])}
+            | {"parts": {str(name): _real(value) for name, value in record["parts"].items()}}
+            | {"extra": dict(record["extra"]), "seconds": _real(record["seconds"])}
+        )
 
     def __str__(self) -> str:
         if not self.scored:
@@ -113,6 +119,10 @@ class Score:
 
 
 register_codec("Score", Score, Score.to_json, Score.from_json)
+
+
+def _real(value: Any) -> Any:
+    return value if isinstance(value, numbers.Real) else float(value)
 
 
 class Missing:
