@@ -39,11 +39,13 @@ format: $(READY)
 lab: $(READY)  ## JupyterLab on the first notebook
 	$(BIN)/jupyter lab notebooks/101_one_step.ipynb
 
-bench: $(READY)  ## measure: three seeds of GRPO and PPO, what recording costs, how fast the shelf and rewards are
+bench: $(READY)  ## measure: three seeds of GRPO and PPO, what recording costs, how fast the shelf, rewards and looks are
 	$(BIN)/python tests/benchmarks/learning.py
 	$(BIN)/python tests/benchmarks/recording.py
 	$(BIN)/python tests/benchmarks/shelf.py
 	$(BIN)/python tests/benchmarks/rewards.py
+	$(BIN)/python tests/benchmarks/looking.py
+	$(BIN)/python tests/benchmarks/opening.py
 
 browser:  ## a Chromium for the browser tests, where apt can bring one; they skip, saying so, without
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
