@@ -464,9 +464,10 @@ def page_of(lab: str, notebook: str) -> Iterator[Any]:
         browser.close()
 
 
-def kill_the_server() -> None:
-    """SIGKILL to the JupyterLab that we have started, as a machine's memory killer would send it."""
-    servers = [one for one in psutil.Process().children() if "jupyterlab" in one.cmdline()]
+def kill_the_server(home: Path) -> None:
+    """SIGKILL to the JupyterLab that was started there, as a machine's memory killer would send it."""
+    root = f"--ServerApp.root_dir={home / 'root'}"  # other tests may have a server of their own
+    servers = [one for one in psutil.Process().children() if root in one.cmdline()]
     assert len(servers) == 1
     servers[0].kill()
 
@@ -510,7 +511,7 @@ def test_C10_a_closed_tab_and_a_server_that_dies_stop_no_job_and_the_disk_shows_
             page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000)
             until(page, lambda: step_on(page) > 0, 30)
             seen = step_on(page)
-        kill_the_server()
+        kill_the_server(tmp_path / "first")
     wait_until(lambda: len(steps_of(run)) > seen + 3)
     assert process.poll() is None
     wait_until(lambda: wb.load_run(cell).state == "died", 30)  # a kernel goes with its server; what it did is on disk
