@@ -13,6 +13,7 @@ The tree (each error is also the builtin that it refines, and survives pickling)
     ├── EngineError (RuntimeError)         sampling, scoring, learning
     │   ├── OutOfMemory (MemoryError)
     │   ├── VersionMismatch                weights are not those that a stepper needs
+    │   ├── WorkerLost                     a process of a group died; says which, how, and its last words
     │   └── NonFinite                      NaN or infinity where a number must be
     ├── RewardError (RuntimeError)         scoring could not be done, or broke its contract
     ├── SandboxError (RuntimeError)        model code cannot be run safely here
@@ -78,6 +79,18 @@ class OutOfMemory(EngineError, MemoryError):
 
 class VersionMismatch(EngineError):
     """The weights in the engine are not those that were asked for, and no snapshot has them."""
+
+
+class WorkerLost(EngineError):
+    """A worker process of a group died: which rank, how it ended, the tail of its log. The others were ended, too."""
+
+    def __init__(self, told: str = "", *, rank: int | None = None, exit: str = "", log: str = "") -> None:
+        super().__init__(told)
+        self.rank = rank
+        self.exit = exit
+        """How it ended: `SIGKILL`, `exit code 3`."""
+        self.log = log
+        """The last lines that it wrote."""
 
 
 class NonFinite(EngineError):

@@ -2,8 +2,12 @@
 
 from workbench.engines.chat import ClassifyEndpoint, OpenAIChat, SamplerChat
 from workbench.engines.classifier import LocalClassifier, classifier
+from workbench.engines.fsdp import FsdpEngine, export, fsdp
+from workbench.engines.fsdp_group import Group, local_group
+from workbench.engines.fsdp_settings import FsdpSettings
 from workbench.engines.local_engine import LocalEngine, local
 from workbench.engines.local_settings import LocalSettings
+from workbench.engines.paired import Paired, paired
 from workbench.engines.protocol import (
     ChatModel,
     Classified,
@@ -20,6 +24,9 @@ from workbench.engines.protocol import (
     Sampler,
     SamplingSettings,
 )
+from workbench.engines.vllm import VllmEngine, vllm
+from workbench.engines.vllm_classifier import VllmClassifier, vllm_classifier
+from workbench.engines.vllm_served import VllmSettings
 
 chat = SamplerChat
 openai = OpenAIChat
@@ -31,6 +38,9 @@ __all__ = [
     "Classifier",
     "ClassifyEndpoint",
     "Completion",
+    "FsdpEngine",
+    "FsdpSettings",
+    "Group",
     "Learned",
     "Learner",
     "LocalClassifier",
@@ -41,14 +51,24 @@ __all__ = [
     "LossOutput",
     "Normalisers",
     "OpenAIChat",
+    "Paired",
     "Request",
     "Sample",
     "Sampler",
     "SamplerChat",
     "SamplingSettings",
+    "VllmClassifier",
+    "VllmEngine",
+    "VllmSettings",
     "chat",
     "classifier",
     "classify",
+    "export",
+    "fsdp",
     "local",
+    "local_group",
     "openai",
+    "paired",
+    "vllm",
+    "vllm_classifier",
 ]

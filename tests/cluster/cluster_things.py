@@ -1,0 +1,95 @@
+"""What ranks hold in tests of clusters: importable where the workers are."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from typing import Any
+
+import torch
+
+from workbench import DataProto, background
+from workbench.errors import NonFinite
+
+
+class Thing:
+    """Answers, sleeps, dies."""
+
+    def __init__(self, rank: int, size: int, word: str) -> None:
+        self.rank, self.size, self.word = rank, size, word
+        self.kept: Any = None
+
+    def who(self, *given: Any) -> tuple[Any, ...]:
+        return (self.rank, self.size, self.word, *given)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def env(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def say(self, text: str) -> None:
+        print(text)
+
+    def sleep(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    def work(self, seconds: float) -> str:
+        """As an engine does it: looks between pieces whether it should stop."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            background.check()
+            time.sleep(0.01)
+        return "worked"
+
+    def hold_the_interpreter(self, seconds: int) -> None:
+        ctypes.PyDLL(None).sleep(seconds)
+
+    def fail_on(self, rank: int, others: float) -> str:
+        if self.rank == rank:
+            raise ValueError(f"the secret is {os.environ.get('TEST_API_KEY')}")
+        return self.work(others)
+
+    def not_finite(self) -> None:
+        raise NonFinite("loss is nan")
+
+    def unsendable(self) -> Any:
+        return (one for one in range(3))
+
+    def die_on(self, rank: int) -> float:
+        if self.rank == rank:
+            print("my last words")
+            os.kill(os.getpid(), 9)
+        return self.sleep(60)
+
+    def doubled(self, batch: DataProto) -> dict[str, Any]:
+        return {"twice": 2 * batch["input_ids"], "rows": torch.full((len(batch),), len(batch))}
+
+    def same(self, batch: DataProto) -> DataProto:
+        return batch
+
+    def scribble(self, batch: DataProto) -> tuple[float, float]:
+        """Write into the batch and keep it; the first number before and after."""
+        column = batch.batch["x"]
+        before = float(column[0, 0])
+        column.fill_(-1.0)
+        batch.non_tensor_batch["uid"][0] = "mine"
+        self.kept = batch
+        return before, float(column[0, 0])
+
+    def first(self, batch: DataProto) -> tuple[float, str]:
+        return float(batch.batch["x"][0, 0]), str(batch.non_tensor_batch["uid"][0])
+
+
+def thing(rank: int, size: int, word: str = "word") -> Thing:
+    return Thing(rank, size, word)
+
+
+def broken(rank: int, size: int) -> Thing:
+    raise RuntimeError(f"rank {rank} cannot")
+
+
+def dies(rank: int, size: int) -> Thing:
+    os._exit(3)

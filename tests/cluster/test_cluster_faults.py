@@ -1,0 +1,309 @@
+"""Faults of workers and of the driver, injected for real on one local cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import cluster_things as things
+import psutil
+import pytest
+import torch
+
+from workbench import DataProto, background
+from workbench.cluster import Cluster, RayRanks, cluster, found
+from workbench.engines.ranks import Ranks
+from workbench.errors import EngineError, Interrupted, NonFinite, SettingError, WorkerLost
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.environ.get("WORKBENCH_RAY"), reason="starts Ray clusters for minutes: make cluster"),
+]
+CANARY = "canary-9876543210"
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[Cluster]:
+    environment = {"env_vars": {"TEST_API_KEY": CANARY, "OMP_NUM_THREADS": "1"}}
+    with cluster(cpus=4, gpus=0, runtime_env=environment, object_store_memory=300 << 20) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def _shared(local: Cluster) -> list[RayRanks]:
+    return []
+
+
+@pytest.fixture
+def pair(local: Cluster, _shared: list[RayRanks]) -> RayRanks:
+    """Two ranks; made anew after a test that lost them."""
+    if not _shared or _shared[0].closed is not None:
+        _shared[:] = [local.ranks(things.thing, 2, name="pair", word="w")]
+    return _shared[0]
+
+
+def pids(group: RayRanks) -> list[int]:
+    return [fact["pid"] for fact in group.facts]
+
+
+def gone(group: RayRanks) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids(group))
+
+
+# --- the contract --------------------------------------------------------------------------------------
+
+
+def test_calls_answer_by_rank(pair: RayRanks) -> None:
+    assert isinstance(pair, Ranks)
+    assert pair.call("who") == [(0, 2, "w"), (1, 2, "w")]
+    assert pair.call("who", "shared", each=[(1,), (2,)]) == [(0, 2, "w", 1, "shared"), (1, 2, "w", 2, "shared")]
+    assert pair.call("pid") == pids(pair) and len(set(pids(pair))) == 2
+    with pytest.raises(SettingError, match="expected 2 tuples, one a rank; found 1"):
+        pair.call("who", each=[(1,)])
+
+
+def test_rows_are_shared_out_and_come_back_in_order(pair: RayRanks) -> None:
+    ids = torch.arange(35).reshape(7, 5)
+    batch = DataProto({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, {"uid": [*"abcdefg"]})
+    for pad in (False, True):
+        got = pair.map("doubled", batch, pad=pad)
+        assert torch.equal(got["twice"], 2 * ids)
+        assert sorted(got["rows"].tolist()) == ([4] * 7 if pad else [3] * 3 + [4] * 4)
+        same = pair.map("same", batch, pad=pad)
+        assert torch.equal(same["input_ids"], ids) and list(same["uid"]) == [*"abcdefg"]
+    assert torch.equal(pair.map("doubled", batch[:1])["twice"], 2 * ids[:1])
+
+
+def test_B15_a_worker_writes_into_its_own_copy_alone(pair: RayRanks) -> None:
+    batch = DataProto({"x": torch.full((64, 1024), 5.0)}, {"uid": [f"u{row}" for row in range(64)]})
+    assert pair.call("scribble", batch) == [(5.0, -1.0), (5.0, -1.0)]
+    assert float(batch["x"][0, 0]) == 5.0 and batch["uid"][0] == "u0"
+    one, two = pair.submit("scribble", batch), pair.submit("first", batch)
+    assert one.result() == [(5.0, -1.0)] * 2 and two.result() == [(5.0, "u0")] * 2
+
+
+def test_groups_work_side_by_side_and_results_are_futures(local: Cluster, pair: RayRanks) -> None:
+    with local.ranks(things.thing, 1, name="third") as other:
+        assert repr(other).startswith("Group 'third': 1 workers, idle")
+        began = time.monotonic()
+        waits = [pair.submit("sleep", 1.0), other.submit("sleep", 1.0)]
+        assert pair.out == ["sleep"] and "sleep" in repr(local.status())
+        assert [one.result() for one in waits] == [[1.0, 1.0], [1.0]]
+        assert time.monotonic() - began < 1.9
+    assert gone(other) and other.closed == "it was closed"
+    with pytest.raises(EngineError, match="group 'third' is gone; found it was closed; make it anew"):
+        other.call("who")
+
+
+def test_status_logs_and_the_timeline(local: Cluster, pair: RayRanks, tmp_path: Path) -> None:
+    pair.call("say", "hello from a worker", timeout=20)
+    assert local.logs("pair", 1).splitlines()[-1] == "hello from a worker"
+    assert _within(5, lambda: local.status().nodes[0].free_cpus == 2)
+    now = local.status()
+    assert [(line.group, line.rank, line.pid, line.state) for line in now.workers] == [
+        ("pair", 0, pids(pair)[0], "idle"),
+        ("pair", 1, pids(pair)[1], "idle"),
+    ]
+    assert now.nodes[0].cpus == 4 and now.nodes[0].store > 250 << 20
+    assert all(line.resident and line.resident > 10 << 20 for line in now.workers)
+    named = [event for event in local.timeline.events if event.name == "say"]
+    assert [(event.group, event.rank) for event in named] == [("pair", 0), ("pair", 1)]
+    assert local.timeline.save(tmp_path / "trace.json").stat().st_size > 200
+    # nothing of any session's variables is in Ray's files
+    assert (Path.home() / ".ray" / "auth_token").stat().st_mode & 0o077 == 0, "nobody else reads the token"
+    text = repr(local) + repr(now) + local._repr_html_() + repr(pair)
+    assert CANARY not in text and "TEST_API_KEY=•••" in text
+    logs = Path("/tmp/ray") / local.link.session
+    assert not [path for path in logs.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+    assert pair.call("env", "TEST_API_KEY") == [CANARY] * 2 and pair.call("env", "OMP_NUM_THREADS") == ["1"] * 2
+
+
+def test_B8_too_much_is_refused_at_once(local: Cluster, pair: RayRanks) -> None:
+    began = time.monotonic()
+    with pytest.raises(
+        SettingError, match=r"3 workers of 1 CPUs and 0 GPUs; expected at most 2 of them; found .* has 2 of 4"
+    ):
+        local.ranks(things.thing, 3)
+    with pytest.raises(SettingError, match="needs 5 CPUs on one node"):
+        local.hold({"global": [5]})
+    with pytest.raises(SettingError, match="at most 0 of them"):
+        local.ranks(things.thing, 1, gpus=1)
+    assert time.monotonic() - began < 5
+
+
+def test_pools_hold_groups_side_by_side_on_the_same_seats(local: Cluster, pair: RayRanks) -> None:
+    pool = local.hold({"global": [2]}, colocated=2)["global"]
+    assert local.status().nodes[0].free_cpus == 0
+    with pytest.raises(SettingError, match="is held already"):
+        local.hold({"global": [1]})
+    with local.ranks(things.thing, 2, pool="global", name="actor"), local.ranks(things.thing, 1, pool=pool) as one:
+        assert one.call("who") == [(0, 1, "word")] and len(local.status().workers) == 5
+        with pytest.raises(SettingError, match="at most 2 ranks and 2 groups on it; found groups actor, thing"):
+            local.ranks(things.thing, 1, pool="global")
+        local.release("global")
+        assert one.closed is not None
+    assert _within(5, lambda: local.status().nodes[0].free_cpus == 2)
+    with pytest.raises(SettingError, match="pool 'global'; expected one of"):
+        local.ranks(things.thing, 1, pool="global")
+
+
+# --- faults ----------------------------------------------------------------------------------------------
+
+
+def test_B1_a_killed_worker_is_named_in_seconds_and_the_group_is_made_anew(local: Cluster, pair: RayRanks) -> None:
+    began = time.monotonic()
+    with pytest.raises(WorkerLost) as error:
+        pair.call("die_on", 1)
+    assert time.monotonic() - began < 5
+    told = str(error.value)
+    assert f"rank 1 (pid {pids(pair)[1]} on " in told and "of 'pair' died in die_on" in told
+    assert error.value.rank == 1 and error.value.log.endswith("my last words") and "my last words" in told
+    assert gone(pair), "the rank that waited is ended, too"
+    with pytest.raises(EngineError, match="group 'pair' is gone; found rank 1 was lost in die_on"):
+        pair.call("who")
+    again = local.ranks(things.thing, 2, name="again")
+    assert again.call("who") == [(0, 2, "word"), (1, 2, "word")]
+    # from outside, while a call is out
+    out = again.submit("sleep", 60.0)
+    time.sleep(0.5)
+    os.kill(pids(again)[0], signal.SIGKILL)
+    with pytest.raises(WorkerLost, match="rank 0"):
+        out.result()
+
+
+def test_B2_a_call_past_its_deadline_says_what_the_ranks_were_doing(pair: RayRanks) -> None:
+    began = time.monotonic()
+    with pytest.raises(TimeoutError) as error:
+        pair.call("sleep", 60.0, timeout=1.0)
+    told = str(error.value)
+    assert 1.0 <= time.monotonic() - began < 11
+    assert "sleep of 'pair'; expected an answer in 1 s; found none from rank 0 (pid" in told and "rank 1 (pid" in told
+    assert "time.sleep(seconds)" in told
+    assert gone(pair)
+
+
+def test_B2_a_stopped_rank_and_one_in_c_code_do_not_answer(local: Cluster) -> None:
+    group = local.ranks(things.thing, 2, name="stuck")
+    os.kill(pids(group)[0], signal.SIGSTOP)
+    with pytest.raises(TimeoutError, match="does not answer: stopped, or in C code") as error:
+        group.call("hold_the_interpreter", 30, timeout=1.0)
+    assert str(error.value).count("does not answer") == 2
+    assert gone(group)
+
+
+def test_one_rank_raises_while_others_work(local: Cluster, pair: RayRanks) -> None:
+    began = time.monotonic()
+    with pytest.raises(EngineError) as error:
+        pair.call("fail_on", 1, 60.0)
+    told = str(error.value)
+    assert time.monotonic() - began < 3, "the other looked, and let go"
+    assert f"fail_on on rank 1 (pid {pids(pair)[1]} on " in told and "ValueError: the secret is •••" in told
+    assert "cluster_things.py" in told and CANARY not in told
+    assert pair.call("who") == [(0, 2, "w"), (1, 2, "w")], "nobody was left waiting, so the group lives"
+    with pytest.raises(NonFinite, match="not_finite on rank [01]"):
+        pair.call("not_finite")
+    with pytest.raises(EngineError, match="unsendable on rank [01] .*generator"):
+        pair.call("unsendable")
+    with pytest.raises(EngineError, match="no attribute 'nothing'"):
+        pair.call("nothing")
+    assert pair.call("work", 0.0) == ["worked"] * 2
+
+
+def test_B6_a_factory_that_raises_or_dies(local: Cluster, pair: RayRanks) -> None:
+    with pytest.raises(EngineError, match=r"broken on rank 0 .*RuntimeError: rank 0 cannot"):
+        local.ranks(things.broken, 1)
+    with pytest.raises(WorkerLost, match="rank 0"):
+        local.ranks(things.dies, 1)
+    assert [group.name for group in local.groups] == ["pair"]
+
+
+def interrupt_after(seconds: float) -> threading.Timer:
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    return timer
+
+
+def test_C1_an_interrupt_stops_the_work_and_keeps_ranks_that_all_stopped(pair: RayRanks) -> None:
+    interrupt_after(0.5)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        pair.call("work", 60.0)
+    assert time.monotonic() - began < 3 and pair.closed is None
+    assert pair.call("work", 0.1) == ["worked"] * 2
+    # the flag of this process, from another thread: how a stage is stopped
+    timer = threading.Timer(0.5, background.interrupt)
+    timer.start()
+    try:
+        with pytest.raises(Interrupted):
+            pair.call("work", 60.0)
+    finally:
+        background.clear()
+    assert pair.call("work", 0.1) == ["worked"] * 2
+
+
+def test_C1_an_interrupt_leaves_no_actor_that_does_not_let_go(local: Cluster, pair: RayRanks) -> None:
+    interrupt_after(0.5)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        pair.call("sleep", 60.0)
+    assert time.monotonic() - began < 8
+    assert gone(pair) and pair.closed == "sleep was interrupted, and the ranks did not all stop"
+    assert _within(5, lambda: local.status().nodes[0].free_cpus == 4)
+
+
+def test_B14_the_store_is_empty_after_many_steps(local: Cluster, pair: RayRanks) -> None:
+    batch = DataProto({"x": torch.zeros(256, 4096)})  # 4 MiB, there and back: 160 MiB in all through a store of 300
+    kept = [pair.call("same", batch) for _ in range(20)]
+    assert len(kept) == 20 and _within(10, lambda: local.status().nodes[0].store_used < 20 << 20)
+    left = pair.submit("same", batch).result(copy=False)
+    assert float(left[0]["x"].sum()) == 0.0
+
+
+def _within(seconds: float, holds: object) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if holds():  # type: ignore[operator]
+            return True
+        time.sleep(0.1)
+    return bool(holds())  # type: ignore[operator]
+
+
+def test_the_same_cell_again_is_the_same_cluster_and_close_leaves_no_process(local: Cluster) -> None:
+    environment = {"env_vars": {"TEST_API_KEY": CANARY, "OMP_NUM_THREADS": "1"}}
+    assert cluster(cpus=4, gpus=0, runtime_env=environment, object_store_memory=300 << 20) is local
+    with pytest.raises(EngineError, match="a cluster is open in this process already"):
+        cluster(cpus=2)
+    members = found.of_session(local.link.session)
+    assert len(members) >= 4 and local.link.record is not None and local.link.record.exists()
+    local.close()
+    assert not found.of_session(local.link.session) and not any(one.alive() for one in members)
+    assert not local.link.record.exists()
+    local.close()
+    with pytest.raises(EngineError, match="was closed"):
+        local.status()
+
+
+def test_C3_a_killed_kernel_leaves_nothing_that_the_next_does_not_clear() -> None:
+    code = (
+        f"import sys, time; sys.path.insert(0, {str(HERE)!r})\n"
+        "import cluster_things as things; from workbench.cluster import cluster\n"
+        "c = cluster(cpus=1, object_store_memory=100 << 20); g = c.ranks(things.thing, 1)\n"
+        "print(c.link.session, flush=True); g.call('sleep', 600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as kernel:
+        assert kernel.stdout is not None
+        session = kernel.stdout.readline().strip()
+        assert len(found.of_session(session)) >= 4
+        kernel.kill()
+    time.sleep(3)
+    notes = found.clear_left()
+    assert _within(5, lambda: not found.of_session(session))
+    assert not [record for record in found.records() if record.session == session]
+    assert all("a killed kernel" in note for note in notes)

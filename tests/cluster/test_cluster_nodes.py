@@ -1,0 +1,148 @@
+"""Two simulated nodes in another process: attached to, placed on, lost; and a local cluster beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import cluster_things as things
+import pytest
+
+from workbench.cluster import cluster, found
+from workbench.errors import EngineError, SettingError, WorkerLost
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.environ.get("WORKBENCH_RAY"), reason="starts Ray clusters for minutes: make cluster"),
+]
+TOKEN = "0123456789abcdef" * 4
+
+
+class Nodes:
+    """The other process."""
+
+    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
+        self.process, self.address = process, address
+
+    def lose_one(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("lose\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    script = str(Path(__file__).parent / "two_nodes.py")
+    with subprocess.Popen(
+        [sys.executable, script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        line = next(line for line in process.stdout if line.startswith("{"))
+        yield Nodes(process, json.loads(line)["address"])
+        process.stdin.close()
+        process.wait(30)
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+
+
+def test_B13_what_does_not_answer_is_said_in_seconds(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"nothing answers at 127.0.0.1:1; .*running here: .*" + nodes.address):
+        cluster("127.0.0.1:1")
+    with pytest.raises(EngineError, match="nothing answers at ray://127.0.0.1:1"):
+        cluster("ray://127.0.0.1:1")
+    with pytest.raises(SettingError, match="a cluster that is started here; found address"):
+        cluster(nodes.address, cpus=2)
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        with pytest.raises(EngineError, match="does not answer as a Ray head; found DEADLINE_EXCEEDED"):
+            cluster(f"127.0.0.1:{mute.getsockname()[1]}", connect_timeout=2)
+    assert time.monotonic() - began < 10
+
+
+def test_E11_a_wrong_or_missing_token_is_said(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 64)
+    with pytest.raises(EngineError, match="wants its token; found a token that it does not know; put the cluster's"):
+        cluster(nodes.address)
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(EngineError, match="wants its token; found no token here"):
+        cluster(nodes.address)
+    assert time.monotonic() - began < 25
+
+
+def test_pools_are_placed_on_two_nodes_as_the_picture_says(nodes: Nodes, token: None) -> None:
+    with cluster(nodes.address) as attached:
+        assert "attached" in repr(attached) and not attached.link.started
+        made = attached.plan({"global": [1, 1], "rollout": [1]}, roles={"global": ["actor"], "rollout": ["sampler"]})
+        first, second = (seat.node for seat in made.of("global"))
+        assert first != second
+        pools = attached.hold(made)
+        actor = attached.ranks(things.thing, 2, pool=pools["global"], name="actor")
+        sampler = attached.ranks(things.thing, 1, pool="rollout", name="sampler")
+        assert [fact["node"] for fact in actor.facts] == [first, second]
+        assert [fact["node"] for fact in sampler.facts] == [seat.node for seat in made.of("rollout")]
+        assert actor.call("who") == [(0, 2, "word"), (1, 2, "word")]
+        now = attached.status()
+        assert len(now.nodes) == 2 and sum(node.free_cpus for node in now.nodes) == 1
+        assert len({line.split()[0] for line in repr(now).splitlines()[2:4]}) == 2, "nodes of one host are told apart"
+        actor.call("say", "on the second node")
+        assert attached.logs("actor", 1).endswith("on the second node")
+        pids = [fact["pid"] for fact in (*actor.facts, *sampler.facts)]
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    assert found.answers(nodes.address) is None and nodes.process.poll() is None, "what was attached to runs on"
+    with cluster(nodes.address) as again:
+        assert all(node.free_cpus == node.cpus for node in again.status().nodes), "everything was given back"
+
+
+def test_B13_another_cluster_is_told_of_and_not_joined(
+    nodes: Nodes, token: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+    with cluster(cpus=1, object_store_memory=100 << 20) as own:
+        assert own.link.started and own.link.address != nodes.address
+        assert f"a cluster runs at {nodes.address}; it was not joined: wb.cluster('{nodes.address}') would" in own.notes
+        assert len(own.status().nodes) == 1
+        session = own.link.session
+    assert not found.of_session(session)
+    assert found.answers(nodes.address) is None, "closing our own did not touch it"
+
+
+def test_B7_a_lost_node_is_a_lost_worker_in_seconds(
+    nodes: Nodes, token: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+    with cluster("auto") as attached:
+        group = attached.ranks(things.thing, 2, pool=attached.hold({"global": [1, 1]})["global"])
+        out = group.submit("sleep", 60.0)
+        time.sleep(0.5)
+        began = time.monotonic()
+        nodes.lose_one()
+        with pytest.raises(WorkerLost, match="died in sleep"):
+            out.result()
+        assert time.monotonic() - began < 15
+        again = attached.ranks(things.thing, 1)
+        assert again.call("who") == [(0, 1, "word")]
+        time.sleep(1)
+        assert sorted(node.alive for node in attached.status().nodes) == [False, True]
+        assert attached.notes, "what Ray would have printed into the cell"
+    assert "raylet" not in capfd.readouterr().out

@@ -1,0 +1,344 @@
+"""Parts of a cluster that need no Ray: plans, shares, packing, environments, memory, timelines, what is shown."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench import DataProto
+from workbench.cluster import connecting, found, plan, share
+from workbench.cluster.environment import Environment
+from workbench.cluster.fits import fits
+from workbench.cluster.logs import tail
+from workbench.cluster.pools import Node
+from workbench.cluster.status import Status, WorkerLine
+from workbench.cluster.timeline import Event, ordered
+from workbench.cluster.transport import pack
+from workbench.errors import BatchError, EngineError, SettingError
+from workbench.views.html import lint
+
+ROOT = Path(__file__).parents[2]
+GIB = 1 << 30
+
+
+def node(name: str, cpus: float = 8, gpus: float = 0, free: float | None = None, alive: bool = True) -> Node:
+    left = cpus if free is None else free
+    return Node(name, name, "127.0.0.1", alive, cpus, gpus, left, gpus, 16 * GIB, GIB, GIB // 4)
+
+
+# --- Ray stays outside ------------------------------------------------------------------------------
+
+
+def test_ray_is_imported_when_a_cluster_is_asked_for_and_not_before() -> None:
+    code = "import sys, workbench.cluster.session, workbench.cluster.fits; print('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "False"
+
+
+def test_without_ray_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EngineError, match=r"Ray is not installed; pip install 'ray>=2.60"):
+        connecting.require_ray()
+
+
+def test_every_wait_goes_through_the_one_wrapper() -> None:
+    for path in sorted((ROOT / "workbench" / "cluster").glob("*.py")):
+        for one in ast.walk(ast.parse(path.read_text())):
+            if isinstance(one, ast.Call) and ast.unparse(one.func) in ("ray.get", "ray.wait"):
+                assert path.name == "waiting.py", f"{path.name}:{one.lineno}"
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def test_a_plan_seats_every_process_and_the_picture_says_where() -> None:
+    made = plan({"global": [8, 8], "rollout": [4]}, [node("a", 16, 8), node("b", 16, 12)], roles={"global": ["actor"]})
+    # the shares of 8 go to different nodes; the one with 12 GPUs has 4 left for the rollout
+    assert [(seat.rank, seat.node) for seat in made.of("rollout")] == [(rank, "b") for rank in range(4)]
+    assert [seat.node for seat in made.of("global")] == ["b"] * 8 + ["a"] * 8
+    assert [seat.bundle for seat in made.of("global")] == [*range(8), *range(8)]
+    assert made.gpus == 1.0 and len(made.seats) == 20
+    text = repr(made)
+    assert "20 processes with 1 CPUs and 1 GPUs each on 2 nodes; nothing has started" in text
+    assert "global: rank 8, 9, 10, 11, 12, 13, 14, 15 (actor)" in text and "rollout: rank 0, 1, 2, 3" in text
+    assert not lint(made._repr_html_()) and made._repr_html_().count("rollout ") == 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "cpus", "told"),
+    [
+        ({"global": [3]}, 1.0, "pool 'global' needs 3 CPUs on one node for 3 processes; found 2 nodes: a has 2 CPUs"),
+        ({"global": [2, 2, 1]}, 1.0, "apart from the pool's 2 other nodes"),
+        ({"one": [2], "two": [2], "three": [1]}, 1.0, "pool 'three' needs 1 CPUs"),
+        ({"global": [1]}, 2.5, "needs 2.5 CPUs"),
+        ({"global": 4}, 1.0, "expected processes on each node, as [8, 8]; found 4"),
+        ({"global": [2, 0]}, 1.0, "found [2, 0]"),
+        ({"global": []}, 1.0, "found []"),
+    ],
+)
+def test_what_has_no_room_is_refused_by_name(spec: Any, cpus: float, told: str) -> None:
+    there = [node("a", 2), node("b", 4, free=2), node("dead", 64, alive=False)]
+    with pytest.raises(SettingError) as error:
+        plan(spec, there, cpus=cpus)
+    assert told in str(error.value)
+
+
+def test_roles_of_a_pool_that_is_not_there() -> None:
+    with pytest.raises(SettingError, match="roles of golbal; expected pools out of global"):
+        plan({"global": [1]}, [node("a")], roles={"golbal": ["actor"]})
+
+
+# --- shares ----------------------------------------------------------------------------------------
+
+
+def batch(rows: int, lengths: list[int] | None = None) -> DataProto:
+    ids = torch.arange(rows * 4).reshape(rows, 4)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths or []):
+        mask[row, length:] = 0
+    return DataProto(
+        {"input_ids": ids, "attention_mask": mask}, {"uid": [f"u{row}" for row in range(rows)]}, {"step": 3}
+    )
+
+
+def test_rows_in_order_the_first_ranks_one_more() -> None:
+    shares = share(batch(5), 3, balance=False)
+    assert shares.rows == ((0, 1), (2, 3), (4,)) and shares.own == (2, 2, 1)
+    padded = share(batch(5), 3, balance=False, pad=True)
+    assert padded.rows == ((0, 1), (2, 3), (4, 4)) and padded.own == (2, 2, 1)
+    few = share(batch(2), 3)
+    assert few.rows == ((0,), (1,), ()) and [len(part) for part in few.parts(batch(2))] == [1, 1, 0]
+    assert share(batch(2), 3, pad=True).rows == ((0,), (1,), (0,))
+    with pytest.raises(BatchError, match="at least one row"):
+        share(batch(0), 2)
+
+
+def test_balanced_by_length() -> None:
+    # 4 + 1 = 5 tokens beside 3 + 2
+    shares = share(batch(4, [4, 3, 2, 1]), 2)
+    assert sorted(shares.rows) == [(0, 3), (1, 2)]
+
+
+@given(st.integers(1, 23), st.integers(1, 6), st.booleans(), st.booleans(), st.data())
+def test_whatever_the_size_every_row_comes_back_in_its_place(
+    rows: int, size: int, balance: bool, pad: bool, data: st.DataObject
+) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 4), min_size=rows, max_size=rows))
+    given_ = batch(rows, lengths)
+    shares = share(given_, size, balance=balance, pad=pad)
+    parts = shares.parts(given_)
+    assert not pad or len({len(part) for part in parts}) == 1
+    assert sorted(row for rows_, own in zip(shares.rows, shares.own, strict=True) for row in rows_[:own]) == [
+        *range(rows)
+    ]
+    back = shares.joined(parts)
+    assert torch.equal(back["input_ids"], given_["input_ids"]) and list(back["uid"]) == list(given_["uid"])
+    assert back.meta_info["step"] == 3
+    twice = shares.joined([{"twice": 2 * part["input_ids"]} for part in parts])
+    assert torch.equal(twice["twice"], 2 * given_["input_ids"])
+
+
+def test_what_cannot_be_put_together_stays_by_rank_and_wrong_lengths_are_named() -> None:
+    shares = share(batch(4), 2, balance=False)
+    assert shares.joined([{"loss": 1.0}, {"loss": 2.0}]) == [{"loss": 1.0}, {"loss": 2.0}]
+    with pytest.raises(EngineError, match="the result of rank 1; expected 2 rows; found 3"):
+        shares.joined([torch.zeros(2), torch.zeros(3)])
+
+
+# --- packing ---------------------------------------------------------------------------------------
+
+
+def arrived(value: Any) -> Any:
+    """As Ray does it: buffers out of band, read-only on the other side."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(pack(value), protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(data, buffers=[memoryview(bytes(buffer.raw())).toreadonly() for buffer in buffers])
+
+
+def test_a_batch_arrives_unread_and_what_is_looked_at_is_a_copy() -> None:
+    sent = batch(3).with_columns(
+        {
+            "half": torch.tensor([[1.5], [2.5], [float("nan")]], dtype=torch.bfloat16),
+            "flag": torch.tensor([True, False, True]),
+            "none": torch.empty(3, 0),
+        }
+    )
+    got = arrived(sent)
+    assert all(value is not None and not isinstance(value, torch.Tensor) for value in got.batch.raw().values())
+    assert got.columns == sent.columns and got.meta_info == sent.meta_info and len(got) == 3
+    assert torch.equal(got.batch.part("input_ids", 1, 2), sent["input_ids"][1:2])
+    got["input_ids"].fill_(7)
+    assert int(sent["input_ids"][0, 1]) == 1 and got["input_ids"][0, 0] == 7
+    for name in ("half", "flag", "none"):
+        assert got[name].dtype == sent[name].dtype and got[name].shape == sent[name].shape
+    assert got["half"].tolist()[:2] == [[1.5], [2.5]] and torch.isnan(got["half"][2, 0])
+    assert torch.equal(got.select(["attention_mask"])["attention_mask"], sent["attention_mask"])
+
+
+def test_an_unread_column_goes_on_without_a_copy_and_containers_are_walked() -> None:
+    got = arrived(batch(3))
+    assert isinstance(pack(got).__reduce__()[1][0]["input_ids"][0], np.ndarray)
+    assert not pack(got).__reduce__()[1][0]["input_ids"][0].flags.writeable
+    assert torch.equal(arrived(got)["input_ids"], batch(3)["input_ids"])
+    pair = arrived(({"a": torch.tensor([1.0])}, [batch(2), "text", None]))
+    assert pair[0]["a"].tolist() == [1.0] and pair[1][0]["uid"][1] == "u1" and pair[1][1:] == ["text", None]
+    strided = torch.arange(12).reshape(3, 4).t()
+    assert torch.equal(arrived(strided), strided)
+
+
+# --- environments -----------------------------------------------------------------------------------
+
+CANARY = "canary-0123456789"
+
+
+def test_secrets_are_never_shown_and_travel_outside_rays_own_files(tmp_path: Path) -> None:
+    file = tmp_path / "runtime_env.yaml"
+    file.write_text(f'excludes: ["/.git/"]\nenv_vars:\n  WANDB_API_KEY: "{CANARY}"\n  HYDRA_FULL_ERROR: "1"\n')
+    read = Environment.of(file)
+    assert read.variables == {"WANDB_API_KEY": CANARY, "HYDRA_FULL_ERROR": "1"} and read.ray == {"excludes": ["/.git/"]}
+    assert repr(read) == "Environment(excludes, HYDRA_FULL_ERROR=•••, WANDB_API_KEY=•••)"
+    assert read.redact(f"url?key={CANARY}&n=1") == "url?key=•••&n=1"
+    joined = read.joined({"LD_LIBRARY_PATH": "/x", "PYTHON_TOKEN": CANARY})
+    assert joined.at_start() == {"LD_LIBRARY_PATH": "/x"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"env_vars: {{A_KEY: {CANARY}", "expected yaml"),
+        (f"- {CANARY}", "expected a mapping; found list"),
+        (f"env_vars: {CANARY}", "expected names and texts; found str"),
+        ("env_vars: {A: 1}", "env_vars A; expected texts; quote them"),
+    ],
+)
+def test_a_broken_file_is_named_without_its_values(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "runtime_env.yaml"
+    file.write_text(text)
+    with pytest.raises(SettingError) as error:
+        Environment.of(file)
+    assert told in str(error.value) and CANARY not in str(error.value)
+
+
+# --- memory -----------------------------------------------------------------------------------------
+
+CONFIG = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 16,
+    "vocab_size": 10,
+    "tie_word_embeddings": True,
+}
+# a layer: q and o 2·8·8 = 128, k and v 2·8·4 = 64, MLP 3·8·16 = 384, norms 16 → 592; twice, + 8 + 10·8
+PARAMETERS = 2 * 592 + 8 + 80
+
+
+def test_memory_by_hand() -> None:
+    fit = fits(
+        CONFIG, tokens=100, sequences=3, ranks=2, memory=1 << 20, micro_batch_tokens=50, gradient_checkpointing=False
+    )
+    sizes = {(part.role, part.what): part.size for part in fit.parts}
+    assert fit.shape.parameters == PARAMETERS == 1272
+    assert sizes["learner", "weights"] == sizes["learner", "gradients"] == 1272 * 4 // 2
+    assert sizes["learner", "optimizer"] == 2 * 1272 * 4 // 2
+    assert sizes["learner", "activations"] == 34 * 8 * 2 * 50  # 34 bytes a unit in two-byte numbers
+    assert sizes["learner", "logits"] == 2 * 4 * 10 * 50
+    assert sizes["reference", "weights"] == 1272 * 2 // 2
+    assert sizes["sampler", "weights"] == 1272 * 2
+    assert sizes["sampler", "KV cache"] == 2 * 2 * 1 * 4 * 2 * 300  # k and v, layers, heads, width, bytes, tokens
+    assert fit.needed == sum(sizes.values()) and fit.fits and bool(fit)
+    apart = fits(CONFIG, tokens=100, ranks=2, memory=fit.needed, colocated=False)
+    assert apart.needed == max(apart.by_role.values())
+    tight = fits(CONFIG, tokens=100, sequences=3, ranks=2, memory=fit.needed, micro_batch_tokens=50)
+    assert "does not fit" in repr(tight) or tight.needed < 0.9 * fit.needed
+    assert not lint(fit._repr_html_()) and "KV cache" in repr(fit)
+
+
+def test_memory_of_the_tiny_model_and_of_nodes(tiny: str) -> None:
+    fit = fits(tiny, tokens=256, nodes=[node("a", 4), node("b", 8)])
+    assert fit.shape.parameters == sum(p.numel() for p in _parameters(tiny)) and fit.ranks == 12
+    assert fit.available == 2 * GIB and "16.00 GiB of b for 8 processes" in fit.source
+    with pytest.raises(SettingError, match="bytes of one GPU"):
+        fits(tiny, tokens=256, nodes=[node("a", 4, gpus=1)])
+    with pytest.raises(SettingError, match="role 'actr'"):
+        fits(tiny, tokens=256, memory=GIB, roles=("actr",))
+    with pytest.raises(SettingError, match="no 'num_attention_heads'"):
+        fits({"hidden_size": 8}, tokens=8, memory=GIB)
+
+
+def _parameters(folder: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder).parameters()
+
+
+# --- timelines, tables, logs, records ---------------------------------------------------------------
+
+
+def test_a_timeline_is_a_chrome_trace(tmp_path: Path) -> None:
+    made = ordered(
+        [Event("actor", 1, "h", "learn", 12.0, 12.5), Event("actor", 0, "h<b>", "score", 10.0, 11.0, "raised")]
+    )
+    trace = json.loads(made.save(tmp_path / "trace.json").read_text())
+    spans = [one for one in trace["traceEvents"] if one["ph"] == "X"]
+    assert [(one["name"], one["tid"], one["ts"], one["dur"], one["cat"]) for one in spans] == [
+        ("score", 0, 0.0, 1e6, "raised"),
+        ("learn", 1, 2e6, 5e5, "done"),
+    ]
+    assert {one["args"]["name"] for one in trace["traceEvents"] if one["ph"] == "M"} == {
+        "actor",
+        "rank 0 on h<b>",
+        "rank 1 on h",
+    }
+    assert "2 calls in 2.50 s" in repr(made) and "score (raised) 1.00 s" in repr(made)
+    assert not lint(made._repr_html_()) and "nothing has run" in repr(ordered([]))
+
+
+def test_a_status_shows_foreign_names_as_text() -> None:
+    hostile = "<img src=x onerror=alert(1)>\x1b[31m"
+    line = WorkerLine(hostile, 0, 7, "h", "", "", 3 << 20, "does not answer", 2)
+    shown = Status("here", (node("a", 4), node(hostile, 2, 1)), (("pool", 2, "a"),), (line,), (hostile,))
+    page = shown._repr_html_()
+    assert "<img" not in page and not lint(page) and "\x1b" not in repr(shown)
+    assert "does not answer" in repr(shown) and "0.25 GiB of 1.00 GiB" in repr(shown)
+
+
+def test_the_tail_of_logs(tmp_path: Path) -> None:
+    out, err = tmp_path / "w.out", tmp_path / "w.err"
+    out.write_text(":job_id:01\n" + "".join(f"line {number}\n" for number in range(5_000)))
+    err.write_bytes(b":actor_name:Worker\nbad \xff byte\n")
+    assert tail([str(out), str(err), str(tmp_path / "gone.out")], 2) == "line 4998\nline 4999\nbad � byte"
+
+
+def test_what_a_killed_kernel_left_is_ended_and_what_lives_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    with (
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as left,
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as kept,
+    ):
+        alive = found.remember("session_alive", [found.process(kept.pid)])
+        gone = found.remember("session_gone", [found.process(left.pid)])
+        facts = json.loads(gone.read_text())
+        facts["driver"]["born"] -= 1000.0  # another process has that id now
+        gone.write_text(json.dumps(facts))
+        (gone.parent / "odd.json").write_text("{")
+        notes = found.clear_left()
+        assert len(notes) == 1 and notes[0].startswith("ended 1 processes (python") and str(os.getpid()) in notes[0]
+        assert left.wait(5) == -9 and kept.poll() is None
+        assert alive.exists() and not gone.exists()
+        kept.kill()

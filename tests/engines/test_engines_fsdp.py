@@ -1,0 +1,479 @@
+"""Weights cut over one and two ranks: the same numbers as in one process, checkpoints for any number of ranks, dead workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import workbench as wb
+from workbench import background
+from workbench.dataproto import DataProto
+from workbench.engines import LossOutput, Normalisers, local
+from workbench.engines import processes as processes_module
+from workbench.engines.fsdp import FsdpEngine, export, fsdp
+from workbench.engines.fsdp_group import Group, local_group, shared_out
+from workbench.engines.paired import Paired
+from workbench.engines.processes import processes
+from workbench.errors import CheckpointError, EngineError, Interrupted, NonFinite, OutOfMemory, SettingError, WorkerLost
+from workbench.metrics import Max, Sum
+from workbench.stages.losses import PolicyLoss
+from workbench.testing.engines import EngineContract, LikelihoodLoss
+from workbench.testing.models import make_random_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Group]:
+    group = local_group(2, device="cpu", threads=1)
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Group]:
+    group = local_group(1, device="cpu", threads=1)
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("model") / "random")
+
+
+@pytest.fixture(scope="module")
+def batch() -> DataProto:
+    """Eleven rows of the tiny model, of different lengths, with what a policy loss reads."""
+    engine = local("data/tiny-arith", device="cpu")
+    rows = EngineContract().batch(engine, 4).slice(0, 11)
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randn(rows["response_mask"].shape, generator=generator)
+    old = engine.score(rows)["log_probs"]
+    mask = rows["response_mask"]
+    return rows.with_columns(
+        {
+            "advantages": drawn * mask,
+            "old_log_probs": old + 0.1 * drawn.flip(0) * mask,
+            "scored": torch.ones(len(rows), dtype=torch.bool),
+        }
+    )
+
+
+def counts(batch: DataProto) -> Normalisers:
+    return Normalisers(float(batch["response_mask"].sum()), float(len(batch)), float(batch["response_mask"].shape[1]))
+
+
+def engines(where: Group, **settings: Any) -> tuple[FsdpEngine, Any]:
+    return (
+        fsdp("data/tiny-arith", on=where, device="cpu", **settings),
+        local("data/tiny-arith", device="cpu", **settings),
+    )
+
+
+def difference(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+class TestFsdpEngine(EngineContract):
+    """The contract of engines, on two ranks; the samples are the local engine's."""
+
+    # sampling is another engine's: these ask for nothing that shards have
+    test_same_seed_same_tokens_whoever_shares_the_wave = None
+    test_small_waves_change_nothing = None
+    test_limits_and_reasons = None
+    test_any_event_loop_may_ask = None
+    test_records_travel = None
+    test_an_interrupt_stops_sampling = None
+
+    @pytest.fixture(autouse=True)
+    def _where(self, two: Group, folder: Path) -> None:
+        self.group, self.folder = two, folder
+
+    def make_engine(self, **settings: Any) -> Any:
+        engine = fsdp(self.folder, on=self.group, device="cpu", **settings)
+        engine.sample_many = local(self.folder, device="cpu").sample_many  # type: ignore[attr-defined]
+        return engine
+
+    @staticmethod
+    def weights(engine: Any) -> dict[str, torch.Tensor]:
+        return engine.full_weights()
+
+
+# --- the same numbers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["one", "two"])
+def test_scores_equal_the_local_engines(where: str, batch: DataProto, request: pytest.FixtureRequest) -> None:
+    there, here = engines(request.getfixturevalue(where))
+    for temperature in (1.0, 0.7):
+        want = ("log_probs", "entropy", "sum_pi_squared")
+        a, b = there.score(batch, want, temperature), here.score(batch, want, temperature)
+        assert difference(a, b) < 2e-6
+        assert all(bool((a[name][batch["response_mask"] == 0] == 0).all()) for name in want)
+
+
+@pytest.mark.parametrize("where", ["one", "two"])
+@pytest.mark.parametrize("extra", [{}, {"micro_batch_tokens": 60}, {"gradient_checkpointing": True, "offload": "all"}])
+def test_two_updates_equal_the_local_engines(
+    where: str, extra: dict[str, Any], batch: DataProto, request: pytest.FixtureRequest
+) -> None:
+    settings = {
+        "lr": 1e-4,
+        "schedule": "cosine",
+        "total_steps": 4,
+        "warmup_steps": 1,
+        "grad_clip": 0.5,
+        "weight_decay": 0.1,
+    }
+    there = fsdp("data/tiny-arith", on=request.getfixturevalue(where), device="cpu", **settings, **extra)
+    here = local("data/tiny-arith", device="cpu", **settings)
+    loss = PolicyLoss(entropy_coeff=0.01)
+    for _ in range(2):
+        a, b = (engine.learn(batch, loss, counts(batch)) for engine in (there, here))
+        x, y = ({name: metric.result() for name, metric in one.metrics.items()} for one in (a, b))
+        assert x.keys() == y.keys() and x["lr"] == y["lr"]
+        assert x["loss"] == pytest.approx(y["loss"], rel=1e-5) and x["grad_norm"] == pytest.approx(
+            y["grad_norm"], rel=1e-5
+        )
+        assert x["grad_norm"] > 0.5  # clipping was at work
+        assert x == pytest.approx(y, rel=1e-4, abs=1e-6)
+        torch.testing.assert_close(a.columns["new_log_probs"], b.columns["new_log_probs"], atol=1e-5, rtol=0)
+        assert torch.equal(a.columns["clipped"], b.columns["clipped"])
+    assert difference(there.full_weights(), here.snapshot()["weights"]) < 1e-5
+
+
+def test_one_rank_is_the_local_engine_bit_for_bit(one: Group, batch: DataProto) -> None:
+    there, here = engines(one, lr=1e-3, micro_batch_tokens=100)
+    for _ in range(2):
+        a, b = (engine.learn(batch, LikelihoodLoss(), counts(batch)) for engine in (there, here))
+        assert a.metrics["loss"] == b.metrics["loss"] and a.metrics["grad_norm"] == b.metrics["grad_norm"]
+    assert difference(there.full_weights(), here.snapshot()["weights"]) == 0
+
+
+def test_two_ranks_of_one_micro_batch_are_one_rank_of_two(one: Group, two: Group, batch: DataProto) -> None:
+    rows = batch.slice(0, 8)
+    places = shared_out(rows["attention_mask"].sum(-1).tolist(), 2)
+    there = fsdp("data/tiny-arith", on=two, device="cpu", lr=1e-3)
+    alone = fsdp("data/tiny-arith", on=one, device="cpu", lr=1e-3)
+    a = there.gradient(rows, LikelihoodLoss(), counts(rows))
+    parts = [alone.gradient(rows.select_idxs(place), LikelihoodLoss(), counts(rows)) for place in places]
+    assert all(torch.equal(a[name], parts[0][name] + parts[1][name]) for name in a)
+
+
+def test_rows_are_shared_out_evenly_by_tokens_and_come_back_in_order(two: Group, batch: DataProto) -> None:
+    assert [part.tolist() for part in shared_out([5], 3)] == [[0], [], []]
+    assert [part.tolist() for part in shared_out([], 2)] == [[], []]
+    lengths = [100, 10, 60, 50]
+    assert sorted(sum(lengths[row] for row in part.tolist()) for part in shared_out(lengths, 2)) == [110, 110]
+    there, here = engines(two, lr=1e-3)
+    for number in (1, 2, 3, 7):
+        rows = batch.slice(11 - number, 11)
+        assert difference(there.score(rows), here.score(rows)) < 2e-6
+        a, b = (engine.probe(rows, LikelihoodLoss(), counts(rows)) for engine in (there, here))
+        assert a.metrics["grad_norm"].result() == pytest.approx(b.metrics["grad_norm"].result(), rel=1e-5)
+        torch.testing.assert_close(a.columns["seen"], b.columns["seen"], atol=2e-6, rtol=0)
+
+
+def test_the_same_batch_twice_gives_the_same_numbers(two: Group, batch: DataProto) -> None:
+    twins = [fsdp("data/tiny-arith", on=two, device="cpu", lr=1e-3) for _ in range(2)]
+    found = [
+        [twin.learn(batch, PolicyLoss(), counts(batch)).metrics["grad_norm"].result() for _ in range(2)]
+        for twin in twins
+    ]
+    assert found[0] == found[1] and difference(twins[0].full_weights(), twins[1].full_weights()) == 0
+
+
+def test_probes_and_nudges(two: Group, batch: DataProto) -> None:
+    there, here = engines(two)
+    rows = batch.slice(0, 5)
+    a, b = (engine.probe(rows, LikelihoodLoss(), counts(rows), per_row=True) for engine in (there, here))
+    torch.testing.assert_close(a.columns["row_grad_norm"], b.columns["row_grad_norm"], rtol=1e-5, atol=0)
+    x, y = (engine.gradient(rows, LikelihoodLoss(), counts(rows)) for engine in (there, here))
+    assert x.keys() == y.keys() and difference(x, y) < 1e-5
+    before, same = there.full_weights(), there.score(rows)["log_probs"]
+    with there.nudged(x, 0.01), here.nudged(x, 0.01):
+        moved = there.score(rows)["log_probs"]
+        torch.testing.assert_close(moved, here.score(rows)["log_probs"], atol=1e-5, rtol=0)
+    assert not torch.equal(moved, same) and difference(before, there.full_weights()) == 0
+
+
+def test_a_critic_and_half_precision(two: Group, batch: DataProto) -> None:
+    there, here = engines(two)
+    critics = there.critic(lr=1e-2), here.critic(lr=1e-2)
+    for _ in range(2):
+        a, b = (critic.learn(batch, LikelihoodLoss(want=("values",)), counts(batch)) for critic in critics)
+        assert a.metrics["grad_norm"].result() == pytest.approx(b.metrics["grad_norm"].result(), rel=1e-5)
+    values = [critic.score(batch, ("values",))["values"] for critic in critics]
+    torch.testing.assert_close(*values, atol=1e-4, rtol=0)
+    with pytest.raises(EngineError, match="critic"):
+        there.score(batch, ("values",))
+    half = fsdp("data/tiny-arith", on=two, device="cpu", dtype="bfloat16", lr=1e-3)
+    gap = (half.score(batch)["log_probs"] - here.score(batch)["log_probs"]).abs().max()
+    assert 1e-5 < gap < 0.2
+    half.learn(batch, LikelihoodLoss(), counts(batch))
+    assert all(tensor.dtype == torch.float32 for tensor in half.full_weights().values())
+
+
+def test_two_grpo_steps_and_a_step_back_equal_the_local_engines(two: Group) -> None:
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    there, here = engines(two, lr=2e-4)
+    found = []
+    for engine in (Paired(there, local("data/tiny-arith", device="cpu")), here):
+        pipe = wb.recipes.grpo(engine, group_size=4, kl_coef=0.001, max_tokens=32)
+        wb.Stepper(pipe, rows.batch(4)).run().back(to="update_actor").run()
+        found.append(wb.Stepper(pipe, rows[4:].batch(4)).run().batch)
+    assert torch.equal(found[0]["responses"], found[1]["responses"])
+    for name in ("old_log_probs", "ref_log_prob", "new_log_probs", "advantages"):
+        torch.testing.assert_close(found[0][name], found[1][name], atol=1e-5, rtol=0)
+    assert difference(there.full_weights(), here.snapshot()["weights"]) < 1e-5
+
+
+# --- what goes wrong on one rank ----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Odd(LikelihoodLoss):
+    """Raises, or waits, at one row."""
+
+    raises: int | None = None
+    waits: float = 0.0
+
+    def __call__(self, outputs: Mapping[str, torch.Tensor], rows: DataProto, normalisers: Normalisers) -> LossOutput:
+        if self.raises is not None and bool((rows["row"] == self.raises).any()):
+            raise KeyError("no such thing")
+        time.sleep(self.waits)
+        found = super().__call__(outputs, rows, normalisers)
+        return LossOutput(found.loss, {"rows": Sum(float(len(rows))), "most": Max(float(rows["row"].max()))})
+
+
+def test_trouble_on_one_rank_reaches_the_driver_and_stops_nobody(two: Group, batch: DataProto) -> None:
+    engine = fsdp("data/tiny-arith", on=two, device="cpu", lr=1e-3, micro_batch_tokens=1)
+    before, state = engine.full_weights(), engine.state_id
+    with pytest.raises(EngineError, match=r"loss raised on rank \d, rows \[4\]: KeyError"):
+        engine.learn(batch, Odd(raises=4), counts(batch))
+    with pytest.raises(NonFinite, match=r"rows \[7\]"):
+        engine.learn(batch, LikelihoodLoss(poison=7), counts(batch))
+    assert engine.state_id == state
+    learned = engine.learn(batch, Odd(), counts(batch))  # empty passes leave no metric behind
+    assert learned.metrics["rows"].result() == 11 and learned.metrics["most"].result() == 10
+    assert engine.state_id != state and difference(before, engine.full_weights()) > 0
+
+
+def test_an_interrupt_stops_all_ranks_at_the_same_place(two: Group, batch: DataProto) -> None:
+    engine = fsdp("data/tiny-arith", on=two, device="cpu", lr=1e-3, micro_batch_tokens=1)
+    before, state, pids = engine.full_weights(), engine.state_id, [worker["pid"] for worker in two.workers]
+    stop = threading.Timer(0.5, background.interrupt)
+    stop.start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(Interrupted):
+            engine.learn(batch, Odd(waits=0.4), counts(batch))
+    finally:
+        stop.join()
+        background.clear()
+    assert time.monotonic() - began < 2
+    assert difference(before, engine.full_weights()) == 0 and [worker["pid"] for worker in two.workers] == pids
+    assert engine.lost is False and state != ""
+    engine.learn(batch, LikelihoodLoss(), counts(batch))
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def test_a_saved_model_is_the_local_engines_file(two: Group, batch: DataProto, tmp_path: Path) -> None:
+    there = fsdp("data/tiny-arith", on=two, device="cpu", lr=1e-3)
+    there.learn(batch, LikelihoodLoss(), counts(batch))
+    there.save(tmp_path / "model")
+    there.save_sharded(tmp_path / "state")
+    export(tmp_path / "state", tmp_path / "exported")
+    opened = local(tmp_path / "model", device="cpu")
+    assert difference(there.score(batch), opened.score(batch)) < 2e-6
+    local("data/tiny-arith", device="cpu").save(tmp_path / "plain")
+    names = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    for made in ("model", "exported"):
+        assert sorted(path.name for path in (tmp_path / made).iterdir()) == names
+        assert (tmp_path / made / "config.json").read_text() == (tmp_path / "plain" / "config.json").read_text()
+        assert difference(there.full_weights(), local(tmp_path / made, device="cpu").snapshot()["weights"]) == 0
+    critic = there.critic(lr=1e-2)
+    critic.learn(batch, LikelihoodLoss(want=("values",)), counts(batch))
+    critic.save(tmp_path / "critic")
+    critic.save_state(tmp_path / "critic_state")
+    again = fsdp("data/tiny-arith", on=two, device="cpu").critic()
+    again.load_state(tmp_path / "critic", tmp_path / "critic_state")
+    assert difference(critic.score(batch, ("values",)), again.score(batch, ("values",))) == 0
+
+
+def test_a_state_of_two_ranks_loads_on_one_and_back(one: Group, two: Group, batch: DataProto, tmp_path: Path) -> None:
+    first = fsdp("data/tiny-arith", on=two, device="cpu", lr=1e-3)
+    first.learn(batch, LikelihoodLoss(), counts(batch))
+    first.commit()
+    first.save_sharded(tmp_path / "two")
+    assert not [path for path in tmp_path.rglob("*") if path.suffix not in (".safetensors", ".json", "")]
+    second = fsdp("data/tiny-arith", on=one, device="cpu", lr=1e-3)
+    second.load_sharded(tmp_path / "two")
+    assert second.version == 1 and difference(first.full_weights(), second.full_weights()) == 0
+    second.save_sharded(tmp_path / "one")
+    back = fsdp("data/tiny-arith", on=two, device="cpu", lr=1e-3)
+    back.load_sharded(tmp_path / "one")
+    found = [
+        engine.learn(batch, LikelihoodLoss(), counts(batch)).metrics["loss"].result()
+        for engine in (first, second, back)
+    ]
+    assert found[0] == found[2] and found[1] == pytest.approx(found[0], rel=1e-6)
+    assert difference(first.full_weights(), back.full_weights()) == 0
+    assert difference(first.full_weights(), second.full_weights()) < 1e-5
+
+
+def test_a_state_with_a_missing_or_short_shard_is_refused(two: Group, batch: DataProto, tmp_path: Path) -> None:
+    engine = fsdp("data/tiny-arith", on=two, device="cpu", lr=1e-3)
+    engine.learn(batch, LikelihoodLoss(), counts(batch))
+    with pytest.raises(CheckpointError, match="no sharded state"):
+        engine.load_sharded(tmp_path)
+    engine.save_sharded(tmp_path / "state")
+    shard = sorted((tmp_path / "state").glob("*.safetensors"))[1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-8])
+    with pytest.raises(CheckpointError, match=f"{shard.name}; expected {len(whole)} bytes"):
+        engine.load_sharded(tmp_path / "state")
+    shard.unlink()
+    with pytest.raises(CheckpointError, match="missing"):
+        engine.load_sharded(tmp_path / "state")
+    assert engine.score(batch)["log_probs"].isfinite().all()
+
+
+def test_a_snapshot_goes_with_its_object(two: Group) -> None:
+    engine = fsdp("data/tiny-arith", on=two, device="cpu")
+    snapshot = engine.snapshot()
+    place = Path(snapshot.folder)
+    assert place.is_dir() and snapshot["version"] == 0 and snapshot["steps"] == 0
+    assert difference(snapshot["weights"], engine.full_weights()) == 0
+    del snapshot
+    assert not place.exists()
+
+
+def test_what_cannot_be_is_refused(two: Group, tmp_path: Path, batch: DataProto) -> None:
+    with pytest.raises(SettingError, match="lora_rank.*engines.local"):
+        fsdp("data/tiny-arith", on=two, lora_rank=4)
+    with pytest.raises(SettingError, match="offload"):
+        fsdp("data/tiny-arith", on=two, offload="disk")
+    with pytest.raises(EngineError, match="no model at"):
+        fsdp(tmp_path / "nowhere", on=two)
+    engine = fsdp("data/tiny-arith", on=two, device="cpu")
+    with pytest.raises(EngineError, match="token id 9999 in row 2"):
+        ids = batch["input_ids"].clone()
+        ids[2, -1], attention = 9999, torch.ones_like(batch["attention_mask"])
+        engine.score(
+            batch.without("input_ids", "attention_mask").with_columns({"input_ids": ids, "attention_mask": attention})
+        )
+
+
+# --- dead workers -------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_is_named_and_the_step_is_run_again(batch: DataProto) -> None:
+    group = local_group(2, device="cpu", threads=1)
+    engine, twin = (fsdp("data/tiny-arith", on=group, device="cpu", lr=1e-3, micro_batch_tokens=1) for _ in range(2))
+    reference = engine.reference()
+    before = reference.score(batch)["log_probs"]
+    for one in (engine, twin):
+        one.learn(batch, LikelihoodLoss(), counts(batch))
+    kept = engine.snapshot()
+    twin.learn(batch, LikelihoodLoss(), counts(batch))
+    undisturbed = twin.full_weights()
+    pids = [worker["pid"] for worker in group.workers]
+    killer = threading.Timer(1.0, os.kill, (pids[1], signal.SIGKILL))
+    killer.start()
+    with pytest.raises(WorkerLost, match=rf"rank 1 \(pid {pids[1]}, of 2\) died; found SIGKILL") as caught:
+        engine.learn(batch, Odd(waits=5.0), counts(batch))
+    seen = time.monotonic()
+    assert caught.value.rank == 1 and caught.value.exit == "SIGKILL"
+    assert not [pid for pid in pids if psutil.pid_exists(pid)] and time.monotonic() - seen < 1
+    with pytest.raises(EngineError, match="restore a snapshot"):
+        engine.score(batch)
+    assert "ended" in repr(engine)
+    engine.restore(kept)  # new workers
+    engine.learn(batch, LikelihoodLoss(), counts(batch))
+    assert difference(engine.full_weights(), undisturbed) == 0
+    assert torch.equal(reference.score(batch)["log_probs"], before)
+    pids = [worker["pid"] for worker in group.workers]
+    group.close()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+class Held:
+    """What a plain worker of these tests holds."""
+
+    def __init__(self, rank: int, size: int, *, fail: int = -1) -> None:
+        if rank == fail:
+            raise ValueError("not on this rank")
+        self.rank = rank
+
+    def place(self, mine: int, shared: str) -> tuple[int, int, str]:
+        return self.rank, mine, shared
+
+    def starve(self, seconds: float) -> None:
+        if self.rank == 1:
+            raise OutOfMemory("no room on rank one")
+        time.sleep(seconds)
+
+    def stumble(self) -> None:
+        if self.rank == 1:
+            raise NonFinite("at rank one")
+
+    def speak_and_wait(self, seconds: float) -> None:
+        print(f"rank {self.rank} is about to wait")
+        time.sleep(seconds)
+
+
+def test_processes_keep_the_contract_of_ranks() -> None:
+    with pytest.raises(EngineError, match="rank 1 raised ValueError(.|\n)*not on this rank"):
+        processes(Held, 2, fail=1)
+    ranks = processes(Held, 2)
+    assert ranks.call("place", "all", each=[(7,), (8,)]) == [(0, 7, "all"), (1, 8, "all")]
+    with pytest.raises(NonFinite, match="at rank one") as caught:
+        ranks.call("stumble")
+    assert "stumble" in str(caught.value.__cause__)
+    ranks.call("speak_and_wait", 0.0)
+    assert ranks.log(1).endswith("rank 1 is about to wait")
+    listening = [c for pid in ranks.pids for c in psutil.Process(pid).net_connections("inet")]
+    assert not listening  # socket pairs alone
+    os.kill(ranks.pids[0], signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(
+        TimeoutError,
+        match=r"ranks \[0, 1\] of 2 did not answer in 1 seconds(.|\n)*\[0\] are stopped(.|\n)*speak_and_wait",
+    ):
+        ranks.call("speak_and_wait", 60.0, timeout=1.0)
+    assert time.monotonic() - began < 5 and not [pid for pid in ranks.pids if psutil.pid_exists(pid)]
+    with pytest.raises(WorkerLost, match="has ended"):
+        ranks.call("place", "x")
+    ranks.close()
+    assert not list(Path(tempfile.gettempdir()).glob(f"{ranks._folder.name}*"))
+
+
+def test_who_waits_for_a_failed_rank_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes_module, "GRACE", 0.5)
+    ranks = processes(Held, 2)
+    with pytest.raises(OutOfMemory, match="rank one") as caught:
+        ranks.call("starve", 60.0)
+    assert "the group was ended" in caught.value.__notes__[0]
+    assert not [pid for pid in ranks.pids if psutil.pid_exists(pid)]
+
+
+def test_a_group_listens_on_loopback_alone(two: Group) -> None:
+    two.start()
+    for worker in two.workers:
+        for one in psutil.Process(worker["pid"]).net_connections("inet"):
+            assert one.laddr.ip in ("127.0.0.1", "::1", "::ffff:127.0.0.1"), one

@@ -1,0 +1,208 @@
+"""Two engines as one: the whole contract of an engine, and that no row is written by other weights than its version says."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench import background
+from workbench.engines import Learner, LogProbModel, Request, Sample, Sampler, local
+from workbench.engines.paired import Paired, paired
+from workbench.engines.weights import in_memory, read_weights, weights_of
+from workbench.errors import EngineError
+from workbench.testing.engines import EngineContract, LikelihoodLoss
+from workbench.testing.models import make_random_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("model") / "random")
+
+
+class TestPaired(EngineContract):
+    @pytest.fixture(autouse=True)
+    def _folder(self, folder: Path) -> None:
+        self.folder = folder
+
+    def make_engine(self, **settings: Any) -> Any:
+        return paired(local(self.folder, device="cpu", **settings), local(self.folder, device="cpu"))
+
+
+REQUESTS = EngineContract.requests()
+
+
+def learn(engine: Any) -> int:
+    """One update, as a stage makes it."""
+    batch = EngineContract().batch(engine)
+    engine.learn(batch, LikelihoodLoss(), EngineContract.counts(batch))
+    return engine.commit()
+
+
+def tokens(samples: list[Sample]) -> list[tuple[tuple[int, ...], int]]:
+    """Ids and version of each; log-probs may differ in their last digit."""
+    return [(sample.ids, sample.version) for sample in samples]
+
+
+class Told:
+    """A local engine that writes down what it is told to do."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.tokenizer, self.told = engine, engine.tokenizer, []
+        self.fail = self.busy = False
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    async def sample(self, request: Request) -> Any:
+        return await self.engine.sample(request)
+
+    def load_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        assert not self.busy, "two pushes at once"
+        self.busy = True
+        self.told.append(f"load {version}")
+        threading.Event().wait(0.05)  # long enough to be cancelled
+        self.busy = False
+        if self.fail:
+            raise EngineError("half-way")
+        state = {"weights": weights, "optimizer": None, "steps": 0, "version": version, "state_id": f"of {version}"}
+        self.engine.restore(state)
+
+    def sleep(self) -> None:
+        self.told.append("sleep")
+
+    def wake(self) -> None:
+        self.told.append("wake")
+
+
+def test_it_is_all_three(folder: Path) -> None:
+    engine = paired(local(folder), local(folder))
+    assert isinstance(engine, Sampler) and isinstance(engine, LogProbModel) and isinstance(engine, Learner)
+    assert engine.max_length == 128 and engine.path == str(folder) and callable(engine.full_kl)
+    assert engine.describe()["sampler"]["path"] == str(folder) and engine.describe()["lora_rank"] == 0
+    assert "learner=LocalEngine" in repr(engine)
+    with pytest.raises(AttributeError, match="nothing_such"):
+        _ = engine.nothing_such
+
+
+def test_rows_carry_the_version_whose_weights_wrote_them(folder: Path) -> None:
+    learner, sampler = local(folder, lr=1e-2), Told(local(folder))
+    engine = paired(learner, sampler)
+    before = engine.sample_many(REQUESTS)
+    assert sampler.told == ["load 0"] and {sample.version for sample in before} == {0}
+    engine.sample_many(REQUESTS)
+    assert sampler.told == ["load 0"]  # nothing moved
+    kept = engine.snapshot()
+    assert learn(engine) == 1
+    after = engine.sample_many(REQUESTS)
+    assert sampler.told == ["load 0", "load 1"] and {sample.version for sample in after} == {1}
+    assert tokens(after) == tokens(learner.sample_many(REQUESTS)) != tokens(before)
+    engine.restore(kept)  # a step back is a move, too
+    assert tokens(engine.sample_many(REQUESTS)) == tokens(before) and sampler.told[2:] == ["load 0"]
+
+
+def test_many_ask_and_one_pushes_also_when_all_are_cancelled(folder: Path) -> None:
+    sampler = Told(local(folder))
+    engine = paired(local(folder), sampler)
+
+    async def cancelled() -> None:
+        asked = [asyncio.ensure_future(engine.sample(request)) for request in REQUESTS]
+        await asyncio.sleep(0.02)
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    background.run(cancelled())
+    assert len(engine.sample_many(REQUESTS)) == 6 and sampler.told == ["load 0"]
+
+
+def test_a_push_that_failed_is_made_again(folder: Path) -> None:
+    sampler = Told(local(folder))
+    engine = paired(local(folder), sampler)
+    sampler.fail = True
+    with pytest.raises(EngineError, match="half-way"):
+        engine.sample_many(REQUESTS[:1])
+    sampler.fail = False
+    assert engine.sample_many(REQUESTS[:1]) and sampler.told == ["load 0", "load 0"]
+
+
+def test_on_a_shared_device_the_sampler_sleeps_while_the_learner_works(folder: Path) -> None:
+    sampler = Told(local(folder))
+    engine = paired(local(folder), sampler, share_device=True)
+    batch = EngineContract().batch(engine)
+    engine.score(batch)
+    engine.score(batch)
+    engine.sample_many(REQUESTS)  # nothing moved: it wakes, and keeps its weights
+    assert sampler.told == ["load 0", "sleep", "wake"]
+    learn(engine)
+    engine.sample_many(REQUESTS)
+    assert sampler.told[3:] == ["sleep", "wake", "load 1"]
+    with pytest.raises(EngineError, match=r"a sampler with sleep\(\)"):
+        paired(local(folder), local(folder), share_device=True)
+
+
+def test_engines_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
+    other = local(make_random_model(tmp_path / "other", vocabulary=32))
+    with pytest.raises(EngineError, match="64 and 32 tokens, 32 entries"):
+        paired(local(folder), other)
+    one = local(folder)
+    with pytest.raises(EngineError, match="two engines"):
+        paired(one, one)
+
+
+def test_weights_are_whole_tied_heads_and_merged_adapters_included(folder: Path) -> None:
+    learner = local(folder, lr=1e-2)
+    found = weights_of(learner)
+    assert set(found) == set(learner._model.state_dict())
+    assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+    adapted = local(folder, lora_rank=4, lr=1e-1)
+    engine: Paired = paired(adapted, local(folder))
+    learn(engine)
+    merged = weights_of(adapted)
+    assert set(merged) == set(found)
+    assert not torch.equal(merged["model.layers.0.self_attn.q_proj.weight"], found["model.layers.0.self_attn.q_proj.weight"])  # fmt: skip
+    batch = EngineContract().batch(engine)  # sampled by the plain model, scored by the adapted one
+    torch.testing.assert_close(engine.score(batch)["log_probs"], batch["rollout_log_probs"], atol=2e-5, rtol=0)
+    with pytest.raises(EngineError, match="no such file"):
+        read_weights(Path("data"))
+
+
+def test_a_file_in_memory_is_a_safetensors_file_that_leaves_nothing() -> None:
+    from safetensors.torch import load_file
+
+    given = {
+        "a": torch.arange(6.0).view(2, 3).t(),  # not contiguous
+        "b": torch.tensor([1, 2]),
+        "none": torch.zeros(0, 4),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+    }
+    with in_memory(given) as path:
+        assert all(torch.equal(load_file(path)[name], tensor) for name, tensor in given.items())
+        assert Path(path).exists()
+    assert not Path(path).exists()
+    with in_memory(given, torch.bfloat16) as path:
+        found = load_file(path)
+    assert found["a"].dtype == torch.bfloat16 and found["b"].dtype == torch.int64
+    assert found["a"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+@pytest.mark.slow
+def test_two_steps_are_those_of_one_engine(tiny: str) -> None:
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    found = []
+    for engine in (local(tiny, lr=1e-3), paired(local(tiny, lr=1e-3), local(tiny))):
+        pipe = wb.recipes.grpo(engine, group_size=4, max_tokens=32)
+        stepper = wb.Stepper(pipe, rows.batch(4)).run()
+        assert stepper.batch["policy_version"].unique().tolist() == [0]
+        stepper = wb.Stepper(pipe, rows.batch(4, step=2)).run()
+        assert stepper.batch["policy_version"].unique().tolist() == [1] and engine.version == 2
+        found.append((stepper.batch["responses"], engine.snapshot()["weights"]))
+    assert torch.equal(found[0][0], found[1][0])
+    for name, tensor in found[0][1].items():
+        torch.testing.assert_close(tensor, found[1][1][name], atol=1e-6, rtol=0)

@@ -1,0 +1,400 @@
+"""Real vLLM, on the CPU: what it samples is what the trainer computes, before and after weights are pushed, and every way in
+which its process can fail is an error that says so."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench import background
+from workbench.dataproto import DataProto
+from workbench.engines import Classifier, Request, Sample, Sampler, SamplingSettings, classifier, local
+from workbench.engines.paired import paired
+from workbench.engines.vllm import VllmEngine, vllm
+from workbench.engines.vllm_classifier import vllm_classifier
+from workbench.engines.vllm_link import cause_in
+from workbench.engines.vllm_served import VllmSettings, importable, interpreter
+from workbench.engines.weights import weights_of
+from workbench.errors import EngineError, Interrupted, SettingError, WorkerLost
+from workbench.stages.rollout import columns_of
+from workbench.testing.engines import EngineContract
+from workbench.testing.models import make_random_model
+
+needs_vllm = pytest.mark.skipif(
+    not importable(interpreter(VllmSettings())),
+    reason="vLLM is not installed: pip install 'workbench[vllm]', or name an interpreter in WORKBENCH_VLLM_PYTHON",
+)
+slow = pytest.mark.slow
+TOLERANCE = 1e-4
+"""Largest difference of a log-prob, in nats, between vLLM and transformers, both in float32."""
+SETTINGS: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory_mb": 64, "stall_seconds": 60}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[VllmEngine]:
+    with vllm("data/tiny-arith", **SETTINGS) as made:
+        yield made
+
+
+def asked(engine: Any, count: int = 24, **settings: Any) -> list[Request]:
+    """Sums in the model's own words, each with a seed."""
+    chosen = SamplingSettings(**{"max_tokens": 40, **settings})
+    texts = [f"What is {7 * n} + {n + 30}?" for n in range(count)]
+    chats = [
+        engine.tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+        for text in texts
+    ]  # fmt: skip
+    return [Request(tuple(engine.tokenizer.encode(text)), chosen, 1000 + n) for n, text in enumerate(chats)]
+
+
+def gap(learner: Any, requests: list[Request], samples: list[Sample]) -> float:
+    """Largest difference of the sampled tokens' log-probs from the trainer's, in nats."""
+    batch = DataProto.from_single_dict(columns_of([one.ids for one in requests], samples, 0))
+    scored = learner.score(batch, temperature=requests[0].settings.temperature or 1.0)["log_probs"]
+    return float((scored - batch["rollout_log_probs"]).abs().max())
+
+
+def moved(learner: Any, steps: int = 3) -> Any:
+    """The learner after updates that change what it says."""
+    from workbench.testing.engines import LikelihoodLoss
+
+    requests = asked(learner, 8)
+    batch = DataProto.from_single_dict(columns_of([one.ids for one in requests], learner.sample_many(requests), 0))
+    for _ in range(steps):
+        learner.learn(batch, LikelihoodLoss(), EngineContract.counts(batch))
+    learner.commit()
+    return learner
+
+
+@needs_vllm
+@slow
+class TestPairedWithVllm(EngineContract):
+    """The whole contract of an engine; a learner made afresh for each test is pushed to the one vLLM."""
+
+    @pytest.fixture(autouse=True)
+    def _sampler(self, engine: VllmEngine) -> None:
+        self.sampler = engine
+
+    def make_engine(self, **settings: Any) -> Any:
+        return paired(local("data/tiny-arith", device="cpu", **settings), self.sampler)
+
+
+@needs_vllm
+@slow
+class TestVllm:
+    @pytest.mark.parametrize(
+        "settings", [{}, {"temperature": 0.5}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.7}, {"temperature": 0.0}], ids=str
+    )  # fmt: skip
+    def test_log_probs_are_the_trainers(self, engine: VllmEngine, settings: dict[str, Any]) -> None:
+        """At any temperature, and before top-k and top-p, also where requests of several kinds share a batch."""
+        learner = local("data/tiny-arith")
+        engine.sync(learner)
+        requests, others = asked(engine, **settings), asked(engine, temperature=0.9, top_p=0.95)
+        samples = engine.sample_many([*requests, *others])
+        assert gap(learner, requests, samples[: len(requests)]) < TOLERANCE
+        assert gap(learner, others, samples[len(requests) :]) < TOLERANCE
+
+    def test_greedy_tokens_are_the_local_engines(self, engine: VllmEngine) -> None:
+        learner = local("data/tiny-arith")
+        engine.sync(learner)
+        requests = asked(engine, temperature=0.0)
+        mine, theirs = learner.sample_many(requests), engine.sample_many(requests)
+        assert [one.ids for one in mine] == [one.ids for one in theirs]
+        assert [one.finish_reason for one in mine] == [one.finish_reason for one in theirs]
+
+    def test_samples_follow_the_distribution(self, engine: VllmEngine) -> None:
+        learner = local("data/tiny-arith")
+        engine.sync(learner)
+        prompt = asked(engine, 1)[0].ids
+        settings = SamplingSettings(max_tokens=1, temperature=2.0, ignore_eos=True)
+        drawn = engine.sample_many([Request(prompt, settings, seed) for seed in range(3000)])
+        with torch.no_grad():
+            expected = torch.softmax(learner._model(input_ids=torch.tensor([prompt])).logits[0, -1] / 2, -1)
+        found = torch.bincount(torch.tensor([one.ids[0] for one in drawn]), minlength=len(expected)) / len(drawn)
+        assert (found - expected).abs().max() < 0.03
+
+    def test_a_push_makes_its_log_probs_the_trainers(self, engine: VllmEngine) -> None:
+        """Also for a prompt whose cache the old weights wrote, and for a tied head."""
+        learner = local("data/tiny-arith", lr=1e-3)
+        engine.sync(learner)
+        requests = [dataclasses.replace(one, ids=one.ids * 3) for one in asked(engine)]  # long enough to be cached
+        before = engine.sample_many(requests)
+        moved(learner)
+        assert gap(learner, requests, before) > 0.05  # the old weights' samples
+        assert engine.sync(learner) < 30 and engine.version == 1
+        after = engine.sample_many(requests)
+        assert gap(learner, requests, after) < TOLERANCE and {one.version for one in after} == {1}
+
+    def test_a_push_waits_for_the_rows_before_it(self, engine: VllmEngine) -> None:
+        """A row is written by one version, whatever was under way."""
+        old, new = local("data/tiny-arith"), moved(local("data/tiny-arith", lr=1e-3))
+        engine.sync(old)
+        requests = asked(engine, ignore_eos=True, max_tokens=100)
+
+        async def beside() -> list[Sample]:
+            first = [asyncio.ensure_future(engine.sample(one)) for one in requests]
+            await asyncio.sleep(0.1)
+            pushed = asyncio.to_thread(engine.load_weights, weights_of(new), 7)
+            _, second = await asyncio.gather(pushed, _later(engine, requests))
+            return [*await asyncio.gather(*first), *second]
+
+        found = background.run(beside())
+        assert [one.version for one in found] == [0] * len(requests) + [7] * len(requests)
+        assert gap(old, requests, found[: len(requests)]) < TOLERANCE
+        assert gap(new, requests, found[len(requests) :]) < TOLERANCE
+
+    def test_merged_adapters_are_pushed(self, engine: VllmEngine) -> None:
+        learner = local("data/tiny-arith", lora_rank=4, lr=3e-2)
+        both = paired(learner, engine)
+        moved(learner)
+        requests = asked(engine)
+        assert gap(learner, requests, both.sample_many(requests)) < TOLERANCE
+
+    def test_a_failed_push_is_named_and_the_next_repairs_it(self, engine: VllmEngine) -> None:
+        learner = local("data/tiny-arith")
+        weights = weights_of(learner)
+        with pytest.raises(EngineError, match="nonsense"):
+            engine.load_weights({**weights, "model.nonsense.weight": torch.zeros(2)}, 3)
+        with pytest.raises(EngineError, match="push again"):
+            engine.sample_many(asked(engine, 1))
+        engine.load_weights(weights, 4)
+        requests = asked(engine)
+        assert gap(learner, requests, engine.sample_many(requests)) < TOLERANCE and engine.version == 4
+
+    def test_stop_texts_end_a_response_and_are_kept(self, engine: VllmEngine) -> None:
+        learner = local("data/tiny-arith")
+        engine.sync(learner)
+        free = engine.sample_many(asked(engine, 4, ignore_eos=True, temperature=0.0))
+        word = engine.tokenizer.decode([free[0].ids[5]])
+        requests = asked(engine, 4, ignore_eos=True, temperature=0.0, stop=(word,))
+        cut = engine.sample_many(requests)
+        assert cut[0].finish_reason == "stop" and cut[0].ids == free[0].ids[: len(cut[0].ids)]
+        assert engine.tokenizer.decode([cut[0].ids[-1]]) == word
+        assert [one.ids for one in cut] == [one.ids for one in learner.sample_many(requests)]
+
+    def test_what_it_cannot_do_is_refused_and_the_rest_goes_on(self, engine: VllmEngine) -> None:
+        good = asked(engine, 1)[0]
+        with pytest.raises(EngineError, match="token id 512.*0 to 511"):
+            engine.sample_many([Request((5, 512), good.settings, 0)])
+        with pytest.raises(EngineError, match="1 to 255 tokens.*found 256"):
+            engine.sample_many([Request((5,) * 256, good.settings, 0)])
+        with pytest.raises(EngineError, match=r"0 or ≥ 0\.01"):
+            engine.sample_many([Request((5,), SamplingSettings(temperature=1e-3), 0)])
+        with pytest.raises(EngineError, match="sleep.*CPU"):
+            engine.sleep()
+        assert engine.sample_many([good]) and isinstance(engine, Sampler)
+        assert engine.max_length == 256 and "version" in repr(engine) and "env" not in engine.describe()
+
+    def test_an_interrupt_aborts_the_requests(self, engine: VllmEngine) -> None:
+        long = asked(engine, 64, ignore_eos=True, max_tokens=200)
+        flag = threading.Timer(0.1, background.interrupt)
+        flag.start()
+        try:
+            with pytest.raises(Interrupted):
+                engine.sample_many(long)
+        finally:
+            flag.join()
+            background.clear()
+
+        async def cancelled() -> None:
+            work = asyncio.gather(*(engine.sample(one) for one in long))
+            await asyncio.sleep(0.1)
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+        background.run(cancelled())
+        began = time.monotonic()
+        engine.sync(local("data/tiny-arith"))  # waits for what is under way, and nothing is
+        assert time.monotonic() - began < 1 and len(engine.sample_many(long[:2])) == 2
+
+    def test_it_is_a_judge(self, engine: VllmEngine) -> None:
+        answer = asyncio.run(
+            wb.engines.chat(engine).complete(
+                [{"role": "user", "content": "What is 2 + 3?"}], max_tokens=8, temperature=0.0, seed=0
+            )
+        )
+        assert answer.tokens <= 8 and answer.text
+
+
+async def _later(engine: VllmEngine, requests: list[Request]) -> list[Sample]:
+    await asyncio.sleep(0.05)
+    return list(await asyncio.gather(*(engine.sample(one) for one in requests)))
+
+
+@needs_vllm
+@slow
+def test_two_steps_of_grpo(engine: VllmEngine) -> None:
+    """Sampled by vLLM, learnt here; the difference of the two is a metric of each step."""
+    both = paired(local("data/tiny-arith", lr=1e-3), engine)
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=200)
+    pipe = wb.recipes.grpo(both, group_size=4, max_tokens=48)
+    for step in (1, 2):
+        stepper = wb.Stepper(pipe, rows.batch(8, step=step)).run()
+        assert stepper.batch["policy_version"].unique().tolist() == [step - 1]
+        difference = (stepper.batch["old_log_probs"] - stepper.batch["rollout_log_probs"]).abs().max()
+        assert difference < TOLERANCE
+        assert stepper.trace.metrics["training/rollout_probs_diff_max"] < TOLERANCE
+    assert both.version == 2
+
+
+@needs_vllm
+@slow
+class TestItsProcess:
+    def test_same_seed_same_tokens_on_a_fresh_engine(self, engine: VllmEngine) -> None:
+        """And with the scheduler in a process of its own."""
+        engine.sync(local("data/tiny-arith"))
+        with vllm("data/tiny-arith", **SETTINGS, multiprocess=True) as other:
+            requests = asked(engine)
+            assert [one.ids for one in engine.sample_many(requests)] == [one.ids for one in other.sample_many(requests)]
+            learner = moved(local("data/tiny-arith", lr=1e-3))
+            other.sync(learner)
+            assert gap(learner, requests, other.sample_many(requests)) < TOLERANCE
+            group = other.pid
+        assert _members(group) == []
+
+    def test_two_ranks_share_a_model(self) -> None:
+        there = _shared_memory()
+        with vllm("data/tiny-arith", **SETTINGS, tensor_parallel_size=2) as engine:
+            requests, learner = asked(engine), moved(local("data/tiny-arith", lr=1e-3))
+            assert gap(local("data/tiny-arith"), requests, engine.sample_many(requests)) < TOLERANCE
+            engine.sync(learner)
+            assert gap(learner, requests, engine.sample_many(requests)) < TOLERANCE
+            made = _shared_memory() - there
+        assert made and not made & _shared_memory()
+
+    def test_a_killed_process_is_a_named_error_and_can_be_started_again(self) -> None:
+        learner = local("data/tiny-arith")
+        with paired(learner, vllm("data/tiny-arith", **SETTINGS)) as both:
+            requests = asked(learner, 64, ignore_eos=True, max_tokens=200)
+            first, group = both.sampler.sample_many(requests[:2]), both.sampler.pid
+            threading.Timer(0.1, os.kill, (group, signal.SIGKILL)).start()
+            began = time.monotonic()
+            with pytest.raises(WorkerLost, match="(?s)was ended by SIGKILL.*restart") as lost:
+                both.sample_many(requests)
+            assert time.monotonic() - began < 5 and lost.value.exit == "SIGKILL"
+            with pytest.raises(WorkerLost, match="SIGKILL"):  # and for whoever asks later
+                both.sample_many(requests[:1])
+            assert _members(group) == []
+            both.restart()
+            assert [one.ids for one in both.sample_many(requests[:2])] == [one.ids for one in first]
+            folder = both.sampler._link.folder
+        assert not folder.exists() and _members(both.sampler.pid or group) == []
+        with pytest.raises(EngineError, match="closed"):
+            both.sample_many(requests[:1])
+
+    def test_it_ends_with_the_kernel_that_made_it(self) -> None:
+        before = set(Path(tempfile.gettempdir()).glob("workbench-vllm-*"))
+        made = f"from workbench.engines import vllm; e = vllm('data/tiny-arith', **{SETTINGS}); print(e.pid, flush=True); input()"
+        with subprocess.Popen([sys.executable, "-c", made], stdin=PIPE, stdout=PIPE, text=True) as kernel:
+            assert kernel.stdout
+            group = int(kernel.stdout.readline())
+            assert _members(group)
+            kernel.kill()
+        end = time.monotonic() + 5
+        while _members(group) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert _members(group) == []
+        assert not set(Path(tempfile.gettempdir()).glob("workbench-vllm-*")) - before
+
+    def test_a_process_that_hangs_is_taken_for_dead(self) -> None:
+        with vllm("data/tiny-arith", **{**SETTINGS, "stall_seconds": 2}) as engine:
+            os.kill(engine.pid or 0, signal.SIGSTOP)
+            with pytest.raises(WorkerLost, match="has said nothing for 2 s"):
+                engine.sample_many(asked(engine, 1))
+            assert _members(engine.pid) == []
+
+    def test_vllms_own_words_when_it_does_not_start(self) -> None:
+        with pytest.raises(EngineError, match="(?s)vLLM did not start.*greater than the derived max_model_len"):
+            vllm("data/tiny-arith", max_model_len=100_000)
+        with pytest.raises(EngineError, match="vLLM did not start; found ValueError.*cache"):  # only its log has it
+            vllm("data/tiny-arith", max_model_len=512, kv_cache_memory_mb=1, multiprocess=True)
+
+    def test_vllms_own_words_when_its_engine_dies(self, tmp_path: Path) -> None:
+        """A head of 16 has no CPU kernel, which vLLM finds out late."""
+        with vllm(make_random_model(tmp_path / "small")) as engine:
+            with pytest.raises(EngineError, match="(?s)head_dim=16.*restart"):
+                engine.sample_many([Request((1, 5), SamplingSettings(), 0)])
+            assert _members(engine.pid) == []
+
+
+@needs_vllm
+@slow
+def test_a_reward_model_gives_the_raw_scalar() -> None:
+    path = "data/tiny-reward-model"
+    texts = ["3 + 4 = 7", "What is 2 + 2? 5", "a" * 30]
+
+    async def all_of(model: Any) -> list[tuple[float, int]]:
+        found = await asyncio.gather(*(model.classify(text) for text in texts))
+        return [(one.value, one.tokens) for one in found]
+
+    with vllm_classifier(path, **SETTINGS) as served:
+        assert isinstance(served, Classifier) and served.describe() == f"vLLM {path}" and "process" in repr(served)
+        for (mine, length), (theirs, same) in zip(
+            background.run(all_of(served)), background.run(all_of(classifier(path))), strict=True
+        ):
+            assert mine == pytest.approx(theirs, abs=1e-4) and length == same
+        with pytest.raises(EngineError, match="1 to 256 tokens.*prompt_length"):
+            background.run(served.classify("word " * 300))
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("vllm_*")}
+
+
+def _members(group: int | None) -> list[int]:
+    """Processes of a process group that are not over."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(int(status.parent.name))
+    return found
+
+
+def test_models_and_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="no model at 'data/nowhere'"):
+        vllm("data/nowhere")
+    with pytest.raises(SettingError, match="did you mean 'max_model_len'"):
+        vllm("data/tiny-arith", max_modellen=3)
+    with pytest.raises(SettingError, match="gpu_memory_utilization"):
+        vllm("data/tiny-arith", gpu_memory_utilization=1.5)
+    adapter = local(make_random_model(tmp_path / "model"), lora_rank=2)
+    adapter.save(tmp_path / "adapter")
+    with pytest.raises(EngineError, match="is an adapter.*merged weights are pushed"):
+        vllm(tmp_path / "adapter")
+
+
+def test_where_vllm_is_missing_the_message_says_what_to_install(tmp_path: Path) -> None:
+    bare = tmp_path / "python"  # an interpreter without any package, under another name
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    with pytest.raises(EngineError, match=r"vLLM is not installed.*pip install 'workbench\[vllm\]'"):
+        vllm("data/tiny-arith", python=str(bare))
+    with pytest.raises(EngineError, match="cannot start"):
+        vllm("data/tiny-arith", python=str(tmp_path / "none"))
+
+
+def test_the_root_cause_is_found_in_a_log() -> None:
+    log = """(EngineCore pid=1) ERROR 01-01 [core.py:9] Traceback (most recent call last):
+(EngineCore pid=1) ERROR 01-01 [core.py:9] ValueError: No room for the cache: 1 MiB
+(APIServer pid=2) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"""
+    assert cause_in(log) == "ValueError: No room for the cache: 1 MiB"
+    assert cause_in("all is well\nRuntimeError: Engine core initialization failed.") == ""

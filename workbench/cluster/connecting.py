@@ -1,0 +1,280 @@
+"""Starting a local cluster, attaching to a running one, and leaving either: quiet, on loopback, with nothing joined by accident."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workbench.cluster import found
+from workbench.cluster.environment import Environment
+from workbench.errors import EngineError, first_line, message
+
+HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 3}
+"""A lost node is seen within ten seconds; Ray's own settings take over a minute."""
+NOTES = 100
+"""That are kept."""
+NAMESPACE = "workbench"
+_TOKEN = "put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token"
+
+
+@dataclass
+class Link:
+    """A connection, and what it takes to end it."""
+
+    started: bool
+    """Whether the cluster is ours to stop."""
+    address: str
+    session: str
+    processes: tuple[found.Process, ...] = ()
+    record: Path | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """In a line."""
+        return f"the local cluster at {self.address}" if self.started else f"the cluster at {self.address}, attached"
+
+
+def require_ray() -> None:
+    """Raises `EngineError` naming what to install where Ray is not, or is in use already."""
+    if importlib.util.find_spec("ray") is None:
+        raise EngineError(
+            message("Ray is not installed", do="pip install 'ray>=2.60,<2.61', or keep to wb.engines.local(…)")
+        )
+    import ray
+
+    if ray.is_initialized():
+        raise EngineError(
+            message(
+                "Ray is in use in this process, started by somebody else", do="ray.shutdown() first, then wb.cluster(…)"
+            )
+        )
+
+
+def start(environment: Environment, gpus: int | None, cpus: int | None, store: int | None, dashboard: bool) -> Link:
+    """A cluster of this process's own on this machine; it ends with the process."""
+    import ray
+
+    _forget_token()
+    notes = [f"a cluster runs at {one}; it was not joined: wb.cluster({one!r}) would" for one in found.running()]
+    for where, one in found.pointed_at().items():
+        if not any(one in note for note in notes):
+            notes.append(f"{where} names {one}; it was not joined: wb.cluster({one!r}) would")
+    os.environ.setdefault(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+    )  # Ray warns without; a rank without GPUs needs none
+    os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+    options: dict[str, Any] = {
+        "num_cpus": cpus,
+        "num_gpus": gpus,
+        "object_store_memory": store,
+        "_system_config": HEALTH,
+    }
+    with _quiet(), _named("starting a local cluster", environment):
+        context: Any = ray.init(
+            address="local", include_dashboard=dashboard, dashboard_host="127.0.0.1", **_common(environment), **options
+        )
+    session = Path(context.address_info["session_dir"]).name
+    _listen(notes)
+    members = tuple(found.of_session(session))
+    _close_token_file()
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        notes.append("RAY_AUTH_MODE is not token: whoever reaches this machine's ports can run code in this cluster")
+    return Link(True, context.address_info["gcs_address"], session, members, found.remember(session, members), notes)
+
+
+def _forget_token() -> None:
+    """Ray reads its token once a process; the next cluster may have another."""
+    from ray._raylet import AuthenticationTokenLoader
+
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def attach(address: str, environment: Environment, seconds: float) -> Link:
+    """Join a running cluster. Raises `EngineError` in about `seconds` where nothing answers or the token is wrong."""
+    import ray
+
+    target = _resolved(address)
+    why = found.answers(target.removeprefix("ray://"))
+    if why is not None:
+        raise EngineError(_nothing(f"nothing answers at {target}", why))
+    _forget_token()
+    if not target.startswith("ray://"):
+        _probe(target, seconds / 2)
+    with _quiet(), _named(f"attaching to {target}", environment):
+        context = ray.init(address=target, **_common(environment))
+    info: Mapping[str, Any] = getattr(context, "address_info", None) or {}
+    notes = (
+        []
+        if info
+        else ["over ray:// batches travel at a tenth of a gigabyte a second: run the notebook on the cluster"]
+    )
+    _listen(notes)
+    return Link(False, target, Path(str(info.get("session_dir", ""))).name, notes=notes)
+
+
+def leave(link: Link) -> list[str]:
+    """Disconnect; where the cluster is ours see that every process of it ends. What had to be killed, in sentences."""
+    import ray
+
+    members: tuple[found.Process, ...] = ()
+    if link.started:
+        members = tuple({*link.processes, *found.of_session(link.session)})
+    with _quiet():
+        ray.shutdown()
+    _listen(None)
+    if not link.started:
+        return []
+    late = found.end(members)
+    if link.record is not None:
+        link.record.unlink(missing_ok=True)
+    return [f"had to end {found.shown(late)}"] if late else []
+
+
+def _probe(target: str, seconds: float) -> None:
+    """Ask a head whether it is one: `ray.init` waits for ever for a port that listens and says nothing."""
+    import grpc
+    from ray.core.generated import gcs_service_pb2_grpc
+    from ray.core.generated.gcs_service_pb2 import CheckAliveRequest  # type: ignore[attr-defined]
+
+    def ask(metadata: list[tuple[str, str]]) -> Any:
+        with grpc.insecure_channel(target) as channel:
+            stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+            try:
+                stub.CheckAlive(CheckAliveRequest(), timeout=seconds, metadata=metadata)
+            except grpc.RpcError as error:
+                return error.code()
+            return None
+
+    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+        return  # the head answers those only that show a certificate; ray.init does
+    said = ask([])
+    if said is grpc.StatusCode.UNAUTHENTICATED:
+        token = _token()
+        said = ask([("authorization", f"Bearer {token}")]) if token else said
+        if said is grpc.StatusCode.UNAUTHENTICATED:
+            what = "a token that it does not know" if token else "no token here"
+            raise EngineError(message(f"the cluster at {target} wants its token", found=what, do=_TOKEN))
+        _send_token()
+    if said is not None:
+        raise EngineError(_nothing(f"what listens at {target} does not answer as a Ray head", said.name))
+
+
+def _send_token() -> None:
+    """Ray sends its token by itself only to a cluster that it starts."""
+    from ray._private.authentication.authentication_token_setup import _enable_token_auth
+
+    _enable_token_auth()
+
+
+def _token() -> str | None:
+    """Where Ray looks, in its order."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return os.environ["RAY_AUTH_TOKEN"]
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8").strip()
+    return None
+
+
+# --- how ------------------------------------------------------------------------------------------
+
+
+def _common(environment: Environment) -> dict[str, Any]:
+    return {
+        "namespace": NAMESPACE,
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "runtime_env": dict(environment.ray) or None,
+    }
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ray's own talk stays out of the cell."""
+    log = logging.getLogger("ray")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def _listen(notes: list[str] | None) -> None:
+    """What Ray would print into whichever cell runs, a lost node say, becomes a note; None: printed again."""
+    from ray._private import worker
+
+    def note(data: Mapping[str, Any], **_: Any) -> None:
+        into = notes if notes is not None else []
+        for said in data.get("lines", ()):
+            first = str(said).strip().split("\n")[0][:300]
+            if first and first not in into:
+                into.append(first)
+                del into[:-NOTES]
+
+    kept = getattr(worker, "_workbench_printed", worker.print_to_stdstream)
+    vars(worker)["_workbench_printed"] = kept
+    vars(worker)["print_to_stdstream"] = note if notes is not None else kept
+
+
+@contextmanager
+def _named(what: str, environment: Environment) -> Iterator[None]:
+    """Whatever Ray raises becomes one error of ours, without the values of variables."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is named and freed of secrets
+        import ray
+
+        text = environment.redact(first_line(error, 600))
+        token = "auth" in str(error).lower() or "token" in str(error).lower()
+        with suppress(Exception):
+            ray.shutdown()  # half a connection would be in the way of the next try
+        raise EngineError(message(f"{what} failed", found=text, do=_TOKEN if token else None)) from None
+
+
+def _resolved(address: str) -> str:
+    """`host:port` or `ray://…`. Raises `EngineError` saying what was found where `auto` is not one cluster."""
+    if address != "auto":
+        return address
+    if os.environ.get("RAY_ADDRESS") not in (None, "", "auto", "local"):
+        return os.environ["RAY_ADDRESS"]
+    live = {one for one in (*found.pointed_at().values(), *found.running()) if found.answers(one, 1.0) is None}
+    if len(live) != 1:
+        what = (
+            f"{len(live)} clusters run here, auto cannot choose"
+            if live
+            else "no running cluster was found on this machine"
+        )
+        raise EngineError(_nothing(what, ", ".join(sorted(live)) or None))
+    return live.pop()
+
+
+def _nothing(what: str, why: str | None) -> str:
+    dead = [
+        f"{where} names {one}, where nothing answers"
+        for where, one in found.pointed_at().items()
+        if found.answers(one, 1.0)
+    ]
+    running = found.running()
+    seen = [*([why] if why else []), *dead, *([f"running here: {', '.join(running)}"] if running else [])]
+    return message(
+        what,
+        found="; ".join(seen) or None,
+        do="give the head's host:port, start one with `ray start --head`, or wb.cluster() for one of your own",
+    )
+
+
+def _close_token_file() -> None:
+    """Ray writes its token readable for all; nobody else needs it."""
+    path = Path.home() / ".ray" / "auth_token"
+    with suppress(OSError):
+        if path.stat().st_uid == os.getuid():
+            path.chmod(stat.S_IRUSR | stat.S_IWUSR)

@@ -1,0 +1,87 @@
+"""`runtime_env` as Ray users write it (a dict, or a yaml file), its secrets kept out of everything that is shown or logged.
+
+Ray writes a runtime environment, values and all, into its own log files. So variables do not travel in it: they are set in
+each worker before it imports anything. Only what a process must have at its start goes the other way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import SettingError, message
+
+_AT_START = re.compile(r"^(LD_|PYTHON|MALLOC_|GLIBC_|PATH$|RAY_)")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_HIDDEN = "•••"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A runtime environment in two halves: what Ray is given, and the variables that workers set themselves."""
+
+    ray: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(source: str | Path | Mapping[str, Any] | None) -> Environment:
+        """From a mapping, a yaml file, or nothing. Raises `SettingError`, never quoting a value."""
+        spec = _read(source)
+        variables = spec.pop("env_vars", None) or {}
+        if not isinstance(variables, Mapping):
+            raise SettingError(
+                message("runtime_env env_vars", expected="names and texts", found=type(variables).__name__)
+            )
+        odd = [name for name, value in variables.items() if not isinstance(value, str)]
+        if odd:
+            raise SettingError(
+                message(f"runtime_env env_vars {', '.join(map(str, odd))}", expected="texts", do="quote them")
+            )
+        return Environment(spec, dict(variables))
+
+    def at_start(self) -> dict[str, str]:
+        """Variables that a process must have when it starts; they pass through Ray's files."""
+        return {
+            name: value for name, value in self.variables.items() if _AT_START.match(name) and not _SECRET.search(name)
+        }
+
+    def joined(self, more: Mapping[str, str] | None) -> Environment:
+        """With more variables, which win."""
+        return Environment(self.ray, {**self.variables, **(more or {})})
+
+    def redact(self, text: str) -> str:
+        """A text without the variables' values: of eight characters or more, of four where the name says secret."""
+        for name, value in sorted(self.variables.items(), key=lambda one: -len(one[1])):
+            if len(value) >= (4 if _SECRET.search(name) else 8):
+                text = text.replace(value, _HIDDEN)
+        return text
+
+    def __repr__(self) -> str:
+        parts = [*sorted(self.ray), *(f"{name}={_HIDDEN}" for name in sorted(self.variables))]
+        return f"Environment({', '.join(parts)})"
+
+
+def _read(source: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
+    if source is None:
+        return {}
+    if isinstance(source, Mapping):
+        return dict(source)
+    import yaml
+
+    path = Path(source)
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise SettingError(
+            message(f"runtime_env {str(path)!r}", expected="a yaml file", found=error.strerror)
+        ) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)  # the error's own text quotes the line, which may hold a secret
+        where = f"line {mark.line + 1}" if mark is not None else "the file"
+        raise SettingError(message(f"runtime_env {str(path)!r}", expected="yaml", found=f"{where} is not")) from None
+    if not isinstance(found, dict):
+        raise SettingError(message(f"runtime_env {str(path)!r}", expected="a mapping", found=type(found).__name__))
+    return found

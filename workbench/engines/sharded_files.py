@@ -1,0 +1,147 @@
+"""Sharded checkpoints: torch's distributed checkpoint (DCP) with safetensors as its storage, so nothing is unpickled.
+
+    folder/{shard-0000r-….safetensors, one a rank (weights/…, optimizer/…), engine.json}
+
+Each rank writes its own part; any number of ranks reads it again, each its own part. `engine.json`, written last by rank 0,
+lists the files with their sizes. DCP's own file storage keeps its plan in a pickle, which is code to whoever opens it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from workbench.engines.agreement import together
+from workbench.engines.loading import load_tokenizer, save_model
+from workbench.engines.local_settings import LocalSettings
+from workbench.engines.sharding import empty_model
+from workbench.errors import CheckpointError, first_line, message
+
+if TYPE_CHECKING:
+    from workbench.engines.sharded import ShardedModel
+
+RECORD = "engine.json"
+FORMAT = 1
+
+
+def save_shards(model: ShardedModel, folder: str, record: Mapping[str, Any], weights: bool) -> None:
+    """All ranks: the optimizer's state, and the weights where asked for, into an empty folder."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Any] = {}
+    steps: dict[str, float] = {}
+    if weights:
+        tensors |= {f"weights/{name}": value for name, value in model.stored.items()}
+    for name, state in (model.optimizer.state if model.steps else {}).items():
+        steps[name] = float(state["step"])
+        tensors |= {f"optimizer/{name}|{key}": value for key, value in state.items() if key != "step"}
+    if tensors:
+        tensors = {name: value.detach() for name, value in tensors.items()}
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
+    told = None
+    if distributed.get_rank() == 0:
+        try:
+            _write_record(path, {**record, "steps": model.steps, "adam_steps": steps, "weights": weights})
+        except OSError as error:
+            told = first_line(error)
+    together(told)
+
+
+def _write_record(path: Path, record: Mapping[str, Any]) -> None:
+    sizes = {file.name: file.stat().st_size for file in sorted(path.glob("*.safetensors"))}
+    whole = {"format": FORMAT, **record, "files": sizes}
+    with open(path / RECORD, "w") as file:
+        file.write(json.dumps(whole, default=str, indent=1))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_record(folder: str | Path) -> dict[str, Any]:
+    """`engine.json`. Raises `CheckpointError` where it, or a file that it lists, is missing or of another size."""
+    path = Path(folder)
+    if not (path / RECORD).is_file():
+        raise CheckpointError(message(f"no sharded state at {path}", expected=f"{RECORD} and safetensors"))
+    record: dict[str, Any] = json.loads((path / RECORD).read_text())
+    if record.get("format") != FORMAT or "adam_steps" not in record:
+        found = f"format {record.get('format')}"
+        raise CheckpointError(message(f"{path} is no sharded state", expected=f"format {FORMAT}", found=found))
+    for name, size in record["files"].items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != size:
+            found = f"{file.stat().st_size} bytes" if file.is_file() else "it is missing"
+            raise CheckpointError(message(f"sharded state at {path}: {name}", expected=f"{size} bytes", found=found))
+    return record
+
+
+@torch.no_grad()
+def load_shards(model: ShardedModel, folder: str) -> None:
+    """All ranks, as many as there are now: what `save_shards` wrote, back into a model."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    record = read_record(folder)
+    tensors: dict[str, Any] = {}
+    state: dict[str, dict[str, Any]] = {}
+    if record["weights"]:
+        tensors |= {f"weights/{name}": value.detach() for name, value in model.stored.items()}
+    for name, step in record["adam_steps"].items():
+        parameter = model.named[name]
+        moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        tensors |= {f"optimizer/{name}|{key}": value for key, value in moments.items()}
+        state[name] = {"step": torch.tensor(step), **moments}
+    if tensors:
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
+    model.forget()
+    if record["steps"]:
+        model.optimizer.put(state, record["steps"])
+
+
+def read_weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    """All weights of a sharded state, whole, in this process; no ranks are needed."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    record = read_record(folder)
+    if not record["weights"]:
+        raise CheckpointError(
+            message(f"the sharded state at {folder} has no weights", do="they are in the model folder")
+        )
+    reader = HuggingFaceStorageReader(str(folder))
+    found = reader.read_metadata().state_dict_metadata
+    tensors: dict[str, Any] = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)  # type: ignore[union-attr]
+        for name, one in found.items()
+        if name.startswith("weights/")
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what is meant
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return {name.removeprefix("weights/"): tensor for name, tensor in tensors.items()}
+
+
+def write_plain(weights: Mapping[str, torch.Tensor], source: str, path: str, trust_remote_code: bool = False) -> None:
+    """A plain Hugging Face folder of whole weights; configuration and tokenizer are those of `source`."""
+    from transformers import GenerationConfig
+
+    settings = LocalSettings(trust_remote_code=trust_remote_code)
+    model = empty_model(source, settings)
+    head = None
+    if "value_head.weight" in weights:
+        head = torch.nn.Linear(weights["value_head.weight"].shape[1], 1)
+        head.load_state_dict({key: weights[f"value_head.{key}"] for key in ("weight", "bias")})
+    plain = {name: tensor for name, tensor in weights.items() if not name.startswith("value_head.")}
+    model.load_state_dict(plain, strict=False, assign=True)
+    model.tie_weights()
+    if (Path(source) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    save_model(model, head, load_tokenizer(source, model, settings), Path(path))
