@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -120,7 +121,7 @@ def test_status_logs_and_the_timeline(local: Cluster, pair: RayRanks, tmp_path: 
     assert (Path.home() / ".ray" / "auth_token").stat().st_mode & 0o077 == 0, "nobody else reads the token"
     text = repr(local) + repr(now) + local._repr_html_() + repr(pair)
     assert CANARY not in text and "TEST_API_KEY=•••" in text
-    logs = Path("/tmp/ray") / local.link.session
+    logs = Path(tempfile.gettempdir()) / "ray" / local.link.session
     assert not [path for path in logs.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
     assert pair.call("env", "TEST_API_KEY") == [CANARY] * 2 and pair.call("env", "OMP_NUM_THREADS") == ["1"] * 2
 

@@ -92,7 +92,7 @@ def start(environment: Environment, gpus: int | None, cpus: int | None, store: i
 
 def _forget_token() -> None:
     """Ray reads its token once a process; the next cluster may have another."""
-    from ray._raylet import AuthenticationTokenLoader
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined] # compiled
 
     AuthenticationTokenLoader.instance().reset_cache()
 
