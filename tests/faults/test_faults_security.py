@@ -112,7 +112,7 @@ def test_E4_the_tree_has_no_door_for_pickles_or_evaluated_text() -> None:
                 wrong.append(f"{place}:{node.lineno} {called}")
             if called == "torch.load" and "weights_only=True" not in ast.unparse(node):
                 wrong.append(f"{place}:{node.lineno} torch.load without weights_only")
-            if called == "cloudpickle.loads" and path.name not in ("worker.py", "runner.py"):
+            if called == "cloudpickle.loads" and path.name not in ("worker.py", "runner.py", "processes.py"):
                 wrong.append(f"{place}:{node.lineno} {called}")
     assert not wrong, wrong
 
