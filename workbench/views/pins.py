@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from workbench.views.html import escape, fold, pairs_table, table, terminal, text_block
+from workbench.views.sample_index import line
 
 if TYPE_CHECKING:
     from workbench.rewards.pins import Checked, Pin, PinCheck, Pins
@@ -17,8 +18,8 @@ _BAD = "color:rgb(190,70,50)"
 
 def pin_text(pin: Pin) -> str:
     """Its expectation, note, origin, and the response's start."""
-    said = [f"pin {pin.id}", f"expected {_number(pin.expected)}", _line(pin.note), _line(_origin(pin))]
-    return terminal(["  ".join(filter(None, said)), f"  → {_line(pin.response)}"])
+    said = [f"pin {pin.id}", f"expected {_number(pin.expected)}", line(pin.note), line(_origin(pin))]
+    return terminal(["  ".join(filter(None, said)), f"  → {line(pin.response)}"])
 
 
 def pin_html(pin: Pin) -> str:
@@ -31,8 +32,8 @@ def pins_text(pins: Pins) -> str:
     """Two lines a pin: number, expectation, note, where it came from; the response's start."""
     lines = [f"{_count(len(pins), 'pin')} in {pins.path}"]
     for number, pin in list(enumerate(pins))[:_ROWS]:
-        said = [f"{number:4d}  {pin.id}  expected {_number(pin.expected)}", _line(pin.note), _line(_origin(pin))]
-        lines += ["  ".join(filter(None, said)), f"      → {_line(pin.response)}"]
+        said = [f"{number:4d}  {pin.id}  expected {_number(pin.expected)}", line(pin.note), line(_origin(pin))]
+        lines += ["  ".join(filter(None, said)), f"      → {line(pin.response)}"]
     return terminal(lines + _more(len(pins)))
 
 
@@ -60,8 +61,8 @@ def check_text(check: PinCheck) -> str:
     lines = [_verdict(check)]
     for one in check.failed[:_ROWS]:
         lines.append(f"  pin {one.number} ({one.pin.id}): expected {_number(one.pin.expected)}, got {_got(one)}")
-        lines += [f"    {_line(text)}" for text in (one.why, one.pin.note) if text]
-        lines.append(f"    → {_line(one.pin.response)}")
+        lines += [f"    {line(text)}" for text in (one.why, one.pin.note) if text]
+        lines.append(f"    → {line(one.pin.response)}")
     return terminal(lines + _more(len(check.failed)))
 
 
@@ -133,11 +134,6 @@ def _question(prompt: Any) -> str:
 
 def _origin(pin: Pin) -> str:
     return ", ".join(f"{name} {value}" for name, value in pin.origin.items() if name not in ("uid", "seed", "epoch"))
-
-
-def _line(text: object) -> str:
-    """Foreign text on one line, cut, what would not show made visible."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(text)[:_CUT])
 
 
 def _count(number: int, what: str) -> str:

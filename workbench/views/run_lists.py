@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from workbench.runs.folder import STEP
+from workbench.runs.recorder import KL
 from workbench.runs.symptoms import shown_by
 from workbench.views.html import escape, fold, pairs_table, table, terminal
 from workbench.views.traces import number
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 HEADLINES: Mapping[str, tuple[str, ...]] = {
     "reward": ("critic/score/mean",),
-    "KL": ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"),
+    "KL": KL,
     "entropy": ("actor/entropy",),
     "tokens": ("response_length/mean",),
     "clipped": ("actor/pg_clipfrac",),
@@ -22,7 +24,6 @@ HEADLINES: Mapping[str, tuple[str, ...]] = {
     "seconds": ("timing_s/step",),
 }
 """Title → the metrics that can stand there; the first that a step has does."""
-_STEP = "training/global_step"
 
 
 def _headlines(row: Mapping[str, Any]) -> list[str]:
@@ -34,7 +35,7 @@ def _headlines(row: Mapping[str, Any]) -> list[str]:
 
 
 def _lines(traces: Traces) -> list[tuple[str, ...]]:
-    rows = {row[_STEP]: row for row in traces.rows}
+    rows = {row[STEP]: row for row in traces.rows}
     return [(str(step), *_headlines(rows.get(step, {})), str(kept)) for step, kept in traces.reasons().items()]
 
 
@@ -70,7 +71,7 @@ def traces_html(traces: Traces) -> str:
 
 
 def _title(run: Run, rows: Sequence[Mapping[str, Any]]) -> str:
-    step = rows[-1][_STEP] if rows else 0
+    step = rows[-1][STEP] if rows else 0
     return f"Run {run.path}: {run.state}, step {step} of {run.settings.get('train', {}).get('steps')}"
 
 
