@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from workbench.errors import Interrupted
 
+Q = TypeVar("Q")
 T = TypeVar("T")
 PATIENCE = 4.0
 """Seconds that an interrupt waits for work to let go: the prompt is back within five."""
@@ -57,6 +58,15 @@ def run(work: Coroutine[Any, Any, T]) -> T:
             future.cancel()
             _settle()
         raise
+
+
+def run_all(ask: Callable[[Q], Coroutine[Any, Any, T]], questions: Iterable[Q]) -> list[T]:
+    """Ask everything at once and wait for all answers, in order: the synchronous door of what is asked one by one."""
+
+    async def together() -> list[T]:
+        return list(await asyncio.gather(*(ask(question) for question in questions)))
+
+    return run(together())
 
 
 def _settle() -> None:

@@ -22,8 +22,8 @@ GONE_SECONDS = 6.0
 HEAR_SECONDS = 1.0
 
 
-def actors(size: int, pool: Pool | None, environment: Environment, cpus: float, gpus: float) -> list[Any]:
-    """Ask for one actor a rank: never restarted, never detached, its calls never repeated."""
+def actors(seats: Sequence[int], pool: Pool | None, environment: Environment, cpus: float, gpus: float) -> list[Any]:
+    """Ask for one actor a rank, each on its seat of a pool: never restarted, never detached, its calls never repeated."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -34,7 +34,7 @@ def actors(size: int, pool: Pool | None, environment: Environment, cpus: float, 
     try:
         remote = ray.remote(**doors)(actor_module.Worker)
         made = []
-        for rank in range(size):
+        for seat in seats:
             options: dict[str, Any] = {
                 "num_cpus": cpus,
                 "num_gpus": gpus,
@@ -44,7 +44,7 @@ def actors(size: int, pool: Pool | None, environment: Environment, cpus: float, 
             if environment.at_start():
                 options["runtime_env"] = {"env_vars": environment.at_start()}
             if pool is not None:
-                group, bundle = pool.slot(rank)
+                group, bundle = pool.slot(seat)
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
             made.append(remote.options(**options).remote())
     finally:

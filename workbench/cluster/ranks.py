@@ -39,6 +39,7 @@ class RayRanks:
         size: int,
         *,
         pool: Pool | None,
+        seats: Sequence[int],
         env: Mapping[str, str] | None,
         name: str,
         cpus: float,
@@ -50,6 +51,8 @@ class RayRanks:
         self.name = name
         self.cluster = cluster
         self.pool = pool
+        self.seats = tuple(seats)
+        """Which of the pool's processes its ranks share."""
         self.closed: str | None = None
         """Why the group is no more; None while it lives."""
         self.facts: list[dict[str, Any]] = []
@@ -60,7 +63,7 @@ class RayRanks:
         until = time.monotonic() + start_timeout
         environment = cluster.environment.joined(env)
         self._redact = environment.redact
-        self.actors = launching.actors(size, pool, environment, cpus, gpus)
+        self.actors = launching.actors(self.seats, pool, environment, cpus, gpus)
         try:
             self.facts = launching.introduced(self.actors, environment, until, cluster)
             work = [(factory, rank, size, dict(settings)) for rank in range(size)]

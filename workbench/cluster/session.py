@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,8 @@ class Cluster:
         self.closed = False
         self.pools: dict[str, Pool] = {}
         self.groups: list[RayRanks] = []
+        self.placed: dict[str, Any] = {}
+        """Pool → (what was asked for, the engine) of pools that `place` holds."""
         self._past: list[Any] = []
         self._freed = -FREE_SECONDS
         atexit.register(self.close)
@@ -158,6 +161,7 @@ class Cluster:
         size: int,
         *,
         pool: Pool | str | None = None,
+        seats: Sequence[int] | None = None,
         env: Mapping[str, str] | None = None,
         name: str | None = None,
         cpus: float = 1.0,
@@ -167,12 +171,14 @@ class Cluster:
     ) -> RayRanks:
         """A group of `size` workers, each holding `factory(rank, size, **settings)`: `engines.ranks.Ranks`.
 
-        In a `pool` each gets its share of a process's resources there; without one `cpus` and `gpus` wherever there is room.
+        In a `pool` each gets its share of a process's resources there, on `seats` (numbers of the pool's processes; None:
+        the first); without one `cpus` and `gpus` wherever there is room.
         `env` is set in the workers before they import anything. Raises `SettingError` at once where the cluster has no
         room, `EngineError` with the traceback where a factory raises, `WorkerLost` where a worker dies.
         """
         self._check()
-        held = self._pool(pool, size)
+        chairs = tuple(range(size) if seats is None else seats)
+        held = self._pool(pool, chairs)
         if held is not None:
             cpus, gpus = held.plan.cpus / held.colocated, held.plan.gpus / held.colocated
         else:
@@ -181,12 +187,12 @@ class Cluster:
         said = name or str(getattr(factory, "__name__", "workers"))
         chosen = next(one for one in (said, *(f"{said}-{number}" for number in range(2, 10_000))) if one not in taken)
         group = RayRanks(
-            self, factory, size, pool=held, env=env, name=chosen, cpus=cpus, gpus=gpus, settings=settings, start_timeout=start_timeout
+            self, factory, size, pool=held, seats=chairs, env=env, name=chosen, cpus=cpus, gpus=gpus, settings=settings, start_timeout=start_timeout
         )  # fmt: skip
         self.groups.append(group)
         return group
 
-    def _pool(self, pool: Pool | str | None, size: int) -> Pool | None:
+    def _pool(self, pool: Pool | str | None, seats: Sequence[int]) -> Pool | None:
         if pool is None:
             return None
         if isinstance(pool, str):
@@ -196,10 +202,11 @@ class Cluster:
                 )
             pool = self.pools[pool]
         there = [one for one in self.groups if one.pool is pool]
-        if size > pool.size or len(there) >= pool.colocated:
+        taken = Counter(seat for one in there for seat in one.seats)
+        if any(seat >= pool.size or taken[seat] >= pool.colocated for seat in seats):
             raise SettingError(
                 message(
-                    f"pool {pool.name!r} has no room for {size} workers",
+                    f"pool {pool.name!r} has no room for {len(seats)} workers",
                     expected=f"at most {pool.size} ranks and {pool.colocated} groups on it",
                     found=f"groups {', '.join(one.name for one in there) or 'none'}",
                     do="close one, or hold the pool with a larger colocated=",
@@ -238,6 +245,29 @@ class Cluster:
         if group in self.groups:
             self.groups.remove(group)
             self._past += group.timeline.events
+
+    # --- engines and rewards --------------------------------------------------------------------
+
+    def place(self, model: str | Path, **settings: Any) -> Any:
+        """An engine for recipes whose learner and samplers stand on this cluster; see `placing.place`."""
+        from workbench.cluster.placing import place
+
+        self._check()
+        return place(self, model, **settings)
+
+    def serve(self, model: str | Path, engine: str = "vllm", **settings: Any) -> Any:
+        """Engines that only answer: a judge's sampler, a reward model; see `placing.serve`."""
+        from workbench.cluster.placing import serve
+
+        self._check()
+        return serve(self, model, engine, **settings)
+
+    def judge(self, reward: Any, **settings: Any) -> Any:
+        """A reward whose rows are judged by workers on this cluster; see `judging.judge`."""
+        from workbench.cluster.judging import judge
+
+        self._check()
+        return judge(self, reward, **settings)
 
     # --- looking --------------------------------------------------------------------------------
 

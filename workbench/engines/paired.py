@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from workbench import background
 from workbench.dataproto import DataProto
 from workbench.engines.protocol import Learned, LogProbModel, Loss, Normalisers, Request, Sample
 from workbench.engines.weights import weights_of
-from workbench.errors import EngineError, message
+from workbench.errors import EngineError, WorkerLost, message
 
 
 class Paired:
@@ -52,17 +52,33 @@ class Paired:
         if asyncio.get_running_loop() is not background.loop():  # a caller's own loop: the turn is taken in ours
             there = asyncio.run_coroutine_threadsafe(self.sample(request), background.loop())
             return await asyncio.wrap_future(there)
-        if self._behind():
-            await self._catch_up()
-        return await self.sampler.sample(request)
+        for last in (False, False, True):
+            starts = self._starts()
+            try:
+                if self._behind():
+                    await self._catch_up()
+                held = self._pushed
+                sample = await self.sampler.sample(request)
+            except WorkerLost:
+                if last or not hasattr(self.sampler, "restart"):
+                    raise
+                await self._start_again(starts)  # then the same request with the same seed, once its weights are there
+                continue
+            if held is not None and sample.version == held[1]:
+                return sample
+            self._pushed = None  # it does not have the weights that it was given
+        raise EngineError(
+            message(
+                "the sampler does not serve the weights that it was given",
+                expected=f"policy version {self.version}",
+                found=f"version {sample.version} after {self.sampler!r} took them twice",
+                do="restart the sampler",
+            )
+        )
 
     def sample_many(self, requests: Sequence[Request]) -> list[Sample]:
         """All responses, in order: the synchronous door."""
-
-        async def gather() -> list[Sample]:
-            return list(await asyncio.gather(*(self.sample(request) for request in requests)))
-
-        return background.run(gather())
+        return background.run_all(self.sample, requests)
 
     # --- the sampler's weights --------------------------------------------------------------
 
@@ -71,7 +87,7 @@ class Paired:
         if self._asleep:
             self.sampler.wake()
             self._asleep = False
-        held = self._state()
+        held = self._state()[:2]
         self._pushed = None  # half-way nobody knows what it holds
         began = time.perf_counter()
         weights = weights_of(self.learner)
@@ -80,27 +96,41 @@ class Paired:
         else:  # a local engine takes them as a snapshot of one that has not learnt
             snapshot = {"weights": weights, "optimizer": None, "steps": 0, "version": self.version}
             self.sampler.restore({**snapshot, "state_id": self.learner.state_id})
-        self._pushed = held
+        self._pushed = (*held, self._starts())  # a push may start what was lost
         self.seconds = time.perf_counter() - began
         return self.seconds
 
     def _state(self) -> tuple[Any, ...]:
         """Names the learner's weights, and the sampler's process that should hold them."""
-        return self.learner.state_id, self.learner.version, getattr(self.sampler, "starts", 0)
+        return self.learner.state_id, self.learner.version, self._starts()
+
+    def _starts(self) -> int:
+        return getattr(self.sampler, "starts", 0)
 
     def _behind(self) -> bool:
         return self._asleep or self._pushed != self._state()
 
-    async def _catch_up(self) -> None:
+    async def _start_again(self, starts: int) -> None:
+        """Start a sampler that was lost, unless one of the others who ask has done so."""
         async with self._turn:
-            if not self._behind():
-                return
-            work = asyncio.ensure_future(asyncio.to_thread(self._wake if self._pushed == self._state() else self.push))
-            try:
-                await asyncio.shield(work)
-            except asyncio.CancelledError:
-                await asyncio.wait([work])  # nobody samples, or pushes again, beside a push that is half done
-                raise
+            if self._starts() == starts:
+                await self._finished(self.sampler.restart)
+
+    async def _catch_up(self) -> None:
+        """Give the sampler the present weights."""
+        async with self._turn:
+            if self._behind():
+                await self._finished(self._wake if self._pushed == self._state() else self.push)
+
+    @staticmethod
+    async def _finished(work: Callable[[], Any]) -> None:
+        """In a thread, to its end also where the caller is cancelled: nobody samples, or pushes again, beside half a push."""
+        task = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            raise
 
     def _wake(self) -> None:
         self.sampler.wake()
@@ -209,6 +239,12 @@ def paired(learner: Any, sampler: Any, *, share_device: bool = False) -> Paired:
     for name in ("sleep", "wake") if share_device else ():
         if not hasattr(sampler, name):
             raise EngineError(message("share_device", expected=f"a sampler with {name}()", found=repr(sampler)))
+    check_tokens(learner, sampler)
+    return Paired(learner, sampler, share_device=share_device)
+
+
+def check_tokens(learner: Any, sampler: Any) -> None:
+    """Raises `EngineError` where two engines do not have the same tokens under the same ids."""
     mine, theirs = learner.tokenizer.get_vocab(), sampler.tokenizer.get_vocab()
     if mine != theirs:
         differ = len(mine.items() ^ theirs.items())
@@ -220,4 +256,3 @@ def paired(learner: Any, sampler: Any, *, share_device: bool = False) -> Paired:
                 do="open both from the same model",
             )
         )
-    return Paired(learner, sampler, share_device=share_device)

@@ -55,11 +55,7 @@ class VllmEngine(Served):
 
     def sample_many(self, requests: Sequence[Request]) -> list[Sample]:
         """All responses, in order: the synchronous door."""
-
-        async def gather() -> list[Sample]:
-            return list(await asyncio.gather(*(self.sample(request) for request in requests)))
-
-        return background.run(gather())
+        return background.run_all(self.sample, requests)
 
     def _check(self, request: Request) -> None:
         s, longest = request.settings, self.max_length
