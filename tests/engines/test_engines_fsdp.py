@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests_shards import counts, difference, eleven_rows
 
 import workbench as wb
 from workbench import background
@@ -27,6 +28,7 @@ from workbench.engines.paired import Paired
 from workbench.engines.processes import processes
 from workbench.errors import CheckpointError, EngineError, Interrupted, NonFinite, OutOfMemory, SettingError, WorkerLost
 from workbench.metrics import Max, Sum
+from workbench.rewards import Reward
 from workbench.stages.losses import PolicyLoss
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 from workbench.testing.models import make_random_model
@@ -55,24 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def batch() -> DataProto:
-    """Eleven rows of the tiny model, of different lengths, with what a policy loss reads."""
-    engine = local("data/tiny-arith", device="cpu")
-    rows = EngineContract().batch(engine, 4).slice(0, 11)
-    generator = torch.Generator().manual_seed(1)
-    drawn = torch.randn(rows["response_mask"].shape, generator=generator)
-    old = engine.score(rows)["log_probs"]
-    mask = rows["response_mask"]
-    return rows.with_columns(
-        {
-            "advantages": drawn * mask,
-            "old_log_probs": old + 0.1 * drawn.flip(0) * mask,
-            "scored": torch.ones(len(rows), dtype=torch.bool),
-        }
-    )
-
-
-def counts(batch: DataProto) -> Normalisers:
-    return Normalisers(float(batch["response_mask"].sum()), float(len(batch)), float(batch["response_mask"].shape[1]))
+    return eleven_rows()
 
 
 def engines(where: Group, **settings: Any) -> tuple[FsdpEngine, Any]:
@@ -82,8 +67,8 @@ def engines(where: Group, **settings: Any) -> tuple[FsdpEngine, Any]:
     )
 
 
-def difference(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
+def varied(response: str) -> float:
+    return (sum(map(ord, response)) % 5) / 4
 
 
 class TestFsdpEngine(EngineContract):
@@ -315,7 +300,9 @@ def test_a_saved_model_is_the_local_engines_file(two: Group, batch: DataProto, t
     assert difference(critic.score(batch, ("values",)), again.score(batch, ("values",))) == 0
 
 
-def test_a_state_of_two_ranks_loads_on_one_and_back(one: Group, two: Group, batch: DataProto, tmp_path: Path) -> None:
+def test_a9_a_state_of_two_ranks_loads_on_one_and_back(
+    one: Group, two: Group, batch: DataProto, tmp_path: Path
+) -> None:
     first = fsdp("data/tiny-arith", on=two, device="cpu", lr=1e-3)
     first.learn(batch, LikelihoodLoss(), counts(batch))
     first.commit()
@@ -377,6 +364,30 @@ def test_what_cannot_be_is_refused(two: Group, tmp_path: Path, batch: DataProto)
         engine.score(
             batch.without("input_ids", "attention_mask").with_columns({"input_ids": ids, "attention_mask": attention})
         )
+
+
+def test_a9_a_run_of_two_ranks_goes_on_with_one_and_back(one: Group, two: Group, tmp_path: Path) -> None:
+    """Every step on its own prompts, each drawn once in the order of a run that was never moved, and the same numbers."""
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:16]
+
+    def go(where: Group | None, steps: int, run: Path) -> wb.Run:
+        engine: Any = local("data/tiny-arith", device="cpu", lr=1e-3)
+        if where is not None:
+            engine = Paired(fsdp("data/tiny-arith", on=where, device="cpu", lr=1e-3), engine)
+        pipe = wb.recipes.grpo(engine, Reward(varied, in_process=True), group_size=2, max_tokens=8, kl_coef=0.001)
+        plan: dict[str, Any] = {"batch_size": 4, "trackers": (), "trace_freq": 1, "keep_traces": 9}
+        return wb.train_blocking(pipe, rows, steps=steps, run=run, resume="auto", may_change=["engines"], **plan)
+
+    quiet = go(None, 4, tmp_path / "quiet")
+    for steps, where in enumerate((two, one, two), 2):
+        moved = go(where, steps, tmp_path / "moved")
+    prompts = [[list(run.traces[step]["rollout"].batch["uid"]) for step in range(1, 5)] for run in (quiet, moved)]
+    assert prompts[0] == prompts[1] and len({uid for step in prompts[1] for uid in step}) == 16
+    for a, b in zip(quiet.rows, moved.rows, strict=True):
+        for name in ("critic/score/mean", "response_length/mean"):
+            assert a[name] == b[name]
+        for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm"):
+            assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-6), name
 
 
 # --- dead workers -------------------------------------------------------------------------------

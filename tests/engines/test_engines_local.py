@@ -16,7 +16,7 @@ from workbench.engines.memory import memory_errors
 from workbench.engines.sampling import allowed, inverse_cdf
 from workbench.engines.scoring import micro_batches
 from workbench.errors import EngineError, OutOfMemory, SettingError
-from workbench.testing.engines import EngineContract
+from workbench.testing.engines import EngineContract, LikelihoodLoss
 from workbench.testing.models import make_random_model
 
 
@@ -154,3 +154,20 @@ def test_an_engine_opens_checkpoints_and_runs(folder: Path, tmp_path: Path) -> N
     assert "step_000002" not in repr(engine)
     for path in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_000002"):
         assert local(path).sample_many([Request((1,), SamplingSettings(max_tokens=2), 0)])
+
+
+def test_weights_go_from_one_engine_to_another(folder: Path) -> None:
+    one, two = local(folder, lr=1e-2), local(folder, lr=1e-2)
+    batch = EngineContract().batch(one)
+    for engine in (one, two):
+        engine.learn(batch, LikelihoodLoss(), EngineContract.counts(batch))
+    one.learn(batch, LikelihoodLoss(), EngineContract.counts(batch))
+    weights, state = one.full_weights(), two.state_id
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])  # tied
+    two.load_weights(weights, 7)
+    assert two.version == 7 and two.state_id != state
+    assert torch.equal(one.score(batch)["log_probs"], two.score(batch)["log_probs"])
+    one.learn(batch, LikelihoodLoss(), EngineContract.counts(batch))
+    assert torch.equal(weights["lm_head.weight"], two.full_weights()["lm_head.weight"])  # copies
+    with pytest.raises(EngineError, match="load_weights; expected model.norm.weight of"):
+        two.load_weights({name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}, 8)

@@ -57,6 +57,11 @@ def test_an_adapter_is_saved_and_loaded_and_merged(tiny: str, tmp_path: Path) ->
     merged = wb.engines.local(engine.save_merged(tmp_path / "merged"), device="cpu")
     torch.testing.assert_close(merged.score(batch)["log_probs"], now, atol=1e-4, rtol=1e-4)
     assert not [name for name in merged.snapshot()["weights"] if "lora" in name or "base_layer" in name]
+    whole = engine.full_weights()
+    assert whole.keys() == merged.full_weights().keys()
+    assert all(torch.equal(tensor, merged.full_weights()[name]) for name, tensor in whole.items())
+    with pytest.raises(EngineError, match="load_weights.*base_layer"):
+        again.load_weights(whole, 1)
     # and by peft itself, from the same folder
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

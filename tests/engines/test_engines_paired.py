@@ -71,8 +71,7 @@ class Told:
         self.busy = False
         if self.fail:
             raise EngineError("half-way")
-        state = {"weights": weights, "optimizer": None, "steps": 0, "version": version, "state_id": f"of {version}"}
-        self.engine.restore(state)
+        self.engine.load_weights(weights, version)
 
     def sleep(self) -> None:
         self.told.append("sleep")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import distributed
 
 from workbench.dataproto import DataProto
 from workbench.engines.protocol import Loss, Normalisers
-from workbench.errors import EngineError, first_line
+from workbench.errors import EngineError, NonFinite, first_line, message
 from workbench.metrics import Metric, Sum
 
 
@@ -28,12 +28,12 @@ def agreed(mine: bool) -> bool:
     return largest(mine) > 0
 
 
-def together(told: str | None) -> None:
-    """Rank 0 says what went wrong, if anything: then all ranks raise, and nobody waits for the others."""
+def together(told: str | None, kind: type[Exception] = EngineError) -> None:
+    """Rank 0 says what went wrong, if anything: then all ranks raise a `kind`, and nobody waits for the others."""
     box = [told]
     distributed.broadcast_object_list(box, 0)
     if box[0] is not None:
-        raise EngineError(box[0])
+        raise kind(box[0])
 
 
 class Account:
@@ -74,3 +74,19 @@ class Account:
                 self.columns[name] = torch.zeros(self._shape, dtype=part.dtype)
             self.columns[name][indices, :t] = part.cpu()
         return result.loss
+
+
+def refuse(reports: Sequence[Mapping[str, Any]], places: Sequence[torch.Tensor]) -> None:
+    """Raise what the ranks told: a loss that raised or is not finite, by the batch's rows; a norm that is not finite."""
+    if not any(report["failed"] for report in reports):
+        return
+    for rank, (report, place) in enumerate(zip(reports, places, strict=True)):
+        trouble = report["trouble"]
+        if trouble is None:
+            continue
+        rows = place[torch.tensor(trouble["rows"])].tolist()[:8]
+        if trouble["traceback"] is not None:
+            raise EngineError(f"the loss raised on rank {rank}, rows {rows}: {trouble['what']}\n{trouble['traceback']}")
+        told = "the loss is not finite; no step was taken"
+        raise NonFinite(message(told, found=trouble["what"], do=f"look at rows {rows}"))
+    raise NonFinite(message("the gradient norm is not finite; no step was taken", found=reports[0]["grad_norm"]))

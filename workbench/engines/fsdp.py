@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from workbench.dataproto import DataProto
+from workbench.engines.agreement import refuse
 from workbench.engines.frozen import FrozenModel
 from workbench.engines.fsdp_group import Group, ShardedSnapshot, local_group, shared_out
+from workbench.engines.fsdp_saving import Saves
 from workbench.engines.fsdp_settings import FsdpSettings
 from workbench.engines.loading import load_tokenizer, resolve
 from workbench.engines.memory import learning_estimate
@@ -26,7 +28,7 @@ from workbench.engines.protocol import Learned, Loss, Normalisers
 from workbench.engines.scoring import check_ids
 from workbench.engines.sharded_files import read_record, read_weights, write_plain
 from workbench.engines.sharding import empty_model
-from workbench.errors import EngineError, NonFinite, WorkerLost, message
+from workbench.errors import EngineError, WorkerLost, message
 from workbench.metrics import Mean, join
 
 _SCORED = ("input_ids", "attention_mask", "position_ids", "response_mask")
@@ -62,6 +64,7 @@ class FsdpEngine:
         self.template_switches = switches
         self.version = 0
         self.state_id = _new_id()
+        self._saves = Saves(group, self._name, settings)
         self._open(source)
         weakref.finalize(self, group.let_go, self._name)
 
@@ -86,7 +89,13 @@ class FsdpEngine:
         """Whether the ranks that held the weights are gone."""
         return not self._group.alive or self._generation != self._group.generation
 
-    def _call(self, method: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+    def _call(
+        self,
+        method: str,
+        *shared: Any,
+        each: Sequence[tuple[Any, ...]] | None = None,
+        seconds: float | None = None,
+    ) -> list[Any]:
         if self.lost:
             if self._taught:
                 raise EngineError(
@@ -97,7 +106,12 @@ class FsdpEngine:
                     )
                 )
             self._open(self._start if isinstance(self._start, ShardedSnapshot) else None)
-        return self._group.call(method, *shared, each=each, timeout=self._settings.deadline)
+        self._saves.look()
+        try:
+            return self._group.call(method, *shared, each=each, timeout=seconds or self._settings.deadline)
+        except (WorkerLost, TimeoutError) as error:
+            self._saves.lost(error)
+            raise
 
     def _on_rows(self, method: str, batch: DataProto, *shared: Any) -> tuple[list[Any], list[torch.Tensor]]:
         """`method` of each rank's model with its share of the rows: reports, and the row numbers of each share."""
@@ -168,7 +182,7 @@ class FsdpEngine:
         """Parameter → gradient of the loss, whole, on the CPU; no step is taken and nothing is clipped."""
         seed = torch.initial_seed() % 2**62
         reports, places = self._on_rows("gradient", batch, loss, normalisers, temperature, seed)
-        _refuse(reports, places)
+        refuse(reports, places)
         return dict(reports[0]["gradient"])
 
     @contextmanager
@@ -186,7 +200,7 @@ class FsdpEngine:
         # the caller seeds torch's generator for the step (stages.update.seeded): looked at, not drawn from
         seed = torch.initial_seed() % 2**62
         reports, places = self._on_rows(method, batch, loss, normalisers, temperature, seed)
-        _refuse(reports, places)
+        refuse(reports, places)
         columns: dict[str, torch.Tensor] = {}
         for report, place in zip(reports, places, strict=True):
             for name, part in report["columns"].items():
@@ -218,10 +232,21 @@ class FsdpEngine:
         self.load_sharded(Path(snapshot.folder))
         self.state_id, self._taught = snapshot.state_id, snapshot.taught
 
-    def save_sharded(self, path: Path) -> None:
-        """Weights, optimizer, schedule and version as a distributed checkpoint: each rank writes its part."""
-        record = {"version": self.version, "settings": self._settings.to_dict(), "path": self.path}
-        self._call("save_shards", self._name, str(Path(path).absolute()), record, True)
+    def save_sharded(self, path: Path, wait: bool = True) -> None:
+        """Weights, optimizer, schedule and version as a distributed checkpoint in a new folder: each rank writes its part.
+
+        With `wait=False` the state is copied to host memory and written while the engine goes on. The folder is there when
+        all ranks have written all of it, or not at all. The next save, `finish_saving`, `close` and the interpreter's
+        end wait for it; a failure is raised by the next call (`failed_save`). Raises `CheckpointError`.
+        """
+        self._saves.begin(self._call, Path(path), self._record(), weights=True, wait=wait)
+
+    def finish_saving(self) -> None:
+        """Wait for a save that goes on beside. Raises `CheckpointError` where it failed."""
+        self._saves.finish()
+
+    def _record(self) -> dict[str, Any]:
+        return {"version": self.version, "settings": self._settings.to_dict(), "path": self.path}
 
     def load_sharded(self, path: Path) -> None:
         """What `save_sharded` wrote, on this number of ranks. Raises `CheckpointError` where it is incomplete."""
@@ -236,8 +261,7 @@ class FsdpEngine:
 
     def save_state(self, path: Path) -> None:
         """Optimizer (a distributed checkpoint), schedule and version; no pickle."""
-        record = {"version": self.version, "settings": self._settings.to_dict(), "path": self.path}
-        self._call("save_shards", self._name, str(Path(path).absolute()), record, False)
+        self._saves.begin(self._call, Path(path), self._record(), weights=False, wait=True)
 
     def load_state(self, model_path: Path, state_path: Path) -> None:
         """What `save` and `save_state` wrote, back into this engine, on whatever number of ranks it has."""
@@ -315,7 +339,7 @@ class FsdpEngine:
         return {"path": self.path, "ranks": self._group.size, **self._settings.to_dict()}
 
     def close(self) -> None:
-        """End the workers, those of every engine on the same ranks."""
+        """Finish what is being saved, and end the workers, those of every engine on the same ranks."""
         self._group.close()
 
     def __repr__(self) -> str:
@@ -325,22 +349,6 @@ class FsdpEngine:
             "ranks have ended" if self.lost else f"{self._group.size} ranks",
         )
         return f"FsdpEngine({self.path!r}: {kind}, {type(self._shape).__name__}, {count:,} parameters, {state}, version {self.version})"
-
-
-def _refuse(reports: Sequence[Mapping[str, Any]], places: Sequence[torch.Tensor]) -> None:
-    """Raise what the ranks told: a loss that raised or is not finite, by the batch's rows; a norm that is not finite."""
-    if not any(report["failed"] for report in reports):
-        return
-    for rank, (report, place) in enumerate(zip(reports, places, strict=True)):
-        trouble = report["trouble"]
-        if trouble is None:
-            continue
-        rows = place[torch.tensor(trouble["rows"])].tolist()[:8]
-        if trouble["traceback"] is not None:
-            raise EngineError(f"the loss raised on rank {rank}, rows {rows}: {trouble['what']}\n{trouble['traceback']}")
-        told = "the loss is not finite; no step was taken"
-        raise NonFinite(message(told, found=trouble["what"], do=f"look at rows {rows}"))
-    raise NonFinite(message("the gradient norm is not finite; no step was taken", found=reports[0]["grad_norm"]))
 
 
 def _new_id() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import socket
@@ -29,6 +30,7 @@ class Group:
         self._make = make
         self._ranks: Ranks | None = None
         self._unused: list[str] = []
+        self._waiting: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self.generation = 0
         """How often the workers were started."""
@@ -71,7 +73,7 @@ class Group:
                     ranks.call("drop", self._unused.pop(), timeout=timeout)
                 return ranks.call(method, *shared, each=each, timeout=timeout)
             except (WorkerLost, TimeoutError):
-                self.close()
+                self._end()
                 raise
 
     def here(self) -> list[dict[str, Any]]:
@@ -83,8 +85,40 @@ class Group:
         """A model that nobody uses any more: dropped before the next call. Safe in a finaliser."""
         self._unused.append(name)
 
+    def waits(self, finish: Callable[[], None]) -> None:
+        """`finish` is called before the workers are ended, and before the interpreter is: something is on its way to disk."""
+        self._waiting.append(finish)
+        # the newest is called first: before anything that started workers ends them
+        atexit.unregister(self.finish)
+        atexit.register(self.finish)
+
+    def waits_no_more(self, finish: Callable[[], None]) -> None:
+        """It has come to its end."""
+        self._waiting = [one for one in self._waiting if one != finish]
+        if not self._waiting:
+            atexit.unregister(self.finish)
+
+    def finish(self) -> None:
+        """Call whoever waits, in turn; the first error when all were called."""
+        waiting, self._waiting = self._waiting, []
+        atexit.unregister(self.finish)
+        errors = []
+        for one in waiting if self.alive else ():
+            try:
+                one()
+            except Exception as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
     def close(self) -> None:
-        """End the workers."""
+        """Finish what is being written, and end the workers."""
+        try:
+            self.finish()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.close()

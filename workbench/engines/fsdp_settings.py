@@ -20,11 +20,19 @@ class FsdpSettings(LocalSettings):
     deadline: float = 1_800.0
     """Seconds that any one call on the ranks may take: past it the group is ended and the error says where each rank was."""
 
+    save_deadline: float = 600.0
+    """Seconds that a sharded save may take: past it nothing of it is published."""
+    failed_save: str = "raise"
+    """A save that went on beside the work (`wait=False`) and failed is raised by the next call (`raise`), or logged (`warn`)."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        kinds = ("none", "optimizer", "all")
+        kinds: tuple[str, ...] = ("none", "optimizer", "all")
         require(self.offload in kinds, "offload", expected=f"one of {', '.join(kinds)}", found=self.offload)
         require(self.deadline > 0, "deadline", expected="seconds > 0", found=self.deadline)
+        require(self.save_deadline > 0, "save_deadline", expected="seconds > 0", found=self.save_deadline)
+        kinds = ("raise", "warn")
+        require(self.failed_save in kinds, "failed_save", expected=f"one of {', '.join(kinds)}", found=self.failed_save)
         require(
             self.lora_rank == 0,
             "lora_rank of a sharded engine",

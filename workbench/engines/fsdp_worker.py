@@ -15,7 +15,8 @@ from torch import distributed
 from workbench.engines.agreement import together
 from workbench.engines.fsdp_settings import FsdpSettings
 from workbench.engines.sharded import ShardedModel
-from workbench.engines.sharded_files import load_shards, save_shards, write_plain
+from workbench.engines.sharded_files import load_shards, write_plain
+from workbench.engines.sharded_saving import Saving
 from workbench.errors import first_line
 
 
@@ -47,6 +48,7 @@ class Shards:
         self._timeout = datetime.timedelta(seconds=seconds)
         self._store: Any = None
         self._models: dict[str, ShardedModel] = {}
+        self._savings: dict[str, Saving] = {}
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = device
@@ -116,9 +118,25 @@ class Shards:
         """A Hugging Face folder's weights into a model that is there."""
         self._models[name].load(folder)
 
-    def save_shards(self, name: str, folder: str, record: Mapping[str, Any], weights: bool) -> None:
-        """See `sharded_files.save_shards`."""
-        save_shards(self._models[name], folder, record, weights)
+    def save_shards(
+        self, name: str, folder: str, record: Mapping[str, Any], weights: bool, key: str, seconds: float, wait: bool
+    ) -> str | None:
+        """A model's state to a new folder within `seconds`, see `sharded_saving`: what went wrong, or without `wait` None."""
+        saving = Saving(
+            self._models[name], folder, record, weights, key=key, store=self._store, seconds=seconds, copy=not wait
+        )
+        self._savings[key] = saving
+        saving.start()
+        # in a thread even where it is waited for: a disk that hangs must not hold the rank beyond the deadline
+        return self.save_answer(key, seconds + 0.5) if wait else None
+
+    def save_answer(self, key: str, seconds: float) -> str | None:
+        """What came of a save that goes on beside, after at most `seconds`: None where it still goes on."""
+        saving = self._savings.get(key)
+        told = saving.answer(seconds) if saving is not None else ""
+        if told is not None:
+            self._savings.pop(key, None)
+        return told
 
     def load_shards(self, name: str, folder: str) -> None:
         """See `sharded_files.load_shards`."""

@@ -241,6 +241,29 @@ class LocalEngine:
             weights |= {f"value_head.{name}": tensor for name, tensor in self._head.state_dict().items()}
         return weights
 
+    @torch.no_grad()
+    def full_weights(self) -> dict[str, torch.Tensor]:
+        """All weights, copies on the CPU, by Hugging Face's names: adapters worked in, a tied head under both of its names."""
+        held = self._model.state_dict()
+        if lora.config_in(self._model) is not None:
+            held = lora.worked_in(self._model, held)
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in held.items()}
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Another learner's `full_weights`, in place; the optimizer starts anew. Raises `EngineError` where they do not fit."""
+        mine = self._model.state_dict()
+        wrong = [name for name, one in mine.items() if name not in weights or weights[name].shape != one.shape]
+        if wrong:
+            shape = tuple(mine[wrong[0]].shape)
+            found = tuple(weights[wrong[0]].shape) if wrong[0] in weights else "none such"
+            raise EngineError(message("load_weights", expected=f"{wrong[0]} of {shape}", found=found))
+        self.state_id = _new_id()  # half-way there is no state that anybody knows
+        for name, tensor in mine.items():
+            tensor.copy_(weights[name])
+        self._optimizer = None
+        self.version, self.state_id = version, _new_id()
+
     def snapshot(self) -> Any:
         """Weights, optimizer, schedule and version, copied to host memory."""
         return {

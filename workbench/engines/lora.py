@@ -117,6 +117,26 @@ def merged(model: Any) -> Any:
     return plain
 
 
+@torch.no_grad()
+def worked_in(model: Any, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of a model with adapters (`held`, whole, by its names) as those of a plain one: base + scale·B·A.
+
+    Of the model only its structure is looked at. Raises `EngineError` for adapters of other than linear layers.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    plain = {name.replace(".base_layer.", "."): value for name, value in held.items() if "lora_" not in name}
+    for name, layer in model.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            one: Any = layer
+            if f"{name}.lora_A{_OURS}weight" not in held:
+                raise EngineError(message(f"adapter of {name}", expected="a linear layer", found=type(one).__name__))
+            a, b = (held[f"{name}.lora_{letter}{_OURS}weight"] for letter in "AB")
+            delta = (b @ a) * one.scaling["default"]
+            plain[f"{name}.weight"] = held[f"{name}.base_layer.weight"] + (delta.T if one.fan_in_fan_out else delta)
+    return plain
+
+
 def base_of(folder: Path) -> str | None:
     """The base model that an adapter's folder names; None where it is no adapter's."""
     file = folder / CONFIG

@@ -90,12 +90,7 @@ class Paired:
         held = self._state()[:2]
         self._pushed = None  # half-way nobody knows what it holds
         began = time.perf_counter()
-        weights = weights_of(self.learner)
-        if hasattr(self.sampler, "load_weights"):
-            self.sampler.load_weights(weights, self.version)
-        else:  # a local engine takes them as a snapshot of one that has not learnt
-            snapshot = {"weights": weights, "optimizer": None, "steps": 0, "version": self.version}
-            self.sampler.restore({**snapshot, "state_id": self.learner.state_id})
+        self.sampler.load_weights(weights_of(self.learner), self.version)
         self._pushed = (*held, self._starts())  # a push may start what was lost
         self.seconds = time.perf_counter() - began
         return self.seconds
@@ -231,7 +226,7 @@ class Paired:
 def paired(learner: Any, sampler: Any, *, share_device: bool = False) -> Paired:
     """One engine for recipes: `grpo(paired(local(path, lr=1e-4), vllm(path)))`.
 
-    `sampler` takes weights by `load_weights(weights, version)` (vLLM) or is a local engine. `share_device=True` lets it sleep
+    `sampler` takes weights by `load_weights(weights, version)`: vLLM, or a local engine. `share_device=True` lets it sleep
     while the learner works (`sleep`, `wake`). Raises `EngineError` where the two do not have the same tokens.
     """
     if learner is sampler:

@@ -2,8 +2,8 @@
 
     folder/{shard-0000r-….safetensors, one a rank (weights/…, optimizer/…), engine.json}
 
-Each rank writes its own part; any number of ranks reads it again, each its own part. `engine.json`, written last by rank 0,
-lists the files with their sizes. DCP's own file storage keeps its plan in a pickle, which is code to whoever opens it.
+Each rank writes its own part (`sharded_saving`); any number of ranks reads it again, each its own part. `engine.json`, written
+last by rank 0, lists the files with their sizes. DCP's own file storage keeps its plan in a pickle, which is code to whoever opens it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed
 
-from workbench.engines.agreement import together
 from workbench.engines.loading import load_tokenizer, save_model
 from workbench.engines.local_settings import LocalSettings
 from workbench.engines.sharding import empty_model
-from workbench.errors import CheckpointError, first_line, message
+from workbench.errors import CheckpointError, message
 
 if TYPE_CHECKING:
     from workbench.engines.sharded import ShardedModel
@@ -31,33 +29,8 @@ RECORD = "engine.json"
 FORMAT = 1
 
 
-def save_shards(model: ShardedModel, folder: str, record: Mapping[str, Any], weights: bool) -> None:
-    """All ranks: the optimizer's state, and the weights where asked for, into an empty folder."""
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Any] = {}
-    steps: dict[str, float] = {}
-    if weights:
-        tensors |= {f"weights/{name}": value for name, value in model.stored.items()}
-    for name, state in (model.optimizer.state if model.steps else {}).items():
-        steps[name] = float(state["step"])
-        tensors |= {f"optimizer/{name}|{key}": value for key, value in state.items() if key != "step"}
-    if tensors:
-        tensors = {name: value.detach() for name, value in tensors.items()}
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
-    told = None
-    if distributed.get_rank() == 0:
-        try:
-            _write_record(path, {**record, "steps": model.steps, "adam_steps": steps, "weights": weights})
-        except OSError as error:
-            told = first_line(error)
-    together(told)
-
-
-def _write_record(path: Path, record: Mapping[str, Any]) -> None:
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """`engine.json` over the shards that are there, on disk when this returns."""
     sizes = {file.name: file.stat().st_size for file in sorted(path.glob("*.safetensors"))}
     whole = {"format": FORMAT, **record, "files": sizes}
     with open(path / RECORD, "w") as file:
@@ -85,7 +58,7 @@ def read_record(folder: str | Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_shards(model: ShardedModel, folder: str) -> None:
-    """All ranks, as many as there are now: what `save_shards` wrote, back into a model."""
+    """All ranks, as many as there are now: what `sharded_saving` wrote, back into a model."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -100,7 +73,10 @@ def load_shards(model: ShardedModel, folder: str) -> None:
         tensors |= {f"optimizer/{name}|{key}": value for key, value in moments.items()}
         state[name] = {"step": torch.tensor(step), **moments}
     if tensors:
-        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
+        try:
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
+        except dcp.api.CheckpointException as cause:  # no Exception: it would end the worker
+            raise CheckpointError(f"the sharded state at {folder} could not be read: {cause}") from cause
     model.forget()
     if record["steps"]:
         model.optimizer.put(state, record["steps"])
