@@ -35,9 +35,13 @@ class Snapshots:
     def align(self, role: str, learner: Any, state_id: str) -> None:
         """Put the weights named `state_id` into the learner; the present ones are kept for other forks.
 
+        A learner whose workers can be `lost` is kept at every state that a phase starts from, and put back after a loss.
         Raises `VersionMismatch` where no snapshot has them.
         """
-        if learner.state_id == state_id:
+        lost = getattr(learner, "lost", None)
+        if learner.state_id == state_id and not lost:
+            if lost is not None:
+                self.take(learner)
             return
         held = self._held.get(id(learner), OrderedDict())
         if state_id not in held:
@@ -50,7 +54,8 @@ class Snapshots:
                 )
             )
         wanted = held[state_id]
-        self.take(learner)
+        if not lost:
+            self.take(learner)
         learner.restore(wanted)
 
 

@@ -108,7 +108,9 @@ class Stepper:
             # one statement without a call: an interrupt comes before both or after both
             self._trace, self._standings = trace, standings
         except BaseException:
-            self._align()  # weights and controllers of where it stands: an update half-way has moved them
+            # weights and controllers of where it stands: an update half-way has moved them; workers that died are
+            # started again when they are needed, not while their error waits to be told
+            self._align(lost=False)
             raise
         return self
 
@@ -187,11 +189,11 @@ class Stepper:
     def _standing(self) -> Stood:
         return Stood(states(self._pipeline.learners()), self._pipeline.state())
 
-    def _align(self) -> None:
-        """Weights and controllers as they were when this stepper stood here."""
+    def _align(self, *, lost: bool = True) -> None:
+        """Weights and controllers as they were when this stepper stood here; without those of lost workers, if so asked."""
         standing = self._standings[-1]
         for role, learner in self._pipeline.learners().items():
-            if role in standing.weights:
+            if role in standing.weights and (lost or not getattr(learner, "lost", False)):
                 self._snapshots.align(role, learner, standing.weights[role])
         for name, values in standing.controllers.items():
             if self._pipeline[name].state().keys() == values.keys():

@@ -17,6 +17,7 @@ from workbench.cluster import Cluster, cluster, placing
 from workbench.cluster.pools import Node, Pool, plan
 from workbench.engines.vllm_served import VllmSettings, importable, interpreter
 from workbench.errors import EngineError, SettingError, WorkerLost
+from workbench.metrics import reduce
 from workbench.rewards import Status
 
 pytestmark = pytest.mark.slow
@@ -69,16 +70,16 @@ class TestFsdpAndVllm:
             assert float(gap) < PUSHED
             # the same rows, scored and learnt from in this process
             batch = there.trace["rollout"].batch
-            for stage in here.stages[1:]:
+            for stage in list(here)[1:]:
                 outcome = stage(batch)
                 batch = outcome.batch
                 if stage.updates:
-                    mine = outcome.metrics
+                    mine = reduce([outcome.metrics])
             torch.testing.assert_close(batch["old_log_probs"], there.batch["old_log_probs"], atol=1e-5, rtol=0)
             torch.testing.assert_close(batch["advantages"], there.batch["advantages"], atol=1e-6, rtol=0)
             there.run()
             for name in ("actor/grad_norm", "actor/pg_loss", "actor/kl_loss"):
-                value = mine[name] if isinstance(mine[name], float) else mine[name].value()
+                value = mine[name]
                 assert there.trace.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
         assert engine.version == alone.version == 2
         mine = alone.snapshot()["weights"]
@@ -126,14 +127,15 @@ class TestFsdpAndVllm:
         assert stepper.trace.metrics["actor/grad_norm"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.fixture(scope="module")
+def plain(session: Cluster) -> Iterator[Any]:
+    made = session.place(MODEL, ranks=1, sampler="local", pool="plain", lr=1e-3, replicas=1)
+    yield made
+    made.close()
+
+
 class TestPlacing:
     """Without vLLM: transformers sample in the workers."""
-
-    @pytest.fixture(scope="class")
-    def plain(self, session: Cluster) -> Iterator[Any]:
-        made = session.place(MODEL, ranks=1, sampler="local", pool="plain", lr=1e-3, replicas=1)
-        yield made
-        made.close()
 
     def test_a_cell_that_is_run_again_places_anew_and_others_are_refused(self, session: Cluster) -> None:
         first = session.place(MODEL, ranks=1, sampler=None, pool="again")
@@ -198,8 +200,8 @@ class TestPlacing:
     def test_what_cannot_be_is_refused_before_anything_starts(self, session: Cluster) -> None:
         groups = list(session.groups)
         for settings, told in (
-            ({"learner": "ddp"}, "learner 'ddp'"),
-            ({"sampler": "sglang"}, "sampler 'sglang'"),
+            ({"learner": "ddp"}, "'ddp' is not a learner"),
+            ({"sampler": "sglang"}, "'sglang' is not a sampler"),
             ({"ranks": 99}, "needs 99 CPUs"),
             ({"sampler": "local", "tensor_parallel_size": 2}, "expected sampler='vllm'"),
             ({"lora_rankk": 1, "sampler": None}, "lora_rankk"),
