@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import workbench as wb
+from workbench.engines.vllm_served import VllmSettings, importable, interpreter
 
 
 def my_reward(solution_str: str, ground_truth: str, **_: object) -> float:
@@ -44,6 +45,20 @@ def test_the_front_door(tmp_path: Path) -> None:
     assert p.compare(run.traces[2]).columns
     assert wb.diverge(p.trace, run.traces[2]).phase == "reward"
     assert wb.evaluate(run.checkpoint(2), heldout).prompts == 16
+
+
+@pytest.mark.slow
+def test_the_front_door_on_a_cluster() -> None:
+    """With CPUs for GPUs, and the tiny model for a 7B; vLLM where it is installed."""
+    sampler = "vllm" if importable(interpreter(VllmSettings())) else "local"
+    with wb.cluster(cpus=2) as c:
+        assert c.fits("data/tiny-arith", tokens=4096)
+        pipe8 = wb.recipes.grpo(
+            c.place("data/tiny-arith", learner="fsdp", sampler=sampler, tensor_parallel_size=1), reward=my_reward
+        )
+        rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+        s = wb.Stepper(pipe8, rows.batch(2)).run()
+        assert s.trace.metrics["actor/grad_norm"] > 0 and pipe8[0].learners()[0].version == 1
 
 
 @pytest.mark.slow

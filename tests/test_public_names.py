@@ -8,7 +8,7 @@ import workbench as wb
 
 NAMES = {
     "COLUMNS", "DataProto", "Evaluation", "Origin", "Outcome", "Pipeline", "Run", "RunStopped", "SamplingSettings", "Score",
-    "Status", "Stepper", "Trace", "WorkbenchError", "compare", "compat", "datasets", "diverge", "engines", "evaluate", "free", "functional", "list_runs", "load_run",
+    "Status", "Stepper", "Trace", "WorkbenchError", "cluster", "compare", "compat", "datasets", "diverge", "engines", "evaluate", "free", "functional", "list_runs", "load_run",
     "recipes", "reward_from", "rewards", "run_notebook", "sandbox", "stages", "train", "train_blocking", "views", "what_if",
 }  # fmt: skip
 TRAIN = [

@@ -5,6 +5,7 @@ go back, change one thing, run on, compare; then train with the same stages.
 """
 
 from workbench import compat, datasets, engines, functional, recipes, rewards, sandbox, stages, views
+from workbench.cluster import cluster
 from workbench.columns import COLUMNS
 from workbench.compare import compare
 from workbench.dataproto import DataProto, Origin
@@ -47,6 +48,7 @@ __all__ = [
     "Stepper",
     "Trace",
     "WorkbenchError",
+    "cluster",
     "compare",
     "compat",
     "datasets",

@@ -19,9 +19,11 @@ from workbench.engines.fsdp_group import Group
 from workbench.engines.host import KINDS, host
 from workbench.engines.hosted import Hosted
 from workbench.engines.loading import resolve
-from workbench.engines.paired import Paired, check_tokens
+from workbench.engines.local_engine import local
+from workbench.engines.paired import Paired, check_tokens, paired
 from workbench.engines.ranks import Ranks
 from workbench.engines.replicas import Replicas
+from workbench.engines.vllm import vllm
 from workbench.errors import SettingError, message, unknown
 
 if TYPE_CHECKING:
@@ -316,3 +318,25 @@ def _absolute(model: str | Path) -> str:
     """A folder by its whole path, a hub name as it is: a worker may stand elsewhere."""
     folder = str(resolve(model))
     return str(Path(folder).absolute()) if Path(folder).exists() else folder
+
+
+def open_engine(
+    model: str | Path, engine: str = "local", sampler: str = "local", *, address: str | None = None, **settings: Any
+) -> Any:
+    """An engine by two words, for notebooks that take them as parameters.
+
+    `engine` is where the policy learns: `local` (this process) or `ray` (FSDP ranks on the cluster at `address`; None: the one
+    that is open, or one that is started here). `sampler` is who samples: `local` (transformers) or `vllm`. `settings` are
+    `LocalSettings`. Raises `SettingError` for another word, else what the engines raise.
+    """
+    if engine not in ("local", "ray"):
+        raise SettingError(unknown("engine", engine, ("local", "ray")))
+    if sampler not in ("local", "vllm"):
+        raise SettingError(unknown("sampler", sampler, ("local", "vllm")))
+    if engine == "ray":
+        from workbench.cluster import session
+
+        found = session.opened() if address is None else None
+        return (found or session.cluster(address)).place(model, sampler=sampler, **settings)
+    here = local(model, **settings)
+    return paired(here, vllm(model)) if sampler == "vllm" else here

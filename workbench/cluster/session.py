@@ -76,6 +76,11 @@ def cluster(
     return _open
 
 
+def opened() -> Cluster | None:
+    """The cluster that is open in this process."""
+    return _open if _open is not None and not _open.closed else None
+
+
 class Cluster:
     """A connection to a Ray cluster and what this session has made on it. Made by `workbench.cluster`."""
 
