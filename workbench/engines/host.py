@@ -76,7 +76,7 @@ class Host:
         except WorkbenchError as error:
             outcome = error
         except Exception as error:  # noqa: BLE001 - the driver raises it to whoever asked
-            outcome = EngineError(f"{type(error).__name__}: {first_line(error)}")
+            outcome = EngineError(first_line(error))
         self._ended.put((number, outcome))
 
     def _answered(self, seconds: float) -> list[Answer]:
