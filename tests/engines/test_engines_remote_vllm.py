@@ -21,6 +21,7 @@ from test_engines_vllm import TOLERANCE, asked, gap, moved
 
 import workbench as wb
 from workbench.engines import Request, local, paired, remote, server_command
+from workbench.engines.vllm_link import _shared_memory
 from workbench.engines.vllm_served import VllmSettings, interpreter
 from workbench.engines.weights import weights_of
 from workbench.errors import EngineError
@@ -55,6 +56,7 @@ def started(folder: Path, *changes: tuple[str, str], extension: bool = True) -> 
     argv = [dict(changes).get(word, word) for word in command.argv]
     url = f"http://127.0.0.1:{port}"
     with (folder / "log").open("wb") as log, subprocess.Popen(argv, env={**os.environ, **command.env}, stdout=log, stderr=log, start_new_session=True) as process:  # fmt: skip
+        shared: set[Path] = set()
         try:
             end = time.monotonic() + 300
             while True:
@@ -63,13 +65,16 @@ def started(folder: Path, *changes: tuple[str, str], extension: bool = True) -> 
                 said = (folder / "log").read_text(errors="replace")[-3000:]
                 assert process.poll() is None and time.monotonic() < end, said
                 time.sleep(0.5)
+            shared |= _shared_memory(process.pid)  # left behind where vLLM ends processes that are too slow for it
             yield url, process.pid
         finally:
-            process.terminate()  # it takes its shared memory along, which a kill leaves behind
+            process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=30)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            for path in shared:
+                path.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -145,11 +150,12 @@ class TestRemoteVllm:
         requests = asked(engine)
         assert gap(learner, requests, engine.sample_many(requests)) < TOLERANCE and engine.version == 4
 
-    def test_who_else_pushes_is_found_out(self, engine: Any, url: str) -> None:
-        both, other = paired(local(TINY), engine), remote(url, TINY, weights="vllm")
+    def test_who_else_pushes_is_found_out(self, engine: Any, url: str, tmp_path: Path) -> None:
+        both, other = paired(local(TINY), engine), remote(url, TINY, weights="vllm", weights_folder=str(tmp_path))
         requests = asked(engine, 4)
         both.sample_many(requests)
-        other.load_weights(weights_of(moved(local(TINY, lr=1e-3))), 7)
+        other.load_weights(weights_of(learner := moved(local(TINY, lr=1e-3))), 7)
+        assert gap(learner, requests, other.sample_many(requests)) < TOLERANCE and not list(tmp_path.iterdir())
         with pytest.raises(EngineError, match="no longer has the weights"):
             both.sample_many(requests)
         assert gap(both.learner, requests, both.sample_many(requests)) < TOLERANCE
@@ -166,17 +172,20 @@ class TestRemoteVllm:
     def test_it_is_a_judge(self, engine: Any) -> None:
         messages = [{"role": "user", "content": "What is 2 + 3?"}]
         answer = asyncio.run(wb.engines.chat(engine).complete(messages, max_tokens=8, temperature=0.0, seed=0))
-        assert answer.tokens <= 8 and answer.text
+        assert answer.tokens <= 8 and answer.text and "127.0.0.1" in wb.engines.chat(engine).describe()
 
 
 @real
 @slow
-def test_a_plain_server_gives_what_it_can_exactly(tmp_path: Path) -> None:
+def test_a_plain_server_gives_what_it_can_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raw log-probs and no way to push: temperature 1 is exact, the rest is refused, and it says how to start another."""
+    monkeypatch.setenv("VLLM_API_KEY", "of-this-test")
     with started(tmp_path, ("processed_logprobs", "raw_logprobs"), extension=False) as (url, process):
         with pytest.raises(EngineError, match="weights cannot be pushed.*404.*server_command"):
-            remote(url, TINY, weights="vllm")
-        engine, learner = remote(url, TINY, attempts=2), local(TINY)
+            remote(url, TINY, weights="vllm", api_key_env="VLLM_API_KEY")
+        with pytest.raises(EngineError, match="answered 401: .*Unauthorized"):
+            remote(url, TINY)
+        engine, learner = remote(url, TINY, attempts=2, api_key_env="VLLM_API_KEY"), local(TINY)
         for settings in ({}, {"top_k": 4}):
             requests = asked(engine, 8, **settings)
             assert gap(learner, requests, engine.sample_many(requests)) < TOLERANCE
