@@ -24,6 +24,9 @@ from workbench.engines.protocol import (
     Sampler,
     SamplingSettings,
 )
+from workbench.engines.remote import RemoteSampler, remote
+from workbench.engines.remote_settings import RemoteSettings
+from workbench.engines.server_command import ServerCommand, server_command
 from workbench.engines.vllm import VllmEngine, vllm
 from workbench.engines.vllm_classifier import VllmClassifier, vllm_classifier
 from workbench.engines.vllm_served import VllmSettings
@@ -52,11 +55,14 @@ __all__ = [
     "Normalisers",
     "OpenAIChat",
     "Paired",
+    "RemoteSampler",
+    "RemoteSettings",
     "Request",
     "Sample",
     "Sampler",
     "SamplerChat",
     "SamplingSettings",
+    "ServerCommand",
     "VllmClassifier",
     "VllmEngine",
     "VllmSettings",
@@ -69,6 +75,8 @@ __all__ = [
     "local_group",
     "openai",
     "paired",
+    "remote",
+    "server_command",
     "vllm",
     "vllm_classifier",
 ]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from workbench.config import require
 from workbench.engines.protocol import Classified, Completion, Request, Sampler, SamplingSettings
-from workbench.errors import EngineError, message
+from workbench.engines.remote_settings import authorization
 from workbench.http_client import Client
 
 
@@ -26,7 +25,10 @@ class SamplerChat:
         return self._sampler.tokenizer
 
     def describe(self) -> str:
-        """The engine's path."""
+        """The engine's path, and where it is served."""
+        url = getattr(self._sampler, "url", None)
+        if isinstance(url, str):
+            return f"{getattr(self._sampler, 'path', '')} at {urlsplit(url).netloc}"
         return f"local {getattr(self._sampler, 'path', '') or type(self._sampler).__name__}"
 
     async def complete(
@@ -41,16 +43,6 @@ class SamplerChat:
         sample = await self._sampler.sample(Request(ids, settings, seed))
         answer = self.tokenizer.decode(list(sample.ids), skip_special_tokens=True)
         return Completion(answer, text, len(ids), len(sample.ids), sample.finish_reason)
-
-
-def _headers(api_key_env: str | None) -> dict[str, str]:
-    """The key is read from the environment and stands nowhere else: not in settings, traces or errors."""
-    if api_key_env is None:
-        return {}
-    key = os.environ.get(api_key_env)
-    if not key:
-        raise EngineError(message(f"the API key in {api_key_env}", expected="a value", found="nothing", do="set it"))
-    return {"Authorization": f"Bearer {key}"}
 
 
 class _Service:
@@ -79,7 +71,7 @@ class _Service:
         self.model = model
         self.tokenizer = tokenizer
         self.timeout = timeout
-        headers = _headers(api_key_env)
+        headers = authorization(api_key_env)  # stands nowhere else: not in settings, traces or errors
         self._client = Client(attempts=attempts, deadline=deadline, max_concurrent=max_concurrent, headers=headers)
 
     def describe(self) -> str:

@@ -231,6 +231,8 @@ def paired(learner: Any, sampler: Any, *, share_device: bool = False) -> Paired:
     """
     if learner is sampler:
         raise EngineError(message("paired", expected="two engines", found="one twice", do="use it as it is"))
+    if hasattr(sampler, "check_paired"):
+        sampler.check_paired()
     for name in ("sleep", "wake") if share_device else ():
         if not hasattr(sampler, name):
             raise EngineError(message("share_device", expected=f"a sampler with {name}()", found=repr(sampler)))

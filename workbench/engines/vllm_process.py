@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,8 @@ class WeightSync:
         inner = getattr(getattr(self.model_runner, "sampler", None), "topk_topp_sampler", None)
         if inner is None:
             return False
+        if getattr(inner, "workbench_exact", False):  # a server is asked by each who comes
+            return True
         draw = inner.forward
 
         def forward(logits: Any, generators: Any, k: Any, p: Any) -> tuple[Any, Any]:
@@ -82,18 +84,18 @@ class WeightSync:
             return tokens, log_probs if whole is None else whole
 
         inner.forward = forward
+        inner.workbench_exact = True
         return True
 
     def workbench_load(self, path: str) -> None:
         """New weights in place, through vLLM's own reload: it repacks and shards what the platform wants so."""
         from safetensors import safe_open
 
-        def tensors() -> Iterator[tuple[str, Any]]:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - no dict
-                    yield name, file.get_tensor(name)
-
-        self.model_runner.reload_weights(weights_iterator=tensors())
+        with safe_open(
+            path, framework="pt"
+        ) as file:  # before the reload begins: a file that is not there breaks nothing
+            names = list(file.keys())
+            self.model_runner.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in names))
 
 
 class Service:

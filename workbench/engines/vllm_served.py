@@ -86,7 +86,7 @@ class Served:
         link = self._open()
         try:
             if not hasattr(self, "tokenizer"):
-                self.tokenizer, self._eos, self._rows = _tokenizer_of(self._folder, self._settings)
+                self.tokenizer, self._eos, self._rows = tokenizer_of(self._folder, self._settings)
             self._about = wait(link.ready, self._settings.start_seconds, "vLLM has not started")
         except BaseException:
             link.close()
@@ -105,8 +105,8 @@ class Served:
                     do="pip install 'workbench[vllm]'",
                 )
             )
-        first = {"arguments": {**_arguments(self._folder, s), **self._arguments}, "on_cpu": _on_cpu(s)}
-        return Link(python, {**os.environ, **_environment(self._folder, s)}, first, stall_seconds=s.stall_seconds)
+        first = {"arguments": {**arguments_of(self._folder, s), **self._arguments}, "on_cpu": on_cpu_of(s)}
+        return Link(python, {**os.environ, **environment_of(self._folder, s)}, first, stall_seconds=s.stall_seconds)
 
     def _ask(self, op: str, **fields: Any) -> Answer:
         if self._link is None:
@@ -170,7 +170,7 @@ def importable(python: str) -> bool:
     return subprocess.run([python, "-P", "-c", look], capture_output=True, check=False).returncode == 0
 
 
-def _arguments(folder: str | Path, s: VllmSettings) -> dict[str, Any]:
+def arguments_of(folder: str | Path, s: VllmSettings) -> dict[str, Any]:
     """Of vLLM's engine, as it is on a GPU."""
     return {
         "model": str(folder),
@@ -189,7 +189,7 @@ def _arguments(folder: str | Path, s: VllmSettings) -> dict[str, Any]:
     }
 
 
-def _on_cpu(s: VllmSettings) -> dict[str, Any]:
+def on_cpu_of(s: VllmSettings) -> dict[str, Any]:
     """What differs there."""
     return {
         "dtype": "float32" if s.dtype == "auto" else s.dtype,
@@ -201,7 +201,8 @@ def _on_cpu(s: VllmSettings) -> dict[str, Any]:
     }
 
 
-def _environment(folder: str | Path, s: VllmSettings) -> dict[str, str]:
+def environment_of(folder: str | Path, s: VllmSettings) -> dict[str, str]:
+    """Variables of vLLM's processes beside those that are there."""
     gpu = torch.cuda.is_available()
     many = gpu if s.multiprocess is None else s.multiprocess
     eager = not gpu if s.enforce_eager is None else s.enforce_eager
@@ -218,7 +219,7 @@ def _environment(folder: str | Path, s: VllmSettings) -> dict[str, str]:
     }
 
 
-def _tokenizer_of(folder: str | Path, settings: VllmSettings) -> tuple[Any, frozenset[int], int]:
+def tokenizer_of(folder: str | Path, settings: VllmSettings) -> tuple[Any, frozenset[int], int]:
     """The model's tokenizer, the ids that end a response, and how many ids the model knows."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 

@@ -59,6 +59,13 @@ def in_memory(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None = N
     Floating tensors are written as `dtype`. It is no file of any folder (`memfd`), so that neither a small /dev/shm limits
     it nor a killed driver leaves it behind. Tensors are written one by one: a second copy of a model is never held.
     """
+    with os.fdopen(os.memfd_create("workbench-weights"), "wb", buffering=0) as file:
+        write_to(file, weights, dtype)
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def write_to(file: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
+    """The weights as a safetensors file, tensor by tensor; floating ones are written as `dtype`."""
     header, begin = {}, 0
     for name, tensor in weights.items():
         kind = _written_as(tensor, dtype)
@@ -66,13 +73,11 @@ def in_memory(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None = N
         header[name] = {"dtype": _NAMES[kind], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
     told = json.dumps(header).encode()
-    with os.fdopen(os.memfd_create("workbench-weights"), "wb", buffering=0) as file:
-        file.write(struct.pack("<Q", len(told)) + told)
-        for tensor in weights.values():
-            if tensor.numel():
-                plain = tensor.detach().to("cpu", _written_as(tensor, dtype)).contiguous()
-                _write(file, plain.flatten().view(torch.uint8).numpy().data)
-        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    file.write(struct.pack("<Q", len(told)) + told)
+    for tensor in weights.values():
+        if tensor.numel():
+            plain = tensor.detach().to("cpu", _written_as(tensor, dtype)).contiguous()
+            _write(file, plain.flatten().view(torch.uint8).numpy().data)
 
 
 def _written_as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
