@@ -17,6 +17,7 @@ import torch
 
 from workbench import background
 from workbench.dataproto import DataProto
+from workbench.engines.holding import Held, present
 from workbench.engines.protocol import Learned, LogProbModel, Loss, Normalisers, Request, Sample
 from workbench.engines.weights import weights_of
 from workbench.errors import EngineError, message
@@ -34,13 +35,15 @@ class Paired:
         self._asleep = False
         self._pushed: tuple[Any, ...] | None = None
         self._turn = asyncio.Lock()
+        self._held: Held | None = None
 
     # --- Sampler ----------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """The learner's: what the next sample will carry."""
-        return self.learner.version
+        """The learner's: what the next sample will carry. While rows are drawn with held weights, to those: theirs."""
+        held = present(self)
+        return self.learner.version if held is None else held.version
 
     @property
     def tokenizer(self) -> Any:
@@ -48,11 +51,14 @@ class Paired:
         return self.learner.tokenizer
 
     async def sample(self, request: Request) -> Sample:
-        """One response by the learner's present weights."""
+        """One response by the learner's present weights, or by those that are held (`hold`) for whoever asks."""
         if asyncio.get_running_loop() is not background.loop():  # a caller's own loop: the turn is taken in ours
             there = asyncio.run_coroutine_threadsafe(self.sample(request), background.loop())
             return await asyncio.wrap_future(there)
-        if self._behind():
+        held = present(self)
+        if held is not None:
+            self._refuse_lost(held)
+        elif self._behind():
             await self._catch_up()
         return await self.sampler.sample(request)
 
@@ -68,6 +74,9 @@ class Paired:
 
     def push(self) -> float:
         """Push the learner's weights now, and wake the sampler before; the seconds that it took."""
+        if self._held is not None:
+            found = f"rows are being drawn with the weights of version {self._held.version}"
+            raise EngineError(message("push", expected="a sampler between two draws", found=found))
         if self._asleep:
             self.sampler.wake()
             self._asleep = False
@@ -84,6 +93,52 @@ class Paired:
         self.seconds = time.perf_counter() - began
         return self.seconds
 
+    def hold(self) -> Held:
+        """The learner's present weights, pushed where they have to be and held still until `release()`.
+
+        Waits for weights that are held already. Raises `EngineError` where learner and sampler share a device: one
+        sleeps while the other works.
+        """
+        if self._share:
+            raise EngineError(
+                message(
+                    "weights cannot be held for a draw beside the learner's work",
+                    expected="a sampler on a device of its own",
+                    found="share_device=True: it sleeps while the learner works",
+                    do="paired(learner, sampler) on two devices, or draw in turn (ahead=0)",
+                )
+            )
+        return background.run(self._hold())
+
+    async def _hold(self) -> Held:
+        await self._turn.acquire()
+        try:
+            await self._follow()
+        except BaseException:
+            self._turn.release()
+            raise
+        held = Held(self, self.version, getattr(self.sampler, "starts", 0), lambda: self._release(held))
+        self._held = held
+        return held
+
+    def _release(self, held: Held) -> None:
+        def let_go() -> None:
+            if self._held is held:
+                self._held = None
+                self._turn.release()
+
+        background.loop().call_soon_threadsafe(let_go)
+
+    def _refuse_lost(self, held: Held) -> None:
+        if getattr(self.sampler, "starts", 0) != held.starts:
+            raise EngineError(
+                message(
+                    f"the weights of version {held.version} that rows were being drawn with are gone",
+                    found="the sampler's process was started again meanwhile",
+                    do="go on from the last checkpoint, resume='auto'",
+                )
+            )
+
     def _state(self) -> tuple[Any, ...]:
         """Names the learner's weights, and the sampler's process that should hold them."""
         return self.learner.state_id, self.learner.version, getattr(self.sampler, "starts", 0)
@@ -93,14 +148,18 @@ class Paired:
 
     async def _catch_up(self) -> None:
         async with self._turn:
-            if not self._behind():
-                return
-            work = asyncio.ensure_future(asyncio.to_thread(self._wake if self._pushed == self._state() else self.push))
-            try:
-                await asyncio.shield(work)
-            except asyncio.CancelledError:
-                await asyncio.wait([work])  # nobody samples, or pushes again, beside a push that is half done
-                raise
+            await self._follow()
+
+    async def _follow(self) -> None:
+        """With the turn taken: wake and push, as far as it is needed."""
+        if not self._behind():
+            return
+        work = asyncio.ensure_future(asyncio.to_thread(self._wake if self._pushed == self._state() else self.push))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait([work])  # nobody samples, or pushes again, beside a push that is half done
+            raise
 
     def _wake(self) -> None:
         self.sampler.wake()
