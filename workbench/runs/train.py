@@ -85,8 +85,7 @@ async def train(
         if start.step > steps:
             return _nothing_to_do(path, start, steps, found.heldout)
         write_json(path / "settings.json", with_history(settings, start))
-        shown = display == "auto"
-        session = Session(folder, pipeline, found, plan, trackers, settings, start, shown=shown)
+        session = Session(folder, pipeline, found, plan, trackers, settings, start, shown=display == "auto")
         ending = await session.run(observers, break_if)
     finally:
         folder.release()
