@@ -96,6 +96,23 @@ def test_validation_between_draws_changes_nothing(quiet: wb.Run, tiny: str, tmp_
     assert [row["training/global_step"] for row in run.rows if "val/reward" in row] == [0, 1, 2, 3, 4]
 
 
+def test_validation_and_a_draw_never_ask_the_reward_at_once(tiny: str, tmp_path: Path) -> None:
+    """Also where no update has moved the weights, so that the sampler need not be waited for."""
+    inside = threading.Lock()
+
+    def alone(response: str) -> float:
+        assert inside.acquire(blocking=False), "two threads judge"
+        time.sleep(0.005)
+        inside.release()
+        return digits(response)
+
+    pipe, rows = make(tiny, Reward(alone, in_process=True))
+    still = pipe.replace("update_actor", from_step=99)
+    run = train(still, rows, tmp_path / "r", steps=3, heldout=rows[:4], test_freq=1)
+    assert [row["training/policy_lag/max"] for row in run.rows[1:]] == [0, 0, 0]
+    assert [row["reward/scored_ratio"] for row in run.rows[1:]] == [1, 1, 1] and run.rows[3]["val/unscored"] == 0
+
+
 def test_filtered_and_baselined_groups_are_drawn_whole(tiny: str, tmp_path: Path) -> None:
     rows = make(tiny)[1]
     pipe = wb.recipes.dapo(two(tiny), Reward(digits, in_process=True), rows=rows, group_size=2, max_tokens=8)

@@ -143,6 +143,8 @@ class Recorder:
         metrics |= timing_metrics(report.metrics, report.trace.batch)
         metrics |= aliases(metrics)
         if self._validator is not None and plan.due(plan.test_freq, step):
+            if self._ahead is not None:
+                self._ahead.pending(step)  # a draw under way asks the same reward
             metrics |= self._validator.metrics()
         self._write(step, metrics)
         begun = [one.name for one in self._watch.look(strict(metrics))]
