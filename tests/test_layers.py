@@ -26,6 +26,7 @@ LAYERS = {
         "observer",
         "control",
         "overlap",
+        "ahead",
         "reward_settings",
         "loop",
         "runs",
@@ -62,9 +63,10 @@ INSIDE = {
     "observer": {"trace", "stepper"},
     "control": set(),
     "overlap": {"trace"},
+    "ahead": {"trace", "overlap"},
     "reward_settings": set(),
-    "loop": {"trace", "stepper", "observer", "control", "overlap"},
-    "runs": {"recipes", "trace", "compare", "snapshots", "stepper", "observer", "control", "loop"},
+    "loop": {"trace", "stepper", "observer", "control", "overlap", "ahead"},
+    "runs": {"recipes", "trace", "compare", "snapshots", "stepper", "observer", "control", "loop", "ahead"},
     "cluster": {"trace", "stepper", "observer", "loop", "runs"},
 }
 # of another folder in the same layer these take the protocol alone

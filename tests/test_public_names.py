@@ -12,7 +12,7 @@ NAMES = {
     "recipes", "reward_from", "rewards", "run_notebook", "sandbox", "stages", "train", "train_blocking", "views", "what_if",
 }  # fmt: skip
 TRAIN = [
-    "pipeline", "rows", "steps", "run", "batch_size", "seed", "heldout", "test_freq", "val_samples", "save_freq",
+    "pipeline", "rows", "steps", "run", "batch_size", "seed", "ahead", "heldout", "test_freq", "val_samples", "save_freq",
     "trace_freq", "keep_traces", "keep_checkpoints", "keep_updates", "break_if", "resume", "may_change", "trackers", "display", "observers",
 ]  # fmt: skip
 

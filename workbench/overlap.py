@@ -64,10 +64,10 @@ class Early:
             self._error = error
 
 
-def phases(pipeline: Pipeline, batch: DataProto) -> Iterator[Trace]:
-    """The trace as it grows, empty at first, a phase at a time, in the pipeline's order. What a stage raises carries the
-    trace before it as `.trace`."""
-    trace = Trace(batch)
+def phases(pipeline: Pipeline, batch: DataProto | Trace) -> Iterator[Trace]:
+    """The trace as it grows, empty at first, a phase at a time, in the pipeline's order; a trace goes on after its
+    phases. What a stage raises carries the trace before it as `.trace`."""
+    trace = batch if isinstance(batch, Trace) else Trace(batch)
     yield trace
     try:
         for grown in _grown(pipeline, trace):
@@ -80,11 +80,11 @@ def phases(pipeline: Pipeline, batch: DataProto) -> Iterator[Trace]:
 
 def _grown(pipeline: Pipeline, trace: Trace) -> Iterator[Trace]:
     if not pipeline.overlap:
-        for stage in pipeline:
+        for stage in list(pipeline)[len(trace) :]:
             trace = trace.add(perform(stage, trace.batch))
             yield trace
         return
-    stages = list(pipeline)
+    stages = list(pipeline)[len(trace) :]
     with ThreadPoolExecutor(1, thread_name_prefix="workbench-reward") as beside:
         while stages:
             stage = stages.pop(0)

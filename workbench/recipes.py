@@ -23,6 +23,7 @@ from workbench.stages import (
     PolicyLoss,
     Reward,
     Rollout,
+    RolloutCorrection,
     Update,
     ValueLoss,
     Values,
@@ -84,6 +85,22 @@ def by_name(name: str) -> Callable[..., Pipeline]:
     if name not in known:
         raise SettingError(unknown("recipe", name, known))
     return known[name]
+
+
+def corrected(
+    pipeline: Pipeline, *, rollout_is: str = "token", rollout_is_threshold: float | tuple[float, float] = 2.0
+) -> Pipeline:
+    """A recipe's pipeline whose loss weighs what the sampler wrote by trainer's over sampler's probability, truncated.
+
+    For rows of other weights than the trainer's (`train(…, ahead=1)`) or another sampler's numerics: PPO's own ratio
+    starts at the trainer's old log-probs and does not see either. Per token at most `rollout_is_threshold`; decoupled
+    PPO, Hilton et al. 2021, https://arxiv.org/abs/2110.00641; truncated as in Ionides 2008. Verl's `rollout_correction`.
+    """
+    stages = [one for one in pipeline if one.name != RolloutCorrection.name]
+    place = [one.name for one in stages].index("advantage")
+    stages.insert(place, RolloutCorrection(rollout_is=rollout_is, rollout_is_threshold=rollout_is_threshold))
+    weighed = [one.with_settings(rollout_is=True) if one.name == "update_actor" else one for one in stages]
+    return Pipeline(weighed, overlap=pipeline.overlap)
 
 
 def _policy_gradient(

@@ -121,6 +121,20 @@ class Stepper:
             self.next()
         return self
 
+    def after(self, trace: Trace) -> Stepper:
+        """Stand after the phases of a trace of this batch that were done elsewhere (rows that were drawn ahead).
+
+        Going back over them and on uses them again, as those of this step's weights.
+        """
+        if trace.names != self._pipeline.names[: len(trace)]:
+            raise PipelineError(
+                message("phases of another pipeline", expected=", ".join(self._pipeline.names), found=trace.names)
+            )
+        for stage, phase in zip(self._pipeline, trace, strict=False):
+            self._done[stage.name] = Done(stage, trace.before(stage.name), self._weights(stage), phase)
+        self._trace, self._standings = trace, [self._standings[0]] * (len(trace) + 1)
+        return self
+
     # --- backwards ------------------------------------------------------------------------
 
     def back(self, to: str | None = None) -> Stepper:

@@ -99,12 +99,15 @@ class Trace:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """All phases' metrics, and `timing_s/<stage>`, `timing_s/step`."""
+        """All phases' metrics, and `timing_s/<stage>`, `timing_s/step`: of phases that were done beside the step before
+        (`timing_s/overlapped`) it counts only what was waited for."""
         merged: dict[str, float] = {}
         for phase in self.phases:
             merged.update(phase.metrics)
             merged[f"timing_s/{phase.stage}"] = phase.seconds
         merged["timing_s/step"] = sum(phase.seconds for phase in self.phases)
+        done = (phase.metrics for phase in self.phases if not phase.reused)
+        merged["timing_s/step"] -= sum(metrics.get("timing_s/overlapped", 0.0) for metrics in done)
         return merged
 
     def __getitem__(self, name: str) -> Phase:

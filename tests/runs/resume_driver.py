@@ -1,6 +1,7 @@
 """A small training job that can be told to die: run by test_resume as a process of its own.
 
 python resume_driver.py RUN STEPS [KILL]      KILL: step:3 | inside:4 | fsync:30 | rename:2
+With AHEAD=1 in the environment rows are drawn one step ahead by a second engine.
 """
 
 from __future__ import annotations
@@ -65,13 +66,16 @@ def main() -> None:
     engine = wb.engines.local("data/tiny-arith", lr=1e-3, schedule="cosine", total_steps=12, device="cpu")
     rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:10]
     heldout = wb.datasets.load("data/arith/test.parquet")[:8]
+    ahead = int(os.environ.get("AHEAD", "0"))
+    policy = wb.engines.paired(engine, wb.engines.local("data/tiny-arith", device="cpu")) if ahead else engine
     pipe = wb.recipes.ppo(
-        engine, group_size=2, max_tokens=16, kl_coef=0.01, kl_target=0.05, kl_horizon=50, critic_lr=1e-3,
+        policy, group_size=2, max_tokens=16, kl_coef=0.01, kl_target=0.05, kl_horizon=50, critic_lr=1e-3,
         ppo_mini_batch_size=2,
     )  # fmt: skip
     wb.train_blocking(
-        pipe,
+        wb.recipes.corrected(pipe) if ahead else pipe,
         rows,
+        ahead=ahead,
         steps=int(steps),
         batch_size=4,
         run=run,

@@ -20,9 +20,9 @@ DRIVER = Path(__file__).with_name("resume_driver.py")
 STEPS = 7
 
 
-def drive(run: Path, kill: str | None = None, steps: int = STEPS) -> int:
+def drive(run: Path, kill: str | None = None, steps: int = STEPS, ahead: int = 0) -> int:
     command = [sys.executable, str(DRIVER), str(run), str(steps), *([kill] if kill else [])]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "AHEAD": str(ahead)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
     assert done.returncode in (0, -9), done.stderr
     return done.returncode
@@ -39,6 +39,29 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("quiet") / "run"
     assert drive(run) == 0
     return run
+
+
+@pytest.fixture(scope="module")
+def quiet_ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("quiet-ahead") / "run"
+    assert drive(run, ahead=1) == 0
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", ["step:1", "step:3", "inside:4", "rename:2", "fsync:40"])
+def test_rows_drawn_ahead_survive_a_kill(quiet_ahead: Path, tmp_path: Path, kill: str) -> None:
+    run = tmp_path / "run"
+    assert drive(run, kill, ahead=1) == -9
+    assert drive(run, ahead=1) == 0
+    assert numbers(run) == numbers(quiet_ahead)
+    finals = [torch.load(one / "final.pt", weights_only=True) for one in (run, quiet_ahead)]
+    assert all(torch.equal(finals[0][k], finals[1][k]) for k in finals[1])
+    lags = [row["training/policy_lag/max"] for row in numbers(run)[1:]]
+    assert lags == [0, *[1] * (STEPS - 1)]
+    for step in range(1, STEPS + 1):
+        a, b = (wb.load_run(one).traces[step].batch for one in (run, quiet_ahead))
+        assert torch.equal(a["responses"], b["responses"]) and torch.equal(a["policy_version"], b["policy_version"])
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import torch
 
 from workbench import background
 from workbench.dataproto import DataProto
+from workbench.engines.holding import Held, present
 from workbench.engines.protocol import Learned, LogProbModel, Loss, Normalisers, Request, Sample
 from workbench.engines.weights import weights_of
 from workbench.errors import EngineError, WorkerLost, message
@@ -34,13 +35,15 @@ class Paired:
         self._asleep = False
         self._pushed: tuple[Any, ...] | None = None
         self._turn = asyncio.Lock()
+        self._held: Held | None = None
 
     # --- Sampler ----------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """The learner's: what the next sample will carry."""
-        return self.learner.version
+        """The learner's: what the next sample will carry. While rows are drawn with held weights, to those: theirs."""
+        held = present(self)
+        return self.learner.version if held is None else held.version
 
     @property
     def tokenizer(self) -> Any:
@@ -48,30 +51,35 @@ class Paired:
         return self.learner.tokenizer
 
     async def sample(self, request: Request) -> Sample:
-        """One response by the learner's present weights."""
+        """One response by the learner's present weights, or by those that are held (`hold`) for whoever asks."""
         if asyncio.get_running_loop() is not background.loop():  # a caller's own loop: the turn is taken in ours
             there = asyncio.run_coroutine_threadsafe(self.sample(request), background.loop())
             return await asyncio.wrap_future(there)
+        held = present(self)
         for last in (False, False, True):
             starts = self._starts()
             try:
-                if self._behind():
+                if held is not None:
+                    self._refuse_lost(held)
+                elif self._behind():
                     await self._catch_up()
-                held = self._pushed
+                given = held.version if held is not None else self._pushed[1] if self._pushed else None
                 sample = await self.sampler.sample(request)
             except WorkerLost:
-                if last or not hasattr(self.sampler, "restart"):
+                if last or held is not None or not hasattr(self.sampler, "restart"):
                     raise
                 await self._start_again(starts)  # then the same request with the same seed, once its weights are there
                 continue
-            if held is not None and sample.version == held[1]:
+            if sample.version == given:
                 return sample
+            if held is not None:
+                break
             self._pushed = None  # it does not have the weights that it was given
         raise EngineError(
             message(
                 "the sampler does not serve the weights that it was given",
-                expected=f"policy version {self.version}",
-                found=f"version {sample.version} after {self.sampler!r} took them twice",
+                expected=f"policy version {given}",
+                found=f"version {sample.version} from {self.sampler!r}",
                 do="restart the sampler",
             )
         )
@@ -84,6 +92,9 @@ class Paired:
 
     def push(self) -> float:
         """Push the learner's weights now, and wake the sampler before; the seconds that it took."""
+        if self._held is not None:
+            found = f"rows are being drawn with the weights of version {self._held.version}"
+            raise EngineError(message("push", expected="a sampler between two draws", found=found))
         if self._asleep:
             self.sampler.wake()
             self._asleep = False
@@ -94,6 +105,52 @@ class Paired:
         self._pushed = (*held, self._starts())  # a push may start what was lost
         self.seconds = time.perf_counter() - began
         return self.seconds
+
+    def hold(self) -> Held:
+        """The learner's present weights, pushed where they have to be and held still until `release()`.
+
+        Waits for weights that are held already. Raises `EngineError` where learner and sampler share a device: one
+        sleeps while the other works.
+        """
+        if self._share:
+            raise EngineError(
+                message(
+                    "weights cannot be held for a draw beside the learner's work",
+                    expected="a sampler on a device of its own",
+                    found="share_device=True: it sleeps while the learner works",
+                    do="paired(learner, sampler) on two devices, or draw in turn (ahead=0)",
+                )
+            )
+        return background.run(self._hold())
+
+    async def _hold(self) -> Held:
+        await self._turn.acquire()
+        try:
+            await self._follow()
+        except BaseException:
+            self._turn.release()
+            raise
+        held = Held(self, self.version, self._starts(), lambda: self._release(held))
+        self._held = held
+        return held
+
+    def _release(self, held: Held) -> None:
+        def let_go() -> None:
+            if self._held is held:
+                self._held = None
+                self._turn.release()
+
+        background.loop().call_soon_threadsafe(let_go)
+
+    def _refuse_lost(self, held: Held) -> None:
+        if self._starts() != held.starts:
+            raise EngineError(
+                message(
+                    f"the weights of version {held.version} that rows were being drawn with are gone",
+                    found="the sampler's process was started again meanwhile",
+                    do="go on from the last checkpoint, resume='auto'",
+                )
+            )
 
     def _state(self) -> tuple[Any, ...]:
         """Names the learner's weights, and the sampler's process that should hold them."""
@@ -114,8 +171,12 @@ class Paired:
     async def _catch_up(self) -> None:
         """Give the sampler the present weights."""
         async with self._turn:
-            if self._behind():
-                await self._finished(self._wake if self._pushed == self._state() else self.push)
+            await self._follow()
+
+    async def _follow(self) -> None:
+        """With the turn taken: wake and push, as far as it is needed."""
+        if self._behind():
+            await self._finished(self._wake if self._pushed == self._state() else self.push)
 
     @staticmethod
     async def _finished(work: Callable[[], Any]) -> None:

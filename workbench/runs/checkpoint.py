@@ -2,6 +2,9 @@
 
     checkpoints/step_000010/{actor/ (a Hugging Face folder), actor_state/, critic/, …, state.json, manifest.json}
 
+With rollouts one step ahead `pending/` is the next step's trace as far as it had been drawn; its rows say the version
+that wrote them, and those weights are in no checkpoint any more.
+
 A checkpoint is written in a staging folder beside its place. `manifest.json`, written last, holds the size and
 crc32 of every file (and its own) and is the commit record; then everything is fsynced, the folder renamed, verified,
 and only then are older ones pruned. A folder whose manifest does not hold is refused with the file's name.
@@ -30,6 +33,8 @@ from workbench.runs.folder import crc32_of, discard, step_folders
 log = logging.getLogger("workbench")
 
 FORMAT = 1
+PENDING = "pending"
+"""The next step's rows, where they are drawn one step ahead."""
 _STAGING, _PRUNED, _MANIFEST = ".staging-", ".pruned-", "manifest.json"
 
 

@@ -40,6 +40,14 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
     return found
 
 
+def lag_metrics(batch: DataProto, version: int | None) -> dict[str, float]:
+    """How many versions the weights that wrote the rows were behind the learner's at the step's beginning, `version`."""
+    if version is None or "policy_version" not in batch or not len(batch):
+        return {}
+    lag = (version - batch["policy_version"]).double()
+    return {"training/policy_lag/mean": lag.mean().item(), "training/policy_lag/max": lag.max().item()}
+
+
 def timing_metrics(metrics: Mapping[str, float], batch: DataProto) -> dict[str, float]:
     """verl's names of the phases' seconds, milliseconds per token, and throughput in tokens per second.
 

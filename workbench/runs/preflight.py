@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from workbench import ahead
 from workbench.config import require
 from workbench.dataproto import DataProto
 from workbench.datasets import Rows
@@ -22,6 +24,8 @@ from workbench.engines.memory import available, gib
 from workbench.errors import DataError, OutOfMemory, RunError, message
 from workbench.runs.recorder import Plan
 from workbench.stages import Pipeline
+
+log = logging.getLogger("workbench")
 
 PER_TOKEN = 30
 """Bytes of a recorded update for each token of prompt and response, measured with GRPO's columns."""
@@ -71,6 +75,7 @@ def preflight(pipeline: Pipeline, rows: Rows, heldout: Rows | None, plan: Plan, 
         ("data", _data(rows, heldout)),
         ("rewards", _routing(rows, reward)),
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
+        ("placement", _placement(pipeline, plan)),
         ("lengths", _lengths(rollout, prompt, lambda: max(rows.prompt_lengths(tokenizer, **switches)))),
         ("memory", _memory(pipeline)),
         ("disk", _disk(pipeline, plan, path, (prompt + rollout.sampling.max_tokens) * rollout.group_size)),
@@ -113,6 +118,21 @@ def _batch(pipeline: Pipeline, rows: Rows, plan: Plan, group: int) -> str:
     return (
         f"{plan.batch_size} prompts × {group} samples, {plan.steps} steps, {plan.steps / per_epoch:.2f} epochs{alone}"
     )
+
+
+def _placement(pipeline: Pipeline, plan: Plan) -> str:
+    """Where rows are drawn beside the learner's work, and whether the loss knows that they are of older weights."""
+    if not plan.ahead:
+        return "each step's rows by its own weights"
+    sampler = ahead.sampler_of(pipeline).sampler
+    drawn = ", ".join(ahead.drawn_stages(pipeline).names)
+    found = f"{drawn} one step ahead by {type(sampler).__name__}, one version behind; a step can be done again as far as that sampler repeats its tokens"
+    how = ahead.correction(pipeline)
+    if how is None:
+        found += "; NOT corrected: PPO's ratio does not see how old the rows are, take recipes.corrected(pipeline)"
+        log.warning("ahead=%d: %s", plan.ahead, found)
+        return found
+    return f"{found}; corrected: {how}"
 
 
 def _lengths(rollout: Any, prompt: int, measured: Callable[[], int]) -> str:

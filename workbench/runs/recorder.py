@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.ahead import Ahead
 from workbench.datasets import Rows
 from workbench.observer import StepReport
 from workbench.runs import checkpoint, updates
 from workbench.runs.evaluate import Evaluation, score_rows
 from workbench.runs.folder import STEP, RunFolder, read_metrics, strict
 from workbench.runs.keeping import Kept, keep, prune
-from workbench.runs.metrics_of_batch import aliases, data_metrics, timing_metrics
+from workbench.runs.metrics_of_batch import aliases, data_metrics, lag_metrics, timing_metrics
 from workbench.runs.metrics_of_samples import sample_metrics
 from workbench.runs.symptoms import Watch
 from workbench.runs.trackers import Tracker
@@ -42,6 +43,8 @@ class Plan:
     keep_checkpoints: int
     keep_updates: int = 1024
     """MiB."""
+    ahead: int = 0
+    """Steps that rows are drawn ahead."""
 
     def due(self, every: int, step: int) -> bool:
         """Every n-th step and the last; 0: the last alone."""
@@ -103,6 +106,7 @@ class Recorder:
         trackers: list[Tracker],
         settings_hash: str,
         on_row: Callable[[Mapping[str, Any]], None],
+        ahead: Ahead | None = None,
     ) -> None:
         self._folder = folder
         self._pipeline = pipeline
@@ -112,6 +116,7 @@ class Recorder:
         self._trackers = trackers
         self._hash = settings_hash
         self._on_row = on_row
+        self._ahead = ahead
         self.last: StepReport | None = None
         """The last step of this process whose row is on disk."""
         self._state: dict[str, Any] = {}
@@ -134,9 +139,12 @@ class Recorder:
         step, plan = report.step, self._plan
         metrics: dict[str, Any] = {STEP: step, "training/epoch": report.epoch, **report.metrics}
         metrics |= data_metrics(report.trace.batch)
+        metrics |= lag_metrics(report.trace.batch, self._state["versions"].get("actor"))
         metrics |= timing_metrics(report.metrics, report.trace.batch)
         metrics |= aliases(metrics)
         if self._validator is not None and plan.due(plan.test_freq, step):
+            if self._ahead is not None:
+                self._ahead.pending(step)  # a draw under way asks the same reward
             metrics |= self._validator.metrics()
         self._write(step, metrics)
         begun = [one.name for one in self._watch.look(strict(metrics))]
@@ -205,15 +213,19 @@ class Recorder:
         if not self._state or states(learners) != self._weights:
             return None
         step = int(self._state["step"])
+        if step in checkpoint.steps(self._folder.checkpoints):
+            return step
+        pending = self._ahead.pending(step) if self._ahead is not None else None
 
         def fill(staging: Path) -> None:
+            if pending is not None:
+                pending.save(staging / checkpoint.PENDING)
             for role, learner in learners.items():
                 learner.save(staging / role)
                 learner.save_state(staging / f"{role}_state")
 
-        if step not in checkpoint.steps(self._folder.checkpoints):
-            keep = self._plan.keep_checkpoints
-            checkpoint.write(self._folder.checkpoints, step, fill, self._state, keep=keep)
+        keep = self._plan.keep_checkpoints
+        checkpoint.write(self._folder.checkpoints, step, fill, self._state, keep=keep)
         return step
 
 

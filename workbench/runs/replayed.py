@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.ahead import DRAWN
 from workbench.dataproto import DataProto
 from workbench.dataproto.columns_map import Lazy
 from workbench.errors import PipelineError, RunError, message, unknown
@@ -62,7 +63,29 @@ class Replayed(Stepper):
             if isinstance(stage, Missing):
                 how = "its recorded outputs, not run again" if stage.has_record else "cannot be run again, replace it"
                 found.append(f"{stage.name}: {how} (made with {stage.what})")
-        return tuple(found)
+        return (*found, *self._age_note(still))
+
+    def _age_note(self, still: list[str]) -> tuple[str, ...]:
+        """Rows that were drawn one step ahead are of weights that this stepper does not have."""
+        step = self._source.step
+        if step < 2 or not read_json(self._source.folder / "settings.json")["train"].get("ahead"):
+            return ()
+        drawn = [name for name, phase in self._recorded.items() if DRAWN in phase.settings]
+        whose = f"drawn one step ahead, by the weights after step {step - 2}"
+        if not drawn:
+            return (f"rollout: {whose}; those after step {step - 1}, which stand here, write other tokens",)
+        kept = drawn[0] in still or drawn[0] not in self._trace.names
+        here = "as recorded" if kept else f"run again here by those after step {step - 1}, so that tokens differ"
+        return (f"{drawn[0]}: {whose}; {here}",)
+
+    def recall(self, trace: Trace) -> None:
+        """Use the phases of a trace that were drawn one step ahead again, as long as nobody changes what they read."""
+        for stage in self._pipeline:
+            if stage.name not in trace.names or DRAWN not in trace[stage.name].settings:
+                continue
+            self._recorded[stage.name] = phase = trace[stage.name]
+            if not isinstance(stage, Missing):
+                self._done[stage.name] = Done(stage, trace.before(stage.name), self._weights(stage), phase)
 
     def _is_recorded(self, name: str) -> bool:
         """Whether a phase is the recorded one: running it anew puts another in its place."""
@@ -181,7 +204,12 @@ def _at_the_start(folder: Path, step: int, trace: Trace | None) -> Replayed:
         raise RunError(
             message(str(error), do=f"its trace is recorded: stepper({step}, at={trace.names[-1]!r}) needs no weights")
         ) from error
-    return Replayed(_with_records(pipeline, trace), start, Source(folder, step))
+    pipeline = _with_records(pipeline, trace)
+    if trace is None or not any(DRAWN in phase.settings for phase in trace):
+        return Replayed(pipeline, start, Source(folder, step))
+    stepper = Replayed(pipeline, trace.start, Source(folder, step))
+    stepper.recall(trace)
+    return stepper
 
 
 def _not_recorded(folder: Path, step: int, at: str | None, trace: Trace | None) -> str:

@@ -47,6 +47,8 @@ class Start:
     """Settings that differ from those that the run was started with."""
     old: Mapping[str, Any] | None = None
     """settings.json as it was; None: a new run."""
+    pending: Path | None = None
+    """The first step's rows where they have been drawn ahead: a trace."""
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -115,7 +117,8 @@ def begin(
         return Start(found.step + 1, None, notes, changes, old)
     moved = folder.supersede(found.step)
     notes = (*notes, f"resumed after step {found.step}", *map(_moved, moved))
-    return Start(found.step + 1, state["rng"], notes, changes, old)
+    pending = found.path / checkpoint.PENDING
+    return Start(found.step + 1, state["rng"], notes, changes, old, pending if pending.is_dir() else None)
 
 
 def check_resumable(
@@ -178,6 +181,7 @@ def _changes(
 ) -> tuple[str, ...]:
     """All differences; raises `RunError` naming those that are not allowed."""
     new = json.loads(json.dumps({part: settings[part] for part in _COMPARED}, default=str))
+    old = {**old, "train": {"ahead": 0, **old.get("train", {})}}  # runs from before there was such a setting
     changed = differences({part: old.get(part) for part in _COMPARED}, new)
     changed = [text for text in changed if not _only_moved(text.split(": ")[0], new["engines"])]
     allowed = (*MAY_CHANGE, *may_change)

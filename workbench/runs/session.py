@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workbench import background, loop
+from workbench.ahead import Ahead, loaded
 from workbench.control import Control
 from workbench.errors import Interrupted, WorkbenchError, first_line
 from workbench.observer import Condition, Ending, Observer
@@ -52,6 +54,7 @@ class Session:
                 tracker.log({key: value for key, value in row.items() if isinstance(value, int | float)}, row[STEP])
         self._live: Live | None = open_display(plan.steps, past, self.control, folder.path) if shown else None
         heldout = data.heldout
+        self._ahead = self._drawing(pipeline, data, plan, start) if plan.ahead else None
         validator = Validator(pipeline, heldout, plan.seed, plan.val_samples) if heldout is not None else None
         self.recorder = Recorder(
             folder,
@@ -62,7 +65,14 @@ class Session:
             trackers=made,
             settings_hash=settings["settings_hash"],
             on_row=self._on_row,
+            ahead=self._ahead,
         )
+
+    @staticmethod
+    def _drawing(pipeline: Pipeline, data: Preflight, plan: Plan, start: Start) -> Ahead:
+        pending = loaded(start.pending) if start.pending is not None else None
+        prompts = functools.partial(data.rows.batch, plan.batch_size, seed=plan.seed)
+        return Ahead(pipeline, lambda step: prompts(step=step), last=plan.steps, pending=pending)
 
     async def run(self, observers: Sequence[Observer], break_if: Condition | None) -> Ending:
         """Restore the generators, now that everything is built, and loop. A run that breaks says why in its summary.
@@ -84,6 +94,7 @@ class Session:
                 observers=[self.recorder, *observers],
                 break_if=break_if,
                 control=self.control,
+                ahead=self._ahead,
             )
         except BaseException as error:
             told = await background.beside(self._broke, error)
@@ -115,6 +126,7 @@ class Session:
         if ending.stopped is not None:
             stopped = f"break_if at step {ending.step + 1}"
             self.recorder.save_stopped(ending.stopped.trace, ending.step + 1)
+            self._end_draw(ending.step)
             self.recorder.save()
         elif ending.step < self._plan.steps:
             stopped = f"{'interrupted' if self.control.interrupted else 'stopped by hand'} after step {ending.step}"
@@ -136,8 +148,10 @@ class Session:
 
     def _keep(self) -> str:
         """Trace and checkpoint of the last whole step; what to say about it. A full disk hides no other error."""
+        last = self.recorder.last.step if self.recorder.last is not None else self._start.step - 1
+        drawn = self._end_draw(last)
         if self.recorder.last is None:
-            return ""
+            return drawn
         try:
             self.recorder.save_trace()
             step = self.recorder.save()
@@ -145,8 +159,14 @@ class Session:
             return f"; it could not be kept: {first_line(error)}"
         found = checkpoint.steps(self._folder.checkpoints)
         if step is None and not found:
-            return "; no checkpoint yet"
-        return f"; checkpoint {found[-1]}, go on with resume='auto'"
+            return f"; no checkpoint yet{drawn}"
+        return f"; checkpoint {found[-1]}, go on with resume='auto'{drawn}"
+
+    def _end_draw(self, last: int) -> str:
+        """No thread draws on behind a loop that has ended. An interrupt does not wait long for it."""
+        if self._ahead is None:
+            return ""
+        return self._ahead.close(last, self.control.grace if self.control.interrupted else None)
 
     def _closed(self, stopped: str | None) -> str:
         write_summary(self._folder.path, self._heldout, stopped=stopped)

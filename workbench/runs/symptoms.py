@@ -153,12 +153,17 @@ def _drifting_length(rows: Rows, _: Any) -> Iterator[Symptom]:
 
 def _two_policies(rows: Rows, _: Any) -> Iterator[Symptom]:
     value = _last(rows, "training/rollout_probs_diff_mean")
+    late = _last(rows, "training/policy_lag/max")
+    if late and _last(rows, "rollout_corr/rollout_is_mean") is not None:
+        return  # rows of older weights, as they were asked for, and the loss knows it
     if value is not None and value > 0.02:
         yield Symptom(
             "sampler and trainer differ",
             f"probabilities are {value:.3g} apart on average",
             _since(rows),
-            "training is off-policy: check weights' sync and precision, or add stages.RolloutCorrection",
+            "rows are of older weights (ahead=1): take recipes.corrected(pipeline)"
+            if late
+            else "training is off-policy: check weights' sync and precision, or add stages.RolloutCorrection",
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from workbench.ahead import MOST
 from workbench.config import require
 from workbench.datasets import Rows
 from workbench.errors import RunError, message
@@ -37,6 +38,7 @@ async def train(
     run: str | Path | None = None,
     batch_size: int = 16,
     seed: int = 0,
+    ahead: int = 0,
     heldout: Rows | None = None,
     test_freq: int = 0,
     val_samples: int = 1,
@@ -54,18 +56,18 @@ async def train(
 ) -> Run:
     """Train with the stages of a pipeline, and keep everything in a run folder.
 
-    `batch_size` counts prompts. The `*_freq` settings say every how many steps to validate on `heldout` (with
-    `val_samples` per prompt), to save a checkpoint, to record a trace; 0 means after the last step only, and
-    validation also comes before the first. `keep_updates` bounds, in MiB, the recorded inputs of updates by which any
-    step's weights can be made again (`run.stepper`, `run.engine`); 0 records none. `break_if` gets a step's metrics; where
-    it is true the loop stops before that step's update: the returned run's `.stopped` is a Stepper standing there (a job
-    saves the trace and raises `RunStopped`). `resume="auto"` goes on from the newest good checkpoint, exactly; settings
-    that differ from the run's are refused unless `may_change` names them (`["engines.actor.micro_batch_tokens"]`). In a notebook:
-    `await train(…)`; progress, curves, and buttons to pause and stop are in the cell, unless `display` is None.
+    `batch_size` counts prompts. With `ahead=1` a step's rows are drawn while the step before is learnt from, by weights one
+    version older: see `workbench.ahead`. The `*_freq` settings say every how many steps to validate on `heldout` (with
+    `val_samples` per prompt), to save a checkpoint, to record a trace; 0 means after the last step only, and validation
+    also comes before the first. `keep_updates` bounds, in MiB, the recorded inputs of updates by which any step's weights
+    can be made again (`run.stepper`, `run.engine`); 0 records none. `break_if` gets a step's metrics; where it is true
+    the loop stops before that step's update: the returned run's `.stopped` is a Stepper standing there (a job saves the
+    trace and raises `RunStopped`). `resume="auto"` goes on from the newest good checkpoint, exactly; settings that differ
+    are refused unless `may_change` names them (`["engines.actor.micro_batch_tokens"]`). In a notebook: `await train(…)`;
+    progress, curves, and buttons to pause and stop are in the cell, unless `display` is None.
 
     An interrupt (or SIGTERM, in a job) lets the step in hand end if that takes seconds only, leaves a checkpoint of the
-    last whole step, and raises `CancelledError` that says so. A stage that raises leaves one too, and the batch of its
-    step in `failed/`.
+    last whole step, and raises `CancelledError`. A stage that raises leaves one too, and its step's batch in `failed/`.
     """
     given = locals()
     plan = Plan(**{field.name: given[field.name] for field in dataclasses.fields(Plan)})
@@ -83,8 +85,7 @@ async def train(
         if start.step > steps:
             return _nothing_to_do(path, start, steps, found.heldout)
         write_json(path / "settings.json", with_history(settings, start))
-        shown = display == "auto"
-        session = Session(folder, pipeline, found, plan, trackers, settings, start, shown=shown)
+        session = Session(folder, pipeline, found, plan, trackers, settings, start, shown=display == "auto")
         ending = await session.run(observers, break_if)
     finally:
         folder.release()
@@ -126,6 +127,8 @@ def _check_arguments(plan: Plan, resume: str, display: str | None, trackers: Seq
     ):
         found = getattr(plan, name)
         require(isinstance(found, int) and found >= least, name, expected=f"≥ {least}", found=found)
+    whole = isinstance(plan.ahead, int) and not isinstance(plan.ahead, bool)
+    require(whole and 0 <= plan.ahead <= MOST, "ahead", expected=f"0 or {MOST} steps", found=plan.ahead)
     for name in ("test_freq", "save_freq", "trace_freq", "keep_updates"):
         require(getattr(plan, name) >= 0, name, expected="≥ 0", found=getattr(plan, name))
     require(resume in ("never", "auto"), "resume", expected="'never' or 'auto'", found=repr(resume))
