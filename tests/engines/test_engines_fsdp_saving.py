@@ -23,9 +23,9 @@ from tests_shards import Disk, counts, difference, eleven_rows
 
 from workbench.dataproto import DataProto
 from workbench.engines import fsdp_saving
-from workbench.engines.fsdp import FsdpEngine, export, fsdp
+from workbench.engines.fsdp import FsdpEngine, fsdp
 from workbench.engines.fsdp_group import Group, local_group
-from workbench.engines.sharded_files import RECORD, read_record, read_weights
+from workbench.engines.sharded_files import RECORD, export, read_record, read_weights
 from workbench.errors import CheckpointError, SettingError, WorkerLost
 from workbench.runs import checkpoint
 from workbench.testing.engines import LikelihoodLoss

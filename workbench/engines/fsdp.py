@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from workbench.dataproto import DataProto
+from workbench.engines import lora
 from workbench.engines.agreement import refuse
 from workbench.engines.frozen import FrozenModel
 from workbench.engines.fsdp_group import Group, ShardedSnapshot, local_group, shared_out
@@ -26,7 +27,7 @@ from workbench.engines.loading import load_tokenizer, resolve
 from workbench.engines.memory import learning_estimate
 from workbench.engines.protocol import Learned, Loss, Normalisers
 from workbench.engines.scoring import check_ids
-from workbench.engines.sharded_files import read_record, read_weights, write_plain
+from workbench.engines.sharded_files import read_record
 from workbench.engines.sharding import empty_model
 from workbench.errors import EngineError, WorkerLost, message
 from workbench.metrics import Mean, join
@@ -89,13 +90,7 @@ class FsdpEngine:
         """Whether the ranks that held the weights are gone."""
         return not self._group.alive or self._generation != self._group.generation
 
-    def _call(
-        self,
-        method: str,
-        *shared: Any,
-        each: Sequence[tuple[Any, ...]] | None = None,
-        seconds: float | None = None,
-    ) -> list[Any]:
+    def _call(self, method: str, *shared: Any, each: Any = None, seconds: float | None = None) -> list[Any]:
         if self.lost:
             if self._taught:
                 raise EngineError(
@@ -127,11 +122,22 @@ class FsdpEngine:
         self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """Per response token, [B, T] float32 on the CPU, 0 outside the mask."""
+        return self._scored("score", batch, want, temperature)
+
+    def score_base(
+        self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """The same with the LoRA adapters switched off."""
+        return self._scored("score_base", batch, want, temperature)
+
+    def _scored(
+        self, method: str, batch: DataProto, want: Sequence[str], temperature: float
+    ) -> dict[str, torch.Tensor]:
         known = _KINDS if self._head else _KINDS[:-1]
         if not set(want) <= set(known):
             have = ", ".join(known) + ("" if self._head else "; values need engine.critic()")
             raise EngineError(message("score", expected=have, found=", ".join(want)))
-        parts, places = self._on_rows("score", batch.select(list(_SCORED), []), tuple(want), temperature)
+        parts, places = self._on_rows(method, batch.select(list(_SCORED), []), tuple(want), temperature)
         result = {name: torch.zeros(batch["response_mask"].shape) for name in want}
         for part, place in zip(parts, places, strict=True):
             for name in want:
@@ -213,11 +219,12 @@ class FsdpEngine:
     # --- weights ----------------------------------------------------------------------------
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """All weights, whole, on the CPU, by the local engine's names: a tied one stands under both of its names."""
+        """All weights, whole, on the CPU, by the local engine's names, adapters worked in; a tied one under both of its names."""
         found = dict(self._call("on", None, self._name, "weights")[0])
-        first = {id(one): name for name, one in self._shape.named_parameters()}
-        tied = {name: first[id(one)] for name, one in self._shape.named_parameters(remove_duplicate=False)}
-        return found | {name: found[source] for name, source in tied.items()}
+        every = self._shape.named_parameters(remove_duplicate=False)
+        named = [(name.replace(".base_layer.", "."), id(one)) for name, one in every if "lora_" not in name]
+        first = {one: name for name, one in reversed(named)}
+        return found | {name: found[first[one]] for name, one in named}
 
     def snapshot(self) -> ShardedSnapshot:
         """Weights, optimizer, schedule and version, each rank's part in a file of a scratch folder."""
@@ -256,8 +263,15 @@ class FsdpEngine:
         self.version, self.state_id, self._taught = int(record["version"]), _new_id(), True
 
     def save(self, path: Path) -> None:
-        """A plain Hugging Face folder, gathered and written by rank 0; a critic has `value_head.safetensors` beside it."""
-        self._call("save_plain", self._name, self._source, str(Path(path).absolute()))
+        """A plain Hugging Face folder (with LoRA the adapter's), gathered and written by rank 0; a critic has
+        `value_head.safetensors` beside it.
+        """
+        self._call("save_plain", self._name, self._source, str(Path(path).absolute()), self.path, False)
+
+    def save_merged(self, path: str | Path) -> Path:
+        """A plain Hugging Face folder with the LoRA adapter worked into the weights."""
+        self._call("save_plain", self._name, self._source, str(Path(path).absolute()), self.path, True)
+        return Path(path)
 
     def save_state(self, path: Path) -> None:
         """Optimizer (a distributed checkpoint), schedule and version; no pickle."""
@@ -278,7 +292,11 @@ class FsdpEngine:
             self._open(None)
 
     def reference(self) -> FrozenModel:
-        """The weights as they are now, frozen and cut over the same ranks: a LogProbModel and nothing else."""
+        """The weights as they are now, frozen and cut over the same ranks: a LogProbModel and nothing else. With LoRA the base,
+        and no second copy.
+        """
+        if lora.config_in(self._shape) is not None:
+            return FrozenModel(self, as_loaded=True, base=True)
         as_loaded = self._untouched()
         engine = self._twin(self._settings, head=False, kept=None if as_loaded else self.snapshot())
         return FrozenModel(engine, as_loaded=as_loaded)
@@ -344,10 +362,8 @@ class FsdpEngine:
 
     def __repr__(self) -> str:
         count = sum(one.numel() for one in self._shape.parameters())
-        kind, state = (
-            "critic" if self._head else "policy",
-            "ranks have ended" if self.lost else f"{self._group.size} ranks",
-        )
+        kind = "critic" if self._head else "policy"
+        state = "ranks have ended" if self.lost else f"{self._group.size} ranks"
         return f"FsdpEngine({self.path!r}: {kind}, {type(self._shape).__name__}, {count:,} parameters, {state}, version {self.version})"
 
 
@@ -379,13 +395,3 @@ def fsdp(
     group = on or local_group(ranks, device=chosen.device, threads=threads)
     place = str(scratch) if scratch is not None else None
     return FsdpEngine(folder, group, chosen, shown=str(path), scratch=place, **(template_switches or {}))
-
-
-def export(state: str | Path, path: str | Path, *, model: str | Path | None = None) -> Path:
-    """A distributed checkpoint (`FsdpEngine.save_sharded`) as a plain Hugging Face folder, in this process, without ranks.
-
-    Configuration and tokenizer are those of the model that it was trained from, or of `model`.
-    """
-    record = read_record(state)
-    write_plain(read_weights(state), str(resolve(model or record["path"])), str(path))
-    return Path(path)
