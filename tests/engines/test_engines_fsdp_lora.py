@@ -18,6 +18,7 @@ from workbench.engines.fsdp_group import Group, local_group
 from workbench.engines.paired import Paired
 from workbench.engines.sharded_files import export, read_weights
 from workbench.errors import EngineError
+from workbench.stages.exact_kl import ExactKL
 from workbench.testing.engines import LikelihoodLoss
 
 pytest.importorskip("peft", reason="peft is not installed (the extra `peft`)")
@@ -79,6 +80,24 @@ def test_updates_equal_the_local_engines(where: Group, batch: DataProto, tokens:
     assert changed and all(name.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "o_proj") for name in changed)
     x, y = (engine.gradient(batch, LikelihoodLoss(), counts(batch)) for engine in (there, here))
     assert x.keys() == y.keys() and all("lora_" in name for name in x) and difference(x, y) < 1e-4
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_exact_kl_is_the_local_engines(where: Group, batch: DataProto, rank: int) -> None:
+    there, here = engines(where, lora_rank=rank, lr=1e-3, micro_batch_tokens=64)
+    references = there.reference(), here.reference()
+    assert there.full_kl(batch, references[0]).abs().max() < 1e-6
+    for _ in range(2):
+        learn(there, batch)
+        learn(here, batch)
+    mine, theirs = (one.full_kl(batch, to, 0.7) for one, to in zip((there, here), references, strict=True))
+    torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+    assert theirs.max() > 1e-3 and not mine[batch["response_mask"] == 0].any()
+    outcome = ExactKL(there, references[0])(batch)
+    assert outcome.metrics["actor/full_kl"].result() > 0
+    learn(there, batch)  # the adapters learn on
+    with pytest.raises(EngineError, match="a reference on the same ranks"):
+        there.full_kl(batch, references[1])
 
 
 def test_memory_settings_probes_and_nudges(where: Group, batch: DataProto) -> None:

@@ -18,19 +18,17 @@ import torch
 
 from workbench.dataproto import DataProto
 from workbench.engines import lora
-from workbench.engines.agreement import refuse
+from workbench.engines.agreement import learned, refuse
 from workbench.engines.frozen import FrozenModel
-from workbench.engines.fsdp_group import Group, ShardedSnapshot, local_group, shared_out
+from workbench.engines.fsdp_group import Group, ShardedSnapshot, local_group, memory_of, shared_out
 from workbench.engines.fsdp_saving import Saves
 from workbench.engines.fsdp_settings import FsdpSettings
 from workbench.engines.loading import load_tokenizer, resolve
-from workbench.engines.memory import learning_estimate
 from workbench.engines.protocol import Learned, Loss, Normalisers
 from workbench.engines.scoring import check_ids
 from workbench.engines.sharded_files import read_record
 from workbench.engines.sharding import empty_model
 from workbench.errors import EngineError, WorkerLost, message
-from workbench.metrics import Mean, join
 
 _SCORED = ("input_ids", "attention_mask", "position_ids", "response_mask")
 _KINDS = ("log_probs", "entropy", "sum_pi_squared", "values")
@@ -110,11 +108,14 @@ class FsdpEngine:
 
     def _on_rows(self, method: str, batch: DataProto, *shared: Any) -> tuple[list[Any], list[torch.Tensor]]:
         """`method` of each rank's model with its share of the rows: reports, and the row numbers of each share."""
+        each, places = self._shares(batch)
+        return self._call("on", self._name, method, *shared, each=each), places
+
+    def _shares(self, batch: DataProto) -> tuple[list[tuple[Any, ...]], list[torch.Tensor]]:
         check_ids(self._shape, batch)
         rows = DataProto(dict(batch.batch.items()), None, batch.meta_info)
         places = shared_out(batch["attention_mask"].sum(-1).tolist(), self._group.size)
-        each = [(rows.select_idxs(place),) for place in places]
-        return self._call("on", self._name, method, *shared, each=each), places
+        return [(rows.select_idxs(place),) for place in places], places
 
     # --- LogProbModel -----------------------------------------------------------------------
 
@@ -142,6 +143,20 @@ class FsdpEngine:
         for part, place in zip(parts, places, strict=True):
             for name in want:
                 result[name][place] = part[name]
+        return result
+
+    def full_kl(self, batch: DataProto, reference: FrozenModel, temperature: float = 1.0) -> torch.Tensor:
+        """[B, T] exact KL(policy‖reference) per response token, over the whole vocabulary, to a reference on the same ranks."""
+        other = reference._engine
+        if not isinstance(other, FsdpEngine) or other._group is not self._group:
+            raise EngineError(message("the exact KL", expected="a reference on the same ranks", found=repr(reference)))
+        self._call("steps", self._name)
+        other._call("steps", other._name)  # both are there, on new ranks, too
+        each, places = self._shares(batch.select(list(_SCORED), []))
+        parts = self._call("full_kl", self._name, other._name, reference._base, temperature, each=each)
+        result = torch.zeros(batch["response_mask"].shape)
+        for part, place in zip(parts, places, strict=True):
+            result[place] = part
         return result
 
     # --- Learner ----------------------------------------------------------------------------
@@ -172,15 +187,15 @@ class FsdpEngine:
         self, batch: DataProto, loss: Loss, normalisers: Normalisers, temperature: float = 1.0, per_row: bool = False
     ) -> Learned:
         """Loss and gradient norm without a step; per row, one backward pass a row."""
-        learned = self._backward("probe", batch, loss, normalisers, temperature)
-        columns = dict(learned.columns)
+        found = self._backward("probe", batch, loss, normalisers, temperature)
+        columns = dict(found.columns)
         if per_row:
             rows = DataProto(dict(batch.batch.items()), None, batch.meta_info)
             each = [(rows,)] * self._group.size
             shared = (loss, normalisers, temperature, torch.initial_seed() % 2**62)
             norms = self._call("on", self._name, "row_norms", *shared, each=each)[0]
             columns["row_grad_norm"] = torch.tensor(norms)
-        return Learned(learned.metrics, columns)
+        return Learned(found.metrics, columns)
 
     def gradient(
         self, batch: DataProto, loss: Loss, normalisers: Normalisers, temperature: float = 1.0
@@ -205,16 +220,7 @@ class FsdpEngine:
     ) -> Learned:
         # the caller seeds torch's generator for the step (stages.update.seeded): looked at, not drawn from
         seed = torch.initial_seed() % 2**62
-        reports, places = self._on_rows(method, batch, loss, normalisers, temperature, seed)
-        refuse(reports, places)
-        columns: dict[str, torch.Tensor] = {}
-        for report, place in zip(reports, places, strict=True):
-            for name, part in report["columns"].items():
-                if name not in columns:
-                    columns[name] = torch.zeros(len(batch), part.shape[1], dtype=part.dtype)
-                columns[name][place] = part
-        metrics = join(report["metrics"] for report in reports)
-        return Learned({**metrics, "grad_norm": Mean(reports[0]["grad_norm"]), "lr": Mean(reports[0]["lr"])}, columns)
+        return learned(*self._on_rows(method, batch, loss, normalisers, temperature, seed), len(batch))
 
     # --- weights ----------------------------------------------------------------------------
 
@@ -335,14 +341,7 @@ class FsdpEngine:
 
     def memory_needed(self) -> tuple[torch.device, dict[str, int]]:
         """(device, bytes by part) that learning will add on one device of this machine; on a CPU all its ranks share one."""
-        s, here = self._settings, self._group.here()
-        parts = learning_estimate(self._shape, s.micro_batch_tokens, s.gradient_checkpointing)
-        device = torch.device(here[0]["device"] if here else "cpu")
-        sharing = len(here) if device.type == "cpu" else min(len(here), 1)
-        away = {"none": (), "optimizer": ("optimizer",), "all": ("gradients", "optimizer")}[s.offload]
-        away = away if device.type == "cuda" else ()
-        each = {name: size if name == "activations" else size // self._group.size for name, size in parts.items()}
-        return device, {name: size * sharing for name, size in each.items() if name not in away}
+        return memory_of(self._shape, self._settings, self._group)
 
     def checkpoint_bytes(self) -> int:
         """Weights and Adam's two moments, all ranks together."""

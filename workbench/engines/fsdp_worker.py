@@ -112,6 +112,10 @@ class Shards:
         found = getattr(self._models[name], method)
         return found(mine, *shared) if mine is not None else found(*shared)
 
+    def full_kl(self, mine: Any, name: str, other: str, base: bool, temperature: float) -> torch.Tensor:
+        """See `ShardedModel.full_kl`."""
+        return self._models[name].full_kl(mine, self._models[other], base, temperature)
+
     def steps(self, name: str) -> int:
         """Optimizer steps that a model has taken."""
         return self._models[name].steps

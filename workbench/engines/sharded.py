@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from workbench.engines.agreement import Account, agreed, largest, together
 from workbench.engines.learning import Optimizer
 from workbench.engines.memory import memory_errors
 from workbench.engines.protocol import Loss, Normalisers
-from workbench.engines.scoring import micro_batches, trimmed
+from workbench.engines.scoring import CHUNK_ELEMENTS, micro_batches, spread, trimmed
 from workbench.engines.sharding import build, read_adapters, read_plain
 from workbench.errors import EngineError, Interrupted, message
+from workbench.functional import full_kl
 from workbench.metrics import join
 
 
@@ -218,6 +220,35 @@ class ShardedModel:
         """The same with the adapters switched off."""
         with lora.switched_off(self.whole.causal):
             return self.score(share, want, temperature)
+
+    @torch.no_grad()
+    def full_kl(self, share: DataProto, other: ShardedModel, base: bool, temperature: float) -> torch.Tensor:
+        """As a local engine's `full_kl`, of this rank's rows: to another model here, or to this one without its adapters."""
+        off: Any = lora.switched_off if base else nullcontext
+        self.whole.eval()
+        result = torch.zeros(share["response_mask"].shape)
+        try:
+            for indices, rows, t in self._cut(share):
+                with memory_errors("the exact KL", f"{len(rows)} rows × {rows['input_ids'].shape[1]} tokens"):
+                    mine = self.whole(rows, ("hidden",), temperature, self._packed)["hidden"]
+                    with off(other.whole.causal):
+                        theirs = other.whole(rows, ("hidden",), temperature, self._packed)["hidden"]
+                    if indices is None:
+                        continue
+                    # the roots have kept their heads gathered after the forward
+                    heads = [model.whole.causal.get_output_embeddings() for model in (self, other)]
+                    size = max(CHUNK_ELEMENTS // self.whole.causal.config.vocab_size, 1)
+                    values = []
+                    for a, b in zip(mine.split(size), theirs.split(size), strict=True):
+                        logits = heads[0](a).float()
+                        with off(other.whole.causal):
+                            values.append(full_kl(logits / temperature, heads[1](b).float() / temperature))
+                    flat = torch.cat(values) if values else mine.new_zeros(0)
+                result[indices, :t] = spread(flat, rows["response_mask"].bool()).cpu()
+        finally:
+            for model in (self, other):
+                model.whole.reshard()  # type: ignore[operator]
+        return result
 
     def backward(
         self, share: DataProto, loss: Loss, normalisers: Normalisers, temperature: float, seed: int

@@ -12,7 +12,7 @@ import torch
 from workbench.dataproto import DataProto
 from workbench.engines import lora
 from workbench.engines.loading import load_model, resolve
-from workbench.engines.scoring import outputs
+from workbench.engines.scoring import outputs, response_hidden
 from workbench.errors import first_line
 
 
@@ -48,7 +48,9 @@ class Whole(torch.nn.Module):
     def forward(
         self, rows: DataProto, want: Sequence[str], temperature: float, packed: bool
     ) -> dict[str, torch.Tensor]:
-        """As `scoring.outputs`."""
+        """As `scoring.outputs`; or `hidden` [N, H], the states that predict the N response tokens, of no gradient."""
+        if "hidden" in want:
+            return {"hidden": response_hidden(self.causal, rows, packed)}
         return outputs(self.causal, self.value_head, rows, want, temperature, packed)
 
 
