@@ -22,10 +22,11 @@ from workbench import background
 from workbench.dataproto import DataProto
 from workbench.engines import LossOutput, Normalisers, local
 from workbench.engines import processes as processes_module
-from workbench.engines.fsdp import FsdpEngine, export, fsdp
+from workbench.engines.fsdp import FsdpEngine, fsdp
 from workbench.engines.fsdp_group import Group, local_group, shared_out
 from workbench.engines.paired import Paired
 from workbench.engines.processes import processes
+from workbench.engines.sharded_files import export
 from workbench.errors import CheckpointError, EngineError, Interrupted, NonFinite, OutOfMemory, SettingError, WorkerLost
 from workbench.metrics import Max, Sum
 from workbench.rewards import Reward
@@ -351,8 +352,6 @@ def test_a_snapshot_goes_with_its_object(two: Group) -> None:
 
 
 def test_what_cannot_be_is_refused(two: Group, tmp_path: Path, batch: DataProto) -> None:
-    with pytest.raises(SettingError, match="lora_rank.*engines.local"):
-        fsdp("data/tiny-arith", on=two, lora_rank=4)
     with pytest.raises(SettingError, match="offload"):
         fsdp("data/tiny-arith", on=two, offload="disk")
     with pytest.raises(EngineError, match="no model at"):

@@ -2,7 +2,7 @@
 
 from workbench.engines.chat import ClassifyEndpoint, OpenAIChat, SamplerChat
 from workbench.engines.classifier import LocalClassifier, classifier
-from workbench.engines.fsdp import FsdpEngine, export, fsdp
+from workbench.engines.fsdp import FsdpEngine, fsdp
 from workbench.engines.fsdp_group import Group, local_group
 from workbench.engines.fsdp_settings import FsdpSettings
 from workbench.engines.local_engine import LocalEngine, local
@@ -27,6 +27,7 @@ from workbench.engines.protocol import (
 from workbench.engines.remote import RemoteSampler, remote
 from workbench.engines.remote_settings import RemoteSettings
 from workbench.engines.server_command import ServerCommand, server_command
+from workbench.engines.sharded_files import export
 from workbench.engines.vllm import VllmEngine, vllm
 from workbench.engines.vllm_classifier import VllmClassifier, vllm_classifier
 from workbench.engines.vllm_served import VllmSettings

@@ -11,9 +11,9 @@ import torch
 from torch import distributed
 
 from workbench.dataproto import DataProto
-from workbench.engines.protocol import Loss, Normalisers
+from workbench.engines.protocol import Learned, Loss, Normalisers
 from workbench.errors import EngineError, NonFinite, first_line, message
-from workbench.metrics import Metric, Sum
+from workbench.metrics import Mean, Metric, Sum, join
 
 
 def largest(mine: float) -> float:
@@ -74,6 +74,19 @@ class Account:
                 self.columns[name] = torch.zeros(self._shape, dtype=part.dtype)
             self.columns[name][indices, :t] = part.cpu()
         return result.loss
+
+
+def learned(reports: Sequence[Mapping[str, Any]], places: Sequence[torch.Tensor], rows: int) -> Learned:
+    """What the ranks told of one mini-batch as one, columns in the order of its rows; or what `refuse` raises."""
+    refuse(reports, places)
+    columns: dict[str, torch.Tensor] = {}
+    for report, place in zip(reports, places, strict=True):
+        for name, part in report["columns"].items():
+            if name not in columns:
+                columns[name] = torch.zeros(rows, part.shape[1], dtype=part.dtype)
+            columns[name][place] = part
+    metrics = join(report["metrics"] for report in reports)
+    return Learned({**metrics, "grad_norm": Mean(reports[0]["grad_norm"]), "lr": Mean(reports[0]["lr"])}, columns)
 
 
 def refuse(reports: Sequence[Mapping[str, Any]], places: Sequence[torch.Tensor]) -> None:

@@ -17,19 +17,18 @@ from typing import Any
 import torch
 
 from workbench.dataproto import DataProto
-from workbench.engines.agreement import refuse
+from workbench.engines import lora
+from workbench.engines.agreement import learned, refuse
 from workbench.engines.frozen import FrozenModel
-from workbench.engines.fsdp_group import Group, ShardedSnapshot, local_group, shared_out
+from workbench.engines.fsdp_group import Group, ShardedSnapshot, local_group, memory_of, shared_out
 from workbench.engines.fsdp_saving import Saves
 from workbench.engines.fsdp_settings import FsdpSettings
 from workbench.engines.loading import load_tokenizer, resolve
-from workbench.engines.memory import learning_estimate
 from workbench.engines.protocol import Learned, Loss, Normalisers
 from workbench.engines.scoring import check_ids
-from workbench.engines.sharded_files import read_record, read_weights, write_plain
+from workbench.engines.sharded_files import read_record
 from workbench.engines.sharding import empty_model
 from workbench.errors import EngineError, WorkerLost, message
-from workbench.metrics import Mean, join
 
 _SCORED = ("input_ids", "attention_mask", "position_ids", "response_mask")
 _KINDS = ("log_probs", "entropy", "sum_pi_squared", "values")
@@ -89,13 +88,7 @@ class FsdpEngine:
         """Whether the ranks that held the weights are gone."""
         return not self._group.alive or self._generation != self._group.generation
 
-    def _call(
-        self,
-        method: str,
-        *shared: Any,
-        each: Sequence[tuple[Any, ...]] | None = None,
-        seconds: float | None = None,
-    ) -> list[Any]:
+    def _call(self, method: str, *shared: Any, each: Any = None, seconds: float | None = None) -> list[Any]:
         if self.lost:
             if self._taught:
                 raise EngineError(
@@ -115,11 +108,14 @@ class FsdpEngine:
 
     def _on_rows(self, method: str, batch: DataProto, *shared: Any) -> tuple[list[Any], list[torch.Tensor]]:
         """`method` of each rank's model with its share of the rows: reports, and the row numbers of each share."""
+        each, places = self._shares(batch)
+        return self._call("on", self._name, method, *shared, each=each), places
+
+    def _shares(self, batch: DataProto) -> tuple[list[tuple[Any, ...]], list[torch.Tensor]]:
         check_ids(self._shape, batch)
         rows = DataProto(dict(batch.batch.items()), None, batch.meta_info)
         places = shared_out(batch["attention_mask"].sum(-1).tolist(), self._group.size)
-        each = [(rows.select_idxs(place),) for place in places]
-        return self._call("on", self._name, method, *shared, each=each), places
+        return [(rows.select_idxs(place),) for place in places], places
 
     # --- LogProbModel -----------------------------------------------------------------------
 
@@ -127,15 +123,40 @@ class FsdpEngine:
         self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """Per response token, [B, T] float32 on the CPU, 0 outside the mask."""
+        return self._scored("score", batch, want, temperature)
+
+    def score_base(
+        self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """The same with the LoRA adapters switched off."""
+        return self._scored("score_base", batch, want, temperature)
+
+    def _scored(
+        self, method: str, batch: DataProto, want: Sequence[str], temperature: float
+    ) -> dict[str, torch.Tensor]:
         known = _KINDS if self._head else _KINDS[:-1]
         if not set(want) <= set(known):
             have = ", ".join(known) + ("" if self._head else "; values need engine.critic()")
             raise EngineError(message("score", expected=have, found=", ".join(want)))
-        parts, places = self._on_rows("score", batch.select(list(_SCORED), []), tuple(want), temperature)
+        parts, places = self._on_rows(method, batch.select(list(_SCORED), []), tuple(want), temperature)
         result = {name: torch.zeros(batch["response_mask"].shape) for name in want}
         for part, place in zip(parts, places, strict=True):
             for name in want:
                 result[name][place] = part[name]
+        return result
+
+    def full_kl(self, batch: DataProto, reference: FrozenModel, temperature: float = 1.0) -> torch.Tensor:
+        """[B, T] exact KL(policy‖reference) per response token, over the whole vocabulary, to a reference on the same ranks."""
+        other = reference._engine
+        if not isinstance(other, FsdpEngine) or other._group is not self._group:
+            raise EngineError(message("the exact KL", expected="a reference on the same ranks", found=repr(reference)))
+        self._call("steps", self._name)
+        other._call("steps", other._name)  # both are there, on new ranks, too
+        each, places = self._shares(batch.select(list(_SCORED), []))
+        parts = self._call("full_kl", self._name, other._name, reference._base, temperature, each=each)
+        result = torch.zeros(batch["response_mask"].shape)
+        for part, place in zip(parts, places, strict=True):
+            result[place] = part
         return result
 
     # --- Learner ----------------------------------------------------------------------------
@@ -166,15 +187,15 @@ class FsdpEngine:
         self, batch: DataProto, loss: Loss, normalisers: Normalisers, temperature: float = 1.0, per_row: bool = False
     ) -> Learned:
         """Loss and gradient norm without a step; per row, one backward pass a row."""
-        learned = self._backward("probe", batch, loss, normalisers, temperature)
-        columns = dict(learned.columns)
+        found = self._backward("probe", batch, loss, normalisers, temperature)
+        columns = dict(found.columns)
         if per_row:
             rows = DataProto(dict(batch.batch.items()), None, batch.meta_info)
             each = [(rows,)] * self._group.size
             shared = (loss, normalisers, temperature, torch.initial_seed() % 2**62)
             norms = self._call("on", self._name, "row_norms", *shared, each=each)[0]
             columns["row_grad_norm"] = torch.tensor(norms)
-        return Learned(learned.metrics, columns)
+        return Learned(found.metrics, columns)
 
     def gradient(
         self, batch: DataProto, loss: Loss, normalisers: Normalisers, temperature: float = 1.0
@@ -199,25 +220,17 @@ class FsdpEngine:
     ) -> Learned:
         # the caller seeds torch's generator for the step (stages.update.seeded): looked at, not drawn from
         seed = torch.initial_seed() % 2**62
-        reports, places = self._on_rows(method, batch, loss, normalisers, temperature, seed)
-        refuse(reports, places)
-        columns: dict[str, torch.Tensor] = {}
-        for report, place in zip(reports, places, strict=True):
-            for name, part in report["columns"].items():
-                if name not in columns:
-                    columns[name] = torch.zeros(len(batch), part.shape[1], dtype=part.dtype)
-                columns[name][place] = part
-        metrics = join(report["metrics"] for report in reports)
-        return Learned({**metrics, "grad_norm": Mean(reports[0]["grad_norm"]), "lr": Mean(reports[0]["lr"])}, columns)
+        return learned(*self._on_rows(method, batch, loss, normalisers, temperature, seed), len(batch))
 
     # --- weights ----------------------------------------------------------------------------
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """All weights, whole, on the CPU, by the local engine's names: a tied one stands under both of its names."""
+        """All weights, whole, on the CPU, by the local engine's names, adapters worked in; a tied one under both of its names."""
         found = dict(self._call("on", None, self._name, "weights")[0])
-        first = {id(one): name for name, one in self._shape.named_parameters()}
-        tied = {name: first[id(one)] for name, one in self._shape.named_parameters(remove_duplicate=False)}
-        return found | {name: found[source] for name, source in tied.items()}
+        every = self._shape.named_parameters(remove_duplicate=False)
+        named = [(name.replace(".base_layer.", "."), id(one)) for name, one in every if "lora_" not in name]
+        first = {one: name for name, one in reversed(named)}
+        return found | {name: found[first[one]] for name, one in named}
 
     def snapshot(self) -> ShardedSnapshot:
         """Weights, optimizer, schedule and version, each rank's part in a file of a scratch folder."""
@@ -256,8 +269,15 @@ class FsdpEngine:
         self.version, self.state_id, self._taught = int(record["version"]), _new_id(), True
 
     def save(self, path: Path) -> None:
-        """A plain Hugging Face folder, gathered and written by rank 0; a critic has `value_head.safetensors` beside it."""
-        self._call("save_plain", self._name, self._source, str(Path(path).absolute()))
+        """A plain Hugging Face folder (with LoRA the adapter's), gathered and written by rank 0; a critic has
+        `value_head.safetensors` beside it.
+        """
+        self._call("save_plain", self._name, self._source, str(Path(path).absolute()), self.path, False)
+
+    def save_merged(self, path: str | Path) -> Path:
+        """A plain Hugging Face folder with the LoRA adapter worked into the weights."""
+        self._call("save_plain", self._name, self._source, str(Path(path).absolute()), self.path, True)
+        return Path(path)
 
     def save_state(self, path: Path) -> None:
         """Optimizer (a distributed checkpoint), schedule and version; no pickle."""
@@ -278,7 +298,11 @@ class FsdpEngine:
             self._open(None)
 
     def reference(self) -> FrozenModel:
-        """The weights as they are now, frozen and cut over the same ranks: a LogProbModel and nothing else."""
+        """The weights as they are now, frozen and cut over the same ranks: a LogProbModel and nothing else. With LoRA the base,
+        and no second copy.
+        """
+        if lora.config_in(self._shape) is not None:
+            return FrozenModel(self, as_loaded=True, base=True)
         as_loaded = self._untouched()
         engine = self._twin(self._settings, head=False, kept=None if as_loaded else self.snapshot())
         return FrozenModel(engine, as_loaded=as_loaded)
@@ -317,14 +341,7 @@ class FsdpEngine:
 
     def memory_needed(self) -> tuple[torch.device, dict[str, int]]:
         """(device, bytes by part) that learning will add on one device of this machine; on a CPU all its ranks share one."""
-        s, here = self._settings, self._group.here()
-        parts = learning_estimate(self._shape, s.micro_batch_tokens, s.gradient_checkpointing)
-        device = torch.device(here[0]["device"] if here else "cpu")
-        sharing = len(here) if device.type == "cpu" else min(len(here), 1)
-        away = {"none": (), "optimizer": ("optimizer",), "all": ("gradients", "optimizer")}[s.offload]
-        away = away if device.type == "cuda" else ()
-        each = {name: size if name == "activations" else size // self._group.size for name, size in parts.items()}
-        return device, {name: size * sharing for name, size in each.items() if name not in away}
+        return memory_of(self._shape, self._settings, self._group)
 
     def checkpoint_bytes(self) -> int:
         """Weights and Adam's two moments, all ranks together."""
@@ -344,10 +361,8 @@ class FsdpEngine:
 
     def __repr__(self) -> str:
         count = sum(one.numel() for one in self._shape.parameters())
-        kind, state = (
-            "critic" if self._head else "policy",
-            "ranks have ended" if self.lost else f"{self._group.size} ranks",
-        )
+        kind = "critic" if self._head else "policy"
+        state = "ranks have ended" if self.lost else f"{self._group.size} ranks"
         return f"FsdpEngine({self.path!r}: {kind}, {type(self._shape).__name__}, {count:,} parameters, {state}, version {self.version})"
 
 
@@ -379,13 +394,3 @@ def fsdp(
     group = on or local_group(ranks, device=chosen.device, threads=threads)
     place = str(scratch) if scratch is not None else None
     return FsdpEngine(folder, group, chosen, shown=str(path), scratch=place, **(template_switches or {}))
-
-
-def export(state: str | Path, path: str | Path, *, model: str | Path | None = None) -> Path:
-    """A distributed checkpoint (`FsdpEngine.save_sharded`) as a plain Hugging Face folder, in this process, without ranks.
-
-    Configuration and tokenizer are those of the model that it was trained from, or of `model`.
-    """
-    record = read_record(state)
-    write_plain(read_weights(state), str(resolve(model or record["path"])), str(path))
-    return Path(path)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from workbench.engines.fsdp_settings import FsdpSettings
+from workbench.engines.memory import learning_estimate
 from workbench.engines.processes import processes
 from workbench.engines.ranks import Ranks
 from workbench.engines.sharded_files import read_record, read_weights
@@ -151,6 +153,18 @@ def shared_out(lengths: Sequence[int], ranks: int) -> list[torch.Tensor]:
     else:
         parts = balanced([workload(length) for length in lengths], ranks)
     return [torch.tensor(part, dtype=torch.long) for part in parts]
+
+
+def memory_of(model: Any, settings: FsdpSettings, group: Group) -> tuple[torch.device, dict[str, int]]:
+    """(device, bytes by part) that learning will add on one device of this machine; on a CPU all its ranks share one."""
+    here = group.here()
+    parts = learning_estimate(model, settings.micro_batch_tokens, settings.gradient_checkpointing)
+    device = torch.device(here[0]["device"] if here else "cpu")
+    sharing = len(here) if device.type == "cpu" else min(len(here), 1)
+    away = {"none": (), "optimizer": ("optimizer",), "all": ("gradients", "optimizer")}[settings.offload]
+    away = away if device.type == "cuda" else ()
+    each = {name: size if name == "activations" else size // group.size for name, size in parts.items()}
+    return device, {name: size * sharing for name, size in each.items() if name not in away}
 
 
 def local_group(

@@ -10,7 +10,7 @@ from workbench.engines.local_settings import LocalSettings
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpSettings(LocalSettings):
-    """A local engine's settings, and what only shards have. LoRA adapters are refused; `max_wave` has no meaning."""
+    """A local engine's settings, and what only shards have; `max_wave` has no meaning."""
 
     offload: str = "none"
     """What waits in host memory while a GPU computes: `none`, `optimizer` (Adam's moments between steps), or `all` (weights,
@@ -33,10 +33,3 @@ class FsdpSettings(LocalSettings):
         require(self.save_deadline > 0, "save_deadline", expected="seconds > 0", found=self.save_deadline)
         kinds = ("raise", "warn")
         require(self.failed_save in kinds, "failed_save", expected=f"one of {', '.join(kinds)}", found=self.failed_save)
-        require(
-            self.lora_rank == 0,
-            "lora_rank of a sharded engine",
-            expected="0: adapters are not cut over ranks",
-            found=self.lora_rank,
-            do="wb.engines.local(…, lora_rank=…) learns adapters in one process",
-        )

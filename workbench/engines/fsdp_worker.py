@@ -97,6 +97,8 @@ class Shards:
         elif source in self._models:
             model.copy(self._models[source])
         else:
+            if model.adapted:
+                model.load(path)  # a state has the adapters alone
             load_shards(model, source)
             model.forget()
         self._models[name] = model
@@ -110,13 +112,18 @@ class Shards:
         found = getattr(self._models[name], method)
         return found(mine, *shared) if mine is not None else found(*shared)
 
+    def full_kl(self, mine: Any, name: str, other: str, base: bool, temperature: float) -> torch.Tensor:
+        """See `ShardedModel.full_kl`."""
+        return self._models[name].full_kl(mine, self._models[other], base, temperature)
+
     def steps(self, name: str) -> int:
         """Optimizer steps that a model has taken."""
         return self._models[name].steps
 
     def load(self, name: str, folder: str) -> None:
         """A Hugging Face folder's weights into a model that is there."""
-        self._models[name].load(folder)
+        model = self._models[name]
+        model.load(folder, adapters=model.adapted)
 
     def save_shards(
         self, name: str, folder: str, record: Mapping[str, Any], weights: bool, key: str, seconds: float, wait: bool
@@ -142,14 +149,14 @@ class Shards:
         """See `sharded_files.load_shards`."""
         load_shards(self._models[name], folder)
 
-    def save_plain(self, name: str, source: str, folder: str) -> None:
-        """A plain Hugging Face folder, written by rank 0."""
+    def save_plain(self, name: str, source: str, folder: str, shown: str, merged: bool) -> None:
+        """A plain Hugging Face folder, or with adapters that are not to be `merged` a peft one, written by rank 0."""
         model = self._models[name]
-        weights = model.weights()
+        weights = model.weights(merged)
         told = None
         if weights is not None:
             try:
-                write_plain(weights, source, folder, model.settings.trust_remote_code)
+                write_plain(weights, source, folder, model.settings, shown)
             except Exception as error:  # noqa: BLE001 - all ranks raise it
                 told = first_line(error)
         together(told)

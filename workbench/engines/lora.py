@@ -63,20 +63,23 @@ def tensors(model: Any) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def switched_off(model: Any) -> Iterator[None]:
-    """Inside, the model is its base."""
+    """Inside, the model is its base; what learns is marked as before, also meanwhile (FSDP looks at it in a forward)."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
     trainable = {name: p.requires_grad for name, p in model.named_parameters()}
-    try:
+
+    def turn(on: bool) -> None:
         for layer in layers:
-            layer.enable_adapters(enabled=False)
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(enabled=True)
+            layer.enable_adapters(enabled=on)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trainable[name])
+
+    try:
+        turn(False)
+        yield
+    finally:
+        turn(True)
 
 
 def save(model: Any, path: Path) -> None:
@@ -87,6 +90,17 @@ def save(model: Any, path: Path) -> None:
     named = {_PREFIX + name.replace(_OURS, "."): tensor.contiguous() for name, tensor in tensors(model).items()}
     save_file(named, str(path / WEIGHTS))
     (path / CONFIG).write_text(json.dumps(config_in(model), indent=1))
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    """Adapter weights of a folder by their names in a model."""
+    from safetensors.torch import load_file
+
+    def ours(name: str) -> str:
+        owner, _, leaf = name.removeprefix(_PREFIX).rpartition(".")
+        return f"{owner}{_OURS}{leaf}"
+
+    return {ours(name): tensor for name, tensor in load_file(str(path / WEIGHTS)).items()}
 
 
 @torch.no_grad()

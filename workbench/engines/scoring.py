@@ -116,14 +116,14 @@ def outputs(
         flat["values"] = head(hidden.float()).squeeze(-1)
     if {"log_probs", "entropy", "sum_pi_squared"} & set(want):
         flat |= _from_logits(model, hidden, _labels(rows)[mask], want, temperature)
-    return {name: _spread(values, mask) for name, values in flat.items()}
+    return {name: spread(values, mask) for name, values in flat.items()}
 
 
 def _labels(rows: DataProto) -> torch.Tensor:
     return rows["input_ids"][:, -rows["response_mask"].shape[1] :]
 
 
-def _spread(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def spread(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """[N] back to its places in [b, T]."""
     return torch.zeros(mask.shape, dtype=torch.float32, device=values.device).masked_scatter(mask, values.float())
 
@@ -208,5 +208,5 @@ def full_divergence(
                 for a, b in zip(mine.split(size), theirs.split(size), strict=True)
             ]
         values = torch.cat(pieces) if pieces else mine.new_zeros(0)
-        result[indices, :t] = _spread(values, mask).cpu()
+        result[indices, :t] = spread(values, mask).cpu()
     return result

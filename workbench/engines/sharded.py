@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from workbench import background
 from workbench.dataproto import DataProto
+from workbench.engines import lora
 from workbench.engines.agreement import Account, agreed, largest, together
 from workbench.engines.learning import Optimizer
 from workbench.engines.memory import memory_errors
 from workbench.engines.protocol import Loss, Normalisers
-from workbench.engines.scoring import micro_batches, trimmed
-from workbench.engines.sharding import build, read_plain
-from workbench.errors import Interrupted
+from workbench.engines.scoring import CHUNK_ELEMENTS, micro_batches, spread, trimmed
+from workbench.engines.sharding import build, read_adapters, read_plain
+from workbench.errors import EngineError, Interrupted, message
+from workbench.functional import full_kl
 from workbench.metrics import join
 
 
@@ -88,16 +91,31 @@ class ShardedModel:
         return {name.removeprefix("causal."): buffer for name, buffer in self.whole.named_buffers()}
 
     @property
-    def stored(self) -> dict[str, torch.Tensor]:
-        """What a state holds of the model: its parameters, and those buffers that its own files have."""
+    def learning(self) -> dict[str, DTensor]:
+        """Those of them that learn: all, or the adapters and a head."""
+        return {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
+
+    @property
+    def adapted(self) -> bool:
+        """Whether it has LoRA adapters."""
+        return lora.config_in(self.whole.causal) is not None
+
+    @property
+    def plain(self) -> dict[str, torch.Tensor]:
+        """Its parameters, and those buffers that its own files have."""
         kept = self.whole.causal.state_dict().keys()
         return {**self.named, **{name: buffer for name, buffer in self.buffers.items() if name in kept}}
+
+    @property
+    def stored(self) -> dict[str, torch.Tensor]:
+        """What a state holds of the model: what learning can change, so with adapters no more than those."""
+        return dict(self.learning) if self.adapted else self.plain
 
     @property
     def optimizer(self) -> ShardedOptimizer:
         """Made when learning starts."""
         if self._optimizer is None:
-            self._optimizer = ShardedOptimizer(self.named, self.settings)  # type: ignore[arg-type]
+            self._optimizer = ShardedOptimizer(self.learning, self.settings)  # type: ignore[arg-type]
         return self._optimizer
 
     @property
@@ -112,17 +130,23 @@ class ShardedModel:
     # --- filling ----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def load(self, folder: str) -> None:
-        """A Hugging Face folder's weights: rank 0 reads them, every rank gets its part. A head's stand beside them, or are 0."""
-        first = distributed.get_rank() == 0
+    def load(self, folder: str, adapters: bool = False) -> None:
+        """A Hugging Face folder's weights: rank 0 reads them, every rank gets its part. A head's stand beside them, or are 0.
+
+        With `adapters` those of a peft folder alone, into a model that has its base.
+        """
+        first, head = distributed.get_rank() == 0, self.whole.value_head is not None
+        parameters, buffers = (self.learning, {}) if adapters else (self.named, self.buffers)
         plain, told = None, None
         if first:
-            plain, told = read_plain(folder, self.settings, self.whole.value_head is not None)
+            width = self.whole.causal.config.hidden_size if head else None
+            plain, told = read_adapters(folder, width) if adapters else read_plain(folder, self.settings, head)
+            told = told or _unlike(folder, plain or {}, {**parameters, **buffers})
         together(told)
-        for name, parameter in self.named.items():
+        for name, parameter in parameters.items():
             source = plain[name] if plain is not None else torch.empty(parameter.shape)
             parameter.copy_(distribute_tensor(source, parameter.device_mesh, parameter.placements))
-        for name, buffer in self.buffers.items():
+        for name, buffer in buffers.items():
             value = plain[name].clone() if plain is not None else torch.empty(buffer.shape, dtype=buffer.dtype)
             distributed.broadcast(value, 0)
             buffer.copy_(value)
@@ -131,18 +155,26 @@ class ShardedModel:
     def copy(self, other: ShardedModel) -> None:
         """Another model's weights, part by part; a head that it does not have starts at 0."""
         theirs = {**other.named, **other.buffers}
-        for name, mine in {**self.named, **self.buffers}.items():
+        mine = {**self.named, **self.buffers}
+        wrong = [name for name in mine if name not in theirs and not name.startswith("value_head.")]
+        if wrong:
+            raise EngineError(message("a model on the same ranks", expected=wrong[0], found="other adapters"))
+        for name, one in mine.items():
             source = theirs.get(name)
-            mine.copy_(source) if source is not None else mine.zero_()
+            one.copy_(source) if source is not None else one.zero_()
 
     @torch.no_grad()
-    def weights(self) -> dict[str, torch.Tensor] | None:
-        """Rank 0: all weights whole, on the CPU, by the local engine's names; other ranks None, but they take part."""
+    def weights(self, merged: bool = True) -> dict[str, torch.Tensor] | None:
+        """Rank 0: all weights whole, on the CPU, by the local engine's names, adapters worked in; without `merged` what a state
+        holds. Other ranks None, but they take part.
+        """
         held: dict[str, torch.Tensor] = {}
-        for name, value in self.stored.items():
+        for name, value in (self.plain if merged else self.stored).items():
             full = value.full_tensor() if isinstance(value, DTensor) else value
             if distributed.get_rank() == 0:
                 held[name] = full.detach().cpu().clone()
+        if merged and self.adapted and held:
+            held = lora.worked_in(self.whole.causal, held)
         return held if distributed.get_rank() == 0 else None
 
     # --- passes -----------------------------------------------------------------------------
@@ -182,6 +214,40 @@ class ShardedModel:
                     result[name][indices, :t] = values.cpu()
         finally:
             self.whole.reshard()  # type: ignore[operator]  # the root keeps what it gathered, and weights may change
+        return result
+
+    def score_base(self, share: DataProto, want: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
+        """The same with the adapters switched off."""
+        with lora.switched_off(self.whole.causal):
+            return self.score(share, want, temperature)
+
+    @torch.no_grad()
+    def full_kl(self, share: DataProto, other: ShardedModel, base: bool, temperature: float) -> torch.Tensor:
+        """As a local engine's `full_kl`, of this rank's rows: to another model here, or to this one without its adapters."""
+        off: Any = lora.switched_off if base else nullcontext
+        self.whole.eval()
+        result = torch.zeros(share["response_mask"].shape)
+        try:
+            for indices, rows, t in self._cut(share):
+                with memory_errors("the exact KL", f"{len(rows)} rows × {rows['input_ids'].shape[1]} tokens"):
+                    mine = self.whole(rows, ("hidden",), temperature, self._packed)["hidden"]
+                    with off(other.whole.causal):
+                        theirs = other.whole(rows, ("hidden",), temperature, self._packed)["hidden"]
+                    if indices is None:
+                        continue
+                    # the roots have kept their heads gathered after the forward
+                    heads = [model.whole.causal.get_output_embeddings() for model in (self, other)]
+                    size = max(CHUNK_ELEMENTS // self.whole.causal.config.vocab_size, 1)
+                    values = []
+                    for a, b in zip(mine.split(size), theirs.split(size), strict=True):
+                        logits = heads[0](a).float()
+                        with off(other.whole.causal):
+                            values.append(full_kl(logits / temperature, heads[1](b).float() / temperature))
+                    flat = torch.cat(values) if values else mine.new_zeros(0)
+                result[indices, :t] = spread(flat, rows["response_mask"].bool()).cpu()
+        finally:
+            for model in (self, other):
+                model.whole.reshard()  # type: ignore[operator]
         return result
 
     def backward(
@@ -299,6 +365,15 @@ def _nothing() -> DataProto:
     one = torch.ones(1, 2, dtype=torch.long)
     columns = {"input_ids": one * 0, "attention_mask": one, "position_ids": torch.tensor([[0, 1]])}
     return DataProto({**columns, "response_mask": one[:, :1]})
+
+
+def _unlike(folder: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> str | None:
+    """What a folder lacks for a model."""
+    for name, one in wanted.items():
+        if name not in found or found[name].shape != one.shape:
+            there = tuple(found[name].shape) if name in found else "none such"
+            return message(f"weights of {folder}", expected=f"{name} of {tuple(one.shape)}", found=there)
+    return None
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

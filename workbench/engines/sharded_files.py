@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.engines.loading import load_tokenizer, save_model
-from workbench.engines.local_settings import LocalSettings
+from workbench.engines import lora
+from workbench.engines.fsdp_settings import FsdpSettings
+from workbench.engines.loading import load_tokenizer, resolve, save_model
 from workbench.engines.sharding import empty_model
 from workbench.errors import CheckpointError, message
 
@@ -62,11 +63,14 @@ def load_shards(model: ShardedModel, folder: str) -> None:
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-    record = read_record(folder)
+    record, reader = read_record(folder), HuggingFaceStorageReader(folder)
+    there = reader.read_metadata().state_dict_metadata if record["files"] else {}
     tensors: dict[str, Any] = {}
     state: dict[str, dict[str, Any]] = {}
     if record["weights"]:
         tensors |= {f"weights/{name}": value.detach() for name, value in model.stored.items()}
+        for name in [name for name in tensors if name.startswith("weights/value_head.") and name not in there]:
+            tensors.pop(name).zero_()  # a policy's state, into a critic
     for name, step in record["adam_steps"].items():
         parameter = model.named[name]
         moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
@@ -74,7 +78,7 @@ def load_shards(model: ShardedModel, folder: str) -> None:
         state[name] = {"step": torch.tensor(step), **moments}
     if tensors:
         try:
-            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
+            dcp.load(tensors, storage_reader=reader)
         except dcp.api.CheckpointException as cause:  # no Exception: it would end the worker
             raise CheckpointError(f"the sharded state at {folder} could not be read: {cause}") from cause
     model.forget()
@@ -105,19 +109,39 @@ def read_weights(folder: str | Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("weights/"): tensor for name, tensor in tensors.items()}
 
 
-def write_plain(weights: Mapping[str, torch.Tensor], source: str, path: str, trust_remote_code: bool = False) -> None:
-    """A plain Hugging Face folder of whole weights; configuration and tokenizer are those of `source`."""
+def write_plain(weights: Mapping[str, torch.Tensor], source: str, path: str, settings: Any, shown: str = "") -> None:
+    """A plain Hugging Face folder of whole weights, or of adapters a peft one, as a local engine's `save` writes it.
+
+    Configuration and tokenizer are those of `source`; adapters name `shown` as their base.
+    """
     from transformers import GenerationConfig
 
-    settings = LocalSettings(trust_remote_code=trust_remote_code)
-    model = empty_model(source, settings)
+    adapted = any("lora_" in name for name in weights)
+    base = lora.base_of(Path(source))
+    plain_source = source if adapted or base is None else str(resolve(base))
+    model = empty_model(plain_source, settings if adapted else settings.replace(lora_rank=0))
+    if adapted and base is None:
+        model.workbench_lora["base_model_name_or_path"] = shown or source
     head = None
     if "value_head.weight" in weights:
         head = torch.nn.Linear(weights["value_head.weight"].shape[1], 1)
         head.load_state_dict({key: weights[f"value_head.{key}"] for key in ("weight", "bias")})
     plain = {name: tensor for name, tensor in weights.items() if not name.startswith("value_head.")}
     model.load_state_dict(plain, strict=False, assign=True)
-    model.tie_weights()
-    if (Path(source) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(source)
+    if not adapted:
+        model.tie_weights()
+    if (Path(plain_source) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(plain_source)
     save_model(model, head, load_tokenizer(source, model, settings), Path(path))
+
+
+def export(state: str | Path, path: str | Path, *, model: str | Path | None = None) -> Path:
+    """A distributed checkpoint (`FsdpEngine.save_sharded`) as a plain Hugging Face folder (of adapters a peft one), in this process,
+    without ranks.
+
+    Configuration and tokenizer are those of the model that it was trained from, or of `model`.
+    """
+    record = read_record(state)
+    settings = FsdpSettings.from_parameters(record["settings"])
+    write_plain(read_weights(state), str(resolve(model or record["path"])), str(path), settings, record["path"])
+    return Path(path)

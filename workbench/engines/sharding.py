@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,21 +10,31 @@ from typing import Any
 import torch
 
 from workbench.dataproto import DataProto
-from workbench.engines.loading import load_model
-from workbench.engines.scoring import outputs
+from workbench.engines import lora
+from workbench.engines.loading import load_model, resolve
+from workbench.engines.scoring import outputs, response_hidden
 from workbench.errors import first_line
 
 
 def empty_model(path: str | Path, settings: Any) -> Any:
-    """The causal model's structure on the meta device: shapes and configuration, no memory."""
+    """The causal model's structure on the meta device: shapes and configuration, no memory; with adapters where asked for."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    base = lora.base_of(Path(path))
+    if base is not None:
+        model = empty_model(resolve(base), settings.replace(lora_rank=0))
+        with torch.device("meta"):
+            lora.add(model, json.loads((Path(path) / lora.CONFIG).read_text(encoding="utf-8")))
+        return model
     config = AutoConfig.from_pretrained(str(path), trust_remote_code=settings.trust_remote_code)
     extra = {"attn_implementation": settings.attn_implementation} if settings.attn_implementation else {}
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        return AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=settings.trust_remote_code, **extra
-        ).eval()
+        )
+        if settings.lora_rank:
+            lora.add(model, lora.config_of(settings, str(path)))
+    return model.eval()
 
 
 class Whole(torch.nn.Module):
@@ -37,7 +48,9 @@ class Whole(torch.nn.Module):
     def forward(
         self, rows: DataProto, want: Sequence[str], temperature: float, packed: bool
     ) -> dict[str, torch.Tensor]:
-        """As `scoring.outputs`."""
+        """As `scoring.outputs`; or `hidden` [N, H], the states that predict the N response tokens, of no gradient."""
+        if "hidden" in want:
+            return {"hidden": response_hidden(self.causal, rows, packed)}
         return outputs(self.causal, self.value_head, rows, want, temperature, packed)
 
 
@@ -92,10 +105,21 @@ def read_plain(folder: str, settings: Any, head: bool) -> tuple[dict[str, torch.
     """(weights and buffers by name, None), or (None, why they cannot be read)."""
     try:
         model = load_model(folder, settings.replace(device="cpu"))
+        if settings.lora_rank and lora.config_in(model) is None:
+            lora.add(model, lora.config_of(settings, folder))  # as a local engine draws them
         held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         if head:
             held |= _head_of(Path(folder), model.config.hidden_size)
         return held, None
+    except Exception as error:  # noqa: BLE001 - all ranks raise it
+        return None, first_line(error)
+
+
+def read_adapters(folder: str, head: int | None) -> tuple[dict[str, torch.Tensor] | None, str | None]:
+    """As `read_plain`, of a peft folder: what learns alone. `head`: the width of a value head, where there is one."""
+    try:
+        held = lora.stored(Path(folder))
+        return held | (_head_of(Path(folder), head) if head else {}), None
     except Exception as error:  # noqa: BLE001 - all ranks raise it
         return None, first_line(error)
 
