@@ -22,32 +22,8 @@ from workbench.cluster import Cluster, RayRanks, cluster, found
 from workbench.engines.ranks import Ranks
 from workbench.errors import EngineError, Interrupted, NonFinite, SettingError, WorkerLost
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not os.environ.get("WORKBENCH_RAY"), reason="starts Ray clusters for minutes: make cluster"),
-]
-CANARY = "canary-9876543210"
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def local() -> Iterator[Cluster]:
-    environment = {"env_vars": {"TEST_API_KEY": CANARY, "OMP_NUM_THREADS": "1"}}
-    with cluster(cpus=4, gpus=0, runtime_env=environment, object_store_memory=300 << 20) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def _shared(local: Cluster) -> list[RayRanks]:
-    return []
-
-
-@pytest.fixture
-def pair(local: Cluster, _shared: list[RayRanks]) -> RayRanks:
-    """Two ranks; made anew after a test that lost them."""
-    if not _shared or _shared[0].closed is not None:
-        _shared[:] = [local.ranks(things.thing, 2, name="pair", word="w")]
-    return _shared[0]
 
 
 def pids(group: RayRanks) -> list[int]:

@@ -29,26 +29,24 @@ def actors(size: int, pool: Pool | None, environment: Environment, cpus: float, 
 
     from workbench.cluster import actor as actor_module
 
+    # for good: another thread may start a group beside this one
     ray.cloudpickle.register_pickle_by_value(actor_module)
     doors: dict[str, Any] = {"concurrency_groups": {"control": 2}}
-    try:
-        remote = ray.remote(**doors)(actor_module.Worker)
-        made = []
-        for rank in range(size):
-            options: dict[str, Any] = {
-                "num_cpus": cpus,
-                "num_gpus": gpus,
-                "max_restarts": 0,
-                "max_task_retries": 0,
-            }
-            if environment.at_start():
-                options["runtime_env"] = {"env_vars": environment.at_start()}
-            if pool is not None:
-                group, bundle = pool.slot(rank)
-                options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
-            made.append(remote.options(**options).remote())
-    finally:
-        ray.cloudpickle.unregister_pickle_by_value(actor_module)
+    remote = ray.remote(**doors)(actor_module.Worker)
+    made = []
+    for rank in range(size):
+        options: dict[str, Any] = {
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
+        if environment.at_start():
+            options["runtime_env"] = {"env_vars": environment.at_start()}
+        if pool is not None:
+            group, bundle = pool.slot(rank)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
+        made.append(remote.options(**options).remote())
     return made
 
 
