@@ -11,8 +11,23 @@ import torch
 
 import workbench as wb
 from workbench import DataProto, background
+from workbench.cluster import session
 from workbench.engines.protocol import Normalisers
 from workbench.errors import NonFinite
+
+CANARY = "canary-9876543210"
+SETTINGS: dict[str, Any] = {
+    "cpus": 4,
+    "gpus": 0,
+    "runtime_env": {"env_vars": {"TEST_API_KEY": CANARY, "OMP_NUM_THREADS": "1"}},
+    "object_store_memory": 300 << 20,
+}
+
+
+def close() -> None:
+    """Whatever cluster is open in this process."""
+    if session._open is not None:
+        session._open.close()
 
 
 class Thing:
@@ -98,7 +113,9 @@ class Writer:
 
     def __init__(self, path: str) -> None:
         torch.set_num_threads(1)
-        self.stage = wb.stages.Rollout(wb.engines.local(path, device="cpu"), group_size=1, sampling=wb.SamplingSettings(max_tokens=8))
+        self.stage = wb.stages.Rollout(
+            wb.engines.local(path, device="cpu"), group_size=1, sampling=wb.SamplingSettings(max_tokens=8)
+        )
 
     def rolled(self, batch: DataProto) -> DataProto:
         return self.stage(batch).batch

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import cluster_things as things
 import pytest
 
-from workbench.cluster import Cluster, RayRanks, cluster, session
-
-CANARY = "canary-9876543210"
-SETTINGS: dict[str, Any] = {
-    "cpus": 4,
-    "gpus": 0,
-    "runtime_env": {"env_vars": {"TEST_API_KEY": CANARY, "OMP_NUM_THREADS": "1"}},
-    "object_store_memory": 300 << 20,
-}
-
-
-def close() -> None:
-    """Whatever cluster is open in this process."""
-    if session._open is not None:
-        session._open.close()
+from workbench.cluster import Cluster, RayRanks, cluster
 
 
 @pytest.fixture(scope="session")
 def _closing() -> Iterator[None]:
     yield
-    close()
+    things.close()
 
 
 @pytest.fixture
 def local(_closing: None) -> Cluster:
     """Four CPUs of this machine; the same call gives the same cluster while it is open."""
-    return cluster(**SETTINGS)
+    return cluster(**things.SETTINGS)
 
 
 @pytest.fixture(scope="session")

@@ -44,6 +44,7 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
+    things.close()
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     script = str(Path(__file__).parent / "two_nodes.py")
     with subprocess.Popen(
@@ -189,7 +190,9 @@ def test_B11_a_worker_that_eats_memory_is_killed_for_it_by_name_and_once(nodes: 
         assert re.search(rf"most of it: .*\d GB by ray::Worker\S* \(pid {pid}\)", told), told
         assert not _alive(pid) and eater.closed == "rank 0 was lost in eat"
         time.sleep(1)
-        assert not [one for one in psutil.process_iter(["name"]) if "Worker.call" in (one.info["name"] or "")], "no retry"
+        assert not [one for one in psutil.process_iter(["name"]) if "Worker.call" in (one.info["name"] or "")], (
+            "no retry"
+        )
         # Ray may kill bystanders with it: they are named the same way, and made anew
         try:
             assert other.call("who") == [(0, 1, "word")]

@@ -67,7 +67,9 @@ class Killer:
         self._thread.join()
 
 
-def train(learner: Any, pipe: wb.Pipeline, start: Any, steps: int, every: int = 5) -> tuple[list[dict[str, float]], int]:
+def train(
+    learner: Any, pipe: wb.Pipeline, start: Any, steps: int, every: int = 5
+) -> tuple[list[dict[str, float]], int]:
     """Steps from a snapshot; metrics of each, and how often it went back to one. Rows are a function of the step."""
     data = rows()[:32]
     kept, at, step, back = start, 0, 1, 0

@@ -69,7 +69,9 @@ def test_D7_perturbed_weights_are_measured_and_stop_before_the_update(
     found, learner = run(tiny, tmp_path / "r", OffPolicy(kl=1e-3), noise=0.1)
     assert found.stopped is not None and "▶ update_actor" in repr(found.stopped) and learner.version == 0
     fresh = wb.engines.local(tiny, device="cpu").snapshot()["weights"]
-    assert all(torch.equal(one, fresh[name]) for name, one in learner.snapshot()["weights"].items()), "nothing was learnt"
+    assert all(torch.equal(one, fresh[name]) for name, one in learner.snapshot()["weights"].items()), (
+        "nothing was learnt"
+    )
     told = json.loads((tmp_path / "r" / "summary.json").read_text())["stopped"]
     assert told.startswith("break_if at step 1: training/rollout_kl 0.") and told.endswith(", limit 0.001")
     monkeypatch.setenv("WORKBENCH_JOB", "1")

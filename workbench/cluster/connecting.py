@@ -278,4 +278,3 @@ def _nothing(what: str, why: str | None) -> str:
         found="; ".join(seen) or None,
         do=f"give the head's host:port, start one with `{HEAD}`, or wb.cluster() for one of your own",
     )
-

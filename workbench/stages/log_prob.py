@@ -63,4 +63,3 @@ class LogProb(BaseStage):
         if "policy_version" in batch and self.learners() and hasattr(self._model, "version"):
             metrics |= version_lag(self._model.version, batch["policy_version"])
         return Outcome(self.written(batch, columns), metrics)
-
