@@ -60,8 +60,6 @@ def require_ray() -> None:
 
 def start(environment: Environment, gpus: int | None, cpus: int | None, store: int | None, dashboard: bool) -> Link:
     """A cluster of this process's own on this machine: it listens on loopback alone, and ends with the process."""
-    import ray
-
     if dashboard:
         _require_dashboard()
     tokens.ensure()
@@ -80,10 +78,7 @@ def start(environment: Environment, gpus: int | None, cpus: int | None, store: i
         "object_store_memory": store,
         "_system_config": HEALTH,
     }
-    with _quiet(), _named("starting a local cluster", environment), _loopback():
-        context: Any = ray.init(
-            address="local", include_dashboard=dashboard, dashboard_host="127.0.0.1", **_common(environment), **options
-        )
+    context = _begin(environment, include_dashboard=dashboard, **options)
     session = Path(context.address_info["session_dir"]).name
     _listen(notes)
     members = tuple(found.of_session(session))
@@ -92,6 +87,22 @@ def start(environment: Environment, gpus: int | None, cpus: int | None, store: i
     if dashboard:
         notes.append(f"the dashboard is at http://{context.dashboard_url}")
     return Link(True, context.address_info["gcs_address"], session, members, found.remember(session, members), notes)
+
+
+def _begin(environment: Environment, **options: Any) -> Any:
+    """`ray.init`, and once more where the machine was too busy: Ray gives its own processes thirty seconds."""
+    import ray
+
+    for last in (False, True):
+        try:
+            with _quiet(), _named("starting a local cluster", environment), _loopback():
+                return ray.init(address="local", dashboard_host="127.0.0.1", **_common(environment), **options)
+        except EngineError as error:
+            for one in found.half_started():
+                one.kill()
+            if last or "timed out during startup" not in str(error):
+                raise
+    return None
 
 
 def attach(address: str, environment: Environment, seconds: float) -> Link:
