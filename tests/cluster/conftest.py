@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import cluster_things as things
 import pytest
 
 from workbench.cluster import Cluster, RayRanks, cluster
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start clusters are asked for."""
+    for one in items:
+        if one.path.parent == HERE and one.path.name != "test_cluster_parts.py" and not os.environ.get("WORKBENCH_RAY"):
+            one.add_marker(pytest.mark.skip(reason="starts Ray clusters for minutes: make cluster"))
 
 
 @pytest.fixture(scope="session")
