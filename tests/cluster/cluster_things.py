@@ -9,8 +9,25 @@ from typing import Any
 
 import torch
 
+import workbench as wb
 from workbench import DataProto, background
+from workbench.cluster import session
+from workbench.engines.protocol import Normalisers
 from workbench.errors import NonFinite
+
+CANARY = "canary-9876543210"
+SETTINGS: dict[str, Any] = {
+    "cpus": 4,
+    "gpus": 0,
+    "runtime_env": {"env_vars": {"TEST_API_KEY": CANARY, "OMP_NUM_THREADS": "1"}},
+    "object_store_memory": 300 << 20,
+}
+
+
+def close() -> None:
+    """Whatever cluster is open in this process."""
+    if session._open is not None:
+        session._open.close()
 
 
 class Thing:
@@ -64,6 +81,14 @@ class Thing:
             os.kill(os.getpid(), 9)
         return self.sleep(60)
 
+    def eat(self, mebibytes: int) -> int:
+        """So much memory, in pieces that somebody can notice."""
+        self.kept = []
+        for _ in range(mebibytes // 50):
+            self.kept.append(bytearray(os.urandom(1 << 20) * 50))
+            time.sleep(0.05)
+        return len(self.kept)
+
     def doubled(self, batch: DataProto) -> dict[str, Any]:
         return {"twice": 2 * batch["input_ids"], "rows": torch.full((len(batch),), len(batch))}
 
@@ -81,6 +106,32 @@ class Thing:
 
     def first(self, batch: DataProto) -> tuple[float, str]:
         return float(batch.batch["x"][0, 0]), str(batch.non_tensor_batch["uid"][0])
+
+
+class Writer:
+    """Rolls prompts out with a model of its own."""
+
+    def __init__(self, path: str) -> None:
+        torch.set_num_threads(1)
+        self.stage = wb.stages.Rollout(
+            wb.engines.local(path, device="cpu"), group_size=1, sampling=wb.SamplingSettings(max_tokens=8)
+        )
+
+    def rolled(self, batch: DataProto) -> DataProto:
+        return self.stage(batch).batch
+
+
+def writer(rank: int, size: int, path: str) -> Writer:
+    return Writer(path)
+
+
+def last_digit(response: str, ground_truth: str) -> float:
+    """Noisy enough to teach something."""
+    return float(len(response) % 3) + float(response[-1:] == ground_truth[-1:])
+
+
+def counts(batch: DataProto) -> Normalisers:
+    return Normalisers(float(batch["response_mask"].sum()), float(len(batch)), float(batch["response_mask"].shape[1]))
 
 
 def thing(rank: int, size: int, word: str = "word") -> Thing:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import cluster_things as things
+import psutil
 import pytest
 
 from workbench.cluster import cluster, found
 from workbench.errors import EngineError, SettingError, WorkerLost
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not os.environ.get("WORKBENCH_RAY"), reason="starts Ray clusters for minutes: make cluster"),
-]
+pytestmark = pytest.mark.slow
 TOKEN = "0123456789abcdef" * 4
 
 
@@ -30,14 +31,20 @@ class Nodes:
     def __init__(self, process: subprocess.Popen[str], address: str) -> None:
         self.process, self.address = process, address
 
-    def lose_one(self) -> None:
+    def tell(self, *words: object) -> None:
+        """A command; its answer is still to be read."""
         assert self.process.stdin is not None
-        self.process.stdin.write("lose\n")
+        self.process.stdin.write(" ".join(map(str, words)) + "\n")
         self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        return dict(json.loads(next(line for line in self.process.stdout if line.startswith("{"))))
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
+    things.close()
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     script = str(Path(__file__).parent / "two_nodes.py")
     with subprocess.Popen(
@@ -48,9 +55,10 @@ def nodes() -> Iterator[Nodes]:
         text=True,
         env=environment,
     ) as process:
-        assert process.stdout is not None and process.stdin is not None
-        line = next(line for line in process.stdout if line.startswith("{"))
-        yield Nodes(process, json.loads(line)["address"])
+        assert process.stdin is not None
+        made = Nodes(process, "")
+        made.address = made.answer()["address"]
+        yield made
         process.stdin.close()
         process.wait(30)
 
@@ -127,7 +135,7 @@ def test_B13_another_cluster_is_told_of_and_not_joined(
     assert found.answers(nodes.address) is None, "closing our own did not touch it"
 
 
-def test_B7_a_lost_node_is_a_lost_worker_in_seconds(
+def test_B7_a_lost_node_is_a_lost_worker_in_seconds_and_a_new_one_takes_its_place(
     nodes: Nodes, token: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", nodes.address)
@@ -136,13 +144,70 @@ def test_B7_a_lost_node_is_a_lost_worker_in_seconds(
         out = group.submit("sleep", 60.0)
         time.sleep(0.5)
         began = time.monotonic()
-        nodes.lose_one()
+        nodes.tell("lose")
         with pytest.raises(WorkerLost, match="died in sleep"):
             out.result()
         assert time.monotonic() - began < 15
-        again = attached.ranks(things.thing, 1)
-        assert again.call("who") == [(0, 1, "word")]
-        time.sleep(1)
-        assert sorted(node.alive for node in attached.status().nodes) == [False, True]
+        assert nodes.answer() == {}
+        nodes.tell("add", 2)
+        raylet = nodes.answer()["raylet"]
+        attached.release()
+        again = attached.ranks(things.thing, 2, pool=attached.hold({"global": [1, 1]})["global"])
+        assert again.call("who") == [(0, 2, "word"), (1, 2, "word")], "the run goes on, on the new node"
+        assert sorted(node.alive for node in attached.status().nodes) == [False, True, True]
+        # a node that hangs, as one behind a cut cable: its worker would still answer
+        out = again.submit("sleep", 60.0)
+        time.sleep(0.5)
+        began = time.monotonic()
+        os.kill(raylet, signal.SIGSTOP)
+        with pytest.raises(WorkerLost, match="died in sleep"):
+            out.result()
+        assert time.monotonic() - began < 15
+        os.kill(raylet, signal.SIGCONT)
+        assert _within(20, lambda: not _alive(raylet)), "the node that comes back is not trusted: it ends"
+        assert sorted(node.alive for node in attached.status().nodes) == [False, False, True]
         assert attached.notes, "what Ray would have printed into the cell"
     assert "raylet" not in capfd.readouterr().out
+
+
+def test_B11_a_worker_that_eats_memory_is_killed_for_it_by_name_and_once(nodes: Nodes, token: None) -> None:
+    memory = psutil.virtual_memory()
+    limit = memory.total - memory.available + (2 << 30)  # two workers have half a GiB
+    nodes.tell("add", 4, round(limit / memory.total, 4))
+    there = nodes.answer()["node"]
+    with cluster(nodes.address) as attached:
+        attached.hold({"short": [3]}, colocated=2)
+        eater = attached.ranks(things.thing, 1, pool="short", name="eater")
+        other = attached.ranks(things.thing, 1, pool="short", name="other")
+        assert [one.facts[0]["node"] for one in (eater, other)] == [there] * 2, "where memory is short"
+        began = time.monotonic()
+        with pytest.raises(WorkerLost) as error:
+            eater.call("eat", 4000)
+        assert time.monotonic() - began < 60
+        told = str(error.value)
+        pid = eater.facts[0]["pid"]
+        assert f"rank 0 (pid {pid} on " in told and "killed for memory: the node used " in told
+        assert re.search(rf"most of it: .*\d GB by ray::Worker\S* \(pid {pid}\)", told), told
+        assert not _alive(pid) and eater.closed == "rank 0 was lost in eat"
+        time.sleep(1)
+        assert not [one for one in psutil.process_iter(["name"]) if "Worker.call" in (one.info["name"] or "")], (
+            "no retry"
+        )
+        # Ray may kill bystanders with it: they are named the same way, and made anew
+        try:
+            assert other.call("who") == [(0, 1, "word")]
+        except WorkerLost as lost:
+            assert "killed for memory" in str(lost)
+            other = attached.ranks(things.thing, 1, pool="short", name="other")
+        assert other.call("who") == [(0, 1, "word")]
+
+
+def _alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def _within(seconds: float, holds: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not holds():
+        time.sleep(0.1)
+    return holds()

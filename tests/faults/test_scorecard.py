@@ -59,7 +59,59 @@ ROWS: dict[str, list[str]] = {
         "sandbox/test_sandbox_remote.py::test_what_passes_is_tried_again_and_what_does_not_is_no_verdict",
         "sandbox/test_sandbox_remote.py::test_an_outage_is_machinery_never_a_zero",
     ],
+    "B1 a worker killed": [
+        "cluster/test_cluster_faults.py::test_B1_a_killed_worker_is_named_in_seconds_and_the_group_is_made_anew",
+        "engines/test_engines_fsdp.py::test_a_killed_worker_is_named_and_the_step_is_run_again",
+        "cluster/test_cluster_engines.py::test_B17_some_steps_with_kills_at_random_end_as_the_quiet_ones",
+    ],
+    "B2 a worker that hangs": [
+        "cluster/test_cluster_faults.py::test_B2_a_call_past_its_deadline_says_what_the_ranks_were_doing",
+        "cluster/test_cluster_faults.py::test_B2_a_stopped_rank_and_one_in_c_code_do_not_answer",
+    ],
+    "B6 a worker that dies in its constructor": [
+        "cluster/test_cluster_faults.py::test_B6_a_factory_that_raises_or_dies"
+    ],
+    "B7 a node lost, hung, replaced": [
+        "cluster/test_cluster_nodes.py::test_B7_a_lost_node_is_a_lost_worker_in_seconds_and_a_new_one_takes_its_place"
+    ],
+    "B8 not enough resources": ["cluster/test_cluster_faults.py::test_B8_too_much_is_refused_at_once"],
+    "B11 a worker that eats memory": [
+        "cluster/test_cluster_nodes.py::test_B11_a_worker_that_eats_memory_is_killed_for_it_by_name_and_once"
+    ],
+    "B12 where ranks meet": [
+        "cluster/test_cluster_engines.py::test_B12_the_port_is_never_free_between_its_choice_and_its_use",
+        "cluster/test_cluster_engines.py::test_B12_twenty_groups_of_two_start_at_once",
+        "cluster/test_cluster_engines.py::test_B16_B12_one_rank_and_two_and_one_reward_worker_and_two_are_the_same_numbers",
+    ],
+    "B13 dead addresses": [
+        "cluster/test_cluster_nodes.py::test_B13_what_does_not_answer_is_said_in_seconds",
+        "cluster/test_cluster_nodes.py::test_B13_another_cluster_is_told_of_and_not_joined",
+    ],
+    "B14 the object store over many steps": [
+        "cluster/test_cluster_faults.py::test_B14_two_hundred_steps_take_no_more_memory_than_twenty"
+    ],
+    "B15 a worker that writes into its batch": [
+        "cluster/test_cluster_faults.py::test_B15_a_worker_writes_into_its_own_copy_alone"
+    ],
+    "B16 however many there are": [
+        "cluster/test_cluster_engines.py::test_B16_B12_one_rank_and_two_and_one_reward_worker_and_two_are_the_same_numbers",
+        "cluster/test_cluster_engines.py::test_B16_one_rollout_worker_and_two_write_the_same_rows",
+    ],
+    "B17 a soak with kills": [
+        "cluster/test_cluster_engines.py::test_B17_some_steps_with_kills_at_random_end_as_the_quiet_ones",
+        "cluster/test_cluster_engines.py::test_B17_five_hundred_steps_with_a_kill_every_twenty_seconds",
+    ],
+    "B18 stops only what it started": [
+        "cluster/test_cluster_faults.py::test_C3_E10_a_first_start_listens_on_loopback_with_a_token_of_its_own_and_a_killed_kernel_leaves_nothing",
+        "cluster/test_cluster_nodes.py::test_B13_another_cluster_is_told_of_and_not_joined",
+        "cluster/test_cluster_parts.py::test_what_a_killed_kernel_left_is_ended_and_what_lives_is_left_alone",
+    ],
+    "C3 a killed kernel": [
+        "cluster/test_cluster_faults.py::test_C3_E10_a_first_start_listens_on_loopback_with_a_token_of_its_own_and_a_killed_kernel_leaves_nothing"
+    ],
     "C1 an interrupted stage": [
+        "cluster/test_cluster_faults.py::test_C1_an_interrupt_stops_the_work_and_keeps_ranks_that_all_stopped",
+        "cluster/test_cluster_faults.py::test_C1_an_interrupt_leaves_no_actor_that_does_not_let_go",
         "faults/test_faults_notebooks.py::test_C1_a_stage_interrupted_again_and_again_ends_in_the_very_same_numbers",
         "faults/test_faults_notebooks.py::test_C1_an_update_interrupted_at_any_call_stands_before_it_or_after_it",
         "faults/test_faults_notebooks.py::test_C1_an_interrupt_between_two_weights_of_one_optimizer_step_is_taken_back",
@@ -127,6 +179,11 @@ ROWS: dict[str, list[str]] = {
         "runs/test_runs_commands.py::test_a_bad_file_is_refused",
         "faults/test_faults_data.py::test_D6_settings_are_typed_and_unknown_names_have_a_nearest",
     ],
+    "D7 another policy": [
+        "faults/test_faults_policies.py::test_D7_one_policy_is_measured_as_one",
+        "faults/test_faults_policies.py::test_D7_perturbed_weights_are_measured_and_stop_before_the_update",
+        "faults/test_faults_policies.py::test_D7_rows_of_older_weights_are_counted_in_versions_and_stop",
+    ],
     "D8 rewards that break their contract": [
         "faults/test_faults_data.py::test_D8_a_wrong_count_a_non_number_and_extra_keys",
         "faults/test_faults_data.py::test_D8_a_function_that_writes_into_its_input_changes_nobody_elses",
@@ -185,7 +242,16 @@ ROWS: dict[str, list[str]] = {
         "faults/test_faults_security.py::test_E9_a_models_own_code_is_not_run",
         "faults/test_faults_security.py::test_E9_a_hostile_template_is_refused_in_bounded_time_and_memory",
     ],
-    "E10 nothing listens": ["faults/test_faults_security.py::test_E10_training_opens_no_door"],
+    "E10 nothing listens": [
+        "faults/test_faults_security.py::test_E10_training_opens_no_door",
+        "cluster/test_cluster_faults.py::test_C3_E10_a_first_start_listens_on_loopback_with_a_token_of_its_own_and_a_killed_kernel_leaves_nothing",
+        "cluster/test_cluster_faults.py::test_E10_the_line_that_we_tell_starts_no_cluster_without_a_token",
+    ],
+    "E11 tokens": ["cluster/test_cluster_nodes.py::test_E11_a_wrong_or_missing_token_is_said"],
+    "E12 a page in a browser": [
+        "cluster/test_cluster_faults.py::test_E12_a_dashboard_without_its_packages_is_refused_by_name",
+        "cluster/test_cluster_faults.py::test_E12_the_dashboard_refuses_what_a_page_sends",
+    ],
     "E13 secrets": [
         "faults/test_faults_security.py::test_E13_a_secret_of_the_environment_is_in_nothing_that_a_run_writes",
         "faults/test_faults_security.py::test_E13_no_secret_is_in_the_record_of_a_job",

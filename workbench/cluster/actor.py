@@ -32,6 +32,10 @@ class Worker:
         Comes before anything that imports.
         """
         os.environ.update(env)
+        address = ray.util.get_node_ip_address()
+        os.environ.setdefault("WORKBENCH_ADDRESS", address)  # where ranks that meet shall wait for each other
+        if address.startswith("127.") and sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens where it is told, else on the host's name
         there = [path for path in paths if os.path.exists(path)]
         sys.path[:] = [*there, *(path for path in sys.path if path not in there)]
         return {

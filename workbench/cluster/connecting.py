@@ -5,23 +5,23 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workbench.cluster import found
+from workbench.cluster import found, tokens
 from workbench.cluster.environment import Environment
-from workbench.errors import EngineError, first_line, message
+from workbench.errors import EngineError, SettingError, first_line, message
 
 HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 3}
 """A lost node is seen within ten seconds; Ray's own settings take over a minute."""
 NOTES = 100
 """That are kept."""
 NAMESPACE = "workbench"
-_TOKEN = "put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token"
+HEAD = "RAY_AUTH_MODE=token ray start --head"
+"""Without a token this refuses to start; `ray get-auth-token --generate` makes one."""
 
 
 @dataclass
@@ -59,10 +59,11 @@ def require_ray() -> None:
 
 
 def start(environment: Environment, gpus: int | None, cpus: int | None, store: int | None, dashboard: bool) -> Link:
-    """A cluster of this process's own on this machine; it ends with the process."""
-    import ray
-
-    _forget_token()
+    """A cluster of this process's own on this machine: it listens on loopback alone, and ends with the process."""
+    if dashboard:
+        _require_dashboard()
+    tokens.ensure()
+    tokens.forget()
     notes = [f"a cluster runs at {one}; it was not joined: wb.cluster({one!r}) would" for one in found.running()]
     for where, one in found.pointed_at().items():
         if not any(one in note for note in notes):
@@ -77,24 +78,31 @@ def start(environment: Environment, gpus: int | None, cpus: int | None, store: i
         "object_store_memory": store,
         "_system_config": HEALTH,
     }
-    with _quiet(), _named("starting a local cluster", environment):
-        context: Any = ray.init(
-            address="local", include_dashboard=dashboard, dashboard_host="127.0.0.1", **_common(environment), **options
-        )
+    context = _begin(environment, include_dashboard=dashboard, **options)
     session = Path(context.address_info["session_dir"]).name
     _listen(notes)
     members = tuple(found.of_session(session))
-    _close_token_file()
-    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
-        notes.append("RAY_AUTH_MODE is not token: whoever reaches this machine's ports can run code in this cluster")
+    if not tokens.asked():
+        notes.append("RAY_AUTH_MODE is not token: whoever has an account on this machine can run code in this cluster")
+    if dashboard:
+        notes.append(f"the dashboard is at http://{context.dashboard_url}")
     return Link(True, context.address_info["gcs_address"], session, members, found.remember(session, members), notes)
 
 
-def _forget_token() -> None:
-    """Ray reads its token once a process; the next cluster may have another."""
-    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined] # compiled
+def _begin(environment: Environment, **options: Any) -> Any:
+    """`ray.init`, and once more where the machine was too busy: Ray gives its own processes thirty seconds."""
+    import ray
 
-    AuthenticationTokenLoader.instance().reset_cache()
+    for last in (False, True):
+        try:
+            with _quiet(), _named("starting a local cluster", environment), _loopback():
+                return ray.init(address="local", dashboard_host="127.0.0.1", **_common(environment), **options)
+        except EngineError as error:
+            for one in found.half_started():
+                one.kill()
+            if last or "timed out during startup" not in str(error):
+                raise
+    return None
 
 
 def attach(address: str, environment: Environment, seconds: float) -> Link:
@@ -105,7 +113,7 @@ def attach(address: str, environment: Environment, seconds: float) -> Link:
     why = found.answers(target.removeprefix("ray://"))
     if why is not None:
         raise EngineError(_nothing(f"nothing answers at {target}", why))
-    _forget_token()
+    tokens.forget()
     if not target.startswith("ray://"):
         _probe(target, seconds / 2)
     with _quiet(), _named(f"attaching to {target}", environment):
@@ -157,31 +165,14 @@ def _probe(target: str, seconds: float) -> None:
         return  # the head answers those only that show a certificate; ray.init does
     said = ask([])
     if said is grpc.StatusCode.UNAUTHENTICATED:
-        token = _token()
+        token = tokens.known()
         said = ask([("authorization", f"Bearer {token}")]) if token else said
         if said is grpc.StatusCode.UNAUTHENTICATED:
             what = "a token that it does not know" if token else "no token here"
-            raise EngineError(message(f"the cluster at {target} wants its token", found=what, do=_TOKEN))
-        _send_token()
+            raise EngineError(message(f"the cluster at {target} wants its token", found=what, do=tokens.HOW))
+        tokens.send()
     if said is not None:
         raise EngineError(_nothing(f"what listens at {target} does not answer as a Ray head", said.name))
-
-
-def _send_token() -> None:
-    """Ray sends its token by itself only to a cluster that it starts."""
-    from ray._private.authentication.authentication_token_setup import _enable_token_auth
-
-    _enable_token_auth()
-
-
-def _token() -> str | None:
-    """Where Ray looks, in its order."""
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        return os.environ["RAY_AUTH_TOKEN"]
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    with suppress(OSError):
-        return path.read_text(encoding="utf-8").strip()
-    return None
 
 
 # --- how ------------------------------------------------------------------------------------------
@@ -197,6 +188,19 @@ def _common(environment: Environment) -> dict[str, Any]:
 
 
 @contextmanager
+def _loopback() -> Iterator[None]:
+    """Ray listens where this machine alone reaches it, as it does by itself on macOS and Windows; on Linux it has no setting."""
+    from ray._private import ray_constants
+
+    kept = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = kept
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
     """Ray's own talk stays out of the cell."""
     log = logging.getLogger("ray")
@@ -206,6 +210,21 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
+
+
+def _require_dashboard() -> None:
+    """Without its packages Ray starts a dashboard that has no page, and says nothing."""
+    lacking = [name for name in ("aiohttp", "aiohttp_cors", "colorful", "opencensus", "prometheus_client", "py_spy")
+               if importlib.util.find_spec(name) is None]  # fmt: skip
+    if lacking:
+        raise SettingError(
+            message(
+                "dashboard=True",
+                expected="the packages of Ray's dashboard",
+                found=f"no {', '.join(lacking)}",
+                do="pip install 'ray[default]>=2.60,<2.61', or leave it out: cluster.status() shows the same",
+            )
+        )
 
 
 def _listen(notes: list[str] | None) -> None:
@@ -237,7 +256,7 @@ def _named(what: str, environment: Environment) -> Iterator[None]:
         token = "auth" in str(error).lower() or "token" in str(error).lower()
         with suppress(Exception):
             ray.shutdown()  # half a connection would be in the way of the next try
-        raise EngineError(message(f"{what} failed", found=text, do=_TOKEN if token else None)) from None
+        raise EngineError(message(f"{what} failed", found=text, do=tokens.HOW if token else None)) from None
 
 
 def _resolved(address: str) -> str:
@@ -268,13 +287,5 @@ def _nothing(what: str, why: str | None) -> str:
     return message(
         what,
         found="; ".join(seen) or None,
-        do="give the head's host:port, start one with `ray start --head`, or wb.cluster() for one of your own",
+        do=f"give the head's host:port, start one with `{HEAD}`, or wb.cluster() for one of your own",
     )
-
-
-def _close_token_file() -> None:
-    """Ray writes its token readable for all; nobody else needs it."""
-    path = Path.home() / ".ray" / "auth_token"
-    with suppress(OSError):
-        if path.stat().st_uid == os.getuid():
-            path.chmod(stat.S_IRUSR | stat.S_IWUSR)

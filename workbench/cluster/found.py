@@ -57,6 +57,17 @@ def of_session(session: str) -> list[Process]:
     return list(found.values())
 
 
+def half_started() -> list[Process]:
+    """Ray's processes of a start of ours that failed: Ray itself ends them with this process only."""
+    found = []
+    for one in psutil.Process().children():
+        with suppress(psutil.Error):
+            words = " ".join(one.cmdline())
+            if "/ray/" in words and "session_" in words:
+                found += [process(member.pid) for member in (one, *one.children(recursive=True))]
+    return found
+
+
 def end(processes: Sequence[Process], seconds: float = 5.0) -> list[Process]:
     """Wait until they are gone, then kill those that are not; the killed."""
     until = time.monotonic() + seconds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 GONE_SECONDS = 6.0
 HEAR_SECONDS = 1.0
-_asking = threading.Lock()
 
 
 def actors(seats: Sequence[int], pool: Pool | None, environment: Environment, cpus: float, gpus: float) -> list[Any]:
@@ -31,27 +29,24 @@ def actors(seats: Sequence[int], pool: Pool | None, environment: Environment, cp
 
     from workbench.cluster import actor as actor_module
 
+    # for good: another thread may start a group beside this one
+    ray.cloudpickle.register_pickle_by_value(actor_module)
     doors: dict[str, Any] = {"concurrency_groups": {"control": 2}}
-    with _asking:  # groups start side by side, and how a module is pickled belongs to the whole process
-        ray.cloudpickle.register_pickle_by_value(actor_module)
-        try:
-            remote = ray.remote(**doors)(actor_module.Worker)
-            made = []
-            for seat in seats:
-                options: dict[str, Any] = {
-                    "num_cpus": cpus,
-                    "num_gpus": gpus,
-                    "max_restarts": 0,
-                    "max_task_retries": 0,
-                }
-                if environment.at_start():
-                    options["runtime_env"] = {"env_vars": environment.at_start()}
-                if pool is not None:
-                    group, bundle = pool.slot(seat)
-                    options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
-                made.append(remote.options(**options).remote())
-        finally:
-            ray.cloudpickle.unregister_pickle_by_value(actor_module)
+    remote = ray.remote(**doors)(actor_module.Worker)
+    made = []
+    for seat in seats:
+        options: dict[str, Any] = {
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
+        if environment.at_start():
+            options["runtime_env"] = {"env_vars": environment.at_start()}
+        if pool is not None:
+            group, bundle = pool.slot(seat)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
+        made.append(remote.options(**options).remote())
     return made
 
 

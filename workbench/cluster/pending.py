@@ -136,16 +136,16 @@ class Pending:
         assert isinstance(outcome, Gone)
         group = self._group
         group.end(f"rank {rank} was lost in {self.method}")
-        tail = group.logs(rank, LOG_LINES)
+        tail, why = group.logs(rank, LOG_LINES), group._redact(outcome.why)
         raise WorkerLost(
             message(
                 f"{group.where(rank)} of {group.name!r} died in {self.method}",
-                found=outcome.why,
+                found=why,
                 do="make the group anew: cluster.ranks(…)",
             )
             + (f"\nits log ends:\n{tail}" if tail else "\nits log is empty"),
             rank=rank,
-            exit=outcome.why,
+            exit=why,
             log=tail,
         )
 

@@ -7,6 +7,7 @@ named in the environment, is told of and not joined.
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -99,6 +100,8 @@ class Cluster:
         """Pool → (what was asked for, the engine) of pools that `place` holds."""
         self._past: list[Any] = []
         self._freed = -FREE_SECONDS
+        self._starting: set[str] = set()
+        self._lock = threading.Lock()
         atexit.register(self.close)
 
     # --- who sits where -----------------------------------------------------------------------
@@ -188,14 +191,24 @@ class Cluster:
             cpus, gpus = held.plan.cpus / held.colocated, held.plan.gpus / held.colocated
         else:
             self._patiently(lambda: self._room(size, cpus, gpus))
-        taken = {one.name for one in self.groups}
-        said = name or str(getattr(factory, "__name__", "workers"))
-        chosen = next(one for one in (said, *(f"{said}-{number}" for number in range(2, 10_000))) if one not in taken)
-        group = RayRanks(
-            self, factory, size, pool=held, seats=chairs, env=env, name=chosen, cpus=cpus, gpus=gpus, settings=settings, start_timeout=start_timeout
-        )  # fmt: skip
-        self.groups.append(group)
+        chosen = self._name(name or str(getattr(factory, "__name__", "workers")))
+        try:
+            group = RayRanks(
+                self, factory, size, pool=held, seats=chairs, env=env, name=chosen, cpus=cpus, gpus=gpus, settings=settings, start_timeout=start_timeout
+            )  # fmt: skip
+            self.groups.append(group)
+        finally:
+            self._starting.remove(chosen)
         return group
+
+    def _name(self, said: str) -> str:
+        """A name that no group has, nor one that is being started in another thread."""
+        with self._lock:
+            taken = {*(one.name for one in self.groups), *self._starting}
+            numbered = (f"{said}-{number}" for number in range(2, 10_000))
+            chosen = next(one for one in (said, *numbered) if one not in taken)
+            self._starting.add(chosen)
+        return chosen
 
     def _pool(self, pool: Pool | str | None, seats: Sequence[int]) -> Pool | None:
         if pool is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,10 @@ class Arrival:
 
 
 LOOK_SECONDS = 0.1
+USERS = 5
+"""Of memory that are named."""
+COMMAND = 60
+"""Characters of a command."""
 
 
 def arrivals(refs: Mapping[int, Any], until: float, look: Callable[[], None] = lambda: None) -> Iterator[Arrival]:
@@ -80,8 +85,8 @@ def _arrival(rank: int, ref: Any, until: float) -> Arrival:
     ) as error:  # not from the call itself: its answer could not be sent, or its arguments not be read
         return Arrival(rank, Raised(type(error.cause).__name__, str(error.cause), str(error)))
     except RayError as error:
-        why = "killed for memory: " if isinstance(error, OutOfMemoryError) or "OOM" in str(error) else ""
-        return Arrival(rank, Gone(why + reason(error)))
+        hungry = isinstance(error, OutOfMemoryError) or "OOM" in str(error)
+        return Arrival(rank, Gone(for_memory(str(error)) if hungry else reason(error)))
     return Arrival(rank, Done(value) if kind == "done" else Raised(*value), began, ended)
 
 
@@ -119,3 +124,12 @@ def reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     telling = [line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "died" in line.lower()]
     return " ".join(telling[-2:]) or first_line(error)
+
+
+def for_memory(text: str) -> str:
+    """What Ray says where it killed for memory, in a line: how much the node had, and who had most of it."""
+    used = re.search(r"was ([\d.]+) ?GB used / ([\d.]+) ?GB", text)
+    users = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", text, re.MULTILINE)
+    most = ", ".join(f"{size} GB by {command[:COMMAND]} (pid {pid})" for pid, size, command in users[:USERS])
+    node = f"the node used {used[1]} of {used[2]} GB" if used else text.splitlines()[0][:200]
+    return f"killed for memory: {node}" + (f"; most of it: {most}" if most else "")

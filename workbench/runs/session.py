@@ -53,6 +53,7 @@ class Session:
             for tracker in made:
                 tracker.log({key: value for key, value in row.items() if isinstance(value, int | float)}, row[STEP])
         self._live: Live | None = open_display(plan.steps, past, self.control, folder.path) if shown else None
+        self._break_if: Condition | None = None
         heldout = data.heldout
         self._ahead = self._drawing(pipeline, data, plan, start) if plan.ahead else None
         validator = Validator(pipeline, heldout, plan.seed, plan.val_samples) if heldout is not None else None
@@ -80,6 +81,7 @@ class Session:
         Raises `CancelledError`, with the step and the checkpoint in its message, where an interrupt stopped it.
         """
         plan, start = self._plan, self._start
+        self._break_if = break_if
         if start.rng is not None:
             checkpoint.restore_rng(start.rng)
         watching = asyncio.create_task(self._live.watch()) if self._live is not None else None
@@ -124,7 +126,9 @@ class Session:
         """Curves and summary; where the loop was stopped, the trace and the state it stands in as well."""
         stopped = None
         if ending.stopped is not None:
-            stopped = f"break_if at step {ending.step + 1}"
+            why = getattr(self._break_if, "why", None)  # a named limit says which
+            told = f": {why(ending.stopped.trace.metrics)}" if why is not None else ""
+            stopped = f"break_if at step {ending.step + 1}{told}"
             self.recorder.save_stopped(ending.stopped.trace, ending.step + 1)
             self._end_draw(ending.step)
             self.recorder.save()

@@ -89,7 +89,7 @@ async def train(
         ending = await session.run(observers, break_if)
     finally:
         folder.release()
-    return _result(path, ending, start.notes)
+    return _result(path, ending, start.notes, break_if)
 
 
 def train_blocking(pipeline: Pipeline, rows: Rows, **settings: Any) -> Run:
@@ -97,12 +97,13 @@ def train_blocking(pipeline: Pipeline, rows: Rows, **settings: Any) -> Run:
     return asyncio.run(train(pipeline, rows, **settings))
 
 
-def _result(path: Path, ending: Ending, notes: tuple[str, ...]) -> Run:
+def _result(path: Path, ending: Ending, notes: tuple[str, ...], limit: Any) -> Run:
     if ending.stopped is not None and os.environ.get("WORKBENCH_JOB"):
+        why = f"{limit.why(ending.stopped.trace.metrics)}; " if hasattr(limit, "why") else ""
         raise RunStopped(
             message(
                 f"break_if was met at step {ending.stopped.trace.step}; the run stopped before its update",
-                found=f"the trace and a checkpoint of step {ending.step} in {path}",
+                found=f"{why}the trace and a checkpoint of step {ending.step} in {path}",
             )
         )
     return Run(path, stopped=ending.stopped, notes=notes)

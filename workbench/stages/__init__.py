@@ -8,6 +8,7 @@ from workbench.stages.filtering import FilterGroups, Overlong
 from workbench.stages.influence import Influence
 from workbench.stages.log_prob import LogProb
 from workbench.stages.losses import PolicyLoss, ValueLoss
+from workbench.stages.off_policy import OffPolicy
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.resample import Resample
 from workbench.stages.reward import Reward
@@ -24,6 +25,7 @@ __all__ = [
     "FilterGroups",
     "Influence",
     "LogProb",
+    "OffPolicy",
     "Outcome",
     "Overlong",
     "Pipeline",

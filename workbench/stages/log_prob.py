@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from workbench.dataproto import DataProto
 from workbench.engines.protocol import LogProbModel
 from workbench.functional import masked_mean
-from workbench.metrics import Max, Mean, Metric
+from workbench.metrics import Mean, Metric
+from workbench.stages.off_policy import sampler_gap, version_lag
 from workbench.stages.stage import BaseStage, Outcome
 
 SCORED_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
@@ -21,7 +20,7 @@ class LogProb(BaseStage):
 
     With `entropy=True` it writes `entropys` as well, and the metric `actor/entropy`; with `sum_pi_squared=True` the column
     that the optimal token baselines ask for. Where the rollout's
-    own log-probs are there, the largest difference from them is a metric: near 1e-6 in float32.
+    own log-probs are there, how far they are is measured, and how many versions the rows are behind: see `OffPolicy`.
     """
 
     def __init__(
@@ -60,22 +59,7 @@ class LogProb(BaseStage):
             columns["entropys"] = scores["entropy"]
             metrics["actor/entropy"] = Mean.of(masked_mean(scores["entropy"], mask).item(), mask.sum().item())
             if "rollout_log_probs" in batch and mask.any():
-                metrics |= _sampler_gap(scores["log_probs"], batch["rollout_log_probs"], mask)
+                metrics |= sampler_gap(scores["log_probs"], batch["rollout_log_probs"], mask)
+        if "policy_version" in batch and self.learners() and hasattr(self._model, "version"):
+            metrics |= version_lag(self._model.version, batch["policy_version"])
         return Outcome(self.written(batch, columns), metrics)
-
-
-def _sampler_gap(mine: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
-    """How far the trainer's probabilities are from the sampler's, under verl's names; the correlation is 1 where they agree."""
-    inside = mask.bool()
-    p, q = (values[inside].double().exp() for values in (mine, sampled))
-    gap, count = (p - q).abs(), len(p)
-    metrics: dict[str, Metric] = {
-        "training/rollout_probs_diff_valid": Max(1.0),
-        "training/rollout_probs_diff_max": Max(float(gap.max())),
-        "training/rollout_probs_diff_mean": Mean.of(float(gap.mean()), count),
-        "training/rollout_probs_diff_std": Mean.of(float(gap.std(unbiased=False)), count),
-    }
-    if count > 1 and float(p.std()) > 0 and float(q.std()) > 0:
-        correlation = float(torch.corrcoef(torch.stack([p, q]))[0, 1])
-        metrics["training/rollout_actor_probs_pearson_corr"] = Mean.of(correlation, count)
-    return metrics

@@ -1,0 +1,46 @@
+"""One local cluster for all tests of this folder: opened where one is asked for, closed where another must be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import cluster_things as things
+import pytest
+
+from workbench.cluster import Cluster, RayRanks, cluster
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start clusters are asked for."""
+    for one in items:
+        if one.path.parent == HERE and one.path.name != "test_cluster_parts.py" and not os.environ.get("WORKBENCH_RAY"):
+            one.add_marker(pytest.mark.skip(reason="starts Ray clusters for minutes: make cluster"))
+
+
+@pytest.fixture(scope="session")
+def _closing() -> Iterator[None]:
+    yield
+    things.close()
+
+
+@pytest.fixture
+def local(_closing: None) -> Cluster:
+    """Four CPUs of this machine; the same call gives the same cluster while it is open."""
+    return cluster(**things.SETTINGS)
+
+
+@pytest.fixture(scope="session")
+def _shared() -> list[RayRanks]:
+    return []
+
+
+@pytest.fixture
+def pair(local: Cluster, _shared: list[RayRanks]) -> RayRanks:
+    """Two ranks; made anew after a test that lost them."""
+    if not _shared or _shared[0].closed is not None:
+        _shared[:] = [local.ranks(things.thing, 2, name="pair", word="w")]
+    return _shared[0]
