@@ -16,6 +16,7 @@ import looking_things as things
 import psutil
 import pytest
 
+import workbench as wb
 from workbench import DataProto, Outcome
 from workbench.cluster import Cluster, RayRanks, cluster
 from workbench.cluster.actor import _nvidia_smi
@@ -24,6 +25,9 @@ from workbench.cluster.pools import Node
 from workbench.cluster.profiling import Profile, nsight_options
 from workbench.cluster.status import MUTE, CallLine, Status, WorkerLine
 from workbench.cluster.timeline import Event, ordered
+from workbench.engines.fsdp import fsdp
+from workbench.engines.fsdp_group import Group
+from workbench.engines.fsdp_worker import shards
 from workbench.errors import EngineError, SettingError
 from workbench.observer import StepReport
 from workbench.stages import Stage
@@ -197,8 +201,11 @@ def test_gpu_memory_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_nsight_without_nsys_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SettingError, match="nsight; expected nsys on the PATH of every node; found none on this one"):
-        nsight_options("default")
+    for ask in (lambda: nsight_options("default"), lambda: cluster(runtime_env={"nsight": "default"})):
+        with pytest.raises(
+            SettingError, match="nsight; expected nsys on the PATH of every node; found none on this one"
+        ):
+            ask()
     (tmp_path / "nsys").write_text("#!/bin/sh\n")
     (tmp_path / "nsys").chmod(0o755)
     assert nsight_options({"t": "cuda"}) == {"nsight": {"t": "cuda"}}
@@ -212,7 +219,7 @@ def test_nsight_without_nsys_is_refused_before_anything_starts(tmp_path: Path, m
 @pytest.fixture(scope="module")
 def local() -> Iterator[Cluster]:
     environment = {"env_vars": {"OMP_NUM_THREADS": "1"}}
-    with cluster(cpus=3, gpus=0, runtime_env=environment, object_store_memory=200 << 20) as opened:
+    with cluster(cpus=4, gpus=0, runtime_env=environment, object_store_memory=200 << 20) as opened:
         yield opened
 
 
@@ -341,6 +348,27 @@ def test_a_profile_of_chosen_steps_watches_a_job(local: Cluster, pair: RayRanks,
     gone.on_start(1, 2)  # a warning, and the job goes on
     gone.on_end(None)
     assert not gone.files
+
+
+@on_ray
+def test_a_job_on_shards_is_profiled_at_the_step_that_was_chosen(local: Cluster, tiny: str, tmp_path: Path) -> None:
+    group = Group(lambda: local.ranks(shards, 2, name="learner", threads=1, device="cpu"))
+    engine = fsdp(tiny, on=group, lr=1e-3, dtype="float32")
+    try:
+        rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:8]
+        pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=4)
+        watch = local.profile("learner", tmp_path / "traces", steps=(2,))
+        run = wb.train_blocking(
+            pipe, rows, steps=3, batch_size=2, run=tmp_path / "run", display=False, observers=[watch]
+        )
+        assert run.status == "finished" and len(run.metrics) == 3
+        assert [file.name for file in watch.files] == [f"learner-rank{rank}-step2.json.gz" for rank in (0, 1)]
+        counts = operations(watch.files[0])
+        assert counts["aten::mm"] > 100 and any("Backward" in name for name in counts), "the update is in it"
+        stages = {event.stage for event in local.timeline.events if event.group == "learner"}
+        assert {"rollout", "old_log_prob", "update_actor"} <= stages
+    finally:
+        engine.close()
 
 
 @on_ray

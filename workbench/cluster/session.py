@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.cluster import connecting, found, pools
 from workbench.cluster.environment import Environment
 from workbench.cluster.logs import Logs, read_log
-from workbench.cluster.profiling import Profile
+from workbench.cluster.profiling import Profile, nsight_options
 from workbench.cluster.ranks import RayRanks
 from workbench.cluster.status import Looking, Status, nodes
 from workbench.cluster.timeline import Timeline, ordered
@@ -60,6 +60,8 @@ def cluster(
     connecting.require_ray()
     notes = found.clear_left()
     if address is None:
+        if "nsight" in environment.ray:
+            nsight_options(environment.ray["nsight"])
         link = connecting.start(environment, gpus, cpus, object_store_memory, dashboard)
     else:
         if gpus is not None or cpus is not None or object_store_memory is not None or dashboard:
