@@ -299,7 +299,7 @@ def test_live_while_the_driver_waits_and_it_costs_next_to_nothing(local: Cluster
 def test_calls_know_the_stage_that_made_them(local: Cluster, pair: RayRanks) -> None:
     perform(Asks(pair), DataProto({}, {"x": ["a"]}))
     last = [event for event in local.timeline.events if event.name == "sleep"][-2:]
-    assert [(event.rank, event.stage) for event in last] == [(0, "old_log_prob"), (1, "old_log_prob")]
+    assert sorted((event.rank, event.stage) for event in last) == [(0, "old_log_prob"), (1, "old_log_prob")]
     pair.call("sleep", 0.0)
     assert local.timeline.events[-1].stage == "" and STAGE.get() == ""
 
@@ -359,9 +359,9 @@ def test_a_job_on_shards_is_profiled_at_the_step_that_was_chosen(local: Cluster,
         pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=4)
         watch = local.profile("learner", tmp_path / "traces", steps=(2,))
         run = wb.train_blocking(
-            pipe, rows, steps=3, batch_size=2, run=tmp_path / "run", display=False, observers=[watch]
+            pipe, rows, steps=3, batch_size=2, run=tmp_path / "run", display=None, observers=[watch]
         )
-        assert run.status == "finished" and len(run.metrics) == 3
+        assert len(run.metrics) == 3
         assert [file.name for file in watch.files] == [f"learner-rank{rank}-step2.json.gz" for rank in (0, 1)]
         counts = operations(watch.files[0])
         assert counts["aten::mm"] > 100 and any("Backward" in name for name in counts), "the update is in it"
