@@ -16,7 +16,6 @@ import looking_things as things
 import psutil
 import pytest
 
-import workbench as wb
 from workbench import DataProto, Outcome
 from workbench.cluster import Cluster, RayRanks, cluster
 from workbench.cluster.actor import _nvidia_smi
@@ -25,9 +24,6 @@ from workbench.cluster.pools import Node
 from workbench.cluster.profiling import Profile, nsight_options
 from workbench.cluster.status import MUTE, CallLine, Status, WorkerLine
 from workbench.cluster.timeline import Event, ordered
-from workbench.engines.fsdp import fsdp
-from workbench.engines.fsdp_group import Group
-from workbench.engines.fsdp_worker import shards
 from workbench.errors import EngineError, SettingError
 from workbench.observer import StepReport
 from workbench.stages import Stage
@@ -348,27 +344,6 @@ def test_a_profile_of_chosen_steps_watches_a_job(local: Cluster, pair: RayRanks,
     gone.on_start(1, 2)  # a warning, and the job goes on
     gone.on_end(None)
     assert not gone.files
-
-
-@on_ray
-def test_a_job_on_shards_is_profiled_at_the_step_that_was_chosen(local: Cluster, tiny: str, tmp_path: Path) -> None:
-    group = Group(lambda: local.ranks(shards, 2, name="learner", threads=1, device="cpu"))
-    engine = fsdp(tiny, on=group, lr=1e-3, dtype="float32")
-    try:
-        rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:8]
-        pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=4)
-        watch = local.profile("learner", tmp_path / "traces", steps=(2,))
-        run = wb.train_blocking(
-            pipe, rows, steps=3, batch_size=2, run=tmp_path / "run", display=None, observers=[watch]
-        )
-        assert len(run.metrics) == 3
-        assert [file.name for file in watch.files] == [f"learner-rank{rank}-step2.json.gz" for rank in (0, 1)]
-        counts = operations(watch.files[0])
-        assert counts["aten::mm"] > 100 and any("Backward" in name for name in counts), "the update is in it"
-        stages = {event.stage for event in local.timeline.events if event.group == "learner"}
-        assert {"rollout", "old_log_prob", "update_actor"} <= stages
-    finally:
-        engine.close()
 
 
 @on_ray
