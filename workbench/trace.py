@@ -13,6 +13,7 @@ import math
 import re
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,8 @@ FORMAT = 1
 _SOURCE_ROW = "source_row"
 PHASES_LIMIT = 256
 """Phases of a trace from disk."""
+STAGE: ContextVar[str] = ContextVar("workbench stage", default="")
+"""The stage that runs here: calls to workers say what they are for."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -256,8 +259,12 @@ def perform(stage: Stage, batch: DataProto) -> Phase:
     settings, source = describe_settings(stage)
     forget_last_error()
     began = time.perf_counter()
-    with boundary(f"stage {stage.name!r}"):
-        outcome = stage(batch)
+    running = STAGE.set(stage.name)
+    try:
+        with boundary(f"stage {stage.name!r}"):
+            outcome = stage(batch)
+    finally:
+        STAGE.reset(running)
     seconds = time.perf_counter() - began
     unwritten = [name for name in stage.writes if name not in outcome.batch]
     if unwritten:

@@ -1,14 +1,16 @@
 """What runs in a worker: one object, called by name. Sent by value, so that nothing of ours (torch least of all) is imported
 before the environment is set.
 
-Two doors: calls come one after the other on one thread; `stop`, `stacks` and `ping` have threads of their own and are answered
-while a call runs, unless C code holds the interpreter's lock, which is itself an answer.
+Two doors: calls come one after the other on one thread; `stop`, `stacks`, `ping` and `now` have threads of their own and are
+answered while a call runs, unless C code holds the interpreter's lock, which is itself an answer.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -25,6 +27,9 @@ class Worker:
         self.held: Any = None
         self.stopped = -1
         self.number = -1
+        self.doing = ("", 0.0)
+        self.profiler: Any = None
+        self.asked_gpus: tuple[float, tuple[int, int] | None] = (0.0, None)
 
     def setup(self, env: dict[str, str], paths: list[str]) -> dict[str, Any]:
         """Set the environment, and look for modules where the driver does; who and where this worker is.
@@ -53,13 +58,41 @@ class Worker:
         def work(factory: Any, rank: int, size: int, settings: dict[str, Any]) -> None:
             self.held = factory(rank, size, **settings)
 
-        return self._answer(number, lambda: work(*packed))
+        return self._answer(number, "starting", lambda: work(*packed))
 
     def call(self, number: int, method: str, own: Any, shared: Any) -> tuple[Any, ...]:
         """`(what came of it, seconds since the epoch when it began and ended)`; a raised error is a value, too."""
-        return self._answer(number, lambda: getattr(self.held, method)(*own, *shared))
+        return self._answer(number, method, lambda: getattr(self.held, method)(*own, *shared))
 
-    def _answer(self, number: int, work: Any) -> tuple[Any, ...]:
+    def profile(self, number: int, start: bool) -> tuple[Any, ...]:
+        """Start torch's profiler on this thread, or end it and give its Chrome trace (gzip). In order with the calls."""
+        return self._answer(number, "profile", self._start_profile if start else self._end_profile)
+
+    def _start_profile(self) -> None:
+        import torch
+        from torch._C._profiler import _ExperimentalConfig
+        from torch.profiler import ProfilerActivity, profile
+
+        kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+        # engines work on threads of their own, too
+        made = profile(activities=kinds, experimental_config=_ExperimentalConfig(profile_all_threads=True))
+        made.start()
+        self.profiler = made
+
+    def _end_profile(self) -> bytes:
+        import tempfile
+
+        made, self.profiler = self.profiler, None
+        if made is None:
+            return b""
+        made.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "trace.json.gz")
+            made.export_chrome_trace(path)
+            with open(path, "rb") as file:
+                return file.read()
+
+    def _answer(self, number: int, name: str, work: Any) -> tuple[Any, ...]:
         from workbench import background
         from workbench.cluster.transport import pack
         from workbench.errors import Interrupted, WorkbenchError
@@ -68,6 +101,7 @@ class Worker:
         try:
             background.clear()
             self.number = number
+            self.doing = (name, began)
             if number <= self.stopped:
                 raise Interrupted("stopped before it began")
             return "done", pack(work()), began, time.time()
@@ -76,6 +110,7 @@ class Worker:
             ours = error if isinstance(error, WorkbenchError) else None
             return "raised", (type(error).__name__, str(error), trace, ours), began, time.time()
         finally:
+            self.doing = ("", time.time())
             sys.stdout.flush()
             sys.stderr.flush()
 
@@ -103,6 +138,52 @@ class Worker:
     def ping(self) -> float:
         """The worker's clock, in seconds since the epoch."""
         return time.time()
+
+    @ray.method(concurrency_group="control")
+    def now(self) -> dict[str, Any]:
+        """What runs (empty: nothing) and since when on this clock, bytes in memory, (used, there) bytes of its GPUs or None."""
+        import psutil
+
+        name, since = self.doing
+        resident = psutil.Process().memory_info().rss
+        return {"doing": name, "seconds": time.time() - since, "resident": resident, "gpu": self._gpu_memory()}
+
+    def _gpu_memory(self) -> tuple[int, int] | None:
+        """From torch where it has a context here; else `nvidia-smi` is asked, every few seconds at most."""
+        ids = [str(one) for one in ray.get_gpu_ids()]
+        if not ids:
+            return None
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            pairs = [torch.cuda.mem_get_info(number) for number in range(torch.cuda.device_count())]
+            return sum(there - free for free, there in pairs), sum(there for _, there in pairs)
+        asked, found = self.asked_gpus
+        if time.monotonic() > asked + _ASK_GPUS or not asked:
+            found = _nvidia_smi(ids)
+            self.asked_gpus = (time.monotonic(), found)
+        return found
+
+
+_ASK_GPUS = 5.0
+
+
+def _nvidia_smi(ids: list[str]) -> tuple[int, int] | None:
+    """(used, there) bytes of these GPUs together; None where it does not say."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [
+        program,
+        f"--id={','.join(ids)}",
+        "--query-gpu=memory.used,memory.total",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=3.0, check=True).stdout
+        pairs = [[int(cell) << 20 for cell in line.split(",")] for line in said.splitlines() if line.strip()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return sum(used for used, _ in pairs), sum(there for _, there in pairs)
 
 
 def _target(descriptor: int) -> str:

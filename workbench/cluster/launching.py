@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.cluster import found
 from workbench.cluster.environment import Environment
+from workbench.cluster.profiling import nsight_options
 from workbench.cluster.waiting import fetch, out, quietly, reason
 from workbench.errors import EngineError, message
 
@@ -22,13 +23,21 @@ GONE_SECONDS = 6.0
 HEAR_SECONDS = 1.0
 
 
-def actors(seats: Sequence[int], pool: Pool | None, environment: Environment, cpus: float, gpus: float) -> list[Any]:
+def actors(
+    seats: Sequence[int],
+    pool: Pool | None,
+    environment: Environment,
+    cpus: float,
+    gpus: float,
+    nsight: str | Mapping[str, str] | None = None,
+) -> list[Any]:
     """Ask for one actor a rank, each on its seat of a pool: never restarted, never detached, its calls never repeated."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from workbench.cluster import actor as actor_module
 
+    more = nsight_options(nsight) if nsight is not None else {}
     # for good: another thread may start a group beside this one
     ray.cloudpickle.register_pickle_by_value(actor_module)
     doors: dict[str, Any] = {"concurrency_groups": {"control": 2}}
@@ -41,8 +50,9 @@ def actors(seats: Sequence[int], pool: Pool | None, environment: Environment, cp
             "max_restarts": 0,
             "max_task_retries": 0,
         }
-        if environment.at_start():
-            options["runtime_env"] = {"env_vars": environment.at_start()}
+        runtime = {"env_vars": environment.at_start()} if environment.at_start() else {}
+        if runtime or more:
+            options["runtime_env"] = {**runtime, **more}
         if pool is not None:
             group, bundle = pool.slot(seat)
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)

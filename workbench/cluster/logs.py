@@ -14,6 +14,31 @@ TAIL_BYTES = 64 << 10
 PATIENCE = 5.0
 
 
+class Logs(str):
+    """The last lines of one or more workers: a text, and in a cell a fold a worker."""
+
+    parts: tuple[tuple[str, str], ...]
+    """(`rank 1 (pid 4711 on host)`, its lines)."""
+
+    @staticmethod
+    def of(parts: Sequence[tuple[str, str]]) -> Logs:
+        """The lines of one worker as they are; of more, each under its name."""
+        texts = [text for _, text in parts] if len(parts) == 1 else [f"--- {where}\n{text}" for where, text in parts]
+        made = Logs("\n".join(texts))
+        made.parts = tuple(parts)
+        return made
+
+    def __repr__(self) -> str:
+        from workbench.views.clusters import logs_text
+
+        return logs_text(self)
+
+    def _repr_html_(self) -> str:
+        from workbench.views.clusters import logs_html
+
+        return logs_html(self)
+
+
 def tail(paths: Sequence[str], lines: int, most: int = TAIL_BYTES) -> str:
     """The last lines of each file that is there, outputs first, errors after."""
     parts = []

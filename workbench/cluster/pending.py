@@ -9,6 +9,7 @@ from workbench.background import PATIENCE, check
 from workbench.cluster.transport import read
 from workbench.cluster.waiting import Arrival, Done, Gone, Raised, arrivals
 from workbench.errors import EngineError, Interrupted, WorkbenchError, WorkerLost, message
+from workbench.trace import STAGE
 
 if TYPE_CHECKING:
     from workbench.cluster.ranks import RayRanks
@@ -27,6 +28,8 @@ class Pending:
     def __init__(self, group: RayRanks, method: str, number: int, refs: dict[int, Any], timeout: float) -> None:
         self.method = method
         self.timeout = timeout
+        self.stage = STAGE.get()
+        """The stage that asked; empty outside of one."""
         self._group = group
         self._number = number
         self._refs = refs
@@ -40,6 +43,11 @@ class Pending:
     def done(self) -> bool:
         """Whether somebody waited for it to its end."""
         return self._result is not None or self._error is not None
+
+    @property
+    def seconds(self) -> float:
+        """Since it was sent."""
+        return time.time() - self._sent
 
     def result(self, *, copy: bool = True) -> list[Any]:
         """One result a rank, in order; see `RayRanks.call` for what is raised. May be asked again.
@@ -85,7 +93,7 @@ class Pending:
         self._got[one.rank] = one
         outcome = {Done: "done", Raised: "raised", Gone: "lost"}[type(one.outcome)]
         began = one.began or self._sent
-        self._group.record(self.method, one.rank, began, one.ended or time.time(), outcome)
+        self._group.record(self.method, one.rank, began, one.ended or time.time(), outcome, self.stage)
 
     def _rest(self) -> list[int]:
         return [rank for rank in self._refs if rank not in self._got]
@@ -153,7 +161,7 @@ class Pending:
         rest = self._rest()
         doing = self._group.stacks(rest)
         for rank in rest:
-            self._group.record(self.method, rank, self._sent, time.time(), "late")
+            self._group.record(self.method, rank, self._sent, time.time(), "late", self.stage)
         self._group.end(f"{self.method} passed its deadline of {self.timeout:g} s")
         stacks = "".join(f"\nrank {rank}:\n{text}" for rank, text in doing.items())
         raise TimeoutError(

@@ -46,6 +46,7 @@ class RayRanks:
         gpus: float,
         settings: Mapping[str, Any],
         start_timeout: float,
+        nsight: str | Mapping[str, str] | None = None,
     ) -> None:
         self.size = size
         self.name = name
@@ -63,7 +64,7 @@ class RayRanks:
         until = time.monotonic() + start_timeout
         environment = cluster.environment.joined(env)
         self._redact = environment.redact
-        self.actors = launching.actors(self.seats, pool, environment, cpus, gpus)
+        self.actors = launching.actors(self.seats, pool, environment, cpus, gpus, nsight)
         try:
             self.facts = launching.introduced(self.actors, environment, until, cluster)
             work = [(factory, rank, size, dict(settings)) for rank in range(size)]
@@ -108,6 +109,15 @@ class RayRanks:
         self._open = [one for one in self._open if not one.done] + [pending]
         return pending
 
+    def profile(self, start: bool) -> Pending:
+        """Start torch's profiler on all ranks, or end it: a gzipped Chrome trace of each. In its turn among the calls."""
+        self._check()
+        self._number += 1
+        refs = {rank: actor.profile.remote(self._number, start) for rank, actor in enumerate(self.actors)}
+        pending = Pending(self, "profile", self._number, refs, FIRST_DEADLINE)
+        self._open = [one for one in self._open if not one.done] + [pending]
+        return pending
+
     def map(
         self,
         method: str,
@@ -137,10 +147,10 @@ class RayRanks:
 
     # --- supervision -------------------------------------------------------------------------
 
-    def record(self, method: str, rank: int, began: float, ended: float, outcome: str) -> None:
+    def record(self, method: str, rank: int, began: float, ended: float, outcome: str, stage: str = "") -> None:
         """Keep an event for the timeline."""
         host = self.facts[rank]["host"] if rank < len(self.facts) else "?"
-        self._events.append(Event(self.name, rank, host, method, began, ended, outcome))
+        self._events.append(Event(self.name, rank, host, method, began, ended, outcome, stage))
         del self._events[:-KEPT_EVENTS]
 
     def stop(self, number: int) -> None:
@@ -171,7 +181,12 @@ class RayRanks:
     @property
     def out(self) -> list[str]:
         """Methods of calls that are not answered yet, in order."""
-        return [one.method for one in self._open if not one.done]
+        return [one.method for one in self.calls]
+
+    @property
+    def calls(self) -> list[Pending]:
+        """Calls that are not answered yet, in order."""
+        return [one for one in self._open if not one.done]
 
     @property
     def timeline(self) -> Timeline:

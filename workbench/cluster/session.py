@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.cluster import connecting, found, pools
 from workbench.cluster.environment import Environment
-from workbench.cluster.logs import read_log
+from workbench.cluster.logs import Logs, read_log
+from workbench.cluster.profiling import Profile, nsight_options
 from workbench.cluster.ranks import RayRanks
-from workbench.cluster.status import Status, nodes, status
+from workbench.cluster.status import Looking, Status, nodes
 from workbench.cluster.timeline import Timeline, ordered
 from workbench.errors import EngineError, SettingError, message
 
@@ -61,6 +62,8 @@ def cluster(
     connecting.require_ray()
     notes = found.clear_left()
     if address is None:
+        if "nsight" in environment.ray:
+            nsight_options(environment.ray["nsight"])
         link = connecting.start(environment, gpus, cpus, object_store_memory, dashboard)
     else:
         if gpus is not None or cpus is not None or object_store_memory is not None or dashboard:
@@ -98,6 +101,7 @@ class Cluster:
         self.groups: list[RayRanks] = []
         self.placed: dict[str, Any] = {}
         """Pool → (what was asked for, the engine) of pools that `place` holds."""
+        self.looking = Looking(self)
         self._past: list[Any] = []
         self._freed = -FREE_SECONDS
         self._starting: set[str] = set()
@@ -175,13 +179,15 @@ class Cluster:
         cpus: float = 1.0,
         gpus: float = 0.0,
         start_timeout: float = 300.0,
+        nsight: str | Mapping[str, str] | None = None,
         **settings: Any,
     ) -> RayRanks:
         """A group of `size` workers, each holding `factory(rank, size, **settings)`: `engines.ranks.Ranks`.
 
         In a `pool` each gets its share of a process's resources there, on `seats` (numbers of the pool's processes; None:
         the first); without one `cpus` and `gpus` wherever there is room.
-        `env` is set in the workers before they import anything. Raises `SettingError` at once where the cluster has no
+        `env` is set in the workers before they import anything. `nsight` (`"default"`, or options of `nsys profile`) runs them
+        under NVIDIA's profiler; its reports are in Ray's session folder, `logs/nsight` on each node. Raises `SettingError` at once where the cluster has no
         room, `EngineError` with the traceback where a factory raises, `WorkerLost` where a worker dies.
         """
         self._check()
@@ -194,7 +200,8 @@ class Cluster:
         chosen = self._name(name or str(getattr(factory, "__name__", "workers")))
         try:
             group = RayRanks(
-                self, factory, size, pool=held, seats=chairs, env=env, name=chosen, cpus=cpus, gpus=gpus, settings=settings, start_timeout=start_timeout
+                self, factory, size, pool=held, seats=chairs, env=env, name=chosen, cpus=cpus, gpus=gpus, settings=settings,
+                start_timeout=start_timeout, nsight=nsight,
             )  # fmt: skip
             self.groups.append(group)
         finally:
@@ -290,9 +297,8 @@ class Cluster:
     # --- looking --------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """Nodes, pools and workers now, as a table."""
-        self._check()
-        return status(self)
+        """Nodes, pools, workers and calls that are out, as a table; at the end of a cell it goes on looking."""
+        return self.looking.look()
 
     def free_text(self) -> str:
         """What is free on each node, in a line."""
@@ -302,14 +308,26 @@ class Cluster:
             if one.alive
         )
 
-    def logs(self, group: RayRanks | str, rank: int = 0, lines: int = 100) -> str:
-        """The last lines of a worker's outputs."""
-        if isinstance(group, str):
-            known = {one.name: one for one in self.groups}
-            if group not in known:
-                raise SettingError(message(f"group {group!r}", expected=f"one of {', '.join(known) or '(none)'}"))
-            group = known[group]
-        return group.logs(rank, lines)
+    def logs(self, group: RayRanks | str, rank: int | None = None, lines: int = 100) -> Logs:
+        """The last lines of a worker's outputs, dead or alive; without `rank` of all workers of the group, foldable in a cell."""
+        group = self._group(group)
+        ranks = range(len(group.facts)) if rank is None else [rank]
+        return Logs.of([(group.where(one), group.logs(one, lines)) for one in ranks])
+
+    def profile(self, group: RayRanks | str, path: str | Path, *, steps: Sequence[int] = ()) -> Profile:
+        """torch's profiler in a group's workers, a Chrome trace a rank in `path`: `with c.profile("actor", "traces"): …`, or
+        for chosen steps of a job `wb.train(…, observers=[c.profile("actor", "traces", steps=(3, 4))])`."""
+        self._check()
+        name = self._group(group).name
+        return Profile(lambda: self._group(name), path, steps)  # by name: a group that was lost is made anew under it
+
+    def _group(self, group: RayRanks | str) -> RayRanks:
+        if not isinstance(group, str):
+            return group
+        known = {one.name: one for one in self.groups}
+        if group not in known:
+            raise SettingError(message(f"group {group!r}", expected=f"one of {', '.join(known) or '(none)'}"))
+        return known[group]
 
     def read_log(self, facts: Mapping[str, Any], lines: int) -> str:
         """The last lines of a worker's outputs, by what it said of itself."""
@@ -333,6 +351,7 @@ class Cluster:
         if self.closed:
             return
         self.closed = True
+        self.looking.end()
         atexit.unregister(self.close)
         try:
             for group in list(self.groups):

@@ -23,6 +23,8 @@ class Event:
     ended: float
     outcome: str = "done"
     """`done`, `raised`, `lost` or `late`."""
+    stage: str = ""
+    """The stage that made the call: `rollout`, `old_log_prob`, `update_actor`; empty outside of one."""
 
     @property
     def seconds(self) -> float:
@@ -39,30 +41,40 @@ class Timeline:
     def __len__(self) -> int:
         return len(self.events)
 
+    def stages(self) -> list[tuple[str, float, float]]:
+        """(stage, began, ended) in seconds since the epoch: calls of one stage that follow each other are one stretch."""
+        found: list[tuple[str, float, float]] = []
+        last: dict[str, int] = {}
+        before = ""
+        for event in (one for one in self.events if one.stage):
+            place = last.get(event.stage)
+            if place is not None and (before == event.stage or event.began < found[place][2]):
+                found[place] = (event.stage, found[place][1], max(found[place][2], event.ended))
+            else:
+                last[event.stage] = len(found)
+                found.append((event.stage, event.began, event.ended))
+            before = event.stage
+        return found
+
     def chrome(self) -> dict[str, Any]:
-        """Chrome's trace format (chrome://tracing, Perfetto): a process per group, a thread per rank, microseconds."""
+        """Chrome's trace format (chrome://tracing, Perfetto): a process per group, a thread per rank, microseconds; the stages
+        that made the calls are a process of their own."""
         groups = list(dict.fromkeys(event.group for event in self.events))
         lanes = sorted({(groups.index(event.group), event.rank, event.host) for event in self.events})
-        named: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": place, "args": {"name": group}}
-            for place, group in enumerate(groups)
-        ]
-        named += [
-            {"ph": "M", "name": "thread_name", "pid": place, "tid": rank, "args": {"name": f"rank {rank} on {host}"}}
-            for place, rank, host in lanes
-        ]
         start = min((event.began for event in self.events), default=0.0)
+        stages = self.stages()
+        lines = list(dict.fromkeys(name for name, _, _ in stages))
+        named = [_meta("process_name", place, 0, group) for place, group in enumerate(groups)]
+        named += [_meta("thread_name", place, rank, f"rank {rank} on {host}") for place, rank, host in lanes]
+        named += [_meta("process_name", len(groups), 0, "stages")] if stages else []
         spans = [
-            {
-                "ph": "X",
-                "name": event.name,
-                "cat": event.outcome,
-                "pid": groups.index(event.group),
-                "tid": event.rank,
-                "ts": round(1e6 * (event.began - start), 1),
-                "dur": round(1e6 * event.seconds, 1),
-            }
+            _span(event.name, event.outcome, groups.index(event.group), event.rank, event.began - start, event.seconds)
+            | ({"args": {"stage": event.stage}} if event.stage else {})
             for event in self.events
+        ]
+        spans += [
+            _span(name, "stage", len(groups), lines.index(name), began - start, ended - began)
+            for name, began, ended in stages
         ]
         return {"traceEvents": [*named, *spans], "displayTimeUnit": "ms", "otherData": {"start": start}}
 
@@ -73,14 +85,23 @@ class Timeline:
         return target
 
     def __repr__(self) -> str:
-        from workbench.views.clusters import timeline_text
+        from workbench.views.timelines import timeline_text
 
         return timeline_text(self)
 
     def _repr_html_(self) -> str:
-        from workbench.views.clusters import timeline_html
+        from workbench.views.timelines import timeline_html
 
         return timeline_html(self)
+
+
+def _meta(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _span(name: str, kind: str, process: int, thread: int, began: float, seconds: float) -> dict[str, Any]:
+    times = {"ts": round(1e6 * began, 1), "dur": round(1e6 * seconds, 1)}
+    return {"ph": "X", "name": name, "cat": kind, "pid": process, "tid": thread, **times}
 
 
 def ordered(events: Sequence[Event]) -> Timeline:

@@ -1,25 +1,25 @@
-"""Clusters, plans, worker groups, timelines and memory estimates as text and HTML."""
+"""Clusters, plans, worker groups, logs and memory estimates as text and HTML."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from workbench.engines.memory import gib
-from workbench.views.html import bar, escape, fold, pairs_table, table, terminal
+from workbench.views.html import bar, escape, fold, pairs_table, table, terminal, text_block
 
 if TYPE_CHECKING:
     from workbench.cluster.fits import Fit
+    from workbench.cluster.logs import Logs
     from workbench.cluster.pools import Node, Plan
+    from workbench.cluster.profiling import Profile
     from workbench.cluster.ranks import RayRanks
     from workbench.cluster.session import Cluster
-    from workbench.cluster.status import Status
-    from workbench.cluster.timeline import Timeline
+    from workbench.cluster.status import CallLine, Status
 
 SHOWN = 200
 """Lines of a table; a note says how many more there are."""
-LANE = 60
-"""Characters, or percent steps, of a lane in a timeline."""
 
 
 def _lined(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -134,7 +134,8 @@ def plan_html(plan: Plan) -> str:
 # --- status -------------------------------------------------------------------------------------
 
 _NODES = ("node", "address", "state", "CPUs free", "GPUs free", "memory", "object store used")
-_WORKERS = ("group", "rank", "pid", "host", "pool", "GPUs", "memory", "doing", "waiting")
+_WORKERS = ("group", "rank", "pid", "host", "pool", "GPUs", "memory", "GPU memory", "doing", "for", "waiting")
+_CALLS = ("call out", "of", "for stage", "since")
 
 
 def _node_rows(nodes: Sequence[Node]) -> list[tuple[str, ...]]:
@@ -163,16 +164,27 @@ def _worker_rows(status: Status) -> list[tuple[str, ...]]:
             one.pool or "–",
             one.gpus or "–",
             gib(one.resident) if one.resident is not None else "–",
+            f"{gib(one.gpu[0])} of {gib(one.gpu[1])}" if one.gpu is not None else "–",
             one.state,
+            f"{one.seconds:.0f} s" if one.seconds is not None else "–",
             str(one.waiting),
         )
         for one in status.workers
     ]
 
 
+def _call_rows(calls: Sequence[CallLine]) -> list[tuple[str, ...]]:
+    return [(one.method, one.group, one.stage or "–", f"{one.seconds:.0f} s") for one in calls]
+
+
+def _status_title(status: Status) -> str:
+    at = f", {datetime.fromtimestamp(status.at, UTC):%Y-%m-%d %H:%M:%S} UTC" if status.at else ""
+    return f"Cluster: {status.title}{at}"
+
+
 def status_text(status: Status) -> str:
-    """Tables of nodes, pools and workers."""
-    lines = [f"Cluster: {status.title}", *_lined(_NODES, _node_rows(status.nodes))]
+    """Tables of nodes, pools, workers and calls that are out."""
+    lines = [_status_title(status), *_lined(_NODES, _node_rows(status.nodes))]
     if status.pools:
         lines += [
             "",
@@ -180,6 +192,8 @@ def status_text(status: Status) -> str:
         ]
     if status.workers:
         lines += ["", *_lined(_WORKERS, _worker_rows(status))]
+    if status.calls:
+        lines += ["", *_lined(_CALLS, _call_rows(status.calls))]
     return terminal([*lines, *(f"  note: {note}" for note in status.notes)])
 
 
@@ -194,14 +208,67 @@ def status_html(status: Status) -> str:
             bar(one.store_used / one.store, cells[6], good=one.store_used < 0.8 * one.store) if one.store else "–"
         )
         rows.append(shown)
-    parts = [_title(f"Cluster: {status.title}"), table(_NODES, rows)]
+    parts = [_title(_status_title(status)), table(_NODES, rows)]
     if status.pools:
         parts.append(
             _tabled(("pool", "processes", "where"), [(name, str(size), where) for name, size, where in status.pools])
         )
     if status.workers:
-        parts.append(_tabled(_WORKERS, _worker_rows(status)))
+        parts.append(_workers_table(status))
+    if status.calls:
+        parts.append(_tabled(_CALLS, _call_rows(status.calls)))
     return "".join(parts) + "".join(f"<div>{escape(note)}</div>" for note in status.notes)
+
+
+def _workers_table(status: Status) -> str:
+    rows = []
+    for one, cells in zip(status.workers[:SHOWN], _worker_rows(status)[:SHOWN], strict=True):
+        shown = [escape(cell, 2000) for cell in cells]
+        if one.gpu is not None and one.gpu[1]:
+            shown[7] = bar(one.gpu[0] / one.gpu[1], cells[7], good=one.gpu[0] < 0.95 * one.gpu[1])
+        if one.state != "idle":
+            shown[8] = f"<b>{shown[8]}</b>"
+        rows.append(shown)
+    more = f"<div>… {len(status.workers) - SHOWN} more</div>" if len(status.workers) > SHOWN else ""
+    return table(_WORKERS, rows) + more
+
+
+# --- logs ---------------------------------------------------------------------------------------
+
+
+def logs_text(logs: Logs) -> str:
+    """Each worker's lines under its name."""
+    lines: list[str] = []
+    for where, text in logs.parts:
+        lines += [f"--- {where}", *(text.splitlines() or ["(it wrote nothing)"])]
+    return terminal(lines)
+
+
+def logs_html(logs: Logs) -> str:
+    """A fold a worker, the only one open."""
+    return "".join(
+        fold(escape(f"{where}: {len(text.splitlines())} lines"), text_block(text), opened=len(logs.parts) == 1)
+        for where, text in logs.parts
+    )
+
+
+# --- profiles -----------------------------------------------------------------------------------
+
+
+def _profile_lines(profile: Profile) -> list[str]:
+    when = f"of steps {', '.join(map(str, sorted(profile.steps)))}" if profile.steps else "of a block"
+    return [f"Profile {when}, {len(profile.files)} traces", *(str(file) for file in profile.files)]
+
+
+def profile_text(profile: Profile) -> str:
+    """A line a file."""
+    return terminal(_profile_lines(profile))
+
+
+def profile_html(profile: Profile) -> str:
+    """The same."""
+    title, *files = _profile_lines(profile)
+    return _title(title) + "".join(f"<div>{escape(file)}</div>" for file in files)
 
 
 # --- groups -------------------------------------------------------------------------------------
@@ -228,76 +295,6 @@ def group_text(group: RayRanks) -> str:
 def group_html(group: RayRanks) -> str:
     """The same as a table."""
     return _title(_group_title(group)) + _tabled(_RANKS, _rank_rows(group))
-
-
-# --- timelines -------------------------------------------------------------------------------------
-
-_LATEST = 60
-"""Events that are drawn a worker; a saved trace has all."""
-
-
-def _lanes(timeline: Timeline) -> list[tuple[str, list[tuple[str, float, float, float]]]]:
-    """(worker, [(method, start, stop as shares of the whole, seconds)])."""
-    if not len(timeline):
-        return []
-    start = min(one.began for one in timeline.events)
-    whole = max(max(one.ended for one in timeline.events) - start, 1e-9)
-    lanes: dict[str, list[tuple[str, float, float, float]]] = {}
-    for one in timeline.events:
-        name = one.name if one.outcome == "done" else f"{one.name} ({one.outcome})"
-        span = (name, (one.began - start) / whole, (one.ended - start) / whole, one.seconds)
-        lanes.setdefault(f"{one.group} {one.rank}", []).append(span)
-    return sorted((name, spans[-_LATEST:]) for name, spans in lanes.items())
-
-
-def _whole(timeline: Timeline) -> str:
-    if not len(timeline):
-        return "Timeline: nothing has run"
-    seconds = max(one.ended for one in timeline.events) - min(one.began for one in timeline.events)
-    return f"Timeline: {len(timeline)} calls in {seconds:.2f} s; .save(path) writes a Chrome trace"
-
-
-def timeline_text(timeline: Timeline) -> str:
-    """A lane a worker."""
-    lines = [_whole(timeline)]
-    lanes = _lanes(timeline)
-    width = max((len(name) for name, _ in lanes), default=0)
-    for name, spans in lanes:
-        drawn = [" "] * LANE
-        for _, start, stop, _ in spans:
-            for place in range(int(start * LANE), min(max(int(stop * LANE), int(start * LANE) + 1), LANE)):
-                drawn[place] = "█"
-        totals: dict[str, float] = {}
-        for method, _, _, seconds in spans:
-            totals[method] = totals.get(method, 0.0) + seconds
-        said = ", ".join(f"{method} {seconds:.2f} s" for method, seconds in totals.items())
-        lines.append(f"  {name.ljust(width)} │{''.join(drawn)}│ {said}")
-    return terminal(lines)
-
-
-def timeline_html(timeline: Timeline) -> str:
-    """A lane a worker: a coloured piece a call, its seconds on hover."""
-    lanes = _lanes(timeline)
-    methods = list(dict.fromkeys(span[0] for _, spans in lanes for span in spans))
-    rows = []
-    for name, spans in lanes:
-        pieces, at = [], 0.0
-        for method, start, stop, seconds in sorted(spans, key=lambda span: span[1]):
-            begin = max(start, at)
-            colour = _COLOURS[methods.index(method) % len(_COLOURS)]
-            pieces.append(_piece(begin - at, "rgba(0,0,0,0)", ""))
-            pieces.append(_piece(max(stop - begin, 0.003), f"rgba({colour},0.6)", f"{method} {seconds:.3f} s"))
-            at = max(begin + max(stop - begin, 0.003), at)
-        rows.append(
-            [escape(name), f'<div style="width:600px;white-space:nowrap;overflow:hidden">{"".join(pieces)}</div>']
-        )
-    key = ", ".join(methods)
-    return _title(_whole(timeline)) + (table(["worker", key], rows) if rows else "")
-
-
-def _piece(share: float, colour: str, title: str) -> str:
-    style = f"display:inline-block;height:14px;width:{100 * max(share, 0.0):.2f}%;background:{colour}"
-    return f'<div style="{style}" title="{escape(title)}"></div>'
 
 
 # --- memory -----------------------------------------------------------------------------------------

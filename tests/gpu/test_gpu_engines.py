@@ -1,0 +1,63 @@
+"""The engines on a real GPU, as `tests/benchmarks/gpu.py` measures them: figures that must hold wherever one is."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from workbench.testing.models import make_shaped_model
+
+pytestmark = [pytest.mark.slow]
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda finds none here")
+
+
+def benchmark() -> ModuleType:
+    path = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
+    spec = importlib.util.spec_from_file_location("workbench_gpu_benchmark", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def lines(shape: str, device: str, tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    gpu = benchmark()
+    work = gpu.Work(shape=shape, device=device, **changes)
+    folder = make_shaped_model(tmp_path / "model", shape)
+    return {line.what: line for line in gpu.local_lines(work, folder, {})}
+
+
+def test_the_measurements_themselves_run_on_a_cpu(tmp_path: Path) -> None:
+    found = lines("tiny", "cpu", tmp_path, rows=4, prompt=8, response=8, repeats=1)
+    assert list(found) == [
+        "local: sampling",
+        "local: log-probs",
+        "local: log-probs, sampler to trainer",
+        "local: update",
+    ]
+    update = found["local: update"]
+    assert update.rate == pytest.approx(4 * 16 / update.seconds) and update.memory > 50 << 20
+    equal = [line.what for line in benchmark().equality("cpu")]
+    assert equal == [f"tiny shape, {dtype} on cpu to float32 on the CPU" for dtype in ("float32", "bfloat16")]
+
+
+@on_gpu
+def test_log_probs_on_the_gpu_are_those_of_the_cpu() -> None:
+    assert len(list(benchmark().equality("cuda"))) == 2  # asserts the gap in float32 itself
+
+
+@on_gpu
+def test_a_half_billion_shape_samples_scores_and_learns_on_one_gpu(tmp_path: Path) -> None:
+    found = lines("0.5b", "cuda", tmp_path, rows=64, prompt=128, response=64, repeats=1)
+    weights = 494_032_768 * 4
+    update = found["local: update"]
+    # weights, gradients and Adam's two moments in float32 at least, and no more than as much again for the rest
+    assert 4 * weights < update.memory < min(8 * weights + (8 << 30), torch.cuda.get_device_properties(0).total_memory)
+    assert found["local: log-probs"].rate > found["local: sampling"].rate > 0
