@@ -10,7 +10,7 @@ ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 RUN ?= runs/train_grpo-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
-.PHONY: train test quick lint format lab bench browser sandbox cluster clean
+.PHONY: train test quick lint format lab bench browser sandbox cluster gpu clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml requirements.lock
@@ -65,8 +65,12 @@ sandbox:  ## bubblewrap for model code, where apt can bring it; without it the k
 	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq bubblewrap >/dev/null; } </dev/null; } || \
 	  echo "no bubblewrap: the local sandbox uses namespaces, or refuses"
 
-cluster: $(READY)  ## the tests that start Ray clusters on this machine, about three minutes
-	WORKBENCH_RAY=1 $(ONE) $(BIN)/python -m pytest tests/cluster
+cluster: $(READY) $(VLLM)  ## the tests that start Ray clusters on this machine
+	$(ONE) $(BIN)/python -m pytest tests/cluster
+
+gpu: $(READY)  ## on a machine with a GPU: its tests, and the figures for tests/benchmarks/README.md
+	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python tests/benchmarks/gpu.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +14,10 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start clusters are asked for."""
+    """A cluster takes ten seconds to start."""
     for one in items:
-        if one.path.parent == HERE and one.path.name != "test_cluster_parts.py" and not os.environ.get("WORKBENCH_RAY"):
-            one.add_marker(pytest.mark.skip(reason="starts Ray clusters for minutes: make cluster"))
+        if one.path.parent == HERE and {"local", "session"} & set(getattr(one, "fixturenames", ())):
+            one.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

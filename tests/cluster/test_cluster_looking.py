@@ -34,16 +34,6 @@ from workbench.widgets.cluster import ClusterTable
 
 GIB = 1 << 30
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m$"
-with_ray = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not os.environ.get("WORKBENCH_RAY"), reason="starts Ray clusters for minutes: make cluster"),
-]
-
-
-def on_ray(test: Any) -> Any:
-    for mark in with_ray:
-        test = mark(test)
-    return test
 
 
 def within(seconds: float, ready: Callable[[], bool]) -> bool:
@@ -242,7 +232,7 @@ class Asks(Stage):
         return Outcome(batch)
 
 
-@on_ray
+@pytest.mark.slow
 def test_the_table_says_what_each_worker_does(local: Cluster, pair: RayRanks) -> None:
     asked = STAGE.set("rollout")
     waits = [pair.submit("sleep", 1.5), pair.submit("sleep", 0.0)]
@@ -258,7 +248,7 @@ def test_the_table_says_what_each_worker_does(local: Cluster, pair: RayRanks) ->
     assert [one.state for one in local.status().workers] == ["idle"] * 2 and not local.status().calls
 
 
-@on_ray
+@pytest.mark.slow
 def test_a_mute_worker_is_said_soon_and_not_asked_again_and_again(local: Cluster, pair: RayRanks) -> None:
     wait = pair.submit("hold_the_interpreter", 4)
     time.sleep(0.5)
@@ -272,7 +262,7 @@ def test_a_mute_worker_is_said_soon_and_not_asked_again_and_again(local: Cluster
     assert within(3, lambda: [one.state for one in local.status().workers] == ["idle"] * 2)
 
 
-@on_ray
+@pytest.mark.slow
 def test_live_while_the_driver_waits_and_it_costs_next_to_nothing(local: Cluster, pair: RayRanks) -> None:
     table = ClusterTable(local.status(), every=0.2)
     seen: list[str] = []
@@ -291,7 +281,7 @@ def test_live_while_the_driver_waits_and_it_costs_next_to_nothing(local: Cluster
     assert within(3, lambda: not table._thread.is_alive())
 
 
-@on_ray
+@pytest.mark.slow
 def test_calls_know_the_stage_that_made_them(local: Cluster, pair: RayRanks) -> None:
     perform(Asks(pair), DataProto({}, {"x": ["a"]}))
     last = [event for event in local.timeline.events if event.name == "sleep"][-2:]
@@ -306,7 +296,7 @@ def operations(path: Path) -> dict[str, int]:
     return {name: names.count(name) for name in set(names)}
 
 
-@on_ray
+@pytest.mark.slow
 def test_a_profile_of_a_block_is_a_chrome_trace_a_rank(local: Cluster, pair: RayRanks, tmp_path: Path) -> None:
     pair.call("multiply", 8)  # before: in no trace
     with local.profile("pair", tmp_path / "traces") as made:
@@ -324,7 +314,7 @@ def test_a_profile_of_a_block_is_a_chrome_trace_a_rank(local: Cluster, pair: Ray
     assert [file.name for file in again.files] == ["pair-rank0-2.json.gz", "pair-rank1-2.json.gz"]
 
 
-@on_ray
+@pytest.mark.slow
 def test_a_profile_of_chosen_steps_watches_a_job(local: Cluster, pair: RayRanks, tmp_path: Path) -> None:
     watch = local.profile(pair, tmp_path, steps=(2, 4))
     watch.on_start(1, 4)
@@ -346,7 +336,7 @@ def test_a_profile_of_chosen_steps_watches_a_job(local: Cluster, pair: RayRanks,
     assert not gone.files
 
 
-@on_ray
+@pytest.mark.slow
 def test_logs_in_one_call(local: Cluster, pair: RayRanks) -> None:
     pair.call("say", "hello")
     both = local.logs("pair")
@@ -356,7 +346,7 @@ def test_logs_in_one_call(local: Cluster, pair: RayRanks) -> None:
         local.logs("actor")
 
 
-@on_ray
+@pytest.mark.slow
 def test_a_closed_cluster_ends_its_live_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Last in this file's order of clusters: one of its own, with a program in nsys's place."""
     program = tmp_path / "nsys"

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import cluster_things as things
 import pytest
 import torch
 
@@ -32,6 +33,7 @@ PUSHED = 1e-4
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Cluster]:
+    things.close()
     with cluster(cpus=8, gpus=0) as one:
         yield one
 
