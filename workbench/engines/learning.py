@@ -163,13 +163,19 @@ def save_optimizer(optimizer: Optimizer | None, settings: Settings, version: int
 
 
 def load_optimizer(optimizer: Optimizer, path: Path) -> int:
-    """What `save_optimizer` wrote, back into an optimizer; the version."""
+    """What `save_optimizer` wrote, or a sharded engine, back into an optimizer; the version."""
     from safetensors.torch import load_file
 
-    if not (path / "engine.json").is_file() or not (path / "optimizer.safetensors").is_file():
+    record = json.loads((path / "engine.json").read_text()) if (path / "engine.json").is_file() else None
+    if record is not None and "adam_steps" in record:
+        from workbench.engines.sharded_files import read_optimizer  # torch's sharding, half a second of imports
+
+        tensors, record = read_optimizer(path)
+        optimizer.load(tensors, record["steps"])
+        return int(record["version"])
+    if record is None or not (path / "optimizer.safetensors").is_file():
         raise CheckpointError(
             message(f"no optimizer state at {path}", expected="engine.json and optimizer.safetensors")
         )
-    record = json.loads((path / "engine.json").read_text())
     optimizer.load(load_file(str(path / "optimizer.safetensors")), record["steps"])
     return int(record["version"])

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from workbench.engines.sharded import ShardedModel
 
 RECORD = "engine.json"
+WHOLE = "optimizer.safetensors"
+"""What a local engine's state has in the place of shards."""
 FORMAT = 1
 
 
@@ -46,6 +48,8 @@ def read_record(folder: str | Path) -> dict[str, Any]:
     if not (path / RECORD).is_file():
         raise CheckpointError(message(f"no sharded state at {path}", expected=f"{RECORD} and safetensors"))
     record: dict[str, Any] = json.loads((path / RECORD).read_text())
+    if (path / WHOLE).is_file():  # a local engine's: every rank takes its part of it
+        return {**record, "weights": False, "files": {}, "adam_steps": {}, "whole": True}
     if record.get("format") != FORMAT or "adam_steps" not in record:
         found = f"format {record.get('format')}"
         raise CheckpointError(message(f"{path} is no sharded state", expected=f"format {FORMAT}", found=found))
@@ -64,6 +68,8 @@ def load_shards(model: ShardedModel, folder: str) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     record, reader = read_record(folder), HuggingFaceStorageReader(folder)
+    if record.get("whole"):
+        return _load_whole(model, Path(folder), record["steps"])
     there = reader.read_metadata().state_dict_metadata if record["files"] else {}
     tensors: dict[str, Any] = {}
     state: dict[str, dict[str, Any]] = {}
@@ -86,27 +92,56 @@ def load_shards(model: ShardedModel, folder: str) -> None:
         model.optimizer.put(state, record["steps"])
 
 
+def _load_whole(model: ShardedModel, folder: Path, steps: int) -> None:
+    """A local engine's optimizer, cut as the parameters are."""
+    from safetensors.torch import load_file
+    from torch.distributed.tensor import distribute_tensor
+
+    state: dict[str, dict[str, Any]] = {}
+    for key, value in load_file(str(folder / WHOLE)).items():
+        name, kind = key.split("|")
+        like: Any = model.named[name]
+        if kind != "step":
+            value = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+        state.setdefault(name, {})[kind] = value
+    model.forget()
+    if steps:
+        model.optimizer.put(state, steps)
+
+
 def read_weights(folder: str | Path) -> dict[str, torch.Tensor]:
     """All weights of a sharded state, whole, in this process; no ranks are needed."""
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    record = read_record(folder)
-    if not record["weights"]:
+    if not read_record(folder)["weights"]:
         raise CheckpointError(
             message(f"the sharded state at {folder} has no weights", do="they are in the model folder")
         )
+    return _put_together(folder, "weights/")
+
+
+def read_optimizer(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """A sharded state's optimizer as a local engine's: `<parameter>|exp_avg` …, whole; and the record."""
+    record = read_record(folder)
+    steps = {f"{name}|step": torch.tensor(step) for name, step in record["adam_steps"].items()}
+    return {**_put_together(folder, "optimizer/"), **steps}, record
+
+
+def _put_together(folder: str | Path, prefix: str) -> dict[str, torch.Tensor]:
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    if not read_record(folder)["files"]:  # it has not learnt yet
+        return {}
     reader = HuggingFaceStorageReader(str(folder))
     found = reader.read_metadata().state_dict_metadata
     tensors: dict[str, Any] = {
         name: torch.empty(one.size, dtype=one.properties.dtype)  # type: ignore[union-attr]
         for name, one in found.items()
-        if name.startswith("weights/")
+        if name.startswith(prefix)
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what is meant
         dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return {name.removeprefix("weights/"): tensor for name, tensor in tensors.items()}
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 def write_plain(weights: Mapping[str, torch.Tensor], source: str, path: str, settings: Any, shown: str = "") -> None:
