@@ -173,6 +173,30 @@ def test_B5_a_member_that_lives_and_fails_everything_is_condemned() -> None:
     assert {one.version for one in both.sample_many(requests(12))} == {3} and bad.asked > asked
 
 
+class Busy:
+    """A worker of one rank that takes questions, answers at once, and finishes nothing."""
+
+    size, closed = 1, False
+
+    def call(self, method: str, *shared: Any, each: Any = None, timeout: float | None = None) -> list[Any]:
+        time.sleep(0.01)
+        return [{"tokenizer": None, "max_length": 128}] if method == "about" else [[]]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_B5_a_worker_that_answers_and_never_finishes_is_given_up() -> None:
+    busy = Busy()
+    lone = Hosted(lambda: busy, name="busy", deadline=0.3)
+    with pytest.raises(WorkerLost, match="worker of busy answers, and has finished nothing for 0.3 s"):
+        lone.sample_many(requests(3))
+    assert busy.closed and not lone.alive
+    both = Replicas([Hosted(Busy, name="busy", deadline=0.3), Fake()])
+    with pytest.warns(UserWarning, match="finished nothing"):
+        assert len(both.sample_many(requests(4))) == 4
+
+
 def test_a_question_that_all_refuse_is_its_own_fault() -> None:
     both = Replicas([Fake(fail=EngineError("too long")), Fake(fail=EngineError("too long"))])
     with pytest.raises(EngineError, match="too long"):

@@ -59,6 +59,35 @@ ROWS: dict[str, list[str]] = {
         "sandbox/test_sandbox_remote.py::test_what_passes_is_tried_again_and_what_does_not_is_no_verdict",
         "sandbox/test_sandbox_remote.py::test_an_outage_is_machinery_never_a_zero",
     ],
+    "A9 another number of ranks": [
+        "engines/test_engines_fsdp.py::test_a9_a_state_of_two_ranks_loads_on_one_and_back",
+        "engines/test_engines_fsdp.py::test_a9_a_run_of_two_ranks_goes_on_with_one_and_back",
+        "engines/test_engines_fsdp.py::test_a9_one_process_goes_on_from_shards_and_shards_from_one_process",
+    ],
+    "A10 a save in flight": [
+        "engines/test_engines_fsdp_saving.py::test_a10_learning_goes_on_beside_a_save_and_the_next_one_waits",
+        "engines/test_engines_fsdp_saving.py::test_a10_a_rank_that_cannot_write_fails_loudly_at_the_next_call",
+        "engines/test_engines_fsdp_saving.py::test_a10_the_interpreters_end_waits_for_it",
+        "engines/test_engines_fsdp_saving.py::test_a10_a_killed_driver_leaves_nothing_that_looks_whole",
+        "engines/test_engines_fsdp_saving.py::test_a10_close_waits_for_it",
+    ],
+    "A15 a rank that hangs or dies while it saves": [
+        "engines/test_engines_fsdp_saving.py::test_a15_a_disk_that_hangs_ends_the_save_at_its_deadline_and_the_run_goes_on",
+        "engines/test_engines_fsdp_saving.py::test_a15_a_stopped_rank",
+        "engines/test_engines_fsdp_saving.py::test_a15_a_killed_rank",
+        "engines/test_engines_fsdp_saving.py::test_a15_a_runs_checkpoint_is_whole_or_not_there",
+    ],
+    "B3 a sampler killed": [
+        "engines/test_engines_replicas.py::test_B3_a_killed_members_questions_go_to_the_other_and_it_comes_back_with_the_next_weights",
+        "cluster/test_cluster_placing.py::test_B3_a_sampler_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled",
+    ],
+    "B4 a sampler with old weights": [
+        "engines/test_engines_replicas.py::test_B4_weights_that_were_not_taken_are_not_served"
+    ],
+    "B5 a worker that lives and finishes nothing": [
+        "engines/test_engines_replicas.py::test_B5_a_member_that_lives_and_fails_everything_is_condemned",
+        "engines/test_engines_replicas.py::test_B5_a_worker_that_answers_and_never_finishes_is_given_up",
+    ],
     "B1 a worker killed": [
         "cluster/test_cluster_faults.py::test_B1_a_killed_worker_is_named_in_seconds_and_the_group_is_made_anew",
         "engines/test_engines_fsdp.py::test_a_killed_worker_is_named_and_the_step_is_run_again",
@@ -69,7 +98,9 @@ ROWS: dict[str, list[str]] = {
         "cluster/test_cluster_faults.py::test_B2_a_stopped_rank_and_one_in_c_code_do_not_answer",
     ],
     "B6 a worker that dies in its constructor": [
-        "cluster/test_cluster_faults.py::test_B6_a_factory_that_raises_or_dies"
+        "engines/test_engines_replicas.py::test_B6_a_member_that_is_lost_again_and_again_is_not_started_for_ever",
+        "engines/test_engines_replicas.py::test_B6_none_left_is_the_original_error",
+        "cluster/test_cluster_faults.py::test_B6_a_factory_that_raises_or_dies",
     ],
     "B7 a node lost, hung, replaced": [
         "cluster/test_cluster_nodes.py::test_B7_a_lost_node_is_a_lost_worker_in_seconds_and_a_new_one_takes_its_place"
@@ -94,6 +125,7 @@ ROWS: dict[str, list[str]] = {
         "cluster/test_cluster_faults.py::test_B15_a_worker_writes_into_its_own_copy_alone"
     ],
     "B16 however many there are": [
+        "cluster/test_cluster_placing.py::test_B16_rewards_judged_by_workers_are_those_of_one_process",
         "cluster/test_cluster_engines.py::test_B16_B12_one_rank_and_two_and_one_reward_worker_and_two_are_the_same_numbers",
         "cluster/test_cluster_engines.py::test_B16_one_rollout_worker_and_two_write_the_same_rows",
     ],
@@ -268,4 +300,4 @@ def test_every_row_has_its_tests(row: str) -> None:
     for place in ROWS[row]:
         path, name = place.split("::")
         tree = ast.parse((TESTS / path).read_text())
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, place
+        assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, place

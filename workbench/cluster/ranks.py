@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from workbench.cluster import launching
@@ -27,6 +28,7 @@ FIRST_DEADLINE = 1800.0
 """Seconds that a call may take where nothing is known of its method yet."""
 LEAST_DEADLINE = 30.0
 KEPT_EVENTS = 20_000
+JOINED_SECONDS = 0.1
 
 
 class RayRanks:
@@ -148,9 +150,16 @@ class RayRanks:
     # --- supervision -------------------------------------------------------------------------
 
     def record(self, method: str, rank: int, began: float, ended: float, outcome: str, stage: str = "") -> None:
-        """Keep an event for the timeline."""
+        """Keep an event for the timeline; calls that follow each other at once, as a sampler's exchanges, are one."""
         host = self.facts[rank]["host"] if rank < len(self.facts) else "?"
-        self._events.append(Event(self.name, rank, host, method, began, ended, outcome, stage))
+        event = Event(self.name, rank, host, method, began, ended, outcome, stage)
+        for place in range(1, min(self.size, len(self._events)) + 1):
+            last = self._events[-place]
+            same = (last.rank, last.name, last.outcome, last.stage) == (rank, method, outcome, stage)
+            if same and method == "exchange" and began - last.ended < JOINED_SECONDS:
+                self._events[-place] = replace(last, ended=ended)
+                return
+        self._events.append(event)
         del self._events[:-KEPT_EVENTS]
 
     def stop(self, number: int) -> None:

@@ -11,9 +11,10 @@ import asyncio
 import contextlib
 import copy
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -25,13 +26,15 @@ from workbench.errors import EngineError, WorkerLost, message
 EXCHANGE_SECONDS = 0.03
 """Longest that a question waits before it is carried while others are out."""
 LEAVE_SECONDS = 5.0
+DEADLINE = 1800.0
+"""Seconds that any call of the worker may take, and that it may work without finishing a single question."""
 
 
 class Hosted:
     """One engine in one worker. `make` starts it with `host.host` as its factory, and gives a `Ranks` of one."""
 
     def __init__(
-        self, make: Callable[[], Ranks], *, name: str = "engine", deadline: float = 600.0, start: bool = True
+        self, make: Callable[[], Ranks], *, name: str = "engine", deadline: float = DEADLINE, start: bool = True
     ) -> None:
         self._make = make
         self.name = name
@@ -119,7 +122,8 @@ class Hosted:
                 self._given_up.append(number)
 
     def _carry(self) -> None:
-        """In a thread, while anything is out."""
+        """In a thread, while anything is out. A worker that answers and never finishes anything is as good as dead."""
+        finished = time.monotonic()
         try:
             while True:
                 with self._lock:
@@ -129,12 +133,24 @@ class Hosted:
                         self._carrier = None
                         return
                 wanted = [one for one in asked if one[0] in self._out]
-                for number, outcome in self._do("exchange", wanted, given_up, EXCHANGE_SECONDS):
+                answers = self._do("exchange", wanted, given_up, EXCHANGE_SECONDS)
+                for number, outcome in answers:
                     with self._lock:
                         future = self._out.pop(number, None)
                     _give(future, outcome)
+                if answers:
+                    finished = time.monotonic()
+                elif time.monotonic() - finished > self._deadline:
+                    self._condemn()
         except BaseException as error:  # noqa: BLE001 - raised by whoever asked
             self._fail(error)
+
+    def _condemn(self) -> NoReturn:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
+        how = f"answers, and has finished nothing for {self._deadline:g} s"
+        raise WorkerLost(message(f"the worker of {self.name} {how}", do="call restart()"), exit=how)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
