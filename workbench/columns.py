@@ -92,6 +92,13 @@ COLUMNS: Mapping[str, Column] = _declare(
         "Entropy of the next-token distribution at each response token, in nats.",
     ),
     _tensor(
+        "sampler_gap",
+        "float",
+        "B",
+        "old_log_prob",
+        "Largest difference in the row between the trainer's and the sampler's log-prob of a token, in nats.",
+    ),
+    _tensor(
         "sum_pi_squared",
         "float",
         "B T",

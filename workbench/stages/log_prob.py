@@ -60,6 +60,8 @@ class LogProb(BaseStage):
             metrics["actor/entropy"] = Mean.of(masked_mean(scores["entropy"], mask).item(), mask.sum().item())
             if "rollout_log_probs" in batch and mask.any():
                 metrics |= sampler_gap(scores["log_probs"], batch["rollout_log_probs"], mask)
+                gaps = (scores["log_probs"] - batch["rollout_log_probs"]).abs().masked_fill(mask == 0, 0.0)
+                columns["sampler_gap"] = gaps.amax(-1)
         if "policy_version" in batch and self.learners() and hasattr(self._model, "version"):
             metrics |= version_lag(self._model.version, batch["policy_version"])
         return Outcome(self.written(batch, columns), metrics)

@@ -38,7 +38,7 @@ def batch_of(thing: Any) -> DataProto:
 
 def samples_table(batch: DataProto) -> pd.DataFrame:
     """One line a row: group, prompt (its last user text), response, truth, reward and its parts, answer, status, why,
-    advantage (mean over the response's tokens), tokens, finish.
+    advantage (mean over the response's tokens), sampler_gap, tokens, finish.
 
     A row that was not scored has no reward (NaN). What the batch does not have (yet) is left out. Columns that lie on disk
     are read, and not kept.
@@ -84,6 +84,8 @@ def _of_tokens(batch: DataProto) -> dict[str, Any]:
         own = batch.batch.passing("advantages").float().masked_fill(mask == 0, 0.0)  # NaN in padding is nobody's
         total = own.sum(-1)
         found["advantage"] = (total / tokens.clamp(min=1)).double().numpy()
+    if "sampler_gap" in batch:
+        found["sampler_gap"] = batch.batch.passing("sampler_gap").numpy()
     return {**found, "tokens": tokens.numpy()}
 
 
