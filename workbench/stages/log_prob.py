@@ -19,8 +19,8 @@ class LogProb(BaseStage):
     """Score every response token under a model, at the temperature that it was sampled with.
 
     With `entropy=True` it writes `entropys` as well, and the metric `actor/entropy`; with `sum_pi_squared=True` the column
-    that the optimal token baselines ask for. Where the rollout's
-    own log-probs are there, how far they are is measured, and how many versions the rows are behind: see `OffPolicy`.
+    that the optimal token baselines ask for. Where the rollout's own log-probs are there, how far they are is measured, the
+    largest difference of each row is the column `sampler_gap`, and how many versions the rows are behind: see `OffPolicy`.
     """
 
     def __init__(
