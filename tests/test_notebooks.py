@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 import workbench as wb
+from workbench.engines.vllm_served import VllmSettings, importable, interpreter
 from workbench.runs.parameters import declared_parameters
 from workbench.runs.runner import OK, run_notebook
 from workbench.views.html import lint
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SAMPLER = "vllm" if importable(interpreter(VllmSettings())) else "local"
 SMALL = {
     "101_one_step": {"prompts": 4, "group_size": 4},
     "102_rewards": {"prompts": 4, "group_size": 4, "steps": 2},
@@ -45,6 +47,7 @@ SMALL = {
         "group_size": 2,
         "heldout_rows": 8,
     },
+    "301_on_a_cluster": {"steps": 3, "sampler": SAMPLER},
 }
 
 
@@ -109,6 +112,17 @@ def test_it_runs_as_a_job(path: Path, tmp_path: Path) -> None:
         run = wb.load_run(tmp_path / "run")
         assert run.summary["steps"] == 3 and run.checkpoints
         assert ("val/reward" in run.metrics) == ("heldout_rows" in parameters)
+
+
+@pytest.mark.slow
+def test_where_the_work_is_done_is_two_parameters(tmp_path: Path) -> None:
+    """101 on FSDP ranks of a Ray cluster, with vLLM where it is installed: the same cells, the same tables."""
+    where = {"engine": "ray", "sampler": SAMPLER}
+    result = run_notebook(
+        ROOT / "notebooks" / "101_one_step.ipynb", {**SMALL["101_one_step"], **where}, output=tmp_path / "101.ipynb"
+    )
+    assert result.code == OK, result.error
+    assert check_outputs(result.output) >= 4
 
 
 def small_pipeline() -> tuple[wb.Pipeline, wb.datasets.Rows]:

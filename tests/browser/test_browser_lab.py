@@ -21,15 +21,19 @@ from tests_lab import (
     with_parameters,
 )
 
+from workbench.engines.vllm_served import VllmSettings, importable, interpreter
+
 pytestmark = needs_chromium
 
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SAMPLER = "vllm" if importable(interpreter(VllmSettings())) else "local"
 SMALL = {
     "102_rewards": {"steps": 4},
     "201_train_grpo": {"steps": 4, "batch_size": 4, "heldout_rows": 16},
     "202_train_ppo": {"steps": 4, "batch_size": 4, "heldout_rows": 16},
     "203_compare": {"steps": 2, "batch_size": 4, "heldout_rows": 8},
+    "301_on_a_cluster": {"steps": 1, "sampler": SAMPLER},
 }
 """Parameters of those that would take minutes; the rest run as they are."""
 SHOWN: dict[str, tuple[str, ...]] = {
@@ -46,9 +50,17 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "201_train_grpo": ("step 4/4", "held-out reward after"),
     "202_train_ppo": ("step 4/4", "critic/vf_explained_var", "held-out reward after"),
     "203_compare": ("reinforce_plus_plus done", "finished"),
+    "301_on_a_cluster": ("nothing has started", "rollout-0", "tokens: largest", "WorkerLost", "step 1/1", "advantage"),
 }
 """What a person must be able to read when all cells have run."""
-IMAGES = {"102_rewards": 2, "103_algorithms": 2, "201_train_grpo": 2, "202_train_ppo": 4, "203_compare": 1}
+IMAGES = {
+    "102_rewards": 2,
+    "103_algorithms": 2,
+    "201_train_grpo": 2,
+    "202_train_ppo": 4,
+    "203_compare": 1,
+    "301_on_a_cluster": 3,
+}
 """Live curves, and those drawn from the run folder."""
 
 

@@ -220,8 +220,11 @@ def test_samplers_of_several_gpus_sit_on_blocks_of_the_learners() -> None:
     two = [Node(name, name, "127.0.0.1", True, 16, 4, 16, 4, 1 << 34) for name in "ab"]
     made = plan({"actor": [4, 4]}, two)
     pool = Pool("actor", made, [], 2)
-    where, blocks = placing._sampling_seats(None, pool, None, None, 2, [])  # type: ignore[arg-type]
-    assert where is pool and blocks == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert placing._sampling_seats(None, pool, None, 1, 3, [])[1] == [[0, 1, 2]]  # type: ignore[arg-type]
+
+    def seats(replicas: int | None, tp: int) -> Any:
+        order = placing._Order(None, "m", "vllm", None, replicas, tp, "actor", None, 1, None, {}, None, {})  # type: ignore[arg-type]
+        return placing._sampling_seats(order, pool, [])
+
+    assert seats(None, 2) == (pool, [[0, 1], [2, 3], [4, 5], [6, 7]]) and seats(1, 3)[1] == [[0, 1, 2]]
     with pytest.raises(SettingError, match="3 samplers of 3 GPUs each on one node; found 2 blocks"):
-        placing._sampling_seats(None, pool, None, 3, 3, [])  # type: ignore[arg-type]
+        seats(3, 3)

@@ -6,9 +6,9 @@ that sample.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from workbench.cluster.status import nodes
 from workbench.config import require
 from workbench.engines.fsdp import FsdpEngine, fsdp
 from workbench.engines.fsdp_group import Group
+from workbench.engines.fsdp_settings import FsdpSettings
 from workbench.engines.host import KINDS, host
 from workbench.engines.hosted import Hosted
 from workbench.engines.loading import resolve
@@ -86,49 +87,88 @@ def place(
     """
     if learner != "fsdp":
         raise SettingError(unknown("learner", learner, ("fsdp",)))
-    if sampler is not None and sampler not in ("vllm", "local"):
-        raise SettingError(unknown("sampler", sampler, ("vllm", "local")))
-    require(tensor_parallel_size > 0, "tensor_parallel_size", expected="≥ 1", found=tensor_parallel_size)
-    if tensor_parallel_size > 1 and sampler != "vllm":
-        raise SettingError(message("tensor_parallel_size", expected="sampler='vllm'", found=sampler))
-    asked = (str(model), sampler)
+    order = _Order(
+        cluster, model, sampler, ranks, replicas, tensor_parallel_size, pool, rollout, threads, scratch,
+        dict(sampler_settings or {}), template_switches, settings,
+    )  # fmt: skip
+    order.check()
     for name in dict.fromkeys((pool, rollout) if rollout is not None else (pool,)):
-        _make_room(cluster, name, asked)
+        _make_room(cluster, name, order.asked)
     held: list[str] = []
-    made: list[Any] = []
+    try:
+        engine = _placed(order, held)
+    except BaseException:
+        for name in held:  # and whoever stands there
+            cluster.release(name)
+        raise
+    cluster.placed |= {name: (order.asked, engine) for name in held}
+    return engine
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What `place` was asked for."""
+
+    cluster: Cluster
+    model: str | Path
+    sampler: str | None
+    ranks: int | None
+    replicas: int | None
+    tensor_parallel_size: int
+    pool: str
+    rollout: str | None
+    threads: int
+    scratch: str | Path | None
+    sampler_settings: Mapping[str, Any]
+    template_switches: Mapping[str, Any] | None
+    settings: Mapping[str, Any]
+
+    @property
+    def asked(self) -> tuple[str, str | None]:
+        """What makes a second order the same as the first."""
+        return str(self.model), self.sampler
+
+    def check(self) -> None:
+        """Refuse what cannot be, before anything starts."""
+        if self.sampler is not None and self.sampler not in ("vllm", "local"):
+            raise SettingError(unknown("sampler", self.sampler, ("vllm", "local")))
+        tp = self.tensor_parallel_size
+        require(tp > 0, "tensor_parallel_size", expected="≥ 1", found=tp)
+        require(
+            tp == 1 or self.sampler == "vllm", "tensor_parallel_size", expected="sampler='vllm'", found=self.sampler
+        )
+        FsdpSettings.from_parameters(dict(self.settings))
+        open_to_all = self.ranks is None and self.pool not in self.cluster.pools
+        if self.rollout is not None and open_to_all and any(node.gpus for node in nodes()):
+            expected = f"how many of the GPUs learn: the others are for pool {self.rollout!r}"
+            raise SettingError(message("ranks", expected=expected, found=None))
+
+
+def _placed(order: _Order, held: list[str]) -> Any:
+    """The engine; names of pools that were held for it go to `held`."""
+    cluster = order.cluster
+    shared = order.sampler is not None and order.rollout is None
+    actors = _hold(cluster, order.pool, order.ranks, 1 + shared, 1, held)
+    seats = _sampling_seats(order, actors, held) if order.sampler is not None else None
+    engine, workers = _learner(order, actors)
+    if seats is None:
+        return engine
+    on_gpus = shared and actors.plan.gpus > 0
+    members = _members(order, *seats, workers if on_gpus else None)
+    try:
+        _start_all(members.members)
+        check_tokens(engine, members)
+    except BaseException:
+        members.close()
+        engine.close()
+        raise
 
     def give_back() -> None:
         for name in held:
             if cluster.placed.pop(name, None) is not None and name in cluster.pools:
                 cluster.release(name)
 
-    try:
-        actors = _hold(cluster, pool, ranks, 1 + (sampler is not None and rollout is None), 1, held)
-        seats = _sampling_seats(cluster, actors, rollout, replicas, tensor_parallel_size, held) if sampler else None
-        engine, workers = _learner(cluster, model, actors, ranks or actors.size, threads, scratch, template_switches, settings)  # fmt: skip
-        made.append(engine)
-        if sampler is None or seats is None:
-            cluster.placed |= {name: (asked, engine) for name in held}
-            return engine
-        chosen = dict(sampler_settings or {})
-        together = rollout is None and actors.plan.gpus > 0
-        if sampler == "vllm":
-            chosen = {"tensor_parallel_size": tensor_parallel_size, "sleep_mode": together, **chosen}
-        where, blocks = seats
-        members = _members(cluster, model, sampler, chosen, where, blocks, threads, workers if together else None)
-        made.append(members)
-        _start_all(members.members)
-        check_tokens(engine, members)
-        placed = Placed(engine, members, share_device=together and sampler == "vllm", give_back=give_back)
-        cluster.placed |= {name: (asked, placed) for name in held}
-        return placed
-    except BaseException:
-        for one in made:
-            one.close()
-        for name in held:
-            with contextlib.suppress(KeyError):
-                cluster.release(name)
-        raise
+    return Placed(engine, members, share_device=on_gpus and order.sampler == "vllm", give_back=give_back)
 
 
 def serve(
@@ -215,23 +255,22 @@ def _hold(cluster: Cluster, name: str, size: int | None, groups: int, gpus: int,
     return pool
 
 
-def _sampling_seats(
-    cluster: Cluster, actors: Pool, rollout: str | None, replicas: int | None, tp: int, held: list[str]
-) -> tuple[Pool, list[list[int]]]:
-    """The samplers' pool, and each one's seats there: blocks of `tp` of the learner's, or one of a pool of their own."""
+def _sampling_seats(order: _Order, actors: Pool, held: list[str]) -> tuple[Pool, list[list[int]]]:
+    """The samplers' pool, and each one's seats there: blocks of the learner's, or one of a pool of their own."""
+    gpus = actors.plan.gpus > 0
+    tp, replicas, rollout = order.tensor_parallel_size if gpus else 1, order.replicas, order.rollout
     if rollout is not None:
-        apart = _hold(cluster, rollout, replicas or (None if actors.plan.gpus else 1), 1, tp if actors.plan.gpus else 1, held)  # fmt: skip
+        apart = _hold(order.cluster, rollout, replicas or (None if gpus else 1), 1, tp, held)
         if 0 < apart.plan.gpus < tp:
             do = f"hold it with gpus={tp}: cluster.hold({{{rollout!r}: [1]}}, gpus={tp})"
             raise SettingError(message(f"pool {rollout!r}", expected=f"processes of {tp} GPUs, one a sampler", found=f"{apart.plan.gpus:g} each", do=do))  # fmt: skip
         return apart, [[seat] for seat in range(replicas or apart.size)]
-    wide = tp if actors.plan.gpus else 1
     seats = actors.plan.of(actors.name)
-    blocks = []
+    blocks: list[list[int]] = []
     for node in dict.fromkeys(seat.node for seat in seats):
         here = [seat.rank for seat in seats if seat.node == node]
-        blocks += [here[first : first + wide] for first in range(0, len(here) - wide + 1, wide)]
-    count = replicas if replicas is not None else len(blocks) if actors.plan.gpus else 1
+        blocks += [here[first : first + tp] for first in range(0, len(here) - tp + 1, tp)]
+    count = replicas if replicas is not None else len(blocks) if gpus else 1
     if not blocks or count > len(blocks):
         found = f"{len(blocks)} blocks in pool {actors.name!r} ({actors.size} processes)"
         raise SettingError(message(f"{count} samplers of {tp} GPUs each on one node", found=found, do="ask for fewer replicas, or a smaller tensor_parallel_size"))  # fmt: skip
@@ -241,34 +280,26 @@ def _sampling_seats(
 # --- workers --------------------------------------------------------------------------------------
 
 
-def _learner(
-    cluster: Cluster,
-    model: str | Path,
-    pool: Pool,
-    ranks: int,
-    threads: int,
-    scratch: str | Path | None,
-    switches: Mapping[str, Any] | None,
-    settings: Mapping[str, Any],
-) -> tuple[FsdpEngine, Callable[[], Sequence[Mapping[str, Any]]]]:
+def _learner(order: _Order, pool: Pool) -> tuple[FsdpEngine, Callable[[], Sequence[Mapping[str, Any]]]]:
     """The engine, and what is known of its workers by rank."""
-    seats = pool.plan.of(pool.name)[:ranks]
-    apart = len({seat.node for seat in seats}) > 1
-    if apart and scratch is None:
+    ranks = order.ranks or pool.size
+    apart = len({seat.node for seat in pool.plan.of(pool.name)[:ranks]}) > 1
+    if apart and order.scratch is None:
         raise SettingError(message("scratch", expected="a folder that all nodes see, for snapshots", found="none, and ranks on several nodes"))  # fmt: skip
-
     last: list[RayRanks] = []
 
     def start() -> Ranks:
         from workbench.engines.fsdp_worker import shards  # torch's sharding, half a second of imports
 
-        said: dict[str, Any] = {"threads": threads, "host": "auto" if apart else "127.0.0.1"}
-        last[:] = [cluster.ranks(shards, ranks, pool=pool, name=pool.name, start_timeout=START_SECONDS, **said)]
+        said: dict[str, Any] = {"threads": order.threads, "host": "auto" if apart else "127.0.0.1"}
+        last[:] = [order.cluster.ranks(shards, ranks, pool=pool, name=pool.name, start_timeout=START_SECONDS, **said)]
         return last[0]
 
     group = Group(start)
     try:
-        engine = fsdp(model, on=group, scratch=scratch, template_switches=switches, **settings)
+        engine = fsdp(
+            order.model, on=group, scratch=order.scratch, template_switches=order.template_switches, **order.settings
+        )
     except BaseException:
         group.close()
         raise
@@ -276,16 +307,16 @@ def _learner(
 
 
 def _members(
-    cluster: Cluster,
-    model: str | Path,
-    kind: str,
-    settings: Mapping[str, Any],
+    order: _Order,
     pool: Pool,
     blocks: Sequence[Sequence[int]],
-    threads: int,
     workers: Callable[[], Sequence[Mapping[str, Any]]] | None,
 ) -> Replicas:
-    folder = _absolute(model)
+    """The samplers, not started; on the learner's GPUs where its `workers` are given."""
+    settings = dict(order.sampler_settings)
+    if order.sampler == "vllm":
+        chosen = {"tensor_parallel_size": order.tensor_parallel_size, "sleep_mode": workers is not None}
+        settings = {**chosen, **settings}
 
     def member(number: int, seats: Sequence[int]) -> Hosted:
         name = f"rollout-{number}"
@@ -295,9 +326,9 @@ def _members(
             if workers is not None:  # a sampler of several GPUs sits on the first of its seats and sees those of all
                 facts = workers()
                 env = {"CUDA_VISIBLE_DEVICES": ",".join(str(facts[seat]["gpus"]) for seat in seats)}
-            return cluster.ranks(
-                host, 1, pool=pool, seats=seats[:1], env=env, name=name, kind=kind, path=folder, settings=dict(settings),
-                threads=threads, start_timeout=START_SECONDS,
+            return order.cluster.ranks(
+                host, 1, pool=pool, seats=seats[:1], env=env, name=name, kind=order.sampler, settings=settings,
+                path=_absolute(order.model), threads=order.threads, start_timeout=START_SECONDS,
             )  # fmt: skip
 
         return Hosted(make, name=name, start=False)

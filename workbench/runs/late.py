@@ -86,6 +86,9 @@ class LateLearner:
         """States that `recall` takes."""
         return self._names if len(self._names) > 1 else ()
 
+    lost = None
+    """It has no workers of its own that could be; asking opens nothing."""
+
     @property
     def state_id(self) -> str:
         """The record's name of the state, or the engine's own since it moved on."""
