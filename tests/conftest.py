@@ -19,15 +19,6 @@ settings.register_profile("house", deadline=None, derandomize=bool(os.environ.ge
 settings.load_profile("house")
 
 ROOT = Path(__file__).parents[1]
-RAY = ("cluster/", "test_front_door.py", "where_the_work_is_done", "301_on_a_cluster")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers share the tests by files, so that what a file sets up is set up once; one of them has all of Ray's."""
-    for item in items:
-        on_ray = "browser" not in item.nodeid and any(name in item.nodeid for name in RAY)
-        item.add_marker(pytest.mark.xdist_group("ray" if on_ray else item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(autouse=True)
