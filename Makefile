@@ -7,6 +7,8 @@ READY := $(VENV)/.ready
 VLLM := $(VENV)/.vllm
 # one thread for tests: they start several processes, and oversubscription makes them ten times slower
 ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# two workers, each with whole files: what a file sets up (a cluster, a Lab, vLLM) is set up once
+TWO := -n 2 --dist loadfile
 RUN ?= runs/train_grpo-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
@@ -30,10 +32,10 @@ train: $(READY)  ## the main job: GRPO on the tiny world, on this machine's CPU
 	$(BIN)/workbench train notebooks/201_train_grpo.ipynb -p run=$(RUN) $(ARGS)
 
 test: $(READY) $(VLLM) browser sandbox lint  ## format, lint, types and all tests
-	$(ONE) $(BIN)/python -m pytest --durations=15
+	$(ONE) $(BIN)/python -m pytest $(TWO) --durations=15
 
 quick: $(READY)  ## the developer's loop: no slow tests
-	$(ONE) $(BIN)/python -m pytest -m "not slow" -x
+	$(ONE) $(BIN)/python -m pytest $(TWO) -m "not slow" -x
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
