@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,26 @@ settings.register_profile("house", deadline=None, derandomize=bool(os.environ.ge
 settings.load_profile("house")
 
 ROOT = Path(__file__).parents[1]
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # what one worker leaves in the temporary folder is not another's
+    os.environ["TMPDIR"] = str(Path(tempfile.gettempdir()) / worker)
+    Path(os.environ["TMPDIR"]).mkdir(exist_ok=True)
+    tempfile.tempdir = None
 
 
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(autouse=True)
+def gradients_stay_on() -> Iterator[None]:
+    """What leaves them off would fail tests of other files, far from its cause."""
+    import torch
+
+    yield
+    on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    torch.set_grad_enabled(True)
+    assert on, "gradients were left off"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -32,6 +32,8 @@ def json_service() -> Iterator[tuple[str, list[Any]]]:
         def log_message(self, format: str, *args: Any) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+    server.handle_error = lambda *_: None  # who hung up is not told on our terminal
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}", seen

@@ -137,6 +137,8 @@ def serving(server: Server) -> Iterator[Server]:
         def log_message(self, format: str, *args: Any) -> None: ...
 
     held = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+    held.handle_error = lambda *_: None  # who hung up is not told on our terminal
     server.url = f"http://127.0.0.1:{held.server_address[1]}"
     threading.Thread(target=held.serve_forever, daemon=True).start()
     try:

@@ -50,7 +50,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "201_train_grpo": ("step 4/4", "held-out reward after"),
     "202_train_ppo": ("step 4/4", "critic/vf_explained_var", "held-out reward after"),
     "203_compare": ("reinforce_plus_plus done", "finished"),
-    "301_on_a_cluster": ("nothing has started", "rollout-0", "tokens: largest", "WorkerLost", "step 1/1", "advantage"),
+    "301_on_a_cluster": ("nothing has started", "rollout-0", "WorkerLost", "step 1/1", "advantage"),
 }
 """What a person must be able to read when all cells have run."""
 IMAGES = {

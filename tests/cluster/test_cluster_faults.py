@@ -248,7 +248,7 @@ def test_B14_two_hundred_steps_take_no_more_memory_than_twenty(local: Cluster, p
     for step in range(1, 221):
         pair.call("same", batch)
         if step % 20 == 0:
-            looks.append([one.memory_info().rss >> 20 for one in processes])
+            looks.append([one.memory_full_info().uss >> 20 for one in processes])  # their own: not the store's pages
     slopes = [np.polyfit(range(20, 220, 20), column, 1)[0] for column in zip(*looks[1:], strict=True)]
     assert max(slopes) < 0.05, f"MiB a step, driver and ranks: {slopes}; {looks}"
     assert _within(10, lambda: local.status().nodes[0].store_used < 20 << 20), "nobody holds what was sent"

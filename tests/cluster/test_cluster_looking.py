@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cluster_things as shared
 import looking_things as things
 import psutil
 import pytest
@@ -186,6 +187,7 @@ def test_gpu_memory_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_nsight_without_nsys_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared.close()
     monkeypatch.setenv("PATH", str(tmp_path))
     for ask in (lambda: nsight_options("default"), lambda: cluster(runtime_env={"nsight": "default"})):
         with pytest.raises(
@@ -205,6 +207,7 @@ def test_nsight_without_nsys_is_refused_before_anything_starts(tmp_path: Path, m
 @pytest.fixture(scope="module")
 def local() -> Iterator[Cluster]:
     environment = {"env_vars": {"OMP_NUM_THREADS": "1"}}
+    shared.close()
     with cluster(cpus=4, gpus=0, runtime_env=environment, object_store_memory=200 << 20) as opened:
         yield opened
 

@@ -25,6 +25,9 @@ class Other:
         self.engine = wb.engines.local(path, device="cpu")
         self.tokenizer = self.engine.tokenizer
         self.noise, self.every = noise, every
+        self.stale = (
+            every > 1
+        )  # a pair refuses rows of weights that were not the last pushed, unless that was agreed to
 
     async def sample(self, request: Request) -> Sample:
         return await self.engine.sample(request)

@@ -116,6 +116,8 @@ class Outage:
             def log_message(self, format: str, *args: Any) -> None: ...
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+        self.server.handle_error = lambda *_: None  # who hung up is not told on our terminal
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 

@@ -70,7 +70,7 @@ class Paired:
                     raise
                 await self._start_again(starts)  # then the same request with the same seed, once its weights are there
                 continue
-            if sample.version == given:
+            if sample.version == given or getattr(self.sampler, "stale", False):
                 return sample
             if held is not None:
                 break

@@ -200,6 +200,11 @@ class RemoteSampler:
 
     # --- weights ----------------------------------------------------------------------------
 
+    @property
+    def stale(self) -> bool:
+        """Whether rows older than the learner's weights were agreed to, and by how much (`max_staleness`)."""
+        return self._pusher is None
+
     def check_paired(self) -> None:
         """Raises `EngineError` where a learner's rows could not be written by its weights, and nobody said how far they may be."""
         if self._pusher is None and self._settings.max_staleness is None:
