@@ -80,6 +80,8 @@ class Episode:
     """Its place in the batch."""
     max_prompt_length: int | None = None
     lock_step: LockStep | None = None
+    progress: Callable[[Transcript], None] | None = None
+    """Told of the episode after each of its states, by loops that can."""
     turn: int = 0
     """How many turns were sampled."""
     seconds: float = 0.0
@@ -209,7 +211,3 @@ class Transcript:
                 **extra,
             },
         )
-
-
-Progress = Callable[[Transcript], None]
-"""Told of an episode after each of its turns."""

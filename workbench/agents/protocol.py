@@ -79,8 +79,14 @@ class Turn:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values alone, so that a transcript can be saved, and can reach a reward in another process."""
-        return asdict(self)
+        """Plain values alone, so that a transcript can be saved, and can reach a reward in another process.
+
+        What a tool measured is left out: the same episode twice gives the same values.
+        """
+        plain = asdict(self)
+        for call in plain["calls"]:
+            del call["metrics"]
+        return {**plain, "calls": list(plain["calls"])}
 
 
 @dataclass(frozen=True)

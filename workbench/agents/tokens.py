@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os.path
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,7 +96,8 @@ class TurnTokens:
             alone = self._render([_ASKED, {"role": "assistant", "content": _ANSWER}], generation=False)
             after = alone.partition(_ANSWER)[2]
             # the common beginning: what stands there whether or not anything follows
-            self._closing[role] = os.path.commonprefix([one, after])
+            length = next((n for n in range(len(after)) if one[n : n + 1] != after[n]), len(after))
+            self._closing[role] = after[:length]
         return self._closing[role]
 
     def _end_text(self, last: int | None) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench.agents import react
 from workbench.agents.calls import END_SECONDS, OpenTools, Toolbox, within
-from workbench.agents.episode import Progress, Transcript
+from workbench.agents.episode import Transcript
 from workbench.agents.loop import AgentLoopBase, register
 from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Interaction, Tool, ToolCall, ToolParser
 from workbench.agents.tokens import TurnTokens
@@ -77,7 +77,7 @@ class ToolAgent(AgentLoopBase):
         tools: Sequence[Tool] = (),
         *,
         parser: ToolParser | None = None,
-        format: str = "function_calling",  # noqa: A002 - verl's name
+        format: str = "function_calling",
         interactions: Sequence[Interaction] | Mapping[str, Interaction] = (),
         max_assistant_turns: int | None = None,
         max_user_turns: int | None = None,
@@ -152,13 +152,12 @@ class ToolAgent(AgentLoopBase):
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
         """Reads `raw_prompt`, and of `extra_info` `interaction_kwargs` and `tools_kwargs`."""
-        told: Progress | None = row.pop("progress", None)
         standing = self.start(sampling_params, **row)
         try:
             while standing.state is not AgentState.TERMINATED:
                 await self.advance(standing)
-                if told is not None:
-                    told(standing.transcript)
+                if self.episode.progress is not None:
+                    self.episode.progress(standing.transcript)
         except BaseException:
             await self.close(standing)
             raise
@@ -234,7 +233,7 @@ class ToolAgent(AgentLoopBase):
         short = sample.finish_reason == "length"
         said.say(sample, text, cut=f"cut short at {longest} tokens" if short else "")
         standing.messages.append({"role": "assistant", "content": text})
-        standing.calls = self._found(sample.ids)
+        standing.calls = self._found(standing, sample.ids)
         said.reason = sample.finish_reason
         if sample.finish_reason == "abort" or said.room <= 0:
             return await self._ended(standing, "abort" if sample.finish_reason == "abort" else "length")
@@ -319,7 +318,7 @@ class ToolAgent(AgentLoopBase):
             self.max_user_turns is not None and heard >= self.max_user_turns
         )
 
-    def _found(self, ids: Sequence[int]) -> list[FunctionCall]:
+    def _found(self, standing: Standing, ids: Sequence[int]) -> list[FunctionCall]:
         if self._parser is None or not self._box.tools:
             return []
         # special tokens stay: some models write their calls with them; the end of the text is none of the call
@@ -327,7 +326,13 @@ class ToolAgent(AgentLoopBase):
         if written and written[-1] == self.tokenizer.eos_token_id:
             written.pop()
         text = self.tokenizer.decode(written, skip_special_tokens=False)
-        return list(self._parser.extract_tool_calls(text, self._box.schemas)[1])
+        try:
+            return list(self._parser.extract_tool_calls(text, self._box.schemas)[1])
+        except Exception as error:  # noqa: BLE001 - what a model wrote is a row's data, whatever it does to a parser
+            why = f"the parser failed: {first_line(error)}"
+            standing.errors.append(why)
+            standing.transcript.note(error=why)
+            return []
 
     def _chosen(self, row: Mapping[str, Any]) -> tuple[Interaction | None, dict[str, Any]]:
         given = dict((row.get("extra_info") or {}).get("interaction_kwargs") or {})

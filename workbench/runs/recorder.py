@@ -65,9 +65,10 @@ class Validator:
         self._reward: Any = pipeline["reward"]
         self._heldout = heldout
         self._seed = seed
-        self._sampled = Rollout(rollout.sampler, group_size=samples, sampling=rollout.sampling, purpose="validation")
-        greedy = rollout.sampling.replace(temperature=0.0)
-        self._greedy = Rollout(rollout.sampler, group_size=1, sampling=greedy, purpose="validation")
+        # the training rollout with other settings, so that agents are validated as agents
+        plain = rollout.with_settings(purpose="validation", greedy_baseline=False)
+        self._sampled = plain.with_settings(group_size=samples)
+        self._greedy = plain.with_settings(group_size=1, temperature=0.0)
 
     def _run(self, rollout: Rollout) -> Evaluation:
         reward: Reward = self._reward

@@ -171,10 +171,16 @@ async def _gather(sampler: Sampler, requests: Sequence[Request], tell: Callable[
     return list(await asyncio.gather(*(one(row, request) for row, request in enumerate(requests))))
 
 
-def columns_of(prompts: Sequence[Sequence[int]], samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
+def columns_of(
+    prompts: Sequence[Sequence[int]],
+    samples: Sequence[Sample],
+    pad_id: int,
+    masks: Sequence[Sequence[int]] | None = None,
+) -> dict[str, Any]:
     """The rollout's columns from ragged ids: prompts left-padded to S, responses right-padded to T.
 
-    T is at least 1, so that a batch of empty responses still has its columns.
+    `masks` say which tokens of each response are the model's own; without them all are. T is at least 1, so that a batch
+    of empty responses still has its columns.
     """
     width_s = max(len(ids) for ids in prompts)
     width_t = max(1, *(len(sample.ids) for sample in samples))
@@ -192,6 +198,10 @@ def columns_of(prompts: Sequence[Sequence[int]], samples: Sequence[Sample], pad_
         mask_t[row, :length] = 1
         log_probs[row, :length] = torch.tensor(sample.log_probs)
     attention = torch.cat([mask_s, mask_t], dim=1)
+    if masks is not None:
+        mask_t = torch.zeros_like(mask_t)
+        for row, mask in enumerate(masks):
+            mask_t[row, : len(mask)] = torch.tensor(mask, dtype=torch.long)
     return {
         "prompts": ids_s,
         "prompt_mask": mask_s,
