@@ -22,7 +22,7 @@ from workbench.runs.metrics_of_samples import sample_metrics
 from workbench.runs.symptoms import Watch
 from workbench.runs.trackers import Tracker
 from workbench.snapshots import states
-from workbench.stages import Pipeline, Reward, Rollout
+from workbench.stages import Pipeline, Reward, Rollout, validation_rollout
 from workbench.trace import Trace
 
 log = logging.getLogger("workbench")
@@ -65,10 +65,8 @@ class Validator:
         self._reward: Any = pipeline["reward"]
         self._heldout = heldout
         self._seed = seed
-        # the training rollout with other settings, so that agents are validated as agents
-        plain = rollout.with_settings(purpose="validation", greedy_baseline=False)
-        self._sampled = plain.with_settings(group_size=samples)
-        self._greedy = plain.with_settings(group_size=1, temperature=0.0)
+        self._sampled = validation_rollout(rollout, group_size=samples)
+        self._greedy = validation_rollout(rollout, greedy=True)
 
     def _run(self, rollout: Rollout) -> Evaluation:
         reward: Reward = self._reward

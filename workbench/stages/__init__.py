@@ -3,7 +3,7 @@
 from workbench.stages.advantage import Advantage
 from workbench.stages.baseline import Baseline
 from workbench.stages.correction import RolloutCorrection
-from workbench.stages.episodes import EpisodeRollout
+from workbench.stages.episodes import EpisodeRollout, validation_rollout
 from workbench.stages.exact_kl import ExactKL
 from workbench.stages.filtering import FilterGroups, Overlong
 from workbench.stages.influence import Influence
@@ -43,4 +43,5 @@ __all__ = [
     "ValueLoss",
     "Values",
     "place_turn_scores",
+    "validation_rollout",
 ]

@@ -162,6 +162,15 @@ class EpisodeRollout(Rollout):
         return {**columns, **{name: [one[name] for one in each] for name in each[0]}}
 
 
+def validation_rollout(rollout: Any, *, group_size: int = 1, greedy: bool = False) -> Rollout:
+    """What held-out rows are sampled with: the training rollout's sampler, settings and agents, from seeds of their own."""
+    sampling = rollout.sampling.replace(temperature=0.0) if greedy else rollout.sampling
+    changes: dict[str, Any] = {"group_size": group_size, "sampling": sampling, "purpose": "validation"}
+    if isinstance(rollout, EpisodeRollout):
+        return type(rollout)(**{**rollout.made_with, "greedy_baseline": False, **changes})
+    return Rollout(rollout.sampler, **changes)
+
+
 def agent_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
     """verl's `agent_loop/…`: seconds an episode waited for the sampler and for tools, its turns; and its number of calls."""
     found: dict[str, Metric] = {}
