@@ -63,7 +63,7 @@ def test_a_call_is_run_and_the_model_reads_the_answer(made: dict[str, Any]) -> N
         0,
         heard.first,
         last.first,
-        len(text_ids(found)),
+        len(found.response_ids),
     )
     assert said.calls[0].status == "ok" and said.calls[0].result == "5" == heard.text
     assert found.extra["tool_rewards"] == [0.25] and found.extra["tool_totals"] == {"add": 2.0}

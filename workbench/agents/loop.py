@@ -115,7 +115,7 @@ def known_name(name: str) -> str:
 def agent_loop(name: str) -> type[AgentLoopBase]:
     """A loop's class by name or alias. Raises `SettingError` with the nearest one."""
     if known_name(name) not in _LOOPS:
-        raise SettingError(unknown("agent loop", name, (*_LOOPS, *_ALIASES)))
+        raise SettingError(unknown("registered agent loop", name, (*_LOOPS, *_ALIASES)))
     return _LOOPS[known_name(name)]
 
 
@@ -139,7 +139,7 @@ class Loops:
         name = self.default if name is None else known_name(str(name))
         if name not in self._loops:
             if name not in _LOOPS:
-                raise SettingError(unknown("agent loop", name, dict.fromkeys((*self._loops, *_LOOPS, *_ALIASES))))
+                raise SettingError(unknown("registered agent loop", name, dict.fromkeys((*self._loops, *_LOOPS, *_ALIASES))))
             self._loops[name] = _made(name)
         return self._loops[name]
 
