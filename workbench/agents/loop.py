@@ -132,19 +132,24 @@ class Loops:
         if not self._loops:
             raise SettingError(message("agent", expected="at least one agent loop", found="none"))
         self.default = known_name(default) if default is not None else next(iter(self._loops))
+        self._found: dict[str, AgentLoopBase] = {}
         self.named(self.default)
 
     def named(self, name: str | None) -> AgentLoopBase:
         """The loop of a row that says `name`, or none. Raises `SettingError` with the nearest name."""
         name = self.default if name is None else known_name(str(name))
-        if name not in self._loops:
+        if name in self._loops:
+            return self._loops[name]
+        if name not in self._found:
             if name not in _LOOPS:
-                raise SettingError(unknown("registered agent loop", name, dict.fromkeys((*self._loops, *_LOOPS, *_ALIASES))))
-            self._loops[name] = _made(name)
-        return self._loops[name]
+                raise SettingError(
+                    unknown("registered agent loop", name, dict.fromkeys((*self._loops, *_LOOPS, *_ALIASES)))
+                )
+            self._found[name] = _made(name)
+        return self._found[name]
 
     def describe(self) -> dict[str, Any]:
-        """Name → settings of each loop in use."""
+        """Name → settings of each loop that was given."""
         return {name: loop.describe() for name, loop in self._loops.items()}
 
 
