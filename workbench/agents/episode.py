@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from workbench.agents.protocol import AgentLoopOutput, Turn
@@ -52,8 +53,7 @@ class LockStep:
     async def _sampled(self, asked: Sequence[tuple[Request, asyncio.Future[Sample]]]) -> None:
         tasks = [asyncio.ensure_future(self._sampler.sample(request)) for request, _ in asked]
         for (_, future), task in zip(asked, tasks, strict=True):
-            # an episode that is given up gives up its request
-            future.add_done_callback(lambda done, task=task: task.cancel() if done.cancelled() else None)
+            future.add_done_callback(partial(_given_up, task))
         found = await asyncio.gather(*tasks, return_exceptions=True)
         self._wave = None
         for (_, future), answer in zip(asked, found, strict=True):
@@ -64,6 +64,12 @@ class LockStep:
             else:
                 future.set_result(answer)
         self._look()
+
+
+def _given_up(task: asyncio.Future[Sample], future: asyncio.Future[Sample]) -> None:
+    """An episode that is given up gives up its request."""
+    if future.cancelled():
+        task.cancel()
 
 
 @dataclass

@@ -42,7 +42,7 @@ def _arguments(name: str, written: str, tools: Sequence[Mapping[str, Any]]) -> s
     except (ValueError, RecursionError):
         if written.startswith("{"):
             return written  # meant as JSON, and broken: the model is told so
-    schema = next((one["function"] for one in tools if one["function"]["name"] == name), {})
+    schema: Mapping[str, Any] = next((one["function"] for one in tools if one["function"]["name"] == name), {})
     parameters = schema.get("parameters") or {}
     required = parameters.get("required") or []
     names = list(required if len(required) == 1 else parameters.get("properties") or {})

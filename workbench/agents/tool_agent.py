@@ -137,7 +137,7 @@ class ToolAgent(AgentLoopBase):
         roles = [*([self.tool_role] if self._box.tools else []), *(["user"] if self._interactions else [])]
         shown = self._box.schemas if self.format == "function_calling" else []
         switches = getattr(sampler, "template_switches", {})
-        made = TurnTokens(sampler.tokenizer, tools=shown, roles=dict.fromkeys(roles), **switches)
+        made = TurnTokens(sampler.tokenizer, tools=shown, roles=list(dict.fromkeys(roles)), **switches)
         self._tokens = (sampler.tokenizer, made)
 
     @property
