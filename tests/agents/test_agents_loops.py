@@ -19,6 +19,7 @@ from workbench.agents import (
     SingleTurn,
     ToolAgent,
     ToolResponse,
+    Turn,
     agent_loop,
     register,
     register_agent_loop,
@@ -341,3 +342,15 @@ def test_a_parser_that_breaks_costs_the_row_its_calls(made: dict[str, Any]) -> N
 
     found = play(ToolAgent([Adder()], parser=Breaks()), Script(made["own"], [call(numbers=[1])]))
     assert found.turns[0].error == "the parser failed: IndexError: deep" and found.extra["num_tool_calls"] == 0
+
+
+def test_what_a_tool_and_a_user_say_of_themselves_is_kept_as_plain_values(made: dict[str, Any]) -> None:
+    for said, status in (("model failed", "refused"), ("machinery failed", "error"), ("scored", "ok")):
+        record = {"status": said, "why": "no numbers", "seconds": 0.123}
+        tool = Adder(lambda given, record=record: (ToolResponse(text="?"), None, record))
+        found = play(ToolAgent([tool], parser=Tags()), Script(made["own"], [call(), "5"]))
+        asked = found.turns[0].to_dict()["calls"][0]
+        assert (asked["status"], asked["why"]) == (status, "no numbers") and "metrics" not in asked
+        assert found.turns[0].calls[0].metrics == record and found.extra["tool_rewards"] == []
+    turn = Turn("assistant", "x", 0, 0, extra={"info": {1: object, "list": (1, None, {2.5})}})
+    assert turn.to_dict()["extra"] == {"info": {"1": "<class 'object'>", "list": [1, None, "{2.5}"]}}

@@ -15,6 +15,8 @@ from workbench.errors import SettingError, first_line, message, nearest
 
 T = TypeVar("T")
 SIDES = ("left", "right", "middle")
+_STATUSES = {"model failed": "refused", "machinery failed": "error"}
+"""What a tool's own record says in the words of `rewards.score.Status`."""
 END_SECONDS = 5.0
 """What a tool's or an interaction's last calls may take, when the episode is over."""
 CUT = "...(truncated)..."
@@ -137,13 +139,16 @@ class OpenTools:
             raise ValueError(f"the tool's reward is {reward}, not a finite number")
         text, cut = truncate(response.text or "", self._box._limit, self._box._side)
         seen = [f"{len(many)} {kind} left out" for kind in ("image", "video") if (many := getattr(response, kind))]
+        said = dict(metrics or {})
         return ToolCall(
             call.name,
             call.arguments,
+            _STATUSES.get(str(said.get("status")), "ok"),
             result=text,
             reward=None if reward is None else float(reward),
             cut="; ".join(filter(None, (cut, *seen))),
-            metrics=dict(metrics or {}),
+            why=str(said.get("why", "")),
+            metrics=said,
         )
 
     def _failed(self, call: FunctionCall, status: str, text: str) -> ToolCall:
