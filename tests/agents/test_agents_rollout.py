@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -371,3 +372,18 @@ def test_a_greedy_baseline_is_an_episode_too(engine: Any, rows: Any) -> None:
     ).batch
     greedy, alone = found["turns"][1], again["turns"][0]
     assert [turn["text"] for turn in greedy] == [turn["text"] for turn in alone]
+
+
+def test_a_run_trains_and_validates_by_episodes(tiny: str, rows: Any, tmp_path: Path) -> None:
+    def judge(response: str, num_tool_calls: int) -> float:
+        return float(len(response) % 7 + num_tool_calls)
+
+    pipeline = grpo(local(tiny), judge, group_size=2, sampling=SAMPLING, agent=agent(), kl_coef=0)
+    plan: dict[str, Any] = {"batch_size": 2, "test_freq": 1, "trace_freq": 1, "display": None, "trackers": ()}
+    run = asyncio.run(wb.train(pipeline, rows, steps=2, run=tmp_path / "r", heldout=rows[:2], **plan))
+    table = run.metrics
+    assert table["agent_loop/num_turns/mean"].dropna().tolist() == [6.0, 6.0]
+    assert (table["val/reward"].dropna() >= 2).all() and len(table["val/reward"].dropna()) >= 2
+    batch = run.traces[2].batch
+    assert batch["turns"][0][1]["role"] == "tool" and (batch["sampler_gap"] < 1e-3).all()
+    assert repr(pipeline["rollout"].loops.named(None)) == "ToolAgent(tool_agent: add)"

@@ -36,6 +36,9 @@ class AgentLoopBase:
         plain = str | int | float | bool | None
         return {key: value for key, value in vars(self).items() if key[0] != "_" and isinstance(value, plain)}
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"
+
     def bound(self, episode: Episode) -> Self:
         """The loop for one row."""
         mine = copy.copy(self)

@@ -130,6 +130,9 @@ class ToolAgent(AgentLoopBase):
             "interactions": sorted(self._interactions),
         }
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name}: {', '.join((*self._box.tools, *self._interactions)) or 'no tools'})"
+
     def prepare(self, sampler: Sampler) -> None:
         """Raises `SettingError`, naming the chat template, where turns cannot be appended with it."""
         if self._tokens is not None and self._tokens[0] is sampler.tokenizer:

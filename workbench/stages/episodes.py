@@ -79,6 +79,11 @@ class EpisodeRollout(Rollout):
         mine = {"agent": self._loops.describe(), "default_agent": self._loops.default}
         return {**super().settings(), **mine, "deterministic": self.deterministic}
 
+    @property
+    def blank(self) -> dict[str, Any]:
+        """The rollout's, and those of an episode in which nobody was asked anything."""
+        return {**super().blank, **_objects(AgentLoopOutput((0,), (), (), ()))}
+
     def __call__(self, batch: DataProto) -> Outcome:
         """P rows in, P·G rows out (P·(G + 1) with a greedy baseline)."""
         each = self.group_size + self.greedy_baseline

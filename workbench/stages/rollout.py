@@ -89,6 +89,11 @@ class Rollout(BaseStage):
         plain = {"group_size": self.group_size, "purpose": self.purpose, **self.sampling.to_dict()}
         return {**plain, "greedy_baseline": True} if self.greedy_baseline else plain
 
+    @property
+    def blank(self) -> dict[str, Any]:
+        """What a reward function may ask for of a row beside its data and its response, for a row that says nothing."""
+        return {"finish_reason": "stop"}
+
     def learners(self) -> tuple[Any, ...]:
         """The policy: its version is written to every row."""
         return (self._sampler,)
