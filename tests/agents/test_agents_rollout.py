@@ -335,6 +335,32 @@ def test_rows_choose_their_loop(engine: Any, rows: Any) -> None:
         EpisodeRollout(engine, agent=Own(), group_size=1)(batch_of(rows, 3).with_columns({"broken": [0, 0, 1]}))
 
 
+def test_when_one_loop_breaks_the_others_let_go(rows: Any) -> None:
+    class Late(AgentLoopBase):
+        async def run(self, sampling_params: Any, **row: Any) -> AgentLoopOutput:
+            await asyncio.sleep(0.3)
+            open_then.append((len(tool.open), len(user.open)))
+            raise KeyError("late")
+
+    open_then: list[tuple[int, int]] = []
+    tool, user = Adder(), User()
+    loop = ToolAgent([tool], parser=Tags(), interactions=[user], name="tools")
+    names, words = ["tools", "tools", "late"], [{"interaction_kwargs": {"word": "five"}}] * 3
+    batch = batch_of(rows, 3).with_columns({"agent_name": names, "extra_info": words})
+    from transformers import AutoTokenizer
+
+    sampler = Script(AutoTokenizer.from_pretrained("data/tiny-arith"), lambda context: call(numbers=[1], seconds=20))
+    for deterministic in (False, True):
+        stage = EpisodeRollout(
+            sampler, agent={"tools": loop, "late": Late()}, group_size=2, sampling=SAMPLING, deterministic=deterministic
+        )
+        began = time.perf_counter()
+        with pytest.raises(ForeignError, match="agent loop 'Late', row 4 .*late"):
+            stage(batch)
+        assert time.perf_counter() - began < 5 and not tool.open and not user.open
+    assert open_then[0] == (4, 4) and open_then[-1] == (0, 4)  # in lock-step nobody had spoken yet
+
+
 def test_prompts_that_tools_make_too_long_are_refused(engine: Any, rows: Any) -> None:
     for deterministic in (True, False):
         stage = EpisodeRollout(
