@@ -118,6 +118,13 @@ class Tags:
         return parts[0], calls
 
 
+class Always:
+    """Whatever the model says is a call."""
+
+    def extract_tool_calls(self, text: str, tools: Any) -> tuple[str, list[FunctionCall]]:
+        return text, [FunctionCall("add", json.dumps({"numbers": [len(text)]}))]
+
+
 def call(name: str = "add", **arguments: Any) -> str:
     return "<call>" + json.dumps({"name": name, "arguments": arguments}) + "</call>"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from agents_parts import LLAMA, QWEN, Adder, Script, Tags, User, call
+from agents_parts import LLAMA, QWEN, Adder, Always, Script, Tags, User, call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.agents import AgentLoopBase, AgentLoopOutput, FunctionCall, SingleTurn, ToolAgent, ToolResponse
+from workbench.agents import AgentLoopBase, AgentLoopOutput, SingleTurn, ToolAgent, ToolResponse
 from workbench.dataproto import DataProto
 from workbench.engines import Normalisers, SamplingSettings, local
 from workbench.errors import DataError, ForeignError, SettingError
@@ -33,13 +32,6 @@ from workbench.stages import (
 
 TEMPERATURE = 1.3
 SAMPLING = SamplingSettings(max_tokens=160, temperature=TEMPERATURE)
-
-
-class Always:
-    """Whatever the model says is a call."""
-
-    def extract_tool_calls(self, text: str, tools: Any) -> tuple[str, list[FunctionCall]]:
-        return text, [FunctionCall("add", json.dumps({"numbers": [len(text)]}))]
 
 
 def agent(answer: str = "", **changes: Any) -> ToolAgent:
