@@ -392,6 +392,7 @@ def test_a_greedy_baseline_is_an_episode_too(engine: Any, rows: Any) -> None:
     assert [turn["text"] for turn in greedy] == [turn["text"] for turn in alone]
 
 
+@pytest.mark.slow
 def test_a_run_trains_and_validates_by_episodes(tiny: str, rows: Any, tmp_path: Path) -> None:
     def judge(response: str, num_tool_calls: int) -> float:
         return float(len(response) % 7 + num_tool_calls)
