@@ -51,7 +51,7 @@ INSIDE = {
     "sandbox": set(),
     "engines": set(),
     "rewards": {"engines", "sandbox", "datasets"},
-    "agents": {"engines", "sandbox", "rewards"},
+    "agents": {"engines", "sandbox", "rewards", "datasets"},
     "recipes": set(),
     "trace": set(),
     "compare": {"trace"},
