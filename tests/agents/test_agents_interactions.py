@@ -80,7 +80,10 @@ def test_verls_list_names_duplicates_and_selection(tmp_path: Path) -> None:
     [
         ("interaction: {class_name: nowhere.to.Be}", "module 'nowhere.to'.*is not there.*nowhere/to.py below"),
         ("interaction: {class_name: os.path.Thing}", "lies outside the folders"),
-        ("interaction: {class_name: your_module.interactions.MathReasoning}", "did you mean 'MathReasoningInteraction'"),
+        (
+            "interaction: {class_name: your_module.interactions.MathReasoning}",
+            "did you mean 'MathReasoningInteraction'",
+        ),
         ("interaction: {class_name: gsm8}", "did you mean 'gsm8k'"),
         ("interaction: {config: {}}", "class_name"),
         ("interaction: []", "a mapping or a list"),
