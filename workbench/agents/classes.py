@@ -5,18 +5,29 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from workbench.errors import SettingError, boundary, first_line, message, unknown
+from workbench.errors import SettingError, WorkbenchError, boundary, first_line, message, unknown
 from workbench.rewards.files import ROOTS
 
 MAX_BYTES = 4 << 20
 """A larger yaml is no list of tools."""
+
+
+@contextmanager
+def placed(place: str) -> Iterator[None]:
+    """Whatever is wrong inside the block is a `SettingError` that begins with the place."""
+    try:
+        with boundary("its code", SettingError):
+            yield
+    except WorkbenchError as error:
+        raise SettingError(f"{place}: {error}") from error
 
 
 def read_yaml(path: str | Path) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from workbench.agents.classes import find_class, read_yaml
+from workbench.agents.classes import find_class, placed, read_yaml
 from workbench.agents.protocol import Interaction
 from workbench.errors import ForeignError, SettingError, boundary, describe, first_line, message, unknown
 from workbench.rewards.scorers.gsm8k import compute_score
@@ -274,9 +274,9 @@ def load_interactions(path: str | Path, *, roots: Sequence[str | Path] = ()) -> 
         raise SettingError(message(f"{str(path)!r}", expected=expected, found=describe(entries)))
     found: dict[str, Any] = {}
     for number, entry in enumerate(entries):
-        with boundary(f"interaction {number} of {str(path)!r}", SettingError):
+        with placed(f"interaction {number} of {str(path)!r}"):
             if not isinstance(entry, Mapping):
-                raise SettingError(message(f"interaction {number}", expected="a mapping", found=describe(entry)))
+                raise SettingError(message("its entry", expected="a mapping", found=describe(entry)))
             cls = find_class(entry.get("class_name"), "interaction", CLASSES, roots)
             config = dict(entry.get("config") or {})
             name = str(entry.get("name") or config.get("name") or default_name(cls))

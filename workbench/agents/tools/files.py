@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.agents.classes import find_class, read_yaml
+from workbench.agents.classes import find_class, placed, read_yaml
 from workbench.agents.tools.arithmetic import Calculator
 from workbench.agents.tools.base import BaseTool
 from workbench.agents.tools.gsm8k import Gsm8kAnswer
@@ -14,7 +14,7 @@ from workbench.agents.tools.mcp_servers import MCPTool, mcp_tools
 from workbench.agents.tools.python import PythonTool
 from workbench.agents.tools.schema import tool_schema
 from workbench.agents.tools.search import Search
-from workbench.errors import SettingError, boundary, describe, message
+from workbench.errors import SettingError, describe, message
 from workbench.sandbox.protocol import Sandbox
 
 CLASSES: Mapping[str, type] = {
@@ -50,7 +50,7 @@ def load_tools(
         place = f"tool {number} of {str(path)!r}"
         if not isinstance(entry, Mapping):
             raise SettingError(message(place, expected="a mapping", found=describe(entry)))
-        with boundary(place, SettingError):
+        with placed(place):
             made += _made(entry, sandbox, roots, Path(path).parent)
     return by_name(made)
 
@@ -70,9 +70,10 @@ def _made(
 ) -> list[BaseTool]:
     config = dict(entry.get("config") or {})
     schema = entry.get("tool_schema")
-    if "class_name" not in entry:
-        schema = {key: entry[key] for key in ("name", "description", "parameters") if entry.get(key) is not None}
     cls = find_class(entry.get("class_name", entry.get("name")), "tool", CLASSES, roots)
+    if "class_name" not in entry:
+        given = {key: entry[key] for key in ("name", "description", "parameters") if entry.get(key) is not None}
+        schema = {**getattr(cls, "SCHEMA", {}), **given}
     kind = config.pop("type", "mcp" if cls is MCPTool else "native")
     if kind not in ("native", "mcp"):
         raise SettingError(message("config.type of a tool", expected="native or mcp", found=describe(kind)))

@@ -39,7 +39,7 @@ class Gsm8kAnswer(BaseTool):
         state["response"] = answer if answer.startswith("#### ") else f"#### {answer}"
         state["reward"] = reward = await self.calc_reward(instance_id)
         step = 0.0 if reward > before else NOT_BETTER
-        return answered(f"Current parsed {answer=} {reward=}", step, reward=reward)
+        return answered(f"Current parsed {answer=} {reward=}", step, score=reward)
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         """The score of the last submission; 0 before the first."""
