@@ -57,7 +57,9 @@ class HermesParser:
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
         """The text without its calls, and the calls in order."""
-        content, calls, place = [], [], 0
+        content: list[str] = []
+        calls: list[FunctionCall] = []
+        place = 0
         while len(calls) < MAX_CALLS and (start := text.find(_OPEN, place)) >= 0:
             content.append(text[place:start])
             written, place = _body(text, start + len(_OPEN))
@@ -78,7 +80,9 @@ class Qwen3CoderParser:
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
         """The text without its calls, and the calls in order."""
-        content, calls, place = [], [], 0
+        content: list[str] = []
+        calls: list[FunctionCall] = []
+        place = 0
         while len(calls) < MAX_CALLS and (found := self._FUNCTION.search(text, place)):
             content.append(text[place : found.start()])
             properties = _properties(found[1], tools)
@@ -114,7 +118,9 @@ class ReActParser:
         """The text without its calls, and the calls in order."""
         end = self._END.search(text)
         read, rest = (text[: end.start()], text[end.start() :]) if end else (text, "")
-        content, calls, place = [], [], 0
+        content: list[str] = []
+        calls: list[FunctionCall] = []
+        place = 0
         for found in self._ACTION.finditer(read):
             if len(calls) == MAX_CALLS:
                 break
@@ -132,7 +138,9 @@ class ToolArgsParser:
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
         """The text without its calls, and the calls in order."""
-        content, calls, place = [], [], 0
+        content: list[str] = []
+        calls: list[FunctionCall] = []
+        place = 0
         for found in self._CALL.finditer(text):
             if len(calls) == MAX_CALLS:
                 break
@@ -210,7 +218,7 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
         found = json.loads({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
     except (ValueError, RecursionError):
         return text
-    return text if "string" in kinds and not isinstance(found, bool | int | float | None) else found
+    return text if "string" in kinds and found is not None and not isinstance(found, bool | int | float) else found
 
 
 def _kinds(schema: Mapping[str, Any]) -> Iterator[str]:

@@ -79,22 +79,15 @@ def _made(
         raise SettingError(message("config.type of a tool", expected="native or mcp", found=describe(kind)))
     if kind == "mcp":
         return list(_from_servers(entry, config, folder))
-    made = (
-        cls(sandbox, config, schema) if issubclass(cls, PythonTool) and _given(sandbox) else _plain(cls, config, schema)
-    )
+    made: BaseTool
+    if issubclass(cls, PythonTool):
+        if sandbox is None:
+            raise SettingError(message("a tool that runs code needs a sandbox", do="pass sandbox=sandbox.local()"))
+        made = cls(sandbox, config, schema)
+    else:  # a tool's own arguments come first (Search's corpus); the two that every tool has are given by name
+        made = cls(config=config, tool_schema=schema if schema is not None else getattr(cls, "SCHEMA", None))
     _same_arguments(made, cls)
     return [made]
-
-
-def _given(sandbox: Sandbox | None) -> bool:
-    if sandbox is None:
-        raise SettingError(message("a tool that runs code needs a sandbox", do="pass sandbox=sandbox.local()"))
-    return True
-
-
-def _plain(cls: type, config: Mapping[str, Any], schema: Any) -> BaseTool:
-    # a tool's own arguments come first (Search's corpus); the two that every tool has are given by name
-    return cls(config=config, tool_schema=schema if schema is not None else getattr(cls, "SCHEMA", None))
 
 
 def _same_arguments(made: BaseTool, cls: type) -> None:

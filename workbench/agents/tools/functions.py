@@ -120,7 +120,8 @@ def normalised(result: Any) -> Executed:
             raise TypeError(
                 f"a tool returned a tuple of {len(result)}; expected (answer, reward, record) or a part of it"
             )
-        answer, reward, record = (*result, *(None, None)[len(result) - 1 :])
+        filled: list[Any] = [*result, None, None]
+        answer, reward, record = filled[:3]
         if isinstance(answer, tuple) or isinstance(reward, str | Mapping) or not isinstance(record or {}, Mapping):
             raise TypeError(f"a tool returned {describe(result)}; expected (answer, reward, record) or a part of it")
         text, _, status = normalised(answer)
