@@ -128,7 +128,7 @@ class Echoing:
         return len(state["trajectory"]) >= self.max_turns or state["final_env_response"] is not None
 
     async def env_response(self, messages: list[dict[str, Any]], state: dict[str, Any], **kwargs: Any) -> Any:
-        if messages[-1]["content"] == state["answer"]:
+        if messages[-1].content == state["answer"]:  # by attribute here, by key elsewhere: both are written
             state["final_env_response"] = [{"role": "user", "content": "That is it."}]
             return state["final_env_response"]
         return [{"role": "user", "content": f"It begins with {state['hint']}."}]

@@ -156,7 +156,7 @@ class VerifiersInteraction(BaseInteraction):
     ) -> tuple[bool, str, float, dict[str, Any]]:
         """The environment's answer, or its end with the rubric's reward."""
         state = self._states[instance_id]
-        reply = {"role": "assistant", "content": last_message(messages)}
+        reply = _Message(role="assistant", content=last_message(messages))
         before = [*state["prompt"], *state["completion"]]
         state["completion"] = [*state["completion"], reply]
         state["turn"] += 1
@@ -216,7 +216,7 @@ def verifiers_rows(
     """The rows of a verifiers environment's data set in verl's schema; `answer`, `info` and `task` go to the interaction."""
     rows = []
     for index, record in enumerate(_first(env.get_dataset(), number)):
-        prompt = _messages(record["prompt"])
+        prompt = [dict(one) for one in _messages(record["prompt"])]
         kwargs = {key: record[key] for key in ("answer", "task") if record.get(key) is not None}
         if record.get("info") is not None:
             kwargs["info"] = record["info"] if isinstance(record["info"], str) else json.dumps(record["info"])
@@ -266,15 +266,26 @@ def _state(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+class _Message(dict[str, Any]):
+    """A message that is read by key and by attribute: verifiers' environments do either."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
 def _messages(given: Any) -> list[dict[str, Any]]:
-    """Messages as plain dicts, from text, dicts, or objects with `role` and `content`."""
+    """Messages as dicts, from text, dicts, or objects with `role` and `content`."""
     if given is None:
         return []
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return [_Message(role="user", content=given)]
     one_by_one: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
     return [
-        dict(one) if isinstance(one, Mapping) else {"role": str(one.role), "content": one.content} for one in one_by_one
+        _Message(one) if isinstance(one, Mapping) else _Message(role=str(one.role), content=one.content)
+        for one in one_by_one
     ]
 
 

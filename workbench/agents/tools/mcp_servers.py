@@ -83,15 +83,22 @@ class MCPServer:
 
     async def _asked(self, ask: Callable[[Any], Coroutine[Any, Any, Any]], seconds: float) -> Any:
         async def work() -> Any:
-            async with asyncio.timeout(START_SECONDS):
-                client = await self._reached()
+            try:
+                async with asyncio.timeout(START_SECONDS):
+                    client = await self._reached()
+            except TimeoutError:
+                if self._owner is not None:
+                    self._owner.cancel()
+                self._client = None
+                raise
             try:
                 async with asyncio.timeout(seconds):
                     return await ask(client)
             except TimeoutError:
                 raise
             except Exception as cause:
-                if getattr(cause, "code", None) in (None, -32000):  # not the server's own refusal: the line is broken
+                # not the server's own refusal: the line is broken, unless somebody has reached it anew already
+                if getattr(cause, "code", None) in (None, -32000) and self._holds(client):
                     self._drop()
                 raise
 
@@ -113,12 +120,19 @@ class MCPServer:
                     reached.set_result(client)
                     await leave.wait()
             except Exception as cause:  # noqa: BLE001 - raised where it is awaited, with the server's last words
-                if reached.done():
+                if reached.done():  # it was being left, or its callers have heard already
+                    return
+                if isinstance(cause, ImportError):
+                    reached.set_exception(cause)
                     return
                 log.seek(0)
                 said = log.read()[-2000:].strip().splitlines()
                 why = f"{first_line(_first(cause))}{f'; it said: {said[-1][:200]}' if said else ''}"
                 reached.set_exception(ConnectionError(f"MCP server {self.name!r} cannot be reached: {why}"))
+
+    def _holds(self, client: Any) -> bool:
+        there = self._client
+        return there is not None and there.done() and there.exception() is None and there.result() is client
 
     def _drop(self) -> None:
         self._leave.set()
@@ -177,21 +191,34 @@ def mcp_tools(
     entries = servers.get("mcpServers", servers) if isinstance(servers, Mapping) else None
     if not isinstance(entries, Mapping) or not all(isinstance(one, Mapping) for one in entries.values()):
         raise SettingError(message("MCP servers", expected="{'mcpServers': {name: {…}}}", found=describe(servers)))
-    made: list[MCPTool] = []
-    for name, config in entries.items():
-        server = MCPServer(str(name), config, timeout=timeout)
-        try:
-            made += [MCPTool(server, schema) for schema in background.run(server.tools())]
-        except (OSError, TimeoutError, ImportError) as cause:
-            do = 'pip install "mcp>=2"' if isinstance(cause, ImportError) else None
-            raise SettingError(message(f"the tools of MCP server {name!r}", found=first_line(cause), do=do)) from cause
-    if selected is None:
-        return made
-    offered = {tool.name: tool for tool in made}
-    for name in selected:
-        if name not in offered:
-            raise SettingError(unknown("tool of these MCP servers", name, offered))
-    return [offered[name] for name in selected]
+    reached: list[MCPServer] = []
+    try:
+        for name, config in entries.items():
+            reached.append(MCPServer(str(name), config, timeout=timeout))
+        made = [MCPTool(server, schema) for server in reached for schema in _offered(server)]
+        offered = {tool.name: tool for tool in made}
+        for name in selected or ():
+            if name not in offered:
+                raise SettingError(unknown("tool of these MCP servers", name, offered))
+        chosen = made if selected is None else [offered[name] for name in selected]
+    except BaseException:
+        for server in reached:
+            server.close()
+        raise
+    for server in reached:
+        if all(tool.server is not server for tool in chosen):
+            server.close()
+    return chosen
+
+
+def _offered(server: MCPServer) -> list[dict[str, Any]]:
+    try:
+        return background.run(server.tools())
+    except (OSError, TimeoutError, ImportError) as cause:
+        do = 'pip install "mcp>=2"' if isinstance(cause, ImportError) else None
+        raise SettingError(
+            message(f"the tools of MCP server {server.name!r}", found=first_line(cause), do=do)
+        ) from cause
 
 
 @asynccontextmanager
