@@ -192,7 +192,7 @@ def _input(name: str, written: str, tools: Sequence[Mapping[str, Any]]) -> str:
     found = loose_json(written)
     if isinstance(found, Mapping):
         return json.dumps(found, ensure_ascii=False)
-    required = _function(name, tools).get("parameters", {}).get("required") or ()
+    required: Sequence[str] = _function(name, tools).get("parameters", {}).get("required") or []
     if len(required) == 1:
         value = _typed(_unfenced(written), _properties(name, tools).get(required[0], {}))
         return json.dumps({required[0]: value}, ensure_ascii=False)
