@@ -7,10 +7,10 @@ written for it need a new import line alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
-from workbench.errors import DataError, message
+from workbench.errors import DataError, describe, message
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,17 @@ class ToolCall:
     name: str
     arguments: str
     status: str = "ok"
-    """`ok`, `unknown` (no such tool), `invalid` (arguments that are no JSON object), `error`, `late` (past its seconds),
-    `ignored` (more calls in one turn than are allowed) or `not run` (the episode had come to a limit)."""
+    """`ok`, `unknown` (no such tool), `invalid` (arguments that are no JSON object), `refused` (the tool says that the call was
+    wrong), `error`, `late` (past its seconds), `ignored` (more calls in one turn than are allowed) or `not run` (the
+    episode had come to a limit)."""
     result: str = ""
     """The text that the model read; empty where it read none."""
     reward: float | None = None
     """The tool's own reward of this call; None where it gave none."""
     cut: str = ""
     """What of the tool's text the model did not see, in words."""
+    why: str = ""
+    """The tool's own reason, where it gave one (`why` of its metrics)."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """What else the tool said of the call."""
 
@@ -79,8 +82,26 @@ class Turn:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values alone, so that a transcript can be saved, and can reach a reward in another process."""
-        return asdict(self)
+        """Plain values alone, so that a transcript can be saved, and can reach a reward in another process.
+
+        What a tool measured is left out: the same episode twice gives the same values.
+        """
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        calls = [{one.name: getattr(call, one.name) for one in fields(call)} for call in self.calls]
+        for call in calls:
+            del call["metrics"]
+        return {**own, "calls": calls, "extra": _plain(self.extra)}
+
+
+def _plain(value: Any) -> Any:
+    """Foreign values as JSON has them; what it has not is described."""
+    if isinstance(value, str | int | float | None):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return describe(value)
 
 
 @dataclass(frozen=True)

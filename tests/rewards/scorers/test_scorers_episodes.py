@@ -37,26 +37,22 @@ def turn(*calls: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "text": "", "calls": list(calls)}
 
 
-def call(result: str, status: str = "ok", name: str = "python", **metrics: Any) -> dict[str, Any]:
-    return {"name": name, "arguments": "{}", "status": status, "result": result, "metrics": metrics}
+def call(result: str, status: str = "ok", name: str = "python", why: str = "") -> dict[str, Any]:
+    return {"name": name, "arguments": "{}", "status": status, "result": result, "why": why}
 
 
 @pytest.mark.parametrize(
     ("calls", "value", "status"),
     [
-        ([call("so\n12.0\n", ran=True)], 1.0, Status.SCORED),
-        ([call("11", ran=True)], 0.5, Status.SCORED),
-        ([call("12", ran=True), call("11", ran=True)], 0.5, Status.SCORED),  # the last one counts
-        ([call("Traceback", ran=False, status_="x")], 0.0, Status.MODEL_FAILED),
+        ([call("so\n12.0\n")], 1.0, Status.SCORED),
+        ([call("11")], 0.5, Status.SCORED),
+        ([call("12"), call("11")], 0.5, Status.SCORED),  # the last one counts
+        ([call("Traceback", "refused", why="error while running: NameError")], 0.0, Status.MODEL_FAILED),
         ([], 0.0, Status.MODEL_FAILED),
-        ([call("12", name="calculator", ran=True)], 0.0, Status.MODEL_FAILED),
-        ([call("12", ran=True), call("11", "ignored")], 1.0, Status.SCORED),
+        ([call("12", name="calculator")], 0.0, Status.MODEL_FAILED),
+        ([call("12"), call("11", "ignored")], 1.0, Status.SCORED),
         ([call("", "late")], 0.0, Status.MACHINERY_FAILED),
-        (
-            [call("Error", ran=False) | {"metrics": {"ran": False, "status": "machinery failed"}}],
-            0.0,
-            Status.MACHINERY_FAILED,
-        ),
+        ([call("Error", "error", why="sandbox error: no room")], 0.0, Status.MACHINERY_FAILED),
     ],
 )
 def test_partial_credit_for_code_that_ran(calls: list[dict[str, Any]], value: float, status: Status) -> None:
@@ -65,7 +61,7 @@ def test_partial_credit_for_code_that_ran(calls: list[dict[str, Any]], value: fl
 
 
 def test_the_columns_reach_them_by_name() -> None:
-    columns = {"num_tool_calls": [4, 0], "turns": [[turn(call("4", ran=True))], []], "turn_scores": [[1.0], []]}
+    columns = {"num_tool_calls": [4, 0], "turns": [[turn(call("4"))], []], "turn_scores": [[1.0], []]}
     batch = answered(["#### 4", "#### 4"], ["4", "4"], **columns, tool_rewards=[[0.5], []])
     for function, values in (
         (task_minus_calls(), [0.9, 1.0]),

@@ -15,6 +15,8 @@ from workbench.rewards.score import Score, Status, bounded, no_truth
 from workbench.rewards.scorers.gsm8k import gsm8k
 
 Task = Callable[[str, Any], Score]
+_RUN = ("ok", "refused", "error", "late")
+"""A call's status, where it was run at all: `refused` is the call's own fault, the last two are not."""
 
 
 def task_minus_calls(task: Task = gsm8k, *, free: int = 3, cost: float = 0.1) -> Callable[..., Score]:
@@ -73,16 +75,14 @@ def code_that_ran(*, tool: str = "python", partial: float = 0.5, tolerance: floa
         if ground_truth is None:
             return no_truth()
         calls = [call for turn in turns for call in turn.get("calls", ()) if call.get("name") == tool]
-        called = next((call for call in reversed(calls) if call.get("status") in ("ok", "error", "late")), None)
+        called = next((call for call in reversed(calls) if call.get("status") in _RUN), None)
         if called is None:
             return Score(status=Status.MODEL_FAILED, why=f"no call of {tool}")
-        metrics = called.get("metrics") or {}
-        if called["status"] != "ok" or metrics.get("status") == Status.MACHINERY_FAILED.value:
-            return Score(
-                status=Status.MACHINERY_FAILED, why=f"{tool} could not be run: {called.get('result', '')[:100]}"
-            )
-        if not metrics.get("ran"):
-            return Score(status=Status.MODEL_FAILED, why=f"the program failed: {metrics.get('why', '')[:100]}")
+        said = str(called.get("why") or called.get("result", ""))[:100]
+        if called["status"] in ("error", "late"):
+            return Score(status=Status.MACHINERY_FAILED, why=f"{tool} could not be run: {said}")
+        if called["status"] == "refused":
+            return Score(status=Status.MODEL_FAILED, why=f"the program failed: {said}")
         lines = str(called.get("result", "")).strip().splitlines()
         answer = lines[-1].strip() if lines else ""
         right = _same(answer, str(ground_truth), tolerance)
