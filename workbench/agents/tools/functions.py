@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import json
@@ -164,7 +165,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             error = cause if isinstance(cause, Exception) else RuntimeError(first_line(cause))
         with _lock:
             _threads -= 1
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, error)
 
     with _lock:
