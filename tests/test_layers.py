@@ -80,7 +80,7 @@ LIBRARIES = {
     "nbclient": ("runs/engine.py",),
     "nbconvert": ("runs/report.py",),
     "bleach": ("runs/report.py",),
-    "yaml": ("runs/parameters.py", "compat/", "cluster/"),
+    "yaml": ("runs/parameters.py", "compat/", "cluster/", "agents/"),
     "matplotlib": ("views/",),
     "IPython": ("runs/display.py", "widgets/"),
     "ipywidgets": ("widgets/",),

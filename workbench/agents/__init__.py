@@ -3,6 +3,7 @@
 from workbench.agents.calls import Toolbox, truncate
 from workbench.agents.episode import Episode, LockStep, Transcript
 from workbench.agents.loop import AgentLoopBase, Loops, agent_loop, register, register_agent_loop
+from workbench.agents.parsers import ReActParser
 from workbench.agents.protocol import (
     AgentLoop,
     AgentLoopOutput,
@@ -14,7 +15,6 @@ from workbench.agents.protocol import (
     ToolResponse,
     Turn,
 )
-from workbench.agents.react import ReActParser
 from workbench.agents.single_turn import SingleTurn
 from workbench.agents.tokens import TurnTokens
 from workbench.agents.tool_agent import AgentState, Standing, ToolAgent

@@ -3,50 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workbench.agents.protocol import FunctionCall
-
 STOP = "Observation:"
 """The model must not go on to write the tool's answer itself."""
-_CALL = re.compile(r"^[ \t]*Action[ \t]*:[ \t]*(?P<name>[^\n]*)\n[ \t]*Action Input[ \t]*:[ \t]*", re.MULTILINE)
-_END = re.compile(r"^[ \t]*(?:Observation|Thought|Action|Final Answer)[ \t]*:", re.MULTILINE)
-
-
-class ReActParser:
-    """`Action: tool` and, on the next line, `Action Input: {"argument": …}`, up to the next such word.
-
-    An input that is no JSON object is the value of the tool's one argument (its one required one, where there are
-    more), as people write `Action Input: 2 + 2`.
-    """
-
-    def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[FunctionCall]]:
-        """(text before the first call, calls)."""
-        calls = []
-        found = list(_CALL.finditer(text))
-        for match in found:
-            rest = text[match.end() :]
-            end = _END.search(rest)
-            written = (rest[: end.start()] if end else rest).strip()
-            name = match["name"].strip()
-            calls.append(FunctionCall(name, _arguments(name, written, tools)))
-        return (text[: found[0].start()] if found else text), calls
-
-
-def _arguments(name: str, written: str, tools: Sequence[Mapping[str, Any]]) -> str:
-    try:
-        if isinstance(json.loads(written), dict):
-            return written
-    except (ValueError, RecursionError):
-        if written.startswith("{"):
-            return written  # meant as JSON, and broken: the model is told so
-    schema: Mapping[str, Any] = next((one["function"] for one in tools if one["function"]["name"] == name), {})
-    parameters = schema.get("parameters") or {}
-    required = parameters.get("required") or []
-    names = list(required if len(required) == 1 else parameters.get("properties") or {})
-    return json.dumps({names[0]: written}) if len(names) == 1 else written
 
 
 def instructions(tools: Sequence[Mapping[str, Any]]) -> str:

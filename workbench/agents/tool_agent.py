@@ -13,6 +13,7 @@ from workbench.agents import react
 from workbench.agents.calls import END_SECONDS, OpenTools, Toolbox, within
 from workbench.agents.episode import Transcript
 from workbench.agents.loop import AgentLoopBase, register
+from workbench.agents.parsers import ReActParser
 from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Interaction, Tool, ToolCall, ToolParser
 from workbench.agents.tokens import TurnTokens
 from workbench.config import require
@@ -108,7 +109,7 @@ class ToolAgent(AgentLoopBase):
         self.max_tool_response_length = max_tool_response_length
         self.tool_response_truncate_side = tool_response_truncate_side
         self.tool_role = tool_role or ("user" if format == "react" else "tool")
-        self._parser = parser or (react.ReActParser() if tools else None)
+        self._parser = parser or (ReActParser() if tools else None)
         self._box = Toolbox(
             tools,
             seconds_per_call=seconds_per_call,
