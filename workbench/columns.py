@@ -67,9 +67,16 @@ COLUMNS: Mapping[str, Column] = _declare(
     _tensor(
         "rollout_log_probs", "float", "B T", "rollout", "Log-prob of each response token when it was sampled, in nats."
     ),
-    _object("finish_reason", "rollout", "Why the sampler stopped: stop, length or abort."),
+    _object("finish_reason", "rollout", "Why the response ended: stop, length or abort; of an episode also turns."),
     _tensor("policy_version", "int", "B", "rollout", "Version of the policy that sampled the row."),
     _tensor("greedy", "bool", "B", "rollout", "Whether the row is its prompt's greedy response, drawn as a baseline."),
+    _object("agent_name", "dataset", "The agent loop that runs the row, by its registered name."),
+    _object("num_turns", "rollout", "Turns of the row's episode: the model's, those put to it, and 1, as verl counts."),
+    _object("num_tool_calls", "rollout", "Calls of tools that were run in the row's episode, failed ones among them."),
+    _object("turns", "rollout", "The episode's transcript: a dict a turn, with places of tokens, calls, scores, cuts."),
+    _object("turn_scores", "rollout", "The simulated user's scores of the row's turns, in order."),
+    _object("tool_rewards", "rollout", "The tools' own rewards of the row's calls, in order; 0 for calls that failed."),
+    _object("agent_extra", "rollout", "What else the row's agent loop gave, as a dict."),
     _object("response_text", "rollout", "The response decoded, special tokens left out."),
     _tensor(
         "token_level_scores", "float", "B T", "reward", "The reward on the last valid response token, 0 elsewhere."

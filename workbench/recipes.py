@@ -16,6 +16,7 @@ from workbench.functional import AdaptiveKL, FixedKL
 from workbench.stages import (
     Advantage,
     Baseline,
+    EpisodeRollout,
     FilterGroups,
     LogProb,
     Overlong,
@@ -50,11 +51,12 @@ def grpo(
     ppo_epochs: int = 1,
     ppo_mini_batch_size: int | None = None,
     reference: Any = None,
+    agent: Any = None,
 ) -> Pipeline:
     """GRPO: groups of samples are each other's baseline; KL to the frozen reference in the loss.
 
     `kl_coef=0` leaves the reference out. `reference` is any LogProbModel; by default the engine's
-    weights as they are now, frozen. Shao et al. 2024, https://arxiv.org/abs/2402.03300.
+    weights as they are now, frozen. `agent` is a loop, or the name of one: every sample is an episode of it. Shao et al. 2024, https://arxiv.org/abs/2402.03300.
     """
     return _policy_gradient(
         engine,
@@ -74,6 +76,7 @@ def grpo(
         ppo_epochs=ppo_epochs,
         ppo_mini_batch_size=ppo_mini_batch_size,
         reference=reference,
+        agent=agent,
     )
 
 
@@ -124,6 +127,7 @@ def _policy_gradient(
     ppo_epochs: int = 1,
     ppo_mini_batch_size: int | None = None,
     reference: Any = None,
+    agent: Any = None,
     greedy_baseline: bool = False,
     judged: Callable[[list[Stage]], Sequence[Stage]] = lambda stages: (),
 ) -> Pipeline:
@@ -141,7 +145,7 @@ def _policy_gradient(
         kl_loss_type=kl_type,
     )
     drawn: list[Stage] = [
-        Rollout(engine, group_size=group_size, sampling=sampling, greedy_baseline=greedy_baseline),
+        _rollout(engine, agent, group_size=group_size, sampling=sampling, greedy_baseline=greedy_baseline),
         Reward(reward),
     ]
     return Pipeline(
@@ -300,6 +304,7 @@ def ppo(
     ppo_epochs: int = 1,
     ppo_mini_batch_size: int | None = None,
     reference: Any = None,
+    agent: Any = None,
 ) -> Pipeline:
     """PPO with a critic and GAE; KL to the frozen reference in the reward, fixed or adaptive.
 
@@ -316,7 +321,7 @@ def ppo(
     if kl_coef:
         controller = AdaptiveKL(kl_coef, kl_target, kl_horizon) if kl_target is not None else FixedKL(kl_coef)
     stages: list[Stage] = [
-        Rollout(engine, group_size=group_size, sampling=sampling),
+        _rollout(engine, agent, group_size=group_size, sampling=sampling),
         Reward(reward),
         LogProb(engine, entropy=True, temperature=heat),
         *_reference(engine, reference, needed=bool(kl_coef), temperature=heat),
@@ -326,6 +331,10 @@ def ppo(
         Update(engine, loss, from_step=critic_warmup, temperature=heat, **minis),
     ]
     return Pipeline(stages)
+
+
+def _rollout(engine: Any, agent: Any, **settings: Any) -> Rollout:
+    return Rollout(engine, **settings) if agent is None else EpisodeRollout(engine, agent=agent, **settings)
 
 
 def _sampling(sampling: SamplingSettings | None, temperature: float | None, max_tokens: int | None) -> SamplingSettings:

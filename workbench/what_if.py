@@ -14,7 +14,7 @@ import torch
 
 from workbench.dataproto import DataProto
 from workbench.errors import PipelineError, message, unknown
-from workbench.stages import Advantage, Pipeline, PolicyLoss, Reward, Rollout, Update
+from workbench.stages import Advantage, Pipeline, PolicyLoss, Reward, Update, validation_rollout
 from workbench.stages.log_prob import SCORED_COLUMNS
 from workbench.trace import perform
 
@@ -194,9 +194,7 @@ class _Bench:
             return {"log_prob": float(found.sum() / self._probe["response_mask"].sum().clamp(min=1))}
         rollout: Any = self._pipeline["rollout"]
         reward: Any = self._pipeline["reward"]
-        greedy = Rollout(
-            rollout.sampler, group_size=1, sampling=rollout.sampling.replace(temperature=0.0), purpose="validation"
-        )
+        greedy = validation_rollout(rollout, greedy=True)
         judge: Reward = reward
         parts = [judge(greedy(batch).batch).batch for batch in self._probe.in_order(256)]
         values = torch.cat([part["reward"][part["scored"]] for part in parts])

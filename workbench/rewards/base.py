@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from workbench.dataproto import DataProto
 from workbench.errors import RewardError, message, unknown
 from workbench.rewards.score import Score, Status
@@ -108,7 +110,7 @@ class BaseReward:
 def row_views(batch: DataProto) -> list[dict[str, Any]]:
     """Each row as plain values: what reward functions may ask for by name."""
     objects = {name: list(batch.non_tensor_batch[name]) for name in batch.non_tensor_batch}
-    lengths = batch["response_mask"].sum(-1).tolist() if "response_mask" in batch else None
+    lengths = _lengths(batch) if "response_mask" in batch else None
     responses = batch["responses"].numpy() if lengths is not None else None
     objects.pop("score", None)
     rows = []
@@ -117,6 +119,19 @@ def row_views(batch: DataProto) -> list[dict[str, Any]]:
         ids = responses[number, : lengths[number]].tolist() if responses is not None and lengths is not None else []
         rows.append(row_view(columns, columns["response_text"], ids))
     return rows
+
+
+EPISODE = ("num_turns", "num_tool_calls", "turn_scores", "tool_rewards", "turns")
+"""Columns of an agent's episode, which verl puts into `extra_info`."""
+
+
+def _lengths(batch: DataProto) -> list[int]:
+    """Tokens of each response: to the last that was attended to, for a mask of the model's own tokens has holes."""
+    mask = batch["response_mask"]
+    if "attention_mask" in batch:
+        mask = mask | batch["attention_mask"][:, -mask.shape[1] :].to(mask.dtype)
+    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (mask.bool() * places).amax(-1).tolist()
 
 
 def row_view(columns: Mapping[str, Any], response: str, ids: Sequence[int]) -> dict[str, Any]:
@@ -131,7 +146,10 @@ def row_view(columns: Mapping[str, Any], response: str, ids: Sequence[int]) -> d
         "query": f"{chat[-1]['content'] if isinstance(chat, list) and chat else chat or ''}{response}",
         "ground_truth": judged.get("ground_truth"),
         "data_source": columns.get("data_source"),
-        "extra_info": columns.get("extra_info") or {},
+        "extra_info": {
+            **(columns.get("extra_info") or {}),
+            **{name: columns[name] for name in EPISODE if name in columns},
+        },
         "uid": columns.get("uid"),
         "columns": dict(columns),
     }

@@ -131,7 +131,7 @@ def _has(name: str, row: Mapping[str, Any]) -> bool:
 
 def _value(name: str, row: Mapping[str, Any]) -> Any:
     # a column of the data set that happens to be called `answer` or `label` is what its author means
-    if name in row["columns"] and name not in ("response", "prompt"):
+    if name in row["columns"] and name not in ("response", "prompt", "extra_info"):
         return row["columns"][name]
     return row["response_ids"] if name == "completion_ids" else row[_MEANING[name]]
 

@@ -16,7 +16,7 @@ from workbench.engines import SamplingSettings, local
 from workbench.errors import DataError, describe, message
 from workbench.runs.checkpoint import verify
 from workbench.runs.run import Run, load_run
-from workbench.stages import Reward, Rollout
+from workbench.stages import EpisodeRollout, Reward, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +63,9 @@ def evaluate(
     batch_size: int = 128,
     seed: int = 0,
     limit: int | None = None,
+    agent: Any = None,
 ) -> Evaluation:
-    """Sample and score every row, or the first `limit`. `temperature=0` is greedy.
+    """Sample and score every row, or the first `limit`. `temperature=0` is greedy; with an `agent` every sample is an episode.
 
     `model` is an engine, a model or checkpoint folder, a run folder, or a `Run` (its newest checkpoint and its
     longest response, unless `max_tokens` says another; 128 elsewhere). A checkpoint is verified first: a damaged one raises `CheckpointError`. A row's seed is derived from (seed, "validation", uid, sample): the same rows give the same
@@ -72,7 +73,8 @@ def evaluate(
     """
     engine, longest = _engine(model)
     sampling = SamplingSettings(temperature=temperature, max_tokens=max_tokens or longest or 128)
-    rollout = Rollout(engine, group_size=samples, sampling=sampling, purpose="validation")
+    drawn: dict[str, Any] = {"group_size": samples, "sampling": sampling, "purpose": "validation"}
+    rollout = Rollout(engine, **drawn) if agent is None else EpisodeRollout(engine, agent=agent, **drawn)
     chosen = rows if limit is None else rows[:limit]
     stage = reward if isinstance(reward, Reward) else Reward(reward)
     return score_rows(rollout, stage, chosen.in_order(batch_size, seed))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,8 @@ def preflight(pipeline: Pipeline, rows: Rows, heldout: Rows | None, plan: Plan, 
     rows = rows.fitting(tokenizer, **switches)
     heldout = heldout.fitting(tokenizer, **switches) if heldout is not None else None
     first = rows.batch(plan.batch_size)
-    reward.function.check_signature(first.columns)  # before the pipeline's check: it knows the nearest name
+    blank = getattr(rollout, "blank", {})
+    reward.function.check_signature((*first.columns, *blank))  # before the pipeline's check: it knows the nearest name
     pipeline.check(first)
     for part in (rows, heldout):
         if part is not None:
@@ -80,7 +81,7 @@ def preflight(pipeline: Pipeline, rows: Rows, heldout: Rows | None, plan: Plan, 
         ("memory", _memory(pipeline)),
         ("disk", _disk(pipeline, plan, path, (prompt + rollout.sampling.max_tokens) * rollout.group_size)),
     ]
-    tried = _tried(reward, first[:2], tokenizer)
+    tried = _tried(reward, first[:2], tokenizer, blank)
     return Preflight(rows, heldout, (*findings, ("reward function", tried)))
 
 
@@ -196,8 +197,9 @@ def _disk(pipeline: Pipeline, plan: Plan, path: Path, tokens: int) -> str:
     return f"up to {gib(need)} ({saved} × {gib(weights)} checkpoint, updates {gib(updates)}); {gib(free)} free"
 
 
-def _tried(reward: Any, prompts: DataProto, tokenizer: Any) -> str:
+def _tried(reward: Any, prompts: DataProto, tokenizer: Any, blank: Mapping[str, Any]) -> str:
     """Score two made-up responses, as a step would: a broken function shows before the model has sampled for hours.
+    `blank` are a row's further values, as the rollout gives them.
 
     A function that runs in this process is left alone: it may count its calls.
     """
@@ -209,6 +211,7 @@ def _tried(reward: Any, prompts: DataProto, tokenizer: Any) -> str:
     width = max(map(len, ids))
     padded = torch.tensor([one + [0] * (width - len(one)) for one in ids])
     mask = torch.tensor([[1] * len(one) + [0] * (width - len(one)) for one in ids])
-    made = prompts.with_columns({"responses": padded, "response_mask": mask, "response_text": texts})
+    more = {name: [value] * len(texts) for name, value in blank.items()}
+    made = prompts.with_columns({"responses": padded, "response_mask": mask, "response_text": texts, **more})
     reward(made)
     return f"{reward.function.name}: its signature fits, and it judged two rows"

@@ -22,7 +22,7 @@ from workbench.runs.metrics_of_samples import sample_metrics
 from workbench.runs.symptoms import Watch
 from workbench.runs.trackers import Tracker
 from workbench.snapshots import states
-from workbench.stages import Pipeline, Reward, Rollout
+from workbench.stages import Pipeline, Reward, Rollout, validation_rollout
 from workbench.trace import Trace
 
 log = logging.getLogger("workbench")
@@ -65,9 +65,8 @@ class Validator:
         self._reward: Any = pipeline["reward"]
         self._heldout = heldout
         self._seed = seed
-        self._sampled = Rollout(rollout.sampler, group_size=samples, sampling=rollout.sampling, purpose="validation")
-        greedy = rollout.sampling.replace(temperature=0.0)
-        self._greedy = Rollout(rollout.sampler, group_size=1, sampling=greedy, purpose="validation")
+        self._sampled = validation_rollout(rollout, group_size=samples)
+        self._greedy = validation_rollout(rollout, greedy=True)
 
     def _run(self, rollout: Rollout) -> Evaluation:
         reward: Reward = self._reward

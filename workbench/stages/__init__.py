@@ -3,6 +3,7 @@
 from workbench.stages.advantage import Advantage
 from workbench.stages.baseline import Baseline
 from workbench.stages.correction import RolloutCorrection
+from workbench.stages.episodes import EpisodeRollout, validation_rollout
 from workbench.stages.exact_kl import ExactKL
 from workbench.stages.filtering import FilterGroups, Overlong
 from workbench.stages.influence import Influence
@@ -14,6 +15,7 @@ from workbench.stages.resample import Resample
 from workbench.stages.reward import Reward
 from workbench.stages.rollout import Rollout
 from workbench.stages.stage import BaseStage, Outcome, Stage
+from workbench.stages.turn_scores import TurnScores, place_turn_scores
 from workbench.stages.update import Update
 from workbench.stages.values import Values
 
@@ -21,6 +23,7 @@ __all__ = [
     "Advantage",
     "BaseStage",
     "Baseline",
+    "EpisodeRollout",
     "ExactKL",
     "FilterGroups",
     "Influence",
@@ -35,7 +38,10 @@ __all__ = [
     "Rollout",
     "RolloutCorrection",
     "Stage",
+    "TurnScores",
     "Update",
     "ValueLoss",
     "Values",
+    "place_turn_scores",
+    "validation_rollout",
 ]

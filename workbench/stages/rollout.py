@@ -89,6 +89,11 @@ class Rollout(BaseStage):
         plain = {"group_size": self.group_size, "purpose": self.purpose, **self.sampling.to_dict()}
         return {**plain, "greedy_baseline": True} if self.greedy_baseline else plain
 
+    @property
+    def blank(self) -> dict[str, Any]:
+        """What a reward function may ask for of a row beside its data and its response, for a row that says nothing."""
+        return {"finish_reason": "stop"}
+
     def learners(self) -> tuple[Any, ...]:
         """The policy: its version is written to every row."""
         return (self._sampler,)
@@ -171,10 +176,16 @@ async def _gather(sampler: Sampler, requests: Sequence[Request], tell: Callable[
     return list(await asyncio.gather(*(one(row, request) for row, request in enumerate(requests))))
 
 
-def columns_of(prompts: Sequence[Sequence[int]], samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
+def columns_of(
+    prompts: Sequence[Sequence[int]],
+    samples: Sequence[Sample],
+    pad_id: int,
+    masks: Sequence[Sequence[int]] | None = None,
+) -> dict[str, Any]:
     """The rollout's columns from ragged ids: prompts left-padded to S, responses right-padded to T.
 
-    T is at least 1, so that a batch of empty responses still has its columns.
+    `masks` say which tokens of each response are the model's own; without them all are. T is at least 1, so that a batch
+    of empty responses still has its columns.
     """
     width_s = max(len(ids) for ids in prompts)
     width_t = max(1, *(len(sample.ids) for sample in samples))
@@ -192,6 +203,10 @@ def columns_of(prompts: Sequence[Sequence[int]], samples: Sequence[Sample], pad_
         mask_t[row, :length] = 1
         log_probs[row, :length] = torch.tensor(sample.log_probs)
     attention = torch.cat([mask_s, mask_t], dim=1)
+    if masks is not None:
+        mask_t = torch.zeros_like(mask_t)
+        for row, mask in enumerate(masks):
+            mask_t[row, : len(mask)] = torch.tensor(mask, dtype=torch.long)
     return {
         "prompts": ids_s,
         "prompt_mask": mask_s,

@@ -1,0 +1,159 @@
+"""MCP servers' tools: with a stand-in for the `mcp` package that speaks the same calls, and with the package where it is."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workbench.agents.tools import MCPServer, load_tools, mcp_tools
+from workbench.errors import SettingError
+
+SERVER = Path(__file__).with_name("mcp_server_for_tests.py")
+INTEGERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
+
+
+class StandInClient:
+    """As mcp 2.x's `Client`: entered and left in one task, `list_tools(cursor=)`, `call_tool(name, arguments, …)`."""
+
+    opened: list[StandInClient]
+
+    def __init__(self, transport: Any, *, read_timeout_seconds: float | None = None) -> None:
+        self.transport = transport
+        self.timeouts = [read_timeout_seconds]
+        self.broken = False
+
+    async def __aenter__(self) -> StandInClient:
+        if self.transport.command == "missing":
+            self.transport.log.write("warming up\nno such program\n")
+            self.transport.log.flush()
+            raise ExceptionGroup("a task group", [FileNotFoundError("missing")])
+        self.task = asyncio.current_task()
+        self.opened.append(self)
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        assert asyncio.current_task() is self.task
+        self.opened.remove(self)
+
+    async def list_tools(self, *, cursor: str | None = None) -> Any:
+        names = ("add", "asks") if cursor is None else ("sleeps", "dies")
+        schema = {"add": INTEGERS, "sleeps": {"type": "object", "properties": {"seconds": {"type": "number"}}}}
+        tools = [SimpleNamespace(name=one, description=f"{one}.", input_schema=schema.get(one, {})) for one in names]
+        return SimpleNamespace(tools=tools, next_cursor="2" if cursor is None else None)
+
+    async def call_tool(self, name: str, arguments: dict[str, Any], *, read_timeout_seconds: float) -> Any:
+        self.timeouts.append(read_timeout_seconds)
+        if name == "sleeps":
+            await asyncio.sleep(arguments["seconds"])
+        if name == "dies" or self.broken:
+            self.broken = True
+            raise ConnectionResetError("connection closed")
+        text = str(sum(arguments.values())) if name == "add" else "awake" if name == "sleeps" else "what?"
+        content = [
+            SimpleNamespace(type="text", text=text),
+            SimpleNamespace(type="image", data="aGk=", mime_type="image/png"),
+        ]
+        return SimpleNamespace(
+            content=content[: 2 if name == "add" else 1], structured_content=None, is_error=name == "asks"
+        )
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandInClient]]:
+    package, client, stdio = ModuleType("mcp"), ModuleType("mcp.client"), ModuleType("mcp.client.stdio")
+    package.Client = StandInClient  # type: ignore[attr-defined]
+    stdio.StdioServerParameters = lambda **given: SimpleNamespace(args=[], **given)  # type: ignore[attr-defined]
+    stdio.stdio_client = lambda given, log: SimpleNamespace(command=given.command, log=log)  # type: ignore[attr-defined]
+    StandInClient.opened = []
+    for module in (package, client, stdio):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield StandInClient
+    assert StandInClient.opened == []
+
+
+def test_tools_of_a_server_are_listed_called_held_open_and_left(stand_in: type[StandInClient], tmp_path: Path) -> None:
+    (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"arith": {"command": "here"}}}))
+    (tmp_path / "tools.yaml").write_text(
+        "tools: [{class_name: verl.tools.mcp_base_tool.MCPBaseTool, config: {type: mcp, timeout: 0.2}, "
+        "mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [dies, add, sleeps, asks]}}]"
+    )
+    tools: dict[str, Any] = load_tools(tmp_path / "tools.yaml")
+    assert list(tools) == ["dies", "add", "sleeps", "asks"]
+    server = tools["add"].server
+
+    async def ask(name: str, **arguments: Any) -> Any:
+        return await tools[name].execute("i", arguments)
+
+    async def play() -> None:
+        response, reward, record = await ask("add", a=1, b=2)
+        assert (response.text, reward, record["status"]) == ("3", None, "scored")
+        assert response.image == [{"data": "aGk=", "mime_type": "image/png"}]
+        assert "a must be an integer" in (await ask("add", a="1", b=2))[0].text
+        assert len(stand_in.opened) == 1 and stand_in.opened[0].timeouts == [0.2, 0.2]  # passed on
+        assert (await ask("asks"))[2]["status"] == "model failed" and (await ask("asks"))[0].text == "what?"
+        began = time.perf_counter()
+        many = await asyncio.gather(*(ask("sleeps", seconds=0.1) for _ in range(20)), ask("sleeps", seconds=30))
+        assert time.perf_counter() - began < 1.5
+        assert [one[0].text for one in many[:20]] == ["awake"] * 20
+        assert many[20][0].text == "Error when executing tool sleeps: no answer within 0.2 s"
+        assert many[20][1] is None and many[20][2]["status"] == "machinery failed" and server.starts == 1
+        assert "ConnectionResetError: connection closed" in (await ask("dies"))[2]["why"]
+        assert (await ask("add", a=3, b=4))[0].text == "7" and server.starts == 2  # reached anew
+        await server.aclose()
+        await server.aclose()
+        assert stand_in.opened == []
+
+    asyncio.run(play())
+
+
+def test_servers_that_cannot_be_used_say_why(stand_in: type[StandInClient], tmp_path: Path) -> None:
+    with pytest.raises(
+        SettingError, match="MCP server 'x' cannot be reached: FileNotFoundError.*it said: no such program"
+    ):
+        mcp_tools({"x": {"command": "missing"}})
+    for servers, told in (
+        ({"x": {"comand": "y"}}, "did you mean 'command'"),
+        ({"x": {"command": "y", "url": "z"}}, "a command or a url"),
+        ({"x": 3}, "mcpServers"),
+        (tmp_path / "none.json", "a JSON file"),
+    ):
+        with pytest.raises(SettingError, match=told):
+            mcp_tools(servers)
+    with pytest.raises(SettingError, match="did you mean 'add'"):
+        mcp_tools({"x": {"command": "here"}}, selected=["ad"])
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(SettingError, match=r'pip install "mcp>=2"'):
+        mcp_tools({"x": {"command": "here"}})
+    with pytest.raises(SettingError, match="timeout"):
+        MCPServer("x", {"command": "y"}, timeout=0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="the mcp package is not installed")
+def test_a_real_server_over_stdio() -> None:
+    tools = {one.name: one for one in mcp_tools({"x": {"command": sys.executable, "args": [str(SERVER)]}}, timeout=5.0)}
+    server = tools["add"].server
+
+    async def play() -> None:
+        assert (await tools["add"].execute("i", {"a": 1, "b": 2}))[0].text == "3"
+        assert (await tools["fails"].execute("i", {"why": "x"}))[2]["status"] == "model failed"
+        assert (await tools["dies"].execute("i", {}))[2]["status"] == "machinery failed"
+        assert (await tools["add"].execute("i", {"a": 3, "b": 4}))[0].text == "7" and server.starts == 2
+        await server.aclose()
+
+    asyncio.run(play())

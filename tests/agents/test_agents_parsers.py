@@ -1,0 +1,239 @@
+"""Parsers: well-formed calls round-trip, stated slips are mended, and no text makes one raise."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.agents.loose_json import MAX_DEPTH, loose_json
+from workbench.agents.parsers import MAX_CALLS, parser_names, register_parser, tool_parser
+from workbench.agents.protocol import FunctionCall
+from workbench.errors import SettingError
+
+
+def schema(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
+
+
+TOOLS = [
+    schema("calculator", expression={"type": "string"}),
+    schema("add", a={"type": "integer"}, b={"type": "number"}, exact={"type": "boolean"}),
+    schema("search", query_list={"type": "array", "items": {"type": "string"}}, topk={"type": ["integer", "null"]}),
+]
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+arguments = st.dictionaries(st.text(), plain, max_size=4)
+PIECES = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "<function=", ">", "</function>", "<parameter=a>", "</parameter>", "\n"),
+        *(
+            "<tool>",
+            "</tool>",
+            "<args>",
+            "</args>",
+            "Action:",
+            "Action Input:",
+            "Observation:",
+            "Final Answer:",
+            "```json",
+        ),
+        *(
+            '{"name": "add", ',
+            '"arguments": ',
+            "{",
+            "}",
+            "[",
+            "]",
+            '"',
+            "'",
+            ",",
+            ":",
+            "\\",
+            "\\u12",
+            "add",
+            "1e9",
+            "-",
+            "NaN",
+        ),
+    ]
+)
+texts = st.text() | st.lists(PIECES | st.text(max_size=5), max_size=30).map("".join)
+
+
+@settings(deadline=None, max_examples=80)
+@given(texts)
+def test_no_text_makes_a_parser_raise_and_without_calls_the_text_stays(text: str) -> None:
+    for name in parser_names():
+        content, calls = tool_parser(name).extract_tool_calls(text, TOOLS)
+        assert len(calls) <= MAX_CALLS and all(isinstance(one, FunctionCall) for one in calls)
+        assert all(isinstance(one.name, str) and isinstance(one.arguments, str) for one in calls)
+        assert calls or content == text
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.tuples(names, arguments), min_size=1, max_size=4), st.text().filter(lambda text: "<tool" not in text)
+)
+def test_hermes_calls_round_trip(written: list[tuple[str, dict[str, Any]]], around: str) -> None:
+    calls = [json.dumps({"name": name, "arguments": given}) for name, given in written]
+    text = around + "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in calls)
+    content, found = tool_parser("hermes").extract_tool_calls(text, TOOLS)
+    assert [(one.name, json.loads(one.arguments)) for one in found] == written
+    assert content == around + "\n" * (len(calls) - 1)
+
+
+values = st.text().filter(
+    lambda text: "</parameter>" not in text and "<parameter=" not in text and "<function=" not in text
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(values.filter(lambda text: "</function>" not in text), st.integers(), st.floats(-1e9, 1e9), st.booleans())
+def test_qwen3_coder_calls_round_trip_by_their_schema(text: str, whole: int, real: float, flag: bool) -> None:
+    written = (
+        f"<tool_call>\n<function=calculator>\n<parameter=expression>\n{text}\n</parameter>\n</function>\n</tool_call>\n"
+        f"<tool_call>\n<function=add>\n<parameter=a>\n{whole}\n</parameter>\n<parameter=b>\n{real!r}\n</parameter>\n"
+        f"<parameter=exact>\n{flag}\n</parameter>\n</function>\n</tool_call>"
+    )
+    content, found = tool_parser("qwen3_coder").extract_tool_calls(written, TOOLS)
+    assert [json.loads(one.arguments) for one in found] == [
+        {"expression": text},
+        {"a": whole, "b": real, "exact": flag},
+    ]
+    assert content.strip() == ""
+
+
+@settings(deadline=None, max_examples=100)
+@given(arguments)
+def test_react_calls_round_trip(given_arguments: dict[str, Any]) -> None:
+    text = (
+        f"Thought: hm\nAction: search\nAction Input: {json.dumps(given_arguments)}\nObservation: made up\nAction: add\n"
+    )
+    content, found = tool_parser("react").extract_tool_calls(text, TOOLS)
+    assert [(one.name, json.loads(one.arguments)) for one in found] == [("search", given_arguments)]
+    assert content == "Thought: hm\nObservation: made up\nAction: add\n"
+
+
+CALL = {"name": "calculator", "arguments": {"expression": "1 + 1"}}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 1"}',  # two braces and the tag
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 1"}}',
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 1"</tool_call>',
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 1",},}</tool_call>',
+        "<tool_call>{'name': 'calculator', 'arguments': {'expression': '1 + 1'}}</tool_call>",
+        "<tool_call>{name: 'calculator', arguments: {expression: '1 + 1'}}</tool_call>",
+        '<tool_call>```json\n{"name": "calculator", "arguments": {"expression": "1 + 1"}}\n```</tool_call>',
+        '<tool_call>{"name": "calculator", "arguments": "{\\"expression\\": \\"1 + 1\\"}"}</tool_call>',
+        '<tool_call>{"name": "calculator", "parameters": {"expression": "1 + 1"}}</tool_call>',
+        '<tool_call>{"type": "function", "function": {"name": "calculator", "arguments": {"expression": "1 + 1"}}}',
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 1"}}}</tool_call>',  # a brace too many
+    ],
+)
+def test_the_stated_slips_are_mended(written: str) -> None:
+    _, found = tool_parser("hermes").extract_tool_calls(written, TOOLS)
+    assert [(one.name, json.loads(one.arguments)) for one in found] == [(CALL["name"], CALL["arguments"])]
+
+
+def test_a_missing_close_tag_ends_at_the_next_call() -> None:
+    text = 'so <tool_call>{"name": "add", "arguments": {"a": 1} <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>!'
+    content, found = tool_parser("qwen").extract_tool_calls(text, TOOLS)
+    assert [json.loads(one.arguments) for one in found] == [{"a": 1}, {"a": 2}] and content == "so !"
+
+
+def test_a_close_tag_inside_a_string_closes_nothing() -> None:
+    call = json.dumps({"name": "calculator", "arguments": {"expression": "</tool_call><tool_call>"}})
+    content, found = tool_parser("hermes").extract_tool_calls(f"<tool_call>{call}</tool_call>", TOOLS)
+    assert content == "" and json.loads(found[0].arguments) == {"expression": "</tool_call><tool_call>"}
+
+
+@pytest.mark.parametrize(
+    ("written", "name", "arguments_text"),
+    [
+        ('<tool_call>{"name": "add", "arguments": 1 + 1}</tool_call>', "add", '{"name": "add", "arguments": 1 + 1}'),
+        ("<tool_call>add(1, 1)</tool_call>", "", "add(1, 1)"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "add", "[1]"),
+        ('<tool_call>{"name": "add"}</tool_call>', "add", "{}"),
+        ("<tool_call></tool_call>", "", ""),
+    ],
+)
+def test_what_cannot_be_mended_is_a_call_all_the_same(written: str, name: str, arguments_text: str) -> None:
+    _, found = tool_parser("hermes").extract_tool_calls(written, TOOLS)
+    assert found == [FunctionCall(name, arguments_text)]
+
+
+def test_react_takes_plain_input_for_the_only_argument_and_nothing_after_a_final_answer() -> None:
+    parse = tool_parser("react").extract_tool_calls
+    _, found = parse("Thought: sum\nAction: `calculator`\nAction Input: `23 * 45`\n", TOOLS)
+    assert found == [FunctionCall("calculator", '{"expression": "23 * 45"}')]
+    _, found = parse("Action: add\nAction Input: 23\n", TOOLS)
+    assert found == [FunctionCall("add", "23")]
+    assert parse("Final Answer: 4\nAction: calculator\nAction Input: 1", TOOLS)[1] == []
+    two = "Action: add\nAction Input: {'a': 1}\nAction: add\nAction Input: {'a': 2}\n"
+    assert [one.arguments for one in parse(two, TOOLS)[1]] == ['{"a": 1}', '{"a": 2}']
+
+
+def test_the_guides_own_form() -> None:
+    content, found = tool_parser("tool_args").extract_tool_calls(
+        'a<tool>calculator</tool><args>{"expr": "1+1"}</args>b', []
+    )
+    assert content == "ab" and found == [FunctionCall("calculator", '{"expr": "1+1"}')]
+
+
+def test_qwen3_coder_without_the_outer_tag_and_with_types_that_do_not_fit() -> None:
+    parse = tool_parser("qwen3_coder").extract_tool_calls
+    text = "<function=add><parameter=a>many</parameter><parameter=b>2</parameter><parameter=exact>true</parameter>"
+    assert json.loads(parse(text, TOOLS)[1][0].arguments) == {"a": "many", "b": 2, "exact": True}
+    text = "<function=search>\n<parameter=query_list>\n['a', 'b',]\n</parameter>\n<parameter=topk>None</parameter></function>"
+    assert json.loads(parse(text, TOOLS)[1][0].arguments) == {"query_list": ["a", "b"], "topk": None}
+
+
+def test_names_are_found_and_refused_with_the_nearest() -> None:
+    assert type(tool_parser("function_calling")) is type(tool_parser("hermes"))
+    with pytest.raises(SettingError, match="'hermesx' is not a tool parser.*did you mean 'hermes'"):
+        tool_parser("hermesx")
+    with pytest.raises(SettingError, match="registered already"):
+        register_parser("hermes")(object)
+
+
+@settings(deadline=None, max_examples=80)
+@given(plain.filter(lambda value: isinstance(value, dict | list)))
+def test_sound_json_is_read_as_it_is_and_its_truncations_never_raise(value: Any) -> None:
+    text = json.dumps(value)
+    assert loose_json(text) == value
+    for end in range(0, len(text), max(1, len(text) // 8)):
+        loose_json(text[:end])
+
+
+def test_depth_and_time_are_bounded() -> None:
+    assert loose_json("[" * 10 + "1") == [[[[[[[[[[1]]]]]]]]]]
+    assert loose_json("[" * (MAX_DEPTH + 2) + "1") is None and loose_json("[" * 200_000) is None
+    hostile = [
+        "<tool_call>{",
+        "Action: a\nAction Input: ",
+        "<function=a><parameter=b>",
+        "<tool>a</tool><args>",
+        "<tool_call> ",
+    ]
+    began = time.perf_counter()
+    for piece in hostile:
+        for name in parser_names():
+            tool_parser(name).extract_tool_calls(piece * 4000, TOOLS)
+    assert time.perf_counter() - began < 5

@@ -1,0 +1,41 @@
+"""Episodes on real vLLM: the same masks, and the trainer's log-probs, through several turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from agents_parts import Adder, Always
+
+import workbench as wb
+from workbench.agents import ToolAgent
+from workbench.engines import SamplingSettings, local
+from workbench.engines.vllm import VllmEngine, vllm
+from workbench.engines.vllm_served import VllmSettings, importable, interpreter
+from workbench.stages import EpisodeRollout
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not importable(interpreter(VllmSettings())), reason="vLLM is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[VllmEngine]:
+    with vllm("data/tiny-arith", max_model_len=384, kv_cache_memory_mb=64, stall_seconds=120) as made:
+        yield made
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_turns_of_vllm_are_what_the_trainer_computes(engine: Any, tiny: str, deterministic: bool) -> None:
+    batch = wb.datasets.load("data/arith/train.parquet").batch(4).with_meta(seed=3, step=1)
+    loop = ToolAgent([Adder()], parser=Always(), max_assistant_turns=3, max_tokens_per_turn=30)
+    sampling = SamplingSettings(max_tokens=200)
+    stage = EpisodeRollout(engine, agent=loop, group_size=2, sampling=sampling, deterministic=deterministic)
+    found, again = stage(batch).batch, stage(batch).batch
+    assert set(found["num_turns"]) == {6} and (found["response_mask"].sum(-1) > 3).all()
+    scored = local(tiny).score(found)["log_probs"]
+    torch.testing.assert_close(scored, found["rollout_log_probs"], atol=1e-3, rtol=0)
+    assert torch.equal(found["responses"], again["responses"]) or not deterministic

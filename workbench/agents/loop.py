@@ -1,0 +1,175 @@
+"""The base of agent loops, and the names that rows and settings call them by."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+from workbench.agents.episode import Episode
+from workbench.agents.protocol import AgentLoopOutput
+from workbench.engines.protocol import Sample, Sampler, SamplingSettings
+from workbench.errors import SettingError, describe, message, unknown
+
+
+class AgentLoopBase:
+    """One prompt → one masked sequence. A leaf gives `async run(sampling_params, **row) -> AgentLoopOutput`.
+
+    A loop is made once, with its tools and limits; every row is then run by a shallow copy of it that is bound to the
+    row's `Episode`, so that what `run` keeps in `self` is the row's own. Inside `run`, `self.generate(ids,
+    sampling_params)` samples the next turn from the row's own seeds, and `self.tokenizer` is the sampler's.
+    """
+
+    name: str = ""
+    _episode: Episode | None = None
+
+    async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
+        """`sampling_params` are `SamplingSettings` by name, `row` the object columns of the row by name."""
+        raise NotImplementedError
+
+    def prepare(self, sampler: Sampler) -> None:
+        """Look at the sampler's tokenizer, before any row is run; raise where the loop cannot work with it."""
+
+    def describe(self) -> dict[str, Any]:
+        """Its settings, as plain values: public attributes that are plain, unless a leaf says more."""
+        plain = str | int | float | bool | None
+        return {key: value for key, value in vars(self).items() if key[0] != "_" and isinstance(value, plain)}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"
+
+    def bound(self, episode: Episode) -> Self:
+        """The loop for one row."""
+        mine = copy.copy(self)
+        mine._episode = episode
+        return mine
+
+    @property
+    def episode(self) -> Episode:
+        """The row's. Raises `SettingError` on a loop that is not bound to one."""
+        if self._episode is None:
+            raise SettingError(
+                message(
+                    f"agent loop {self.name or type(self).__name__!r} runs no row", do="run it by bound(Episode(…))"
+                )
+            )
+        return self._episode
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's own."""
+        return self.episode.sampler.tokenizer
+
+    async def generate(
+        self, ids: Sequence[int], sampling_params: SamplingSettings | Mapping[str, Any], **changes: Any
+    ) -> Sample:
+        """The next turn after `ids`: token ids in, token ids out. `changes` are sampling settings of this turn."""
+        if isinstance(sampling_params, SamplingSettings):
+            sampling_params = sampling_params.to_dict()
+        return await self.episode.generate(ids, {**sampling_params, **changes})
+
+
+_LOOPS: dict[str, type[AgentLoopBase]] = {}
+_ALIASES: dict[str, str] = {
+    "single_turn_agent": "single_turn",
+    "single_turn_agent_loop": "single_turn",
+    "tool_agent_loop": "tool_agent",
+}
+"""verl's names, and those of the practice guide."""
+C = TypeVar("C", bound=type[AgentLoopBase])
+
+
+def register_agent_loop(name: str, cls: type[AgentLoopBase]) -> None:
+    """Let rows (`agent_name`) and settings call a loop by name; a class that is registered again replaces the first.
+
+    Raises `SettingError` for what is no subclass of `AgentLoopBase` with an async `run` of its own.
+    """
+    fits = isinstance(cls, type) and issubclass(cls, AgentLoopBase) and cls.run is not AgentLoopBase.run
+    if not fits or not inspect.iscoroutinefunction(cls.run):
+        raise SettingError(
+            message(
+                f"agent loop {name!r}",
+                expected="a subclass of AgentLoopBase with `async def run(self, sampling_params, **row)`",
+                found=describe(cls),
+            )
+        )
+    _ALIASES.pop(name, None)
+    _LOOPS[name] = cls
+
+
+def register(name: str) -> Callable[[C], C]:
+    """`@register("my_agent")` on a subclass of `AgentLoopBase`."""
+
+    def mark(cls: C) -> C:
+        register_agent_loop(name, cls)
+        if not cls.__dict__.get("name"):
+            cls.name = name
+        return cls
+
+    return mark
+
+
+def known_name(name: str) -> str:
+    """The house's name of a loop: an alias's own, others as they are."""
+    return _ALIASES.get(name, name)
+
+
+def agent_loop(name: str) -> type[AgentLoopBase]:
+    """A loop's class by name or alias. Raises `SettingError` with the nearest one."""
+    if known_name(name) not in _LOOPS:
+        raise SettingError(unknown("registered agent loop", name, (*_LOOPS, *_ALIASES)))
+    return _LOOPS[known_name(name)]
+
+
+class Loops:
+    """The loops of a rollout: one by default, others by a row's `agent_name`.
+
+    `agent` is a loop, the name of one that needs no arguments, or a mapping of names to either; `default` says which of a
+    mapping's runs rows without a name (its first, unless said).
+    """
+
+    def __init__(self, agent: Any, default: str | None = None) -> None:
+        given = dict(agent) if isinstance(agent, Mapping) else {_name_of(agent): agent}
+        self._loops = {known_name(name): _made(one) for name, one in given.items()}
+        if not self._loops:
+            raise SettingError(message("agent", expected="at least one agent loop", found="none"))
+        self.default = known_name(default) if default is not None else next(iter(self._loops))
+        self._found: dict[str, AgentLoopBase] = {}
+        self.named(self.default)
+
+    def named(self, name: str | None) -> AgentLoopBase:
+        """The loop of a row that says `name`, or none. Raises `SettingError` with the nearest name."""
+        name = self.default if name is None else known_name(str(name))
+        if name in self._loops:
+            return self._loops[name]
+        if name not in self._found:
+            if name not in _LOOPS:
+                raise SettingError(
+                    unknown("registered agent loop", name, dict.fromkeys((*self._loops, *_LOOPS, *_ALIASES)))
+                )
+            self._found[name] = _made(name)
+        return self._found[name]
+
+    def describe(self) -> dict[str, Any]:
+        """Name → settings of each loop that was given."""
+        return {name: loop.describe() for name, loop in self._loops.items()}
+
+
+def _name_of(agent: Any) -> str:
+    return agent if isinstance(agent, str) else str(getattr(agent, "name", "") or type(agent).__name__)
+
+
+def _made(agent: Any) -> AgentLoopBase:
+    if isinstance(agent, str):
+        agent = agent_loop(agent)
+    if isinstance(agent, type) and issubclass(agent, AgentLoopBase):
+        try:
+            return agent()
+        except TypeError as cause:
+            raise SettingError(
+                message(f"agent loop {agent.__name__} needs arguments", found=str(cause), do="give a loop that is made")
+            ) from cause
+    if not isinstance(agent, AgentLoopBase):
+        raise SettingError(message("agent", expected="an agent loop, or the name of one", found=describe(agent)))
+    return agent

@@ -1,0 +1,156 @@
+"""Tokens of a conversation that only grows: what the model wrote stays as it is, each new turn's delta alone is templated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from workbench.datasets.rendering import render
+from workbench.errors import DataError, SettingError, message
+
+Message = Mapping[str, Any]
+
+_ANSWER = "\u2e22answer\u2e23"
+_ASKED = {"role": "user", "content": "question"}
+_NEW = "new\u2e22turn"
+_KEPT = 4096
+"""Prompts remembered: the samples of a group share one."""
+
+
+class TurnTokens:
+    """Token ids of prompts and of later turns, by a tokenizer's own chat template.
+
+    A delta is the text that the template puts after an assistant's answer when new messages follow: what closes the
+    answer (less the end token, where the model wrote it), the messages, and the generation prompt. It is read off a short
+    made-up conversation, so that it cannot depend on how the template would write earlier turns anew (stripped,
+    without its thinking), and is encoded without special tokens.
+
+    A tokenizer without a template gets contents, one message a line, as `datasets.templates.encode` writes them.
+
+    Raises `SettingError`, naming the template, where no delta can be formed for one of `roles`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        roles: Sequence[str] = (),
+        **switches: Any,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._switches = {**switches, **({"tools": list(tools)} if tools else {})}
+        self._plain = not getattr(tokenizer, "chat_template", None)
+        self._name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+        self._prompts: dict[str, tuple[int, ...]] = {}
+        self._closing: dict[str, str] = {}
+        for role in roles:
+            self._check(role)
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The ids of a chat with the generation prompt, and with the tools where the template shows them."""
+        key = json.dumps(list(messages), default=str, sort_keys=True)
+        if key not in self._prompts:
+            if len(self._prompts) >= _KEPT:
+                self._prompts.clear()
+            if self._plain:
+                text = "\n".join(str(one["content"]) for one in messages) + "\n"
+                self._prompts[key] = tuple(self._tokenizer(text)["input_ids"])
+            else:
+                self._prompts[key] = self._encoded(self._render(messages, generation=True))
+        return self._prompts[key]
+
+    def delta(
+        self, messages: Sequence[Message], wrote: Sequence[int] = (), *, generation: bool = True
+    ) -> tuple[int, ...]:
+        """The ids to append after an assistant turn whose ids were `wrote`, so that the model reads `messages`."""
+        text = self.delta_text(messages, generation=generation)
+        last = int(wrote[-1]) if len(wrote) else None
+        said = self._end_text(last)
+        if last is None or not said or said not in (closing := self._closing_text(messages)):
+            return self._encoded(text)
+        # what the model wrote of the closing is not written twice; the rest is encoded behind its end token, because
+        # some tokenizers write the beginning of a text in another way
+        rest = text[closing.index(said) + len(said) :]
+        ids = self._encoded(said + rest)
+        return ids[1:] if ids and ids[0] == last else self._encoded(rest)
+
+    def delta_text(self, messages: Sequence[Message], *, generation: bool = True) -> str:
+        """All that the template writes between an answer and the answer after `messages`. Raises `DataError`."""
+        if self._plain:
+            return "".join("\n" + str(one["content"]) for one in messages) + "\n"
+        text = self._render([_ASKED, {"role": "assistant", "content": _ANSWER}, *messages], generation=generation)
+        _, found, after = text.partition(_ANSWER)
+        if not found:
+            raise DataError(message(f"the chat template of {self._name} left out an assistant's answer"))
+        return after
+
+    def _closing_text(self, messages: Sequence[Message]) -> str:
+        """What the template writes after an answer, before the message that follows; kept per role."""
+        if self._plain:
+            return ""
+        role = str(messages[0]["role"]) if messages else ""
+        if role not in self._closing:
+            one = self.delta_text([{"role": role, "content": _NEW}], generation=False)
+            alone = self._render([_ASKED, {"role": "assistant", "content": _ANSWER}], generation=False)
+            after = alone.partition(_ANSWER)[2]
+            # the common beginning: what stands there whether or not anything follows
+            length = next((n for n in range(len(after)) if one[n : n + 1] != after[n]), len(after))
+            self._closing[role] = after[:length]
+        return self._closing[role]
+
+    def _end_text(self, last: int | None) -> str:
+        """The text of a token that ends texts (a special one), else nothing."""
+        if last is None or last not in set(self._tokenizer.all_special_ids) | {self._tokenizer.eos_token_id}:
+            return ""
+        return str(self._tokenizer.convert_ids_to_tokens(last))
+
+    def _render(self, messages: Sequence[Message], *, generation: bool) -> str:
+        chat = [dict(one) for one in messages]
+        return render(self._tokenizer, chat, add_generation_prompt=generation, **self._switches)
+
+    def _encoded(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
+
+    def _check(self, role: str) -> None:
+        """Refuse a template whose later text depends on more than the last answer, or loses or rewrites what is said."""
+        if self._plain:
+            return
+        new = {"role": role, "content": _NEW}
+        try:
+            why = self._wrong(new)
+        except DataError as error:
+            why = str(error)
+        if why:
+            raise SettingError(
+                message(
+                    f"the chat template of {self._name} gives no delta for a turn of role {role!r}",
+                    expected="new turns that are written after an answer, whatever stands before it",
+                    found=why,
+                    do="say another role for tool answers (tool_role='user'), or give the tokenizer another chat_template",
+                )
+            )
+
+    def _wrong(self, new: Message) -> str:
+        answer = {"role": "assistant", "content": _ANSWER}
+        text = self._render([_ASKED, answer, new], generation=True)
+        if text.count(_ANSWER) != 1:
+            return f"an answer that is written {text.count(_ANSWER)} times"
+        delta = text.partition(_ANSWER)[2]
+        if _NEW not in delta:
+            return "a new turn that is left out, or stands before the answer"
+        longer = [
+            _ASKED,
+            {"role": "assistant", "content": "earlier"},
+            {"role": "user", "content": "again"},
+            answer,
+            new,
+        ]
+        if self._render(longer, generation=True).partition(_ANSWER)[2] != delta:
+            return "another text for the turn in a longer conversation"
+        head = text.partition(_ANSWER)[0]
+        # a generation prompt may open more than the answer's header (`<think>`), never something else
+        if not self._render([_ASKED], generation=True).startswith(head):
+            return "another beginning of the answer than the generation prompt gives"
+        return ""

@@ -1,0 +1,362 @@
+"""The tool agent: the model speaks, its calls are run, it reads the answers and speaks again; a simulated user may speak, too."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from workbench.agents import react
+from workbench.agents.calls import END_SECONDS, OpenTools, Toolbox, within
+from workbench.agents.episode import Transcript
+from workbench.agents.loop import AgentLoopBase, register
+from workbench.agents.parsers import ReActParser
+from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Interaction, Tool, ToolCall, ToolParser
+from workbench.agents.tokens import TurnTokens
+from workbench.config import require
+from workbench.engines.protocol import Sampler
+from workbench.errors import DataError, SettingError, describe, first_line, message, unknown
+
+
+class AgentState(StrEnum):
+    """Where an episode stands; verl's names."""
+
+    PENDING = "pending"
+    GENERATING = "generating"
+    PROCESSING_TOOLS = "processing_tools"
+    INTERACTING = "interacting"
+    TERMINATED = "terminated"
+
+
+@dataclass
+class Standing:
+    """An episode of the tool agent between two of its states: what `ToolAgent.advance` moves on."""
+
+    row: Mapping[str, Any]
+    sampling: Mapping[str, Any]
+    messages: list[dict[str, Any]]
+    """The chat so far, as an interaction reads it."""
+    transcript: Transcript
+    tools: OpenTools
+    state: AgentState = AgentState.PENDING
+    calls: list[FunctionCall] = field(default_factory=list)
+    """What the last turn asks for and has not been run."""
+    interaction: Interaction | None = None
+    instance: str | None = None
+    """The interaction's, once it has started."""
+    given: dict[str, Any] = field(default_factory=dict)
+    """The row's `interaction_kwargs`, less the name."""
+    errors: list[str] = field(default_factory=list)
+
+
+@register("tool_agent")
+class ToolAgent(AgentLoopBase):
+    """verl's tool agent loop, from objects: tools, a parser of calls, simulated users.
+
+    - `format`: `function_calling` (the chat template shows the tools, `parser` finds the calls, answers have role `tool`)
+      or `react` (the tools are told in the first message, calls are `Action` lines, answers are user messages that begin
+      `Observation: `). `tool_role` changes the role of answers, for templates that have no `tool`.
+    - An episode ends when a turn makes no call and no user answers it, when the response has no room (`max_tokens` of the
+      sampling is for the whole response, the others' tokens included; `max_tokens_per_turn` bounds a single turn), and at
+      `max_assistant_turns` or `max_user_turns` (tool answers count as user turns): calls of the turn that reaches one are
+      not run, but a simulated user still gives it a score.
+    - Of the calls in one turn the first `max_parallel_calls` are run, at once; others stand in the transcript as ignored.
+    - A tool has `seconds_per_call`; of its text `max_tool_response_length` characters are kept, and
+      `tool_response_truncate_side` is the side that is lost (see `calls.truncate`).
+    - A row's `extra_info.interaction_kwargs` chooses its user by `name` (which may be missing where there is one only) and
+      is given to it. A user that fails ends the episode as `abort`, and is finalised like any other.
+
+    Raises `SettingError` at construction for a setting or tools that cannot work, and in `prepare` for a chat template
+    that gives no delta.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool] = (),
+        *,
+        parser: ToolParser | None = None,
+        format: str = "function_calling",
+        interactions: Sequence[Interaction] | Mapping[str, Interaction] = (),
+        max_assistant_turns: int | None = None,
+        max_user_turns: int | None = None,
+        max_parallel_calls: int = 1,
+        max_tokens_per_turn: int | None = None,
+        seconds_per_call: float = 30.0,
+        max_tool_response_length: int = 256,
+        tool_response_truncate_side: str = "middle",
+        tool_role: str | None = None,
+        name: str = "tool_agent",
+    ) -> None:
+        require(format in ("function_calling", "react"), "format", expected="function_calling or react", found=format)
+        limits = {
+            "max_assistant_turns": max_assistant_turns,
+            "max_user_turns": max_user_turns,
+            "max_parallel_calls": max_parallel_calls,
+            "max_tokens_per_turn": max_tokens_per_turn,
+        }
+        for key, value in limits.items():
+            require(value is None or value >= 1, key, expected="≥ 1, or None", found=value)
+        if tools and parser is None and format == "function_calling":
+            raise SettingError(message("tool_agent has tools and no parser", do="give parser=, or format='react'"))
+        self.name = name
+        self.format = format
+        self.max_assistant_turns, self.max_user_turns = max_assistant_turns, max_user_turns
+        self.max_parallel_calls, self.max_tokens_per_turn = max_parallel_calls, max_tokens_per_turn
+        self.seconds_per_call = seconds_per_call
+        self.max_tool_response_length = max_tool_response_length
+        self.tool_response_truncate_side = tool_response_truncate_side
+        self.tool_role = tool_role or ("user" if format == "react" else "tool")
+        self._parser = parser or (ReActParser() if tools else None)
+        self._box = Toolbox(
+            tools,
+            seconds_per_call=seconds_per_call,
+            max_tool_response_length=max_tool_response_length,
+            truncate_side=tool_response_truncate_side,
+        )
+        listed = list(interactions.values()) if isinstance(interactions, Mapping) else list(interactions)
+        self._interactions = dict(interactions) if isinstance(interactions, Mapping) else {i.name: i for i in listed}
+        if len(self._interactions) < len(listed):
+            raise SettingError(message("interactions", expected="names that differ", found=[i.name for i in listed]))
+        self._tokens: tuple[Any, TurnTokens] | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Limits, the tools' schemas, the names of parser and interactions."""
+        return {
+            **super().describe(),
+            "tools": self._box.schemas,
+            "parser": type(self._parser).__name__ if self._parser else None,
+            "interactions": sorted(self._interactions),
+        }
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name}: {', '.join((*self._box.tools, *self._interactions)) or 'no tools'})"
+
+    def prepare(self, sampler: Sampler) -> None:
+        """Raises `SettingError`, naming the chat template, where turns cannot be appended with it."""
+        if self._tokens is not None and self._tokens[0] is sampler.tokenizer:
+            return
+        roles = [*([self.tool_role] if self._box.tools else []), *(["user"] if self._interactions else [])]
+        shown = self._box.schemas if self.format == "function_calling" else []
+        switches = getattr(sampler, "template_switches", {})
+        made = TurnTokens(sampler.tokenizer, tools=shown, roles=list(dict.fromkeys(roles)), **switches)
+        self._tokens = (sampler.tokenizer, made)
+
+    @property
+    def tokens(self) -> TurnTokens:
+        """How turns become tokens, by the sampler's template."""
+        if self._tokens is None:
+            self.prepare(self.episode.sampler)
+        assert self._tokens is not None
+        return self._tokens[1]
+
+    # --- one episode ---------------------------------------------------------------------------
+
+    async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
+        """Reads `raw_prompt`, and of `extra_info` `interaction_kwargs` and `tools_kwargs`."""
+        standing = self.start(sampling_params, **row)
+        try:
+            while standing.state is not AgentState.TERMINATED:
+                await self.advance(standing)
+                if self.episode.progress is not None:
+                    self.episode.progress(standing.transcript)
+        except BaseException:
+            await self.close(standing)
+            raise
+        return await self.finish(standing)
+
+    def start(self, sampling_params: Mapping[str, Any], **row: Any) -> Standing:
+        """The episode before its first turn. Raises `DataError` for an interaction that there is not."""
+        messages = [dict(one) for one in _chat(row["raw_prompt"])]
+        if self.format == "react" and self._box.tools:
+            messages[0]["content"] = react.instructions(self._box.schemas) + str(messages[0]["content"])
+        sampling = dict(sampling_params)
+        if self.format == "react" and self._box.tools:
+            sampling["stop"] = tuple(dict.fromkeys((*sampling.get("stop", ()), react.STOP)))
+        interaction, given = self._chosen(row)
+        return Standing(
+            row=row,
+            sampling=sampling,
+            messages=messages,
+            transcript=Transcript(self.tokens.prompt(messages), int(sampling["max_tokens"])),
+            tools=self._box.opened(self.episode.name, row),
+            interaction=interaction,
+            given=given,
+        )
+
+    async def advance(self, standing: Standing) -> AgentState:
+        """One state further; the new one is in `standing.state`, too."""
+        doing = {
+            AgentState.PENDING: self._begin,
+            AgentState.GENERATING: self._generate,
+            AgentState.PROCESSING_TOOLS: self._call,
+            AgentState.INTERACTING: self._interact,
+        }
+        if standing.state in doing:
+            standing.state = await doing[standing.state](standing)
+        return standing.state
+
+    async def finish(self, standing: Standing) -> AgentLoopOutput:
+        """What the episode has become; its tools and its user are let go."""
+        rewards = await self.close(standing)
+        errors = [*standing.errors, *standing.tools.errors]
+        standing.transcript.tool_seconds = standing.tools.seconds
+        return standing.transcript.output(self.episode, tool_totals=rewards, errors=errors)
+
+    async def close(self, standing: Standing) -> dict[str, float]:
+        """Let tools and user go, also when the episode was cancelled; twice is fine. The tools' rewards of the episode."""
+        instance, standing.instance = standing.instance, None
+        try:
+            return await standing.tools.close()
+        finally:
+            if standing.interaction is not None and instance is not None:
+                try:
+                    await within(standing.interaction.finalize_interaction(instance), END_SECONDS)
+                except Exception as error:  # noqa: BLE001 - foreign code; the record says it
+                    standing.errors.append(f"finalize_interaction: {first_line(error)}")
+
+    async def _begin(self, standing: Standing) -> AgentState:
+        if standing.interaction is None:
+            return AgentState.GENERATING
+        # the id is there before its first call, so that what fails or is cancelled half-way is finalised all the same
+        standing.instance = self.episode.name
+        try:
+            started = standing.interaction.start_interaction(standing.instance, **standing.given)
+            standing.instance = await within(started, self.seconds_per_call) or standing.instance
+        except Exception as error:  # noqa: BLE001 - a row's user, not the run
+            return self._broken(standing, f"start_interaction: {first_line(error)}")
+        return AgentState.GENERATING
+
+    async def _generate(self, standing: Standing) -> AgentState:
+        said = standing.transcript
+        longest = min(said.room, self.max_tokens_per_turn or said.room)
+        sample = await self.generate(said.context, standing.sampling, max_tokens=longest)
+        text = self.tokenizer.decode(list(sample.ids), skip_special_tokens=True)
+        short = sample.finish_reason == "length"
+        said.say(sample, text, cut=f"cut short at {longest} tokens" if short else "")
+        standing.messages.append({"role": "assistant", "content": text})
+        standing.calls = self._found(standing, sample.ids)
+        said.reason = sample.finish_reason
+        if sample.finish_reason == "abort" or said.room <= 0:
+            return await self._ended(standing, "abort" if sample.finish_reason == "abort" else "length")
+        if self._at_limit(said):
+            return await self._ended(standing, "turns" if standing.calls or standing.interaction else None)
+        if standing.calls:
+            return AgentState.PROCESSING_TOOLS
+        return AgentState.INTERACTING if standing.interaction is not None else AgentState.TERMINATED
+
+    async def _call(self, standing: Standing) -> AgentState:
+        said, asked = standing.transcript, standing.calls
+        run, ignored = asked[: self.max_parallel_calls], asked[self.max_parallel_calls :]
+        records = await _together([standing.tools.call(call) for call in run])
+        more = [ToolCall(call.name, call.arguments, "ignored") for call in ignored]
+        said.note(calls=(*records, *more))
+        standing.calls = []
+        prefix = "Observation: " if self.format == "react" else ""
+        messages = [
+            {"role": self.tool_role, "content": prefix + one.result, **({"name": one.name} if not prefix else {})}
+            for one in records
+        ]
+        cut = "; ".join(f"{one.name}: {one.cut}" for one in records if one.cut)
+        return self._heard(standing, "tool", messages, cut)
+
+    async def _interact(self, standing: Standing) -> AgentState:
+        stop, text = await self._judged(standing)
+        if standing.state is AgentState.TERMINATED or stop:
+            return AgentState.TERMINATED
+        return self._heard(standing, "user", [{"role": "user", "content": text}], "")
+
+    def _heard(self, standing: Standing, role: str, messages: list[dict[str, Any]], cut: str) -> AgentState:
+        said = standing.transcript
+        last = said.turns[-1]
+        ids = self.tokens.delta(messages, said.ids[last.first : last.last + 1])
+        standing.messages += messages
+        if said.hear(role, "\n".join(str(one["content"]) for one in messages), ids, cut=cut):
+            return AgentState.GENERATING
+        said.reason = "length"
+        return AgentState.TERMINATED
+
+    async def _judged(self, standing: Standing) -> tuple[bool, str]:
+        """(stop, feedback) of the simulated user, whose score is noted at the assistant's turn."""
+        assert standing.interaction is not None and standing.instance is not None
+        try:
+            asked = standing.interaction.generate_response(
+                standing.instance, [dict(one) for one in standing.messages], **standing.given
+            )
+            stop, text, score, extra = await within(asked, self.seconds_per_call)
+            if not isinstance(stop, bool) or isinstance(score, str) or (score is not None and not math.isfinite(score)):
+                raise TypeError(f"expected (bool, text, finite number, dict), got stop={stop!r}, score={score!r}")
+        except Exception as error:  # noqa: BLE001 - a row's user, not the run
+            standing.state = self._broken(standing, f"generate_response: {first_line(error)}")
+            return True, ""
+        standing.transcript.note(score=None if score is None else float(score), extra=dict(extra or {}))
+        return stop, str(text)
+
+    async def _ended(self, standing: Standing, reason: str | None) -> AgentState:
+        """At a limit: calls are not run, a user still judges, and neither is answered any more."""
+        said = standing.transcript
+        if reason is not None:
+            said.reason = reason
+        if standing.calls:
+            said.note(calls=tuple(ToolCall(call.name, call.arguments, "not run") for call in standing.calls))
+        elif standing.interaction is not None and reason != "abort":
+            stop, text = await self._judged(standing)
+            if stop and said.reason == "turns":
+                said.reason = "stop"
+            elif text:
+                said.note(cut="; ".join(filter(None, (said.turns[-1].cut, f"the user's answer was left out: {text}"))))
+        return AgentState.TERMINATED
+
+    def _broken(self, standing: Standing, why: str) -> AgentState:
+        standing.errors.append(why)
+        standing.transcript.reason = "abort"
+        if standing.transcript.turns:
+            standing.transcript.note(error=why)
+        return AgentState.TERMINATED
+
+    def _at_limit(self, said: Transcript) -> bool:
+        spoken, heard = said.count("assistant"), said.count("tool", "user")
+        return (self.max_assistant_turns is not None and spoken >= self.max_assistant_turns) or (
+            self.max_user_turns is not None and heard >= self.max_user_turns
+        )
+
+    def _found(self, standing: Standing, ids: Sequence[int]) -> list[FunctionCall]:
+        if self._parser is None or not self._box.tools:
+            return []
+        # special tokens stay: some models write their calls with them; the end of the text is none of the call
+        written = list(ids)
+        if written and written[-1] == self.tokenizer.eos_token_id:
+            written.pop()
+        text = self.tokenizer.decode(written, skip_special_tokens=False)
+        try:
+            return list(self._parser.extract_tool_calls(text, self._box.schemas)[1])
+        except Exception as error:  # noqa: BLE001 - what a model wrote is a row's data, whatever it does to a parser
+            why = f"the parser failed: {first_line(error)}"
+            standing.errors.append(why)
+            standing.transcript.note(error=why)
+            return []
+
+    def _chosen(self, row: Mapping[str, Any]) -> tuple[Interaction | None, dict[str, Any]]:
+        given = dict((row.get("extra_info") or {}).get("interaction_kwargs") or {})
+        if not self._interactions or not given:
+            return None, {}
+        name = given.pop("name", None)
+        if name is None and len(self._interactions) == 1:
+            name = next(iter(self._interactions))
+        if name not in self._interactions:
+            raise DataError(unknown("interaction", str(name), self._interactions))
+        return self._interactions[name], given
+
+
+async def _together(calls: Sequence[Any]) -> list[ToolCall]:
+    return list(await asyncio.gather(*calls))
+
+
+def _chat(prompt: Any) -> list[Mapping[str, Any]]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise DataError(message("raw_prompt", expected="a chat with a message in it", found=describe(prompt)))
+    return list(prompt)

@@ -1,0 +1,212 @@
+"""Rollout by agents: every row is an episode of turns, all of a batch's episodes are under way at once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import torch
+
+from workbench import background
+from workbench.agents.episode import Episode, LockStep
+from workbench.agents.loop import Loops
+from workbench.agents.protocol import AgentLoopOutput
+from workbench.dataproto import DataProto
+from workbench.engines.protocol import Sample, Sampler, SamplingSettings
+from workbench.errors import boundary
+from workbench.metrics import Metric
+from workbench.stages.rollout import Rollout, columns_of
+from workbench.stages.stage import Outcome, spread
+
+_STABLE = ("turn_scores", "tool_rewards", "num_tool_calls")
+
+
+class EpisodeRollout(Rollout):
+    """`Rollout` with an agent loop in the place of one response: P rows in, P·G episodes out.
+
+    `agent` is a loop, a registered name, or a mapping of names to loops; a row's column `agent_name` chooses among them
+    and the registered ones, `default_agent` runs rows without one. `sampling.max_tokens` is the length of the whole response,
+    tool and user tokens included. Turn n of a row is sampled from the seed of (run seed, `purpose`, step, uid, sample, n,
+    0): a single turn gives what `Rollout` gives.
+
+    With `deterministic=True` all episodes sample their n-th turn as one wave before any samples its next, so that the same
+    seed gives the same bits on a CPU, however long tools take (one that is over its time in one of two runs is another
+    episode); without it the same tokens barring float ties, and nobody waits for the slowest tool.
+
+    `response_text` holds tool and user text, too, as in verl; `turns` tells them apart. A loop of your own that raises ends the
+    step, naming the row; what tools and simulated users do is in the row's transcript.
+    """
+
+    writes: tuple[str, ...] = (
+        *Rollout.writes,
+        "num_turns",
+        "num_tool_calls",
+        "turns",
+        "turn_scores",
+        "tool_rewards",
+        "agent_extra",
+    )
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        agent: Any,
+        default_agent: str | None = None,
+        deterministic: bool = False,
+        group_size: int = 8,
+        sampling: SamplingSettings | None = None,
+        purpose: str = "rollout",
+        greedy_baseline: bool = False,
+    ) -> None:
+        super().__init__(
+            sampler, group_size=group_size, sampling=sampling, purpose=purpose, greedy_baseline=greedy_baseline
+        )
+        self._loops = Loops(agent, default_agent)
+        self._loops.named(None).prepare(sampler)
+        self.default_agent = default_agent
+        self.deterministic = deterministic
+
+    @property
+    def loops(self) -> Loops:
+        """What runs the episodes."""
+        return self._loops
+
+    def settings(self) -> dict[str, Any]:
+        """The rollout's, and the loops'."""
+        mine = {"agent": self._loops.describe(), "default_agent": self._loops.default}
+        return {**super().settings(), **mine, "deterministic": self.deterministic}
+
+    @property
+    def blank(self) -> dict[str, Any]:
+        """The rollout's, and those of an episode in which nobody was asked anything."""
+        return {**super().blank, **_objects(AgentLoopOutput((0,), (), (), ()))}
+
+    def __call__(self, batch: DataProto) -> Outcome:
+        """P rows in, P·G rows out (P·(G + 1) with a greedy baseline)."""
+        each = self.group_size + self.greedy_baseline
+        rows = torch.arange(len(batch)).repeat_interleave(each)
+        names = batch.non_tensor_batch["agent_name"] if "agent_name" in batch else itertools.repeat(None, len(batch))
+        loops = [self._loops.named(name) for name in names]
+        for loop in {id(one): one for one in loops}.values():
+            loop.prepare(self._sampler)
+        steps = LockStep(self._sampler, range(len(rows))) if self.deterministic else None
+        told = self._told(batch, rows)
+        runs = [
+            self._run(batch, loops[int(row)], int(row), index, index % each, steps, told)
+            for index, row in enumerate(rows)
+        ]
+        outputs = background.run(_all(runs))
+        columns = self._columns(outputs)
+        if self.greedy_baseline:
+            columns["greedy"] = (torch.arange(len(rows)) % each) == self.group_size
+        path = getattr(self._sampler, "path", None)  # whose tokenizer a viewer may open
+        named = {} if path is None else {"model": str(path)}
+        repeated = batch.repeat(each, interleave=True).with_meta(group_size=each, **named)
+        metrics = {**self._metrics(columns), **agent_metrics(outputs)}
+        return Outcome(self.written(repeated, columns), metrics, rows)
+
+    async def _run(
+        self,
+        batch: DataProto,
+        loop: Any,
+        row: int,
+        index: int,
+        sample: int,
+        steps: LockStep | None,
+        told: Callable[[int, AgentLoopOutput], None],
+    ) -> AgentLoopOutput:
+        meta, uid = batch.meta_info, batch["uid"][row]
+        greedy = self.greedy_baseline and sample == self.group_size
+        sampling = self.sampling.replace(temperature=0.0) if greedy else self.sampling
+        episode = Episode(
+            self._sampler,
+            uid=uid,
+            sample=sample,
+            run_seed=meta.get("seed", 0),
+            purpose=self.purpose,
+            step=meta.get("step", 0),
+            row=index,
+            max_prompt_length=meta.get("max_prompt_length"),
+            lock_step=steps,
+        )
+        columns = {name: batch.non_tensor_batch[name][row] for name in batch.non_tensor_batch}
+        try:
+            with boundary(f"agent loop {loop.name or type(loop).__name__!r}, row {index} (uid {uid}),"):
+                output = await loop.bound(episode).run(sampling.to_dict(), **columns)
+        finally:
+            if steps is not None:
+                steps.leave(index)
+        told(index, output)
+        return output
+
+    def _told(self, batch: DataProto, rows: torch.Tensor) -> Callable[[int, AgentLoopOutput], None]:
+        """Tells whoever waits for finished rows, with the columns that a reward may ask for."""
+        arrived = self._arrived
+        if arrived is None:
+            return lambda index, output: None
+        objects = {name: list(batch.non_tensor_batch[name]) for name in batch.non_tensor_batch}
+
+        def tell(index: int, output: AgentLoopOutput) -> None:
+            columns = {name: values[int(rows[index])] for name, values in objects.items()}
+            text = self._sampler.tokenizer.decode(list(output.response_ids), skip_special_tokens=True)
+            more = {"response_text": text, "finish_reason": output.finish_reason, **_objects(output)}
+            arrived(index, {**columns, **more}, _sample(output))
+
+        return tell
+
+    def _columns(self, outputs: Sequence[AgentLoopOutput]) -> dict[str, Any]:
+        samples = [_sample(output) for output in outputs]
+        masks = [output.response_mask for output in outputs]
+        columns = columns_of([output.prompt_ids for output in outputs], samples, self._pad_id, masks)
+        ids = [list(output.response_ids) for output in outputs]
+        columns["response_text"] = list(self._sampler.tokenizer.batch_decode(ids, skip_special_tokens=True))
+        each = [_objects(output) for output in outputs]
+        return {**columns, **{name: [one[name] for one in each] for name in each[0]}}
+
+
+def validation_rollout(rollout: Any, *, group_size: int = 1, greedy: bool = False) -> Rollout:
+    """What held-out rows are sampled with: the training rollout's sampler, settings and agents, from seeds of their own."""
+    sampling = rollout.sampling.replace(temperature=0.0) if greedy else rollout.sampling
+    changes: dict[str, Any] = {"group_size": group_size, "sampling": sampling, "purpose": "validation"}
+    if isinstance(rollout, EpisodeRollout):
+        return type(rollout)(**{**rollout.made_with, "greedy_baseline": False, **changes})
+    return Rollout(rollout.sampler, **changes)
+
+
+def agent_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
+    """verl's `agent_loop/…`: seconds an episode waited for the sampler and for tools, its turns; and its number of calls."""
+    found: dict[str, Metric] = {}
+    for name in ("generate_sequences", "tool_calls", "num_tool_calls"):
+        found |= spread(f"agent_loop/{name}", torch.tensor([output.metrics.get(name, 0.0) for output in outputs]))
+    return found | spread("agent_loop/num_turns", torch.tensor([output.num_turns for output in outputs]))
+
+
+def _objects(output: AgentLoopOutput) -> dict[str, Any]:
+    """The object columns of one row."""
+    return {
+        "num_turns": output.num_turns,
+        "num_tool_calls": int(output.extra.get("num_tool_calls", 0)),
+        "turns": [turn.to_dict() for turn in output.turns],
+        "turn_scores": list(output.extra.get("turn_scores", ())),
+        "tool_rewards": list(output.extra.get("tool_rewards", ())),
+        "agent_extra": {name: value for name, value in output.extra.items() if name not in _STABLE},
+    }
+
+
+def _sample(output: AgentLoopOutput) -> Sample:
+    return Sample(output.response_ids, output.response_logprobs, output.finish_reason, output.version)
+
+
+async def _all(runs: Sequence[Coroutine[Any, Any, AgentLoopOutput]]) -> list[AgentLoopOutput]:
+    """All at once; the first that raises, or a cancellation, ends the others, and waits until they have let go."""
+    tasks = [asyncio.ensure_future(run) for run in runs]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
