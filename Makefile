@@ -8,7 +8,8 @@ VLLM := $(VENV)/.vllm
 # one thread for tests: they start several processes, and oversubscription makes them ten times slower
 ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # two workers, each with whole files: what a file sets up (a cluster, a Lab, vLLM) is set up once
-TWO := -n 2 --dist loadfile
+# in the folders' order, since the browser's tests come first there and take longest
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
 RUN ?= runs/train_grpo-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 

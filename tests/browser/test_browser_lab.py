@@ -30,6 +30,8 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SAMPLER = "vllm" if importable(interpreter(VllmSettings())) else "local"
 SMALL = {
     "102_rewards": {"steps": 4},
+    "103_algorithms": {"updates": 2},
+    "104_what_if": {"updates": 2},
     "201_train_grpo": {"steps": 4, "batch_size": 4, "heldout_rows": 16},
     "202_train_ppo": {"steps": 4, "batch_size": 4, "heldout_rows": 16},
     "203_compare": {"steps": 2, "batch_size": 4, "heldout_rows": 8},

@@ -116,7 +116,8 @@ def test_pools_are_placed_on_two_nodes_as_the_picture_says(nodes: Nodes, token: 
         actor.call("say", "on the second node")
         assert attached.logs("actor", 1).endswith("on the second node")
         pids = [fact["pid"] for fact in (*actor.facts, *sampler.facts)]
-    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]  # at most on their way out
+    assert not psutil.wait_procs(processes, timeout=5)[1]
     assert found.answers(nodes.address) is None and nodes.process.poll() is None, "what was attached to runs on"
     with cluster(nodes.address) as again:
         assert all(node.free_cpus == node.cpus for node in again.status().nodes), "everything was given back"

@@ -57,6 +57,8 @@ def leftovers() -> list[str]:
     found, me = [], os.getpid()
     for process in psutil.process_iter(["uids", "cmdline"]):
         uids, command = process.info["uids"], process.info["cmdline"] or []
+        if not command:  # a zombie: it has ended
+            continue
         if (uids and uids.real == tiers.UID) or "main.py" in command[-1:]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 above = [one.pid for one in process.parents()]
