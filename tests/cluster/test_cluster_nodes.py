@@ -116,7 +116,7 @@ def test_pools_are_placed_on_two_nodes_as_the_picture_says(nodes: Nodes, token: 
         actor.call("say", "on the second node")
         assert attached.logs("actor", 1).endswith("on the second node")
         pids = [fact["pid"] for fact in (*actor.facts, *sampler.facts)]
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]  # at most on their way out
+    processes = [one for one in psutil.process_iter() if one.pid in pids]  # at most on their way out
     assert not psutil.wait_procs(processes, timeout=5)[1]
     assert found.answers(nodes.address) is None and nodes.process.poll() is None, "what was attached to runs on"
     with cluster(nodes.address) as again:
