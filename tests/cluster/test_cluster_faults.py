@@ -387,4 +387,4 @@ def test_E12_the_dashboard_refuses_what_a_page_sends(local: Cluster) -> None:
                 for path in ("/api/version", "/api/jobs/", "/nodes?view=summary", "/api/v0/actors"):
                     assert client.get(path, headers=headers).status_code in (401, 403), (path, headers)
             assert "Access-Control-Allow-Origin" not in client.get("/", headers=page).headers
-            assert client.get("/api/jobs/", headers=token).json() == []
+            assert [one for one in client.get("/api/jobs/", headers=token).json() if one["type"] != "DRIVER"] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -214,8 +215,8 @@ def _quiet() -> Iterator[None]:
 
 def _require_dashboard() -> None:
     """Without its packages Ray starts a dashboard that has no page, and says nothing."""
-    lacking = [name for name in ("aiohttp", "aiohttp_cors", "colorful", "opencensus", "prometheus_client", "py_spy")
-               if importlib.util.find_spec(name) is None]  # fmt: skip
+    lacking = [name for name in ("aiohttp", "aiohttp_cors", "colorful", "opencensus", "prometheus_client")
+               if name not in sys.modules and importlib.util.find_spec(name) is None]  # fmt: skip
     if lacking:
         raise SettingError(
             message(
