@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,11 +80,7 @@ class LocalEngine:
 
     def sample_many(self, requests: Sequence[Request]) -> list[Sample]:
         """All responses, in order: the synchronous door."""
-
-        async def gather() -> list[Sample]:
-            return list(await asyncio.gather(*(self.sample(request) for request in requests)))
-
-        return background.run(gather())
+        return background.run_all(self.sample, requests)
 
     # --- LogProbModel -----------------------------------------------------------------------
 

@@ -120,11 +120,7 @@ class RemoteSampler:
 
     def sample_many(self, requests: Sequence[Request]) -> list[Sample]:
         """All responses, in order: the synchronous door."""
-
-        async def gather() -> list[Sample]:
-            return list(await asyncio.gather(*(self.sample(request) for request in requests)))
-
-        return background.run(gather())
+        return background.run_all(self.sample, requests)
 
     async def _sample(self, request: Request) -> Sample:
         while not self._open.is_set():
