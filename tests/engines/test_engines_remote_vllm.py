@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -43,12 +44,19 @@ real = pytest.mark.skipif(
 slow = pytest.mark.slow
 
 
+def free_port() -> int:
+    """One that nobody is given by the system meanwhile: below the range that it gives from. vLLM binds it half a minute later."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 @contextlib.contextmanager
 def started(folder: Path, *changes: tuple[str, str], extension: bool = True) -> Iterator[tuple[str, int]]:
     """A server by `server_command`, some of its words changed; ended with all that it started."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     python = interpreter(VllmSettings())
     command = server_command(
         TINY, folder / "ext" if extension else None, port=port, cpu=True, max_model_len=256, kv_cache_memory_mb=64, python=python
