@@ -125,8 +125,8 @@ class Fake:
     template_switches: Mapping[str, Any] = {}
     max_length = 128
 
-    def __init__(self, fail: Exception | None = None, stale: bool = False) -> None:
-        self.fail, self.stale, self.starts, self.version, self.asked = fail, stale, 1, 0, 0
+    def __init__(self, fail: Exception | None = None, deaf: bool = False) -> None:
+        self.fail, self.deaf, self.starts, self.version, self.asked = fail, deaf, 1, 0, 0
         self.start_error: Exception | None = None
 
     async def sample(self, request: Request) -> Sample:
@@ -137,7 +137,7 @@ class Fake:
         return Sample((1,), (-1.0,), "stop", self.version)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        if not self.stale:
+        if not self.deaf:
             self.version = version
 
     def restart(self) -> None:
@@ -234,7 +234,7 @@ def test_B6_none_left_is_the_original_error() -> None:
 
 def test_B4_weights_that_were_not_taken_are_not_served(folder: Path) -> None:
     """A missed sync: the version on every sample is held against the one that was pushed."""
-    learner, stale = local(folder), Fake(stale=True)
+    learner, stale = local(folder), Fake(deaf=True)
     stale.tokenizer = learner.tokenizer
     engine = paired(learner, stale)
     engine.sample_many(requests(1))  # version 0 is what it has
