@@ -164,7 +164,8 @@ def soak(local: Cluster, scratch: Path, steps: int, seconds: tuple[float, float]
     assert not left["scratch"] - before["scratch"]
     mine = [worker["pid"] for worker in where.workers]
     where.close()
-    assert not [pid for pid in (*killer.killed, *mine) if psutil.pid_exists(pid)]
+    left = [one for one in psutil.process_iter() if one.pid in (*killer.killed, *mine)]
+    assert not psutil.wait_procs(left, timeout=10)[1]  # some may be on their way out
     assert within(10, lambda: local.status().nodes[0].store_used < 20 << 20)
     del start, learner, pipe
     footprint()  # collects
