@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from workbench.compare import Comparison, compare
 from workbench.dataproto import DataProto
 from workbench.errors import PipelineError, message
@@ -97,6 +99,7 @@ class Stepper:
         stage = self._pipeline[self.position]
         forget_last_error()  # an interrupted cell holds its locals, until here
         self._align()
+        gradients = torch.is_grad_enabled()
         try:
             phase = self._reusable(stage)
             if phase is None:
@@ -108,6 +111,7 @@ class Stepper:
             # one statement without a call: an interrupt comes before both or after both
             self._trace, self._standings = trace, standings
         except BaseException:
+            torch.set_grad_enabled(gradients)  # an interrupt at the end of a `no_grad` leaves them off
             # weights and controllers of where it stands: an update half-way has moved them; workers that died are
             # started again when they are needed, not while their error waits to be told
             self._align(lost=False)

@@ -140,8 +140,16 @@ class TestVllm:
         after = engine.sample_many(requests)
         assert gap(learner, requests, after) < TOLERANCE and {one.version for one in after} == {1}
 
-    def test_a_push_waits_for_the_rows_before_it(self, engine: VllmEngine) -> None:
+    def test_a_push_waits_for_the_rows_before_it(self, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         """A row is written by one version, whatever was under way."""
+        ask, pushing = engine._ask, threading.Event()
+
+        def heard(kind: str, **content: Any) -> Any:
+            answer = ask(kind, **content)
+            if kind == "load":
+                pushing.set()
+            return answer
+
         old, new = local("data/tiny-arith"), moved(local("data/tiny-arith", lr=1e-3))
         engine.sync(old)
         requests = asked(engine, ignore_eos=True, max_tokens=100)
@@ -149,10 +157,13 @@ class TestVllm:
         async def beside() -> list[Sample]:
             first = [asyncio.ensure_future(engine.sample(one)) for one in requests]
             await asyncio.sleep(0.1)
-            pushed = asyncio.to_thread(engine.load_weights, weights_of(new), 7)
-            _, second = await asyncio.gather(pushed, _later(engine, requests))
+            pushed = asyncio.ensure_future(asyncio.to_thread(engine.load_weights, weights_of(new), 7))
+            assert await asyncio.to_thread(pushing.wait, 60)
+            second = await asyncio.gather(*(engine.sample(one) for one in requests))
+            await pushed
             return [*await asyncio.gather(*first), *second]
 
+        monkeypatch.setattr(engine, "_ask", heard)
         found = background.run(beside())
         assert [one.version for one in found] == [0] * len(requests) + [7] * len(requests)
         assert gap(old, requests, found[: len(requests)]) < TOLERANCE
@@ -229,11 +240,6 @@ class TestVllm:
             )
         )
         assert answer.tokens <= 8 and answer.text
-
-
-async def _later(engine: VllmEngine, requests: list[Request]) -> list[Sample]:
-    await asyncio.sleep(0.05)
-    return list(await asyncio.gather(*(engine.sample(one) for one in requests)))
 
 
 @needs_vllm
