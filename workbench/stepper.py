@@ -8,17 +8,19 @@ s.compare(t)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from workbench.agents import EpisodeStepper
 from workbench.compare import Comparison, compare
 from workbench.dataproto import DataProto
 from workbench.errors import PipelineError, message
 from workbench.memory import forget_last_error
+from workbench.metrics import reduce
 from workbench.snapshots import Snapshots, states
-from workbench.stages import Pipeline, Stage
+from workbench.stages import EpisodeRollout, Pipeline, Stage
 from workbench.trace import Phase, Trace, perform, unchanged
 from workbench.what_if import WhatIf, what_if
 
@@ -202,6 +204,50 @@ class Stepper:
         self._align()
         return what_if(self._pipeline, self.batch, updates=updates, probe=probe, **changes)
 
+    # --- episodes -------------------------------------------------------------------------
+
+    def episode(self, row: int) -> EpisodeStepper:
+        """The episode of one of the rollout's rows, turn by turn: go back in it, say a turn by hand, run on; see `put`.
+
+        After the rollout it stands at the end of what was sampled, before it at the beginning of what will be; the stepper
+        stays where it is. Raises `PipelineError` where the rollout has no agent, and `IndexError` for such a row.
+        """
+        stage = self._agents()
+        fork = self.fork()
+        if stage.name not in self._trace.names:
+            return stage.episode(self.batch, row, ready=fork._align)
+        fork.back(to=stage.name)
+        made, before = self._trace[stage.name].batch, self._trace.before(stage.name)
+        return stage.episode(before, row, recorded=made, ready=fork._align)
+
+    def put(self, *episodes: EpisodeStepper) -> Stepper:
+        """A fork that stands after the rollout with these episodes in their rows; run on, and compare.
+
+        `t = s.put(s.episode(3).replace(1, "41").run()).run(); s.compare(t)`. Raises `PipelineError` before the rollout.
+        """
+        stage = self._agents()
+        if stage.name not in self._trace.names:
+            raise PipelineError(message("there are no episodes yet", do=f"run(until={stage.name!r}) first"))
+        phase, before = self._trace[stage.name], self._trace.before(stage.name)
+        outcome = stage.rewritten(before, phase.batch, {one.row: one.output for one in episodes})
+        edited = {"edited_rows": ", ".join(str(one.row) for one in episodes)}
+        changed = replace(
+            phase,
+            batch=outcome.batch,
+            metrics={**phase.metrics, **reduce([outcome.metrics])},
+            settings={**phase.settings, **edited},
+        )
+        position = self._trace.names.index(stage.name)
+        return self.fork().back(to=stage.name).after(self._trace.first(position).add(changed))
+
+    def _agents(self) -> EpisodeRollout:
+        for stage in self._pipeline:
+            if isinstance(stage, EpisodeRollout):
+                return stage
+        raise PipelineError(
+            message("this pipeline has no episodes", expected="a rollout by agents", do="make the recipe with agent=…")
+        )
+
     # --- inside ---------------------------------------------------------------------------
 
     def _standing(self) -> Stood:
@@ -263,14 +309,4 @@ class Stepper:
 
 
 def _marked(phase: Phase, batch: DataProto) -> Phase:
-    return Phase(
-        stage=phase.stage,
-        batch=batch,
-        wrote=phase.wrote,
-        metrics=phase.metrics,
-        settings=phase.settings,
-        source=phase.source,
-        seconds=0.0,
-        rows=phase.rows,
-        reused=True,
-    )
+    return replace(phase, batch=batch, seconds=0.0, reused=True)

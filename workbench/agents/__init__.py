@@ -16,6 +16,7 @@ from workbench.agents.protocol import (
     Turn,
 )
 from workbench.agents.single_turn import SingleTurn
+from workbench.agents.stepping import EpisodeStepper
 from workbench.agents.tokens import TurnTokens
 from workbench.agents.tool_agent import AgentState, Standing, ToolAgent
 
@@ -25,6 +26,7 @@ __all__ = [
     "AgentLoopOutput",
     "AgentState",
     "Episode",
+    "EpisodeStepper",
     "FunctionCall",
     "Interaction",
     "LockStep",

@@ -90,6 +90,10 @@ class Episode:
     """Told of the episode after each of its states, by loops that can."""
     turn: int = 0
     """How many turns were sampled."""
+    attempt: int = 0
+    """Of the next turn: another one gives another sample from the same place."""
+    opening: int = 0
+    """How often its tools and its user were opened again, by whoever steps it."""
     seconds: float = 0.0
     """Spent waiting for the sampler."""
     versions: list[int] = field(default_factory=list)
@@ -97,21 +101,22 @@ class Episode:
     @property
     def name(self) -> str:
         """Unique among a batch's episodes, and the same when the step is repeated: an instance's id."""
-        return f"{self.purpose}-{self.step}-{self.uid}-{self.sample}-{self.row}"
+        again = f"~{self.opening}" if self.opening else ""
+        return f"{self.purpose}-{self.step}-{self.uid}-{self.sample}-{self.row}{again}"
 
     def seed(self, turn: int, attempt: int = 0) -> int:
         """The seed of one turn: (run seed, purpose, step, uid, sample, turn, attempt), as `seeds.derive` has it."""
         return derive(self.run_seed, self.purpose, self.step, self.uid, self.sample, turn, attempt)
 
     async def generate(
-        self, ids: Sequence[int], sampling: SamplingSettings | Mapping[str, Any], *, attempt: int = 0
+        self, ids: Sequence[int], sampling: SamplingSettings | Mapping[str, Any], *, attempt: int | None = None
     ) -> Sample:
         """The episode's next turn after `ids`. Raises `DataError` for a first prompt that is empty or too long."""
         turn, self.turn = self.turn, self.turn + 1
         if turn == 0:
             self._fits(len(ids))
         settings = sampling if isinstance(sampling, SamplingSettings) else SamplingSettings.from_parameters(sampling)
-        request = Request(tuple(ids), settings, self.seed(turn, attempt))
+        request = Request(tuple(ids), settings, self.seed(turn, self.attempt if attempt is None else attempt))
         began = time.perf_counter()
         try:
             if self.lock_step is not None:
@@ -176,6 +181,20 @@ class Transcript:
         self._put(role, text, ids, [0.0] * len(ids), 0, cut)
         return True
 
+    def copy(self) -> Transcript:
+        """One that grows by itself."""
+        kept: dict[str, Any] = {name: list(getattr(self, name)) for name in ("ids", "mask", "log_probs", "turns")}
+        return replace(self, **kept)
+
+    def first(self, count: int) -> Transcript:
+        """As it stood when `count` turns had been said, and nobody had answered the last of them."""
+        turns = list(self.turns[:count])
+        if turns and turns[-1].role == "assistant" and count < len(self.turns):
+            turns[-1] = replace(turns[-1], calls=(), score=None, error="", extra={})
+        end = turns[-1].last + 1 if turns else 0
+        kept: dict[str, Any] = {"ids": self.ids[:end], "mask": self.mask[:end], "log_probs": self.log_probs[:end]}
+        return replace(self, **kept, turns=turns, reason=self.reason if count == len(self.turns) else "stop")
+
     def note(self, **changes: Any) -> None:
         """Change the record of the last turn: its calls, score, error."""
         self.turns[-1] = replace(self.turns[-1], **changes)
@@ -191,7 +210,7 @@ class Transcript:
     def output(self, episode: Episode, **extra: Any) -> AgentLoopOutput:
         """The episode as it stands, with verl's stable extra keys."""
         calls = [call for one in self.turns for call in one.calls]
-        ran = [call for call in calls if call.status not in ("ignored", "not run")]
+        ran = [call for call in calls if call.ran]
         said, heard = sum(one.role == "assistant" for one in self.turns), self.count("tool", "user")
         versions = episode.versions or [episode.sampler.version]
         return AgentLoopOutput(

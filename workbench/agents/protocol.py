@@ -58,6 +58,11 @@ class ToolCall:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """What else the tool said of the call."""
 
+    @property
+    def ran(self) -> bool:
+        """Whether anybody was asked, or somebody answered in a tool's place."""
+        return self.status not in ("ignored", "not run")
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -80,6 +85,19 @@ class Turn:
     error: str = ""
     """What failed while the turn was answered."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    edited: bool = False
+    """Written by hand: nobody was asked."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Turn:
+        """What `to_dict` gave. Raises `DataError` for what is none."""
+        try:
+            calls = tuple(ToolCall(**call) for call in values.get("calls", ()))
+            return cls(**{**values, "calls": calls})
+        except (TypeError, AttributeError) as cause:
+            raise DataError(
+                message("a turn of a transcript", expected="what Turn.to_dict gives", found=str(cause))
+            ) from cause
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values alone, so that a transcript can be saved, and can reach a reward in another process.

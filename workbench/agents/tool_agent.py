@@ -17,7 +17,7 @@ from workbench.agents.parsers import ReActParser
 from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Interaction, Tool, ToolCall, ToolParser
 from workbench.agents.tokens import TurnTokens
 from workbench.config import require
-from workbench.engines.protocol import Sampler
+from workbench.engines.protocol import Sample, Sampler
 from workbench.errors import DataError, SettingError, describe, first_line, message, unknown
 
 
@@ -181,15 +181,19 @@ class ToolAgent(AgentLoopBase):
             sampling=sampling,
             messages=messages,
             transcript=Transcript(self.tokens.prompt(messages), int(sampling["max_tokens"])),
-            tools=self._box.opened(self.episode.name, row),
+            tools=self.opened(row),
             interaction=interaction,
             given=given,
         )
 
+    def opened(self, row: Mapping[str, Any]) -> OpenTools:
+        """The episode's own tools; each is made when it is first called."""
+        return self._box.opened(self.episode.name, row)
+
     async def advance(self, standing: Standing) -> AgentState:
         """One state further; the new one is in `standing.state`, too."""
         doing = {
-            AgentState.PENDING: self._begin,
+            AgentState.PENDING: self.begin,
             AgentState.GENERATING: self._generate,
             AgentState.PROCESSING_TOOLS: self._call,
             AgentState.INTERACTING: self._interact,
@@ -217,7 +221,8 @@ class ToolAgent(AgentLoopBase):
                 except Exception as error:  # noqa: BLE001 - foreign code; the record says it
                     standing.errors.append(f"finalize_interaction: {first_line(error)}")
 
-    async def _begin(self, standing: Standing) -> AgentState:
+    async def begin(self, standing: Standing) -> AgentState:
+        """The user, where there is one, starts."""
         if standing.interaction is None:
             return AgentState.GENERATING
         # the id is there before its first call, so that what fails or is cancelled half-way is finalised all the same
@@ -233,11 +238,18 @@ class ToolAgent(AgentLoopBase):
         said = standing.transcript
         longest = min(said.room, self.max_tokens_per_turn or said.room)
         sample = await self.generate(said.context, standing.sampling, max_tokens=longest)
+        return await self.spoken(standing, sample)
+
+    async def spoken(self, standing: Standing, sample: Sample, *, edited: bool = False) -> AgentState:
+        """The model has said this, or is made to (`edited`): what follows from it."""
+        said = standing.transcript
         text = self.tokenizer.decode(list(sample.ids), skip_special_tokens=True)
         short = sample.finish_reason == "length"
-        said.say(sample, text, cut=f"cut short at {longest} tokens" if short else "")
+        said.say(sample, text, cut=f"cut short at {len(sample.ids)} tokens" if short else "")
+        if edited:
+            said.note(edited=True)
         standing.messages.append({"role": "assistant", "content": text})
-        standing.calls = self._found(standing, sample.ids)
+        standing.calls = self.parsed(standing, sample.ids)
         said.reason = sample.finish_reason
         if sample.finish_reason == "abort" or said.room <= 0:
             return await self._ended(standing, "abort" if sample.finish_reason == "abort" else "length")
@@ -248,24 +260,36 @@ class ToolAgent(AgentLoopBase):
         return AgentState.INTERACTING if standing.interaction is not None else AgentState.TERMINATED
 
     async def _call(self, standing: Standing) -> AgentState:
-        said, asked = standing.transcript, standing.calls
-        run, ignored = asked[: self.max_parallel_calls], asked[self.max_parallel_calls :]
-        records = await _together([standing.tools.call(call) for call in run])
-        more = [ToolCall(call.name, call.arguments, "ignored") for call in ignored]
-        said.note(calls=(*records, *more))
+        return self.answered(standing, await _together([standing.tools.call(call) for call in self.wanted(standing)]))
+
+    def wanted(self, standing: Standing) -> list[FunctionCall]:
+        """Of what the last turn asks for, what is run."""
+        return standing.calls[: self.max_parallel_calls]
+
+    def answered(self, standing: Standing, records: Sequence[ToolCall]) -> AgentState:
+        """The calls that were `wanted` have come to this."""
+        ignored = [ToolCall(call.name, call.arguments, "ignored") for call in standing.calls[len(records) :]]
+        standing.transcript.note(calls=(*records, *ignored))
         standing.calls = []
+        cut = "; ".join(f"{one.name}: {one.cut}" for one in records if one.cut)
+        return self._heard(standing, "tool", self.messages(records), cut)
+
+    def messages(self, records: Sequence[ToolCall]) -> list[dict[str, Any]]:
+        """What is put to the model of calls that were run."""
         prefix = "Observation: " if self.format == "react" else ""
-        messages = [
+        return [
             {"role": self.tool_role, "content": prefix + one.result, **({"name": one.name} if not prefix else {})}
             for one in records
         ]
-        cut = "; ".join(f"{one.name}: {one.cut}" for one in records if one.cut)
-        return self._heard(standing, "tool", messages, cut)
 
     async def _interact(self, standing: Standing) -> AgentState:
         stop, text = await self._judged(standing)
         if standing.state is AgentState.TERMINATED or stop:
             return AgentState.TERMINATED
+        return self.replied(standing, text)
+
+    def replied(self, standing: Standing, text: str) -> AgentState:
+        """The user has said this."""
         return self._heard(standing, "user", [{"role": "user", "content": text}], "")
 
     def _heard(self, standing: Standing, role: str, messages: list[dict[str, Any]], cut: str) -> AgentState:
@@ -322,7 +346,8 @@ class ToolAgent(AgentLoopBase):
             self.max_user_turns is not None and heard >= self.max_user_turns
         )
 
-    def _found(self, standing: Standing, ids: Sequence[int]) -> list[FunctionCall]:
+    def parsed(self, standing: Standing, ids: Sequence[int]) -> list[FunctionCall]:
+        """The calls in what the model wrote."""
         if self._parser is None or not self._box.tools:
             return []
         # special tokens stay: some models write their calls with them; the end of the text is none of the call

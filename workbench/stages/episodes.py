@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ import torch
 from workbench import background
 from workbench.agents.episode import Episode, LockStep
 from workbench.agents.loop import Loops
-from workbench.agents.protocol import AgentLoopOutput
+from workbench.agents.protocol import AgentLoopOutput, Turn
+from workbench.agents.stepping import EpisodeStepper, Place
 from workbench.dataproto import DataProto
-from workbench.engines.protocol import Sample, Sampler, SamplingSettings
+from workbench.engines.protocol import LogProbModel, Sample, Sampler, SamplingSettings
 from workbench.errors import boundary
 from workbench.metrics import Metric
 from workbench.stages.rollout import Rollout, columns_of
@@ -118,29 +119,84 @@ class EpisodeRollout(Rollout):
         steps: LockStep | None,
         told: Callable[[int, AgentLoopOutput], None],
     ) -> AgentLoopOutput:
-        meta, uid = batch.meta_info, batch["uid"][row]
-        greedy = self.greedy_baseline and sample == self.group_size
-        sampling = self.sampling.replace(temperature=0.0) if greedy else self.sampling
-        episode = Episode(
+        uid, episode = batch["uid"][row], self._episode(batch, row, index, sample)
+        episode.lock_step = steps
+        columns = {name: batch.non_tensor_batch[name][row] for name in batch.non_tensor_batch}
+        try:
+            with boundary(f"agent loop {loop.name or type(loop).__name__!r}, row {index} (uid {uid}),"):
+                output = await loop.bound(episode).run(self._sampling(sample).to_dict(), **columns)
+        finally:
+            if steps is not None:
+                steps.leave(index)
+        told(index, output)
+        return output
+
+    def _episode(self, batch: DataProto, row: int, index: int, sample: int) -> Episode:
+        meta = batch.meta_info
+        return Episode(
             self._sampler,
-            uid=uid,
+            uid=batch["uid"][row],
             sample=sample,
             run_seed=meta.get("seed", 0),
             purpose=self.purpose,
             step=meta.get("step", 0),
             row=index,
             max_prompt_length=meta.get("max_prompt_length"),
-            lock_step=steps,
         )
-        columns = {name: batch.non_tensor_batch[name][row] for name in batch.non_tensor_batch}
-        try:
-            with boundary(f"agent loop {loop.name or type(loop).__name__!r}, row {index} (uid {uid}),"):
-                output = await loop.bound(episode).run(sampling.to_dict(), **columns)
-        finally:
-            if steps is not None:
-                steps.leave(index)
-        told(index, output)
-        return output
+
+    def _sampling(self, sample: int) -> SamplingSettings:
+        greedy = self.greedy_baseline and sample == self.group_size
+        return self.sampling.replace(temperature=0.0) if greedy else self.sampling
+
+    # --- one of them by itself ------------------------------------------------------------------
+
+    def episode(
+        self, batch: DataProto, row: int, *, recorded: DataProto | None = None, ready: Callable[[], None] | None = None
+    ) -> EpisodeStepper:
+        """Row `row` of what this stage makes of `batch`, to be stepped; with `recorded`, what it made, standing at its end.
+
+        `ready` puts the weights in place, where they may have moved. Raises `IndexError` for such a row, `SettingError` where
+        the row's loop cannot be stepped.
+        """
+        each = self.group_size + self.greedy_baseline
+        if not 0 <= row < each * len(batch):
+            raise IndexError(f"row {row}: this rollout makes rows 0 to {each * len(batch) - 1}")
+        place, sample = divmod(row, each)
+        loop = self._loops.named(batch["agent_name"][place] if "agent_name" in batch else None)
+        loop.prepare(self._sampler)
+        one = batch.select_idxs(torch.tensor([place]))
+
+        def batch_of(output: AgentLoopOutput) -> DataProto:
+            path = getattr(self._sampler, "path", None)
+            return self.written(one.with_meta(model=str(path)) if path else one, self._columns([output]))
+
+        return EpisodeStepper(
+            loop,
+            self._episode(batch, place, row, sample),
+            self._sampling(sample).to_dict(),
+            {name: batch.non_tensor_batch[name][place] for name in batch.non_tensor_batch},
+            Place(row, batch_of, self._log_probs, ready or (lambda: None)),
+            None if recorded is None else recorded_output(recorded, row),
+        )
+
+    def rewritten(self, before: DataProto, after: DataProto, episodes: Mapping[int, AgentLoopOutput]) -> Outcome:
+        """`after`, which this stage made of `before`, with other episodes in some rows."""
+        outputs = [episodes.get(row) or recorded_output(after, row) for row in range(len(after))]
+        columns = self._columns(outputs)
+        if self.greedy_baseline:
+            columns["greedy"] = after["greedy"]
+        timed = ("agent_loop/generate_sequences", "agent_loop/tool_calls")
+        counted = {name: one for name, one in agent_metrics(outputs).items() if not name.startswith(timed)}
+        rows = torch.arange(len(before)).repeat_interleave(self.group_size + self.greedy_baseline)
+        return Outcome(self.written(after, columns), {**self._metrics(columns), **counted}, rows)
+
+    def _log_probs(self, context: Sequence[int], ids: Sequence[int]) -> list[float]:
+        """What the policy gives to ids that it did not write; zeros where the sampler cannot tell."""
+        if not isinstance(self._sampler, LogProbModel):
+            return [0.0] * len(ids)
+        columns = columns_of([context], [Sample(tuple(ids), (0.0,) * len(ids), "stop", 0)], self._pad_id)
+        found = self._sampler.score(DataProto.from_single_dict(columns), temperature=self.sampling.temperature or 1.0)
+        return list(found["log_probs"][0].tolist())
 
     def _told(self, batch: DataProto, rows: torch.Tensor) -> Callable[[int, AgentLoopOutput], None]:
         """Tells whoever waits for finished rows, with the columns that a reward may ask for."""
@@ -182,6 +238,26 @@ def agent_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
     for name in ("generate_sequences", "tool_calls", "num_tool_calls"):
         found |= spread(f"agent_loop/{name}", torch.tensor([output.metrics.get(name, 0.0) for output in outputs]))
     return found | spread("agent_loop/num_turns", torch.tensor([output.num_turns for output in outputs]))
+
+
+def recorded_output(batch: DataProto, row: int) -> AgentLoopOutput:
+    """The episode of a row as the rollout's columns have it: what it took is not among them. Raises `DataError`."""
+    prompt = batch["prompts"][row][batch["prompt_mask"][row].bool()]
+    width = batch["responses"].shape[1]
+    length = int(batch["attention_mask"][row, -width:].sum())
+    own = {name: batch[name][row] for name in _STABLE}
+    return AgentLoopOutput(
+        prompt_ids=tuple(prompt.tolist()),
+        response_ids=tuple(batch["responses"][row, :length].tolist()),
+        response_mask=tuple(batch["response_mask"][row, :length].tolist()),
+        response_logprobs=tuple(batch["rollout_log_probs"][row, :length].tolist()),
+        num_turns=int(batch["num_turns"][row]),
+        finish_reason=str(batch["finish_reason"][row]),
+        version=int(batch["policy_version"][row]),
+        metrics={"num_tool_calls": own["num_tool_calls"]},
+        turns=tuple(Turn.from_dict(turn) for turn in batch["turns"][row]),
+        extra={**own, **batch["agent_extra"][row]},
+    )
 
 
 def _objects(output: AgentLoopOutput) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from workbench.views.paper import figure, save_figure
 from workbench.views.samples import groups, samples
 from workbench.views.shelf import estimators, estimators_figure, values_figure, ways, ways_figure
 from workbench.views.tokens import tokens
+from workbench.views.transcripts import transcript
 
 __all__ = [
     "estimators",
@@ -17,6 +18,7 @@ __all__ = [
     "samples",
     "save_figure",
     "tokens",
+    "transcript",
     "values_figure",
     "ways",
     "ways_figure",

@@ -100,11 +100,12 @@ def _row_html(row: TokenRow, quantity: Quantity, span: tuple[float, float]) -> s
     cut = f"… {prompt[-_PROMPT:]}" if len(prompt) > _PROMPT else prompt
     left = row.length - CAP
     tail = f'<div style="opacity:0.7">{left:,} more tokens: a live notebook shows them</div>' if left > 0 else ""
-    spans = "".join(_token_html(row, place, quantity, span) for place in range(min(row.length, CAP)))
+    spans = "".join(token_html(row, place, quantity, span) for place in range(min(row.length, CAP)))
     return f'<div style="{_BOX}"><span style="opacity:0.5">{escape(cut)}</span>{spans}</div>{tail}'
 
 
-def _token_html(row: TokenRow, place: int, quantity: Quantity, span: tuple[float, float]) -> str:
+def token_html(row: TokenRow, place: int, quantity: Quantity, span: tuple[float, float]) -> str:
+    """One token, coloured, with its numbers on hover."""
     style = ""
     if row.own[place] and quantity.name in row.values:
         style = f"background:{colour_of(row.values[quantity.name][place], quantity, span)}"
