@@ -14,7 +14,7 @@ from workbench.engines import Request, Sample
 from workbench.engines.paired import paired
 from workbench.stages import OffPolicy
 
-KL, GAP, LAG = "training/rollout_kl", "training/rollout_probs_diff_mean", "training/policy_lag"
+KL, GAP, LAG = "training/rollout_kl", "training/rollout_probs_diff_mean", "training/policy_lag/max"
 FAR = "training/rollout_log_probs_diff_max"
 
 
@@ -89,12 +89,12 @@ def test_D7_rows_of_older_weights_are_counted_in_versions_and_stop(tiny: str, tm
     assert rows[0][KL] < 1e-9 and rows[2][KL] > rows[3][KL] and rows[2][KL] > 1e-6 and rows[3][KL] < 1e-9
     found, learner = run(tiny, tmp_path / "r", OffPolicy(kl=None, gap=None, lag=1), every=3)
     assert found.stopped is not None and learner.version == 2
-    assert "break_if at step 3: training/policy_lag 2, limit 1" in (tmp_path / "r" / "summary.json").read_text()
+    assert "break_if at step 3: training/policy_lag/max 2, limit 1" in (tmp_path / "r" / "summary.json").read_text()
 
 
 def test_D7_what_is_no_number_is_over_its_limit_and_what_is_not_measured_is_not() -> None:
     limit = OffPolicy(kl=0.01, gap=None, lag=0)
     assert limit({KL: float("nan")}) and limit({KL: 0.0, LAG: 1}) and not limit({}) and not limit({KL: 0.01, GAP: 9.0})
-    assert repr(limit) == "OffPolicy(training/rollout_kl ≤ 0.01, training/policy_lag ≤ 0)"
+    assert repr(limit) == "OffPolicy(training/rollout_kl ≤ 0.01, training/policy_lag/max ≤ 0)"
     with pytest.raises(wb.WorkbenchError, match="training/rollout_kl; expected ≥ 0"):
         OffPolicy(kl=-1.0)

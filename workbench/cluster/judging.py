@@ -75,25 +75,24 @@ class PlacedReward(BaseReward):
         return self._group
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """Rows are dealt out in turn, so that a slow kind of row is everybody's. A worker that dies is replaced and its rows are
-        judged once more; rows that kill it again are failures of the machinery, by policy.
+        """Rows are dealt out in turn, so that a slow kind of row is everybody's. A worker that dies is replaced and all rows are
+        judged once more; where one dies again they are failures of the machinery, by policy.
         """
-        scores: dict[int, Score] = {}
+        places = [range(rank, len(rows), self.workers) for rank in range(self.workers)]
+        each = [([rows[number] for number in place],) for place in places]
         error: EngineError | TimeoutError | None = None
         for _ in range(2):
-            left = [number for number in range(len(rows)) if number not in scores]
-            places = [left[rank :: self.workers] for rank in range(self.workers)]
-            each = [([rows[number] for number in place],) for place in places]
             try:
                 parts = self._started().call("rows", each=each, timeout=JUDGE_SECONDS)
             except (WorkerLost, TimeoutError) as lost:
                 error = lost
                 continue
+            scores: dict[int, Score] = {}
             for place, part in zip(places, parts, strict=True):
                 scores |= dict(zip(place, part, strict=True))
             return [scores[number] for number in range(len(rows))]
         why = "the worker that judged it died twice"
-        return [scores.get(number, failed(why, str(error).splitlines()[0])) for number in range(len(rows))]
+        return [failed(why, str(error).splitlines()[0])] * len(rows)
 
     def close(self) -> None:
         """End the workers."""

@@ -47,6 +47,7 @@ class Arrival:
 
 
 LOOK_SECONDS = 0.1
+_USED = re.compile(r"was ([\d.]+) ?GB used / ([\d.]+) ?GB")
 USERS = 5
 """Of memory that are named."""
 COMMAND = 60
@@ -85,7 +86,8 @@ def _arrival(rank: int, ref: Any, until: float) -> Arrival:
     ) as error:  # not from the call itself: its answer could not be sent, or its arguments not be read
         return Arrival(rank, Raised(type(error.cause).__name__, str(error.cause), str(error)))
     except RayError as error:
-        hungry = isinstance(error, OutOfMemoryError) or "OOM" in str(error)
+        # of any sudden death Ray says that it may have been the OOM killer; of its own kills it says how much was used
+        hungry = isinstance(error, OutOfMemoryError) or _USED.search(str(error)) is not None
         return Arrival(rank, Gone(for_memory(str(error)) if hungry else reason(error)))
     return Arrival(rank, Done(value) if kind == "done" else Raised(*value), began, ended)
 
@@ -128,7 +130,7 @@ def reason(error: BaseException) -> str:
 
 def for_memory(text: str) -> str:
     """What Ray says where it killed for memory, in a line: how much the node had, and who had most of it."""
-    used = re.search(r"was ([\d.]+) ?GB used / ([\d.]+) ?GB", text)
+    used = _USED.search(text)
     users = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", text, re.MULTILINE)
     most = ", ".join(f"{size} GB by {command[:COMMAND]} (pid {pid})" for pid, size, command in users[:USERS])
     node = f"the node used {used[1]} of {used[2]} GB" if used else text.splitlines()[0][:200]

@@ -9,6 +9,7 @@ import torch
 
 from workbench.dataproto import DataProto
 from workbench.metrics import Metric, reduce
+from workbench.stages.off_policy import version_lag
 from workbench.stages.stage import spread
 
 TIMING = {
@@ -41,11 +42,10 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def lag_metrics(batch: DataProto, version: int | None) -> dict[str, float]:
-    """How many versions the weights that wrote the rows were behind the learner's at the step's beginning, `version`."""
-    if version is None or "policy_version" not in batch or not len(batch):
+    """`version_lag` for a pipeline without a stage that measures it; `version` is the learner's at the step's beginning."""
+    if version is None or "policy_version" not in batch:
         return {}
-    lag = (version - batch["policy_version"]).double()
-    return {"training/policy_lag/mean": lag.mean().item(), "training/policy_lag/max": lag.max().item()}
+    return reduce([version_lag(version, batch["policy_version"])])
 
 
 def timing_metrics(metrics: Mapping[str, float], batch: DataProto) -> dict[str, float]:

@@ -138,7 +138,7 @@ class Recorder:
         step, plan = report.step, self._plan
         metrics: dict[str, Any] = {STEP: step, "training/epoch": report.epoch, **report.metrics}
         metrics |= data_metrics(report.trace.batch)
-        metrics |= lag_metrics(report.trace.batch, self._state["versions"].get("actor"))
+        metrics = lag_metrics(report.trace.batch, self._state["versions"].get("actor")) | metrics
         metrics |= timing_metrics(report.metrics, report.trace.batch)
         metrics |= aliases(metrics)
         if self._validator is not None and plan.due(plan.test_freq, step):

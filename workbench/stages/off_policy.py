@@ -12,7 +12,7 @@ from workbench.metrics import Max, Mean, Metric
 
 KL = "training/rollout_kl"
 GAP = "training/rollout_probs_diff_mean"
-LAG = "training/policy_lag"
+LAG = "training/policy_lag/max"
 _FAR = 20.0
 """Nats; a ratio beyond is as good as infinite, and its exponential must not be."""
 
@@ -41,8 +41,11 @@ def sampler_gap(mine: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -
 
 
 def version_lag(version: int, rows: torch.Tensor) -> dict[str, Metric]:
-    """How many versions the oldest of the rows is behind the policy that learns from them."""
-    return {LAG: Max(float(version - int(rows.min())))} if len(rows) else {}
+    """How many versions the rows are behind the policy that learns from them: the mean, and of the oldest."""
+    if not len(rows):
+        return {}
+    lag = (version - rows).double()
+    return {"training/policy_lag/mean": Mean.of(float(lag.mean()), len(rows)), LAG: Max(float(lag.max()))}
 
 
 class OffPolicy:
