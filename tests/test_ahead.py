@@ -253,6 +253,7 @@ def test_the_preflight_says_where_rows_are_drawn(tiny: str, tmp_path: Path) -> N
 # --- how it ends ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_error_in_the_draw_is_raised_in_the_step_that_needs_the_rows(
     quiet: wb.Run, tiny: str, tmp_path: Path
 ) -> None:
@@ -288,6 +289,7 @@ def test_rows_that_are_too_old_are_never_learnt_from(quiet: wb.Run, tiny: str) -
     assert source.close(1) == ""
 
 
+@pytest.mark.slow
 def test_break_if_stands_before_the_update_on_the_rows_that_were_drawn(
     quiet: wb.Run, tiny: str, tmp_path: Path
 ) -> None:
@@ -310,6 +312,7 @@ def test_break_if_stands_before_the_update_on_the_rows_that_were_drawn(
 
 
 @pytest.mark.parametrize("slow", ["draw", "step"])
+@pytest.mark.slow
 def test_an_interrupt_ends_the_draw_and_the_run_goes_on(quiet: wb.Run, tiny: str, tmp_path: Path, slow: str) -> None:
     """A draw that takes longer than the grace is thrown away; one that is done goes into the checkpoint."""
     pipe, rows = make(tiny)
@@ -355,6 +358,7 @@ def test_an_interrupt_ends_the_draw_and_the_run_goes_on(quiet: wb.Run, tiny: str
         assert numbers(again) == numbers(quiet)
 
 
+@pytest.mark.slow
 def test_a_run_from_before_there_was_such_a_setting_goes_on(quiet: wb.Run, tiny: str, tmp_path: Path) -> None:
     import json
 

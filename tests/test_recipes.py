@@ -58,6 +58,7 @@ def test_a_step_of_it(name: str, tiny: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.slow
 def test_it_trains_and_any_step_can_be_had_again(name: str, tiny: str, tmp_path: Path) -> None:
     pipe, rows = make(name, tiny)
     run = wb.train_blocking(pipe, rows, steps=2, batch_size=4, run=tmp_path / "r", trackers=(), trace_freq=1)

@@ -52,6 +52,7 @@ def test_the_first_gradient_is_the_same_and_later_ones_part(stepper: wb.Stepper)
     assert wb.views.html.lint(often._repr_html_()) == []
 
 
+@pytest.mark.slow
 def test_another_estimator_loss_and_mask(stepper: wb.Stepper) -> None:
     same = stepper.what_if(advantage=F.grpo, updates=1)
     assert same.cosine == pytest.approx(1.0, abs=1e-6)

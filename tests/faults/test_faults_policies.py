@@ -82,6 +82,7 @@ def test_D7_perturbed_weights_are_measured_and_stop_before_the_update(
         run(tiny, tmp_path / "job", OffPolicy(kl=1e-3), noise=0.1)
 
 
+@pytest.mark.slow
 def test_D7_rows_of_older_weights_are_counted_in_versions_and_stop(tiny: str, tmp_path: Path) -> None:
     watched, _ = run(tiny, tmp_path / "watched", None, steps=4, every=3)
     rows = [row for row in watched.rows if row["training/global_step"] > 0]

@@ -128,6 +128,7 @@ def test_A6_a_full_disk_stops_loudly_and_hurts_nothing(tiny: str, tmp_path: Path
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.slow
 def test_A7_an_epochs_end_loses_and_repeats_nothing(tiny: str, tmp_path: Path) -> None:
     """Eight rows, four a step: epochs end at 2 and 4. Stopped and resumed there, at the end, and past it."""
     pipe, rows = make(tiny, rows=8)
@@ -246,6 +247,7 @@ def test_an_interrupt_lets_a_short_step_end_and_leaves_its_checkpoint(tiny: str,
     assert same(weights(pipe), run.engine(2).snapshot()["weights"])
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_a_long_step_takes_it_back(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is dropped at its next safe place; the checkpoint is that of the step before, and it is exact."""
     monkeypatch.setattr("workbench.control.GRACE", 0.0)

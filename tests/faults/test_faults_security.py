@@ -64,6 +64,7 @@ def small_run(tiny: str, folder: Path, reward: Any = None, steps: int = 1, **set
     return wb.train_blocking(pipe, rows, steps=steps, batch_size=4, run=folder, **settings)
 
 
+@pytest.mark.slow
 def test_E4_no_file_of_a_run_is_ever_unpickled(tiny: str, tmp_path: Path, marker: Path) -> None:
     """Every file of a run in turn is replaced by a pickle that runs code; everything that reads runs is then asked."""
     run = small_run(tiny, tmp_path / "r", trace_freq=1)
@@ -183,6 +184,7 @@ def test_E5_whatever_a_model_writes_stays_text_in_every_view(tiny: str, tmp_path
         assert parsed.wrong == [] and lint(shown) == [], f"{name}: {parsed.wrong} {lint(shown)}"
 
 
+@pytest.mark.slow
 def test_E5_ten_megabytes_in_one_line_are_cut(tiny: str, tmp_path: Path) -> None:
     run = small_run(tiny, tmp_path / "r")
     began = time.perf_counter()
@@ -298,6 +300,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_E10_training_opens_no_door(tmp_path: Path) -> None:
     script = tmp_path / "s.py"
     script.write_text(LISTENS)

@@ -87,6 +87,7 @@ CHEATS = {
 
 @pytest.mark.parametrize("kind", ["assert", "call", "stdin"])
 @pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.slow
 def test_no_cheat_scores(box: LocalSandbox, name: str, kind: str) -> None:
     tests = {"assert": ADD, "call": ADD_CALL, "stdin": DOUBLE}[kind]
     score = judged(box, CHEATS[name], tests, timeout=2.0, continuous=False)

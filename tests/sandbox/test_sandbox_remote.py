@@ -104,6 +104,7 @@ def test_the_replies_of_a_live_service_are_read_for_what_they_are() -> None:
     assert ran == 21
 
 
+@pytest.mark.slow
 def test_what_passes_is_tried_again_and_what_does_not_is_no_verdict() -> None:
     first: list[Any] = [(503, "", {}), None, (200, b"{cut", {}), (429, "", {"Retry-After": "0"}), (200, GOOD, {})]
     with service(lambda n: first[n - 1]) as (url, seen):

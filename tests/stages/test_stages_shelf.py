@@ -49,6 +49,7 @@ def test_weights_reach_the_loss(tiny: str, batch: wb.DataProto) -> None:
     assert losses[1] == pytest.approx(2 * losses[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_exact_kl_is_what_the_estimates_estimate(tiny: str, batch: wb.DataProto) -> None:
     engine = wb.engines.local(tiny, lr=2e-3, device="cpu")
     reference = engine.reference()

@@ -272,6 +272,7 @@ def test_words_among_the_numbers_are_no_points() -> None:
     assert list(panel(rows).axes[3].lines[0].get_xdata()) == [0, 2]
 
 
+@pytest.mark.slow
 def test_no_pyplot() -> None:
     import subprocess
     import sys

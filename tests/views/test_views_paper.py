@@ -105,6 +105,7 @@ def test_an_error_leaves_the_file_that_was_there(tmp_path: Path) -> None:
         save_figure(figure(ROWS), tmp_path / "nowhere" / "c.pdf")
 
 
+@pytest.mark.slow
 def test_no_pyplot_and_no_lasting_style() -> None:
     import subprocess
     import sys

@@ -27,6 +27,7 @@ def test_every_estimator_that_the_batch_has_inputs_for(batch: wb.DataProto) -> N
         wb.views.estimators(batch, ["remax"])
 
 
+@pytest.mark.slow
 def test_pictures(batch: wb.DataProto) -> None:
     figure = wb.views.estimators_figure(wb.views.estimators(batch))
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()][:2] == ["reward", "grpo"]
