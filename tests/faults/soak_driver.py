@@ -22,7 +22,7 @@ def main() -> None:
         engine, group_size=2, max_tokens=6, kl_coef=0.01, kl_target=0.02, kl_horizon=100, critic_lr=1e-4
     )
     wb.train_blocking(
-        pipe, rows, steps=int(steps), batch_size=4, run=run, save_freq=20, trace_freq=0, resume="auto", trackers=()
+        pipe, rows, steps=int(steps), batch_size=4, run=run, save_freq=12, trace_freq=0, resume="auto", trackers=()
     )
     parts = {f"{role}|{part}|{name}": tensor for role, learner in pipe.learners().items()
              for part in ("weights", "optimizer") for name, tensor in learner.snapshot()[part].items()}  # fmt: skip
