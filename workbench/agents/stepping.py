@@ -338,6 +338,12 @@ class EpisodeStepper:
 
         return episode_html(self)
 
+    def _ipython_display_(self) -> None:
+        from workbench.widgets.episodes import EpisodeFace
+        from workbench.widgets.layer import show
+
+        show(self, lambda: EpisodeFace(self))
+
 
 def call_text(call: ToolCall) -> str:
     """`name(arguments) → status, reward: answer`, in a line."""

@@ -182,7 +182,7 @@ def _calls_html(turn: Turn) -> str:
         ]
         for call in turn.calls
     ]
-    return table(["call", "arguments", "", "answer", "reward", ""], rows)
+    return table(["call", "arguments", "status", "answer", "reward", "note"], rows)
 
 
 def _block(edge: str, title: str, body: str) -> str:

@@ -9,6 +9,7 @@ draws the widget's half alone, and when the kernel has gone that is an error mes
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -88,3 +89,9 @@ class Layer(anywidget.AnyWidget):
 def script_text(name: str) -> str:
     """A file of `widgets/static`."""
     return (_SCRIPTS / name).read_text()
+
+
+def name_of(thing: Any, otherwise: str) -> str:
+    """What the notebook calls it; `otherwise` where it has no name."""
+    names = vars(sys.modules["__main__"]).items()
+    return next((name for name, value in names if value is thing and not name.startswith("_")), otherwise)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import traitlets
 
-from workbench.widgets.layer import Layer
+from workbench.widgets.layer import Layer, name_of
 
 if TYPE_CHECKING:
     from workbench.stepper import Stepper
@@ -46,7 +45,7 @@ class StepperFace(Layer, script="stepping"):
 
     def _move(self, asked: dict[str, Any]) -> str:
         """The line of code for what was asked, after doing that."""
-        stepper, name = self._stepper, _name_of(self._stepper)
+        stepper, name = self._stepper, name_of(self._stepper, "s")
         if asked["kind"] == "next":
             stepper.next()
             return f"{name}.next()"
@@ -60,9 +59,3 @@ class StepperFace(Layer, script="stepping"):
             stepper.back(to=str(asked["phase"]))
             return f'{name}.back(to="{asked["phase"]}")'
         return ""
-
-
-def _name_of(stepper: Stepper) -> str:
-    """What the notebook calls it; `s` where it has no name."""
-    names = vars(sys.modules["__main__"]).items()
-    return next((name for name, value in names if value is stepper and not name.startswith("_")), "s")

@@ -1,0 +1,55 @@
+function render({ model, el }) {
+  const below = overStatic(el);
+  const problem = make("span", { class: "wb-problem" });
+  const talk = talker(model, (text) => { problem.textContent = text; });
+  const code = make("code", { class: "wb-code" });
+  const body = make("div");
+  const press = (label, title, question) => make("button", { title, onclick: () => ask(question()) }, label);
+  const turn = make("select", { onchange: fill });
+  const text = make("textarea", { rows: 2 });
+  const chosen = () => (turn.value === "next" ? null : Number(turn.value));
+  const next = press("next", "one turn further", () => ({ kind: "next" }));
+  const back = press("back", "stand before the last turn", () => ({ kind: "back", turn: face.turns.length - 1 }));
+  const run = press("run", "to the end", () => ({ kind: "run" }));
+  const say = press("say", "this turn is the text beside; what came after it is gone",
+    () => ({ kind: "say", turn: chosen(), text: text.value }));
+  const buttons = [back, next, run, say];
+  let face = model.get("face");
+  el.append(make("div", { class: "wb" },
+    make("div", { class: "wb-bar" }, back, next, run, code, problem),
+    make("div", { class: "wb-bar" }, turn, text, say), body));
+
+  function fill() {
+    const one = chosen();
+    text.value = one === null ? "" : face.turns[one].text;
+  }
+  function draw(found) {
+    face = found;
+    problem.textContent = face.note || "";
+    if (face.code) code.textContent = face.code;
+    fromViews(body, face.html);
+    const said = face.turns.map((one, place) => make("option", { value: place }, `turn ${place}, ${one.role}`));
+    if (face.upcoming !== null) said.push(make("option", { value: "next" }, `next, ${face.upcoming}`));
+    turn.replaceChildren(...said);
+    turn.selectedIndex = said.length - 1;
+    fill();
+    next.disabled = run.disabled = face.upcoming === null;
+    back.disabled = face.turns.length === 0;
+    say.disabled = false;
+  }
+  async function ask(question) {
+    buttons.forEach((button) => { button.disabled = true; });
+    try {
+      draw(await talk.ask({ ...question, stands: face.stands }));
+    } catch (text) {
+      if (question.kind !== "look") await ask({ kind: "look" });  // what ran before it failed did run
+      problem.textContent = text;
+      buttons.forEach((button) => { button.disabled = false; });
+    }
+  }
+  // what stood here when the cell ended: the episode may have moved on since, and a button says so
+  draw(face);
+  requestAnimationFrame(below.hide);
+  return () => { talk.end(); below.restore(); };
+}
+export default { render };
