@@ -32,7 +32,7 @@ def test_the_front_door_is_pinned() -> None:
 
 def test_what_users_take_from_agents_is_there() -> None:
     """`wb.agents` is one dot from the front door, and is none of its names."""
-    assert AGENTS <= set(wb.agents.__all__) and "agents" not in wb.__all__
+    assert set(wb.agents.__all__) >= AGENTS and "agents" not in wb.__all__
     for name in wb.agents.__all__:
         assert inspect.getdoc(getattr(wb.agents, name)), name
 
