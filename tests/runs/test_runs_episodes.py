@@ -80,7 +80,10 @@ def test_transcripts_are_on_disk_as_they_were(run: wb.Run) -> None:
     assert turns[0]["calls"][0]["status"] == "ok" and turns[4]["calls"][0]["status"] == "not run"
     assert extra == {"tool_totals": {"doubled": 0.0}, "errors": []} and batch["num_tool_calls"][0] == 2
     mask = batch["response_mask"][0]
-    assert mask[turns[0]["first"] : turns[0]["last"] + 1].all() and not mask[turns[1]["first"] : turns[1]["last"] + 1].any()
+    assert (
+        mask[turns[0]["first"] : turns[0]["last"] + 1].all()
+        and not mask[turns[1]["first"] : turns[1]["last"] + 1].any()
+    )
     assert "ToolAgent" not in json.dumps(batch.meta_info, default=str)
 
 
@@ -117,7 +120,11 @@ def test_the_agent_is_handed_in_anew(run: wb.Run) -> None:
 @pytest.mark.slow
 def test_an_agent_of_ours_is_made_again(tmp_path: Path) -> None:
     agent = ToolAgent(
-        [Calculator()], parser=HermesParser(), interactions=[Gsm8kInteraction()], max_tokens_per_turn=20, tool_role="user"
+        [Calculator()],
+        parser=HermesParser(),
+        interactions=[Gsm8kInteraction()],
+        max_tokens_per_turn=20,
+        tool_role="user",
     )
     run = wb.load_run(trained(agent, tmp_path / "ours").path)
     s = run.stepper(2, at="rollout")

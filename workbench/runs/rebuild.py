@@ -78,9 +78,7 @@ def _plain(value: Any, roles: Mapping[int, str]) -> Any:
     module, name = getattr(value, "__module__", "") or "", getattr(value, "__qualname__", "")
     if callable(value) and module.startswith(_OURS) and name.isidentifier():
         return {"function": f"{module}:{name}"}
-    return {
-        "missing": agents_written.name_of(value) or getattr(value, "__name__", None) or describe(value, 60)
-    }
+    return {"missing": agents_written.name_of(value) or getattr(value, "__name__", None) or describe(value, 60)}
 
 
 class Missing(BaseStage):
@@ -113,7 +111,9 @@ class Missing(BaseStage):
         """The same, with what it did in a recorded step; of an update that is not enough."""
         if self.updates or self.name not in trace.names:
             return self
-        return Missing(self._record, self.what, phase=trace[self.name], before=trace.before(self.name), remake=self._remake)
+        return Missing(
+            self._record, self.what, phase=trace[self.name], before=trace.before(self.name), remake=self._remake
+        )
 
     @property
     def has_record(self) -> bool:
@@ -228,9 +228,7 @@ def _stage(
     if record["class"] not in stages.__all__:
         raise _Gone(f"a stage of another package ({record['name']})")
     of_it = record["arguments"]
-    arguments = {
-        key: given[key] if key in given else _value(one, learners, open_frozen) for key, one in of_it.items()
-    }
+    arguments = {key: given[key] if key in given else _value(one, learners, open_frozen) for key, one in of_it.items()}
     stage: Stage = getattr(stages, record["class"])(**arguments)
     rest = {key: one for key, one in given.items() if key not in of_it}
     return stage.with_settings(**rest) if rest else stage
