@@ -68,9 +68,7 @@ def rollout(actor: Any, purpose: str) -> EpisodeRollout:
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "data" / "tiny-arith")
     model = Script(tokenizer, lambda context: str(context.count("taken")))
     loop = ToolAgent(interactions=[RemoteInteraction(actor, "board")], max_assistant_turns=40, seconds_per_call=5.0)
-    return EpisodeRollout(
-        model, agent=loop, group_size=2, sampling=SamplingSettings(max_tokens=2000), purpose=purpose
-    )
+    return EpisodeRollout(model, agent=loop, group_size=2, sampling=SamplingSettings(max_tokens=2000), purpose=purpose)
 
 
 def batch(number: int, **kwargs: Any) -> Any:
