@@ -76,6 +76,8 @@ def test_importing_workbench_costs_little_more_than_torch() -> None:
         "papermill",
         "tensorboard",
         "tensordict",
+        "mcp",
+        "httpx2",
     ]
     code = f"import sys, workbench; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -11,6 +11,13 @@ NAMES = {
     "Status", "Stepper", "Trace", "WorkbenchError", "cluster", "compare", "compat", "datasets", "diverge", "engines", "evaluate", "free", "functional", "list_runs", "load_run",
     "recipes", "reward_from", "rewards", "run_notebook", "sandbox", "stages", "train", "train_blocking", "views", "what_if",
 }  # fmt: skip
+AGENTS = {
+    "AgentLoopBase", "AgentLoopOutput", "SingleTurn", "ToolAgent", "agent_loop", "register", "register_agent_loop",
+    "BaseTool", "Calculator", "Gsm8kAnswer", "MCPServer", "MCPTool", "PythonTool", "Search", "Corpus", "function_tool", "load_tools", "mcp_tools",
+    "HermesParser", "Qwen3CoderParser", "ReActParser", "ToolArgsParser", "tool_parser",
+    "BaseInteraction", "Gsm8kInteraction", "RemoteInteraction", "interacting", "load_interactions",
+    "GymInteraction", "VerifiersInteraction", "environment_rows", "verifiers_rows",
+}  # fmt: skip
 TRAIN = [
     "pipeline", "rows", "steps", "run", "batch_size", "seed", "ahead", "heldout", "test_freq", "val_samples", "save_freq",
     "trace_freq", "keep_traces", "keep_checkpoints", "keep_updates", "break_if", "resume", "may_change", "trackers", "display", "observers",
@@ -23,13 +30,20 @@ def test_the_front_door_is_pinned() -> None:
         assert inspect.getdoc(getattr(wb, name)), name
 
 
+def test_what_users_take_from_agents_is_there() -> None:
+    """`wb.agents` is one dot from the front door, and is none of its names."""
+    assert set(wb.agents.__all__) >= AGENTS and "agents" not in wb.__all__
+    for name in wb.agents.__all__:
+        assert inspect.getdoc(getattr(wb.agents, name)), name
+
+
 def test_parameters_that_users_type_are_pinned() -> None:
     assert list(inspect.signature(wb.train).parameters) == TRAIN
     assert list(inspect.signature(wb.Stepper).parameters) == ["pipeline", "batch"]
 
 
 def test_everything_public_is_documented_and_typed() -> None:
-    for module in (wb.functional, wb.recipes, wb.stages, wb.engines, wb.rewards, wb.datasets, wb.views):
+    for module in (wb.functional, wb.recipes, wb.stages, wb.engines, wb.agents, wb.rewards, wb.datasets, wb.views):
         for name in getattr(module, "__all__", ()):
             thing = getattr(module, name)
             if inspect.isfunction(thing):

@@ -157,3 +157,20 @@ def test_overlong_answers_are_penalised_softly(tiny: str) -> None:
     assert out["token_level_scores"].sum(-1).tolist() == [0.0, -0.5, -1.0, -2.0]
     with pytest.raises(SettingError, match="overlong buffer"):
         wb.stages.Overlong(10, 11)
+
+
+def test_an_episodes_length_is_all_of_its_response() -> None:
+    own = torch.tensor(
+        [[1, 1, 0, 0, 0, 0, 1, 1, 0, 0], [1, 1, 0, 0, 1, 0, 0, 0, 0, 0]]
+    )  # 2 + 4 of a tool + 2; 2 + 2 + 1
+    there = torch.tensor([[0, 1, 1] + [1] * 8 + [0] * 2, [1, 1, 1] + [1] * 5 + [0] * 5])
+    zeros = torch.zeros(2, 10)
+    batch = wb.DataProto(
+        {"response_mask": own, "attention_mask": there, "reward": torch.ones(2), "token_level_scores": zeros}
+        | {"scored": torch.tensor([True, True])}
+    )
+    out = wb.stages.Overlong(10, 4)(batch).batch
+    assert out["reward/overlong"].tolist() == [-0.5, 0.0]  # 8 of 10 tokens, though 4 are the model's; 5 of 10
+    assert out["token_level_scores"][0].nonzero().tolist() == [[7]]
+    scorer = wb.rewards.shaping.overlong(max_response_length=10, buffer=4)
+    assert scorer(list(range(8))).value == -0.5  # the reward function counts the same

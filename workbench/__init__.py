@@ -4,6 +4,7 @@ Step one batch through rollout, reward, log-prob, values, advantage and update; 
 go back, change one thing, run on, compare; then train with the same stages.
 """
 
+from workbench import agents as agents  # reachable as wb.agents; the names below are those that a star import gives
 from workbench import compat, datasets, engines, functional, recipes, rewards, sandbox, stages, views
 from workbench.cluster import cluster
 from workbench.columns import COLUMNS

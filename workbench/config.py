@@ -14,12 +14,14 @@ what it does not know. Checks of values go into `__post_init__` by `require`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import inspect
 import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 from workbench.errors import SettingError, describe, message, unknown
@@ -157,3 +159,18 @@ def _said(value: Any) -> str:
     # the repr of a function is an address: another one in every process
     name = getattr(value, "__qualname__", None)
     return f"{name if isinstance(name, str) else repr(value)}\n{text}"
+
+
+def remembering(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that leaves its arguments by name in `_made_with`; starred keywords stand among them."""
+    signature = inspect.signature(init)
+    starred = [name for name, one in signature.parameters.items() if one.kind is inspect.Parameter.VAR_KEYWORD]
+
+    @functools.wraps(init)
+    def remembers(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        given = dict(signature.bind(self, *args, **kwargs).arguments)
+        extra = {key: value for name in starred for key, value in given.pop(name, {}).items()}
+        self._made_with = dict([*given.items()][1:]) | extra
+
+    return remembers

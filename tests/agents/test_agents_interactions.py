@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from workbench.agents import Episode, ToolAgent
 from workbench.agents.interactions import (
     BaseInteraction,
     Gsm8kInteraction,
@@ -21,6 +23,7 @@ from workbench.errors import ForeignError, SettingError
 
 HERE = Path(__file__).parent
 SEED = HERE / "your_module" / "math_interaction.yaml"
+SEED_TEXT = HERE.parents[2] / "shared" / "seeds" / "001_c212ef44cbbf63ce.txt"
 
 
 def said(text: str) -> list[dict[str, str]]:
@@ -50,6 +53,38 @@ def test_the_seeds_class_and_yaml_run_as_they_are() -> None:
     assert [(one.stop, one.score) for one in replies] == [(False, 0.0), (False, 0.0), (True, 1.0)]
     assert replies[1].text.startswith("❌") and replies[2].text.startswith("✅")
     assert interactions["mathreasoning"]._instance_dict == {}
+
+
+@pytest.mark.skipif(not SEED_TEXT.is_file(), reason="the seed documents are not beside the repository")
+def test_the_copy_is_the_seeds_text() -> None:
+    """The page lost quotes, `=`, `<` and line ends; letters, digits and their order it has kept."""
+
+    def words(text: str) -> str:
+        return "".join(re.findall(r"[^\W_]", text))
+
+    page = words(SEED_TEXT.read_text(encoding="utf-8", errors="ignore"))
+    module = (SEED.parent / "interactions.py").read_text()
+    assert words(module[module.index("class MathReasoning") :]) in page
+    assert words(SEED.read_text()) in page
+    # of the two lines of imports one is another: the other package's name
+    assert (
+        words("from verl import BaseInteraction from typing import Optional, Dict, Any, Tuple import re class") in page
+    )
+
+
+def test_the_seeds_user_in_an_episode(tiny: str) -> None:
+    from agents_parts import Script
+    from transformers import AutoTokenizer
+
+    interactions = load_interactions(SEED, roots=[HERE])
+    chat = [{"role": "user", "content": "5 - 2"}]
+    row = {"raw_prompt": chat, "extra_info": {"interaction_kwargs": {"query": "5 - 2", "ground_truth": "3"}}}
+    sampler = Script(AutoTokenizer.from_pretrained(tiny), ["4", "it is 3.0", "never said"])
+    loop = ToolAgent(interactions=interactions).bound(Episode(sampler, uid="u"))
+    output = asyncio.run(loop.run({"max_tokens": 400}, **row))
+    assert [turn.role for turn in output.turns] == ["assistant", "user", "assistant"]
+    assert output.turns[1].text.startswith("❌") and output.extra["turn_scores"] == [0.0, 1.0]
+    assert output.finish_reason == "stop" and interactions["mathreasoning"]._instance_dict == {}
 
 
 # --- files and names ----------------------------------------------------------------------------

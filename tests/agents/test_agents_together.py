@@ -8,16 +8,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from agents_parts import Script
 
-from workbench.agents import Episode, ToolAgent
+import workbench as wb
+from workbench.agents import BaseInteraction, Episode, ToolAgent
 from workbench.agents.environments import GymInteraction, environment_rows
 from workbench.agents.interactions import load_interactions
 from workbench.agents.parsers import tool_parser
 from workbench.agents.tools import function_tool, load_tools
 from workbench.datasets import load
+from workbench.engines import SamplingSettings
 from workbench.rewards.scorers.episodes import episode, task_minus_calls
+from workbench.stages import EpisodeRollout
 
 DATA = Path(__file__).parents[2] / "data"
 
@@ -111,3 +116,42 @@ def test_many_episodes_with_a_slow_synchronous_tool_take_little_longer_than_one(
     outputs = asyncio.run(all_of_them())
     assert [output.turns[1].text for output in outputs] == [str(2 * one) for one in range(256)]
     assert time.perf_counter() - began < 256 * 0.2 / 5
+
+
+class Hears(BaseInteraction):
+    """Keeps what it was given."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__({"name": name})
+        self.started: list[dict[str, Any]] = []
+        self.asked: list[dict[str, Any]] = []
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        self.started.append(kwargs)
+        return await super().start_interaction(instance_id)
+
+    async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+        self.asked.append(kwargs)
+        return True, "", 1.0, {}
+
+
+def test_rows_of_a_parquet_give_their_own_kwargs_alone(tokenizer: Any, tmp_path: Path) -> None:
+    # the file's columns are structs: every row has the keys of all, the missing ones as None
+    given = [{"name": "one", "word": "five"}, {"name": "two", "limit": 3, "deep": {"a": 1}}, None]
+    table = [
+        {"prompt": [{"role": "user", "content": "1+1"}], "data_source": "x", "reward_model": {"ground_truth": "2"}}
+        | {"extra_info": {"index": n, **({"interaction_kwargs": one} if one else {})}}
+        for n, one in enumerate(given)
+    ]
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "rows.parquet")
+    batch = wb.datasets.load(str(tmp_path / "rows.parquet")).batch(3).with_meta(seed=1, step=1)
+    by_index = {one["index"]: one for one in batch["extra_info"]}
+    assert by_index[0]["interaction_kwargs"]["limit"] is None  # as parquet has it
+    users = [Hears("one"), Hears("two")]
+    sampling = SamplingSettings(max_tokens=50)
+    loop = ToolAgent(interactions=users)
+    found = EpisodeRollout(Script(tokenizer, ["two"]), agent=loop, group_size=1, sampling=sampling)(batch).batch
+    assert users[0].started == users[0].asked == [{"word": "five"}]
+    assert users[1].started == users[1].asked == [{"limit": 3, "deep": {"a": 1}}]
+    scores = dict(zip((one["index"] for one in found["extra_info"]), found["turn_scores"], strict=True))
+    assert scores == {0: [1.0], 1: [1.0], 2: []}

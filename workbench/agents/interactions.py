@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -96,12 +97,14 @@ class RemoteInteraction(BaseInteraction):
 
     `actor` is anything whose methods are asked by `method.remote(…)` and answer with something that can be awaited: the
     handle of `ray.remote(MyInteraction).options(max_concurrency=64).remote(config)`. Every worker that holds the handle
-    speaks to the same state. `name` is how rows select it.
+    speaks to the same state. `name` is how rows select it. An actor may run calls in another order than they were asked in:
+    a conversation whose beginning was given up on is finalised when that has been answered, not before.
     """
 
     def __init__(self, actor: Any, name: str, config: Mapping[str, Any] | None = None) -> None:
         super().__init__({**(config or {}), "name": name})
         self.actor = actor
+        self._beginning: dict[str, Any] = {}
 
     async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         answer = getattr(self.actor, method).remote(*args, **kwargs)
@@ -109,7 +112,11 @@ class RemoteInteraction(BaseInteraction):
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """The actor's."""
-        return await self._ask("start_interaction", instance_id, **kwargs)
+        instance_id = instance_id or str(uuid4())
+        self._beginning[instance_id] = answer = self.actor.start_interaction.remote(instance_id, **kwargs)
+        found = await answer if inspect.isawaitable(answer) else answer
+        self._beginning.pop(instance_id, None)
+        return str(found or instance_id)
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
@@ -123,7 +130,15 @@ class RemoteInteraction(BaseInteraction):
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
         """The actor's."""
-        await self._ask("finalize_interaction", instance_id, **kwargs)
+        began = self._beginning.pop(instance_id or "", None)
+        try:
+            if inspect.isawaitable(began) and not (isinstance(began, asyncio.Future) and began.done()):
+                with contextlib.suppress(Exception):  # told where it was awaited first
+                    await began
+        finally:  # also where nobody waits any longer
+            answer = self.actor.finalize_interaction.remote(instance_id, **kwargs)
+        if inspect.isawaitable(answer):
+            await answer
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar
 
 from workbench.agents.episode import Episode
 from workbench.agents.protocol import AgentLoopOutput
+from workbench.config import remembering
 from workbench.engines.protocol import Sample, Sampler, SamplingSettings
 from workbench.errors import SettingError, describe, message, unknown
 
@@ -23,6 +24,18 @@ class AgentLoopBase:
 
     name: str = ""
     _episode: Episode | None = None
+    _made_with: Mapping[str, Any] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A loop remembers what it is constructed with, so that a run can write down how to make it again."""
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = remembering(vars(cls)["__init__"])  # type: ignore[method-assign]
+
+    @property
+    def made_with(self) -> Mapping[str, Any]:
+        """The arguments of its constructor by name."""
+        return self._made_with
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
         """`sampling_params` are `SamplingSettings` by name, `row` the object columns of the row by name."""

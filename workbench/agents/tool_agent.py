@@ -12,6 +12,7 @@ from typing import Any
 from workbench.agents import react
 from workbench.agents.calls import END_SECONDS, OpenTools, Toolbox, within
 from workbench.agents.episode import Transcript
+from workbench.agents.interactions import interaction_kwargs
 from workbench.agents.loop import AgentLoopBase, register
 from workbench.agents.parsers import ReActParser
 from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Interaction, Tool, ToolCall, ToolParser
@@ -364,7 +365,7 @@ class ToolAgent(AgentLoopBase):
             return []
 
     def _chosen(self, row: Mapping[str, Any]) -> tuple[Interaction | None, dict[str, Any]]:
-        given = dict((row.get("extra_info") or {}).get("interaction_kwargs") or {})
+        given = interaction_kwargs(row)
         if not self._interactions or not given:
             return None, {}
         name = given.pop("name", None)

@@ -17,8 +17,8 @@ from workbench.rewards.reward_model import RewardModel
 from workbench.rewards.routing import SCORERS, as_reward, by_data_source, check_sources
 from workbench.rewards.rubric import Rubric
 from workbench.rewards.score import MISSING, Score, Status
+from workbench.rewards.scorers import episodes, shaping
 from workbench.rewards.scorers import gsm8k as _gsm8k_module
-from workbench.rewards.scorers import shaping
 from workbench.rewards.scorers.geometry3k import geometry3k
 from workbench.rewards.scorers.math_dapo import math_dapo
 from workbench.rewards.scorers.math_string import math_string
@@ -73,6 +73,7 @@ __all__ = [
     "check_sources",
     "code",
     "dry_run",
+    "episodes",
     "geometry3k",
     "gsm8k",
     "load_function",

@@ -110,7 +110,7 @@ class BaseReward:
 def row_views(batch: DataProto) -> list[dict[str, Any]]:
     """Each row as plain values: what reward functions may ask for by name."""
     objects = {name: list(batch.non_tensor_batch[name]) for name in batch.non_tensor_batch}
-    lengths = _lengths(batch) if "response_mask" in batch else None
+    lengths = response_lengths(batch).tolist() if "response_mask" in batch else None
     responses = batch["responses"].numpy() if lengths is not None else None
     objects.pop("score", None)
     rows = []
@@ -125,13 +125,16 @@ EPISODE = ("num_turns", "num_tool_calls", "turn_scores", "tool_rewards", "turns"
 """Columns of an agent's episode, which verl puts into `extra_info`."""
 
 
-def _lengths(batch: DataProto) -> list[int]:
-    """Tokens of each response: to the last that was attended to, for a mask of the model's own tokens has holes."""
+def response_lengths(batch: DataProto) -> torch.Tensor:
+    """[B] int64: tokens of each response, to the last that was attended to: tool and user tokens are among them.
+
+    The mask of the model's own tokens has holes, and a batch without `attention_mask` has no more than that mask.
+    """
     mask = batch["response_mask"]
     if "attention_mask" in batch:
         mask = mask | batch["attention_mask"][:, -mask.shape[1] :].to(mask.dtype)
     places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return (mask.bool() * places).amax(-1).tolist()
+    return (mask.bool() * places).amax(-1)
 
 
 def row_view(columns: Mapping[str, Any], response: str, ids: Sequence[int]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ down by its name alone: its stage comes back as `Missing`, which says so and tak
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from workbench.dataproto.ops import same_column
 from workbench.engines.protocol import SamplingSettings
 from workbench.errors import PipelineError, RunError, WorkbenchError, describe, first_line, message
 from workbench.metrics import Metric
+from workbench.runs import agents_written
 from workbench.stages import Outcome, Pipeline, Stage
 from workbench.stages.stage import BaseStage
 from workbench.trace import Phase, Trace, unchanged
@@ -64,6 +66,10 @@ def _plain(value: Any, roles: Mapping[int, str]) -> Any:
         names = inspect.signature(_CONTROLLERS[kind]).parameters
         held = {"coef": getattr(value, "initial", value.value), **vars(value)}
         return {"controller": kind, "arguments": {name: held[name] for name in names}}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {"mapping": {key: _plain(one, roles) for key, one in value.items()}}
+    if (part := agents_written.arguments_of(value)) is not None:
+        return {"part": part[0], "arguments": {key: _plain(one, roles) for key, one in part[1].items()}}
     if isinstance(value, rewards.BaseReward):
         return {"missing": value.name} if value.name != "by data_source" else {"reward": value.settings()}
     frozen: dict[str, Any] = getattr(value, "describe", dict)()
@@ -72,7 +78,7 @@ def _plain(value: Any, roles: Mapping[int, str]) -> Any:
     module, name = getattr(value, "__module__", "") or "", getattr(value, "__qualname__", "")
     if callable(value) and module.startswith(_OURS) and name.isidentifier():
         return {"function": f"{module}:{name}"}
-    return {"missing": getattr(value, "__name__", None) or describe(value, 60)}
+    return {"missing": agents_written.name_of(value) or getattr(value, "__name__", None) or describe(value, 60)}
 
 
 class Missing(BaseStage):
@@ -88,6 +94,7 @@ class Missing(BaseStage):
         *,
         phase: Phase | None = None,
         before: DataProto | None = None,
+        remake: Callable[[Mapping[str, Any]], Stage] | None = None,
     ) -> None:
         self.name = record["name"]
         self.what = what
@@ -98,12 +105,15 @@ class Missing(BaseStage):
         self._record = record
         self._phase = phase
         self._before = before
+        self._remake = remake
 
     def recorded(self, trace: Trace) -> Missing:
         """The same, with what it did in a recorded step; of an update that is not enough."""
         if self.updates or self.name not in trace.names:
             return self
-        return Missing(self._record, self.what, phase=trace[self.name], before=trace.before(self.name))
+        return Missing(
+            self._record, self.what, phase=trace[self.name], before=trace.before(self.name), remake=self._remake
+        )
 
     @property
     def has_record(self) -> bool:
@@ -119,20 +129,36 @@ class Missing(BaseStage):
         return (self._learner,) if self.updates else ()
 
     def with_function(self, function: Callable[..., Any]) -> Stage:
-        """The stage around a function that is here: a reward, or an estimator with its own defaults."""
+        """The stage around what is here: a reward, an estimator with its own defaults; a rollout with an agent loop."""
+        if self._record["class"] == "EpisodeRollout":
+            return self.with_settings(agent=function)
         if self._record["class"] not in ("Reward", "Advantage"):
             return super().with_function(function)
         return getattr(stages, self._record["class"])(function)
 
     def with_settings(self, **changes: Any) -> Stage:
-        """Refused: what it was made with is not here."""
+        """The stage as it was made, with what is not here given anew: `replace("rollout", agent=mine)`.
+
+        Raises `PipelineError` where something is still not there.
+        """
+        what = self.what
+        if self._remake is not None:
+            try:
+                return self._remake(changes)
+            except _Gone as gone:
+                what = str(gone)
         raise PipelineError(
             message(
                 f"settings of stage {self.name!r} cannot be changed",
-                found=f"it was made with {self.what}, which the run folder has by name alone",
-                do=f"replace({self.name!r}, …) with a stage or a function",
+                found=f"it was made with {what}, which the run folder has by name alone",
+                do=self._advice(),
             )
         )
+
+    def _advice(self) -> str:
+        lacks = [key for key, one in self._record["arguments"].items() if _lacks(one)]
+        again = f"replace({self.name!r}, {', '.join(f'{key}=…' for key in lacks)})" if lacks and self._remake else ""
+        return " or ".join(filter(None, (again, f"replace({self.name!r}, …) with what should stand there")))
 
     def __call__(self, batch: DataProto) -> Outcome:
         """The recorded outputs, where the batch is the recorded one; `recorded/<stage>` among the metrics says so."""
@@ -143,7 +169,7 @@ class Missing(BaseStage):
                     f"stage {self.name!r} of the run cannot be run again here",
                     expected=f"the recorded {', '.join(differing)}, for its recorded outputs" if differing else None,
                     found=f"it was made with {self.what}, which the run folder has by name alone",
-                    do=f"replace({self.name!r}, …) with what should stand there",
+                    do=self._advice(),
                 )
             )
         metrics: dict[str, Metric | float] = {**self._phase.metrics, f"recorded/{self.name}": 1.0}
@@ -184,18 +210,35 @@ def rebuilt(records: list[dict[str, Any]], learners: Mapping[str, Any], open_fro
         raise RunError(message("the run does not say how its pipeline was made", do="pass pipeline=…"))
     made = []
     for record in records:
+        remake = functools.partial(_stage, record, learners, open_frozen)
+        learner = learners.get(record["updates"])
         try:
-            if record["class"] not in stages.__all__:
-                raise _Gone(f"a stage of another package ({record['name']})")
-            arguments = {key: _value(one, learners, open_frozen) for key, one in record["arguments"].items()}
-            made.append(getattr(stages, record["class"])(**arguments))
+            made.append(remake({}))
         except _Gone as gone:
-            made.append(Missing(record, str(gone), learners.get(record["updates"])))
+            made.append(Missing(record, str(gone), learner, remake=remake))
         except (TypeError, WorkbenchError) as error:  # this version's stage does not take what that version's took
-            made.append(
-                Missing(record, f"arguments of its time ({first_line(error)})", learners.get(record["updates"]))
-            )
+            made.append(Missing(record, f"arguments of its time ({first_line(error)})", learner, remake=remake))
     return Pipeline(made)
+
+
+def _stage(
+    record: Mapping[str, Any], learners: Mapping[str, Any], open_frozen: Callable[..., Any], given: Mapping[str, Any]
+) -> Stage:
+    """One stage from its record, with some arguments or settings given anew. Raises `_Gone`."""
+    if record["class"] not in stages.__all__:
+        raise _Gone(f"a stage of another package ({record['name']})")
+    of_it = record["arguments"]
+    arguments = {key: given[key] if key in given else _value(one, learners, open_frozen) for key, one in of_it.items()}
+    stage: Stage = getattr(stages, record["class"])(**arguments)
+    rest = {key: one for key, one in given.items() if key not in of_it}
+    return stage.with_settings(**rest) if rest else stage
+
+
+def _lacks(plain: Any) -> bool:
+    """Whether something in a recorded argument is there by name alone."""
+    if isinstance(plain, list):
+        return any(map(_lacks, plain))
+    return isinstance(plain, dict) and ("missing" in plain or any(map(_lacks, plain.values())))
 
 
 def _value(plain: Any, learners: Mapping[str, Any], open_frozen: Callable[..., Any]) -> Any:
@@ -220,7 +263,22 @@ def _value(plain: Any, learners: Mapping[str, Any], open_frozen: Callable[..., A
         return _function(plain["function"])
     if "frozen" in plain:
         return open_frozen(plain["frozen"])
+    if "mapping" in plain:
+        return {key: _value(one, learners, open_frozen) for key, one in plain["mapping"].items()}
+    if "part" in plain:
+        return _part(plain, learners, open_frozen)
     raise _Gone(plain["missing"])
+
+
+def _part(plain: Mapping[str, Any], learners: Mapping[str, Any], open_frozen: Callable[..., Any]) -> Any:
+    name = plain["part"]
+    try:
+        arguments = {key: _value(one, learners, open_frozen) for key, one in plain["arguments"].items()}
+        return agents_written.made(name, arguments)
+    except _Gone as gone:
+        raise _Gone(f"{gone} in a {name}") from gone
+    except KeyError as error:  # renamed since
+        raise _Gone(name) from error
 
 
 def _function(place: str) -> Any:

@@ -66,7 +66,8 @@ class EpisodeRollout(Rollout):
             sampler, group_size=group_size, sampling=sampling, purpose=purpose, greedy_baseline=greedy_baseline
         )
         self._loops = Loops(agent, default_agent)
-        self._loops.named(None).prepare(sampler)
+        if getattr(sampler, "opened", True):  # a recorded step's learner is opened when it is used, not to be asked
+            self._loops.named(None).prepare(sampler)
         self.default_agent = default_agent
         self.deterministic = deterministic
 

@@ -11,6 +11,7 @@ from workbench.config import require
 from workbench.dataproto import DataProto
 from workbench.functional.groups import Groups
 from workbench.metrics import Count, Mean, Metric
+from workbench.rewards.base import response_lengths
 from workbench.stages.advantage import group_numbers
 from workbench.stages.joining import joined
 from workbench.stages.reward import on_last_token
@@ -20,7 +21,8 @@ from workbench.stages.stage import BaseStage, Outcome, Stage
 class Overlong(BaseStage):
     """Take off `penalty`·(length − (max_tokens − buffer)) / buffer for responses in the last `buffer` tokens before the limit.
 
-    A part of the reward of its own, `reward/overlong` (≤ 0); rows without a judgement have none.
+    A part of the reward of its own, `reward/overlong` (≤ 0); rows without a judgement have none. An episode's length is all
+    of its response, tool and user tokens among them, as verl counts: that is what `max_tokens` cuts.
     Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 13.
     """
 
@@ -38,7 +40,7 @@ class Overlong(BaseStage):
     def __call__(self, batch: DataProto) -> Outcome:
         """B rows in, B rows out."""
         mask = batch["response_mask"]
-        beyond = (mask.sum(-1) - (self.max_tokens - self.buffer)).clamp(0, self.buffer).float() / self.buffer
+        beyond = (response_lengths(batch) - (self.max_tokens - self.buffer)).clamp(0, self.buffer).float() / self.buffer
         taken = torch.where(batch["scored"], -self.penalty * beyond, 0.0)
         columns = {
             "reward": batch["reward"] + taken,

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from workbench.config import Settings, settings_hash
+from workbench.config import Settings, remembering, settings_hash
 from workbench.dataproto import DataProto, Origin
 from workbench.errors import PipelineError, describe, message, unknown
 from workbench.metrics import Max, Mean, Metric, Min
@@ -97,7 +97,7 @@ class BaseStage:
         looks at a batch before it works on it."""
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
-            cls.__init__ = _remembering(vars(cls)["__init__"])  # type: ignore[method-assign]
+            cls.__init__ = remembering(vars(cls)["__init__"])  # type: ignore[method-assign]
         if "__call__" in vars(cls):
             cls.__call__ = _looking_first(vars(cls)["__call__"])  # type: ignore[method-assign]
 
@@ -182,20 +182,6 @@ class BaseStage:
 def foreign_class(stage: Any) -> dict[str, type]:
     """{"class": a stage's class} where somebody else wrote it, in a cell or a file: its text is a setting then."""
     return {} if type(stage).__module__.startswith("workbench.") else {"class": type(stage)}
-
-
-def _remembering(init: Callable[..., None]) -> Callable[..., None]:
-    signature = inspect.signature(init)
-    starred = [name for name, one in signature.parameters.items() if one.kind is inspect.Parameter.VAR_KEYWORD]
-
-    @functools.wraps(init)
-    def remembers(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        given = dict(signature.bind(self, *args, **kwargs).arguments)
-        extra = {key: value for name in starred for key, value in given.pop(name, {}).items()}
-        self._made_with = dict([*given.items()][1:]) | extra
-
-    return remembers
 
 
 def _looking_first(call: Callable[..., Outcome]) -> Callable[..., Outcome]:

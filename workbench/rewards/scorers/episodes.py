@@ -1,7 +1,7 @@
 """Rewards over whole episodes: layered ones, that ask for the columns of an agent's rollout by name.
 
-`num_tool_calls`, `num_turns`, `turns` (the transcript, as plain dicts), `turn_scores` and `tool_rewards` are columns that
-every episode has; any reward function can name them among its arguments. These are examples of that, and of use as they are.
+`num_tool_calls`, `num_turns`, `turns` (the transcript, as plain dicts), `turn_scores`, `tool_rewards` and `agent_extra` (what the loop
+adds: `tool_totals` of a tool agent) are columns that every episode has; any reward function can name them among its arguments. These are examples of that, and of use as they are.
 """
 
 from __future__ import annotations
@@ -46,18 +46,34 @@ def task_minus_flat(task: Task = gsm8k, *, most: int = 5, penalty: float = 0.5) 
     return scorer
 
 
-def episode(task: Task = gsm8k, *, turn_weight: float = 1.0, tool_weight: float = 1.0) -> Callable[..., Score]:
-    """A scorer: the task's score + the weighted sums of `turn_scores` and `tool_rewards`. Parts: `task`, `turns`, `tools`."""
-    for name, weight in (("turn_weight", turn_weight), ("tool_weight", tool_weight)):
+def episode(
+    task: Task = gsm8k, *, turn_weight: float = 1.0, tool_weight: float = 1.0, total_weight: float = 0.0
+) -> Callable[..., Score]:
+    """A scorer: the task's score + the weighted sums of `turn_scores`, of `tool_rewards`, and of the tools' totals.
+
+    Parts: `task`, `turns`, `tools`, and `totals` where a tool gave one: what each tool's `calc_reward` said of the whole
+    episode (`agent_extra["tool_totals"]`). Their weight is 0 unless you say otherwise, because most tools sum up there what
+    they gave call by call, and it would count twice; the numbers by tool are in the score's extra all the same.
+    """
+    weights = {"turn_weight": turn_weight, "tool_weight": tool_weight, "total_weight": total_weight}
+    for name, weight in weights.items():
         require(math.isfinite(weight), name, expected="a finite number", found=weight)
 
     @bounded
     def scorer(
-        response: str, ground_truth: Any, turn_scores: Sequence[float] = (), tool_rewards: Sequence[float] = ()
+        response: str,
+        ground_truth: Any,
+        turn_scores: Sequence[float] = (),
+        tool_rewards: Sequence[float] = (),
+        agent_extra: Mapping[str, Any] | None = None,
     ) -> Score:
-        turns, tools = turn_weight * sum(turn_scores), tool_weight * sum(tool_rewards)
+        totals = dict((agent_extra or {}).get("tool_totals") or {})
+        parts = {"turns": turn_weight * sum(turn_scores) + 0.0, "tools": tool_weight * sum(tool_rewards) + 0.0}
+        if totals:
+            parts["totals"] = total_weight * sum(totals.values()) + 0.0
         why = f"{len(turn_scores)} turn scores, {len(tool_rewards)} tool rewards"
-        return _layered(task(response, ground_truth), turns=turns + 0.0, tools=tools + 0.0, why=why)
+        score = _layered(task(response, ground_truth), why=why, **parts)
+        return score.with_extra({"tool_totals": totals}) if totals else score
 
     scorer.__name__ = "episode"
     return scorer
