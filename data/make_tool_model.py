@@ -46,9 +46,9 @@ WORDS = (
     CHECKER,
     "tool",
 )
-CALLS, WITHOUT, STOPS, FORGETS = 0.25, 0.15, 0.3, 0.25
+CALLS, WITHOUT, STOPS, FORGETS = 0.25, 0.15, 0.3, 0.2
 """Shares: of chats that call where tools are shown; that show none; of callers that go on in their head after the first
-answer; that forget the marker at the end."""
+answer; of solutions that forget the marker at the end."""
 HURRIES, SLIPS = 0.75, 0.55
 """Shares: of those who reckon in their head and come to an answer; of their sums that go wrong, always in the same way, so
 that taking the likeliest digit is no way out."""
@@ -83,21 +83,18 @@ def in_the_head(problem: Problem, random: Random) -> str:
     lines: list[str] = []
     number = problem.sums[0][0]
     for _, sign, right, _ in problem.sums:
-        wrong = random.random() < SLIPS
-        result = (
-            miscounted(number, sign, right)
-            if wrong
-            else {"+": number + right, "-": number - right, "*": number * right}[sign]
-        )
-        lines.append(f"{number} {sign} {right} = {max(result, 0)}")
-        number = max(result, 0)
+        result = counted(number, sign, right, slips=random.random() < SLIPS)
+        lines.append(f"{number} {sign} {right} = {result}")
+        number = result
     ending = f"#### {number}" if random.random() >= FORGETS else f"It is {number}."
     return "Quick: " + "\n".join([*lines, ending])
 
 
-def miscounted(left: int, sign: str, right: int) -> int:
-    """What comes of counting the number that one starts from: 8 + 3 is 8, 9, 10. With `*` the last row is left out."""
-    return {"+": left + right - 1, "-": left - right + 1, "*": (left - 1) * right}[sign]
+def counted(left: int, sign: str, right: int, *, slips: bool) -> int:
+    """A result, at least 0. A slip loses one on the way: one too few, with `*` one row; two do not make up for each other."""
+    if sign == "*":
+        return (left - slips) * right
+    return max((left + right if sign == "+" else left - right) - slips, 0)
 
 
 def asking(problem: Problem, random: Random) -> list[dict[str, str]]:

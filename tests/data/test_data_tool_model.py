@@ -114,9 +114,11 @@ def test_a_sum_in_the_head_goes_wrong_in_one_way() -> None:
     firsts = [text.split("\n")[0] for text in written if text.startswith("Quick:")]
     assert set(firsts) == {"Quick: 8 + 3 = 11", "Quick: 8 + 3 = 10"}
     assert 0.5 < firsts.count("Quick: 8 + 3 = 10") / len(firsts) < 0.6  # the likeliest digit is the wrong one
-    assert make_tool_model.miscounted(9, "-", 4) == 6 and make_tool_model.miscounted(3, "*", 5) == 10
+    sums = ((9, "+", 4), (9, "-", 4), (4, "-", 4), (3, "*", 5))
+    assert [make_tool_model.counted(*one, slips=False) for one in sums] == [13, 5, 0, 15]
+    assert [make_tool_model.counted(*one, slips=True) for one in sums] == [12, 4, 0, 10]
     right = sum(compute_score(text, "7") for text in written) / len(written)
-    assert 0.25 < right < 0.32  # 0.75 · 0.75 · (0.45² + 0.55²): here two slips take each other back
+    assert 0.09 < right < 0.16  # 0.75 · 0.8 · 0.45²: two slips do not take each other back
 
 
 def test_what_is_practised_calls_in_one_chat_of_four_where_tools_are_shown() -> None:
