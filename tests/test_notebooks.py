@@ -24,6 +24,14 @@ SMALL = {
     "103_algorithms": {"updates": 2},
     "104_what_if": {"updates": 2},
     "105_replay_a_run": {"steps": 3, "batch_size": 4, "step": 3},
+    "106_agents": {
+        "steps": 3,
+        "batch_size": 4,
+        "group_size": 4,
+        "heldout_rows": 16,
+        "test_freq": 2,
+        "save_freq": 2,
+    },
     "201_train_grpo": {
         "steps": 3,
         "batch_size": 4,

@@ -32,6 +32,7 @@ SMALL = {
     "102_rewards": {"steps": 4},
     "103_algorithms": {"updates": 2},
     "104_what_if": {"updates": 2},
+    "106_agents": {"steps": 4, "batch_size": 4, "heldout_rows": 16},
     "201_train_grpo": {"steps": 4, "batch_size": 4, "heldout_rows": 16},
     "202_train_ppo": {"steps": 4, "batch_size": 4, "heldout_rows": 16},
     "203_compare": {"steps": 2, "batch_size": 4, "heldout_rows": 8},
@@ -49,6 +50,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "103_algorithms": ("reinforce_plus_plus_baseline", "cosine between the updates", "influence"),
     "104_what_if": ("first divergence", "not run again", "cosine between the updates", "the one pin"),
     "105_replay_a_run": ("kept because", "not run again", "identical: 6 phases"),
+    "106_agents": ("num_tool_calls", "step 4/4", "held-out reward after", "reward/calls"),
     "201_train_grpo": ("step 4/4", "held-out reward after"),
     "202_train_ppo": ("step 4/4", "critic/vf_explained_var", "held-out reward after"),
     "203_compare": ("reinforce_plus_plus done", "finished"),
@@ -58,6 +60,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
 IMAGES = {
     "102_rewards": 2,
     "103_algorithms": 2,
+    "106_agents": 2,
     "201_train_grpo": 2,
     "202_train_ppo": 4,
     "203_compare": 1,
