@@ -33,7 +33,34 @@ def look_around(lab: str, page: Any, name: str) -> None:
     without_a_kernel(lab, page, name)
 
 
-DRIVEN = {"101_one_step": step_and_back, "104_what_if": look_around}
+def turn_by_turn(lab: str, page: Any, name: str) -> None:
+    """106: the trained policy calls, its tool answers, the answer is written anew by hand, and the episode run on."""
+    run_cell(page, "g = wb.Stepper(pipe, rows.batch(1)).episode(0).next()\ng")
+    face = page.locator(".wb").filter(has=page.locator("textarea")).last
+    face.scroll_into_view_if_needed()
+    assert "0 · assistant" in face.inner_text()
+    said = "<tool_call>\n{\"name\": \"calculator\", \"arguments\": {\"expression\": \"6 * 7\"}}\n</tool_call>"
+    text = face.locator("textarea")
+    face.locator("select").select_option("turn 0, assistant")
+    assert text.input_value(), "the turn's own words"
+    text.fill(said)
+    face.get_by_role("button", name="say").click()
+    until(page, lambda: "g.replace(0, " in face.inner_text() and "next: the tool, calculator(" in face.inner_text(), 30)
+    face.get_by_role("button", name="next").click()
+    until(page, lambda: "1 · tool" in face.inner_text() and "42" in face.inner_text(), 30)
+    face.locator("select").select_option("turn 1, tool")
+    assert text.input_value() == "42"
+    text.fill("<b>43</b>")
+    face.get_by_role("button", name="say").click()
+    until(page, lambda: "turn 0, 1 written by hand" in face.inner_text() and "<b>43</b>" in face.inner_text(), 30)
+    shot(page, "driven_episode")
+    face.get_by_role("button", name="run").click()
+    until(page, lambda: "over: " in face.inner_text(), 30)
+    assert face.get_by_role("button", name="next").is_disabled()
+    assert run_cell(page, "print(g.turns[1].text, g.upcoming)").strip() == "<b>43</b> None"
+
+
+DRIVEN = {"101_one_step": step_and_back, "104_what_if": look_around, "106_agents": turn_by_turn}
 
 
 def inspector(page: Any) -> None:
