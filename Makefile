@@ -52,6 +52,7 @@ lab: $(READY)  ## JupyterLab on the first notebook
 
 bench: $(READY)  ## measure: three seeds of GRPO and PPO, what recording costs, how fast the shelf, rewards and looks are
 	$(BIN)/python tests/benchmarks/learning.py
+	$(BIN)/python tests/benchmarks/agents.py
 	$(BIN)/python tests/benchmarks/recording.py
 	$(BIN)/python tests/benchmarks/shelf.py
 	$(BIN)/python tests/benchmarks/rewards.py

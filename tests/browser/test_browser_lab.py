@@ -50,7 +50,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "103_algorithms": ("reinforce_plus_plus_baseline", "cosine between the updates", "influence"),
     "104_what_if": ("first divergence", "not run again", "cosine between the updates", "the one pin"),
     "105_replay_a_run": ("kept because", "not run again", "identical: 6 phases"),
-    "106_agents": ("num_tool_calls", "step 4/4", "held-out reward after", "reward/calls"),
+    "106_agents": ("num_tool_calls", "step 4/4", "held-out reward after", "advantages changed sign"),
     "201_train_grpo": ("step 4/4", "held-out reward after"),
     "202_train_ppo": ("step 4/4", "critic/vf_explained_var", "held-out reward after"),
     "203_compare": ("reinforce_plus_plus done", "finished"),
