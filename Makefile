@@ -58,6 +58,7 @@ bench: $(READY)  ## measure: three seeds of GRPO and PPO, what recording costs, 
 	$(BIN)/python tests/benchmarks/rewards.py
 	$(BIN)/python tests/benchmarks/looking.py
 	$(BIN)/python tests/benchmarks/opening.py
+	$(BIN)/python tests/benchmarks/episodes.py
 
 browser:  ## a Chromium for the browser tests, where apt can bring one; they skip, saying so, without
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
