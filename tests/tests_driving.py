@@ -39,7 +39,7 @@ def turn_by_turn(lab: str, page: Any, name: str) -> None:
     face = page.locator(".wb").filter(has=page.locator("textarea")).last
     face.scroll_into_view_if_needed()
     assert "0 · assistant" in face.inner_text()
-    said = "<tool_call>\n{\"name\": \"calculator\", \"arguments\": {\"expression\": \"6 * 7\"}}\n</tool_call>"
+    said = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6 * 7"}}\n</tool_call>'
     text = face.locator("textarea")
     face.locator("select").select_option("turn 0, assistant")
     assert text.input_value(), "the turn's own words"
@@ -52,7 +52,7 @@ def turn_by_turn(lab: str, page: Any, name: str) -> None:
     assert text.input_value() == "42"
     text.fill("<b>43</b>")
     face.get_by_role("button", name="say").click()
-    until(page, lambda: "turn 0, 1 written by hand" in face.inner_text() and "<b>43</b>" in face.inner_text(), 30)
+    until(page, lambda: "turns 0, 1 written by hand" in face.inner_text() and "<b>43</b>" in face.inner_text(), 30)
     shot(page, "driven_episode")
     face.get_by_role("button", name="run").click()
     until(page, lambda: "over: " in face.inner_text(), 30)

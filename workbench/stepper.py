@@ -244,8 +244,16 @@ class Stepper:
         for stage in self._pipeline:
             if isinstance(stage, EpisodeRollout):
                 return stage
+        recorded = next((stage.name for stage in self._pipeline if "turns" in stage.writes), None)
         raise PipelineError(
-            message("this pipeline has no episodes", expected="a rollout by agents", do="make the recipe with agent=…")
+            message(
+                "this pipeline has no episodes that can be stepped",
+                expected="a rollout by agents",
+                found=f"recorded ones, of an agent that is not here ({recorded})" if recorded else None,
+                do=f"s.back(to={recorded!r}).replace({recorded!r}, agent=…)"
+                if recorded
+                else "make the recipe with agent=…",
+            )
         )
 
     # --- inside ---------------------------------------------------------------------------

@@ -39,3 +39,17 @@ def test_turns_of_vllm_are_what_the_trainer_computes(engine: Any, tiny: str, det
     scored = local(tiny).score(found)["log_probs"]
     torch.testing.assert_close(scored, found["rollout_log_probs"], atol=1e-3, rtol=0)
     assert torch.equal(found["responses"], again["responses"]) or not deterministic
+
+
+def test_an_episode_of_vllm_is_stepped(engine: Any) -> None:
+    """Going back over it and on says the same; another answer of the tool is read."""
+    batch = wb.datasets.load("data/arith/train.parquet").batch(2).with_meta(seed=3, step=1)
+    loop = ToolAgent([Adder()], parser=Always(), max_assistant_turns=3, max_tokens_per_turn=30)
+    stage = EpisodeRollout(engine, agent=loop, group_size=2, sampling=SamplingSettings(max_tokens=200))
+    made = stage(batch).batch
+    e = stage.episode(batch, 3, recorded=made)
+    said = e.batch["turns"][0]
+    assert e.back(to=2).run().batch["turns"][0] == said
+    e.replace(1, "no number").run()
+    assert e.turns[1].edited and len(e.turns) == 5
+    assert e.replace(0, "I will add.").output.response_logprobs[0] == 0.0, "this sampler scores nothing"

@@ -22,6 +22,7 @@ from workbench.agents import (
 from workbench.errors import PipelineError
 from workbench.runs.rebuild import Missing, rebuilt, written_down
 from workbench.stages import EpisodeRollout
+from workbench.stages.episodes import recorded_output
 from workbench.trace import Trace
 
 DATA = Path(__file__).parents[2] / "data" / "arith-tools" / "train.parquet"
@@ -178,3 +179,17 @@ def test_a_name_that_nobody_registered_here_is_missing_and_can_be_given(tiny: st
         assert isinstance(gone.with_settings(agent="of a cell"), EpisodeRollout)
     finally:
         loop._LOOPS.pop("of a cell")
+
+
+@pytest.mark.slow
+def test_an_episode_of_a_past_step_is_stepped(run: wb.Run) -> None:
+    with pytest.raises(PipelineError, match=r"recorded ones.*replace\('rollout', agent=…\)"):
+        run.stepper(2, at="reward").episode(1)
+    s = run.stepper(2).replace("rollout", agent=mine()).replace("reward", judge).run()
+    e = s.episode(1)
+    assert e.output.response_ids == recorded_output(run.traces[2].batch, 1).response_ids
+    said = e.batch["turns"][0]
+    assert e.back(to=2).run().batch["turns"][0] == said, "with the weights of that step"
+    t = s.put(e.replace(1, "7").run()).run()
+    assert t.batch["turns"][1][1]["edited"] and not s.batch["turns"][1][1]["edited"]
+    assert t.batch["turns"][0] == s.batch["turns"][0]

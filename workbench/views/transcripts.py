@@ -44,7 +44,7 @@ class TranscriptView:
         counted += [f"{len(calls)} call" + "s" * (len(calls) != 1)] if calls else []
         edited = [str(place) for place, turn in enumerate(self.turns) if turn.edited]
         counted += [f"{sum(self._row.own)} of {self._row.length} tokens are the model's own"]
-        counted += [f"turn {', '.join(edited)} written by hand"] if edited else []
+        counted += [f"turn{'s' * (len(edited) > 1)} {', '.join(edited)} written by hand"] if edited else []
         return " · ".join(counted)
 
     def text(self) -> str:
