@@ -32,7 +32,7 @@ from workbench.stepper import Stepper
 from workbench.trace import Trace
 from workbench.what_if import what_if
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 __all__ = [
     "COLUMNS",
