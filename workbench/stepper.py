@@ -157,10 +157,13 @@ class Stepper:
                     do="use run(until=…) to go forwards",
                 )
             )
-        self._trace = self._trace.first(position)
-        self._standings = self._standings[: position + 1]
+        self._stand(position)
         self._align()
         return self
+
+    def _stand(self, position: int) -> None:
+        self._trace = self._trace.first(position)
+        self._standings = self._standings[: position + 1]
 
     # --- what if --------------------------------------------------------------------------
 
@@ -212,23 +215,30 @@ class Stepper:
         After the rollout it stands at the end of what was sampled, before it at the beginning of what will be; the stepper
         stays where it is. Raises `PipelineError` where the rollout has no agent, and `IndexError` for such a row.
         """
-        stage = self._agents()
-        fork = self.fork()
+        stage, fork = self._agents(), self.fork()
         if stage.name not in self._trace.names:
             return stage.episode(self.batch, row, ready=fork._align)
-        fork.back(to=stage.name)
-        made, before = self._trace[stage.name].batch, self._trace.before(stage.name)
-        return stage.episode(before, row, recorded=made, ready=fork._align)
+        fork._stand(self._pipeline.index(stage.name))  # its weights are put in place when it samples, not for looking
+        return stage.episode(fork.batch, row, recorded=self._trace[stage.name].batch, ready=fork._align)
 
     def put(self, *episodes: EpisodeStepper) -> Stepper:
         """A fork that stands after the rollout with these episodes in their rows; run on, and compare.
 
-        `t = s.put(s.episode(3).replace(1, "41").run()).run(); s.compare(t)`. Raises `PipelineError` before the rollout.
+        `t = s.put(s.episode(3).replace(1, "41").run()).run(); s.compare(t)`. Raises `PipelineError` before the rollout, for an
+        episode that is not over, and for one of another batch.
         """
         stage = self._agents()
         if stage.name not in self._trace.names:
             raise PipelineError(message("there are no episodes yet", do=f"run(until={stage.name!r}) first"))
         phase, before = self._trace[stage.name], self._trace.before(stage.name)
+        for one in episodes:
+            what = f"the episode of row {one.row}"
+            if one.upcoming is not None:
+                raise PipelineError(
+                    message(f"{what} is not over", found=f"next: the {one.upcoming}", do="run() it first")
+                )
+            if one.row >= len(phase.batch) or one.batch["uid"][0] != phase.batch["uid"][one.row]:
+                raise PipelineError(message(f"{what} is of another batch", do=f"make it here: s.episode({one.row})"))
         outcome = stage.rewritten(before, phase.batch, {one.row: one.output for one in episodes})
         edited = {"edited_rows": ", ".join(str(one.row) for one in episodes)}
         changed = replace(

@@ -264,6 +264,8 @@ def test_going_back_and_on_gives_the_very_same_episode(step: wb.Stepper) -> None
 def test_what_the_tool_might_have_said_put_into_the_step(step: wb.Stepper) -> None:
     e = step.episode(1).replace(1, "500000")
     assert e.upcoming == "assistant"
+    with pytest.raises(PipelineError, match="not over; found next: the assistant"):
+        step.put(e)
     e.run()
     t = step.put(e)
     assert t.upcoming == "reward" and t.batch["turns"][1][1]["edited"]
@@ -287,6 +289,18 @@ def test_words_put_into_the_models_mouth_have_the_policys_log_probs(step: wb.Ste
     engine: Any = step.pipeline["rollout"].sampler
     expected = engine.score(e.batch)["log_probs"][0]
     assert torch.allclose(torch.tensor(e.output.response_logprobs), expected, atol=1e-6) and (expected < 0).all()
+
+
+def test_looking_moves_no_weights_and_another_batch_is_refused(step: wb.Stepper) -> None:
+    engine: Any = step.pipeline["rollout"].sampler
+    step.fork().back(to="update_actor").run()
+    stood = engine.state_id
+    e = step.episode(0)
+    assert repr(e) and wb.views.transcript(e) and engine.state_id == stood
+    rows = wb.datasets.load(str(ROOT / "data" / "arith" / "train.parquet"))
+    other = wb.Stepper(step.pipeline, rows.batch(2, step=2)).run(until="rollout")
+    with pytest.raises(PipelineError, match=r"of another batch; s|of another batch; make it here: s.episode\(0\)"):
+        other.put(e)
 
 
 def test_before_the_rollout(step: wb.Stepper) -> None:
