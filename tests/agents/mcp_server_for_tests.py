@@ -1,7 +1,8 @@
-"""A small MCP server over stdio, for tests that have the `mcp` package."""
+"""A small MCP server over stdio, or over HTTP on a port of loopback, for tests that have the `mcp` package."""
 
 import asyncio
 import os
+import sys
 
 from mcp.server import MCPServer
 
@@ -34,4 +35,7 @@ def dies() -> str:
 
 
 if __name__ == "__main__":
-    server.run()
+    if len(sys.argv) > 1:
+        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+    else:
+        server.run()

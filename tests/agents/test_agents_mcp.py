@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -144,6 +146,7 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
         MCPServer("x", {"command": "y"}, timeout=0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="the mcp package is not installed")
 def test_a_real_server_over_stdio() -> None:
     tools = {one.name: one for one in mcp_tools({"x": {"command": sys.executable, "args": [str(SERVER)]}}, timeout=5.0)}
@@ -157,3 +160,43 @@ def test_a_real_server_over_stdio() -> None:
         await server.aclose()
 
     asyncio.run(play())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="the mcp package is not installed")
+def test_a_real_server_over_http() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 30
+        while time.monotonic() < end and process.poll() is None:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        at = {"url": f"http://127.0.0.1:{port}/mcp", "auth_token": "told to nobody"}
+        tools = {one.name: one for one in mcp_tools({"x": at}, selected=["add", "fails", "sleeps"], timeout=2.0)}
+        server = tools["add"].server
+
+        async def play() -> None:
+            many = await asyncio.gather(*(tools["add"].execute("i", {"a": n, "b": 1}) for n in range(32)))
+            assert [one[0].text for one in many] == [str(n + 1) for n in range(32)] and server.starts == 1
+            assert (await tools["fails"].execute("i", {"why": "x"}))[2]["status"] == "model failed"
+            began = time.perf_counter()
+            slow, quick = await asyncio.gather(
+                tools["sleeps"].execute("i", {"seconds": 30.0}), tools["add"].execute("i", {"a": 1, "b": 1})
+            )
+            assert time.perf_counter() - began < 6 and quick[0].text == "2"
+            assert slow[2]["status"] == "machinery failed" and slow[1] is None
+            process.kill()
+            process.wait()
+            gone = await tools["add"].execute("i", {"a": 1, "b": 1})
+            assert gone[2]["status"] == "machinery failed" and gone[0].text.startswith("Error when executing tool add")
+            await server.aclose()
+
+        asyncio.run(play())
+    finally:
+        process.kill()
+        process.wait()

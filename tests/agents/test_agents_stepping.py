@@ -345,3 +345,17 @@ def test_a_row_without_turns_is_one_turn(tiny: str) -> None:
     s = wb.Stepper(grpo(local(tiny), wb.rewards.math_string, group_size=2, max_tokens=4), rows.batch(1)).run("rollout")
     view = wb.views.transcript(s, 1)
     assert list(view.frame["role"]) == ["assistant"] and view.frame["last"][0] == len(wb.views.tokens(s, 1).frame) - 1
+
+
+def test_the_face_of_a_loop() -> None:
+    from workbench.views.html import lint
+
+    @wb.agents.function_tool
+    def hot(number: int, note: str = "") -> str:
+        """Says <b>hot</b>."""
+        return note * number
+
+    html = ToolAgent([hot], parser=Tags(), interactions=[User()], max_assistant_turns=4)._repr_html_()
+    assert not lint(html) and "number: integer, note: string (optional)" in html and "&lt;b&gt;hot" in html
+    assert "users: wants" in html and "max_assistant_turns" in html and ">4<" in html
+    assert "SingleTurn" in wb.agents.SingleTurn()._repr_html_()

@@ -17,6 +17,7 @@ from workbench.agents import (
     SingleTurn,
     ToolAgent,
     function_tool,
+    load_tools,
     register,
 )
 from workbench.errors import PipelineError
@@ -51,10 +52,15 @@ def judge(response: str, num_tool_calls: int, turns: Any) -> float:
     return float(sum(len(turn["text"]) for turn in turns) % 3 + num_tool_calls)
 
 
-def trained(agent: Any, place: Path) -> wb.Run:
+def trained(agent: Any, place: Path, model: str = "data/tiny-arith", longest: int = 56) -> wb.Run:
     rows = wb.datasets.load(str(DATA), max_prompt_length=500)
     pipeline = wb.recipes.grpo(
-        wb.engines.local("data/tiny-arith"), judge, group_size=2, sampling=SAMPLING, agent=agent, kl_coef=0
+        wb.engines.local(model),
+        judge,
+        group_size=2,
+        sampling=SAMPLING.replace(max_tokens=longest),
+        agent=agent,
+        kl_coef=0,
     )
     pipeline = pipeline.replace("rollout", deterministic=True)
     plan: dict[str, Any] = {"batch_size": 2, "trace_freq": 1, "save_freq": 0, "display": None, "trackers": ()}
@@ -114,6 +120,9 @@ def test_the_agent_is_handed_in_anew(run: wb.Run) -> None:
         assert isinstance(stage, EpisodeRollout) and "recorded/rollout" not in s.trace.metrics
         assert (stage.group_size, stage.sampling) == (2, SAMPLING)
         assert same(s.trace, recorded)  # the run's own episodes and weights, bit for bit
+    # and one of its episodes turn by turn, from the recorded step's own seeds
+    again = run.stepper(2).replace("rollout", agent=mine()).episode(0).run()
+    assert [turn.text for turn in again.turns] == [turn["text"] for turn in recorded.batch["turns"][0]]
     hotter = run.stepper(2).replace("rollout", agent=mine(), temperature=2.0, group_size=3).next()
     assert hotter.pipeline["rollout"].sampling.temperature == 2.0 and len(hotter.batch) == 6
 
@@ -133,7 +142,19 @@ def test_an_agent_of_ours_is_made_again(tmp_path: Path) -> None:
     assert isinstance(again, EpisodeRollout) and again.settings()["agent"] == {"tool_agent": agent.describe()}
     assert "no engine is open" in repr(s)
     assert same(s.next().trace, Trace(run.traces[2].start, run.traces[2].phases[:1]))
-    assert run.traces[2].batch["turns"][0][0]["role"] == "assistant"
+    said = [turn["text"] for turn in run.traces[2].batch["turns"][0]]
+    assert [turn.text for turn in run.stepper(2, at="reward").episode(0).turns] == said
+
+
+@pytest.mark.slow
+def test_a_run_of_the_shipped_tools_file_is_stepped_again(tmp_path: Path) -> None:
+    tools = load_tools(DATA.parent / "tools.yaml")
+    agent = ToolAgent(list(tools.values()), parser=HermesParser(), max_assistant_turns=4)
+    run = wb.load_run(trained(agent, tmp_path / "yaml", "data/tiny-arith-tools", 96).path)
+    s = run.stepper(2)
+    assert isinstance(s.pipeline["rollout"], EpisodeRollout)
+    assert same(s.run(until="reward").trace, Trace(run.traces[2].start, run.traces[2].phases[:2]))
+    assert sum(s.batch["num_tool_calls"]) > 0
 
 
 def test_what_is_written_of_agents(tiny: str) -> None:

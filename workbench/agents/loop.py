@@ -52,6 +52,11 @@ class AgentLoopBase:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name})"
 
+    def _repr_html_(self) -> str:
+        from workbench.views.agents import loop_html
+
+        return loop_html(self)
+
     def bound(self, episode: Episode) -> Self:
         """The loop for one row."""
         mine = copy.copy(self)
