@@ -354,3 +354,34 @@ def test_what_a_tool_and_a_user_say_of_themselves_is_kept_as_plain_values(made: 
         assert found.turns[0].calls[0].metrics == record and found.extra["tool_rewards"] == []
     turn = Turn("assistant", "x", 0, 0, extra={"info": {1: object, "list": (1, None, {2.5})}})
     assert turn.to_dict()["extra"] == {"info": {"1": "<class 'object'>", "list": [1, None, "{2.5}"]}}
+
+
+def test_what_a_row_has_for_its_tools_reaches_each_of_their_methods(made: dict[str, Any]) -> None:
+    """verl's four; keys that a parquet file made up for this row are left out; a total that is no number is an error."""
+    heard: dict[str, Any] = {}
+
+    class Hears(Adder):
+        async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+            heard["create"] = kwargs
+            return await super().create(instance_id)
+
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            heard["execute"] = kwargs
+            return await super().execute(instance_id, parameters)
+
+        async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+            heard["calc_reward"] = kwargs
+            return float("nan")
+
+        async def release(self, instance_id: str, **kwargs: Any) -> None:
+            heard["release"] = kwargs
+            await super().release(instance_id)
+
+    acts = ("create", "execute", "calc_reward", "release")
+    given = {f"{act}_kwargs": {"mine": act, "another_rows": None} for act in acts}
+    loop = ToolAgent([Hears()], parser=Tags())
+    output = play(loop, Script(made["own"], [call(numbers=[1, 2]), "3"]), tools_kwargs={"add": given})
+    assert heard == {"create": {"create_kwargs": {"mine": "create"}, "mine": "create"}} | {
+        act: {"mine": act} for act in acts[1:]
+    }
+    assert output.extra["tool_totals"] == {} and "calc_reward of add" in output.extra["errors"][0]

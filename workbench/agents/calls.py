@@ -123,13 +123,17 @@ class OpenTools:
             self.seconds += time.perf_counter() - began
 
     async def _executed(self, tool: Tool, arguments: dict[str, Any]) -> Any:
-        given = self._given.get(tool.name) or {}
         if tool.name not in self._instances:
-            created = dict(given.get("create_kwargs") or {})
+            created = self._kwargs(tool, "create")
             # verl hands them over under one name, its own tools read them by theirs
             made, _ = await tool.create(f"{self._episode}-{tool.name}", create_kwargs=created, **created)
             self._instances[tool.name] = made
-        return await tool.execute(self._instances[tool.name], arguments, **dict(given.get("execute_kwargs") or {}))
+        return await tool.execute(self._instances[tool.name], arguments, **self._kwargs(tool, "execute"))
+
+    def _kwargs(self, tool: Tool, act: str) -> dict[str, Any]:
+        """What the row has for it. A parquet file gives every row the keys of all: those that are None are left out."""
+        given = (self._given.get(tool.name) or {}).get(f"{act}_kwargs") or {}
+        return {key: value for key, value in given.items() if value is not None}
 
     def _answered(self, call: FunctionCall, found: Any) -> ToolCall:
         response, reward, metrics = found
@@ -161,7 +165,12 @@ class OpenTools:
         for name, instance in self._instances.items():
             tool = self._box.tools[name]
             try:
-                rewards[name] = float(await within(tool.calc_reward(instance), END_SECONDS))
+                found = float(
+                    await within(tool.calc_reward(instance, **self._kwargs(tool, "calc_reward")), END_SECONDS)
+                )
+                if not math.isfinite(found):
+                    raise ValueError(f"{found} is not a finite number")
+                rewards[name] = found
             except Exception as error:  # noqa: BLE001 - foreign code; the record says it
                 self.errors.append(f"calc_reward of {name}: {first_line(error)}")
             finally:
@@ -171,6 +180,6 @@ class OpenTools:
 
     async def _released(self, tool: Tool, instance: str) -> None:
         try:
-            await within(tool.release(instance), END_SECONDS)
+            await within(tool.release(instance, **self._kwargs(tool, "release")), END_SECONDS)
         except Exception as error:  # noqa: BLE001 - foreign code; the record says it
             self.errors.append(f"release of {tool.name}: {first_line(error)}")
