@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO, cast
 
 from workbench import background
 from workbench.agents.protocol import ToolResponse
@@ -229,7 +229,9 @@ async def _opened(config: Mapping[str, Any], timeout: float, log: IO[str]) -> As
         from mcp.client.stdio import StdioServerParameters, stdio_client
 
         told = {key: config[key] for key in ("command", "args", "env", "cwd") if key in config}
-        async with Client(stdio_client(StdioServerParameters(**told), log), read_timeout_seconds=timeout) as client:
+        async with Client(
+            stdio_client(StdioServerParameters(**told), cast(TextIO, log)), read_timeout_seconds=timeout
+        ) as client:
             yield client
         return
     import httpx2
