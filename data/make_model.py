@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from arith_world import careless, make_problem
@@ -103,18 +105,36 @@ def warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: 
     """Supervised steps on fresh careless solutions; no held-out question is among them."""
     random = Random(seed + 1)
     held_out = frozenset(problem.question for problem in problems(0, 4096 + 512)[4096:])
+
+    def draw() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ids, labels = batch([example(tokenizer, random, held_out) for _ in range(size)], tokenizer.pad_token_id)
+        return ids, (ids != tokenizer.pad_token_id).long(), labels
+
+    fit(model, draw, steps, peak=3e-3, rising=50)
+
+
+def fit(
+    model: Any,
+    draw: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    steps: int,
+    *,
+    peak: float,
+    rising: int,
+    say: int = 100,
+) -> None:
+    """AdamW on batches of (ids, attention mask, labels) as they are drawn; the rate rises for `rising` steps and falls as a cosine."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(steps):
-        rate = 3e-3 * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps)) + 1e-5
+        rate = peak * min(1.0, (step + 1) / rising) * 0.5 * (1 + math.cos(math.pi * step / steps)) + 1e-5
         for group in optimizer.param_groups:
             group["lr"] = rate
-        ids, labels = batch([example(tokenizer, random, held_out) for _ in range(size)], tokenizer.pad_token_id)
-        loss = model(input_ids=ids, attention_mask=(ids != tokenizer.pad_token_id).long(), labels=labels).loss
+        ids, there, labels = draw()
+        loss = model(input_ids=ids, attention_mask=there, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 100 == 0 or step == steps - 1:
+        if step % say == 0 or step == steps - 1:
             print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
 
 

@@ -11,7 +11,6 @@ same up to the hardware's rounding.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -21,7 +20,7 @@ import torch
 from arith_world import Problem, careless, make_problem
 from make_arith import problems
 from make_arith_tools import CALCULATOR, CHECKER, demonstration
-from make_model import START, STOP
+from make_model import START, STOP, fit
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -165,19 +164,11 @@ def warm_up(model: Any, tokenizer: Any, steps: int, size: int, seed: int) -> Non
     """Supervised steps on fresh chats; no held-out question is among them."""
     random = Random(seed + 21)
     held_out = frozenset(problem.question for problem in problems(0, 4096 + 512)[4096:])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.01)
-    for step in range(steps):
-        rate = 2e-3 * min(1.0, (step + 1) / 30) * 0.5 * (1 + math.cos(math.pi * step / steps)) + 1e-5
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        ids, there, labels = batch([example(tokenizer, random, held_out) for _ in range(size)], tokenizer.pad_token_id)
-        loss = model(input_ids=ids, attention_mask=there, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 50 == 0 or step == steps - 1:
-            print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
+
+    def draw() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return batch([example(tokenizer, random, held_out) for _ in range(size)], tokenizer.pad_token_id)
+
+    fit(model, draw, steps, peak=2e-3, rising=30, say=50)
 
 
 def main() -> None:
