@@ -83,8 +83,9 @@ class EpisodeRollout(Rollout):
 
     @property
     def blank(self) -> dict[str, Any]:
-        """The rollout's, and those of an episode in which nobody was asked anything."""
-        return {**super().blank, **_objects(AgentLoopOutput((0,), (), (), ()))}
+        """The rollout's, and those of an episode in which the model said nothing."""
+        silent = AgentLoopOutput((0,), (), (), (), turns=(Turn("assistant", "", 0, -1),))
+        return {**super().blank, **_objects(silent)}
 
     def __call__(self, batch: DataProto) -> Outcome:
         """P rows in, P·G rows out (P·(G + 1) with a greedy baseline)."""
