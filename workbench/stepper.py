@@ -7,7 +7,8 @@ s.compare(t)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -212,14 +213,14 @@ class Stepper:
     def episode(self, row: int) -> EpisodeStepper:
         """The episode of one of the rollout's rows, turn by turn: go back in it, say a turn by hand, run on; see `put`.
 
-        After the rollout it stands at the end of what was sampled, before it at the beginning of what will be; the stepper
-        stays where it is. Raises `PipelineError` where the rollout has no agent, and `IndexError` for such a row.
+        After the rollout it stands at the end of what was sampled, before it at the beginning of what will be. The stepper
+        stays where it is, and so do the weights: the rollout's are lent to a turn that the model speaks. Raises `PipelineError` where the rollout has no agent, and `IndexError` for such a row.
         """
         stage, fork = self._agents(), self.fork()
         if stage.name not in self._trace.names:
-            return stage.episode(self.batch, row, ready=fork._align)
-        fork._stand(self._pipeline.index(stage.name))  # its weights are put in place when it samples, not for looking
-        return stage.episode(fork.batch, row, recorded=self._trace[stage.name].batch, ready=fork._align)
+            return stage.episode(self.batch, row, lent=fork._lent)
+        fork._stand(self._pipeline.index(stage.name))
+        return stage.episode(fork.batch, row, recorded=self._trace[stage.name].batch, lent=fork._lent)
 
     def put(self, *episodes: EpisodeStepper) -> Stepper:
         """A fork that stands after the rollout with these episodes in their rows; run on, and compare.
@@ -280,6 +281,19 @@ class Stepper:
         for name, values in standing.controllers.items():
             if self._pipeline[name].state().keys() == values.keys():
                 self._pipeline[name].load_state(values)
+
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
+        """The weights of where it stands, inside; after it those that were there."""
+        learners = self._pipeline.learners()
+        present = states(learners)
+        try:
+            for role, state in self._standings[-1].weights.items():
+                self._snapshots.align(role, learners[role], state)
+            yield
+        finally:
+            for role, state in present.items():
+                self._snapshots.align(role, learners[role], state)
 
     def _perform(self, stage: Stage) -> Phase:
         """Run it, with what an update will change kept first."""

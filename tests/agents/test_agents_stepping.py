@@ -166,7 +166,7 @@ class TestTools:
         e, _ = scripted(tokenizer, [add(1), "2"], ToolAgent([Counter()], parser=Tags()))
         with pytest.raises(PipelineError, match="a turn that was said"):
             e.back()
-        with pytest.raises(SettingError, match="1 to 240 tokens"):
+        with pytest.raises(SettingError, match="1 to 239 tokens.*raise max_tokens"):
             e.say("7 " * 300)
         e.next()
         with pytest.raises(SettingError, match="the model's turns"):
@@ -175,6 +175,44 @@ class TestTools:
             e.back(3)
         with pytest.raises(IndexError, match="rows 0 to 3"):
             EpisodeRollout(Script(tokenizer, []), agent=ToolAgent(), group_size=2).episode(prompts(), 4)
+
+    def test_what_cannot_be_said_changes_nothing(self, tokenizer: Any) -> None:
+        tool = Counter()
+        agent = ToolAgent([tool], parser=Tags(), max_parallel_calls=2)
+        e, _ = scripted(tokenizer, [add(1) + add(2), "3", "4"], agent)
+        e.run()
+        said = e.turns
+        for turn, text, match in (
+            (1, ["one"], "2 texts, one for each call"),
+            (1, 99, "found 99"),
+            (2, 99, "expected a text; found 99"),
+            (2, ["a", "b"], "expected a text"),
+            (0, "7 " * 300, "shorten it"),
+        ):
+            with pytest.raises(SettingError, match=match):
+                e.replace(turn, text)  # type: ignore[arg-type]
+            assert e.turns == said and e.upcoming is None
+        for turn in (7, "1", 1.5):
+            with pytest.raises(PipelineError, match="turns 0 to 2"):
+                e.back(turn)  # type: ignore[arg-type]
+        for attempt in (-1, "a"):
+            with pytest.raises(SettingError, match="whole number"):
+                e.back().next(attempt)  # type: ignore[arg-type]
+        fresh, _ = scripted(tokenizer, ["3"], agent)
+        assert fresh.back(to=0) is fresh and fresh.next(max_tokens=1).turns[0].last == 0
+
+    def test_a_turn_that_is_only_begun_by_hand(self, tokenizer: Any) -> None:
+        e, script = scripted(tokenizer, ["9", " 7"], ToolAgent([Counter()], parser=Tags()))
+        e.run().replace(0, "So 3 + 4 =", end=False)
+        assert e.turns[0].text == "So 3 + 4 = 7" and e.turns[0].edited and e.upcoming is None
+        begun = tokenizer("So 3 + 4 =", add_special_tokens=False)["input_ids"]
+        assert list(script.requests[-1].ids[-len(begun) :]) == begun and e.output.response_ids[: len(begun)] == tuple(
+            begun
+        )
+        assert script.requests[-1].settings.max_tokens == 240 - len(begun) and len(e.output.response_logprobs) > len(
+            begun
+        )
+        assert e.output.metrics["max_version"] == 3
 
     def test_a_loop_without_states_is_looked_at_as_a_whole(self, tokenizer: Any) -> None:
         class Mine(AgentLoopBase):
@@ -219,6 +257,11 @@ class TestUsers:
         assert not user.heard and e.turns[1].edited and e.turns[0].score is None
         e.run()
         assert e.turns[-1].score == 1.0
+
+    def test_a_score_stays_where_the_words_beside_it_are_changed(self, tokenizer: Any) -> None:
+        e, _ = self.start(tokenizer, ["no", "yes", "yes"])
+        e.run().replace(1, "please").run()
+        assert e.output.extra["turn_scores"] == [0.5, 1.0] and e.turns[0].extra == {"word": "yes"}
 
 
 # --- in a step -------------------------------------------------------------------------------
@@ -287,6 +330,7 @@ def test_words_put_into_the_models_mouth_have_the_policys_log_probs(step: wb.Ste
     ids = e.output.response_ids
     assert e.tokenizer.decode(list(ids)) == "I will call.<|im_end|>" and set(e.output.response_mask) == {1}
     engine: Any = step.pipeline["rollout"].sampler
+    step.fork().back(to="rollout")  # whose weights they are
     expected = engine.score(e.batch)["log_probs"][0]
     assert torch.allclose(torch.tensor(e.output.response_logprobs), expected, atol=1e-6) and (expected < 0).all()
 
@@ -296,7 +340,14 @@ def test_looking_moves_no_weights_and_another_batch_is_refused(step: wb.Stepper)
     step.fork().back(to="update_actor").run()
     stood = engine.state_id
     e = step.episode(0)
+    said = e.output.response_ids
     assert repr(e) and wb.views.transcript(e) and engine.state_id == stood
+    e.replace(0, "I will call.").run()
+    assert e.back(to=0).run().output.response_ids == said and engine.state_id == stood, (
+        "the rollout's weights were lent"
+    )
+    with pytest.raises(IndexError, match="rows 0 to 3"):
+        step.episode("a")  # type: ignore[arg-type]
     rows = wb.datasets.load(str(ROOT / "data" / "arith" / "train.parquet"))
     other = wb.Stepper(step.pipeline, rows.batch(2, step=2)).run(until="rollout")
     with pytest.raises(PipelineError, match=r"of another batch; s|of another batch; make it here: s.episode\(0\)"):

@@ -55,8 +55,8 @@ class ToolCall:
     """What of the tool's text the model did not see, in words."""
     why: str = ""
     """The tool's own reason, where it gave one (`why` of its metrics)."""
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    """What else the tool said of the call."""
+    metrics: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """What else the tool said of the call; no part of the record that is kept."""
 
     @property
     def ran(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +15,10 @@ from workbench.agents.episode import Episode, Transcript
 from workbench.agents.loop import AgentLoopBase
 from workbench.agents.protocol import AgentLoopOutput, FunctionCall, ToolCall, Turn
 from workbench.agents.tool_agent import AgentState, Standing, ToolAgent
+from workbench.config import require
 from workbench.dataproto import DataProto
 from workbench.engines.protocol import Sample
-from workbench.errors import PipelineError, SettingError, first_line, message
+from workbench.errors import PipelineError, SettingError, describe, first_line, message
 
 _WHO = {
     AgentState.PENDING: "assistant",
@@ -36,8 +38,8 @@ class Place:
     """A batch of the one row, with the rollout's columns."""
     log_probs: Callable[[Sequence[int], Sequence[int]], Sequence[float]]
     """(context, ids) → in nats, what the policy gives to ids that were written by hand."""
-    ready: Callable[[], None]
-    """Puts the weights in place that this episode is sampled with."""
+    lent: Callable[[], AbstractContextManager[None]]
+    """Inside it the weights are those that this episode is sampled with."""
 
 
 class EpisodeStepper:
@@ -125,10 +127,11 @@ class EpisodeStepper:
     def next(self, attempt: int = 0, **sampling: Any) -> EpisodeStepper:
         """One turn further: the model speaks, its calls are run, or the simulated user answers.
 
-        Of the model's turn another `attempt` is another seed, and `sampling` other settings (`temperature=0.2`).
-        Raises `PipelineError` when the episode is over, and `SettingError` for another's turn with such changes.
+        Of the model's turn another `attempt` is another seed, and `sampling` other settings (`temperature=0.2`, `max_tokens` of
+        this turn). Raises `PipelineError` when the episode is over, and `SettingError` for another's turn with such changes.
         """
         self._expect()
+        require(isinstance(attempt, int) and attempt >= 0, "attempt", expected="a whole number ≥ 0", found=attempt)
         if (attempt or sampling) and self.upcoming != "assistant":
             raise SettingError(
                 message("attempt and sampling are for the model's turns", found=f"{self.upcoming}'s turn")
@@ -136,7 +139,7 @@ class EpisodeStepper:
         self._loop.episode.attempt = attempt
         whole, self._now.sampling = self._now.sampling, {**self._now.sampling, **sampling}
         try:
-            self._do(self._turn)
+            self._do(self._turn, samples=self.upcoming == "assistant")
         finally:
             self._loop.episode.attempt, self._now.sampling = 0, whole
         return self
@@ -150,17 +153,20 @@ class EpisodeStepper:
     def say(self, text: str | Sequence[str], *, end: bool = True) -> EpisodeStepper:
         """The turn that is next is `text`, and nobody is asked: the model's words, a tool's answer, the user's.
 
-        Where several calls were made, a list with an answer each. The model's words become tokens as the tokenizer writes them
-        and, unless `end=False`, the token that ends an answer; their log-probs are the policy's, and gradients reach them.
+        Where several calls were made, a list with an answer for each of `asked`; one turn holds them all. The model's words
+        become tokens as the tokenizer writes them and, unless `end=False`, the token that ends an answer: without it the model
+        goes on from there. Their log-probs are the policy's, and gradients reach them. A tool's or user's text stands as it is,
+        no limit cuts it; where the response has no room for it the episode is over, as in a rollout.
 
-        Raises `PipelineError` when the episode is over; `SettingError` for a text that has no room, or a wrong number of them.
+        Raises `PipelineError` when the episode is over; `SettingError` for words that have no room, or a wrong number of texts.
         """
         self._expect()
-        texts = [text] if isinstance(text, str) else list(text)
+        texts = [text] if isinstance(text, str) or not isinstance(text, Sequence) else list(text)
         needed = len(self.asked) or 1
-        if len(texts) != needed:
-            raise SettingError(message(f"the {self.upcoming}'s turn", expected=f"{needed} texts", found=len(texts)))
-        said = self._spoken_sample(texts[0], end) if self.upcoming == "assistant" else None
+        if len(texts) != needed or not all(isinstance(one, str) for one in texts):
+            expected = f"{needed} texts, one for each call in .asked" if needed > 1 else "a text"
+            raise SettingError(message(f"the {self.upcoming}'s turn", expected=expected, found=describe(text)))
+        said = self._in_its_mouth(texts[0], end) if self.upcoming == "assistant" else None
 
         async def put() -> None:
             if self._now.state is AgentState.PENDING:
@@ -169,14 +175,16 @@ class EpisodeStepper:
                 pass
             elif said is not None:
                 await self._opened(always=self._now.interaction is not None)
-                self._loop.episode.versions.append(said.version)
-                self._now.state = await self._loop.spoken(self._now, said, edited=True)
+                if end:
+                    self._loop.episode.versions.append(said.version)
+                whole = said if end else await self._continued(said)
+                self._now.state = await self._loop.spoken(self._now, whole, edited=True)
             else:
                 self._now.state = self._answered(texts)
                 self._now.transcript.note(edited=True)
             await self._ended()
 
-        self._do(put)
+        self._do(put, samples=said is not None and not end)
         return self
 
     # --- backwards ------------------------------------------------------------------------
@@ -185,17 +193,34 @@ class EpisodeStepper:
         """Stand before turn `to` again (without it: before the last one). Raises `PipelineError` for a turn that there is not."""
         count = len(self.turns)
         to = count - 1 if to is None else to
-        if not 0 <= to < count:
+        if to == count and self.upcoming is not None:
+            return self
+        if not isinstance(to, int) or not 0 <= to < count:
             known = f"turns 0 to {count - 1}" if count else "a turn that was said"
-            raise PipelineError(message("cannot go back in this episode", expected=known, found=to))
+            found = to if count else "nothing has been said"
+            raise PipelineError(message("cannot go back in this episode", expected=known, found=found))
         before, self._now = self._now, self._at(self._now.transcript.first(to))
         self._now.tools, self._now.instance = before.tools, before.instance  # to be let go of
         self._output, self._fits = None, False
         return self
 
     def replace(self, turn: int, text: str | Sequence[str], *, end: bool = True) -> EpisodeStepper:
-        """Go back to a turn and say it by hand (see `say`); what came after it is gone, `run` goes on from there."""
-        return self.back(turn).say(text, end=end)
+        """Go back to a turn and say it by hand (see `say`); what came after it is gone, `run` goes on from there.
+
+        A score that the user gave along with words of its own stays. Where `say` refuses the text nothing has changed.
+        """
+        kept = self._now, self._output, self._fits
+        said = self.turns
+        self.back(turn)
+        try:
+            self.say(text, end=end)
+        except SettingError:
+            self._now, self._output, self._fits = kept
+            raise
+        if said[turn:] and said[turn].role == "user":
+            turns, judged = self._now.transcript.turns, said[turn - 1]
+            turns[turn - 1] = replace(turns[turn - 1], score=judged.score, extra=judged.extra)
+        return self
 
     def fork(self) -> EpisodeStepper:
         """Another one at the same place, with tools and a user of its own."""
@@ -245,15 +270,15 @@ class EpisodeStepper:
                 message("this episode is over", found=f"{why}, after {len(self.turns)} turns", do="back(to=…), or replace(turn, text)")
             )  # fmt: skip
 
-    def _do(self, work: Callable[[], Any]) -> None:
-        self._place.ready()
+    def _do(self, work: Callable[[], Any], samples: bool) -> None:
         episode, said = self._loop.episode, self._now.transcript
         episode.turn = said.count("assistant")
         episode.versions = episode.versions[: episode.turn]
         self._output = None
         kept = said.copy()
         try:
-            background.run(work())
+            with self._place.lent() if samples else nullcontext():
+                background.run(work())
         except BaseException:
             # interrupted half-way: as if nobody had been asked
             before, self._now = self._now, self._at(kept)
@@ -316,15 +341,25 @@ class EpisodeStepper:
         ]
         return self._loop.answered(self._now, records)
 
-    def _spoken_sample(self, text: str, end: bool) -> Sample:
-        said, tokenizer = self._now.transcript, self.tokenizer
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        ids += [tokenizer.eos_token_id] if end else []
-        if not 0 < len(ids) <= said.room:
-            raise SettingError(message("the model's turn", expected=f"1 to {said.room} tokens", found=len(ids)))
-        self._place.ready()
-        log_probs = self._place.log_probs(said.context, ids)
-        return Sample(tuple(ids), tuple(log_probs), "stop", self._loop.episode.sampler.version)
+    def _in_its_mouth(self, text: str, end: bool) -> Sample:
+        said = self._now.transcript
+        ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not 0 < len(ids) < said.room:
+            room = f"1 to {said.room - 1} tokens"
+            raise SettingError(
+                message("the model's turn", expected=room, found=len(ids), do="shorten it, or raise max_tokens")
+            )
+        ids += (self.tokenizer.eos_token_id,) if end else ()
+        with self._place.lent():
+            log_probs = self._place.log_probs(said.context, ids)
+        return Sample(ids, tuple(log_probs), "stop", self._loop.episode.sampler.version)
+
+    async def _continued(self, said: Sample) -> Sample:
+        """What the model makes of the beginning of its turn."""
+        context, room = self._now.transcript.context, self._now.transcript.room - len(said.ids)
+        more = await self._loop.generate((*context, *said.ids), self._now.sampling, max_tokens=room)
+        whole = (*said.ids, *more.ids), (*said.log_probs, *more.log_probs)
+        return Sample(*whole, more.finish_reason, more.version)
 
     # --- looking --------------------------------------------------------------------------
 

@@ -237,7 +237,7 @@ class ToolAgent(AgentLoopBase):
 
     async def _generate(self, standing: Standing) -> AgentState:
         said = standing.transcript
-        longest = min(said.room, self.max_tokens_per_turn or said.room)
+        longest = min(said.room, self.max_tokens_per_turn or said.room, int(standing.sampling["max_tokens"]))
         sample = await self.generate(said.context, standing.sampling, max_tokens=longest)
         return await self.spoken(standing, sample)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from workbench.metrics import Metric
 from workbench.stages.rollout import Rollout, columns_of
 from workbench.stages.stage import Outcome, spread
 
+Lent = Callable[[], AbstractContextManager[None]]
 _STABLE = ("turn_scores", "tool_rewards", "num_tool_calls")
 
 
@@ -153,15 +155,15 @@ class EpisodeRollout(Rollout):
     # --- one of them by itself ------------------------------------------------------------------
 
     def episode(
-        self, batch: DataProto, row: int, *, recorded: DataProto | None = None, ready: Callable[[], None] | None = None
+        self, batch: DataProto, row: int, *, recorded: DataProto | None = None, lent: Lent | None = None
     ) -> EpisodeStepper:
         """Row `row` of what this stage makes of `batch`, to be stepped; with `recorded`, what it made, standing at its end.
 
-        `ready` puts the weights in place, where they may have moved. Raises `IndexError` for such a row, `SettingError` where
-        the row's loop cannot be stepped.
+        Inside `lent()` the weights are the rollout's, where they may have moved. Raises `IndexError` for such a row,
+        `SettingError` where the row's loop cannot be stepped.
         """
         each = self.group_size + self.greedy_baseline
-        if not 0 <= row < each * len(batch):
+        if not isinstance(row, int) or not 0 <= row < each * len(batch):
             raise IndexError(f"row {row}: this rollout makes rows 0 to {each * len(batch) - 1}")
         place, sample = divmod(row, each)
         loop = self._loops.named(batch["agent_name"][place] if "agent_name" in batch else None)
@@ -177,7 +179,7 @@ class EpisodeRollout(Rollout):
             self._episode(batch, place, row, sample),
             self._sampling(sample).to_dict(),
             {name: batch.non_tensor_batch[name][place] for name in batch.non_tensor_batch},
-            Place(row, batch_of, self._log_probs, ready or (lambda: None)),
+            Place(row, batch_of, self._log_probs, lent or nullcontext),
             None if recorded is None else recorded_output(recorded, row),
         )
 
