@@ -11,7 +11,10 @@ import torch
 
 import workbench as wb
 from workbench.compare import ColumnChange
+from workbench.dataproto import DataProto
+from workbench.engines import Sample
 from workbench.rewards import Score
+from workbench.stages.rollout import columns_of
 from workbench.trace import Trace, unchanged
 
 NAN, INF = float("nan"), float("inf")
@@ -92,3 +95,27 @@ def test_a_column_that_both_have_on_disk_is_not_read(tmp_path: Path) -> None:
     one, two = Trace.load(path), Trace.load(path)
     (path / "start" / "tensors.safetensors").unlink()
     assert wb.compare(one, two).identical and unchanged("x", one.batch, two.batch)
+
+
+def test_padding_is_no_difference() -> None:
+    """The longest response of one side is shorter, the longest prompt longer: only what was said is compared."""
+
+    def batch(prompts: list[list[int]], responses: list[list[int]], values: list[list[float]]) -> DataProto:
+        samples = [Sample(tuple(ids), tuple(found), "stop", 0) for ids, found in zip(responses, values, strict=True)]
+        return DataProto.from_single_dict(columns_of(prompts, samples, pad_id=9))
+
+    a = batch([[1], [2]], [[5, 6, 7], [8]], [[-1, -2, -3], [-4]])
+    b = batch([[3, 1], [2]], [[5, 6], [8]], [[-1, -2.5], [-4]])
+    found = {one.name: (one.rows, one.largest) for one in wb.compare(a, b).columns}
+    assert found == {
+        "prompts": (1, 3.0),
+        "prompt_mask": (1, 1.0),
+        "responses": (1, 7.0),
+        "response_mask": (1, 1.0),
+        "input_ids": (1, 7.0),
+        "attention_mask": (1, 1.0),
+        "position_ids": (1, 3.0),
+        "rollout_log_probs": (1, 3.0),
+    }
+    strange = wb.compare(a.with_columns({"mine": torch.zeros(2, 5)}), b.with_columns({"mine": torch.zeros(2, 6)}))
+    assert {one.name: one.rows for one in strange.columns}["mine"] == 2, "nobody knows what its places are"

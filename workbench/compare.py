@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from workbench.columns import declared
 from workbench.dataproto import DataProto
 from workbench.dataproto.ops import same_object
 from workbench.errors import BatchError, message
@@ -91,7 +92,7 @@ def compare(first: Any, second: Any) -> Comparison:
     a, b = first.batch, second.batch
     _check_rows(a, b)
     shared = [name for name in a.columns if name in b and not unchanged(name, a, b)]
-    changes = (_column(name, a[name], b[name]) for name in shared)
+    changes = (_column(name, *_of_one_width(name, a, b)) for name in shared)
     return Comparison(
         columns=tuple(change for change in changes if change is not None),
         only=(
@@ -128,6 +129,46 @@ def _check_rows(a: DataProto, b: DataProto) -> None:
                 do="start both steppers from the same rows.batch(…), or let wb.diverge align them",
             )
         )
+
+
+_WIDTHS = ("attention_mask", "responses")
+"""Columns whose widths are S + T and T."""
+
+
+def _of_one_width(name: str, a: DataProto, b: DataProto) -> tuple[Any, Any]:
+    """A column of both; [B, tokens] that are padded to different widths are laid over each other: padding is no difference."""
+    x, y = a[name], b[name]
+    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.dim() == y.dim() == 2):
+        return x, y
+    shapes = [[one.batch.raw()[part].shape for part in _WIDTHS if part in one.batch.raw()] for one in (a, b)]
+    if len(shapes[0]) < len(_WIDTHS) or len(shapes[1]) < len(_WIDTHS) or shapes[0] == shapes[1]:
+        return x, y
+    sides = [_real(batch) for batch in (a, b)]
+    widths = [max(one[part].shape[1] for one in sides) for part in (0, 1)]
+    column = declared(name)
+    letter = column.dims[1] if column is not None and len(column.dims) == 2 else "T"
+    laid = [_laid(values, letter, real, widths) for values, real in zip((x, y), sides, strict=True)]
+    return (laid[0], laid[1]) if laid[0] is not None and laid[1] is not None else (x, y)
+
+
+def _real(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which places of prompts [B, S] and of responses [B, T] are no padding."""
+    width = batch["responses"].shape[1]
+    mask = batch["attention_mask"].bool()
+    return mask[:, :-width], mask[:, -width:]
+
+
+def _laid(
+    values: torch.Tensor, letter: str, real: tuple[torch.Tensor, torch.Tensor], widths: list[int]
+) -> torch.Tensor | None:
+    """Prompts to the right, responses to the left, zeros in all padding; None for what has another width than it should."""
+    left, right = (width - part.shape[1] for width, part in zip(widths, real, strict=True))
+    whole = torch.cat(real, dim=1)
+    known = {"S": (real[0], (left, 0)), "T": (real[1], (0, right)), "S+T": (whole, (left, right))}
+    if letter not in known or values.shape[1] != known[letter][0].shape[1]:
+        return None
+    mask, around = known[letter]
+    return torch.nn.functional.pad(values.masked_fill(~mask, 0), around)
 
 
 def _column(name: str, a: Any, b: Any) -> ColumnChange | None:

@@ -50,7 +50,8 @@ class Snapshots:
                     f"the weights of {role!r} have moved on since this stepper used them",
                     expected=f"state {state_id}",
                     found=f"state {learner.state_id} (version {learner.version}), and no snapshot of the former",
-                    do=f"step from a new batch, or keep fewer updates apart (the last {self._keep} states are kept)",
+                    do=f"step from a new batch (of a stepper's own updates the last {self._keep} states are kept, of a training run "
+                    "none), or open a step of a run: run.stepper(step)",
                 )
             )
         wanted = held[state_id]

@@ -54,7 +54,7 @@ class TranscriptView:
         for place, turn in enumerate(self.turns):
             lines.append(f"{place:3} {turn.role:9} {_facts(turn, self._row)}  {line(turn.text, 300)}")
             lines += [f"      {call_text(call)}" for call in turn.calls]
-            lines += [f"      {note}" for note in (turn.cut, turn.error) if note]
+            lines += [f"      {line(note, 300)}" for note in (turn.cut, turn.error) if note]
         return terminal(lines)
 
     def html(self) -> str:
@@ -102,7 +102,7 @@ def transcript(thing: Any, row: int = 0, colour: str | None = None, *, tokenizer
         return batch.non_tensor_batch.part(name, row, row + 1)[0] if name in batch.non_tensor_batch else None
 
     said = part("turns")
-    if said is None:
+    if not said:  # one response, or a loop that keeps no transcript
         turns = [Turn("assistant", str(part("response_text") or "".join(one.texts)), 0, one.length - 1)]
     else:
         turns = [Turn.from_dict(turn) for turn in said]
@@ -154,7 +154,7 @@ def _upcoming(episode: EpisodeStepper) -> str:
     if who is None:
         return f"over: {episode.output.finish_reason}"
     if who == "tool":
-        return f"next: the tool, {'; '.join(f'{one.name}({one.arguments})' for one in episode.asked)}"
+        return f"next: the tool, {'; '.join(f'{one.name}({line(one.arguments, 200)})' for one in episode.asked)}"
     return "next: the model" if who == "assistant" else "next: the user"
 
 
