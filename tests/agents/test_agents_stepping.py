@@ -343,6 +343,7 @@ def test_looking_moves_no_weights_and_another_batch_is_refused(step: wb.Stepper)
     said = e.output.response_ids
     assert repr(e) and wb.views.transcript(e) and engine.state_id == stood
     e.replace(0, "I will call.").run()
+    assert e.output.version == step.trace["rollout"].batch["policy_version"][0] < engine.version
     assert e.back(to=0).run().output.response_ids == said and engine.state_id == stood, (
         "the rollout's weights were lent"
     )

@@ -352,7 +352,7 @@ class EpisodeStepper:
         ids += (self.tokenizer.eos_token_id,) if end else ()
         with self._place.lent():
             log_probs = self._place.log_probs(said.context, ids)
-        return Sample(ids, tuple(log_probs), "stop", self._loop.episode.sampler.version)
+            return Sample(ids, tuple(log_probs), "stop", self._loop.episode.sampler.version)
 
     async def _continued(self, said: Sample) -> Sample:
         """What the model makes of the beginning of its turn."""
