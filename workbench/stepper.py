@@ -232,6 +232,11 @@ class Stepper:
         if stage.name not in self._trace.names:
             raise PipelineError(message("there are no episodes yet", do=f"run(until={stage.name!r}) first"))
         phase, before = self._trace[stage.name], self._trace.before(stage.name)
+        rows = [one.row for one in episodes if isinstance(one, EpisodeStepper)]
+        if len(set(rows)) < len(episodes):
+            raise PipelineError(
+                message("put", expected="episodes as s.episode(row) gives them, one a row", found=episodes)
+            )
         for one in episodes:
             what = f"the episode of row {one.row}"
             if one.upcoming is not None:

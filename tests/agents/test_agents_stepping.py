@@ -310,6 +310,9 @@ def test_what_the_tool_might_have_said_put_into_the_step(step: wb.Stepper) -> No
     with pytest.raises(PipelineError, match="not over; found next: the assistant"):
         step.put(e)
     e.run()
+    for wrong in ((e, e), (e.batch,)):
+        with pytest.raises(PipelineError, match="one a row"):
+            step.put(*wrong)
     t = step.put(e)
     assert t.upcoming == "reward" and t.batch["turns"][1][1]["edited"]
     assert t.trace["rollout"].settings["edited_rows"] == "1"
