@@ -304,12 +304,22 @@ def test_loops_by_name() -> None:
             return AgentLoopOutput([1], [2, 3], [1, 0], [-0.5, 0.0])  # type: ignore[arg-type]
 
     assert Loops("echo").named(None).name == "echo" and Loops(Echo()).named("echo")
+    alone = ToolAgent([Adder()], parser=Tags(), name="calc")
+    assert {Loops(alone).named(name) for name in ("tool_agent", "echo", "no such", None)} == {alone}
+    with pytest.raises(SettingError, match=r"default_agent 'echo'; expected none: .*'calc'.* runs every row"):
+        Loops(alone, default="echo")
     register_agent_loop("echo again", Echo)
     mine = ToolAgent(name="mine")
     loops = Loops({"mine": mine, "single_turn_agent": "single_turn"}, default="single_turn")
     assert loops.named("mine") is mine and isinstance(loops.named(None), SingleTurn) and loops.named("echo again")
     with pytest.raises(SettingError, match="did you mean 'mine'"):
         loops.named("mime")
+    with pytest.raises(SettingError, match=r"agent_name of row 3 \(uid 7\): 'mime' is not a registered agent loop"):
+        loops.named("mime", "row 3 (uid 7)")
+    told = r"rows name agent 'tool_agent', which has no tools; .*give agent=\{'tool_agent': loop\}"
+    with pytest.raises(SettingError, match=told):
+        loops.named("tool_agent_loop", "row 3 (uid 7)")
+    assert Loops({"tool_agent": "tool_agent"}).named("tool_agent").lacks  # where it was meant
     for wrong in (object, AgentLoopBase, type("Sync", (AgentLoopBase,), {"run": lambda self: None})):
         with pytest.raises(SettingError, match="subclass of AgentLoopBase"):
             register_agent_loop("wrong", wrong)  # type: ignore[arg-type]

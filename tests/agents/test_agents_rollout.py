@@ -417,10 +417,17 @@ def test_rows_choose_their_loop(engine: Any, rows: Any) -> None:
         "own",
         "tool_agent",
     }
-    with pytest.raises(SettingError, match="'onw' is not a registered agent loop.*did you mean 'own'"):
+    with pytest.raises(SettingError, match="row 0 .uid .*'onw' is not a registered agent loop.*did you mean 'own'"):
         stage(batch.with_columns({"agent_name": ["onw", None, None]}))
     with pytest.raises(ForeignError, match=r"agent loop 'own', row 2 .*ZeroDivisionError: mine"):
         EpisodeRollout(engine, agent=Own(), group_size=1)(batch_of(rows, 3).with_columns({"broken": [0, 0, 1]}))
+
+
+def test_a_loop_given_alone_runs_every_row(engine: Any, rows: Any) -> None:
+    batch = batch_of(rows, 2).with_columns({"agent_name": ["tool_agent", "own"]})
+    found = EpisodeRollout(engine, agent=agent(name="calc"), group_size=1, sampling=SAMPLING)(batch).batch
+    assert list(found["num_tool_calls"]) == [2, 2]
+    assert len(EpisodeRollout(engine, agent=Own(), group_size=1, sampling=SAMPLING)(batch).batch["turns"][0]) == 0
 
 
 def test_when_one_loop_breaks_the_others_let_go(rows: Any) -> None:

@@ -37,6 +37,11 @@ class AgentLoopBase:
         """The arguments of its constructor by name."""
         return self._made_with
 
+    @property
+    def lacks(self) -> str:
+        """What it was made without and is nothing without, in words: a row's `agent_name` alone does not choose it then."""
+        return ""
+
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
         """`sampling_params` are `SamplingSettings` by name, `row` the object columns of the row by name."""
         raise NotImplementedError
@@ -141,32 +146,51 @@ def agent_loop(name: str) -> type[AgentLoopBase]:
 
 
 class Loops:
-    """The loops of a rollout: one by default, others by a row's `agent_name`.
+    """The loops of a rollout.
 
-    `agent` is a loop, the name of one that needs no arguments, or a mapping of names to either; `default` says which of a
-    mapping's runs rows without a name (its first, unless said).
+    `agent` is a loop, or the name of one that needs no arguments: it runs every row, whatever the row's `agent_name` says.
+    Or it is a mapping of names to either: a row's `agent_name` chooses among them, and among the registered names that are
+    not in it; `default` says which of the mapping's runs rows without a name (its first, unless said).
     """
 
     def __init__(self, agent: Any, default: str | None = None) -> None:
+        self._alone = not isinstance(agent, Mapping)
         given = dict(agent) if isinstance(agent, Mapping) else {_name_of(agent): agent}
         self._loops = {known_name(name): _made(one) for name, one in given.items()}
         if not self._loops:
             raise SettingError(message("agent", expected="at least one agent loop", found="none"))
         self.default = known_name(default) if default is not None else next(iter(self._loops))
         self._found: dict[str, AgentLoopBase] = {}
+        if self._alone and self.default not in self._loops:
+            raise SettingError(
+                message(
+                    f"default_agent {default!r}",
+                    expected=f"none: an agent given alone ({next(iter(self._loops))!r}) runs every row",
+                    do="give agent= a mapping of names to loops",
+                )
+            )
         self.named(self.default)
 
-    def named(self, name: str | None) -> AgentLoopBase:
-        """The loop of a row that says `name`, or none. Raises `SettingError` with the nearest name."""
+    def named(self, name: str | None, place: str = "") -> AgentLoopBase:
+        """The loop of a row that says `name`, or none; `place` is how errors call the row.
+
+        Raises `SettingError` for an unknown name, with the nearest, and for a registered one that would have nothing to
+        work with.
+        """
+        if self._alone:
+            return next(iter(self._loops.values()))
         name = self.default if name is None else known_name(str(name))
         if name in self._loops:
             return self._loops[name]
         if name not in self._found:
             if name not in _LOOPS:
-                raise SettingError(
-                    unknown("registered agent loop", name, dict.fromkeys((*self._loops, *_LOOPS, *_ALIASES)))
-                )
+                known = dict.fromkeys((*self._loops, *_LOOPS, *_ALIASES))
+                told = unknown("registered agent loop", name, known)
+                raise SettingError(f"agent_name of {place}: {told}" if place else told)
             self._found[name] = _made(name)
+        if self._found[name].lacks:
+            what = f"rows name agent {name!r}, which has {self._found[name].lacks}"
+            raise SettingError(message(what, found=place or None, do=f"give agent={{{name!r}: loop}}"))
         return self._found[name]
 
     def describe(self) -> dict[str, Any]:

@@ -135,6 +135,11 @@ class ToolAgent(AgentLoopBase):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}: {', '.join((*self._box.tools, *self._interactions)) or 'no tools'})"
 
+    @property
+    def lacks(self) -> str:
+        """Tools, where it has no user either."""
+        return "" if self._box.tools or self._interactions else "no tools"
+
     def prepare(self, sampler: Sampler) -> None:
         """Raises `SettingError`, naming the chat template, where turns cannot be appended with it."""
         if self._tokens is not None and self._tokens[0] is sampler.tokenizer:

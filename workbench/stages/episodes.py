@@ -27,8 +27,8 @@ _STABLE = ("turn_scores", "tool_rewards", "num_tool_calls")
 class EpisodeRollout(Rollout):
     """`Rollout` with an agent loop in the place of one response: P rows in, P·G episodes out.
 
-    `agent` is a loop, a registered name, or a mapping of names to loops; a row's column `agent_name` chooses among them
-    and the registered ones, `default_agent` runs rows without one. `sampling.max_tokens` is the length of the whole response,
+    `agent` is a loop or a registered name, which runs every row; or a mapping of names to loops: a row's column `agent_name`
+    chooses among them and the registered ones, `default_agent` runs rows without one. `sampling.max_tokens` is the length of the whole response,
     tool and user tokens included. Turn n of a row is sampled from the seed of (run seed, `purpose`, step, uid, sample, n,
     0): a single turn gives what `Rollout` gives.
 
@@ -92,7 +92,10 @@ class EpisodeRollout(Rollout):
         each = self.group_size + self.greedy_baseline
         rows = torch.arange(len(batch)).repeat_interleave(each)
         names = batch.non_tensor_batch["agent_name"] if "agent_name" in batch else itertools.repeat(None, len(batch))
-        loops = [self._loops.named(name) for name in names]
+        loops = [
+            self._loops.named(name, f"row {row} (uid {uid})")
+            for row, (name, uid) in enumerate(zip(names, batch["uid"], strict=False))
+        ]
         for loop in {id(one): one for one in loops}.values():
             loop.prepare(self._sampler)
         steps = LockStep(self._sampler, range(len(rows))) if self.deterministic else None
