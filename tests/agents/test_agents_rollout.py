@@ -191,7 +191,7 @@ def test_the_trainer_finds_the_samplers_log_probs(
     assert (batch["rollout_log_probs"][~own] == 0).all()
 
 
-class Odd:
+class Odd(Always):
     """Every other length of text is a call."""
 
     def extract_tool_calls(self, text: str, tools: Any) -> Any:
@@ -508,4 +508,6 @@ def test_a_run_trains_and_validates_by_episodes(tiny: str, rows: Any, tmp_path: 
     assert (table["val/reward"].dropna() >= 2).all() and len(table["val/reward"].dropna()) >= 2
     batch = run.traces[2].batch
     assert batch["turns"][0][1]["role"] == "tool" and (batch["sampler_gap"] < 1e-3).all()
-    assert repr(pipeline["rollout"].loops.named(None)) == "ToolAgent(tool_agent: add)"
+    assert repr(pipeline["rollout"].loops.named(None)) == (
+        "ToolAgent(tool_agent: add, Always (function_calling), max_assistant_turns=3, max_tokens_per_turn=30)"
+    )

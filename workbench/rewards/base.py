@@ -11,7 +11,7 @@ import torch
 
 from workbench.dataproto import DataProto
 from workbench.errors import RewardError, message, unknown
-from workbench.rewards.score import Score, Status
+from workbench.rewards.score import Score, Status, failed
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,13 @@ class BaseReward:
         """One record a row view, in order; a failure is a record, not an exception."""
         raise NotImplementedError
 
+    def judged(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
+        """`judge`, not asked of episodes that broke through no fault of the model: they are *machinery failed*."""
+        whys = [broken_episode(row["columns"]) for row in rows]
+        sound = iter(self.judge([row for row, why in zip(rows, whys, strict=True) if not why]) if not all(whys) else ())
+        scores = [failed(f"the episode broke: {why}") if why else next(sound) for why in whys]
+        return [*scores, *sound]  # as many as it gave: whoever asked looks at the number
+
     def settle(self, scores: Sequence[Score]) -> list[Score]:
         """The records as they count, by policy."""
         return self.policy.settle(self.name, scores)
@@ -104,7 +111,14 @@ class BaseReward:
     def score(self, batch: DataProto) -> list[Score]:
         """One record a row. Raises `RewardError` by policy, for a broken function, or a broken contract."""
         self.check_signature(batch.columns)
-        return self.settle(self.judge(row_views(batch)))
+        return self.settle(self.judged(row_views(batch)))
+
+
+def broken_episode(columns: Mapping[str, Any]) -> str:
+    """What ended an agent's episode before the model was done: its simulated user failed. Empty where nothing did."""
+    extra = columns.get("agent_extra")
+    errors = extra.get("errors") if isinstance(extra, Mapping) else None
+    return "; ".join(map(str, errors)) if errors and columns.get("finish_reason") == "abort" else ""
 
 
 def row_views(batch: DataProto) -> list[dict[str, Any]]:

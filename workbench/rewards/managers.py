@@ -270,7 +270,9 @@ class ManagerReward(BaseReward):
 
     def score(self, batch: Any) -> list[Score]:
         """One record a row. Raises `RewardError` for a tensor of another shape."""
-        return self.settle(read_result(self._call(batch.mutable()), batch, self.name))
+        scores = read_result(self._call(batch.mutable()), batch, self.name)
+        whys = [broken_episode({name: column[row] for name, column in ended.items()}) for row in range(len(batch))]
+        return self.settle([failed(f"the episode broke: {why}") if why else s for why, s in zip(whys, scores)])
 
     def _call(self, data: Any) -> Any:
         return self.manager(data, return_dict=True)
