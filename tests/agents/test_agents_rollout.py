@@ -16,13 +16,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.agents import AgentLoopBase, AgentLoopOutput, BaseInteraction, SingleTurn, ToolAgent, ToolResponse
+from workbench.agents import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    BaseInteraction,
+    SingleTurn,
+    ToolAgent,
+    ToolResponse,
+    Turn,
+)
 from workbench.dataproto import DataProto
 from workbench.engines import Normalisers, SamplingSettings, local
 from workbench.errors import DataError, ForeignError, SettingError
+from workbench.loop import run_step
 from workbench.recipes import grpo
+from workbench.rewards.score import Status
 from workbench.stages import (
     EpisodeRollout,
+    Pipeline,
     PolicyLoss,
     Reward,
     Rollout,
@@ -454,6 +465,89 @@ def test_when_one_loop_breaks_the_others_let_go(rows: Any) -> None:
             stage(batch)
         assert time.perf_counter() - began < 5 and not tool.open and not user.open
     assert open_then[0] == (4, 4) and open_then[-1] == (0, 4)  # in lock-step nobody had spoken yet
+
+
+class Returns(AgentLoopBase):
+    """A loop that gives back what it is told to."""
+
+    name = "returns"
+
+    def __init__(self, what: Any) -> None:
+        self._what = what
+
+    async def run(self, sampling_params: Any, **row: Any) -> Any:
+        return self._what() if callable(self._what) else self._what
+
+
+def test_what_a_loop_of_ones_own_must_return(engine: Any, rows: Any) -> None:
+    def output(length: int, **changes: Any) -> AgentLoopOutput:
+        given = {"prompt_ids": [5], "response_ids": range(length), "response_mask": [1] * length}
+        return AgentLoopOutput(**{**given, "response_logprobs": [-0.5] * length, **changes})
+
+    def rolled(what: Any) -> DataProto:
+        stage = EpisodeRollout(engine, agent=Returns(what), group_size=1, sampling=SamplingSettings(max_tokens=6))
+        return stage(batch_of(rows, 1)).batch
+
+    with pytest.raises(
+        ForeignError, match=r"agent loop 'returns', row 0 \(uid .*\): expected an AgentLoopOutput; found N"
+    ):
+        rolled(None)
+    with pytest.raises(DataError, match=r"response_logprobs of .*expected a number a response id: `Sample.log_probs`"):
+        rolled(lambda: output(3, response_logprobs=None))
+    turns = (Turn("assistant", "a", 0, 3), Turn("user", "b", 4, 7), Turn("assistant", "c", 8, 9, cut="short"))
+    found = rolled(output(10, turns=turns))
+    assert found["responses"].tolist() == [[0, 1, 2, 3, 4, 5]] and found["rollout_log_probs"].shape == (1, 6)
+    assert found["response_mask"].tolist() == [[1] * 6] and found["finish_reason"][0] == "length"
+    assert [(one["first"], one["last"]) for one in found["turns"][0]] == [(0, 3), (4, 5), (6, 5)]
+    assert found["turns"][0][-1]["cut"] == "short; cut: the response has 10 tokens, and max_tokens is 6"
+    assert rolled(output(6))["finish_reason"][0] == "stop"
+
+
+def broken_users(rows: Any, words: Sequence[str]) -> tuple[Any, DataProto]:
+    """A rollout of one episode a row whose users want these words, `!` being one that hangs up."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained("data/tiny-arith")
+    loop = ToolAgent(interactions=[User()], max_assistant_turns=2)
+    extra = [{"interaction_kwargs": {"word": word}} for word in words]
+    stage = EpisodeRollout(Script(tokenizer, lambda context: "hm five"), agent=loop, group_size=1, sampling=SAMPLING)
+    return stage, batch_of(rows, len(words)).with_columns({"extra_info": extra})
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_an_episode_whose_user_failed_is_no_judgement(rows: Any, overlapped: bool) -> None:
+    stage, batch = broken_users(rows, ["five", "!", "six"])
+    asked: list[str] = []
+
+    def judge(response: str, finish_reason: str) -> float:
+        asked.append(finish_reason)
+        return 1.0
+
+    pipeline = Pipeline([stage, Reward(judge, in_process=True), TurnScores()])
+    outcome = run_step(pipeline.overlapped() if overlapped else pipeline, batch)
+    found = outcome.batch
+    assert found["scored"].tolist() == [True, False, True] and len(asked) == 2 and "abort" not in asked
+    score = found["score"][1]
+    assert score.status is Status.MACHINERY_FAILED and "ValueError: the user hung up" in score.why
+    assert found["reward"].tolist() == [1.0, 0.0, 1.0] and (found["token_level_scores"][1] == 0).all()
+    metrics = outcome.phases[0].metrics
+    assert metrics["agent_loop/errors"] == 1 and metrics["agent_loop/tool_errors"] == 0
+
+
+def test_where_every_user_failed_the_step_ends(rows: Any) -> None:
+    stage, batch = broken_users(rows, ["!", "!"])
+    with pytest.raises(
+        ForeignError, match="all 2 episodes broke; found generate_response: ValueError: the user hung up"
+    ):
+        stage(batch)
+
+
+def test_failing_calls_are_counted(engine: Any, rows: Any) -> None:
+    found = EpisodeRollout(engine, agent=agent(), group_size=2, sampling=SAMPLING)(batch_of(rows)).metrics
+    assert found["agent_loop/tool_errors"].value == found["agent_loop/errors"].value == 0
+    broken = ToolAgent([Adder(lambda given: 1 / 0)], parser=Always(), max_assistant_turns=2, max_tokens_per_turn=20)
+    found = EpisodeRollout(engine, agent=broken, group_size=2, sampling=SAMPLING)(batch_of(rows)).metrics
+    assert found["agent_loop/tool_errors"].value == 4 and found["agent_loop/errors"].value == 0
 
 
 def test_prompts_that_tools_make_too_long_are_refused(engine: Any, rows: Any) -> None:

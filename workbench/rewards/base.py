@@ -100,9 +100,12 @@ class BaseReward:
     def judged(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
         """`judge`, not asked of episodes that broke through no fault of the model: they are *machinery failed*."""
         whys = [broken_episode(row["columns"]) for row in rows]
-        sound = iter(self.judge([row for row, why in zip(rows, whys, strict=True) if not why]) if not all(whys) else ())
-        scores = [failed(f"the episode broke: {why}") if why else next(sound) for why in whys]
-        return [*scores, *sound]  # as many as it gave: whoever asked looks at the number
+        asked = [row for row, why in zip(rows, whys, strict=True) if not why]
+        found = self.judge(asked) if asked or not rows else []
+        if len(found) != len(asked):
+            raise RewardError(message(f"reward {self.name!r}", expected=len(asked), found=len(found)))
+        told = iter(found)
+        return [failed(f"the episode broke: {why}") if why else next(told) for why in whys]
 
     def settle(self, scores: Sequence[Score]) -> list[Score]:
         """The records as they count, by policy."""
@@ -118,7 +121,9 @@ def broken_episode(columns: Mapping[str, Any]) -> str:
     """What ended an agent's episode before the model was done: its simulated user failed. Empty where nothing did."""
     extra = columns.get("agent_extra")
     errors = extra.get("errors") if isinstance(extra, Mapping) else None
-    return "; ".join(map(str, errors)) if errors and columns.get("finish_reason") == "abort" else ""
+    if not errors or columns.get("finish_reason") != "abort":
+        return ""
+    return errors if isinstance(errors, str) else "; ".join(map(str, errors))
 
 
 def row_views(batch: DataProto) -> list[dict[str, Any]]:
