@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
+import runpy
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +32,8 @@ from workbench.dataproto import DataProto
 from workbench.engines import Normalisers, SamplingSettings, local
 from workbench.errors import DataError, ForeignError, SettingError
 from workbench.loop import run_step
-from workbench.recipes import grpo
+from workbench.recipes import grpo, reinforce_plus_plus
+from workbench.rewards.managers import ManagerReward, NaiveRewardManager
 from workbench.rewards.score import Status
 from workbench.stages import (
     EpisodeRollout,
@@ -467,6 +471,20 @@ def test_when_one_loop_breaks_the_others_let_go(rows: Any) -> None:
     assert open_then[0] == (4, 4) and open_then[-1] == (0, 4)  # in lock-step nobody had spoken yet
 
 
+def test_the_loop_in_the_docstring(engine: Any, rows: Any, tmp_path: Path) -> None:
+    example = inspect.cleandoc(str(AgentLoopBase.__doc__)).split("::\n")[1].split("    pipeline =")[0]
+    written = tmp_path / "twice.py"
+    written.write_text("from workbench.agents import *\n" + textwrap.dedent(example))
+    names = runpy.run_path(str(written))
+    found = EpisodeRollout(engine, agent=names["Twice"](), group_size=2, sampling=SAMPLING)(batch_of(rows)).batch
+    assert "user" in [one["role"] for one in found["turns"][0]] or found["finish_reason"][0] == "length"
+    assert found["agent_extra"][0] == {"sure": found["turns"][0][-1]["text"]}
+    heard = [one for turns in found["turns"] for one in turns if one["role"] == "user"]
+    assert heard and heard[0]["text"] == "Are you sure?"
+    new = engine.score(found, ("log_probs",), TEMPERATURE)["log_probs"][found["response_mask"].bool()]
+    torch.testing.assert_close(new, found["rollout_log_probs"][found["response_mask"].bool()], atol=2e-4, rtol=0)
+
+
 class Returns(AgentLoopBase):
     """A loop that gives back what it is told to."""
 
@@ -540,6 +558,19 @@ def test_where_every_user_failed_the_step_ends(rows: Any) -> None:
         ForeignError, match="all 2 episodes broke; found generate_response: ValueError: the user hung up"
     ):
         stage(batch)
+
+
+def test_turn_scores_behind_the_reward(engine: Any) -> None:
+    made = reinforce_plus_plus(engine, lambda response: 1.0, agent=agent()).insert_after("reward", TurnScores())
+    assert made.names[:3] == ("rollout", "reward", "turn_scores")
+
+
+def test_a_manager_does_not_judge_an_episode_that_broke(rows: Any) -> None:
+    stage, batch = broken_users(rows, ["five", "!"])
+    manager = NaiveRewardManager(stage.sampler.tokenizer, compute_score=lambda **row: 1.0)
+    found = Pipeline([stage, Reward(ManagerReward(manager))])
+    judged = run_step(found, batch).batch
+    assert judged["scored"].tolist() == [True, False] and "hung up" in judged["score"][1].why
 
 
 def test_failing_calls_are_counted(engine: Any, rows: Any) -> None:

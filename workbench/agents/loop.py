@@ -19,7 +19,33 @@ class AgentLoopBase:
 
     A loop is made once, with its tools and limits; every row is then run by a shallow copy of it that is bound to the
     row's `Episode`, so that what `run` keeps in `self` is the row's own. Inside `run`, `self.generate(ids,
-    sampling_params)` samples the next turn from the row's own seeds, and `self.tokenizer` is the sampler's.
+    sampling_params)` samples the next turn from the row's own seeds, and `self.tokenizer` is the sampler's. A loop that asks
+    the model to look again at what it said::
+
+        class Twice(AgentLoopBase):
+            name = "twice"
+
+            async def run(self, sampling_params, *, raw_prompt, **row):
+                tokens = TurnTokens(self.tokenizer, roles=["user"])
+                said = Transcript(tokens.prompt(raw_prompt), sampling_params["max_tokens"])
+                for turn in range(2):
+                    if turn:  # 0 in the mask: not learnt from; False where it has no room
+                        again = [{"role": "user", "content": "Are you sure?"}]
+                        if not said.hear("user", "Are you sure?", tokens.delta(again, said.ids)):
+                            break
+                    sample = await self.generate(said.context, sampling_params, max_tokens=said.room)
+                    said.say(sample, self.tokenizer.decode(sample.ids, skip_special_tokens=True))
+                    said.reason = sample.finish_reason
+                return said.output(self.episode, sure=said.turns[-1].text)
+
+        pipeline = recipes.grpo(engine, reward, agent=Twice())
+
+    A `Sample` has `ids`, their `log_probs` (in nats), `finish_reason` (`stop`, `length` or `abort`) and `version`. An
+    `AgentLoopOutput` that is made by hand needs `prompt_ids`, `response_ids` (all that follows the prompt), a `response_mask`
+    (1 where the model wrote, 0 where others did) and `response_logprobs` (`Sample.log_probs`, 0.0 where the mask is 0), all
+    three of one length, at most `max_tokens`: what is longer is cut. It may have `turns` for the transcript, and in `extra`
+    what rewards ask for: `num_tool_calls`, `turn_scores`, `tool_rewards`, and whatever you like as `agent_extra`.
+    `Transcript.say`, `.hear` and `.output` keep all of it in step.
     """
 
     name: str = ""

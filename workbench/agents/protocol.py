@@ -124,7 +124,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class AgentLoopOutput:
-    """One episode: a prompt and one masked response of model's, tools' and users' tokens.
+    """One episode: a prompt and one masked response of model's, tools' and users' tokens. `AgentLoopBase` has an example.
 
     Raises `DataError` where ids, mask and log-probs are not of one length.
     """

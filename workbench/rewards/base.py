@@ -12,6 +12,7 @@ import torch
 from workbench.dataproto import DataProto
 from workbench.errors import RewardError, message, unknown
 from workbench.rewards.score import Score, Status, failed
+from workbench.rewards.signatures import EPISODE
 
 
 @dataclass(frozen=True)
@@ -138,10 +139,6 @@ def row_views(batch: DataProto) -> list[dict[str, Any]]:
         ids = responses[number, : lengths[number]].tolist() if responses is not None and lengths is not None else []
         rows.append(row_view(columns, columns["response_text"], ids))
     return rows
-
-
-EPISODE = ("num_turns", "num_tool_calls", "turn_scores", "tool_rewards", "turns")
-"""Columns of an agent's episode, which verl puts into `extra_info`."""
 
 
 def response_lengths(batch: DataProto) -> torch.Tensor:
