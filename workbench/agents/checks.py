@@ -54,7 +54,7 @@ def checked_parser(parser: Any, *, format: str, tools: bool) -> ToolParser | Non
         expected = "a ReActParser: the format tells the model to write its calls as Action lines"
         do = "leave parser= out, or give format='function_calling'"
         raise SettingError(message("parser of format='react'", expected=expected, found=describe(found), do=do))
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def checked_interactions(interactions: Any) -> dict[str, Interaction]:

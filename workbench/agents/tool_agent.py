@@ -21,8 +21,10 @@ from workbench.config import require
 from workbench.engines.protocol import Sample, Sampler
 from workbench.errors import DataError, describe, first_line, message
 
-_LIMITS = {"max_assistant_turns": None, "max_user_turns": None, "max_parallel_calls": 1, "max_tokens_per_turn": None}
-_LIMITS |= {"seconds_per_call": 30.0, "max_tool_response_length": 256}
+_LIMITS: Mapping[str, float | None] = {
+    **{"max_assistant_turns": None, "max_user_turns": None, "max_parallel_calls": 1, "max_tokens_per_turn": None},
+    **{"seconds_per_call": 30.0, "max_tool_response_length": 256},
+}
 """What a loop is limited to unless it is told; its repr shows the others."""
 
 
@@ -72,10 +74,11 @@ class ToolAgent(AgentLoopBase):
     - A tool has `seconds_per_call`; of its text `max_tool_response_length` characters are kept, and
       `tool_response_truncate_side` is the side that is lost (see `calls.truncate`).
     - A row's `extra_info.interaction_kwargs` chooses its user by `name` (which may be missing where there is one only) and
-      is given to it. A user that fails ends the episode as `abort`, and is finalised like any other.
+      is given to it. A user that fails ends the episode as `abort`, and is finalised like any other; no reward judges
+      such an episode.
 
-    Raises `SettingError` at construction for a setting or tools that cannot work, and in `prepare` for a chat template
-    that gives no delta.
+    `parser` may be a name (`tool_parser`), `tools` and `interactions` a mapping. Raises `SettingError` at construction for
+    settings, tools, a parser or users that cannot work, and in `prepare` for a chat template that gives no delta.
     """
 
     def __init__(
