@@ -58,7 +58,7 @@ class Early:
                 rows = [item for item in waiting if item is not None]
                 if rows:
                     self._scores.update(
-                        zip([row for row, _ in rows], self._reward.judge([view for _, view in rows]), strict=True)
+                        zip([row for row, _ in rows], self._reward.judged([view for _, view in rows]), strict=True)
                     )
         except BaseException as error:  # noqa: BLE001 - raised again by whoever waits for the records
             self._error = error

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from workbench.agents import FunctionCall, ToolResponse
+from workbench.agents import FunctionCall, ReActParser, ToolResponse
 from workbench.engines.protocol import Request, Sample
 
 QWEN = """{%- if tools %}{{- '<|im_start|>system\\n' }}
@@ -118,10 +118,10 @@ class Tags:
         return parts[0], calls
 
 
-class Always:
+class Always(ReActParser):
     """Whatever the model says is a call."""
 
-    def extract_tool_calls(self, text: str, tools: Any) -> tuple[str, list[FunctionCall]]:
+    def extract_tool_calls(self, text: str, tools: Any = ()) -> tuple[str, list[FunctionCall]]:
         return text, [FunctionCall("add", json.dumps({"numbers": [len(text)]}))]
 
 

@@ -218,7 +218,10 @@ def test_a_simulated_user_answers_scores_and_is_let_go(made: dict[str, Any]) -> 
 
 
 def test_a_user_that_fails_ends_the_row_alone(made: dict[str, Any]) -> None:
-    for word, why in (("!", "the user hung up"), ("?", "stop='yes'")):
+    for word, why in (
+        ("!", "the user hung up"),
+        ("?", "interaction 'wants' answered; expected (stop: bool, text: str, sc"),
+    ):
         user = User()
         found = play(
             ToolAgent(interactions=[user]),
@@ -232,10 +235,37 @@ def test_a_user_that_fails_ends_the_row_alone(made: dict[str, Any]) -> None:
         ToolAgent(interactions=[user]), Script(made["own"], ["hm"]), extra_info={"interaction_kwargs": {"no": 1}}
     )
     assert "start_interaction: KeyError" in found.extra["errors"][0] and user.ended and found.response_ids == ()
-    with pytest.raises(DataError, match="did you mean 'wants'"):
+    told = r"row 0 \(uid u\): 'want' is not .*did you mean 'wants'.*; give interactions=\{'want': User\(\)\}"
+    with pytest.raises(DataError, match=told):
         play(
             ToolAgent(interactions=[user]), Script(made["own"], []), extra_info={"interaction_kwargs": {"name": "want"}}
         )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["well done", (True, "good", 1.0), (True, "good", float("nan"), {}), (True, "x", "1", {}), (True, 3, 1.0, {}), 7],
+)
+def test_whatever_is_wrong_with_a_users_reply_the_record_says_what_one_is(made: dict[str, Any], answer: Any) -> None:
+    class Wrong(User):
+        async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+            return answer
+
+    row = {"extra_info": {"interaction_kwargs": {"word": "x"}}}
+    found = play(ToolAgent(interactions=[Wrong()]), Script(made["own"], ["hm"]), **row)
+    shape = "expected (stop: bool, text: str, score: a finite number, extra: dict); found " + type(answer).__name__
+    assert found.extra["errors"][0].startswith(f"generate_response: interaction 'wants' answered; {shape}")
+    assert found.finish_reason == "abort" and found.turns[-1].error == found.extra["errors"][0]
+
+
+def test_a_user_may_give_no_score(made: dict[str, Any]) -> None:
+    class Silent(User):
+        async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+            return True, "", None, None
+
+    row = {"extra_info": {"interaction_kwargs": {"word": "x"}}}
+    found = play(ToolAgent(interactions=[Silent()]), Script(made["own"], ["hm"]), **row)
+    assert found.extra["turn_scores"] == [] and found.extra["errors"] == [] and found.finish_reason == "stop"
 
 
 def test_tools_and_user_are_let_go_when_the_episode_is_cancelled_or_the_sampler_breaks(made: dict[str, Any]) -> None:
@@ -304,12 +334,22 @@ def test_loops_by_name() -> None:
             return AgentLoopOutput([1], [2, 3], [1, 0], [-0.5, 0.0])  # type: ignore[arg-type]
 
     assert Loops("echo").named(None).name == "echo" and Loops(Echo()).named("echo")
+    alone = ToolAgent([Adder()], parser=Tags(), name="calc")
+    assert {Loops(alone).named(name) for name in ("tool_agent", "echo", "no such", None)} == {alone}
+    with pytest.raises(SettingError, match=r"default_agent 'echo'; expected none: .*'calc'.* runs every row"):
+        Loops(alone, default="echo")
     register_agent_loop("echo again", Echo)
     mine = ToolAgent(name="mine")
     loops = Loops({"mine": mine, "single_turn_agent": "single_turn"}, default="single_turn")
     assert loops.named("mine") is mine and isinstance(loops.named(None), SingleTurn) and loops.named("echo again")
     with pytest.raises(SettingError, match="did you mean 'mine'"):
         loops.named("mime")
+    with pytest.raises(SettingError, match=r"agent_name of row 3 \(uid 7\): 'mime' is not a registered agent loop"):
+        loops.named("mime", "row 3 (uid 7)")
+    told = r"rows name agent 'tool_agent', which has no tools; .*give agent=\{'tool_agent': loop\}"
+    with pytest.raises(SettingError, match=told):
+        loops.named("tool_agent_loop", "row 3 (uid 7)")
+    assert Loops({"tool_agent": "tool_agent"}).named("tool_agent").lacks  # where it was meant
     for wrong in (object, AgentLoopBase, type("Sync", (AgentLoopBase,), {"run": lambda self: None})):
         with pytest.raises(SettingError, match="subclass of AgentLoopBase"):
             register_agent_loop("wrong", wrong)  # type: ignore[arg-type]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
+import runpy
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +19,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.agents import AgentLoopBase, AgentLoopOutput, BaseInteraction, SingleTurn, ToolAgent, ToolResponse
+from workbench.agents import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    BaseInteraction,
+    SingleTurn,
+    ToolAgent,
+    ToolResponse,
+    Turn,
+)
 from workbench.dataproto import DataProto
 from workbench.engines import Normalisers, SamplingSettings, local
 from workbench.errors import DataError, ForeignError, SettingError
-from workbench.recipes import grpo
+from workbench.loop import run_step
+from workbench.recipes import grpo, reinforce_plus_plus
+from workbench.rewards.managers import ManagerReward, NaiveRewardManager
+from workbench.rewards.score import Status
 from workbench.stages import (
     EpisodeRollout,
+    Pipeline,
     PolicyLoss,
     Reward,
     Rollout,
@@ -191,7 +206,7 @@ def test_the_trainer_finds_the_samplers_log_probs(
     assert (batch["rollout_log_probs"][~own] == 0).all()
 
 
-class Odd:
+class Odd(Always):
     """Every other length of text is a call."""
 
     def extract_tool_calls(self, text: str, tools: Any) -> Any:
@@ -417,10 +432,17 @@ def test_rows_choose_their_loop(engine: Any, rows: Any) -> None:
         "own",
         "tool_agent",
     }
-    with pytest.raises(SettingError, match="'onw' is not a registered agent loop.*did you mean 'own'"):
+    with pytest.raises(SettingError, match="row 0 .uid .*'onw' is not a registered agent loop.*did you mean 'own'"):
         stage(batch.with_columns({"agent_name": ["onw", None, None]}))
     with pytest.raises(ForeignError, match=r"agent loop 'own', row 2 .*ZeroDivisionError: mine"):
         EpisodeRollout(engine, agent=Own(), group_size=1)(batch_of(rows, 3).with_columns({"broken": [0, 0, 1]}))
+
+
+def test_a_loop_given_alone_runs_every_row(engine: Any, rows: Any) -> None:
+    batch = batch_of(rows, 2).with_columns({"agent_name": ["tool_agent", "own"]})
+    found = EpisodeRollout(engine, agent=agent(name="calc"), group_size=1, sampling=SAMPLING)(batch).batch
+    assert list(found["num_tool_calls"]) == [2, 2]
+    assert len(EpisodeRollout(engine, agent=Own(), group_size=1, sampling=SAMPLING)(batch).batch["turns"][0]) == 0
 
 
 def test_when_one_loop_breaks_the_others_let_go(rows: Any) -> None:
@@ -447,6 +469,116 @@ def test_when_one_loop_breaks_the_others_let_go(rows: Any) -> None:
             stage(batch)
         assert time.perf_counter() - began < 5 and not tool.open and not user.open
     assert open_then[0] == (4, 4) and open_then[-1] == (0, 4)  # in lock-step nobody had spoken yet
+
+
+def test_the_loop_in_the_docstring(engine: Any, rows: Any, tmp_path: Path) -> None:
+    example = inspect.cleandoc(str(AgentLoopBase.__doc__)).split("::\n")[1].split("    pipeline =")[0]
+    written = tmp_path / "twice.py"
+    written.write_text("from workbench.agents import *\n" + textwrap.dedent(example))
+    names = runpy.run_path(str(written))
+    found = EpisodeRollout(engine, agent=names["Twice"](), group_size=2, sampling=SAMPLING)(batch_of(rows)).batch
+    assert "user" in [one["role"] for one in found["turns"][0]] or found["finish_reason"][0] == "length"
+    assert found["agent_extra"][0] == {"sure": found["turns"][0][-1]["text"]}
+    heard = [one for turns in found["turns"] for one in turns if one["role"] == "user"]
+    assert heard and heard[0]["text"] == "Are you sure?"
+    new = engine.score(found, ("log_probs",), TEMPERATURE)["log_probs"][found["response_mask"].bool()]
+    torch.testing.assert_close(new, found["rollout_log_probs"][found["response_mask"].bool()], atol=2e-4, rtol=0)
+
+
+class Returns(AgentLoopBase):
+    """A loop that gives back what it is told to."""
+
+    name = "returns"
+
+    def __init__(self, what: Any) -> None:
+        self._what = what
+
+    async def run(self, sampling_params: Any, **row: Any) -> Any:
+        return self._what() if callable(self._what) else self._what
+
+
+def test_what_a_loop_of_ones_own_must_return(engine: Any, rows: Any) -> None:
+    def output(length: int, **changes: Any) -> AgentLoopOutput:
+        given = {"prompt_ids": [5], "response_ids": range(length), "response_mask": [1] * length}
+        return AgentLoopOutput(**{**given, "response_logprobs": [-0.5] * length, **changes})
+
+    def rolled(what: Any) -> DataProto:
+        stage = EpisodeRollout(engine, agent=Returns(what), group_size=1, sampling=SamplingSettings(max_tokens=6))
+        return stage(batch_of(rows, 1)).batch
+
+    with pytest.raises(
+        ForeignError, match=r"agent loop 'returns', row 0 \(uid .*\): expected an AgentLoopOutput; found N"
+    ):
+        rolled(None)
+    with pytest.raises(DataError, match=r"response_logprobs of .*expected a number a response id: `Sample.log_probs`"):
+        rolled(lambda: output(3, response_logprobs=None))
+    turns = (Turn("assistant", "a", 0, 3), Turn("user", "b", 4, 7), Turn("assistant", "c", 8, 9, cut="short"))
+    found = rolled(output(10, turns=turns))
+    assert found["responses"].tolist() == [[0, 1, 2, 3, 4, 5]] and found["rollout_log_probs"].shape == (1, 6)
+    assert found["response_mask"].tolist() == [[1] * 6] and found["finish_reason"][0] == "length"
+    assert [(one["first"], one["last"]) for one in found["turns"][0]] == [(0, 3), (4, 5), (6, 5)]
+    assert found["turns"][0][-1]["cut"] == "short; cut: the response has 10 tokens, and max_tokens is 6"
+    assert rolled(output(6))["finish_reason"][0] == "stop"
+
+
+def broken_users(rows: Any, words: Sequence[str]) -> tuple[Any, DataProto]:
+    """A rollout of one episode a row whose users want these words, `!` being one that hangs up."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained("data/tiny-arith")
+    loop = ToolAgent(interactions=[User()], max_assistant_turns=2)
+    extra = [{"interaction_kwargs": {"word": word}} for word in words]
+    stage = EpisodeRollout(Script(tokenizer, lambda context: "hm five"), agent=loop, group_size=1, sampling=SAMPLING)
+    return stage, batch_of(rows, len(words)).with_columns({"extra_info": extra})
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_an_episode_whose_user_failed_is_no_judgement(rows: Any, overlapped: bool) -> None:
+    stage, batch = broken_users(rows, ["five", "!", "six"])
+    asked: list[str] = []
+
+    def judge(response: str, finish_reason: str) -> float:
+        asked.append(finish_reason)
+        return 1.0
+
+    pipeline = Pipeline([stage, Reward(judge, in_process=True), TurnScores()])
+    outcome = run_step(pipeline.overlapped() if overlapped else pipeline, batch)
+    found = outcome.batch
+    assert found["scored"].tolist() == [True, False, True] and len(asked) == 2 and "abort" not in asked
+    score = found["score"][1]
+    assert score.status is Status.MACHINERY_FAILED and "ValueError: the user hung up" in score.why
+    assert found["reward"].tolist() == [1.0, 0.0, 1.0] and (found["token_level_scores"][1] == 0).all()
+    metrics = outcome.phases[0].metrics
+    assert metrics["agent_loop/errors"] == 1 and metrics["agent_loop/tool_errors"] == 0
+
+
+def test_where_every_user_failed_the_step_ends(rows: Any) -> None:
+    stage, batch = broken_users(rows, ["!", "!"])
+    with pytest.raises(
+        ForeignError, match="all 2 episodes broke; found generate_response: ValueError: the user hung up"
+    ):
+        stage(batch)
+
+
+def test_turn_scores_behind_the_reward(engine: Any) -> None:
+    made = reinforce_plus_plus(engine, lambda response: 1.0, agent=agent()).insert_after("reward", TurnScores())
+    assert made.names[:3] == ("rollout", "reward", "turn_scores")
+
+
+def test_a_manager_does_not_judge_an_episode_that_broke(rows: Any) -> None:
+    stage, batch = broken_users(rows, ["five", "!"])
+    manager = NaiveRewardManager(stage.sampler.tokenizer, compute_score=lambda **row: 1.0)
+    found = Pipeline([stage, Reward(ManagerReward(manager))])
+    judged = run_step(found, batch).batch
+    assert judged["scored"].tolist() == [True, False] and "hung up" in judged["score"][1].why
+
+
+def test_failing_calls_are_counted(engine: Any, rows: Any) -> None:
+    found = EpisodeRollout(engine, agent=agent(), group_size=2, sampling=SAMPLING)(batch_of(rows)).metrics
+    assert found["agent_loop/tool_errors"].value == found["agent_loop/errors"].value == 0
+    broken = ToolAgent([Adder(lambda given: 1 / 0)], parser=Always(), max_assistant_turns=2, max_tokens_per_turn=20)
+    found = EpisodeRollout(engine, agent=broken, group_size=2, sampling=SAMPLING)(batch_of(rows)).metrics
+    assert found["agent_loop/tool_errors"].value == 4 and found["agent_loop/errors"].value == 0
 
 
 def test_prompts_that_tools_make_too_long_are_refused(engine: Any, rows: Any) -> None:
@@ -501,4 +633,6 @@ def test_a_run_trains_and_validates_by_episodes(tiny: str, rows: Any, tmp_path: 
     assert (table["val/reward"].dropna() >= 2).all() and len(table["val/reward"].dropna()) >= 2
     batch = run.traces[2].batch
     assert batch["turns"][0][1]["role"] == "tool" and (batch["sampler_gap"] < 1e-3).all()
-    assert repr(pipeline["rollout"].loops.named(None)) == "ToolAgent(tool_agent: add)"
+    assert repr(pipeline["rollout"].loops.named(None)) == (
+        "ToolAgent(tool_agent: add, Always (function_calling), max_assistant_turns=3, max_tokens_per_turn=30)"
+    )

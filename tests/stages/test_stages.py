@@ -11,13 +11,14 @@ import torch
 from workbench import functional
 from workbench.dataproto import DataProto
 from workbench.engines import Learned, LossOutput, Normalisers, Request, Sample, SamplingSettings
-from workbench.errors import ColumnMissing, DataError, PipelineError, SettingError
+from workbench.errors import ColumnMissing, DataError, PipelineError, RewardError, SettingError
 from workbench.metrics import reduce
 from workbench.recipes import grpo, ppo
 from workbench.rewards import Score, Status
 from workbench.stages import Advantage, LogProb, Pipeline, PolicyLoss, Reward, Rollout, Update, ValueLoss, Values
 from workbench.stages.advantage import group_numbers
 from workbench.stages.reward import on_last_token, part_columns
+from workbench.stages.stage import BaseStage, Outcome
 from workbench.testing.stages import StageContract
 
 
@@ -350,6 +351,42 @@ def test_replacing_and_indexing() -> None:
     with pytest.raises(PipelineError, match="one of its name"):
         pipeline.replace("rollout", Reward(length_reward, in_process=True))
     assert "old_log_prob" in repr(pipeline) and "<table" in pipeline._repr_html_()
+
+
+def test_a_stage_more() -> None:
+    class Doubled(BaseStage):
+        name = "doubled"
+        reads = ("token_level_scores",)
+        writes = ("token_level_scores",)
+
+        def __call__(self, batch: DataProto) -> Outcome:
+            return Outcome(self.written(batch, {"token_level_scores": 2 * batch["token_level_scores"]}), {})
+
+    pipeline = grpo(Engine(), length_reward, group_size=2).overlapped()
+    more = pipeline.insert_after("reward", Doubled())
+    assert more.names == ("rollout", "reward", "doubled", *pipeline.names[2:]) and more.overlap
+    assert more["doubled"](pipeline["reward"](pipeline["rollout"](prompts()).batch).batch).batch["reward"].max() > 0
+    with pytest.raises(PipelineError, match="did you mean 'reward'"):
+        pipeline.insert_after("rewards", Doubled())
+    with pytest.raises(PipelineError, match="nothing before it writes that"):
+        Pipeline([Rollout(Engine()), Reward(length_reward, in_process=True)]).insert_after("rollout", Doubled())
+    with pytest.raises(PipelineError, match="two stages have one name"):
+        more.insert_after("doubled", Doubled())
+    with pytest.raises(PipelineError, match=r"insert_after\('reward'\); expected a stage"):
+        pipeline.insert_after("reward", Doubled)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("column", ["num_tool_calls", "turns", "agent_extra"])
+def test_what_an_agent_alone_writes_is_said_to_be_so(column: str) -> None:
+    scope: dict[str, Any] = {"num_tool_calls": lambda response, num_tool_calls: 1.0}
+    scope |= {"turns": lambda response, turns: 1.0, "agent_extra": lambda response, agent_extra: 1.0}
+    told = f"reads '{column}' but no stage writes that; a rollout with agent=… writes it"
+    with pytest.raises(PipelineError, match=told):
+        grpo(Engine(), Reward(scope[column], in_process=True).function)
+    with pytest.raises(
+        RewardError, match=f"'{column}' is not a value that a row has.*a rollout with agent=… writes it"
+    ):
+        Reward(scope[column], in_process=True).check_columns(["responses"])
 
 
 def test_ppo_has_the_eight_phases_of_the_guide() -> None:

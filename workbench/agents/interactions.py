@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from workbench.agents.classes import find_class, placed, read_yaml
 from workbench.agents.protocol import Interaction
-from workbench.errors import ForeignError, SettingError, boundary, describe, first_line, message, unknown
+from workbench.errors import DataError, ForeignError, SettingError, boundary, describe, first_line, message, unknown
 from workbench.rewards.scorers.gsm8k import compute_score
 
 LEAVE_SECONDS = 10.0
@@ -27,6 +27,15 @@ class BaseInteraction:
 
     One object serves many conversations at once, each by its `instance_id`; its state belongs in a dict by that id.
     `name` is `config["name"]`, which `load_interactions` fills in; a class made by hand has `interaction_agent`.
+
+    The row's `interaction_kwargs`, less `name`, are the kwargs of `start_interaction` and of each `generate_response`::
+
+        class Teacher(BaseInteraction):
+            async def generate_response(self, instance_id, messages, *, ground_truth, **kwargs):
+                right = ground_truth in messages[-1]["content"]  # what the model has just said
+                return right, "Yes." if right else "No, try again.", float(right), {}
+
+        agent = ToolAgent(interactions={"teacher": Teacher()})
     """
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -147,7 +156,8 @@ class Reply:
 
     stop: bool
     text: str
-    score: float
+    score: float | None
+    """None where it gave none."""
     extra: dict[str, Any]
 
 
@@ -176,8 +186,8 @@ class Session:
             async with asyncio.timeout(self.seconds):
                 told = [dict(one) for one in messages]
                 found = await self.interaction.generate_response(self.instance_id, told, **self.kwargs)
-        reply = _checked(name, found)
-        self.scores.append(reply.score)
+        reply = checked_reply(name, found)
+        self.scores += [] if reply.score is None else [reply.score]
         return reply
 
     async def score(self) -> float:
@@ -253,6 +263,26 @@ def interaction_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
     return dict(row)
 
 
+def chosen_interaction(
+    interactions: Mapping[str, Any], row: Mapping[str, Any], place: str
+) -> tuple[Any, dict[str, Any]]:
+    """(The user that a row asks for, its kwargs less the name); (None, {}) where there is none or the row asks for none.
+
+    Raises `DataError` for a name that there is not, saying which row it is (`place`).
+    """
+    given = interaction_kwargs(row)
+    if not interactions or not given:
+        return None, {}
+    name = given.pop("name", None)
+    if name is None and len(interactions) == 1:
+        name = next(iter(interactions))
+    if name not in interactions:
+        kind = type(next(iter(interactions.values()))).__name__
+        told = unknown("interaction", str(name), interactions)
+        raise DataError(f"interaction_kwargs of {place}: {told}; give interactions={{{str(name)!r}: {kind}()}}")
+    return interactions[name], given
+
+
 def select_interaction(interactions: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
     """The interaction that a row's kwargs name; the only one there is, where they name none.
 
@@ -316,16 +346,19 @@ def last_message(messages: Sequence[Mapping[str, Any]], role: str = "assistant")
     return found if isinstance(found, str) else ""
 
 
-def _checked(name: str, found: Any) -> Reply:
-    shape = "(stop: bool, text: str, score: number, extra: dict)"
-    if not isinstance(found, tuple | list) or len(found) != 4:
-        raise ForeignError(message(f"interaction {name!r} answered", expected=shape, found=describe(found)))
-    stop, text, score, extra = found
-    # 0 or 1, or numpy's bool, from a comparison of theirs: clear enough; a text such as "False" is not
-    good = isinstance(text, str) and not isinstance(stop, str) and stop in (True, False)
-    if not good or not isinstance(extra, Mapping | None):
-        raise ForeignError(message(f"interaction {name!r} answered", expected=shape, found=describe(found)))
-    return Reply(bool(stop), text, _number(name, "the score", score), dict(extra or {}))
+def checked_reply(name: str, found: Any) -> Reply:
+    """What `generate_response` gave. Raises `ForeignError`, one message for whatever is wrong with it."""
+    try:
+        stop, text, score, extra = found if isinstance(found, tuple | list) else ()
+        # 0 or 1, or numpy's bool, from a comparison of theirs: clear enough; a text such as "False" is not
+        good = isinstance(text, str) and not isinstance(stop, str) and stop in (True, False)
+        if not good or not isinstance(extra, Mapping | None):
+            raise TypeError(found)
+        return Reply(bool(stop), text, None if score is None else _number(name, "the score", score), dict(extra or {}))
+    except (TypeError, ValueError, ForeignError) as cause:
+        shape = "(stop: bool, text: str, score: a finite number, extra: dict)"
+        found = f"{type(found).__name__} {describe(found)}"
+        raise ForeignError(message(f"interaction {name!r} answered", expected=shape, found=found)) from cause
 
 
 def _number(name: str, what: str, value: Any) -> float:

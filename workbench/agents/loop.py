@@ -19,7 +19,33 @@ class AgentLoopBase:
 
     A loop is made once, with its tools and limits; every row is then run by a shallow copy of it that is bound to the
     row's `Episode`, so that what `run` keeps in `self` is the row's own. Inside `run`, `self.generate(ids,
-    sampling_params)` samples the next turn from the row's own seeds, and `self.tokenizer` is the sampler's.
+    sampling_params)` samples the next turn from the row's own seeds, and `self.tokenizer` is the sampler's. A loop that asks
+    the model to look again at what it said::
+
+        class Twice(AgentLoopBase):
+            name = "twice"
+
+            async def run(self, sampling_params, *, raw_prompt, **row):
+                tokens = TurnTokens(self.tokenizer, roles=["user"])
+                said = Transcript(tokens.prompt(raw_prompt), sampling_params["max_tokens"])
+                for turn in range(2):
+                    if turn:  # 0 in the mask: not learnt from; False where it has no room
+                        again = [{"role": "user", "content": "Are you sure?"}]
+                        if not said.hear("user", "Are you sure?", tokens.delta(again, said.ids)):
+                            break
+                    sample = await self.generate(said.context, sampling_params, max_tokens=said.room)
+                    said.say(sample, self.tokenizer.decode(sample.ids, skip_special_tokens=True))
+                    said.reason = sample.finish_reason
+                return said.output(self.episode, sure=said.turns[-1].text)
+
+        pipeline = recipes.grpo(engine, reward, agent=Twice())
+
+    A `Sample` has `ids`, their `log_probs` (in nats), `finish_reason` (`stop`, `length` or `abort`) and `version`. An
+    `AgentLoopOutput` that is made by hand needs `prompt_ids`, `response_ids` (all that follows the prompt), a `response_mask`
+    (1 where the model wrote, 0 where others did) and `response_logprobs` (`Sample.log_probs`, 0.0 where the mask is 0), all
+    three of one length, at most `max_tokens`: what is longer is cut. It may have `turns` for the transcript, and in `extra`
+    what rewards ask for: `num_tool_calls`, `turn_scores`, `tool_rewards`, and whatever you like as `agent_extra`.
+    `Transcript.say`, `.hear` and `.output` keep all of it in step.
     """
 
     name: str = ""
@@ -36,6 +62,11 @@ class AgentLoopBase:
     def made_with(self) -> Mapping[str, Any]:
         """The arguments of its constructor by name."""
         return self._made_with
+
+    @property
+    def lacks(self) -> str:
+        """What it was made without and is nothing without, in words: a row's `agent_name` alone does not choose it then."""
+        return ""
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
         """`sampling_params` are `SamplingSettings` by name, `row` the object columns of the row by name."""
@@ -141,32 +172,51 @@ def agent_loop(name: str) -> type[AgentLoopBase]:
 
 
 class Loops:
-    """The loops of a rollout: one by default, others by a row's `agent_name`.
+    """The loops of a rollout.
 
-    `agent` is a loop, the name of one that needs no arguments, or a mapping of names to either; `default` says which of a
-    mapping's runs rows without a name (its first, unless said).
+    `agent` is a loop, or the name of one that needs no arguments: it runs every row, whatever the row's `agent_name` says.
+    Or it is a mapping of names to either: a row's `agent_name` chooses among them, and among the registered names that are
+    not in it; `default` says which of the mapping's runs rows without a name (its first, unless said).
     """
 
     def __init__(self, agent: Any, default: str | None = None) -> None:
+        self._alone = not isinstance(agent, Mapping)
         given = dict(agent) if isinstance(agent, Mapping) else {_name_of(agent): agent}
         self._loops = {known_name(name): _made(one) for name, one in given.items()}
         if not self._loops:
             raise SettingError(message("agent", expected="at least one agent loop", found="none"))
         self.default = known_name(default) if default is not None else next(iter(self._loops))
         self._found: dict[str, AgentLoopBase] = {}
+        if self._alone and self.default not in self._loops:
+            raise SettingError(
+                message(
+                    f"default_agent {default!r}",
+                    expected=f"none: an agent given alone ({next(iter(self._loops))!r}) runs every row",
+                    do="give agent= a mapping of names to loops",
+                )
+            )
         self.named(self.default)
 
-    def named(self, name: str | None) -> AgentLoopBase:
-        """The loop of a row that says `name`, or none. Raises `SettingError` with the nearest name."""
+    def named(self, name: str | None, place: str = "") -> AgentLoopBase:
+        """The loop of a row that says `name`, or none; `place` is how errors call the row.
+
+        Raises `SettingError` for an unknown name, with the nearest, and for a registered one that would have nothing to
+        work with.
+        """
+        if self._alone:
+            return next(iter(self._loops.values()))
         name = self.default if name is None else known_name(str(name))
         if name in self._loops:
             return self._loops[name]
         if name not in self._found:
             if name not in _LOOPS:
-                raise SettingError(
-                    unknown("registered agent loop", name, dict.fromkeys((*self._loops, *_LOOPS, *_ALIASES)))
-                )
+                known = dict.fromkeys((*self._loops, *_LOOPS, *_ALIASES))
+                told = unknown("registered agent loop", name, known)
+                raise SettingError(f"agent_name of {place}: {told}" if place else told)
             self._found[name] = _made(name)
+        if self._found[name].lacks:
+            what = f"rows name agent {name!r}, which has {self._found[name].lacks}"
+            raise SettingError(message(what, found=place or None, do=f"give agent={{{name!r}: loop}}"))
         return self._found[name]
 
     def describe(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ written for it need a new import line alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
 from workbench.errors import DataError, describe, message
@@ -124,7 +124,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class AgentLoopOutput:
-    """One episode: a prompt and one masked response of model's, tools' and users' tokens.
+    """One episode: a prompt and one masked response of model's, tools' and users' tokens. `AgentLoopBase` has an example.
 
     Raises `DataError` where ids, mask and log-probs are not of one length.
     """
@@ -149,6 +149,15 @@ class AgentLoopOutput:
     """Stable keys: `turn_scores`, `tool_rewards`, `num_tool_calls`; a loop may add its own."""
 
     def __post_init__(self) -> None:
+        if self.response_logprobs is None:
+            raise DataError(
+                message(
+                    "response_logprobs of an agent loop's output",
+                    expected="a number a response id: `Sample.log_probs` of what was sampled, 0.0 where the mask is 0",
+                    found=None,
+                    do="losses correct by them what the sampler and the trainer see differently",
+                )
+            )
         for name in ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "turns"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         lengths = {len(self.response_ids), len(self.response_mask), len(self.response_logprobs)}
@@ -161,6 +170,26 @@ class AgentLoopOutput:
                     f"{len(self.response_mask)} and {len(self.response_logprobs)}",
                 )
             )
+
+    def within(self, limit: int) -> AgentLoopOutput:
+        """The episode, cut to `limit` response tokens as verl cuts one that is longer; itself where it is not."""
+        if len(self.response_ids) <= limit:
+            return self
+        told = f"cut: the response has {len(self.response_ids)} tokens, and max_tokens is {limit}"
+        turns = [
+            replace(one, first=min(one.first, limit), last=min(one.last, limit - 1)) if one.last >= limit else one
+            for one in self.turns
+        ]
+        if turns:
+            turns[-1] = replace(turns[-1], cut="; ".join(filter(None, (turns[-1].cut, told))))
+        return replace(
+            self,
+            response_ids=self.response_ids[:limit],
+            response_mask=self.response_mask[:limit],
+            response_logprobs=self.response_logprobs[:limit],
+            finish_reason="length",
+            turns=tuple(turns),
+        )
 
 
 class AgentLoop(Protocol):

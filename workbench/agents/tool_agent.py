@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from inspect import isawaitable
 from typing import Any
 
 from workbench.agents import react
 from workbench.agents.calls import END_SECONDS, OpenTools, Toolbox, within
+from workbench.agents.checks import checked_interactions, checked_parser, checked_tools
 from workbench.agents.episode import Transcript
-from workbench.agents.interactions import interaction_kwargs
+from workbench.agents.interactions import checked_reply, chosen_interaction
 from workbench.agents.loop import AgentLoopBase, register
-from workbench.agents.parsers import ReActParser
 from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Interaction, Tool, ToolCall, ToolParser
 from workbench.agents.tokens import TurnTokens
 from workbench.config import require
 from workbench.engines.protocol import Sample, Sampler
-from workbench.errors import DataError, SettingError, describe, first_line, message, unknown
+from workbench.errors import DataError, describe, first_line, message
+
+_LIMITS: Mapping[str, float | None] = {
+    **{"max_assistant_turns": None, "max_user_turns": None, "max_parallel_calls": 1, "max_tokens_per_turn": None},
+    **{"seconds_per_call": 30.0, "max_tool_response_length": 256},
+}
+"""What a loop is limited to unless it is told; its repr shows the others."""
 
 
 class AgentState(StrEnum):
@@ -68,17 +74,18 @@ class ToolAgent(AgentLoopBase):
     - A tool has `seconds_per_call`; of its text `max_tool_response_length` characters are kept, and
       `tool_response_truncate_side` is the side that is lost (see `calls.truncate`).
     - A row's `extra_info.interaction_kwargs` chooses its user by `name` (which may be missing where there is one only) and
-      is given to it. A user that fails ends the episode as `abort`, and is finalised like any other.
+      is given to it. A user that fails ends the episode as `abort`, and is finalised like any other; no reward judges
+      such an episode.
 
-    Raises `SettingError` at construction for a setting or tools that cannot work, and in `prepare` for a chat template
-    that gives no delta.
+    `parser` may be a name (`tool_parser`), `tools` and `interactions` a mapping. Raises `SettingError` at construction for
+    settings, tools, a parser or users that cannot work, and in `prepare` for a chat template that gives no delta.
     """
 
     def __init__(
         self,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Tool] | Mapping[str, Tool] = (),
         *,
-        parser: ToolParser | None = None,
+        parser: ToolParser | str | None = None,
         format: str = "function_calling",
         interactions: Sequence[Interaction] | Mapping[str, Interaction] = (),
         max_assistant_turns: int | None = None,
@@ -92,16 +99,7 @@ class ToolAgent(AgentLoopBase):
         name: str = "tool_agent",
     ) -> None:
         require(format in ("function_calling", "react"), "format", expected="function_calling or react", found=format)
-        limits = {
-            "max_assistant_turns": max_assistant_turns,
-            "max_user_turns": max_user_turns,
-            "max_parallel_calls": max_parallel_calls,
-            "max_tokens_per_turn": max_tokens_per_turn,
-        }
-        for key, value in limits.items():
-            require(value is None or value >= 1, key, expected="≥ 1, or None", found=value)
-        if tools and parser is None and format == "function_calling":
-            raise SettingError(message("tool_agent has tools and no parser", do="give parser=, or format='react'"))
+        listed = checked_tools(tools)
         self.name = name
         self.format = format
         self.max_assistant_turns, self.max_user_turns = max_assistant_turns, max_user_turns
@@ -109,18 +107,18 @@ class ToolAgent(AgentLoopBase):
         self.seconds_per_call = seconds_per_call
         self.max_tool_response_length = max_tool_response_length
         self.tool_response_truncate_side = tool_response_truncate_side
+        for key in ("max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tokens_per_turn"):
+            value = getattr(self, key)
+            require(value is None or value >= 1, key, expected="≥ 1, or None", found=value)
         self.tool_role = tool_role or ("user" if format == "react" else "tool")
-        self._parser = parser or (ReActParser() if tools else None)
+        self._parser = checked_parser(parser, format=format, tools=bool(listed))
         self._box = Toolbox(
-            tools,
+            listed,
             seconds_per_call=seconds_per_call,
             max_tool_response_length=max_tool_response_length,
             truncate_side=tool_response_truncate_side,
         )
-        listed = list(interactions.values()) if isinstance(interactions, Mapping) else list(interactions)
-        self._interactions = dict(interactions) if isinstance(interactions, Mapping) else {i.name: i for i in listed}
-        if len(self._interactions) < len(listed):
-            raise SettingError(message("interactions", expected="names that differ", found=[i.name for i in listed]))
+        self._interactions = checked_interactions(interactions)
         self._tokens: tuple[Any, TurnTokens] | None = None
 
     def describe(self) -> dict[str, Any]:
@@ -133,7 +131,16 @@ class ToolAgent(AgentLoopBase):
         }
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name}: {', '.join((*self._box.tools, *self._interactions)) or 'no tools'})"
+        parts = [f"{self.name}: {', '.join((*self._box.tools, *self._interactions)) or 'no tools'}"]
+        parts += [f"{type(self._parser).__name__} ({self.format})"] if self._parser else []
+        limits = {name: getattr(self, name) for name in _LIMITS}
+        parts += [f"{name}={value}" for name, value in limits.items() if value != _LIMITS[name]]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    @property
+    def lacks(self) -> str:
+        """Tools, where it has no user either."""
+        return "" if self._box.tools or self._interactions else "no tools"
 
     def prepare(self, sampler: Sampler) -> None:
         """Raises `SettingError`, naming the chat template, where turns cannot be appended with it."""
@@ -176,7 +183,8 @@ class ToolAgent(AgentLoopBase):
         sampling = dict(sampling_params)
         if self.format == "react" and self._box.tools:
             sampling["stop"] = tuple(dict.fromkeys((*sampling.get("stop", ()), react.STOP)))
-        interaction, given = self._chosen(row)
+        place = f"row {self.episode.row} (uid {self.episode.uid})"
+        interaction, given = chosen_interaction(self._interactions, row, place)
         return Standing(
             row=row,
             sampling=sampling,
@@ -306,18 +314,18 @@ class ToolAgent(AgentLoopBase):
     async def _judged(self, standing: Standing) -> tuple[bool, str]:
         """(stop, feedback) of the simulated user, whose score is noted at the assistant's turn."""
         assert standing.interaction is not None and standing.instance is not None
+        name = getattr(standing.interaction, "name", type(standing.interaction).__name__)
         try:
             asked = standing.interaction.generate_response(
                 standing.instance, [dict(one) for one in standing.messages], **standing.given
             )
-            stop, text, score, extra = await within(asked, self.seconds_per_call)
-            if not isinstance(stop, bool) or isinstance(score, str) or (score is not None and not math.isfinite(score)):
-                raise TypeError(f"expected (bool, text, finite number, dict), got stop={stop!r}, score={score!r}")
+            reply = checked_reply(name, await within(asked, self.seconds_per_call) if isawaitable(asked) else asked)
         except Exception as error:  # noqa: BLE001 - a row's user, not the run
-            standing.state = self._broken(standing, f"generate_response: {first_line(error)}")
+            why = first_line(error, 300).removeprefix("ForeignError: ")
+            standing.state = self._broken(standing, f"generate_response: {why}")
             return True, ""
-        standing.transcript.note(score=None if score is None else float(score), extra=dict(extra or {}))
-        return stop, str(text)
+        standing.transcript.note(score=reply.score, extra=reply.extra)
+        return reply.stop, reply.text
 
     async def _ended(self, standing: Standing, reason: str | None) -> AgentState:
         """At a limit: calls are not run, a user still judges, and neither is answered any more."""
@@ -363,17 +371,6 @@ class ToolAgent(AgentLoopBase):
             standing.errors.append(why)
             standing.transcript.note(error=why)
             return []
-
-    def _chosen(self, row: Mapping[str, Any]) -> tuple[Interaction | None, dict[str, Any]]:
-        given = interaction_kwargs(row)
-        if not self._interactions or not given:
-            return None, {}
-        name = given.pop("name", None)
-        if name is None and len(self._interactions) == 1:
-            name = next(iter(self._interactions))
-        if name not in self._interactions:
-            raise DataError(unknown("interaction", str(name), self._interactions))
-        return self._interactions[name], given
 
 
 async def _together(calls: Sequence[Any]) -> list[ToolCall]:

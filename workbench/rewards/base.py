@@ -11,7 +11,8 @@ import torch
 
 from workbench.dataproto import DataProto
 from workbench.errors import RewardError, message, unknown
-from workbench.rewards.score import Score, Status
+from workbench.rewards.score import Score, Status, failed
+from workbench.rewards.signatures import EPISODE
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,16 @@ class BaseReward:
         """One record a row view, in order; a failure is a record, not an exception."""
         raise NotImplementedError
 
+    def judged(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
+        """`judge`, not asked of episodes that broke through no fault of the model: they are *machinery failed*."""
+        whys = [broken_episode(row["columns"]) for row in rows]
+        asked = [row for row, why in zip(rows, whys, strict=True) if not why]
+        found = self.judge(asked) if asked or not rows else []
+        if len(found) != len(asked):
+            raise RewardError(message(f"reward {self.name!r}", expected=len(asked), found=len(found)))
+        told = iter(found)
+        return [failed(f"the episode broke: {why}") if why else next(told) for why in whys]
+
     def settle(self, scores: Sequence[Score]) -> list[Score]:
         """The records as they count, by policy."""
         return self.policy.settle(self.name, scores)
@@ -104,7 +115,16 @@ class BaseReward:
     def score(self, batch: DataProto) -> list[Score]:
         """One record a row. Raises `RewardError` by policy, for a broken function, or a broken contract."""
         self.check_signature(batch.columns)
-        return self.settle(self.judge(row_views(batch)))
+        return self.settle(self.judged(row_views(batch)))
+
+
+def broken_episode(columns: Mapping[str, Any]) -> str:
+    """What ended an agent's episode before the model was done: its simulated user failed. Empty where nothing did."""
+    extra = columns.get("agent_extra")
+    errors = extra.get("errors") if isinstance(extra, Mapping) else None
+    if not errors or columns.get("finish_reason") != "abort":
+        return ""
+    return errors if isinstance(errors, str) else "; ".join(map(str, errors))
 
 
 def row_views(batch: DataProto) -> list[dict[str, Any]]:
@@ -119,10 +139,6 @@ def row_views(batch: DataProto) -> list[dict[str, Any]]:
         ids = responses[number, : lengths[number]].tolist() if responses is not None and lengths is not None else []
         rows.append(row_view(columns, columns["response_text"], ids))
     return rows
-
-
-EPISODE = ("num_turns", "num_tool_calls", "turn_scores", "tool_rewards", "turns")
-"""Columns of an agent's episode, which verl puts into `extra_info`."""
 
 
 def response_lengths(batch: DataProto) -> torch.Tensor:

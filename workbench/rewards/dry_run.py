@@ -143,7 +143,7 @@ def _judge(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Judged
     try:
         if rows:
             reward.check_signature(list(rows[0]["columns"]))
-        scores = reward.judge(rows)
+        scores = reward.judged(rows)
     except (RewardError, DataError) as error:
         scores = [failed(first_line(error, 500)) for _ in rows]
     return [Judged(score, span_of(score.answer, row["response"])) for score, row in zip(scores, rows, strict=True)]

@@ -15,11 +15,11 @@ import torch
 
 from workbench.config import require
 from workbench.errors import RewardError, message, unknown
-from workbench.rewards.base import BaseReward, row_view
+from workbench.rewards.base import BaseReward, broken_episode, row_view, row_views
 from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.reward import Reward
 from workbench.rewards.routing import as_reward
-from workbench.rewards.score import MISSING, Score, extra_columns
+from workbench.rewards.score import MISSING, Score, extra_columns, failed
 from workbench.rewards.scorers.shaping import overlong_penalty
 
 RESERVED = ("score", "reward_score", "status", "scored", "step", "input", "output", "gts")
@@ -270,7 +270,11 @@ class ManagerReward(BaseReward):
 
     def score(self, batch: Any) -> list[Score]:
         """One record a row. Raises `RewardError` for a tensor of another shape."""
-        return self.settle(read_result(self._call(batch.mutable()), batch, self.name))
+        scores = self.settle(read_result(self._call(batch.mutable()), batch, self.name))
+        if "agent_extra" not in batch:
+            return scores
+        whys = [broken_episode(row["columns"]) for row in row_views(batch)]
+        return [failed(f"the episode broke: {why}") if why else one for why, one in zip(whys, scores, strict=True)]
 
     def _call(self, data: Any) -> Any:
         return self.manager(data, return_dict=True)

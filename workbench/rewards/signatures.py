@@ -24,6 +24,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 """Our name for a value → the argument names that mean it. Any other argument name is a column of the batch."""
 
+EPISODE = ("num_turns", "num_tool_calls", "turn_scores", "tool_rewards", "turns")
+"""Columns of an agent's episode, which verl puts into `extra_info`."""
+
 _MEANING = {alias: name for name, aliases in ALIASES.items() for alias in aliases}
 _PLURALS = {"solution_strs": "solution_str", "data_sources": "data_source", "extra_infos": "extra_info"}
 _PLURALS |= {"queries": "query", "labels": "label", "answers": "answer"}
@@ -85,9 +88,9 @@ def check_arguments(function: Callable[..., Any], signature: Signature, columns:
     known = {*_MEANING, *columns, *_PLURALS, "completion_ids"}
     for name in signature.names:
         if name not in known and parameters[name].default is inspect.Parameter.empty:
-            raise RewardError(
-                f"reward function {_name(function)}: " + unknown("value that a row has", name, sorted(known))
-            )
+            told = unknown("value that a row has", name, sorted(known))
+            hint = "; a rollout with agent=… writes it" if name in (*EPISODE, "agent_extra") else ""
+            raise RewardError(f"reward function {_name(function)}: {told}{hint}")
 
 
 def call_arguments(signature: Signature, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from workbench.agents.protocol import AgentLoopOutput, Turn
 from workbench.agents.stepping import EpisodeStepper, Place
 from workbench.dataproto import DataProto
 from workbench.engines.protocol import LogProbModel, Sample, Sampler, SamplingSettings
-from workbench.errors import boundary
-from workbench.metrics import Metric
+from workbench.errors import ForeignError, boundary, describe, message
+from workbench.metrics import Count, Metric
+from workbench.rewards.base import broken_episode
 from workbench.stages.rollout import Rollout, columns_of
 from workbench.stages.stage import Outcome, spread
 
@@ -29,8 +30,8 @@ _STABLE = ("turn_scores", "tool_rewards", "num_tool_calls")
 class EpisodeRollout(Rollout):
     """`Rollout` with an agent loop in the place of one response: P rows in, P·G episodes out.
 
-    `agent` is a loop, a registered name, or a mapping of names to loops; a row's column `agent_name` chooses among them
-    and the registered ones, `default_agent` runs rows without one. `sampling.max_tokens` is the length of the whole response,
+    `agent` is a loop or a registered name, which runs every row; or a mapping of names to loops: a row's column `agent_name`
+    chooses among them and the registered ones, `default_agent` runs rows without one. `sampling.max_tokens` is the length of the whole response,
     tool and user tokens included. Turn n of a row is sampled from the seed of (run seed, `purpose`, step, uid, sample, n,
     0): a single turn gives what `Rollout` gives.
 
@@ -38,8 +39,10 @@ class EpisodeRollout(Rollout):
     seed gives the same bits on a CPU, however long tools take (one that is over its time in one of two runs is another
     episode); without it the same tokens barring float ties, and nobody waits for the slowest tool.
 
-    `response_text` holds tool and user text, too, as in verl; `turns` tells them apart. A loop of your own that raises ends the
-    step, naming the row; what tools and simulated users do is in the row's transcript.
+    `response_text` holds tool and user text, too, as in verl; `turns` tells them apart. A loop of your own that raises, or
+    returns no `AgentLoopOutput`, ends the step, naming the row; a response of it that is longer than `max_tokens` is cut. What
+    tools and simulated users do is in the row's transcript. An episode that ended because its user failed is `abort`, and no
+    reward is asked of it (`scored` False); a `ForeignError` says so where all did.
     """
 
     writes: tuple[str, ...] = (
@@ -94,7 +97,10 @@ class EpisodeRollout(Rollout):
         each = self.group_size + self.greedy_baseline
         rows = torch.arange(len(batch)).repeat_interleave(each)
         names = batch.non_tensor_batch["agent_name"] if "agent_name" in batch else itertools.repeat(None, len(batch))
-        loops = [self._loops.named(name) for name in names]
+        loops = [
+            self._loops.named(name, f"row {row} (uid {uid})")
+            for row, (name, uid) in enumerate(zip(names, batch["uid"], strict=False))
+        ]
         for loop in {id(one): one for one in loops}.values():
             loop.prepare(self._sampler)
         steps = LockStep(self._sampler, range(len(rows))) if self.deterministic else None
@@ -104,6 +110,7 @@ class EpisodeRollout(Rollout):
             for index, row in enumerate(rows)
         ]
         outputs = background.run(_all(runs))
+        refuse_all_broken(outputs)
         columns = self._columns(outputs)
         if self.greedy_baseline:
             columns["greedy"] = (torch.arange(len(rows)) % each) == self.group_size
@@ -126,12 +133,16 @@ class EpisodeRollout(Rollout):
         uid, episode = batch["uid"][row], self._episode(batch, row, index, sample)
         episode.lock_step = steps
         columns = {name: batch.non_tensor_batch[name][row] for name in batch.non_tensor_batch}
+        place = f"agent loop {loop.name or type(loop).__name__!r}, row {index} (uid {uid}),"
         try:
-            with boundary(f"agent loop {loop.name or type(loop).__name__!r}, row {index} (uid {uid}),"):
+            with boundary(place):
                 output = await loop.bound(episode).run(self._sampling(sample).to_dict(), **columns)
         finally:
             if steps is not None:
                 steps.leave(index)
+        if not isinstance(output, AgentLoopOutput):
+            raise ForeignError(f"{place[:-1]}: " + message("expected an AgentLoopOutput", found=describe(output)))
+        output = output.within(self.sampling.max_tokens)
         told(index, output)
         return output
 
@@ -237,11 +248,25 @@ def validation_rollout(rollout: Any, *, group_size: int = 1, greedy: bool = Fals
 
 
 def agent_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
-    """verl's `agent_loop/…`: seconds an episode waited for the sampler and for tools, its turns; and its number of calls."""
-    found: dict[str, Metric] = {}
+    """verl's `agent_loop/…`: seconds an episode waited for the sampler and for tools, its turns; and its number of calls.
+
+    `errors` are episodes in which something of ours or of a user's failed, `tool_errors` calls that failed or were late.
+    """
+    calls = [call for output in outputs for turn in output.turns for call in turn.calls]
+    found: dict[str, Metric] = {
+        "agent_loop/errors": Count(sum(bool(output.extra.get("errors")) for output in outputs)),
+        "agent_loop/tool_errors": Count(sum(call.status in ("error", "late") for call in calls)),
+    }
     for name in ("generate_sequences", "tool_calls", "num_tool_calls"):
         found |= spread(f"agent_loop/{name}", torch.tensor([output.metrics.get(name, 0.0) for output in outputs]))
     return found | spread("agent_loop/num_turns", torch.tensor([output.num_turns for output in outputs]))
+
+
+def refuse_all_broken(outputs: Sequence[AgentLoopOutput]) -> None:
+    """Raises `ForeignError`, with the first error, where there is no episode but its simulated user failed."""
+    whys = [broken_episode({"finish_reason": one.finish_reason, "agent_extra": one.extra}) for one in outputs]
+    if whys and all(whys):
+        raise ForeignError(message(f"all {len(whys)} episodes broke", found=whys[0], do="mend the simulated user"))
 
 
 def recorded_output(batch: DataProto, row: int) -> AgentLoopOutput:

@@ -7,7 +7,8 @@ from typing import Any
 
 from workbench.columns import COLUMNS, declared
 from workbench.dataproto import DataProto
-from workbench.errors import ColumnMissing, PipelineError, RewardError, message, unknown
+from workbench.errors import ColumnMissing, PipelineError, RewardError, describe, message, unknown
+from workbench.rewards.signatures import EPISODE
 from workbench.stages.stage import Stage
 
 
@@ -51,6 +52,10 @@ class Pipeline:
                     f"stage {other.name!r} does: move it before {stage.name!r}"
                 )
         known = declared(column)
+        if column in (*EPISODE, "agent_extra"):
+            raise PipelineError(
+                f"stage {stage.name!r} reads {column!r} but no stage writes that; a rollout with agent=… writes it"
+            )
         if known is not None:
             raise PipelineError(
                 f"stage {stage.name!r} reads {column!r} but no stage writes that; "
@@ -102,6 +107,16 @@ class Pipeline:
             )
         later = [_at_the_same_heat(old, new, stage) for stage in self._stages[position + 1 :]]
         return Pipeline([*self._stages[:position], new, *later], overlap=self.overlap)
+
+    def insert_after(self, name: str, stage: Stage) -> Pipeline:
+        """A pipeline with one stage more, behind the one called `name`: `p.insert_after("reward", TurnScores())`.
+
+        Raises `PipelineError` for an unknown name, a second stage of one name, and where a stage then lacks a column.
+        """
+        if isinstance(stage, type) or not isinstance(stage, Stage):
+            raise PipelineError(message(f"insert_after({name!r})", expected="a stage", found=describe(stage)))
+        place = self.index(name) + 1
+        return Pipeline([*self._stages[:place], stage, *self._stages[place:]], overlap=self.overlap)
 
     # --- what lives in it -----------------------------------------------------------------
 

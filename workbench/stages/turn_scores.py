@@ -14,7 +14,13 @@ class TurnScores(BaseStage):
     """Add each turn's own score, and its calls' rewards, at the turn's last token. Stands after `reward`.
 
     `turn_weight` multiplies a simulated user's scores, `tool_weight` the tools' rewards, `final_weight` what `reward` placed on
-    the last token. `reward` and `score` stay as they were judged; estimators read `token_level_scores`.
+    the last token. `reward` and `score` stay as they were judged; estimators read `token_level_scores`::
+
+        pipeline = recipes.reinforce_plus_plus(engine, reward, agent=agent).insert_after("reward", TurnScores())
+
+    Places matter to estimators that add up rewards from a token on: `gae`, `reinforce_plus_plus`, `remax` and the token
+    baselines. With `grpo`, and whatever else compares whole rows (`rloo`, `opo`, `gpg`, …), an advantage is one number a
+    row: the same sum wherever the parts stand.
     """
 
     name = "turn_scores"
