@@ -258,6 +258,14 @@ def test_whatever_is_wrong_with_a_users_reply_the_record_says_what_one_is(made: 
     assert found.finish_reason == "abort" and found.turns[-1].error == found.extra["errors"][0]
 
 
+def test_of_several_users_a_row_names_one(made: dict[str, Any]) -> None:
+    loop = ToolAgent(interactions={"a": User(), "b": User()})
+    with pytest.raises(DataError, match=r"interaction_kwargs of row 0 \(uid u\) have no name; expected one of a, b"):
+        play(loop, Script(made["own"], []), extra_info={"interaction_kwargs": {"word": "x"}})
+    found = play(loop, Script(made["own"], ["x"]), extra_info={"interaction_kwargs": {"word": "x", "name": "b"}})
+    assert found.extra["turn_scores"] == [1.0]
+
+
 def test_a_user_may_give_no_score(made: dict[str, Any]) -> None:
     class Silent(User):
         async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:

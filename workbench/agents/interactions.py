@@ -277,9 +277,12 @@ def chosen_interaction(
     if name is None and len(interactions) == 1:
         name = next(iter(interactions))
     if name not in interactions:
+        what = f"interaction_kwargs of {place}"
+        if name is None:
+            raise DataError(message(f"{what} have no name", expected=f"one of {', '.join(interactions)}"))
         kind = type(next(iter(interactions.values()))).__name__
-        told = unknown("interaction", str(name), interactions)
-        raise DataError(f"interaction_kwargs of {place}: {told}; give interactions={{{str(name)!r}: {kind}()}}")
+        told = unknown("simulated user of the agent", str(name), interactions)
+        raise DataError(f"{what}: {told}; give interactions={{{str(name)!r}: {kind}()}}")
     return interactions[name], given
 
 
