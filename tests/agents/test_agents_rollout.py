@@ -30,7 +30,7 @@ from workbench.agents import (
 )
 from workbench.dataproto import DataProto
 from workbench.engines import Normalisers, SamplingSettings, local
-from workbench.errors import DataError, ForeignError, SettingError
+from workbench.errors import DataError, ForeignError, PipelineError, SettingError
 from workbench.loop import run_step
 from workbench.recipes import grpo, reinforce_plus_plus
 from workbench.rewards.managers import ManagerReward, NaiveRewardManager
@@ -563,6 +563,11 @@ def test_where_every_user_failed_the_step_ends(rows: Any) -> None:
 def test_turn_scores_behind_the_reward(engine: Any) -> None:
     made = reinforce_plus_plus(engine, lambda response: 1.0, agent=agent()).insert_after("reward", TurnScores())
     assert made.names[:3] == ("rollout", "reward", "turn_scores")
+    plain = reinforce_plus_plus(engine, lambda response: 1.0, agent=agent())
+    with pytest.raises(
+        PipelineError, match="changes token_level_scores and nobody reads that after it; stage 'advantage'"
+    ):
+        plain.insert_after("advantage", TurnScores())
 
 
 def test_a_manager_does_not_judge_an_episode_that_broke(rows: Any) -> None:

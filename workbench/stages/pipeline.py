@@ -17,7 +17,8 @@ class Pipeline:
 
     Columns that the data set writes (see `columns.COLUMNS`) are there from the start; a column that is
     declared nowhere is taken to come with the data, and asked for when the first batch arrives.
-    Raises `PipelineError` where a stage reads what only a later stage writes, or nobody.
+    Raises `PipelineError` where a stage reads what only a later stage writes, or nobody; and where one changes a column that
+    has been read by then and is read by nobody after it.
     """
 
     def __init__(self, stages: Sequence[Stage], *, overlap: bool = False) -> None:
@@ -28,6 +29,7 @@ class Pipeline:
         if doubled:
             raise PipelineError(message("two stages have one name", found=", ".join(sorted(doubled))))
         self._check_reads()
+        self._check_changes()
 
     def overlapped(self) -> Pipeline:
         """The same stages for training jobs that judge while they work: rewards of finished rows begin while other rows
@@ -42,6 +44,18 @@ class Pipeline:
                 if column not in present:
                     self._refuse_unless_data(column, stage, self._stages[position + 1 :])
             present.update(stage.writes)
+
+    def _check_changes(self) -> None:
+        for position, stage in enumerate(self._stages):
+            changed = set(stage.writes)
+            if stage.updates or not changed or not changed <= set(stage.reads):
+                continue
+            readers = [other.name for other in self._stages[:position] if changed & set(other.reads)]
+            if readers and not any(changed & set(other.reads) for other in self._stages[position + 1 :]):
+                raise PipelineError(
+                    f"stage {stage.name!r} changes {', '.join(sorted(changed))} and nobody reads that after it; "
+                    f"stage {readers[0]!r} has read it before: move {stage.name!r} before {readers[0]!r}"
+                )
 
     @staticmethod
     def _refuse_unless_data(column: str, stage: Stage, later: tuple[Stage, ...]) -> None:
