@@ -16,6 +16,7 @@ import workbench as wb
 from workbench.agents import BaseInteraction, RemoteInteraction, ToolAgent
 from workbench.cluster import Cluster
 from workbench.engines import SamplingSettings
+from workbench.errors import ForeignError
 from workbench.stages import EpisodeRollout
 
 pytestmark = pytest.mark.slow
@@ -84,8 +85,9 @@ def actor(local: Cluster) -> Any:
 
 
 def test_episodes_of_two_rollouts_share_an_actors_state_and_end_in_it(actor: Any) -> None:
+    stages = [rollout(actor, name) for name in ("here", "there")]
     with ThreadPoolExecutor(2) as both:
-        found = list(both.map(lambda name: rollout(actor, name)(batch(4)).batch, ("here", "there")))
+        found = list(both.map(lambda stage: stage(batch(4)).batch, stages))
     standing = ray.get(actor.standing.remote())
     turns = [turn for one in found for turns in one["turns"] for turn in turns]
     won = [turn for turn in turns if turn["role"] == "assistant" and turn["score"] == 1.0]
@@ -99,20 +101,25 @@ def test_episodes_of_two_rollouts_share_an_actors_state_and_end_in_it(actor: Any
     assert {name.split("-")[0] for name in standing["ended"]} == {"here", "there"}
 
 
-def test_an_actor_that_hangs_or_dies_costs_its_rows_alone(actor: Any) -> None:
+def test_an_actor_that_hangs_costs_its_rows_and_one_that_is_gone_ends_the_step(actor: Any) -> None:
     slow = rollout(actor, "slow")
-    slow.loops.named(None).seconds_per_call = 0.3  # type: ignore[attr-defined]
+    loop: Any = slow.loops.named(None)
+    loop.seconds_per_call = 0.3
     began = time.perf_counter()
-    found = slow(batch(2, seconds=60.0)).batch
-    assert time.perf_counter() - began < 5 and list(found["finish_reason"]) == ["abort"] * 4
-    assert "no answer within 0.3 s" in found["agent_extra"][0]["errors"][0]
-    # the process of a new actor is still starting then: conversations were given up on before they began, and are ended
+    with pytest.raises(
+        ForeignError, match="all 4 episodes broke; found start_interaction: TimeoutError: no answer within 0.3"
+    ):
+        slow(batch(2))
+    assert time.perf_counter() - began < 5
+    # the process of a new actor was still starting: conversations were given up on before they began, and are ended
     standing = ray.get(actor.standing.remote())
     assert standing["open"] == 0 and len(standing["ended"]) == 4
-    again = slow(batch(2, seconds=60.0)).batch
-    assert "generate_response: TimeoutError: no answer within 0.3 s" in again["agent_extra"][0]["errors"][0]
+    loop.seconds_per_call = 2.0
+    one, other = batch(1), batch(1, seconds=60.0)
+    found = slow(one.concat([one, other])).batch
+    assert list(found["finish_reason"]) == ["stop", "stop", "abort", "abort"]
+    assert "generate_response: TimeoutError: no answer within 2 s" in found["agent_extra"][2]["errors"][0]
     assert ray.get(actor.standing.remote())["open"] == 0
     ray.kill(actor)
-    gone = rollout(actor, "gone")(batch(2)).batch
-    assert list(gone["finish_reason"]) == ["abort"] * 4 and list(gone["turn_scores"]) == [[]] * 4
-    assert "start_interaction: ActorDiedError" in gone["agent_extra"][0]["errors"][0]
+    with pytest.raises(ForeignError, match="all 4 episodes broke; found start_interaction: ActorDiedError"):
+        rollout(actor, "gone")(batch(2))
