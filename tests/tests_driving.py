@@ -35,8 +35,10 @@ def look_around(lab: str, page: Any, name: str) -> None:
 
 def turn_by_turn(lab: str, page: Any, name: str) -> None:
     """106: the trained policy calls, its tool answers, the answer is written anew by hand, and the episode run on."""
-    run_cell(page, "g = wb.Stepper(pipe, rows.batch(1)).episode(0).next()\ng")
-    face = page.locator(".wb").filter(has=page.locator("textarea")).last
+    # something is printed first: the static form is an output that the widget hides
+    run_cell(page, "g = wb.Stepper(pipe, rows.batch(1)).episode(0).next()\nprint('said')\ng")
+    until(page, lambda: page.locator(".jp-CodeCell").last.locator(".wb textarea").count() == 1, 30)
+    face = page.locator(".jp-CodeCell").last.locator(".wb")
     face.scroll_into_view_if_needed()
     assert "0 · assistant" in face.inner_text()
     said = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6 * 7"}}\n</tool_call>'

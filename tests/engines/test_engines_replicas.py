@@ -96,6 +96,28 @@ class TestInProcesses:
         background.clear()
         assert len(engine.sample_many(REQUESTS)) == len(REQUESTS) and [pid_of(one) for one in two.members] == pids
 
+    def test_what_is_asked_when_an_interrupt_is_over_is_answered(
+        self, two: Replicas, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An exchange that was interrupted takes along what was out when it began, and nothing that was asked since."""
+        member: Any = two.members[0]
+        real, late = member._do, []
+
+        def interrupted_once(method: str, *args: Any) -> Any:
+            if method != "exchange" or late:
+                return real(method, *args)
+            late.append(asyncio.run_coroutine_threadsafe(member.sample(REQUESTS[1]), background.loop()))
+            deadline = time.monotonic() + 20
+            while len(member._out) < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise Interrupted("stopped by hand")
+
+        monkeypatch.setattr(member, "_do", interrupted_once)
+        first = asyncio.run_coroutine_threadsafe(member.sample(REQUESTS[0]), background.loop())
+        with pytest.raises(Interrupted):
+            first.result(60)
+        assert late[0].result(60).ids and member.sample_many(REQUESTS[:1])[0].ids
+
     def test_a_worker_whose_engine_raises_says_so_to_whoever_asked(self, folder: Path, two: Replicas) -> None:
         bad = Request((1, 2, 10_000), REQUESTS[0].settings, 0)
         with pytest.raises(EngineError, match="IndexError: index out of range"):

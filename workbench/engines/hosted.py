@@ -12,7 +12,7 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, NoReturn, Self
 
@@ -21,7 +21,7 @@ import torch
 from workbench import background
 from workbench.engines.protocol import Classified, Request, Sample
 from workbench.engines.ranks import Ranks
-from workbench.errors import EngineError, WorkerLost, message
+from workbench.errors import EngineError, Interrupted, WorkerLost, message
 
 EXCHANGE_SECONDS = 0.03
 """Longest that a question waits before it is carried while others are out."""
@@ -132,8 +132,14 @@ class Hosted:
                     if not self._out and not given_up:
                         self._carrier = None
                         return
-                wanted = [one for one in asked if one[0] in self._out]
-                answers = self._do("exchange", wanted, given_up, EXCHANGE_SECONDS)
+                    out = set(self._out)
+                wanted = [one for one in asked if one[0] in out]
+                try:
+                    answers = self._do("exchange", wanted, given_up, EXCHANGE_SECONDS)
+                except Interrupted as error:
+                    # what was asked since, when the interrupt was over, is nobody's to stop
+                    self._fail(error, out)
+                    continue
                 for number, outcome in answers:
                     with self._lock:
                         future = self._out.pop(number, None)
@@ -152,10 +158,14 @@ class Hosted:
         how = f"answers, and has finished nothing for {self._deadline:g} s"
         raise WorkerLost(message(f"the worker of {self.name} {how}", do="call restart()"), exit=how)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, numbers: Collection[int] | None = None) -> None:
+        """Raise it for these questions; without `numbers` for all, and nobody carries any more."""
         with self._lock:
-            left, self._out = list(self._out.values()), {}
-            self._asked, self._given_up, self._carrier = [], [], None
+            failed = set(self._out) if numbers is None else set(numbers) & set(self._out)
+            left = [self._out.pop(number) for number in failed]
+            self._asked = [one for one in self._asked if one[0] in self._out]
+            if numbers is None:
+                self._given_up, self._carrier = [], None
         for future in left:
             _give(future, copy.copy(error))  # a raised error gathers the traceback of everybody who meets it
 
