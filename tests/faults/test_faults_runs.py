@@ -52,6 +52,7 @@ def files_of_a_checkpoint(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+@pytest.mark.slow
 def test_A3_A4_damage_to_any_file_of_the_newest_is_named_and_the_one_before_is_taken(
     tiny: str, tmp_path: Path, damage: str
 ) -> None:
@@ -86,6 +87,7 @@ def test_A4_never_from_scratch_without_being_told(tiny: str, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="needs root, to mount a small disk")
+@pytest.mark.slow
 def test_A6_a_full_disk_stops_loudly_and_hurts_nothing(tiny: str, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -146,6 +148,7 @@ def test_A7_an_epochs_end_loses_and_repeats_nothing(tiny: str, tmp_path: Path) -
     assert over.notes == ("nothing left to do: 5 of 5 steps are done",) and len(over.rows) == 5
 
 
+@pytest.mark.slow
 def test_A12_two_writers_and_a_stale_lock(tiny: str, tmp_path: Path) -> None:
     class Second:
         told = ""

@@ -253,6 +253,7 @@ class Breaks:
     def on_end(self, error: BaseException | None) -> None: ...
 
 
+@pytest.mark.slow
 def test_an_interrupted_cell_run_again_goes_on_exactly_or_says_why_not(tiny: str, whole: Any, tmp_path: Path) -> None:
     run = tmp_path / "r"
     seeded()

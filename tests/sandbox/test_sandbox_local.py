@@ -142,6 +142,7 @@ def test_packages_are_shown_on_request() -> None:
         ("x = 9 ** 9 ** 9", "time"),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_what_goes_over_a_limit_is_ended_and_the_limit_named(
     box: LocalSandbox, clean: None, code: str, limit: str
 ) -> None:
