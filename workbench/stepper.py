@@ -243,7 +243,7 @@ class Stepper:
                 raise PipelineError(
                     message(f"{what} is not over", found=f"next: the {one.upcoming}", do="run() it first")
                 )
-            if one.row >= len(phase.batch) or one.batch["uid"][0] != phase.batch["uid"][one.row]:
+            if one.row >= len(phase.batch) or one.uid != phase.batch["uid"][one.row]:
                 raise PipelineError(message(f"{what} is of another batch", do=f"make it here: s.episode({one.row})"))
         outcome = stage.rewritten(before, phase.batch, {one.row: one.output for one in episodes})
         edited = {"edited_rows": ", ".join(str(one.row) for one in episodes)}

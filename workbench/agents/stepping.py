@@ -93,6 +93,11 @@ class EpisodeStepper:
         return self._place.row
 
     @property
+    def uid(self) -> Any:
+        """Its prompt's."""
+        return self._loop.episode.uid
+
+    @property
     def turns(self) -> tuple[Turn, ...]:
         """The transcript so far."""
         return tuple(self._now.transcript.turns)
@@ -199,9 +204,7 @@ class EpisodeStepper:
             known = f"turns 0 to {count - 1}" if count else "a turn that was said"
             found = to if count else "nothing has been said"
             raise PipelineError(message("cannot go back in this episode", expected=known, found=found))
-        before, self._now = self._now, self._at(self._now.transcript.first(to))
-        self._now.tools, self._now.instance = before.tools, before.instance  # to be let go of
-        self._output, self._fits = None, False
+        self._stand(self._now.transcript.first(to))
         return self
 
     def replace(self, turn: int, text: str | Sequence[str], *, end: bool = True) -> EpisodeStepper:
@@ -244,6 +247,12 @@ class EpisodeStepper:
         kept: dict[str, Any] = {name: list(getattr(standing, name)) for name in ("messages", "calls", "errors")}
         return replace(standing, **kept, transcript=standing.transcript.copy(), tools=self._loop.opened(standing.row))
 
+    def _stand(self, said: Transcript) -> None:
+        """Stand where exactly these turns have been said; tools and user are let go of when they are opened anew."""
+        before, self._now = self._now, self._at(said)
+        self._now.tools, self._now.instance = before.tools, before.instance
+        self._output, self._fits = None, False
+
     def _at(self, said: Transcript) -> Standing:
         """The episode where exactly these turns have been said."""
         standing = self._own(replace(self._start, transcript=said))
@@ -281,8 +290,7 @@ class EpisodeStepper:
                 background.run(work())
         except BaseException:
             # interrupted half-way: as if nobody had been asked
-            before, self._now = self._now, self._at(kept)
-            self._now.tools, self._now.instance, self._fits = before.tools, before.instance, False
+            self._stand(kept)
             raise
 
     async def _turn(self) -> None:
