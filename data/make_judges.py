@@ -24,7 +24,7 @@ from make_model import STOP, batch
 from pydantic import Field
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from workbench.rewards.templates import Verdict, delimited, fill, instructions
+from workbench.rewards.judge import Verdict, delimited, fill, instructions
 
 HERE = Path(__file__).parent
 PROMPT = "{prompt}\n{response}\n{instructions}"

@@ -46,10 +46,10 @@ WORDS = (
     "tool",
 )
 CALLS, WITHOUT, STOPS, FORGETS = 0.25, 0.15, 0.3, 0.2
-"""Shares: of chats that call where tools are shown; that show none; of callers that go on in their head after the first
+"""Scatter: of chats that call where tools are shown; that show none; of callers that go on in their head after the first
 answer; of solutions that forget the marker at the end."""
 HURRIES, SLIPS = 0.75, 0.55
-"""Shares: of those who reckon in their head and come to an answer; of their sums that go wrong, always in the same way, so
+"""Scatter: of those who reckon in their head and come to an answer; of their sums that go wrong, always in the same way, so
 that taking the likeliest digit is no way out."""
 
 

@@ -4,35 +4,115 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tests_warm
 from hypothesis import settings
+from tests_patience import examples, patience
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a worker is three seconds of CPU, used or not
+os.environ.setdefault("PYTEST_TIMEOUT", str(patience(600)))  # a hanging test says where it hangs
 
 # the machine is noisy, so no property has a deadline; CI draws the same examples every time
-settings.register_profile("house", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.register_profile("house", deadline=None, max_examples=examples(100), derandomize=bool(os.environ.get("CI")))
 settings.load_profile("house")
 
 ROOT = Path(__file__).parents[1]
+COLD = bool(os.environ.get("WORKBENCH_TESTS_COLD"))
+"""Whether every process that a test starts is an ordinary one (make test-all)."""
+if not COLD:
+    tests_warm.install()
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # what one worker leaves in the temporary folder is not another's
     os.environ["TMPDIR"] = str(Path(tempfile.gettempdir()) / worker)
     Path(os.environ["TMPDIR"]).mkdir(exist_ok=True)
     tempfile.tempdir = None
 
 
-LONG = ("test_front_door.py", "test_notebooks.py", "test_learning.py", "test_faults_runs.py")
-"""Files of minutes: with two workers whole files are dealt out, and a long one at the end leaves the other worker idle."""
+TOGETHER = {
+    "ray": ("tests/cluster/", "tests/test_front_door.py::test_the_front_door_on_a_cluster", "301_on_a_cluster]",
+            "test_where_the_work_is_done_is_two_parameters"),
+    "vllm": ("tests/engines/test_engines_vllm.py", "tests/engines/test_engines_remote_vllm.py", "tests/agents/test_agents_vllm.py"),
+    "lab": ("tests/browser/", "tests/widgets/test_widgets_cluster.py"),
+}  # fmt: skip
+"""Tests that share what is dear to start: one worker has all of a group. Every other file is a group of its own."""
+FIRST = ("ray", "test_notebooks.py", "vllm", "lab", "test_resume.py", "test_faults_runs.py", "test_engines_fsdp.py",
+         "test_faults_notebooks.py", "test_learning.py")  # fmt: skip
+"""Groups of minutes: a long one at the end leaves the other worker idle."""
 
 
+def group_of(test: str) -> str:
+    """Which tests the same worker has, by their node ids."""
+    for name, parts in TOGETHER.items():
+        if any(part in test for part in parts):
+            return name
+    return test.partition("::")[0].rpartition("/")[2]
+
+
+class Groups(LoadScopeScheduling):
+    """A worker takes a whole group. (xdist's own `loadgroup` groups nothing under pytest 9.2: pytest-xdist issue 1386.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
+    """For xdist."""
+    return Groups(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Who starts the tests holds the servers of warm processes; xdist's workers find them in their environment."""
+    if not COLD and not os.environ.get("PYTEST_XDIST_WORKER") and not config.option.collectonly:
+        servers = tests_warm.Servers()
+        config.add_cleanup(servers.close)
+
+
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Seconds of every test that took `SLOW` or more when `make durations` was last called, by its node id."""
+SLOW = 0.3
+"""Seconds: what takes as long is left out of the developer's loop (`make quick`)."""
+_TOOK: dict[str, float] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Seconds of each test, setting up and tearing down included."""
+    _TOOK[report.nodeid] = _TOOK.get(report.nodeid, 0.0) + report.duration
+
+
+def pytest_sessionfinish() -> None:
+    """Write the durations down where that is asked for; those of tests that were not run stay."""
+    if os.environ.get("WORKBENCH_TESTS_DURATIONS") and not os.environ.get("PYTEST_XDIST_WORKER"):
+        known = {**json.loads(DURATIONS.read_text()), **_TOOK}
+        slow = {name: round(seconds, 1) for name, seconds in sorted(known.items()) if seconds >= SLOW}
+        DURATIONS.write_text(json.dumps(slow, indent=1) + "\n")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first; otherwise in the folders' order."""
-    items.sort(key=lambda item: item.path.name not in LONG)
+    """Long groups first; otherwise in the folders' order."""
+    durations = json.loads(DURATIONS.read_text())
+    for item in items:
+        if item.nodeid in durations:
+            item.add_marker(pytest.mark.slow)
+    place = {name: number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(group_of(item.nodeid), len(place)))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """A cluster that no other test of this worker asks for does not compute beside them."""
+    if group_of(item.nodeid) == "ray" and nextitem is not None and group_of(nextitem.nodeid) != "ray":
+        session = sys.modules.get("workbench.cluster.session")
+        if session is not None and session._open is not None:
+            session._open.close()
 
 
 @pytest.fixture(autouse=True)
@@ -51,11 +131,27 @@ def gradients_stay_on() -> Iterator[None]:
     assert on, "gradients were left off"
 
 
+@pytest.fixture
+def cold() -> Iterator[None]:
+    """What the test starts is no fork of a warm server."""
+    with tests_warm.cold():
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One JupyterLab for all tests of a browser."""
+    from tests_lab import laboratory
+
+    with laboratory(tmp_path_factory.mktemp("lab")) as address:
+        yield address
 
 
 @pytest.fixture(scope="session")

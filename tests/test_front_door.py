@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+from tests_patience import LONG
 
 import workbench as wb
-from workbench.engines.vllm_served import VllmSettings, importable, interpreter
+from workbench.engines.vllm_server.engine import VllmSettings, importable, interpreter
 
 
 def my_reward(solution_str: str, ground_truth: str, **_: object) -> float:
@@ -21,7 +22,7 @@ def other_reward(response: str) -> float:
 
 
 def test_the_front_door(tmp_path: Path) -> None:
-    heldout = wb.datasets.load("data/arith/test.parquet", max_prompt_length=256)[:16]
+    eval_rows = wb.datasets.load("data/arith/test.parquet", max_prompt_length=256)[:16]
 
     engine = wb.engines.local("data/tiny-arith")
     rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
@@ -32,7 +33,7 @@ def test_the_front_door(tmp_path: Path) -> None:
     s.batch.to_pandas()
     t = s.fork().back(to="reward").replace("reward", other_reward).run(until="advantage")
     assert s.compare(t).columns
-    assert s.what_if(clip_high=0.28, updates=2, probe=heldout[:4]).changes  # on scratch weights
+    assert s.what_if(clip_ratio_high=0.28, updates=2, probe=eval_rows[:4]).changes  # on scratch weights
 
     run = asyncio.run(
         wb.train(
@@ -44,7 +45,7 @@ def test_the_front_door(tmp_path: Path) -> None:
     p = run.stepper(step=2).replace("reward", other_reward).run()
     assert p.compare(run.traces[2]).columns
     assert wb.diverge(p.trace, run.traces[2]).phase == "reward"
-    assert wb.evaluate(run.checkpoint(2), heldout).prompts == 16
+    assert wb.evaluate(run.checkpoint(2), eval_rows).prompts == 16
 
 
 @pytest.mark.slow
@@ -74,7 +75,5 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     import subprocess
     import sys
 
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=False, env=None
-    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=LONG, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,231 +1,235 @@
-"""A file imports from layers above it; inside a layer only as listed; who may name which library."""
+"""The house has one way through it: which room may import which, no circle of files, who may name which library.
+
+All imports count, those inside functions and under TYPE_CHECKING included.
+"""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "workbench"
 
-LAYERS = {
-    0: {"errors", "columns", "config", "metrics", "seeds", "background", "http_client", "memory", "sources"},
-    1: {"functional", "dataproto"},
-    2: {"datasets", "sandbox", "rewards", "engines", "agents"},
-    3: {"stages"},
-    4: {
-        "recipes",
-        "trace",
-        "compare",
-        "definitions",
-        "divergence",
-        "snapshots",
-        "what_if",
-        "stepper",
-        "observer",
-        "control",
-        "overlap",
-        "ahead",
-        "reward_settings",
-        "loop",
-        "runs",
-        "cluster",
-    },
-    5: {"compat"},
-    6: {"views", "widgets", "testing", "cli", "__init__", "__main__"},
-}
-INSIDE = {
-    "errors": set(),
-    "columns": {"errors"},
-    "memory": set(),
-    "sources": set(),
-    "config": {"errors", "sources"},
-    "metrics": {"errors"},
-    "seeds": set(),
-    "background": {"errors"},
-    "http_client": {"errors", "config"},
-    "functional": set(),
-    "dataproto": {"functional"},
-    "datasets": set(),
-    "sandbox": set(),
-    "engines": set(),
-    "rewards": {"engines", "sandbox", "datasets"},
-    "agents": {"engines", "sandbox", "rewards", "datasets"},
-    "recipes": set(),
-    "trace": set(),
-    "compare": {"trace"},
-    "definitions": set(),
-    "divergence": {"trace"},
-    "snapshots": set(),
-    "what_if": {"trace"},
-    "stepper": {"trace", "compare", "snapshots", "what_if"},
-    "observer": {"trace", "stepper"},
-    "control": set(),
-    "overlap": {"trace"},
-    "ahead": {"trace", "overlap"},
-    "reward_settings": set(),
-    "loop": {"trace", "stepper", "observer", "control", "overlap", "ahead"},
-    "runs": {"recipes", "trace", "compare", "snapshots", "stepper", "observer", "control", "loop", "ahead"},
-    "cluster": {"trace", "stepper", "observer", "loop", "runs"},
-}
-# of another folder in the same layer these take the protocol alone
-PROTOCOL_ONLY = {("rewards", "engines"), ("rewards", "sandbox"), ("agents", "engines"), ("agents", "sandbox")}
+ROOMS = (
+    ("base", "functional"),
+    ("dataproto", "sandbox"),
+    ("datasets", "engines"),
+    ("rewards",),
+    ("agents", "compat"),
+    ("stages",),
+    ("recipes",),
+    ("steps",),
+    ("runs",),
+    ("replay", "cluster"),
+    ("views",),
+    ("widgets",),
+    ("jobs", "testing"),
+    ("__init__", "__main__", "cli"),
+)
+"""From the ground up: a room imports itself and rooms that stand before it."""
+BESIDE = {"functional": {"base"}, "agents": set(), "compat": set()}
+"""What a room may import of its own floor."""
+DEPTH = 18
+"""The longest chain of files that import each other; the house's budget."""
 LIBRARIES = {
     "ray": ("cluster/",),
-    "vllm": ("engines/",),
-    "peft": ("engines/lora.py",),
+    "vllm": ("engines/vllm_server/",),
+    "peft": ("engines/local_engine/lora.py",),
     "transformers": ("engines/", "testing/", "datasets/render_worker.py"),
-    "papermill": ("runs/",),
-    "nbclient": ("runs/engine.py",),
-    "nbconvert": ("runs/report.py",),
-    "bleach": ("runs/report.py",),
-    "yaml": ("runs/parameters.py", "compat/", "cluster/", "agents/"),
+    "papermill": ("jobs/",),
+    "nbclient": ("jobs/",),
+    "nbconvert": ("jobs/",),
+    "bleach": ("jobs/",),
+    "yaml": ("jobs/", "compat/", "cluster/", "agents/"),
     "matplotlib": ("views/",),
-    "IPython": ("runs/display.py", "widgets/"),
+    "IPython": ("widgets/",),
     "ipywidgets": ("widgets/",),
     "anywidget": ("widgets/",),
     "tensorboard": ("runs/",),
     "safetensors": ("dataproto/", "engines/"),
-    "pandas": ("dataproto/", "views/", "runs/", "rewards/dry_run.py"),
+    "pandas": ("dataproto/", "views/", "replay/", "runs/", "rewards/"),
     "pyarrow": ("dataproto/", "datasets/"),
     "tensordict": ("dataproto/",),
-    "cloudpickle": ("rewards/", "engines/processes.py"),
-    "httpx": ("http_client.py",),
+    "cloudpickle": ("base/child.py", "rewards/", "engines/workers/"),
+    "httpx": ("base/http.py",),
     "pydantic": ("rewards/",),
-    "psutil": ("sandbox/process.py", "cluster/"),
-    "math_verify": ("rewards/scorers/equivalence_worker.py",),
+    "psutil": ("sandbox/", "cluster/"),
+    "math_verify": ("rewards/scorers/",),
     "pytest": ("testing/",),
 }
+BARE = ("rewards/worker.py", "datasets/render_worker.py")
+"""Programs of child processes, which start without torch and without the house."""
 
 
-def layer_of(name: str) -> int:
-    return next(number for number, names in LAYERS.items() if name in names)
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def part_of(path: Path) -> str:
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
+FILES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def imports(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
-    """(module, line, whether it may go upwards: a display hook's or a type checker's import)."""
-
-    def walk(node: ast.AST, free: bool) -> Iterator[tuple[str, int, bool]]:
-        for child in ast.iter_child_nodes(node):
-            inner = free
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                inner = True
-            if isinstance(child, ast.ImportFrom) and child.level:
-                yield "workbench.relative", child.lineno, inner
-            elif isinstance(child, ast.Import):
-                yield from ((alias.name, child.lineno, inner) for alias in child.names)
-            elif isinstance(child, ast.ImportFrom) and child.module:
-                if child.module == "workbench":
-                    yield from ((f"workbench.{alias.name}", child.lineno, inner) for alias in child.names)
-                else:
-                    yield child.module, child.lineno, inner
-            yield from walk(child, inner)
-
-    yield from walk(tree, False)
-
-
-def hook_lines(tree: ast.Module, every: bool) -> set[int]:
-    """Lines inside `__repr__`, `_repr_*_` and `_ipython_display_`; with `every`, inside any function."""
-    found: set[int] = set()
+def imports(tree: ast.AST, known: set[str]) -> Iterator[tuple[str, int]]:
+    """(module, line) of every import: of a package's name, the module where the name is one."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (
-            every or node.name.strip("_").startswith(("repr", "ipython_display"))
-        ):
-            found.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return found
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            yield "workbench.relative", node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (inner if inner in known else node.module), node.lineno
 
 
-def allowed(mine: str, module: str) -> bool:
-    """Whether a part of the package may import a module of the package, hooks aside."""
-    other = module.split(".")[1]
-    if other == mine or mine in ("cli", "__init__", "__main__"):
+@cache
+def edges() -> dict[str, dict[str, int]]:
+    """Module → module that it imports → line."""
+    known = set(FILES)
+    return {
+        module: {other: line for other, line in imports(ast.parse(path.read_text()), known) if other != module}
+        for module, path in FILES.items()
+    }
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def floor_of(room: str) -> int:
+    return next(number for number, rooms in enumerate(ROOMS) if room in rooms)
+
+
+def allowed(mine: str, other: str) -> bool:
+    """Whether a room may import a room. The package's own `__init__` is everybody's parent and nobody's import."""
+    if mine == other or "__init__" in (mine,) or mine in ("cli", "__main__"):
         return True
-    if other == "relative" or layer_of(other) != layer_of(mine):
-        return other != "relative" and layer_of(other) < layer_of(mine)
-    if (mine, other) in PROTOCOL_ONLY:
-        return module.startswith(f"workbench.{other}.protocol")
-    return layer_of(mine) == 6 or other in INSIDE.get(mine, set())
+    if other in ("relative", "__init__"):
+        return False
+    if floor_of(mine) == floor_of(other):
+        return other in BESIDE.get(mine, set())
+    return floor_of(other) < floor_of(mine)
 
 
-FILES = sorted(PACKAGE.rglob("*.py"))
+def components() -> list[list[str]]:
+    """Files that reach each other, packages' `__init__`s left out: a package and its own files may know each other."""
+    graph = {
+        module: [other for other in found if other in FILES and FILES[other].name != "__init__.py"]
+        for module, found in edges().items()
+        if FILES[module].name != "__init__.py"
+    }
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    circles: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        order[module] = low[module] = len(order)
+        stack.append(module)
+        for other in graph[module]:
+            if other not in order:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], order[other])
+        if low[module] == order[module]:
+            circle = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            circles.append(circle)
+
+    for module in graph:
+        if module not in order:
+            visit(module)
+    return circles
 
 
-def test_imports_point_inwards() -> None:
-    wrong = []
-    for path in FILES:
-        tree = ast.parse(path.read_text())
-        mine = part_of(path)
-        hooks = hook_lines(tree, every=mine == "runs")  # a run's curves and its live display are display calls
-        for module, line, free in imports(tree):
-            shown = module.startswith(("workbench.views", "workbench.widgets")) and line in hooks
-            if module.startswith("workbench.") and not free and not shown and not allowed(mine, module):
-                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+def chain() -> list[str]:
+    """The longest chain of imports, from the top down, packages' `__init__`s left out."""
+    longest: dict[str, list[str]] = {}
+
+    def down(module: str) -> list[str]:
+        if module not in longest:
+            inner = [down(other) for other in edges()[module] if other in FILES and FILES[other].name != "__init__.py"]
+            longest[module] = [module, *max(inner, key=len, default=[])]
+        return longest[module]
+
+    return max((down(module) for module in FILES), key=len)
+
+
+def test_a_room_imports_only_what_stands_below_it() -> None:
+    wrong = [
+        f"{FILES[module].relative_to(ROOT)}:{line} imports {other}"
+        for module, found in edges().items()
+        for other, line in found.items()
+        if other.split(".")[0] == "workbench" and not allowed(room_of(module), room_of(other))
+    ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_circle_of_files_and_no_long_chain() -> None:
+    assert not (circles := [circle for circle in components() if len(circle) > 1]), circles
+    assert len(longest := chain()) <= DEPTH, longest
 
 
 def test_the_rule_itself() -> None:
-    for mine, module, expected in (
-        ("stages", "workbench.engines.protocol", True),
-        ("engines", "workbench.stages", False),
-        ("rewards", "workbench.engines.protocol", True),
-        ("rewards", "workbench.engines.local_engine", False),
-        ("engines", "workbench.rewards", False),
-        ("loop", "workbench.stepper", True),
-        ("stepper", "workbench.loop", False),
-        ("trace", "workbench.views.traces", False),
-        ("views", "workbench.trace", True),
-        ("functional", "workbench.errors", True),
-        ("loop", "workbench.runs", False),
-        ("stages", "workbench.relative", False),
+    for mine, other, expected in (
+        ("stages", "engines", True),
+        ("engines", "stages", False),
+        ("rewards", "engines", True),
+        ("engines", "rewards", False),
+        ("steps", "runs", False),
+        ("runs", "steps", True),
+        ("runs", "replay", False),
+        ("steps", "views", False),
+        ("views", "steps", True),
+        ("views", "widgets", False),
+        ("agents", "compat", False),
+        ("functional", "base", True),
+        ("base", "functional", False),
+        ("stages", "relative", False),
+        ("cluster", "__init__", False),
     ):
-        assert allowed(mine, module) is expected, (mine, module)
-    tree = ast.parse("def _repr_html_(self):\n    import a\ndef other():\n    import b\nfrom . import c")
-    assert hook_lines(tree, every=False) == {1, 2} and hook_lines(tree, every=True) == {1, 2, 3, 4}
-    assert [module for module, _, _ in imports(tree)] == ["a", "b", "workbench.relative"]
+        assert allowed(mine, other) is expected, (mine, other)
+    text = "import a\ndef f():\n    import b\nif TYPE_CHECKING:\n    from workbench import steps\nfrom . import c"
+    found = {module for module, _ in imports(ast.parse(text), {"workbench.steps"})}
+    assert found == {"a", "b", "workbench.steps", "workbench.relative"}
 
 
-def test_the_words_have_no_tensors_and_a_reward_worker_starts_bare() -> None:
-    words = [PACKAGE / f"{name}.py" for name in LAYERS[0]]
-    for path in [*words, PACKAGE / "rewards" / "worker.py", PACKAGE / "datasets" / "render_worker.py"]:
-        for module, line, _ in imports(ast.parse(path.read_text())):
+def test_base_has_no_tensors_and_child_programs_start_bare() -> None:
+    """`base.memory` frees them and looks torch up in `sys.modules` alone."""
+    for path in (PACKAGE / "base").glob("*.py"):
+        for module, line in imports(ast.parse(path.read_text()), set()):
             assert module.split(".")[0] not in {"torch", "numpy", "pandas"}, f"{path.name}:{line} imports {module}"
-            assert "worker" not in path.name or not module.startswith("workbench"), (
-                f"{path.name}:{line} imports {module}"
-            )
+    for name in BARE:
+        for module, line in imports(ast.parse((PACKAGE / name).read_text()), set()):
+            heavy = {"torch", "numpy", "pandas", "workbench"}
+            assert module.split(".")[0] not in heavy, f"{name}:{line} imports {module}"
 
 
 def test_functional_imports_torch_alone() -> None:
+    plain = {"torch", "dataclasses", "__future__", "math", "collections", "functools", "heapq", "inspect", "typing"}
     for path in (PACKAGE / "functional").glob("*.py"):
-        for module, line, _ in imports(ast.parse(path.read_text())):
-            plain = module.split(".")[0] in {
-                "torch",
-                "dataclasses",
-                "__future__",
-                "math",
-                "collections",
-                "heapq",
-                "typing",
-            }
-            assert plain or module.startswith("workbench.functional"), f"{path.name}:{line} imports {module}"
+        for module, line in imports(ast.parse(path.read_text()), set()):
+            own = module.startswith("workbench.functional")
+            assert own or module.split(".")[0] in plain, f"{path.name}:{line} imports {module}"
 
 
 def test_libraries_are_named_where_they_belong() -> None:
-    wrong = []
-    for path in FILES:
-        where = str(path.relative_to(PACKAGE))
-        for module, line, free in imports(ast.parse(path.read_text())):
-            homes = LIBRARIES.get(module.split(".")[0])
-            if homes and not free and not where.startswith(homes):
-                wrong.append(f"{where}:{line} names {module}")
+    wrong = [
+        f"{FILES[module].relative_to(PACKAGE)}:{line} names {other}"
+        for module, found in edges().items()
+        for other, line in found.items()
+        if (homes := LIBRARIES.get(other.split(".")[0]))
+        and not str(FILES[module].relative_to(PACKAGE)).startswith(homes)
+    ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_file_has_a_layer() -> None:
-    for path in FILES:
-        layer_of(part_of(path))
+def test_every_file_has_a_room_and_few_stand_loose() -> None:
+    for module in FILES:
+        floor_of(room_of(module))
+    assert len([path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]) <= 6

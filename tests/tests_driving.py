@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests_lab import contents, run_cell, shot, until
+from tests_lab import contents, run_cell, save, shot, until
 
 
 def step_and_back(lab: str, page: Any, name: str) -> None:
@@ -17,12 +17,12 @@ def step_and_back(lab: str, page: Any, name: str) -> None:
     assert "▶ update_actor" in face.inner_text()
     back = face.get_by_role("button", name="back", exact=True)
     back.click()
-    until(page, lambda: "elsewhere by now" in face.inner_text() and "● update_actor" in face.inner_text(), 30)
+    until(page, lambda: "elsewhere by now" in face.inner_text() and "● update_actor" in face.inner_text())
     back.click()
-    until(page, lambda: ".back()" in face.inner_text() and "▶" in face.inner_text(), 30)
+    until(page, lambda: ".back()" in face.inner_text() and "▶" in face.inner_text())
     shot(page, "driven_back")
     face.get_by_role("button", name="next").click()
-    until(page, lambda: ".next()" in face.inner_text(), 60)
+    until(page, lambda: ".next()" in face.inner_text())
 
 
 def look_around(lab: str, page: Any, name: str) -> None:
@@ -37,7 +37,7 @@ def turn_by_turn(lab: str, page: Any, name: str) -> None:
     """106: the trained policy calls, its tool answers, the answer is written anew by hand, and the episode run on."""
     # something is printed first: the static form is an output that the widget hides
     run_cell(page, "g = wb.Stepper(pipe, rows.batch(1)).episode(0).next()\nprint('said')\ng")
-    until(page, lambda: page.locator(".jp-CodeCell").last.locator(".wb textarea").count() == 1, 30)
+    until(page, lambda: page.locator(".jp-CodeCell").last.locator(".wb textarea").count() == 1)
     face = page.locator(".jp-CodeCell").last.locator(".wb")
     face.scroll_into_view_if_needed()
     assert "0 · assistant" in face.inner_text()
@@ -47,19 +47,19 @@ def turn_by_turn(lab: str, page: Any, name: str) -> None:
     assert text.input_value(), "the turn's own words"
     text.fill(said)
     face.get_by_role("button", name="say").click()
-    until(page, lambda: "g.replace(0, " in face.inner_text() and "next: the tool, calculator(" in face.inner_text(), 30)
+    until(page, lambda: "g.replace(0, " in face.inner_text() and "next: the tool, calculator(" in face.inner_text())
     face.get_by_role("button", name="next").click()
-    until(page, lambda: "1 · tool" in face.inner_text() and "42" in face.inner_text(), 30)
+    until(page, lambda: "1 · tool" in face.inner_text() and "42" in face.inner_text())
     face.locator("select").select_option("turn 1, tool")
     assert text.input_value() == "42"
     text.fill("<b>43</b>")
     face.get_by_role("button", name="say").click()
-    until(page, lambda: "turns 0, 1 written by hand" in face.inner_text() and "<b>43</b>" in face.inner_text(), 30)
+    until(page, lambda: "turns 0, 1 written by hand" in face.inner_text() and "<b>43</b>" in face.inner_text())
     shot(page, "driven_episode")
     face.get_by_role("button", name="run").click()
-    until(page, lambda: "over: " in face.inner_text(), 30)
+    until(page, lambda: "over: " in face.inner_text())
     assert face.get_by_role("button", name="next").is_disabled()
-    assert run_cell(page, "print(g.turns[1].text, g.upcoming)").strip() == "<b>43</b> None"
+    assert run_cell(page, "print(g.turns[1].text, g.next_role)").strip() == "<b>43</b> None"
 
 
 DRIVEN = {"101_one_step": step_and_back, "104_what_if": look_around, "106_agents": turn_by_turn}
@@ -67,32 +67,32 @@ DRIVEN = {"101_one_step": step_and_back, "104_what_if": look_around, "106_agents
 
 def inspector(page: Any) -> None:
     table = page.locator(".wb-scroll").first
-    table.locator("tbody tr").first.wait_for(timeout=20_000)
+    table.locator("tbody tr").first.wait_for()
     every = table.locator("tbody tr").count()
     assert every == 50, "a page of 64"
     shot(page, "driven_inspector")
     # the static form stands above, hidden
     assert page.locator(".workbench-static").nth(1).is_hidden()
     page.get_by_label("by prompt").first.check()
-    table.locator("tr.wb-group").first.wait_for(timeout=10_000)
+    table.locator("tr.wb-group").first.wait_for()
     assert "mean reward" in table.locator("tr.wb-group").first.inner_text()
     page.get_by_label("by prompt").first.uncheck()
-    until(page, lambda: table.locator("tr.wb-group").count() == 0, 10)
+    until(page, lambda: table.locator("tr.wb-group").count() == 0)
     table.locator("th", has_text="tokens").first.click()
-    until(page, lambda: column(table, "tokens") == sorted(column(table, "tokens"), reverse=True), 10)
+    until(page, lambda: column(table, "tokens") == sorted(column(table, "tokens"), reverse=True))
     table.locator("th", has_text="tokens").first.click()
-    until(page, lambda: column(table, "tokens") == sorted(column(table, "tokens")), 10)
+    until(page, lambda: column(table, "tokens") == sorted(column(table, "tokens")))
     low = page.get_by_placeholder("reward ≥")
     low.fill("1")
-    until(page, lambda: set(column(table, "reward")) <= {1.0} and table.locator("tbody tr").count() < every, 10)
+    until(page, lambda: set(column(table, "reward")) <= {1.0} and table.locator("tbody tr").count() < every)
     low.fill("")
     page.get_by_placeholder("search texts").fill("no such words")
-    until(page, lambda: table.locator("tbody tr").count() == 0, 10)
+    until(page, lambda: table.locator("tbody tr").count() == 0)
     page.get_by_placeholder("search texts").fill("Quick")
-    until(page, lambda: 0 < table.locator("tbody tr").count() < every, 10)
+    until(page, lambda: 0 < table.locator("tbody tr").count() < every)
     table.locator("tbody tr").nth(1).click()
     card = page.locator(".wb-detail").first
-    card.get_by_text("other samples").wait_for(timeout=10_000)
+    card.get_by_text("other samples").wait_for()
     row = int(table.locator("tbody tr").nth(1).locator("td").first.inner_text())
     assert f"row {row}" in card.inner_text() and "status" in card.inner_text()
     shot(page, "driven_card")
@@ -107,20 +107,20 @@ def column(table: Any, name: str) -> list[float]:
 def tokens(page: Any) -> None:
     box = page.locator(".wb-tokens").first
     box.scroll_into_view_if_needed()
-    until(page, lambda: box.locator("span").count() > 5, 10)
+    until(page, lambda: box.locator("span").count() > 5)
 
     def colours() -> list[str]:
         spans = box.locator("span").all()[1:]
         return [span.evaluate("span => span.style.background") for span in spans]
 
-    until(page, lambda: len(set(colours())) > 2, 10)
+    until(page, lambda: len(set(colours())) > 2)
     entropy = colours()
     choose = page.locator(".wb-bar select").filter(has_text="sampler_difference").first
     choose.select_option("advantage")
-    page.get_by_text("how much better than expected").locator("visible=true").first.wait_for(timeout=10_000)
-    until(page, lambda: colours() != entropy and len(set(colours())) == 1, 10)
+    page.get_by_text("how much better than expected").locator("visible=true").first.wait_for()
+    until(page, lambda: colours() != entropy and len(set(colours())) == 1)
     box.locator("span").nth(3).hover()
-    until(page, lambda: "token 2 " in page.locator(".wb-values").first.inner_text(), 10)
+    until(page, lambda: "token 2 " in page.locator(".wb-values").first.inner_text())
     assert "entropy" in page.locator(".wb-values").first.inner_text(), "all numbers, whatever colours"
     shot(page, "driven_tokens")
 
@@ -129,25 +129,24 @@ def stepping(page: Any) -> None:
     page.locator(".wb-bar").first.scroll_into_view_if_needed()
     face = page.locator(".wb").first
     face.get_by_role("button", name="next").click()
-    until(page, lambda: "s.next()" in face.inner_text() and "● update_actor" in face.inner_text(), 60)
+    until(page, lambda: "s.next()" in face.inner_text() and "● update_actor" in face.inner_text())
     assert face.get_by_role("button", name="next").is_disabled()
     shot(page, "driven_stepper")
     face.locator("select").select_option("reward")
     face.get_by_role("button", name="back to").click()
-    until(page, lambda: 's.back(to="reward")' in face.inner_text() and "▶ reward" in face.inner_text(), 30)
-    assert "reward" in run_cell(page, "print(s.upcoming)")
+    until(page, lambda: 's.back(to="reward")' in face.inner_text() and "▶ reward" in face.inner_text())
+    assert "reward" in run_cell(page, "print(s.next_stage)")
 
 
 def without_a_kernel(lab: str, page: Any, name: str) -> None:
     """Saved, the kernel shut down, the page loaded anew: tables and tokens are there to read."""
-    page.keyboard.press("Control+s")
-    page.wait_for_timeout(2000)
+    save(page, lab, name)
     page.get_by_role("menuitem", name="Kernel", exact=True).click()
     page.get_by_role("menuitem", name="Shut Down Kernel", exact=True).click()
     page.wait_for_timeout(1500)
     page.reload()
     static = page.locator(".workbench-static")
-    static.first.wait_for(timeout=60_000)
+    static.first.wait_for()
     page.wait_for_timeout(4000)
     for number in range(static.count()):
         assert static.nth(number).is_visible()

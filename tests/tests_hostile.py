@@ -21,7 +21,7 @@ HOSTILE = (
 
 def hostile_batch(text: str = HOSTILE) -> wb.DataProto:
     score = Score(value=1.0, parts={"x": 1.0}, answer=text, why=text, error=text)
-    failed = Score(status=Status.MACHINERY_FAILED, why=text, error=text)
+    failed = Score(status=Status.INFRA_ERROR, why=text, error=text)
     return wb.DataProto(
         {
             "responses": torch.ones(2, 3, dtype=torch.long),
@@ -71,8 +71,8 @@ class Hostile(BaseStage):
 def every_thing(text: str, run: wb.Run, folder: Path) -> dict[str, Any]:
     """Every object with a face, full of a text."""
     from workbench.compat import read_dump
-    from workbench.runs.display import Block
-    from workbench.trace import Phase, Trace
+    from workbench.steps.trace import Phase, Trace
+    from workbench.widgets.display import Block
 
     batch = hostile_batch(text)
     phase = Phase(

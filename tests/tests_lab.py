@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests_patience import LONG, within
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -46,6 +48,8 @@ SETTINGS: dict[str, dict[str, str]] = {
     "notebook-extension/tracker": {"windowingMode": "none"},
     "apputils-extension/notification": {"fetchNews": "false"},
 }
+_FOLDERS: dict[str, Path] = {}
+"""The root folder of each JupyterLab that is running."""
 DONE = """() => {
   const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(e => e.textContent.trim());
   if (document.querySelector("[data-mime-type='application/vnd.jupyter.error']")) return true;
@@ -81,25 +85,25 @@ def laboratory(home: Path) -> Iterator[str]:
     server = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(120):
-            try:
-                urllib.request.urlopen(f"{address}/api/status?token={token}", timeout=2).read()
-                break
-            except OSError:
-                time.sleep(0.5)
-        else:
-            pytest.fail("JupyterLab did not start")
+        assert within(lambda: _answers(f"{address}/api/status?token={token}"), every=0.2), "JupyterLab did not start"
+        _FOLDERS[f"{address}|{token}"] = home / "root"
         yield f"{address}|{token}"
     finally:
         server.terminate()
-        server.wait(timeout=20)
+        server.wait(timeout=LONG)
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=LONG):
+        return True
+    return False
 
 
 @contextmanager
-def page_after_run_all(lab: str, notebook: str, timeout: float) -> Iterator[Any]:
+def page_after_run_all(lab: str, notebook: str) -> Iterator[Any]:
     """The page of a notebook in a fresh workspace, when each of its cells has its number."""
     with page_running_all(lab, notebook) as page:
-        page.wait_for_function(DONE, timeout=timeout * 1000)
+        page.wait_for_function(DONE)
         yield page
 
 
@@ -113,11 +117,12 @@ def page_running_all(lab: str, notebook: str) -> Iterator[Any]:
         browser = driver.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
         try:
             page = browser.new_page(viewport={"width": 1400, "height": 1000})
+            page.set_default_timeout(1000 * LONG)
             workspace = secrets.token_hex(4)
             page.goto(f"{address}/doc/workspaces/{workspace}/tree/notebooks/{notebook}?token={token}")
-            page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000)
+            page.wait_for_selector(".jp-Notebook .jp-Cell")
             # the toolbar's indicator says idle before the kernel is there, and Run All would be lost
-            page.get_by_text("| Idle").first.wait_for(timeout=90_000)
+            page.get_by_text("| Idle").first.wait_for()
             page.get_by_role("menuitem", name="Run", exact=True).click()
             page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
             yield page
@@ -136,6 +141,7 @@ def watched_page() -> Iterator[tuple[Any, list[str], list[str]]]:
         browser = driver.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
         try:
             page = browser.new_page()
+            page.set_default_timeout(1000 * LONG)
             page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
             page.on("request", lambda request: asked.append(request.url))
             yield page, asked, dialogs
@@ -171,20 +177,31 @@ def put(lab: str, name: str, document: dict[str, Any]) -> None:
         method="PUT",
         headers={"Content-Type": "application/json", "Authorization": f"token {token}"},
     )
-    urllib.request.urlopen(request, timeout=30).read()
+    urllib.request.urlopen(request, timeout=LONG).read()
 
 
-def until(page: Any, ready: Any, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
+def until(page: Any, ready: Any) -> None:
+    end = time.monotonic() + LONG
     while not ready():
         assert time.monotonic() < end, page.locator(".jp-Notebook").inner_text()[-1500:]
         page.wait_for_timeout(200)
 
 
 def contents(lab: str, name: str) -> dict[str, Any]:
-    address, token = lab.split("|")
-    with urllib.request.urlopen(f"{address}/api/contents/notebooks/{name}?token={token}", timeout=30) as answer:
-        return json.load(answer)["content"]
+    """A saved notebook, from the disk: a server that is asked while it writes restores the file of before (and answers 400)."""
+    path = _FOLDERS[lab] / "notebooks" / name
+    while True:
+        with contextlib.suppress(json.JSONDecodeError):  # half written
+            return json.loads(path.read_text())
+        time.sleep(0.1)
+
+
+def save(page: Any, lab: str, name: str) -> None:
+    """Save the open notebook, and wait until it is on the disk."""
+    path = _FOLDERS[lab] / "notebooks" / name
+    before = path.stat().st_mtime_ns
+    page.keyboard.press("Control+s")
+    until(page, lambda: path.stat().st_mtime_ns > before)
 
 
 def run_cell(page: Any, code: str) -> str:
@@ -193,10 +210,10 @@ def run_cell(page: Any, code: str) -> str:
     page.locator(".jp-Notebook .jp-CodeCell .jp-InputArea-editor").last.click()
     page.keyboard.press("Escape")
     page.keyboard.press("b")
-    until(page, lambda: page.locator(".jp-CodeCell").count() == before + 1, 10)
+    until(page, lambda: page.locator(".jp-CodeCell").count() == before + 1)
     page.keyboard.press("Enter")
     page.keyboard.insert_text(code)
     page.keyboard.press("Control+Enter")
     output = page.locator(".jp-CodeCell").last.locator(".jp-OutputArea-output")
-    output.first.wait_for(timeout=30_000)
+    output.first.wait_for()
     return str(output.first.inner_text())

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from workbench.dataproto import DataProto
-from workbench.engines import Normalisers, local
+from workbench.engines import LossCounts, local
 from workbench.testing.engines import EngineContract
 
 
@@ -20,7 +20,7 @@ def eleven_rows() -> DataProto:
     rows = EngineContract().batch(engine, 4).slice(0, 11)
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randn(rows["response_mask"].shape, generator=generator)
-    old = engine.score(rows)["log_probs"]
+    old = engine.compute_log_probs(rows)["log_probs"]
     mask = rows["response_mask"]
     return rows.with_columns(
         {
@@ -31,8 +31,8 @@ def eleven_rows() -> DataProto:
     )
 
 
-def counts(batch: DataProto) -> Normalisers:
-    return Normalisers(float(batch["response_mask"].sum()), float(len(batch)), float(batch["response_mask"].shape[1]))
+def counts(batch: DataProto) -> LossCounts:
+    return LossCounts(float(batch["response_mask"].sum()), float(len(batch)), float(batch["response_mask"].shape[1]))
 
 
 def difference(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:

@@ -4,70 +4,46 @@ Step one batch through rollout, reward, log-prob, values, advantage and update; 
 go back, change one thing, run on, compare; then train with the same stages.
 """
 
-from workbench import agents as agents  # reachable as wb.agents; the names below are those that a star import gives
-from workbench import compat, datasets, engines, functional, recipes, rewards, sandbox, stages, views
-from workbench.cluster import cluster
-from workbench.columns import COLUMNS
-from workbench.compare import compare
-from workbench.dataproto import DataProto, Origin
-from workbench.divergence import diverge
-from workbench.engines import SamplingSettings
-from workbench.errors import WorkbenchError
-from workbench.memory import free
-from workbench.reward_settings import reward_from
-from workbench.rewards import Score, Status
-from workbench.runs import (
-    Evaluation,
-    Run,
-    RunStopped,
-    evaluate,
-    list_runs,
-    load_run,
-    run_notebook,
-    train,
-    train_blocking,
-)
-from workbench.stages import Outcome, Pipeline
-from workbench.stepper import Stepper
-from workbench.trace import Trace
-from workbench.what_if import what_if
+import sys
+from functools import partial
+from typing import cast
 
-__version__ = "0.6.0"
+from workbench import agents, compat, datasets, engines, functional, recipes, rewards, sandbox, stages, views
+from workbench.base.errors import WorkbenchError
+from workbench.base.memory import free_memory
+from workbench.cluster import CallablePackage
+from workbench.compat.verl_reward import reward_from
+from workbench.dataproto import DataProto, Origin
+from workbench.dataproto.columns import COLUMNS
+from workbench.engines import SamplingSettings
+from workbench.jobs.runner import run_notebook
+from workbench.jobs.train import RunStopped, train, train_blocking
+from workbench.replay.run import Run, list_runs, load_run
+from workbench.rewards import Score, Status
+from workbench.runs.evaluate import Evaluation, evaluate
+from workbench.stages import Outcome, Pipeline
+from workbench.steps.compare import compare, diverge
+from workbench.steps.stepper import Stepper
+from workbench.steps.trace import Trace
+from workbench.steps.what_if import what_if
+
+cluster: CallablePackage = cast(CallablePackage, sys.modules["workbench.cluster"])
+"""`wb.cluster(…)` is `wb.cluster.connect(…)`: a cluster that is started here, or one to attach to."""
+
+__version__ = "0.7.0"
 
 __all__ = [
-    "COLUMNS",
-    "DataProto",
-    "Evaluation",
-    "Origin",
-    "Outcome",
-    "Pipeline",
-    "Run",
-    "RunStopped",
-    "SamplingSettings",
-    "Score",
-    "Status",
-    "Stepper",
-    "Trace",
-    "WorkbenchError",
-    "cluster",
-    "compare",
-    "compat",
-    "datasets",
-    "diverge",
-    "engines",
-    "evaluate",
-    "free",
-    "functional",
-    "list_runs",
-    "load_run",
-    "recipes",
-    "reward_from",
-    "rewards",
-    "run_notebook",
-    "sandbox",
-    "stages",
-    "train",
-    "train_blocking",
-    "views",
-    "what_if",
-]
+    "COLUMNS", "DataProto", "Evaluation", "Origin", "Outcome", "Pipeline", "Run", "RunStopped", "SamplingSettings",
+    "Score", "Status", "Stepper", "Trace", "WorkbenchError", "agents", "cluster", "compare", "compat", "datasets",
+    "diverge", "engines", "evaluate", "free_memory", "functional", "list_runs", "load_run", "recipes",
+    "reward_from", "rewards", "run_notebook", "sandbox", "stages", "train", "train_blocking", "views", "what_if",
+]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+# Tab shows what is for users, not what a package imports
+for _package in (agents, compat, datasets, engines, functional, recipes, rewards, sandbox, stages, views, cluster):
+    vars(_package)["__dir__"] = partial(list, _package.__all__)

@@ -1,4 +1,4 @@
-"""Recipes: an algorithm is a list of stages and what they hold; each is ten visible lines.
+"""Algorithms as lists of stages: `grpo`, `ppo`, `dapo` and others.
 
 A recipe returns a `Pipeline`: print it, index it, replace a stage of it. Settings have verl's names
 and defaults (`algorithm`, `actor`, `critic`, `rollout` of its configuration) unless a line says otherwise.
@@ -6,13 +6,14 @@ and defaults (`algorithm`, `actor`, `critic`, `rollout` of its configuration) un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypedDict, Unpack, cast, get_type_hints
 
 from workbench import functional as F
+from workbench.base.errors import SettingError, message, unknown
 from workbench.engines.protocol import SamplingSettings
-from workbench.errors import SettingError, message, unknown
-from workbench.functional import AdaptiveKL, FixedKL
 from workbench.stages import (
     Advantage,
     Baseline,
@@ -31,79 +32,59 @@ from workbench.stages import (
 )
 from workbench.stages.stage import Stage
 
+__all__ = [
+    "by_name", "cispo", "dapo", "dr_grpo", "gpg", "grpo", "gspo", "opo", "ppo", "reinforce_plus_plus", "remax",
+    "rloo", "with_importance_sampling",
+]  # fmt: skip
 
-def grpo(
-    engine: Any,
-    reward: Any = None,
-    *,
-    group_size: int = 8,
-    kl_coef: float = 0.001,
-    kl_type: str = "low_var_kl",
-    norm_adv_by_std: bool = True,
-    sampling: SamplingSettings | None = None,
-    temperature: float | None = None,
-    max_tokens: int | None = None,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    loss_mode: str = "vanilla",
-    loss_agg_mode: str = "token-mean",
-    entropy_coeff: float = 0.0,
-    ppo_epochs: int = 1,
-    ppo_mini_batch_size: int | None = None,
-    reference: Any = None,
-    agent: Any = None,
-) -> Pipeline:
-    """GRPO: groups of samples are each other's baseline; KL to the frozen reference in the loss.
-
-    `kl_coef=0` leaves the reference out. `reference` is any LogProbModel; by default the engine's
-    weights as they are now, frozen. `agent` is a loop, or the name of one: every sample is an episode of it. Shao et al. 2024, https://arxiv.org/abs/2402.03300.
-    """
-    return _policy_gradient(
-        engine,
-        reward,
-        Advantage(F.grpo, norm_by_std=norm_adv_by_std),
-        group_size=group_size,
-        kl_coef=kl_coef,
-        kl_type=kl_type,
-        sampling=sampling,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        loss_mode=loss_mode,
-        loss_agg_mode=loss_agg_mode,
-        entropy_coeff=entropy_coeff,
-        ppo_epochs=ppo_epochs,
-        ppo_mini_batch_size=ppo_mini_batch_size,
-        reference=reference,
-        agent=agent,
-    )
+P = ParamSpec("P")
 
 
-def by_name(name: str) -> Callable[..., Pipeline]:
-    """A recipe by its name, for notebooks that take it as a parameter. Raises `SettingError` with the nearest one."""
-    known = {
-        one.__name__: one for one in (grpo, dr_grpo, dapo, ppo, rloo, remax, reinforce_plus_plus, gspo, cispo, gpg, opo)
-    }
-    if name not in known:
-        raise SettingError(unknown("recipe", name, known))
-    return known[name]
+class PolicyGradientSettings(TypedDict, total=False):
+    """The settings of every recipe; `grpo` explains them."""
+
+    group_size: int
+    kl_coef: float
+    kl_type: str
+    sampling: SamplingSettings | None
+    temperature: float | None
+    max_tokens: int | None
+    clip_ratio_low: float
+    clip_ratio_high: float
+    loss_mode: str
+    loss_agg_mode: str
+    loss_scale_factor: float | None
+    entropy_coeff: float
+    ppo_epochs: int
+    ppo_mini_batch_size: int | None
+    reference: Any
+    agent: Any
 
 
-def corrected(
-    pipeline: Pipeline, *, rollout_is: str = "token", rollout_is_threshold: float | tuple[float, float] = 2.0
-) -> Pipeline:
-    """A recipe's pipeline whose loss weighs what the sampler wrote by trainer's over sampler's probability, truncated.
-
-    For rows of other weights than the trainer's (`train(…, ahead=1)`) or another sampler's numerics: PPO's own ratio
-    starts at the trainer's old log-probs and does not see either. Per token at most `rollout_is_threshold`; decoupled
-    PPO, Hilton et al. 2021, https://arxiv.org/abs/2110.00641; truncated as in Ionides 2008. Verl's `rollout_correction`.
-    """
-    stages = [one for one in pipeline if one.name != RolloutCorrection.name]
-    place = [one.name for one in stages].index("advantage")
-    stages.insert(place, RolloutCorrection(rollout_is=rollout_is, rollout_is_threshold=rollout_is_threshold))
-    weighed = [one.with_settings(rollout_is=True) if one.name == "update_actor" else one for one in stages]
-    return Pipeline(weighed, overlap=pipeline.overlap)
+DEFAULTS: Mapping[str, Any] = {
+    **{"group_size": 8, **PolicyLoss().to_dict(), "kl_coef": 0.001, "ppo_epochs": 1, "ppo_mini_batch_size": None},
+    **dict.fromkeys(("sampling", "temperature", "max_tokens", "reference", "agent")),
+}
+"""The defaults of `PolicyGradientSettings`; a recipe may have others."""
+_OURS = {
+    "lr of the engine: engines.local(path, lr=…)": "actor_lr learning_rate lr",
+    "kl_coef": "beta init_kl_coef kl_loss_coef",
+    "kl_type": "kl_kind kl_loss_type kl_penalty",
+    "clip_ratio_low": "clip_low",
+    "clip_ratio_high": "clip_high epsilon_high",
+    "clip_ratio_low and clip_ratio_high": "clip_ratio cliprange epsilon",
+    "cliprange_value": "clip_value",
+    "loss_mode (the loss) or loss_agg_mode (its mean)": "loss_type",
+    "max_tokens": "max_completion_length max_new_tokens max_response_length response_length",
+    "group_size": "n n_samples_per_prompt num_generations",
+    "norm_adv_by_std": "norm_adv_by_std_in_grpo scale_rewards",
+    "ppo_epochs": "num_iterations",
+    "reference": "ref_model",
+    "reward": "reward_fn reward_funcs",
+    "critic": "value_model",
+}
+ELSEWHERE = {theirs: ours for ours, names in _OURS.items() for theirs in names.split()}
+"""Names of TRL, verl, OpenRLHF and of workbench 0.6 → the names here."""
 
 
 def _policy_gradient(
@@ -111,175 +92,199 @@ def _policy_gradient(
     reward: Any,
     advantage: Stage,
     *,
-    group_size: int = 8,
-    kl_coef: float = 0.001,
-    kl_type: str = "low_var_kl",
     kl_in_loss: bool = True,
-    sampling: SamplingSettings | None = None,
-    temperature: float | None = None,
-    max_tokens: int | None = None,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    loss_mode: str = "vanilla",
-    loss_agg_mode: str = "token-mean",
-    loss_scale_factor: float | None = None,
-    entropy_coeff: float = 0.0,
-    ppo_epochs: int = 1,
-    ppo_mini_batch_size: int | None = None,
-    reference: Any = None,
-    agent: Any = None,
     greedy_baseline: bool = False,
-    judged: Callable[[list[Stage]], Sequence[Stage]] = lambda stages: (),
+    after_reward: Callable[[list[Stage]], Sequence[Stage]] = lambda stages: (),
+    critic: Any = None,
+    value_loss: ValueLoss | None = None,
+    critic_warmup: int = 0,
+    **settings: Unpack[PolicyGradientSettings],
 ) -> Pipeline:
-    """What all recipes without a critic share; `judged` adds stages after the reward, given those before."""
-    sampling = _sampling(sampling, temperature, max_tokens)
-    heat = sampling.temperature or 1.0
-    loss = PolicyLoss(
-        loss_mode=loss_mode,
-        loss_agg_mode=loss_agg_mode,
-        loss_scale_factor=loss_scale_factor,
-        clip_ratio_low=clip_low,
-        clip_ratio_high=clip_high,
-        entropy_coeff=entropy_coeff,
-        kl_loss_coef=kl_coef if kl_in_loss else 0.0,
-        kl_loss_type=kl_type,
-    )
-    drawn: list[Stage] = [
-        _rollout(engine, agent, group_size=group_size, sampling=sampling, greedy_baseline=greedy_baseline),
-        Reward(reward),
-    ]
-    return Pipeline(
-        [
-            *drawn,
-            *judged(drawn),
-            LogProb(engine, entropy=True, temperature=heat),
-            *_reference(engine, reference, needed=bool(kl_coef), temperature=heat),
-            advantage,
-            Update(engine, loss, ppo_epochs=ppo_epochs, ppo_mini_batch_size=ppo_mini_batch_size, temperature=heat),
-        ]
-    )
+    """What all recipes share; `after_reward` adds stages behind the reward, given those before."""
+    given = {**DEFAULTS, **settings}
+    sampling = _sampling(given["sampling"], given["temperature"], given["max_tokens"])
+    rollout = {"group_size": given["group_size"], "sampling": sampling, "greedy_baseline": greedy_baseline}
+    minis = {name: given[name] for name in ("ppo_epochs", "ppo_mini_batch_size")}
+    own = set(PolicyLoss.field_names()) - (set() if kl_in_loss else {"kl_coef", "kl_type"})
+    loss = PolicyLoss(**{name: value for name, value in given.items() if name in own})
+    agent, temperature = given["agent"], sampling.temperature or 1.0
+    first = Rollout(engine, **rollout) if agent is None else EpisodeRollout(engine, agent=agent, **rollout)
+    stages: list[Stage] = [first, Reward(reward)]
+    stages += [*after_reward([*stages]), LogProb(engine, entropy=True, temperature=temperature)]
+    if given["kl_coef"]:
+        model = given["reference"] if given["reference"] is not None else engine.reference()
+        stages += [LogProb(model, name="ref_log_prob", column="ref_log_prob", temperature=temperature)]
+    if critic is None:
+        stages += [advantage]
+    else:
+        stages += [Values(critic), advantage, Update(critic, value_loss or ValueLoss(), name="update_critic", **minis)]
+    return Pipeline([*stages, Update(engine, loss, from_step=critic_warmup, temperature=temperature, **minis)])
 
 
-def dr_grpo(
-    engine: Any, reward: Any = None, *, max_tokens: int = 128, kl_coef: float = 0.0, **settings: Any
-) -> Pipeline:
-    """Dr.GRPO: no division by the group's deviation, and none by a row's own length, so that neither hard prompts nor long
-    wrong answers weigh more or less: s − μ, and Σ over tokens / (rows · `max_tokens`).
+def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pipeline]]:
+    """Makes a recipe: `PolicyGradientSettings` with these defaults in place of `**settings`, all of them in its signature.
 
-    Other settings: `grpo`'s. Liu et al. 2025, https://arxiv.org/abs/2503.20783.
+    A name that the recipe does not take is refused with the nearest one, or with the one here for another library's.
     """
-    advantage = Advantage(F.grpo, norm_by_std=False)
-    scaled: dict[str, Any] = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": float(max_tokens)}
-    return _policy_gradient(engine, reward, advantage, max_tokens=max_tokens, kl_coef=kl_coef, **{**scaled, **settings})
+    kinds = get_type_hints(PolicyGradientSettings)
+
+    def decorated(build: Callable[P, Pipeline]) -> Callable[P, Pipeline]:
+        own = dict(inspect.signature(build, eval_str=True).parameters)
+        if (shared := own.pop("settings", None)) is not None:
+            for name, kind in kinds.items():
+                default = defaults.get(name, DEFAULTS[name])
+                own[name] = shared.replace(name=name, kind=shared.KEYWORD_ONLY, default=default, annotation=kind)
+
+        @functools.wraps(build)
+        def made(*args: P.args, **settings: P.kwargs) -> Pipeline:
+            for name in settings:
+                if name not in own:
+                    raise SettingError(_unknown(build.__name__, name, own))
+            return build(*args, **{**defaults, **settings})
+
+        made.__signature__ = inspect.Signature(list(own.values()), return_annotation=Pipeline)  # type: ignore[attr-defined]
+        return made
+
+    return decorated
 
 
+def _unknown(recipe: str, name: str, known: Iterable[str]) -> str:
+    if ELSEWHERE.get(name, "").split(" ")[0] in known or "engine" in ELSEWHERE.get(name, ""):
+        return message(f"{recipe} has no setting {name!r}", do=f"here it is {ELSEWHERE[name]}")
+    return unknown(f"setting of {recipe}", name, known)
+
+
+@_recipe()
+def grpo(
+    engine: Any, reward: Any = None, *, norm_adv_by_std: bool = True, **settings: Unpack[PolicyGradientSettings]
+) -> Pipeline:
+    """GRPO: a response's advantage is relative to the other samples of its prompt; KL to the frozen reference in the loss.
+
+    Shao et al. 2024, https://arxiv.org/abs/2402.03300. The settings below `norm_adv_by_std` are those of every recipe.
+
+    Args:
+        engine: samples, scores log-probs and learns: `engines.local(path)`, `.fsdp(…)`, a placed one.
+        reward: a function, a file, a name, a reward model, a rubric; None: the scorer that the rows' `data_source` names.
+        norm_adv_by_std: divide by the group's standard deviation; False is Dr.GRPO's advantage.
+        group_size: samples per prompt (G).
+        kl_coef: weight of the KL term; 0 leaves the reference out.
+        kl_type: estimator of the KL: `k1`/`kl`, `k2`/`mse`, `k3`/`low_var_kl` or `abs`; a `+` behind it takes k2's gradient.
+        sampling: a full `SamplingSettings`; or only `temperature` and `max_tokens` (response tokens).
+        clip_ratio_low: the ratio's lower edge is 1 − this.
+        clip_ratio_high: the ratio's upper edge is 1 + this.
+        loss_mode: the policy loss: `vanilla`, `gspo`, `cispo`, `gpg`, … (`workbench.functional.POLICY_LOSSES`).
+        loss_agg_mode: the mean over tokens: `token-mean`, `seq-mean-token-sum`, `seq-mean-token-mean`, `seq-mean-token-sum-norm`.
+        loss_scale_factor: what `seq-mean-token-sum-norm` divides by, in tokens.
+        entropy_coeff: weight of the entropy bonus.
+        ppo_epochs: passes over the batch.
+        ppo_mini_batch_size: prompts of one optimizer step; None: all of them.
+        reference: any `LogProbModel`; None: the engine's weights as they are now, frozen.
+        agent: an agent loop or the name of one: every sample is then an episode of it.
+
+    Example:
+        >>> pipe = wb.recipes.grpo(engine, my_reward, group_size=8, kl_coef=0.001, max_tokens=64)  # doctest: +SKIP
+        >>> wb.Stepper(pipe, rows.batch(8)).run()  # doctest: +SKIP
+    """
+    return _policy_gradient(engine, reward, Advantage(F.grpo, norm_by_std=norm_adv_by_std), **settings)
+
+
+@_recipe(kl_coef=0.0, max_tokens=128, loss_agg_mode="seq-mean-token-sum-norm")
+def dr_grpo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+    """Dr.GRPO: GRPO without dividing by the group's deviation or by a response's own length.
+
+    The advantage is s − μ, the loss Σ over tokens / (rows · `max_tokens`). `loss_scale_factor` is `max_tokens` unless given. Liu et al. 2025, https://arxiv.org/abs/2503.20783.
+    """
+    if settings.get("loss_scale_factor") is None:
+        settings["loss_scale_factor"] = float(settings.get("max_tokens") or 128)
+    return _policy_gradient(engine, reward, Advantage(F.grpo, norm_by_std=False), **settings)
+
+
+@_recipe(kl_coef=0.0, max_tokens=128, clip_ratio_high=0.28)
 def dapo(
     engine: Any,
     reward: Any = None,
     *,
     rows: Any = None,
     max_num_gen_batches: int = 4,
-    max_tokens: int = 128,
     overlong_buffer: int = 0,
     overlong_penalty: float = 1.0,
-    clip_high: float = 0.28,
-    kl_coef: float = 0.0,
-    **settings: Any,
+    **settings: Unpack[PolicyGradientSettings],
 ) -> Pipeline:
     """DAPO: clip-higher, token-mean loss, no KL; groups without signal are replaced, overlong answers are penalised softly.
 
-    `rows` is where further prompts come from (the training rows; None: groups without signal are dropped only);
-    over the last `overlong_buffer` tokens before `max_tokens` a penalty grows to `overlong_penalty`. Other settings:
-    `grpo`'s. Yu et al. 2025, https://arxiv.org/abs/2503.14476.
+    Yu et al. 2025, https://arxiv.org/abs/2503.14476.
+
+    Args:
+        rows: the training rows, of which further prompts are taken; None: groups without signal are only dropped.
+        max_num_gen_batches: how often prompts are sampled for one step at most.
+        overlong_buffer: over this many tokens before `max_tokens` a penalty grows to `overlong_penalty`.
     """
+    length = settings.get("max_tokens") or 128
 
-    def judged(drawn: list[Stage]) -> list[Stage]:
-        shaped: list[Stage] = [Overlong(max_tokens, overlong_buffer, overlong_penalty)] if overlong_buffer else []
-        return [*shaped, FilterGroups([*drawn, *shaped], rows, max_num_gen_batches)]
+    def filtered(sampled: list[Stage]) -> list[Stage]:
+        shaped: list[Stage] = [Overlong(length, overlong_buffer, overlong_penalty)] if overlong_buffer else []
+        return [*shaped, FilterGroups([*sampled, *shaped], rows, max_num_gen_batches)]
 
-    chosen: dict[str, Any] = {"max_tokens": max_tokens, "clip_high": clip_high, "kl_coef": kl_coef}
-    return _policy_gradient(engine, reward, Advantage(F.grpo), judged=judged, **chosen, **settings)
+    return _policy_gradient(engine, reward, Advantage(F.grpo), after_reward=filtered, **settings)
 
 
-def rloo(engine: Any, reward: Any = None, *, group_size: int = 4, **settings: Any) -> Pipeline:
-    """RLOO: each sample against the mean of the others; `grpo`'s settings. Ahmadian et al. 2024,
-    https://arxiv.org/abs/2402.14740.
+@_recipe(group_size=4)
+def rloo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+    """RLOO: each sample against the mean of the prompt's others. Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740."""
+    return _policy_gradient(engine, reward, Advantage(F.rloo), **settings)
+
+
+@_recipe(kl_coef=0.0)
+def opo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+    """OPO: on-policy with the length-weighted optimal baseline, no KL. Hao et al. 2025, https://arxiv.org/abs/2505.23585."""
+    return _policy_gradient(engine, reward, Advantage(F.opo), **settings)
+
+
+@_recipe(kl_coef=0.0, loss_mode="gpg")
+def gpg(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+    """GPG: the plain policy gradient over groups, without ratio, clip or reference. Chu et al. 2025,
+    https://arxiv.org/abs/2504.02546."""
+    return _policy_gradient(engine, reward, Advantage(F.gpg), **settings)
+
+
+@_recipe(kl_coef=0.0, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean", clip_ratio_low=3e-4, clip_ratio_high=4e-4)
+def gspo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+    """GSPO: the ratio of the whole sequence, clipped in a narrow band. Zheng et al. 2025, https://arxiv.org/abs/2507.18071."""
+    return _policy_gradient(engine, reward, Advantage(F.grpo), **settings)
+
+
+@_recipe(kl_coef=0.0, loss_mode="cispo", clip_ratio_low=1.0, clip_ratio_high=0.28)
+def cispo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+    """CISPO: the importance weight is clipped and not the gradient, so that every token still has one.
+
+    `clip_ratio_low=1` leaves the lower edge out, as the paper does. MiniMax 2025, https://arxiv.org/abs/2506.13585.
     """
-    return _policy_gradient(engine, reward, Advantage(F.rloo), group_size=group_size, **settings)
+    return _policy_gradient(engine, reward, Advantage(F.grpo), **settings)
 
 
-def opo(engine: Any, reward: Any = None, *, kl_coef: float = 0.0, **settings: Any) -> Pipeline:
-    """OPO: on-policy with the length-weighted optimal baseline, no KL; `grpo`'s settings. Hao et al. 2025,
-    https://arxiv.org/abs/2505.23585.
-    """
-    return _policy_gradient(engine, reward, Advantage(F.opo), kl_coef=kl_coef, **settings)
+@_recipe(group_size=1)
+def remax(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+    """ReMax: each sample against the prompt's greedy response, which shares rollout and reward. Li et al. 2024,
+    https://arxiv.org/abs/2310.10505."""
+    return _policy_gradient(
+        engine, reward, Advantage(F.remax), greedy_baseline=True, after_reward=lambda _: [Baseline()], **settings
+    )
 
 
-def gpg(engine: Any, reward: Any = None, *, kl_coef: float = 0.0, **settings: Any) -> Pipeline:
-    """GPG: the plain policy gradient over groups, without ratio, clip or reference; `grpo`'s settings. Chu et al. 2025,
-    https://arxiv.org/abs/2504.02546.
-    """
-    return _policy_gradient(engine, reward, Advantage(F.gpg), kl_coef=kl_coef, loss_mode="gpg", **settings)
-
-
-def gspo(
-    engine: Any,
-    reward: Any = None,
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    kl_coef: float = 0.0,
-    **settings: Any,
-) -> Pipeline:
-    """GSPO: the ratio of the whole sequence, clipped in a narrow band; `grpo`'s settings. Zheng et al. 2025,
-    https://arxiv.org/abs/2507.18071.
-    """
-    chosen: dict[str, Any] = {
-        "loss_mode": "gspo",
-        "loss_agg_mode": "seq-mean-token-mean",
-        "clip_low": clip_low,
-        "clip_high": clip_high,
-    }
-    return _policy_gradient(engine, reward, Advantage(F.grpo), kl_coef=kl_coef, **{**chosen, **settings})
-
-
-def cispo(
-    engine: Any,
-    reward: Any = None,
-    *,
-    clip_low: float = 1.0,
-    clip_high: float = 0.28,
-    kl_coef: float = 0.0,
-    **settings: Any,
-) -> Pipeline:
-    """CISPO: the weight is clipped and not the gradient, so that no token falls silent; `grpo`'s settings.
-
-    `clip_low=1` leaves the lower edge out, as the paper does. MiniMax 2025, https://arxiv.org/abs/2506.13585.
-    """
-    chosen: dict[str, Any] = {"loss_mode": "cispo", "clip_low": clip_low, "clip_high": clip_high}
-    return _policy_gradient(engine, reward, Advantage(F.grpo), kl_coef=kl_coef, **chosen, **settings)
-
-
-def remax(engine: Any, reward: Any = None, *, group_size: int = 1, **settings: Any) -> Pipeline:
-    """ReMax: each sample against the prompt's greedy response, which shares rollout and reward; `grpo`'s settings.
-    Li et al. 2024, https://arxiv.org/abs/2310.10505.
-    """
-    chosen: dict[str, Any] = {"group_size": group_size, "greedy_baseline": True, "judged": lambda drawn: [Baseline()]}
-    return _policy_gradient(engine, reward, Advantage(F.remax), **chosen, **settings)
-
-
+@_recipe(group_size=1)
 def reinforce_plus_plus(
-    engine: Any, reward: Any = None, *, group_size: int = 1, kl_coef: float = 0.001, gamma: float = 1.0, **settings: Any
+    engine: Any, reward: Any = None, *, gamma: float = 1.0, **settings: Unpack[PolicyGradientSettings]
 ) -> Pipeline:
-    """REINFORCE++: reward-to-go with the KL in the reward, whitened over the batch; no critic, no groups; `grpo`'s settings.
-    Hu et al. 2025, https://arxiv.org/abs/2501.03262.
+    """REINFORCE++: reward-to-go with the KL in the reward, whitened over the batch; no critic, no groups.
+
+    `gamma` is the discount per token. Hu et al. 2025, https://arxiv.org/abs/2501.03262.
     """
-    controller = FixedKL(kl_coef) if kl_coef else None
-    advantage = Advantage(F.reinforce_plus_plus, gamma=gamma, kl_controller=controller)
-    chosen: dict[str, Any] = {"group_size": group_size, "kl_coef": kl_coef, "kl_in_loss": False}
-    return _policy_gradient(engine, reward, advantage, **chosen, **settings)
+    kl_coef = settings.get("kl_coef", 0.001)
+    advantage = Advantage(F.reinforce_plus_plus, gamma=gamma, kl_controller=F.FixedKL(kl_coef) if kl_coef else None)
+    return _policy_gradient(engine, reward, advantage, kl_in_loss=False, **settings)
 
 
+@_recipe(group_size=1, kl_type="k1")
 def ppo(
     engine: Any,
     reward: Any = None,
@@ -287,69 +292,71 @@ def ppo(
     critic: Any = None,
     critic_lr: float = 1e-5,
     critic_warmup: int = 0,
-    group_size: int = 1,
     gamma: float = 1.0,
     lam: float = 1.0,
-    kl_coef: float = 0.001,
-    kl_kind: str = "k1",
     kl_target: float | None = None,
     kl_horizon: int = 10_000,
-    sampling: SamplingSettings | None = None,
-    temperature: float | None = None,
-    max_tokens: int | None = None,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    clip_value: float = 0.5,
-    entropy_coeff: float = 0.0,
-    ppo_epochs: int = 1,
-    ppo_mini_batch_size: int | None = None,
-    reference: Any = None,
-    agent: Any = None,
+    cliprange_value: float = 0.5,
+    **settings: Unpack[PolicyGradientSettings],
 ) -> Pipeline:
     """PPO with a critic and GAE; KL to the frozen reference in the reward, fixed or adaptive.
 
-    The critic is a copy of the policy with a value head unless one is given; it learns alone while
-    the step is below `critic_warmup`. `kl_target` makes the KL coefficient adaptive.
-    Schulman et al. 2017, https://arxiv.org/abs/1707.06347; Ziegler et al. 2019 for the KL.
+    Schulman et al. 2017, https://arxiv.org/abs/1707.06347; Ziegler et al. 2019 for the KL. The settings that are not listed
+    here are explained at `grpo`.
+
+    Args:
+        critic: an engine with a value head; None: a copy of the policy with one, at learning rate `critic_lr`.
+        critic_warmup: steps in which only the critic is trained.
+        gamma: discount per token.
+        lam: GAE's λ.
+        kl_type: estimator of the KL that is subtracted from the reward.
+        kl_target: makes the coefficient adaptive: it moves towards this KL (nats per token) over `kl_horizon` samples.
+        cliprange_value: how far a new value may leave the old one before its loss is clipped.
     """
-    sampling = _sampling(sampling, temperature, max_tokens)
-    heat = sampling.temperature or 1.0
     critic = critic if critic is not None else engine.critic(lr=critic_lr)
-    minis: dict[str, Any] = {"ppo_epochs": ppo_epochs, "ppo_mini_batch_size": ppo_mini_batch_size}
-    loss = PolicyLoss(clip_ratio_low=clip_low, clip_ratio_high=clip_high, entropy_coeff=entropy_coeff)
-    controller = None
+    kl_coef, controller = settings.get("kl_coef", DEFAULTS["kl_coef"]), None
     if kl_coef:
-        controller = AdaptiveKL(kl_coef, kl_target, kl_horizon) if kl_target is not None else FixedKL(kl_coef)
-    stages: list[Stage] = [
-        _rollout(engine, agent, group_size=group_size, sampling=sampling),
-        Reward(reward),
-        LogProb(engine, entropy=True, temperature=heat),
-        *_reference(engine, reference, needed=bool(kl_coef), temperature=heat),
-        Values(critic),
-        Advantage(F.gae, gamma=gamma, lam=lam, kl_controller=controller, kl_kind=kl_kind),
-        Update(critic, ValueLoss(cliprange_value=clip_value), name="update_critic", **minis),
-        Update(engine, loss, from_step=critic_warmup, temperature=heat, **minis),
-    ]
-    return Pipeline(stages)
+        controller = F.AdaptiveKL(kl_coef, kl_target, kl_horizon) if kl_target is not None else F.FixedKL(kl_coef)
+    advantage = Advantage(F.gae, gamma=gamma, lam=lam, kl_controller=controller, kl_type=settings["kl_type"])
+    value_loss = ValueLoss(cliprange_value=cliprange_value)
+    own = {"critic": critic, "value_loss": value_loss, "critic_warmup": critic_warmup}
+    return _policy_gradient(engine, reward, advantage, kl_in_loss=False, **own, **settings)
 
 
-def _rollout(engine: Any, agent: Any, **settings: Any) -> Rollout:
-    return Rollout(engine, **settings) if agent is None else EpisodeRollout(engine, agent=agent, **settings)
+def by_name(name: str) -> Callable[..., Pipeline]:
+    """A recipe by its name, for notebooks with the name as a parameter. Raises `SettingError` with the nearest one."""
+    known = {one: globals()[one] for one in __all__ if one not in ("by_name", "with_importance_sampling")}
+    if name not in known:
+        raise SettingError(unknown("recipe", name, known))
+    return cast(Callable[..., Pipeline], known[name])
+
+
+def with_importance_sampling(
+    pipeline: Pipeline, *, rollout_is: str = "token", rollout_is_threshold: float | tuple[float, float] = 2.0
+) -> Pipeline:
+    """A recipe's pipeline with truncated importance weights (trainer's over sampler's probability) in its loss.
+
+    For rows that were sampled with other weights than the trainer's (`train(…, ahead=1)`) or by an engine with other
+    numerics: PPO's own ratio starts at the trainer's old log-probs and corrects neither. Decoupled PPO, Hilton et al. 2021,
+    https://arxiv.org/abs/2110.00641; truncated as in Ionides 2008; verl's `rollout_correction`.
+
+    Args:
+        pipeline: of a recipe.
+        rollout_is: weights per `token`, or per `sequence`.
+        rollout_is_threshold: the largest weight; (lower, upper): weights outside are 0.
+    """
+    stages = [one for one in pipeline if one.name != RolloutCorrection.name]
+    place = [one.name for one in stages].index("advantage")
+    stages.insert(place, RolloutCorrection(rollout_is=rollout_is, rollout_is_threshold=rollout_is_threshold))
+    weighted = [one.with_settings(rollout_is=True) if one.name == "update_actor" else one for one in stages]
+    return Pipeline(weighted, overlap=pipeline.overlap)
 
 
 def _sampling(sampling: SamplingSettings | None, temperature: float | None, max_tokens: int | None) -> SamplingSettings:
-    """The two settings that everybody changes, by name, on top of a full set or the defaults."""
+    """The full settings, or the defaults with the two that are changed most."""
     given = {"temperature": temperature, "max_tokens": max_tokens}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if sampling is not None and changes:
-        raise SettingError(
-            message("sampling is given twice", found=f"sampling= and {', '.join(changes)}=", do="use one of them")
-        )
+        found = f"sampling= and {', '.join(changes)}="
+        raise SettingError("sampling is given twice", found=found, do="use one of them")
     return sampling or SamplingSettings(**changes)
-
-
-def _reference(engine: Any, reference: Any, *, needed: bool, temperature: float) -> list[Stage]:
-    if not needed:
-        return []
-    model = reference if reference is not None else engine.reference()
-    return [LogProb(model, name="ref_log_prob", column="ref_log_prob", temperature=temperature)]

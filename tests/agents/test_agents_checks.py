@@ -9,7 +9,7 @@ import pytest
 from agents_parts import Adder, Tags, User
 
 from workbench.agents import BaseInteraction, HermesParser, ReActParser, ToolAgent, function_tool
-from workbench.errors import SettingError
+from workbench.base.errors import SettingError
 
 
 def double(number: int) -> str:

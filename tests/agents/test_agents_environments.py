@@ -10,7 +10,7 @@ import pytest
 
 from workbench.agents.environments import GymInteraction, VerifiersInteraction, environment_rows, verifiers_rows
 from workbench.agents.interactions import interacting
-from workbench.errors import ForeignError, SettingError
+from workbench.base.errors import ForeignError, SettingError
 
 
 class Guessing:
@@ -158,7 +158,7 @@ def test_an_environment_of_verifiers_answers_ends_scores_and_cleans_up() -> None
             assert replies[2].score == 0.0
 
     asyncio.run(play())
-    assert env.rubric.asked == 2 and len(env.cleaned) == 2 and interaction._states == {}
+    assert env.rubric.asked == 2 and len(env.cleaned) == 2 and interaction._instances == {}
     roles = [one["role"] for one in env.cleaned[0]["completion"]]
     assert roles == ["assistant", "user", "assistant", "user"]
 
@@ -189,7 +189,7 @@ def test_the_older_form_with_messages_and_pairs_and_no_such_environment() -> Non
     async def play() -> None:
         async with interacting(interaction, {"interaction_kwargs": {"answer": "a"}}) as session:
             assert (await session.respond(said("hi"))).text == "and?"
-            assert interaction._states[session.instance_id]["seen"]
+            assert interaction._instances[session.instance_id]["seen"]
             last = await session.respond(said("bye"))
             assert last.stop and last.score == 0.25 and last.extra["metrics"] == {"half": 0.5}
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tests_patience import LONG, patience, within
 
 from workbench.agents.tools import MCPServer, load_tools, mcp_tools
-from workbench.errors import SettingError
+from workbench.base.errors import SettingError
 
+SECONDS = patience(0.5)
 SERVER = Path(__file__).with_name("mcp_server_for_tests.py")
 INTEGERS = {
     "type": "object",
@@ -31,6 +33,8 @@ class StandInClient:
     """As mcp 2.x's `Client`: entered and left in one task, `list_tools(cursor=)`, `call_tool(name, arguments, …)`."""
 
     opened: list[StandInClient]
+    sleeping = most = 0
+    """At once."""
 
     def __init__(self, transport: Any, *, read_timeout_seconds: float | None = None) -> None:
         self.transport = transport
@@ -59,7 +63,12 @@ class StandInClient:
     async def call_tool(self, name: str, arguments: dict[str, Any], *, read_timeout_seconds: float) -> Any:
         self.timeouts.append(read_timeout_seconds)
         if name == "sleeps":
-            await asyncio.sleep(arguments["seconds"])
+            StandInClient.most = max(StandInClient.most, StandInClient.sleeping + 1)
+            StandInClient.sleeping += 1
+            try:
+                await asyncio.sleep(arguments["seconds"])
+            finally:
+                StandInClient.sleeping -= 1
         if name == "dies" or self.broken:
             self.broken = True
             raise ConnectionResetError("connection closed")
@@ -89,8 +98,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandInClient]]:
 def test_tools_of_a_server_are_listed_called_held_open_and_left(stand_in: type[StandInClient], tmp_path: Path) -> None:
     (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"arith": {"command": "here"}}}))
     (tmp_path / "tools.yaml").write_text(
-        "tools: [{class_name: verl.tools.mcp_base_tool.MCPBaseTool, config: {type: mcp, timeout: 0.2}, "
-        "mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [dies, add, sleeps, asks]}}]"
+        "tools: [{class_name: verl.tools.mcp_base_tool.MCPBaseTool, config: {type: mcp, timeout: SECONDS}, "
+        "mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [dies, add, sleeps, asks]}}]".replace(
+            "SECONDS", str(SECONDS)
+        )
     )
     tools: dict[str, Any] = load_tools(tmp_path / "tools.yaml")
     assert list(tools) == ["dies", "add", "sleeps", "asks"]
@@ -104,14 +115,13 @@ def test_tools_of_a_server_are_listed_called_held_open_and_left(stand_in: type[S
         assert (response.text, reward, record["status"]) == ("3", None, "scored")
         assert response.image == [{"data": "aGk=", "mime_type": "image/png"}]
         assert "a must be an integer" in (await ask("add", a="1", b=2))[0].text
-        assert len(stand_in.opened) == 1 and stand_in.opened[0].timeouts == [0.2, 0.2]  # passed on
-        assert (await ask("asks"))[2]["status"] == "model failed" and (await ask("asks"))[0].text == "what?"
-        began = time.perf_counter()
-        many = await asyncio.gather(*(ask("sleeps", seconds=0.1) for _ in range(20)), ask("sleeps", seconds=30))
-        assert time.perf_counter() - began < 1.5
+        assert len(stand_in.opened) == 1 and stand_in.opened[0].timeouts == [SECONDS, SECONDS]  # passed on
+        assert (await ask("asks"))[2]["status"] == "no_answer" and (await ask("asks"))[0].text == "what?"
+        many = await asyncio.gather(*(ask("sleeps", seconds=0.1) for _ in range(20)), ask("sleeps", seconds=3600))
+        assert stand_in.most >= 10
         assert [one[0].text for one in many[:20]] == ["awake"] * 20
-        assert many[20][0].text == "Error when executing tool sleeps: no answer within 0.2 s"
-        assert many[20][1] is None and many[20][2]["status"] == "machinery failed" and server.starts == 1
+        assert many[20][0].text == f"Error when executing tool sleeps: no answer within {SECONDS:g} s"
+        assert many[20][1] is None and many[20][2]["status"] == "infra_error" and server.starts == 1
         assert "ConnectionResetError: connection closed" in (await ask("dies"))[2]["why"]
         assert (await ask("add", a=3, b=4))[0].text == "7" and server.starts == 2  # reached anew
         await server.aclose()
@@ -149,17 +159,25 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="the mcp package is not installed")
 def test_a_real_server_over_stdio() -> None:
-    tools = {one.name: one for one in mcp_tools({"x": {"command": sys.executable, "args": [str(SERVER)]}}, timeout=5.0)}
+    tools = {
+        one.name: one for one in mcp_tools({"x": {"command": sys.executable, "args": [str(SERVER)]}}, timeout=LONG)
+    }
     server = tools["add"].server
 
     async def play() -> None:
         assert (await tools["add"].execute("i", {"a": 1, "b": 2}))[0].text == "3"
-        assert (await tools["fails"].execute("i", {"why": "x"}))[2]["status"] == "model failed"
-        assert (await tools["dies"].execute("i", {}))[2]["status"] == "machinery failed"
+        assert (await tools["fails"].execute("i", {"why": "x"}))[2]["status"] == "no_answer"
+        assert (await tools["dies"].execute("i", {}))[2]["status"] == "infra_error"
         assert (await tools["add"].execute("i", {"a": 3, "b": 4}))[0].text == "7" and server.starts == 2
         await server.aclose()
 
     asyncio.run(play())
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
+        return True
+    return False
 
 
 @pytest.mark.slow
@@ -169,31 +187,26 @@ def test_a_real_server_over_http() -> None:
         port = listening.getsockname()[1]
     process = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL)
     try:
-        end = time.monotonic() + 30
-        while time.monotonic() < end and process.poll() is None:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                time.sleep(0.05)
+        assert within(lambda: process.poll() is not None or listens(port)) and process.poll() is None
         at = {"url": f"http://127.0.0.1:{port}/mcp", "auth_token": "told to nobody"}
-        tools = {one.name: one for one in mcp_tools({"x": at}, selected=["add", "fails", "sleeps"], timeout=2.0)}
+        tools = {
+            one.name: one for one in mcp_tools({"x": at}, selected=["add", "fails", "sleeps"], timeout=patience(4.0))
+        }
         server = tools["add"].server
 
         async def play() -> None:
             many = await asyncio.gather(*(tools["add"].execute("i", {"a": n, "b": 1}) for n in range(32)))
             assert [one[0].text for one in many] == [str(n + 1) for n in range(32)] and server.starts == 1
-            assert (await tools["fails"].execute("i", {"why": "x"}))[2]["status"] == "model failed"
-            began = time.perf_counter()
+            assert (await tools["fails"].execute("i", {"why": "x"}))[2]["status"] == "no_answer"
             slow, quick = await asyncio.gather(
-                tools["sleeps"].execute("i", {"seconds": 30.0}), tools["add"].execute("i", {"a": 1, "b": 1})
+                tools["sleeps"].execute("i", {"seconds": 3600.0}), tools["add"].execute("i", {"a": 1, "b": 1})
             )
-            assert time.perf_counter() - began < 6 and quick[0].text == "2"
-            assert slow[2]["status"] == "machinery failed" and slow[1] is None
+            assert quick[0].text == "2"
+            assert slow[2]["status"] == "infra_error" and slow[1] is None
             process.kill()
             process.wait()
             gone = await tools["add"].execute("i", {"a": 1, "b": 1})
-            assert gone[2]["status"] == "machinery failed" and gone[0].text.startswith("Error when executing tool add")
+            assert gone[2]["status"] == "infra_error" and gone[0].text.startswith("Error when executing tool add")
             await server.aclose()
 
         asyncio.run(play())

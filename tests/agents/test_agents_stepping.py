@@ -12,9 +12,9 @@ from agents_parts import Adder, Always, Script, Tags, User, call
 
 import workbench as wb
 from workbench.agents import AgentLoopBase, EpisodeStepper, FunctionCall, ToolAgent, ToolResponse
+from workbench.base.errors import PipelineError, SettingError
 from workbench.dataproto import DataProto
 from workbench.engines import SamplingSettings, local
-from workbench.errors import PipelineError, SettingError
 from workbench.recipes import grpo
 from workbench.stages import EpisodeRollout
 from workbench.stages.episodes import recorded_output
@@ -66,16 +66,16 @@ class TestTools:
     def test_a_turn_at_a_time(self, tokenizer: Any) -> None:
         tool = Counter()
         e, script = scripted(tokenizer, [add(1, 2), add(3), "6"], ToolAgent([tool], parser=Tags()))
-        assert e.upcoming == "assistant" and e.turns == () and not script.requests
+        assert e.next_role == "assistant" and e.turns == () and not script.requests
         e.next()
-        assert e.upcoming == "tool" and not tool.seen
+        assert e.next_role == "tool" and not tool.seen
         assert e.asked == (FunctionCall("add", '{"numbers": [1, 2]}'),)
         assert e.turns[0].text == add(1, 2) and e.turns[0].calls == ()
         e.next()
         assert [turn.role for turn in e.turns] == ["assistant", "tool"] and e.turns[1].text == "2 numbers, 3"
         assert e.turns[0].calls[0].reward == 2.0 and tool.open
         e.run()
-        assert e.upcoming is None and [turn.text for turn in e.turns[-2:]] == ["3 numbers, 6", "6"]
+        assert e.next_role is None and [turn.text for turn in e.turns[-2:]] == ["3 numbers, 6", "6"]
         assert e.output.extra["tool_totals"] == {"add": 6.0} and not tool.open
         assert e.output.extra["tool_rewards"] == [2.0, 3.0] and e.output.num_turns == 6
         with pytest.raises(PipelineError, match="over"):
@@ -97,7 +97,7 @@ class TestTools:
         e.run()
         kept = e.turns
         e.replace(1, "41")
-        assert e.upcoming == "assistant" and e.turns[1].text == "41" and e.turns[1].edited and not e.turns[0].edited
+        assert e.next_role == "assistant" and e.turns[1].text == "41" and e.turns[1].edited and not e.turns[0].edited
         assert e.turns[0].calls[0].result == "41" and e.turns[0].calls[0].reward is None
         e.run()
         assert e.turns[2].text == "41" and tokenizer.decode(script.requests[-1].ids).count("41") == 1
@@ -108,7 +108,7 @@ class TestTools:
         tool = Counter()
         e, _ = scripted(tokenizer, [add(1, 2), "3", "9"], ToolAgent([tool], parser=Tags()))
         e.run().replace(0, add(4, 5))
-        assert e.upcoming == "tool" and e.asked[0].arguments == '{"numbers": [4, 5]}'
+        assert e.next_role == "tool" and e.asked[0].arguments == '{"numbers": [4, 5]}'
         assert e.output.response_mask == (1,) * len(e.output.response_ids)
         e.run()
         assert [turn.text for turn in e.turns] == [add(4, 5), "2 numbers, 9", "9"]
@@ -191,7 +191,7 @@ class TestTools:
         ):
             with pytest.raises(SettingError, match=match):
                 e.replace(turn, text)  # type: ignore[arg-type]
-            assert e.turns == said and e.upcoming is None
+            assert e.turns == said and e.next_role is None
         for turn in (7, "1", 1.5):
             with pytest.raises(PipelineError, match="turns 0 to 2"):
                 e.back(turn)  # type: ignore[arg-type]
@@ -204,7 +204,7 @@ class TestTools:
     def test_a_turn_that_is_only_begun_by_hand(self, tokenizer: Any) -> None:
         e, script = scripted(tokenizer, ["9", " 7"], ToolAgent([Counter()], parser=Tags()))
         e.run().replace(0, "So 3 + 4 =", end=False)
-        assert e.turns[0].text == "So 3 + 4 = 7" and e.turns[0].edited and e.upcoming is None
+        assert e.turns[0].text == "So 3 + 4 = 7" and e.turns[0].edited and e.next_role is None
         begun = tokenizer("So 3 + 4 =", add_special_tokens=False)["input_ids"]
         assert list(script.requests[-1].ids[-len(begun) :]) == begun and e.output.response_ids[: len(begun)] == tuple(
             begun
@@ -232,7 +232,7 @@ class TestUsers:
     def test_the_users_turn(self, tokenizer: Any) -> None:
         e, user = self.start(tokenizer, ["no", "yes"])
         e.next()
-        assert e.upcoming == "user" and e.turns[0].score is None
+        assert e.next_role == "user" and e.turns[0].score is None
         e.next()
         assert e.turns[1].text == "say yes" and e.turns[0].score == 0.5
         e.run()
@@ -248,7 +248,7 @@ class TestUsers:
         e.next()
         assert [one["content"] for one in user.heard[-1]] == ["Add.", "no", "say yes", "still no"]
         assert e.turns[3].text == "say yes" and e.turns[2].score == 0.5
-        e.say("yes").run() if e.upcoming == "assistant" else e.run()
+        e.say("yes").run() if e.next_role == "assistant" else e.run()
         assert not user.open and len(set(user.ended)) == len(user.ended)
 
     def test_the_users_words_by_hand(self, tokenizer: Any) -> None:
@@ -301,20 +301,20 @@ def test_going_back_and_on_gives_the_very_same_episode(step: wb.Stepper) -> None
         said = e.output.response_ids
         assert len(e.turns) == 3 and e.back(to=0).run().output.response_ids == said
         assert e.fork().back(to=1).run().output.response_ids == said
-    assert step.upcoming is None and step.run().trace.names[-1] == "update_actor"
+    assert step.next_stage is None and step.run().trace.names[-1] == "update_actor"
 
 
 def test_what_the_tool_might_have_said_put_into_the_step(step: wb.Stepper) -> None:
     e = step.episode(1).replace(1, "500000")
-    assert e.upcoming == "assistant"
+    assert e.next_role == "assistant"
     with pytest.raises(PipelineError, match="not over; found next: the assistant"):
-        step.put(e)
+        step.with_episodes(e)
     e.run()
     for wrong in ((e, e), (e.batch,)):
-        with pytest.raises(PipelineError, match="one a row"):
-            step.put(*wrong)
-    t = step.put(e)
-    assert t.upcoming == "reward" and t.batch["turns"][1][1]["edited"]
+        with pytest.raises(PipelineError, match="one for each row"):
+            step.with_episodes(*wrong)
+    t = step.with_episodes(e)
+    assert t.next_stage == "reward" and t.batch["turns"][1][1]["edited"]
     assert t.trace["rollout"].settings["edited_rows"] == "1"
     t.run()
     before, after = step.trace["rollout"].batch, t.trace["rollout"].batch
@@ -334,7 +334,7 @@ def test_words_put_into_the_models_mouth_have_the_policys_log_probs(step: wb.Ste
     assert e.tokenizer.decode(list(ids)) == "I will call.<|im_end|>" and set(e.output.response_mask) == {1}
     engine: Any = step.pipeline["rollout"].sampler
     step.fork().back(to="rollout")  # whose weights they are
-    expected = engine.score(e.batch)["log_probs"][0]
+    expected = engine.compute_log_probs(e.batch)["log_probs"][0]
     assert torch.allclose(torch.tensor(e.output.response_logprobs), expected, atol=1e-6) and (expected < 0).all()
 
 
@@ -355,15 +355,15 @@ def test_looking_moves_no_weights_and_another_batch_is_refused(step: wb.Stepper)
     rows = wb.datasets.load(str(ROOT / "data" / "arith" / "train.parquet"))
     other = wb.Stepper(step.pipeline, rows.batch(2, step=2)).run(until="rollout")
     with pytest.raises(PipelineError, match=r"of another batch; s|of another batch; make it here: s.episode\(0\)"):
-        other.put(e)
+        other.with_episodes(e)
 
 
 def test_before_the_rollout(step: wb.Stepper) -> None:
     s = step.fork().back(to="rollout")
     with pytest.raises(PipelineError, match="no episodes yet"):
-        s.put(step.episode(0))
+        s.with_episodes(step.episode(0))
     e = s.episode(3).run()
-    assert e.output.response_ids == step.episode(3).output.response_ids and s.upcoming == "rollout"
+    assert e.output.response_ids == step.episode(3).output.response_ids and s.next_stage == "rollout"
     judged = s.pipeline["reward"](e.batch).batch
     assert float(judged["reward"][0]) == float(step.trace["reward"].batch["reward"][3])
 
@@ -377,7 +377,7 @@ def test_a_pipeline_without_agents(tiny: str) -> None:
 
 
 def test_views(step: wb.Stepper, tokenizer: Any) -> None:
-    from workbench.views.html import lint
+    from tests_lint import lint
 
     view = wb.views.transcript(step, 1)
     turns = step.batch["turns"][1]
@@ -403,7 +403,7 @@ def test_a_row_without_turns_is_one_turn(tiny: str) -> None:
 
 
 def test_the_face_of_a_loop() -> None:
-    from workbench.views.html import lint
+    from tests_lint import lint
 
     @wb.agents.function_tool
     def hot(number: int, note: str = "") -> str:

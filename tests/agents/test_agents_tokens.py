@@ -9,10 +9,11 @@ import pytest
 from agents_parts import schema, tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests_patience import examples
 
 from workbench.agents import TurnTokens
+from workbench.base.errors import SettingError
 from workbench.datasets.rendering import render
-from workbench.errors import SettingError
 
 NAMES = ("own", "qwen", "llama", "no system")
 TOOLS = [schema("add", numbers="array"), schema("look up", query="string")]
@@ -31,7 +32,7 @@ def made(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @given(st.sampled_from(NAMES), words, turns, st.booleans(), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_prompt_and_deltas_are_what_the_template_would_write(
     made: dict[str, Any], name: str, question: str, spoken: Any, with_tools: bool, with_system: bool
 ) -> None:
@@ -54,7 +55,7 @@ def test_prompt_and_deltas_are_what_the_template_would_write(
 
 
 @given(st.sampled_from(NAMES), words)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_an_answer_that_did_not_end_itself_is_closed(made: dict[str, Any], name: str, answer: str) -> None:
     tokenizer = made[name]
     tokens = TurnTokens(tokenizer, roles=("user",))

@@ -12,8 +12,7 @@ from agents_parts import Adder, Always
 import workbench as wb
 from workbench.agents import ToolAgent
 from workbench.engines import SamplingSettings, local
-from workbench.engines.vllm import VllmEngine, vllm
-from workbench.engines.vllm_served import VllmSettings, importable, interpreter
+from workbench.engines.vllm_server.engine import VllmEngine, VllmSettings, importable, interpreter, vllm
 from workbench.stages import EpisodeRollout
 
 pytestmark = [
@@ -36,7 +35,7 @@ def test_turns_of_vllm_are_what_the_trainer_computes(engine: Any, tiny: str, det
     stage = EpisodeRollout(engine, agent=loop, group_size=2, sampling=sampling, deterministic=deterministic)
     found, again = stage(batch).batch, stage(batch).batch
     assert set(found["num_turns"]) == {6} and (found["response_mask"].sum(-1) > 3).all()
-    scored = local(tiny).score(found)["log_probs"]
+    scored = local(tiny).compute_log_probs(found)["log_probs"]
     torch.testing.assert_close(scored, found["rollout_log_probs"], atol=1e-3, rtol=0)
     assert torch.equal(found["responses"], again["responses"]) or not deterministic
 

@@ -31,13 +31,13 @@ def pipeline(lr: float, group_size: int) -> tuple[wb.Pipeline, ToolAgent]:
 def measure(seed: int, folder: Path, options: argparse.Namespace) -> str:
     """One run, as a row of the table; calls held out are those of the same validation episodes as the reward."""
     rows = wb.datasets.load("data/arith-tools/train.parquet", max_prompt_length=256)
-    heldout = wb.datasets.load("data/arith-tools/test.parquet", max_prompt_length=256)
+    eval_rows = wb.datasets.load("data/arith-tools/test.parquet", max_prompt_length=256)
     pipe, agent = pipeline(options.lr, options.group_size)
     engine = pipe["rollout"].sampler
     calls = []
 
     def held_out_calls() -> float:
-        found = wb.evaluate(engine, heldout, agent=agent, max_tokens=96, batch_size=256, seed=seed)
+        found = wb.evaluate(engine, eval_rows, agent=agent, max_tokens=96, batch_size=256, seed=seed)
         return float(mean(found.batch["num_tool_calls"]))
 
     calls.append(held_out_calls())
@@ -48,7 +48,7 @@ def measure(seed: int, folder: Path, options: argparse.Namespace) -> str:
         batch_size=options.batch_size,
         seed=seed,
         run=folder / f"agents-{seed}",
-        heldout=heldout,
+        eval_rows=eval_rows,
         test_freq=10,
     )
     calls.append(held_out_calls())

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 
 import workbench as wb
-from workbench.engines import Normalisers, Request, SamplingSettings, local
-from workbench.engines.fsdp import fsdp
-from workbench.engines.memory import gib
-from workbench.engines.vllm import vllm
-from workbench.engines.vllm_served import VllmSettings, importable, interpreter
+from workbench.engines import LossCounts, Request, SamplingSettings, local
+from workbench.engines.fsdp_engine.engine import fsdp
+from workbench.engines.local_engine.memory import gib
+from workbench.engines.vllm_server.engine import VllmSettings, importable, interpreter, vllm
 from workbench.stages.rollout import columns_of
 from workbench.testing.engines import LikelihoodLoss
 from workbench.testing.models import SHAPES, make_shaped_model
@@ -107,9 +106,9 @@ def batch_of(requests: list[Request], samples: list[Any]) -> wb.DataProto:
     return wb.DataProto.from_single_dict(columns_of([one.ids for one in requests], samples, 0))
 
 
-def counts_of(batch: wb.DataProto) -> Normalisers:
+def counts_of(batch: wb.DataProto) -> LossCounts:
     """Of the whole batch."""
-    return Normalisers(float(batch["response_mask"].sum()), float(len(batch)))
+    return LossCounts(float(batch["response_mask"].sum()), float(len(batch)))
 
 
 def settings_of(work: Work, **more: Any) -> dict[str, Any]:
@@ -124,8 +123,8 @@ def local_lines(work: Work, folder: Path, kept: dict[str, Any]) -> Iterator[Line
     yield timed(work, "local: sampling", work.rows * work.response, lambda: engine.sample_many(asked))
     samples = engine.sample_many(asked)
     kept["batch"] = batch = batch_of(asked, samples)
-    yield timed(work, "local: log-probs", work.tokens, lambda: engine.score(batch))
-    scored = engine.score(batch)["log_probs"]
+    yield timed(work, "local: log-probs", work.tokens, lambda: engine.compute_log_probs(batch))
+    scored = engine.compute_log_probs(batch)["log_probs"]
     kept["log_probs"] = scored
     sampled = torch.tensor([sample.log_probs for sample in samples])
     gap = float((scored.cpu() - sampled)[batch["response_mask"].bool()].abs().max())
@@ -144,7 +143,7 @@ def fsdp_lines(work: Work, folder: Path, kept: dict[str, Any], ranks: int) -> It
     engine = fsdp(folder, ranks=ranks, **settings_of(work))
     try:
         note = f"{ranks} ranks"
-        line = timed(work, "fsdp: log-probs", work.tokens, lambda: engine.score(batch), note)
+        line = timed(work, "fsdp: log-probs", work.tokens, lambda: engine.compute_log_probs(batch), note)
         yield Line(line.what, line.seconds, line.rate, None, note)
         line = timed(work, "fsdp: update", work.tokens, lambda: engine.learn(batch, LikelihoodLoss(), counts), note)
         memory = engine.memory()
@@ -172,7 +171,7 @@ def vllm_lines(work: Work, folder: Path, kept: dict[str, Any]) -> Iterator[Line]
         samples = engine.sample_many(asked)
         batch = batch_of(asked, samples)
         there = torch.tensor([sample.log_probs for sample in samples])
-        apart = (learner.score(batch)["log_probs"].cpu() - there)[batch["response_mask"].bool()].abs()
+        apart = (learner.compute_log_probs(batch)["log_probs"].cpu() - there)[batch["response_mask"].bool()].abs()
         yield Line(
             "vllm: log-probs after the push",
             note=f"{float(apart.mean()):.1e} nats apart, at most {float(apart.max()):.1e}",
@@ -187,10 +186,10 @@ def equality(device: str) -> Iterator[Line]:
         here = local(folder, device="cpu", dtype="float32")
         asked = requests_of(small)
         batch = batch_of(asked, here.sample_many(asked))
-        expected = here.score(batch)["log_probs"]
+        expected = here.compute_log_probs(batch)["log_probs"]
         mask = batch["response_mask"].bool()
         for dtype in ("float32", "bfloat16"):
-            there = local(folder, device=device, dtype=dtype).score(batch)["log_probs"].cpu()
+            there = local(folder, device=device, dtype=dtype).compute_log_probs(batch)["log_probs"].cpu()
             gap = float((there - expected)[mask].abs().max())
             assert dtype != "float32" or gap < LARGEST_GAP, gap
             yield Line(f"tiny shape, {dtype} on {device} to float32 on the CPU", note=f"at most {gap:.1e} nats apart")

@@ -31,10 +31,17 @@ def ppo(seed: int) -> tuple[wb.Pipeline, int]:
 def measure(name: str, seed: int, folder: Path) -> str:
     """One run, as a row of the table."""
     rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
-    heldout = wb.datasets.load("data/arith/test.parquet", max_prompt_length=256)
+    eval_rows = wb.datasets.load("data/arith/test.parquet", max_prompt_length=256)
     pipe, steps = {"grpo": grpo, "ppo": ppo}[name](seed)
     run = wb.train_blocking(
-        pipe, rows, steps=steps, batch_size=16, seed=seed, run=folder / f"{name}-{seed}", heldout=heldout, test_freq=10
+        pipe,
+        rows,
+        steps=steps,
+        batch_size=16,
+        seed=seed,
+        run=folder / f"{name}-{seed}",
+        eval_rows=eval_rows,
+        test_freq=10,
     )
     summary, steps_taken = run.summary, run.rows[1:]
     low, high = summary["interval_after"]

@@ -23,7 +23,7 @@ import torch
 import workbench as wb
 from workbench.runs.folder import STEP
 from workbench.runs.symptoms import Watch
-from workbench.trace import Phase, Trace, perform
+from workbench.steps.trace import Phase, Trace, perform
 
 GROUP = 8
 PROMPT_TOKENS = 64

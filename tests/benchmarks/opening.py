@@ -37,7 +37,7 @@ import torch
 torch.set_num_threads(1)
 import workbench as wb
 from workbench.views import samples, tokens
-from workbench.views.sample_index import SampleIndex
+from workbench.views.samples import SampleIndex
 import pandas, pyarrow.parquet, safetensors.torch
 path, what = sys.argv[1:]
 process = psutil.Process()
@@ -50,7 +50,7 @@ shown = eval(what)
 print(json.dumps([time.perf_counter() - began, used() - before]))
 """
 ASK = """
-from workbench.widgets.samples import SamplesTable
+from workbench.widgets.layer import SamplesTable
 view = wb.views.samples(wb.Trace.load(path)); index = view.index; table = SamplesTable(view)
 eval(what)
 times = []

@@ -1,53 +1,39 @@
 """What drawing one step ahead saves: seconds of a step with ahead=0 and with ahead=1, in turn on the same pair of engines.
 
 Blocks of steps in one process, ABBA; the first step of a block is left out (nothing has been drawn for it yet). Prints
-medians of wall time from report to report, and the seconds of the rollout that ran beside the step before. `--sampler
+medians of wall time from step to step, and the seconds of the rollout that ran beside the step before. `--sampler
 vllm` needs WORKBENCH_VLLM_PYTHON; `--threads` are the learner's; a local sampler shares them.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import functools
 import os
 import time
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
 
 import workbench as wb
-from workbench import loop
-from workbench.ahead import Ahead
-from workbench.observer import StepReport
-
-
-class Clock:
-    """Seconds from one report to the next, and what overlapped."""
-
-    def __init__(self) -> None:
-        self.at: list[float] = []
-        self.overlapped: list[float] = []
-
-    def on_start(self, start: int, steps: int) -> None: ...
-
-    def on_step(self, report: StepReport) -> None:
-        self.at.append(time.perf_counter())
-        self.overlapped.append(report.metrics.get("timing_s/overlapped", 0.0))
-
-    def on_end(self, error: BaseException | None) -> None: ...
+from workbench.runs.loop import run_step_unless
+from workbench.steps.execute import Ahead
 
 
 def block(
     pipe: Any, rows: Any, first: int, count: int, batch_size: int, ahead: bool
 ) -> tuple[list[float], list[float]]:
     """Seconds of each step but the first, and of rollout beside the step before."""
-    clock, last = Clock(), first + count - 1
+    at, overlapped, last = list[float](), list[float](), first + count - 1
     prompts = functools.partial(rows.batch, batch_size, seed=0)
     source = Ahead(pipe, lambda step: prompts(step=step), last=last) if ahead else None
-    asyncio.run(loop.train(pipe, rows, steps=last, batch_size=batch_size, start=first, observers=[clock], ahead=source))
-    return [b - a for a, b in zip(clock.at, clock.at[1:], strict=False)], clock.overlapped[1:]
+    for step in range(first, last + 1):
+        trace, _ = run_step_unless(pipe, prompts(step=step), None, source)
+        at.append(time.perf_counter())
+        overlapped.append(trace.metrics.get("timing_s/overlapped", 0.0))
+    return [b - a for a, b in pairwise(at)], overlapped[1:]
 
 
 def main() -> None:
@@ -67,7 +53,7 @@ def main() -> None:
         sampler = wb.engines.vllm(asked.model, max_model_len=256)
     with wb.engines.paired(learner, sampler) as engine:
         reward = wb.rewards.Reward(lambda response: len(response) / 100, in_process=True)
-        pipe = wb.recipes.corrected(wb.recipes.grpo(engine, reward, group_size=8, max_tokens=64))
+        pipe = wb.recipes.with_importance_sampling(wb.recipes.grpo(engine, reward, group_size=8, max_tokens=64))
         step, found = 1, {False: ([], []), True: ([], [])}  # type: dict[bool, tuple[list[float], list[float]]]
         block(pipe, rows, step, 2, 16, False)
         for pair in range(asked.pairs):

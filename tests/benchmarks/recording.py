@@ -17,7 +17,7 @@ import torch
 
 import workbench as wb
 from workbench.runs import updates
-from workbench.trace import Trace
+from workbench.steps.trace import Trace
 
 EVERYTHING: dict[str, Any] = {"keep_updates": 1024, "trace_freq": 1, "keep_traces": 1000}
 NOTHING: dict[str, Any] = {"keep_updates": 0, "trace_freq": 0}

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any
 
-from workbench.errors import SandboxError
+from workbench.base.errors import SandboxError
 from workbench.rewards import Code, Reward, as_reward, math_verify
 from workbench.rewards.scorers.gsm8k import gsm8k
 from workbench.sandbox import LocalSandbox, Program

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import workbench as wb
-from workbench.cluster import cluster
+from workbench.cluster import connect
 from workbench.cluster.transport import pack
 
 ROWS = 1024
@@ -69,7 +69,7 @@ def measured(mebibytes: int, repeats: int) -> list[tuple[str, float]]:
     arrays = {name: data.batch[name].numpy() for name in data.batch}
     tensors = {name: data.batch[name] for name in data.batch}
     lines = []
-    with cluster(cpus=2, object_store_memory=(4 * mebibytes + 256) << 20) as c:
+    with connect(cpus=2, object_store_memory=(4 * mebibytes + 256) << 20) as c:
         ray.put(arrays)  # the store's pages are new to everybody
         time.sleep(1)
         lines.append(("raw: put of numpy arrays", timed(lambda: ray.put(arrays), repeats)))

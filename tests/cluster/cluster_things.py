@@ -5,15 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import workbench as wb
-from workbench import DataProto, background
+from workbench import DataProto
+from workbench.base import runtime
+from workbench.base.errors import NonFinite
 from workbench.cluster import session
-from workbench.engines.protocol import Normalisers
-from workbench.errors import NonFinite
+from workbench.engines.protocol import LossCounts
 
 CANARY = "canary-9876543210"
 SETTINGS: dict[str, Any] = {
@@ -53,11 +55,18 @@ class Thing:
         time.sleep(seconds)
         return seconds
 
+    def meet(self, folder: str, number: int) -> int:
+        """Waits until so many are here at once."""
+        Path(folder, str(os.getpid())).touch()
+        while len(os.listdir(folder)) < number:
+            time.sleep(0.01)
+        return number
+
     def work(self, seconds: float) -> str:
         """As an engine does it: looks between pieces whether it should stop."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            background.check()
+            runtime.check()
             time.sleep(0.01)
         return "worked"
 
@@ -79,7 +88,7 @@ class Thing:
         if self.rank == rank:
             print("my last words")
             os.kill(os.getpid(), 9)
-        return self.sleep(60)
+        return self.sleep(3600)
 
     def eat(self, mebibytes: int) -> int:
         """So much memory, in pieces that somebody can notice."""
@@ -130,8 +139,8 @@ def last_digit(response: str, ground_truth: str) -> float:
     return float(len(response) % 3) + float(response[-1:] == ground_truth[-1:])
 
 
-def counts(batch: DataProto) -> Normalisers:
-    return Normalisers(float(batch["response_mask"].sum()), float(len(batch)), float(batch["response_mask"].shape[1]))
+def counts(batch: DataProto) -> LossCounts:
+    return LossCounts(float(batch["response_mask"].sum()), float(len(batch)), float(batch["response_mask"].shape[1]))
 
 
 def thing(rank: int, size: int, word: str = "word") -> Thing:

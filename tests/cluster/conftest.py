@@ -8,13 +8,25 @@ from pathlib import Path
 import cluster_things as things
 import pytest
 
-from workbench.cluster import Cluster, RayRanks, cluster
+from workbench.cluster import Cluster, RayRanks, connect
 
 HERE = Path(__file__).parent
 
 
+ORDER = ("engines", "interactions", "looking", "faults", "parts", "nodes", "placing")
+"""Of the files `test_cluster_….py`: those that share a cluster come before those that close it."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A cluster takes ten seconds to start."""
+    places = [place for place, one in enumerate(items) if one.path.parent == HERE]
+    mine = [items[place] for place in places]
+    alone = "test_a_closed_cluster_ends_its_live_tables"  # closes what is open
+    mine.sort(
+        key=lambda one: ORDER.index(one.path.stem.removeprefix("test_cluster_") if one.name != alone else "parts")
+    )
+    for place, one in zip(places, mine, strict=True):
+        items[place] = one
     for one in items:
         if one.path.parent == HERE and {"local", "session"} & set(getattr(one, "fixturenames", ())):
             one.add_marker(pytest.mark.slow)
@@ -29,7 +41,7 @@ def _closing() -> Iterator[None]:
 @pytest.fixture
 def local(_closing: None) -> Cluster:
     """Four CPUs of this machine; the same call gives the same cluster while it is open."""
-    return cluster(**things.SETTINGS)
+    return connect(**things.SETTINGS)
 
 
 @pytest.fixture(scope="session")

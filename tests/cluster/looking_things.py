@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 
@@ -20,8 +22,15 @@ class Busy:
         time.sleep(seconds)
         return seconds
 
-    def hold_the_interpreter(self, seconds: int) -> None:
-        ctypes.PyDLL(None).sleep(seconds)
+    def wait_for(self, path: str) -> None:
+        while not os.path.exists(path):
+            time.sleep(0.01)
+
+    def hold_the_interpreter(self, seconds: int, folder: str) -> None:
+        """No other thread of this process runs; a file in the folder says that it begins."""
+        sleep = ctypes.PyDLL(None).sleep
+        Path(folder, str(os.getpid())).touch()
+        sleep(seconds)
 
     def multiply(self, size: int) -> float:
         """On this thread, and a convolution on another."""

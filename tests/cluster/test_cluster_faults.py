@@ -10,23 +10,24 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import cluster_things as things
-import grpc
 import httpx
 import numpy as np
 import psutil
 import pytest
 import torch
-from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+from tests_patience import LONG, patience, within
 
-from workbench import DataProto, background
-from workbench.cluster import Cluster, RayRanks, cluster, connecting, found, tokens
+from workbench import DataProto
+from workbench.base import runtime
+from workbench.base.errors import EngineError, Interrupted, NonFinite, SettingError, WorkerLost
+from workbench.cluster import Cluster, RayRanks, connect, connecting, discovery
 from workbench.cluster.connecting import HEAD
 from workbench.cluster.environment import Environment
-from workbench.engines.ranks import Ranks
-from workbench.errors import EngineError, Interrupted, NonFinite, SettingError, WorkerLost
+from workbench.engines.workers.processes import Ranks
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -72,23 +73,21 @@ def test_B15_a_worker_writes_into_its_own_copy_alone(pair: RayRanks) -> None:
     assert one.result() == [(5.0, -1.0)] * 2 and two.result() == [(5.0, "u0")] * 2
 
 
-def test_groups_work_side_by_side_and_results_are_futures(local: Cluster, pair: RayRanks) -> None:
+def test_groups_work_side_by_side_and_results_are_futures(local: Cluster, pair: RayRanks, tmp_path: Path) -> None:
     with local.ranks(things.thing, 1, name="third") as other:
         assert repr(other).startswith("Group 'third': 1 workers, idle")
-        began = time.monotonic()
-        waits = [pair.submit("sleep", 1.0), other.submit("sleep", 1.0)]
-        assert pair.out == ["sleep"] and "sleep" in repr(local.status())
-        assert [one.result() for one in waits] == [[1.0, 1.0], [1.0]]
-        assert time.monotonic() - began < 1.9
+        first = pair.submit("meet", str(tmp_path), 3)
+        assert pair.out == ["meet"] and "meet" in repr(local.status())
+        assert other.call("meet", str(tmp_path), 3) == [3] and first.result() == [3, 3]
     assert gone(other) and other.closed == "it was closed"
     with pytest.raises(EngineError, match="group 'third' is gone; found it was closed; make it anew"):
         other.call("who")
 
 
 def test_status_logs_and_the_timeline(local: Cluster, pair: RayRanks, tmp_path: Path) -> None:
-    pair.call("say", "hello from a worker", timeout=20)
+    pair.call("say", "hello from a worker", timeout=LONG)
     assert local.logs("pair", 1).splitlines()[-1] == "hello from a worker"
-    assert _within(5, lambda: local.status().nodes[0].free_cpus == 2)
+    assert within(lambda: local.status().nodes[0].free_cpus == 2)
     now = local.status()
     assert [(line.group, line.rank, line.pid, line.state) for line in now.workers] == [
         ("pair", 0, pids(pair)[0], "idle"),
@@ -96,7 +95,7 @@ def test_status_logs_and_the_timeline(local: Cluster, pair: RayRanks, tmp_path: 
     ]
     assert now.nodes[0].cpus == 4 and now.nodes[0].store > 250 << 20
     assert all(line.resident and line.resident > 10 << 20 for line in now.workers)
-    named = [event for event in local.timeline.events if event.name == "say"]
+    named = [event for event in local.timeline.events if event.name == "say"][-2:]
     assert sorted((event.group, event.rank) for event in named) == [("pair", 0), ("pair", 1)]
     assert local.timeline.save(tmp_path / "trace.json").stat().st_size > 200
     # nothing of any session's variables is in Ray's files
@@ -109,7 +108,6 @@ def test_status_logs_and_the_timeline(local: Cluster, pair: RayRanks, tmp_path: 
 
 
 def test_B8_too_much_is_refused_at_once(local: Cluster, pair: RayRanks) -> None:
-    began = time.monotonic()
     with pytest.raises(
         SettingError, match=r"3 workers of 1 CPUs and 0 GPUs; expected at most 2 of them; found .* has 2 of 4"
     ):
@@ -118,7 +116,6 @@ def test_B8_too_much_is_refused_at_once(local: Cluster, pair: RayRanks) -> None:
         local.hold({"global": [5]})
     with pytest.raises(SettingError, match="at most 0 of them"):
         local.ranks(things.thing, 1, gpus=1)
-    assert time.monotonic() - began < 5
 
 
 def test_pools_hold_groups_side_by_side_on_the_same_seats(local: Cluster, pair: RayRanks) -> None:
@@ -132,7 +129,7 @@ def test_pools_hold_groups_side_by_side_on_the_same_seats(local: Cluster, pair: 
             local.ranks(things.thing, 1, pool="global")
         local.release("global")
         assert one.closed is not None
-    assert _within(5, lambda: local.status().nodes[0].free_cpus == 2)
+    assert within(lambda: local.status().nodes[0].free_cpus == 2)
     with pytest.raises(SettingError, match="pool 'global'; expected one of"):
         local.ranks(things.thing, 1, pool="global")
 
@@ -141,10 +138,8 @@ def test_pools_hold_groups_side_by_side_on_the_same_seats(local: Cluster, pair: 
 
 
 def test_B1_a_killed_worker_is_named_in_seconds_and_the_group_is_made_anew(local: Cluster, pair: RayRanks) -> None:
-    began = time.monotonic()
     with pytest.raises(WorkerLost) as error:
         pair.call("die_on", 1)
-    assert time.monotonic() - began < 5
     told = str(error.value)
     assert f"rank 1 (pid {pids(pair)[1]} on " in told and "of 'pair' died in die_on" in told
     assert error.value.rank == 1 and error.value.log.endswith("my last words") and "my last words" in told
@@ -154,7 +149,7 @@ def test_B1_a_killed_worker_is_named_in_seconds_and_the_group_is_made_anew(local
     again = local.ranks(things.thing, 2, name="again")
     assert again.call("who") == [(0, 2, "word"), (1, 2, "word")]
     # from outside, while a call is out
-    out = again.submit("sleep", 60.0)
+    out = again.submit("sleep", 3600.0)
     time.sleep(0.5)
     os.kill(pids(again)[0], signal.SIGKILL)
     with pytest.raises(WorkerLost, match="rank 0"):
@@ -162,11 +157,9 @@ def test_B1_a_killed_worker_is_named_in_seconds_and_the_group_is_made_anew(local
 
 
 def test_B2_a_call_past_its_deadline_says_what_the_ranks_were_doing(pair: RayRanks) -> None:
-    began = time.monotonic()
     with pytest.raises(TimeoutError) as error:
-        pair.call("sleep", 60.0, timeout=1.0)
+        pair.call("sleep", 3600.0, timeout=1.0)
     told = str(error.value)
-    assert 1.0 <= time.monotonic() - began < 11
     assert "sleep of 'pair'; expected an answer in 1 s; found none from rank 0 (pid" in told and "rank 1 (pid" in told
     assert "time.sleep(seconds)" in told
     assert gone(pair)
@@ -176,17 +169,15 @@ def test_B2_a_stopped_rank_and_one_in_c_code_do_not_answer(local: Cluster) -> No
     group = local.ranks(things.thing, 2, name="stuck")
     os.kill(pids(group)[0], signal.SIGSTOP)
     with pytest.raises(TimeoutError, match="does not answer: stopped, or in C code") as error:
-        group.call("hold_the_interpreter", 30, timeout=1.0)
+        group.call("hold_the_interpreter", 3600, timeout=1.0)
     assert str(error.value).count("does not answer") == 2
     assert gone(group)
 
 
 def test_one_rank_raises_while_others_work(local: Cluster, pair: RayRanks) -> None:
-    began = time.monotonic()
     with pytest.raises(EngineError) as error:
-        pair.call("fail_on", 1, 60.0)
+        pair.call("fail_on", 1, 3600.0)
     told = str(error.value)
-    assert time.monotonic() - began < 3, "the other looked, and let go"
     assert f"fail_on on rank 1 (pid {pids(pair)[1]} on " in told and "ValueError: the secret is •••" in told
     assert "cluster_things.py" in told and things.CANARY not in told
     assert pair.call("who") == [(0, 2, "w"), (1, 2, "w")], "nobody was left waiting, so the group lives"
@@ -207,38 +198,43 @@ def test_B6_a_factory_that_raises_or_dies(local: Cluster, pair: RayRanks) -> Non
     assert [group.name for group in local.groups] == ["pair"]
 
 
-def interrupt_after(seconds: float) -> threading.Timer:
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    return timer
+def when_out(group: RayRanks, interrupt: Callable[[], None]) -> None:
+    """From a thread, as soon as a call is out."""
+
+    def wait() -> None:
+        if within(lambda: group.out):
+            time.sleep(0.2)  # it is in the workers, too
+            interrupt()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def by_hand() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_C1_an_interrupt_stops_the_work_and_keeps_ranks_that_all_stopped(pair: RayRanks) -> None:
-    interrupt_after(0.5)
-    began = time.monotonic()
+    when_out(pair, by_hand)
     with pytest.raises(KeyboardInterrupt):
-        pair.call("work", 60.0)
-    assert time.monotonic() - began < 3 and pair.closed is None
+        pair.call("work", 3600.0)
+    assert pair.closed is None
     assert pair.call("work", 0.1) == ["worked"] * 2
     # the flag of this process, from another thread: how a stage is stopped
-    timer = threading.Timer(0.5, background.interrupt)
-    timer.start()
+    when_out(pair, runtime.interrupt)
     try:
         with pytest.raises(Interrupted):
-            pair.call("work", 60.0)
+            pair.call("work", 3600.0)
     finally:
-        background.clear()
+        runtime.clear()
     assert pair.call("work", 0.1) == ["worked"] * 2
 
 
 def test_C1_an_interrupt_leaves_no_actor_that_does_not_let_go(local: Cluster, pair: RayRanks) -> None:
-    interrupt_after(0.5)
-    began = time.monotonic()
+    when_out(pair, by_hand)
     with pytest.raises(KeyboardInterrupt):
-        pair.call("sleep", 60.0)
-    assert time.monotonic() - began < 8
+        pair.call("sleep", 3600.0)
     assert gone(pair) and pair.closed == "sleep was interrupted, and the ranks did not all stop"
-    assert _within(5, lambda: local.status().nodes[0].free_cpus == 4)
+    assert within(lambda: local.status().nodes[0].free_cpus == 4)
 
 
 def test_B14_two_hundred_steps_take_no_more_memory_than_twenty(local: Cluster, pair: RayRanks) -> None:
@@ -251,29 +247,20 @@ def test_B14_two_hundred_steps_take_no_more_memory_than_twenty(local: Cluster, p
             looks.append([one.memory_full_info().uss >> 20 for one in processes])  # their own: not the store's pages
     slopes = [np.polyfit(range(20, 220, 20), column, 1)[0] for column in zip(*looks[1:], strict=True)]
     assert max(slopes) < 0.05, f"MiB a step, driver and ranks: {slopes}; {looks}"
-    assert _within(10, lambda: local.status().nodes[0].store_used < 20 << 20), "nobody holds what was sent"
+    assert within(lambda: local.status().nodes[0].store_used < 20 << 20), "nobody holds what was sent"
     left = pair.submit("same", batch).result(copy=False)
     assert float(left[0]["x"].sum()) == 0.0
 
 
-def _within(seconds: float, holds: object) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if holds():  # type: ignore[operator]
-            return True
-        time.sleep(0.1)
-    return bool(holds())  # type: ignore[operator]
-
-
 def test_the_same_cell_again_is_the_same_cluster_and_close_leaves_no_process(local: Cluster) -> None:
-    assert cluster(**things.SETTINGS) is local
+    assert connect(**things.SETTINGS) is local
     with pytest.raises(EngineError, match="a cluster is open in this process already"):
-        cluster(cpus=2)
-    members = found.of_session(local.link.session)
-    assert len(members) >= 4 and local.link.record is not None and local.link.record.exists()
+        connect(cpus=2)
+    members = discovery.of_session(local.link.session)
+    assert len(members) >= 4 and local.link.record is not None and local.link.record.path.exists()
     local.close()
-    assert not found.of_session(local.link.session) and not any(one.alive() for one in members)
-    assert not local.link.record.exists()
+    assert not discovery.of_session(local.link.session) and not any(one.alive() for one in members)
+    assert not local.link.record.path.exists()
     local.close()
     with pytest.raises(EngineError, match="was closed"):
         local.status()
@@ -285,14 +272,14 @@ os.umask(0)
 sys.path.insert(0, sys.argv[1])
 import cluster_things as things
 from training import group, grpo
-from workbench.cluster import cluster
-c = cluster(cpus=2, object_store_memory=100 << 20)
+from workbench.cluster import connect
+c = connect(cpus=2, object_store_memory=100 << 20)
 where = group(c, 1)
 learner, pipe = grpo(where, sys.argv[2])
 where.start()
 g = c.ranks(things.thing, 1)
 print(c.link.session, flush=True)
-g.call("sleep", 600)
+g.call("sleep", 3600)
 """
 
 
@@ -302,40 +289,46 @@ def test_C3_E10_a_first_start_listens_on_loopback_with_a_token_of_its_own_and_a_
     """A kernel in a home where nobody has had a token, with no umask; beside another cluster, which is not touched (B18)."""
     home = tmp_path / "home"
     home.mkdir()
-    without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    kept = "RAY_prestart_worker_first_driver"
+    without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") or name == kept}
     command = [sys.executable, "-c", KERNEL, str(HERE), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**without, "HOME": str(home)}) as kernel:
         assert kernel.stdout is not None
         session = kernel.stdout.readline().strip()
-        members = found.of_session(session)
+        members = discovery.of_session(session)
         assert len(members) >= 6
         token = home / ".ray" / "auth_token"
         assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 64
         assert [one.name for one in token.parent.iterdir()] == ["auth_token"]
         listening = {
             (one.name, link.laddr.ip, link.laddr.port)
-            for one in [*members, found.process(kernel.pid)]
+            for one in [*members, discovery.process(kernel.pid)]
             for link in psutil.Process(one.pid).net_connections("inet")
             if link.status == psutil.CONN_LISTEN
         }
         assert len(listening) >= 6 and {ip for _, ip, _ in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
         assert {"gcs_server", "raylet"} <= {name for name, *_ in listening}
         head = next(f"127.0.0.1:{port}" for name, _, port in listening if name == "gcs_server")
-        assert head in found.running() and _says(head) == "UNAUTHENTICATED", "loopback, and a token besides"
+        assert head in discovery.running() and _says(head) == "UNAUTHENTICATED", "loopback, and a token besides"
         kernel.kill()
     time.sleep(3)
-    notes = found.clear_left()
-    assert _within(5, lambda: not found.of_session(session))
-    assert not [record for record in found.records() if record.session == session]
+    notes = discovery.clear_left()
+    assert within(lambda: not discovery.of_session(session))
+    assert not [record for record in discovery.records() if record.session == session]
     assert all("a killed kernel" in note for note in notes)
-    assert found.of_session(local.link.session) and local.status().nodes[0].alive, "only what it had started is gone"
+    assert discovery.of_session(local.link.session) and local.status().nodes[0].alive, (
+        "only what it had started is gone"
+    )
 
 
 def _says(head: str) -> str:
     """What a head answers to one without a token."""
+    import grpc
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
     with grpc.insecure_channel(head) as channel, pytest.raises(grpc.RpcError) as error:
         gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).GetAllNodeInfo(
-            gcs_service_pb2.GetAllNodeInfoRequest(), timeout=10
+            gcs_service_pb2.GetAllNodeInfoRequest(), timeout=patience(10)
         )
     return str(error.value.code().name)
 
@@ -347,7 +340,7 @@ def test_E10_the_line_that_we_tell_starts_no_cluster_without_a_token(tmp_path: P
         environment.pop(name, None)
     ray = str(Path(sys.executable).with_name("ray"))
     command = [ray, "start", "--head", "--port=0", "--num-cpus=1", "--include-dashboard=false"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG, check=False)
     assert done.returncode != 0 and "no authentication token was found" in done.stdout + done.stderr
 
 
@@ -364,18 +357,18 @@ def test_E12_a_dashboard_without_its_packages_is_refused_by_name(monkeypatch: py
 @pytest.mark.skipif(not importlib.util.find_spec("opencensus"), reason="no packages of Ray's dashboard: ray[default]")
 def test_E12_the_dashboard_refuses_what_a_page_sends(local: Cluster) -> None:
     local.close()
-    with cluster(cpus=1, object_store_memory=100 << 20, dashboard=True) as own:
+    with connect(cpus=1, object_store_memory=100 << 20, dashboard=True) as own:
         url = next(note for note in own.notes if note.startswith("the dashboard is at ")).split(" at ")[1]
         assert url.startswith("http://127.0.0.1:")
-        token = {"Authorization": f"Bearer {tokens.known()}"}
+        token = {"Authorization": f"Bearer {connecting.known_token()}"}
         page = {"Origin": "http://evil.example", "User-Agent": "Mozilla/5.0", "Sec-Fetch-Site": "cross-site"}
         rebound = {
             "Host": "evil.example:8265",
             "User-Agent": "Mozilla/5.0",
         }  # DNS rebinding: no foreign origin, no token
         job = {"entrypoint": "touch /tmp/workbench-was-here"}
-        with httpx.Client(base_url=url, timeout=20) as client:
-            assert _within(60, lambda: client.get("/api/version", headers=token).status_code == 200)
+        with httpx.Client(base_url=url, timeout=LONG) as client:
+            assert within(lambda: client.get("/api/version", headers=token).status_code == 200)
             for headers, codes in (
                 ({}, (401, 403)),
                 (page, (401, 403, 405)),

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
+from tests_patience import LONG, patience, within
 
 import workbench as wb
 from workbench.agents import BaseInteraction, RemoteInteraction, ToolAgent
+from workbench.base.errors import ForeignError
 from workbench.cluster import Cluster
 from workbench.engines import SamplingSettings
-from workbench.errors import ForeignError
 from workbench.stages import EpisodeRollout
 
 pytestmark = pytest.mark.slow
@@ -68,7 +67,7 @@ def rollout(actor: Any, purpose: str) -> EpisodeRollout:
 
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "data" / "tiny-arith")
     model = Script(tokenizer, lambda context: str(context.count("taken")))
-    loop = ToolAgent(interactions=[RemoteInteraction(actor, "board")], max_assistant_turns=40, seconds_per_call=5.0)
+    loop = ToolAgent(interactions=[RemoteInteraction(actor, "board")], max_assistant_turns=40, seconds_per_call=LONG)
     return EpisodeRollout(model, agent=loop, group_size=2, sampling=SamplingSettings(max_tokens=2000), purpose=purpose)
 
 
@@ -79,12 +78,16 @@ def batch(number: int, **kwargs: Any) -> Any:
 
 @pytest.fixture
 def actor(local: Cluster) -> Any:
+    import ray
+
     made = ray.remote(board_class()).options(num_cpus=0).remote({"name": "board"})
     yield made
     ray.kill(made)
 
 
 def test_episodes_of_two_rollouts_share_an_actors_state_and_end_in_it(actor: Any) -> None:
+    import ray
+
     stages = [rollout(actor, name) for name in ("here", "there")]
     with ThreadPoolExecutor(2) as both:
         found = list(both.map(lambda stage: stage(batch(4)).batch, stages))
@@ -102,23 +105,23 @@ def test_episodes_of_two_rollouts_share_an_actors_state_and_end_in_it(actor: Any
 
 
 def test_an_actor_that_hangs_costs_its_rows_and_one_that_is_gone_ends_the_step(actor: Any) -> None:
+    import ray
+
     slow = rollout(actor, "slow")
     loop: Any = slow.loops.named(None)
     loop.seconds_per_call = 0.3
-    began = time.perf_counter()
     with pytest.raises(
         ForeignError, match="all 4 episodes broke; found start_interaction: TimeoutError: no answer within 0.3"
     ):
         slow(batch(2))
-    assert time.perf_counter() - began < 5
     # the process of a new actor was still starting: conversations were given up on before they began, and are ended
-    standing = ray.get(actor.standing.remote())
-    assert standing["open"] == 0 and len(standing["ended"]) == 4
-    loop.seconds_per_call = 2.0
-    one, other = batch(1), batch(1, seconds=60.0)
+    assert within(lambda: ray.get(actor.standing.remote())["open"] == 0)
+    assert len(ray.get(actor.standing.remote())["ended"]) == 4
+    limit = loop.seconds_per_call = patience(3.0)
+    one, other = batch(1), batch(1, seconds=3600.0)
     found = slow(one.concat([one, other])).batch
     assert list(found["finish_reason"]) == ["stop", "stop", "abort", "abort"]
-    assert "generate_response: TimeoutError: no answer within 2 s" in found["agent_extra"][2]["errors"][0]
+    assert f"generate_response: TimeoutError: no answer within {limit:g} s" in found["agent_extra"][2]["errors"][0]
     assert ray.get(actor.standing.remote())["open"] == 0
     ray.kill(actor)
     with pytest.raises(ForeignError, match="all 4 episodes broke; found start_interaction: ActorDiedError"):

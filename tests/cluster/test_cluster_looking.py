@@ -16,34 +16,26 @@ import cluster_things as shared
 import looking_things as things
 import psutil
 import pytest
+from tests_lint import lint
+from tests_patience import LONG, patience, within
 
 from workbench import DataProto, Outcome
-from workbench.cluster import Cluster, RayRanks, cluster
+from workbench.base.errors import EngineError, SettingError
+from workbench.cluster import Cluster, RayRanks, connect
 from workbench.cluster.actor import _nvidia_smi
-from workbench.cluster.logs import Logs
+from workbench.cluster.environment import nsight_options
 from workbench.cluster.pools import Node
-from workbench.cluster.profiling import Profile, nsight_options
-from workbench.cluster.status import MUTE, CallLine, Status, WorkerLine
+from workbench.cluster.profiling import Profile
+from workbench.cluster.status import MUTE, CallLine, Logs, Status, WorkerLine
 from workbench.cluster.timeline import Event, ordered
-from workbench.errors import EngineError, SettingError
-from workbench.observer import StepReport
+from workbench.runs.loop import StepReport
 from workbench.stages import Stage
-from workbench.trace import STAGE, Trace, perform
-from workbench.views.html import lint
-from workbench.views.timelines import timeline_figure
-from workbench.widgets.cluster import ClusterTable
+from workbench.steps.trace import STAGE, Trace, perform
+from workbench.views.clusters import timeline_figure
+from workbench.widgets.layer import ClusterTable
 
 GIB = 1 << 30
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m$"
-
-
-def within(seconds: float, ready: Callable[[], bool]) -> bool:
-    end = time.monotonic() + seconds
-    while not ready():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 # --- without Ray ------------------------------------------------------------------------------------------
@@ -136,7 +128,7 @@ def test_the_live_table_looks_says_troubles_and_ends_with_its_cluster() -> None:
 
     table = ClusterTable(status(again), every=0.02)
     thread = table._thread
-    assert within(5, lambda: not thread.is_alive())
+    assert within(lambda: not thread.is_alive())
     assert len(asked) == 4 and "01:46:43" in table.face["html"], "the last table stays"
     assert table.face["note"].startswith("the cluster is closed") and not table.face["live"]
     table.close()
@@ -150,7 +142,7 @@ def test_a_live_table_that_nobody_sees_asks_nothing_and_a_closed_one_ends() -> N
         return status()
 
     table = ClusterTable(status(again), every=0.02)
-    assert within(5, lambda: len(asked) > 2)
+    assert within(lambda: len(asked) > 2)
     table.answer({"kind": "opened"})
     table.answer({"kind": "shut"})
     time.sleep(0.1)
@@ -158,9 +150,9 @@ def test_a_live_table_that_nobody_sees_asks_nothing_and_a_closed_one_ends() -> N
     time.sleep(0.2)
     assert len(asked) == seen and table._thread.is_alive()
     table.answer({"kind": "opened"})
-    assert within(5, lambda: len(asked) > seen)
+    assert within(lambda: len(asked) > seen)
     table.close()
-    assert within(5, lambda: not table._thread.is_alive())
+    assert within(lambda: not table._thread.is_alive())
 
 
 def test_logs_of_all_ranks_are_one_text_and_folds() -> None:
@@ -187,9 +179,10 @@ def test_gpu_memory_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_nsight_without_nsys_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared.close()
+    monkeypatch.setattr("workbench.cluster.session._open", None)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    for ask in (lambda: nsight_options("default"), lambda: cluster(runtime_env={"nsight": "default"})):
+    for ask in (lambda: nsight_options("default"), lambda: connect(runtime_env={"nsight": "default"})):
         with pytest.raises(
             SettingError, match="nsight; expected nsys on the PATH of every node; found none on this one"
         ):
@@ -205,16 +198,17 @@ def test_nsight_without_nsys_is_refused_before_anything_starts(tmp_path: Path, m
 
 
 @pytest.fixture(scope="module")
-def local() -> Iterator[Cluster]:
-    environment = {"env_vars": {"OMP_NUM_THREADS": "1"}}
-    shared.close()
-    with cluster(cpus=4, gpus=0, runtime_env=environment, object_store_memory=200 << 20) as opened:
-        yield opened
+def local() -> Cluster:
+    opened = connect(**shared.SETTINGS)
+    for group in list(opened.groups):  # what other files left
+        group.close()
+    return opened
 
 
 @pytest.fixture(scope="module")
-def pair(local: Cluster) -> RayRanks:
-    return local.ranks(things.busy, 2, name="pair")
+def pair(local: Cluster) -> Iterator[RayRanks]:
+    with local.ranks(things.busy, 2, name="pair") as made:
+        yield made
 
 
 class Asks(Stage):
@@ -236,42 +230,56 @@ class Asks(Stage):
 
 
 @pytest.mark.slow
-def test_the_table_says_what_each_worker_does(local: Cluster, pair: RayRanks) -> None:
+def test_the_table_says_what_each_worker_does(local: Cluster, pair: RayRanks, tmp_path: Path) -> None:
     asked = STAGE.set("rollout")
-    waits = [pair.submit("sleep", 1.5), pair.submit("sleep", 0.0)]
+    waits = [pair.submit("wait_for", str(tmp_path / "go")), pair.submit("sleep", 0.0)]
     STAGE.reset(asked)
-    time.sleep(0.5)
-    now = local.status()
-    assert [(one.state, one.waiting) for one in now.workers] == [("sleep", 1)] * 2
-    assert all(0.3 < (one.seconds or 0) < 1.5 and (one.resident or 0) > 10 << 20 for one in now.workers)
+
+    def busy() -> Status | None:
+        found = local.status()
+        return found if [(one.state, one.waiting) for one in found.workers] == [("wait_for", 1)] * 2 else None
+
+    now, later = within(busy), within(busy)
+    assert now is not None and later is not None
+    assert all((one.resident or 0) > 10 << 20 for one in now.workers)
+    assert all(0 < (a.seconds or 0) < (b.seconds or 0) for a, b in zip(now.workers, later.workers, strict=True))
     assert all(one.gpu is None for one in now.workers), "no GPU was given to them"
-    assert [(one.group, one.method, one.stage) for one in now.calls] == [("pair", "sleep", "rollout")] * 2
+    assert [(one.group, one.method, one.stage) for one in now.calls] == [
+        ("pair", "wait_for", "rollout"),
+        ("pair", "sleep", "rollout"),
+    ]
+    (tmp_path / "go").touch()
     for one in waits:
         one.result()
     assert [one.state for one in local.status().workers] == ["idle"] * 2 and not local.status().calls
 
 
 @pytest.mark.slow
-def test_a_mute_worker_is_said_soon_and_not_asked_again_and_again(local: Cluster, pair: RayRanks) -> None:
-    wait = pair.submit("hold_the_interpreter", 4)
-    time.sleep(0.5)
-    began = time.monotonic()
+def test_a_mute_worker_is_said_soon_and_not_asked_again_and_again(
+    local: Cluster, pair: RayRanks, tmp_path: Path
+) -> None:
+    wait = pair.submit("hold_the_interpreter", int(patience(3)), str(tmp_path))
+    assert within(lambda: len(list(tmp_path.iterdir())) == 2)
     looks = [local.status(), local.status()]
-    assert time.monotonic() - began < 3.5
+    assert not wait.done, "it is said while the worker is mute"
     assert all(one.state == MUTE and one.resident is None for look in looks for one in look.workers)
-    out = dict(local.looking._asked)
-    assert len(out) == 2 and local.status() and dict(local.looking._asked) == out, "the same question is still out"
+    out = dict(local._asked)
+    assert len(out) == 2 and local.status() and dict(local._asked) == out, "the same question is still out"
     wait.result()
-    assert within(3, lambda: [one.state for one in local.status().workers] == ["idle"] * 2)
+    assert within(lambda: [one.state for one in local.status().workers] == ["idle"] * 2)
 
 
 @pytest.mark.slow
-def test_live_while_the_driver_waits_and_it_costs_next_to_nothing(local: Cluster, pair: RayRanks) -> None:
+def test_live_while_the_driver_waits_and_it_costs_next_to_nothing(
+    local: Cluster, pair: RayRanks, tmp_path: Path
+) -> None:
     table = ClusterTable(local.status(), every=0.2)
     seen: list[str] = []
     table.observe(lambda change: seen.append(change["new"]["html"]), "face")
-    pair.call("sleep", 3.0)
-    assert sum("sleep" in one for one in seen) >= 2 and table.face["note"] == ""
+    waits = pair.submit("wait_for", str(tmp_path / "go"))
+    assert within(lambda: sum("wait_for" in one for one in seen) >= 2) and table.face["note"] == ""
+    (tmp_path / "go").touch()
+    waits.result()
     spent = []
     for _ in range(20):
         began = time.process_time(), time.perf_counter()
@@ -280,7 +288,7 @@ def test_live_while_the_driver_waits_and_it_costs_next_to_nothing(local: Cluster
     table.close()
     processor, wall = (sorted(one)[10] for one in zip(*spent, strict=True))
     print(f"a look: {1000 * processor:.1f} ms of this process, {1000 * wall:.1f} ms in all")
-    assert within(10, lambda: not table._thread.is_alive())
+    assert within(lambda: not table._thread.is_alive())
 
 
 @pytest.mark.slow
@@ -350,7 +358,7 @@ def test_logs_in_one_call(local: Cluster, pair: RayRanks) -> None:
 
 @pytest.mark.slow
 def test_a_closed_cluster_ends_its_live_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Last in this file's order of clusters: one of its own, with a program in nsys's place."""
+    """In a cluster of its own, with a program in nsys's place."""
     program = tmp_path / "nsys"
     program.write_text(
         "#!/bin/sh\n# Ray gives `nsys profile … python …`; it takes whichever python the PATH has\n"
@@ -363,12 +371,12 @@ def test_a_closed_cluster_ends_its_live_tables(tmp_path: Path, monkeypatch: pyte
 
     if session._open is not None:
         session._open.close()
-    with cluster(cpus=2, gpus=0, object_store_memory=100 << 20) as own:
-        watched = own.ranks(things.busy, 1, name="watched", nsight={"t": "cuda,nvtx"}, start_timeout=60)
+    with connect(cpus=2, gpus=0, object_store_memory=100 << 20) as own:
+        watched = own.ranks(things.busy, 1, name="watched", nsight={"t": "cuda,nvtx"}, start_timeout=LONG)
         plain = own.ranks(things.busy, 1, name="plain")
         environments = [psutil.Process(one.facts[0]["pid"]).environ() for one in (watched, plain)]
         assert ["UNDER_NSYS" in one for one in environments] == [True, False]
         table = ClusterTable(own.status(), every=0.05)
-        assert within(5, lambda: table.look())
-    assert within(5, lambda: not table._thread.is_alive())
+        assert within(lambda: table.look())
+    assert within(lambda: not table._thread.is_alive())
     assert "is closed" in table.face["note"] and "watched" in table.face["html"]

@@ -1,4 +1,4 @@
-"""Parts of a cluster that need no Ray: plans, shares, packing, environments, memory, timelines, what is shown."""
+"""Parts of a cluster that need no Ray: plans, scatter, packing, environments, memory, timelines, what is shown."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests_lint import lint
+from tests_patience import LONG
 
 from workbench import DataProto
-from workbench.cluster import connecting, found, plan, share
+from workbench.base.errors import BatchError, EngineError, SettingError
+from workbench.cluster import connecting, discovery, plan, scatter
 from workbench.cluster.environment import Environment
 from workbench.cluster.fits import fits
-from workbench.cluster.logs import tail
 from workbench.cluster.pools import Node
+from workbench.cluster.ranks import tail
 from workbench.cluster.status import Status, WorkerLine
 from workbench.cluster.timeline import Event, ordered
 from workbench.cluster.transport import pack
-from workbench.errors import BatchError, EngineError, SettingError
-from workbench.views.html import lint
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -68,7 +69,7 @@ def test_a_plan_seats_every_process_and_the_picture_says_where() -> None:
     # the shares of 8 go to different nodes; the one with 12 GPUs has 4 left for the rollout
     assert [(seat.rank, seat.node) for seat in made.of("rollout")] == [(rank, "b") for rank in range(4)]
     assert [seat.node for seat in made.of("global")] == ["b"] * 8 + ["a"] * 8
-    assert [seat.bundle for seat in made.of("global")] == [*range(8), *range(8)]
+    assert [seat.rank for seat in made.of("global")] == [*range(16)]
     assert made.gpus == 1.0 and len(made.seats) == 20
     text = repr(made)
     assert "20 processes with 1 CPUs and 1 GPUs each on 2 nodes; nothing has started" in text
@@ -100,7 +101,7 @@ def test_roles_of_a_pool_that_is_not_there() -> None:
         plan({"global": [1]}, [node("a")], roles={"golbal": ["actor"]})
 
 
-# --- shares ----------------------------------------------------------------------------------------
+# --- scatter ------------------------------------------------------------------------------------------
 
 
 def batch(rows: int, lengths: list[int] | None = None) -> DataProto:
@@ -114,21 +115,21 @@ def batch(rows: int, lengths: list[int] | None = None) -> DataProto:
 
 
 def test_rows_in_order_the_first_ranks_one_more() -> None:
-    shares = share(batch(5), 3, balance=False)
-    assert shares.rows == ((0, 1), (2, 3), (4,)) and shares.own == (2, 2, 1)
-    padded = share(batch(5), 3, balance=False, pad=True)
+    scattered = scatter(batch(5), 3, balance=False)
+    assert scattered.rows == ((0, 1), (2, 3), (4,)) and scattered.own == (2, 2, 1)
+    padded = scatter(batch(5), 3, balance=False, pad=True)
     assert padded.rows == ((0, 1), (2, 3), (4, 4)) and padded.own == (2, 2, 1)
-    few = share(batch(2), 3)
+    few = scatter(batch(2), 3)
     assert few.rows == ((0,), (1,), ()) and [len(part) for part in few.parts(batch(2))] == [1, 1, 0]
-    assert share(batch(2), 3, pad=True).rows == ((0,), (1,), (0,))
+    assert scatter(batch(2), 3, pad=True).rows == ((0,), (1,), (0,))
     with pytest.raises(BatchError, match="at least one row"):
-        share(batch(0), 2)
+        scatter(batch(0), 2)
 
 
 def test_balanced_by_length() -> None:
     # 4 + 1 = 5 tokens beside 3 + 2
-    shares = share(batch(4, [4, 3, 2, 1]), 2)
-    assert sorted(shares.rows) == [(0, 3), (1, 2)]
+    scattered = scatter(batch(4, [4, 3, 2, 1]), 2)
+    assert sorted(scattered.rows) == [(0, 3), (1, 2)]
 
 
 @given(st.integers(1, 23), st.integers(1, 6), st.booleans(), st.booleans(), st.data())
@@ -137,24 +138,24 @@ def test_whatever_the_size_every_row_comes_back_in_its_place(
 ) -> None:
     lengths = data.draw(st.lists(st.integers(1, 4), min_size=rows, max_size=rows))
     given_ = batch(rows, lengths)
-    shares = share(given_, size, balance=balance, pad=pad)
-    parts = shares.parts(given_)
+    scattered = scatter(given_, size, balance=balance, pad=pad)
+    parts = scattered.parts(given_)
     assert not pad or len({len(part) for part in parts}) == 1
-    assert sorted(row for rows_, own in zip(shares.rows, shares.own, strict=True) for row in rows_[:own]) == [
+    assert sorted(row for rows_, own in zip(scattered.rows, scattered.own, strict=True) for row in rows_[:own]) == [
         *range(rows)
     ]
-    back = shares.joined(parts)
+    back = scattered.joined(parts)
     assert torch.equal(back["input_ids"], given_["input_ids"]) and list(back["uid"]) == list(given_["uid"])
     assert back.meta_info["step"] == 3
-    twice = shares.joined([{"twice": 2 * part["input_ids"]} for part in parts])
+    twice = scattered.joined([{"twice": 2 * part["input_ids"]} for part in parts])
     assert torch.equal(twice["twice"], 2 * given_["input_ids"])
 
 
 def test_what_cannot_be_put_together_stays_by_rank_and_wrong_lengths_are_named() -> None:
-    shares = share(batch(4), 2, balance=False)
-    assert shares.joined([{"loss": 1.0}, {"loss": 2.0}]) == [{"loss": 1.0}, {"loss": 2.0}]
+    scattered = scatter(batch(4), 2, balance=False)
+    assert scattered.joined([{"loss": 1.0}, {"loss": 2.0}]) == [{"loss": 1.0}, {"loss": 2.0}]
     with pytest.raises(EngineError, match="the result of rank 1; expected 2 rows; found 3"):
-        shares.joined([torch.zeros(2), torch.zeros(3)])
+        scattered.joined([torch.zeros(2), torch.zeros(3)])
 
 
 # --- packing ---------------------------------------------------------------------------------------
@@ -328,17 +329,17 @@ def test_what_a_killed_kernel_left_is_ended_and_what_lives_is_left_alone(
 ) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     with (
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as left,
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as kept,
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]) as left,
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]) as kept,
     ):
-        alive = found.remember("session_alive", [found.process(kept.pid)])
-        gone = found.remember("session_gone", [found.process(left.pid)])
+        alive = discovery.remember("session_alive", [discovery.process(kept.pid)]).path
+        gone = discovery.remember("session_gone", [discovery.process(left.pid)]).path
         facts = json.loads(gone.read_text())
         facts["driver"]["born"] -= 1000.0  # another process has that id now
         gone.write_text(json.dumps(facts))
         (gone.parent / "odd.json").write_text("{")
-        notes = found.clear_left()
+        notes = discovery.clear_left()
         assert len(notes) == 1 and notes[0].startswith("ended 1 processes (python") and str(os.getpid()) in notes[0]
-        assert left.wait(5) == -9 and kept.poll() is None
+        assert left.wait(LONG) == -9 and kept.poll() is None
         assert alive.exists() and not gone.exists()
         kept.kill()

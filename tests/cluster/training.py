@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ from typing import Any
 import psutil
 
 import workbench as wb
+from workbench.base.errors import WorkerLost
 from workbench.cluster import Cluster
-from workbench.engines.fsdp import fsdp
-from workbench.engines.fsdp_group import Group
-from workbench.engines.fsdp_worker import shards
-from workbench.errors import WorkerLost
-from workbench.loop import run_step
+from workbench.engines.fsdp_engine.engine import fsdp
+from workbench.engines.fsdp_engine.group import Group
+from workbench.engines.fsdp_engine.worker import shards
+from workbench.runs.loop import run_step
 
 MODEL = "data/tiny-arith"
 
@@ -41,34 +40,24 @@ def grpo(where: Group, scratch: Path, **settings: Any) -> tuple[Any, wb.Pipeline
 
 
 class Killer:
-    """Kills a rank of a group every so many seconds, drawn at random, from a thread."""
+    """Kills a rank of a group at random moments within every so manieth step, from a thread."""
 
-    def __init__(self, where: Group, seconds: tuple[float, float], most: int, seed: int = 7) -> None:
-        self._where, self._seconds, self._most = where, seconds, most
+    def __init__(self, where: Group, every: int, most: int, seed: int = 7) -> None:
+        self._where, self._every, self._most = where, every, most
         self._random = random.Random(seed)
-        self._done = threading.Event()
+        self._begun = 0
         self.killed: list[int] = []
-        self._thread = threading.Thread(target=self._work, daemon=True)
 
-    def _work(self) -> None:
-        while len(self.killed) < self._most and not self._done.wait(self._random.uniform(*self._seconds)):
-            if self._where.alive and self._where.workers:
-                pid = self._random.choice(self._where.workers)["pid"]
-                if psutil.pid_exists(pid):
-                    os.kill(pid, signal.SIGKILL)
-                    self.killed.append(pid)
-
-    def __enter__(self) -> Killer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
+    def begun(self) -> None:
+        """A step begins."""
+        self._begun += 1
+        if self._begun % self._every == 0 and len(self.killed) < self._most:
+            self.killed.append(self._random.choice(self._where.workers)["pid"])
+            threading.Timer(self._random.uniform(0.0, 0.2), os.kill, (self.killed[-1], signal.SIGKILL)).start()
 
 
 def train(
-    learner: Any, pipe: wb.Pipeline, start: Any, steps: int, every: int = 5
+    learner: Any, pipe: wb.Pipeline, start: Any, steps: int, every: int = 5, begun: Callable[[], None] = lambda: None
 ) -> tuple[list[dict[str, float]], int]:
     """Steps from a snapshot; metrics of each, and how often it went back to one. Rows are a function of the step."""
     data = rows()[:32]
@@ -80,6 +69,7 @@ def train(
             if restore:
                 learner.restore(kept)
                 restore, step = False, at + 1
+            begun()
             found[step] = dict(run_step(pipe, data.batch(2, step=step, seed=3)).metrics)
             if step % every == 0:
                 kept, at = learner.snapshot(), step
@@ -105,10 +95,3 @@ def footprint() -> dict[str, set[Any]]:
         "shared memory": {one.name for one in Path("/dev/shm").iterdir() if str(os.getpid()) in one.name},
         "scratch": {one.name for one in temporary.glob("workbench-[!c]*") if one.stat().st_uid == os.getuid()},
     }
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not holds():
-        time.sleep(0.1)
-    return holds()

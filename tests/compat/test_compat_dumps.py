@@ -13,8 +13,8 @@ import pandas as pd
 import pytest
 
 import workbench as wb
+from workbench.base.errors import DataError
 from workbench.compat import read_dump
-from workbench.errors import DataError
 from workbench.rewards import gsm8k
 from workbench.rewards.score import MISSING, bounded
 
@@ -333,12 +333,12 @@ def test_numbers_that_are_no_rewards_and_hostile_text(tmp_path: Path) -> None:
     assert wb.rewards.dry_run(right, batch).table["right"].tolist() == [1] * 6
 
 
-def test_ten_thousand_rows_in_about_a_second(tmp_path: Path) -> None:
+def test_ten_thousand_rows_cost_about_a_second(tmp_path: Path) -> None:
     lines = [
         verl(1 + row // 2000, input=f"question {row // 8} " * 20, output="step by step " * 60) for row in range(10_000)
     ]
     write(tmp_path / "all.jsonl", lines)
-    began = time.perf_counter()
+    began = time.process_time()
     batch = read_dump(tmp_path)
-    assert time.perf_counter() - began < 5, "0.3 s on a quiet core; the machine is shared"
+    assert time.process_time() - began < 5, "0.3 s of a quiet core"
     assert len(batch) == 10_000 and len(set(batch["uid"])) == 1250

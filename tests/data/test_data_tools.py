@@ -13,7 +13,8 @@ import make_arith_tools
 import pytest
 from make_arith_tools import demonstration, second_try
 
-from workbench.agents.interactions import Gsm8kInteraction, interacting, load_interactions
+from workbench.agents.files import load_interactions
+from workbench.agents.interactions import Gsm8kInteraction, interacting
 from workbench.agents.parsers import tool_parser
 from workbench.agents.tools import load_tools
 from workbench.datasets import load

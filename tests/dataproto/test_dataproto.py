@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests_patience import examples
 
+from workbench.base.errors import BatchError, ColumnInvalid, ColumnMissing, UnionConflict
 from workbench.dataproto import DataProto, Origin
-from workbench.errors import BatchError, ColumnInvalid, ColumnMissing, UnionConflict
 
 ORIGIN = Origin(stage="reward", step=3, policy_version=2, settings="abcd")
 
@@ -193,7 +194,7 @@ def test_chunk_split_concat_iterate_pad() -> None:
 rows_strategy = st.integers(1, 12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(rows_strategy, st.integers(1, 5))
 def test_chunks_and_repeats_come_back(rows: int, n: int) -> None:
     batch = make(rows)
@@ -203,7 +204,7 @@ def test_chunks_and_repeats_come_back(rows: int, n: int) -> None:
     assert same(DataProto.concat(batch.split(n)), batch)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=8), st.randoms())
 def test_rows_keep_together(idxs: list[int], random: Any) -> None:
     taken = make(6)[idxs]

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workbench.base.errors import BatchError
 from workbench.dataproto import DataProto, Origin
-from workbench.dataproto.columns_map import Lazy
 from workbench.dataproto.io import decode, encode
-from workbench.errors import BatchError
+from workbench.dataproto.value import Lazy
 from workbench.rewards import Score, Status
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -94,7 +94,7 @@ def test_not_a_batch(tmp_path: Path) -> None:
         DataProto.load(tmp_path)
     DataProto({"x": torch.zeros(1)}).save(tmp_path / "b")
     meta = tmp_path / "b" / "meta.json"
-    meta.write_text(meta.read_text().replace('"format": 1', '"format": 99'))
+    meta.write_text(meta.read_text().replace('"format": 2', '"format": 99'))
     with pytest.raises(BatchError, match="format"):
         DataProto.load(tmp_path / "b")
 

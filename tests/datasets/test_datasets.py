@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workbench.base.errors import DataError
 from workbench.datasets import Cursor, Rows, encode, load
-from workbench.datasets.gsm8k import convert, to_row
-from workbench.datasets.order import permutation, place
-from workbench.errors import DataError
+from workbench.datasets.rows import convert, permutation, place, to_row
 from workbench.rewards.scorers.gsm8k import compute_score
 
 

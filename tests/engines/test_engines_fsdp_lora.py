@@ -11,14 +11,15 @@ import torch
 from tests_shards import counts, difference, eleven_rows
 
 import workbench as wb
+from workbench.base.errors import EngineError
 from workbench.dataproto import DataProto
 from workbench.engines import local
-from workbench.engines.fsdp import fsdp
-from workbench.engines.fsdp_group import Group, local_group
+from workbench.engines.fsdp_engine.engine import fsdp
+from workbench.engines.fsdp_engine.group import Group, local_group
+from workbench.engines.fsdp_engine.sharding import export
+from workbench.engines.local_engine.states import read_weights
 from workbench.engines.paired import Paired
-from workbench.engines.sharded_files import export, read_weights
-from workbench.errors import EngineError
-from workbench.stages.exact_kl import ExactKL
+from workbench.stages.diagnostics import ExactKL
 from workbench.testing.engines import LikelihoodLoss
 
 pytest.importorskip("peft", reason="peft is not installed (the extra `peft`)")
@@ -50,7 +51,7 @@ def learn(engine: Any, batch: DataProto, times: int = 1) -> Any:
 
 
 def scored(engine: Any, batch: DataProto) -> torch.Tensor:
-    found: torch.Tensor = engine.score(batch)["log_probs"]
+    found: torch.Tensor = engine.compute_log_probs(batch)["log_probs"]
     return found
 
 
@@ -112,7 +113,7 @@ def test_memory_settings_probes_and_nudges(where: Group, batch: DataProto) -> No
     a, b = (one.probe(rows, LikelihoodLoss(), counts(rows), per_row=True) for one in (plain, here))
     torch.testing.assert_close(a.columns["row_grad_norm"], b.columns["row_grad_norm"], rtol=1e-4, atol=0)
     before, direction = scored(plain, rows), here.gradient(rows, LikelihoodLoss(), counts(rows))
-    with plain.nudged(direction, 0.01), here.nudged(direction, 0.01):
+    with plain.perturbed(direction, 0.01), here.perturbed(direction, 0.01):
         torch.testing.assert_close(scored(plain, rows), scored(here, rows), atol=2e-5, rtol=0)
         assert not torch.equal(scored(plain, rows), before)
     assert torch.equal(scored(plain, rows), before)
@@ -144,7 +145,7 @@ def test_a_folder_is_peft_s_and_a_run_goes_on(where: Group, batch: DataProto, tm
     for engine in (there, again):
         learn(engine, batch)
     assert difference(there.full_weights(), again.full_weights()) == 0
-    with pytest.raises(EngineError, match=r"q_proj.weight of \(128, 128\); found none such"):
+    with pytest.raises(EngineError, match=r"q_proj.weight of shape \(128, 128\); found no tensor of that name"):
         fsdp(TINY, on=where, device="cpu").load_state(tmp_path / "adapter", tmp_path / "state")
 
 
@@ -167,7 +168,7 @@ def test_states_hold_what_learns(where: Group, batch: DataProto, tmp_path: Path)
     assert not (tmp_path / "adapter" / "model.safetensors").exists()
     learn(there, batch)
     critic = there.critic()
-    values = critic.score(batch, ("values",))
+    values = critic.compute_log_probs(batch, ("values",))
     learn(there, batch)
     there.restore(kept)
     # on new workers the base comes from its path and the adapters from the snapshot
@@ -176,7 +177,7 @@ def test_states_hold_what_learns(where: Group, batch: DataProto, tmp_path: Path)
     there.restore(kept)
     assert torch.equal(scored(there, batch), first)
     assert torch.equal(
-        critic.score(batch, ("values",))["values"], values["values"]
+        critic.compute_log_probs(batch, ("values",))["values"], values["values"]
     )  # a head of zeros, on a policy's state
 
 
@@ -186,7 +187,9 @@ def test_a_critic_has_adapters_of_its_own(where: Group, batch: DataProto) -> Non
     for _ in range(2):
         a, b = (critic.learn(batch, LikelihoodLoss(want=("values",)), counts(batch)) for critic in critics)
         assert a.metrics["grad_norm"].result() == pytest.approx(b.metrics["grad_norm"].result(), rel=1e-5)
-    torch.testing.assert_close(*(one.score(batch, ("values",))["values"] for one in critics), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        *(one.compute_log_probs(batch, ("values",))["values"] for one in critics), atol=1e-4, rtol=0
+    )
     with pytest.raises(EngineError, match="other adapters"):
         there.critic(lora_rank=0)
 
@@ -203,4 +206,6 @@ def test_grpo_steps_with_a_sampler_that_gets_merged_weights(where: Group) -> Non
     for name in ("old_log_probs", "ref_log_prob", "new_log_probs"):
         torch.testing.assert_close(found[0][name], found[1][name], atol=2e-5, rtol=0)
     gap = (found[0]["rollout_log_probs"] - found[0]["old_log_probs"]).abs().max()
-    assert gap < 2e-5  # the sampler holds what the learner has learnt
+    assert (
+        gap < 5e-5
+    )  # the sampler holds the trained weights; merged, they are summed in another order (2.2e-5 on some CPUs)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from workbench.base.errors import EngineError, OutOfMemory, SettingError
 from workbench.dataproto import DataProto
 from workbench.engines import Request, SamplingSettings, local
-from workbench.engines import memory as memory_module
-from workbench.engines.learning import learning_rate
-from workbench.engines.memory import memory_errors
-from workbench.engines.sampling import allowed, inverse_cdf
-from workbench.engines.scoring import micro_batches
-from workbench.errors import EngineError, OutOfMemory, SettingError
+from workbench.engines.local_engine import memory as memory_module
+from workbench.engines.local_engine.learning import learning_rate
+from workbench.engines.local_engine.memory import memory_errors
+from workbench.engines.local_engine.sampling import allowed, inverse_cdf
+from workbench.engines.local_engine.scoring import micro_batches
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 from workbench.testing.models import make_random_model
 
@@ -166,7 +166,7 @@ def test_weights_go_from_one_engine_to_another(folder: Path) -> None:
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])  # tied
     two.load_weights(weights, 7)
     assert two.version == 7 and two.state_id != state
-    assert torch.equal(one.score(batch)["log_probs"], two.score(batch)["log_probs"])
+    assert torch.equal(one.compute_log_probs(batch)["log_probs"], two.compute_log_probs(batch)["log_probs"])
     one.learn(batch, LikelihoodLoss(), EngineContract.counts(batch))
     assert torch.equal(weights["lm_head.weight"], two.full_weights()["lm_head.weight"])  # copies
     with pytest.raises(EngineError, match="load_weights; expected model.norm.weight of"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.errors import EngineError
+from workbench.base.errors import EngineError
 from workbench.rewards import Reward
 
 pytest.importorskip("peft", reason="peft is not installed (the extra `peft`)")
@@ -30,32 +30,32 @@ def test_it_starts_as_the_base_and_only_adapters_learn(tiny: str) -> None:
     pipe, rows, engine = make(tiny)
     base = wb.engines.local(tiny, device="cpu")
     batch = wb.Stepper(pipe, rows.batch(4)).run(until="rollout").batch
-    plain = base.score(batch)["log_probs"]
-    torch.testing.assert_close(engine.score(batch)["log_probs"], plain, atol=1e-5, rtol=1e-5)
+    plain = base.compute_log_probs(batch)["log_probs"]
+    torch.testing.assert_close(engine.compute_log_probs(batch)["log_probs"], plain, atol=1e-5, rtol=1e-5)
     frozen = {name: t.clone() for name, t in engine._model.state_dict().items() if "lora_" not in name}
     s = wb.Stepper(pipe, rows.batch(4)).run()
     assert s.trace.metrics["actor/grad_norm"] > 0
     assert all(torch.equal(engine._model.state_dict()[name], t) for name, t in frozen.items())
     assert set(engine.snapshot()["weights"]) == {name for name in engine._model.state_dict() if "lora_" in name}
-    assert not torch.equal(engine.score(batch)["log_probs"], plain)
+    assert not torch.equal(engine.compute_log_probs(batch)["log_probs"], plain)
     # the reference is the base still, without a copy of it
     reference = pipe["ref_log_prob"]._model
     assert reference._engine is engine
-    torch.testing.assert_close(reference.score(batch)["log_probs"], plain, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(reference.compute_log_probs(batch)["log_probs"], plain, atol=1e-5, rtol=1e-5)
     assert all(p.requires_grad == ("lora_" in name) for name, p in engine._model.named_parameters())
 
 
 def test_an_adapter_is_saved_and_loaded_and_merged(tiny: str, tmp_path: Path) -> None:
     pipe, rows, engine = make(tiny)
     batch = wb.Stepper(pipe, rows.batch(4)).run().batch
-    now = engine.score(batch)["log_probs"]
+    now = engine.compute_log_probs(batch)["log_probs"]
     engine.save(tmp_path / "adapter")
     files = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= files and "model.safetensors" not in files
     again = wb.engines.local(tmp_path / "adapter", device="cpu")
-    assert torch.equal(again.score(batch)["log_probs"], now)
+    assert torch.equal(again.compute_log_probs(batch)["log_probs"], now)
     merged = wb.engines.local(engine.save_merged(tmp_path / "merged"), device="cpu")
-    torch.testing.assert_close(merged.score(batch)["log_probs"], now, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(merged.compute_log_probs(batch)["log_probs"], now, atol=1e-4, rtol=1e-4)
     assert not [name for name in merged.snapshot()["weights"] if "lora" in name or "base_layer" in name]
     whole = engine.full_weights()
     assert whole.keys() == merged.full_weights().keys()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import workbench as wb
-from workbench import background
-from workbench.engines import Learner, LogProbModel, Request, Sample, Sampler, local
+from workbench.base import runtime
+from workbench.base.errors import EngineError
+from workbench.engines import Learner, LocalEngine, LogProbModel, Request, Sample, Sampler, local, protocol
 from workbench.engines.paired import Paired, paired
-from workbench.engines.weights import in_memory, read_weights, weights_of
-from workbench.errors import EngineError
+from workbench.engines.weights import in_memory, weights_of
+from workbench.replay.stepping import late_learner
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 from workbench.testing.models import make_random_model
 
@@ -90,6 +93,27 @@ def test_it_is_all_three(folder: Path) -> None:
         _ = engine.nothing_such
 
 
+LEARNERS = (protocol.Differentiable, protocol.WholeDistributions, protocol.Estimates)
+
+
+def test_what_only_some_can_stands_on_the_object_itself(folder: Path) -> None:
+    """Since Python 3.12 `isinstance` looks there, and not at `__getattr__`."""
+    learner = local(folder)
+    engine = paired(learner, local(folder))
+    for can in (*LEARNERS, protocol.WeightSource, protocol.Bounded, protocol.Located, protocol.Templated):
+        assert isinstance(engine, can) and isinstance(learner, can)
+        for name in (name for name in vars(can) if not name.startswith("_")):
+            inspect.getattr_static(engine, name)
+    assert isinstance(engine, protocol.PinnedWeights) and not isinstance(learner, protocol.PinnedWeights)
+    assert engine.lost is None  # as of a learner in this process
+    plain: Any = SimpleNamespace(tokenizer=learner.tokenizer)
+    assert not any(isinstance(paired(plain, learner), can) for can in LEARNERS)
+    late = late_learner((LocalEngine,))  # asked before a step's learner is opened
+    for can in (*LEARNERS, protocol.Stateful, protocol.Losable, protocol.Late):
+        for name in (name for name in vars(can) if not name.startswith("_")):
+            inspect.getattr_static(late, name)
+
+
 def test_rows_carry_the_version_whose_weights_wrote_them(folder: Path) -> None:
     learner, sampler = local(folder, lr=1e-2), Told(local(folder))
     engine = paired(learner, sampler)
@@ -117,7 +141,7 @@ def test_many_ask_and_one_pushes_also_when_all_are_cancelled(folder: Path) -> No
             one.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
 
-    background.run(cancelled())
+    runtime.run(cancelled())
     assert len(engine.sample_many(REQUESTS)) == 6 and sampler.told == ["load 0"]
 
 
@@ -135,8 +159,8 @@ def test_on_a_shared_device_the_sampler_sleeps_while_the_learner_works(folder: P
     sampler = Told(local(folder))
     engine = paired(local(folder), sampler, share_device=True)
     batch = EngineContract().batch(engine)
-    engine.score(batch)
-    engine.score(batch)
+    engine.compute_log_probs(batch)
+    engine.compute_log_probs(batch)
     engine.sample_many(REQUESTS)  # nothing moved: it wakes, and keeps its weights
     assert sampler.told == ["load 0", "sleep", "wake"]
     learn(engine)
@@ -167,9 +191,12 @@ def test_weights_are_whole_tied_heads_and_merged_adapters_included(folder: Path)
     assert set(merged) == set(found)
     assert not torch.equal(merged["model.layers.0.self_attn.q_proj.weight"], found["model.layers.0.self_attn.q_proj.weight"])  # fmt: skip
     batch = EngineContract().batch(engine)  # sampled by the plain model, scored by the adapted one
-    torch.testing.assert_close(engine.score(batch)["log_probs"], batch["rollout_log_probs"], atol=2e-5, rtol=0)
-    with pytest.raises(EngineError, match="no such file"):
-        read_weights(Path("data"))
+    torch.testing.assert_close(
+        engine.compute_log_probs(batch)["log_probs"], batch["rollout_log_probs"], atol=2e-5, rtol=0
+    )
+    plain: Any = SimpleNamespace(save=learner.save)  # one that can only save: its folder is read back
+    saved = weights_of(plain)
+    assert set(saved) == set(found) and all(torch.equal(saved[name], tensor) for name, tensor in found.items())
 
 
 def test_a_file_in_memory_is_a_safetensors_file_that_leaves_nothing() -> None:

@@ -7,7 +7,6 @@ import asyncio
 import math
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,17 @@ from typing import Any
 import pytest
 import torch
 from test_engines_vllm import moved
+from tests_patience import LONG
 from tests_remote import FIRST, LOGITS, Server, serving
 
-from workbench import background
+from workbench.base import runtime
+from workbench.base.errors import EngineError, Interrupted, SettingError
 from workbench.engines import Request, Sample, Sampler, SamplingSettings, local, paired, remote, server_command
 from workbench.engines.weights import weights_of
-from workbench.errors import EngineError, Interrupted, SettingError
 from workbench.testing.models import make_random_model
 
 TINY = "data/tiny-arith"
-QUICK: dict[str, Any] = {"attempts": 2, "timeout": 5, "ask_seconds": 5, "push_seconds": 20}
+QUICK: dict[str, Any] = {"attempts": 2, "timeout": LONG, "ask_seconds": LONG, "push_seconds": LONG}
 
 
 @pytest.fixture
@@ -196,17 +196,16 @@ def test_a_server_that_hangs_is_given_up_and_an_interrupt_is_heard_meanwhile(ser
     server.gate.clear()
     with pytest.raises(EngineError, match="no reply in 0.3 s"):
         engine.sample_many([request()])
-    flag = threading.Timer(0.2, background.interrupt)
-    engine._settings = engine._settings.replace(timeout=20.0)
+    flag = threading.Timer(0.2, runtime.interrupt)
+    engine._settings = engine._settings.replace(timeout=3600.0)
     flag.start()
-    began = time.monotonic()
     try:
         with pytest.raises(Interrupted):
             engine.sample_many([request()])
     finally:
         flag.join()
-        background.clear()
-    assert time.monotonic() - began < 3
+        runtime.clear()
+    assert not server.gate.is_set()
     server.gate.set()
     assert engine.sample_many([request()])
 
@@ -298,7 +297,7 @@ def test_a_push_waits_for_what_is_under_way_and_holds_back_what_comes(server: Se
         await push
         return [await first, await second]
 
-    assert [one.version for one in background.run(beside())] == [0, 1]
+    assert [one.version for one in runtime.run(beside())] == [0, 1]
 
 
 def test_weights_that_never_change_are_paired_only_with_a_stated_staleness(server: Server) -> None:
@@ -318,11 +317,8 @@ def test_weights_that_never_change_are_paired_only_with_a_stated_staleness(serve
 
 
 def test_another_machine_needs_a_folder_that_both_see() -> None:
-    from workbench.engines.remote_settings import RemoteSettings
-    from workbench.engines.remote_weights import Pusher
-
     with pytest.raises(EngineError, match="another machine.*weights_folder"):
-        Pusher("http://gpu-7:8000", "sglang", Path(TINY), RemoteSettings(weights="sglang"), {})
+        remote("http://gpu-7:8000", TINY, weights="sglang", **QUICK)
 
 
 def test_the_command_says_everything_that_a_server_needs(tmp_path: Path) -> None:

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests_patience import LONG, within
 
-from workbench import background
+from workbench.base import runtime
+from workbench.base.errors import EngineError, Interrupted, WorkerLost
 from workbench.engines import Request, Sample, local
-from workbench.engines.host import host
-from workbench.engines.hosted import Hosted
 from workbench.engines.paired import paired
-from workbench.engines.processes import processes
-from workbench.engines.replicas import FAILURES, RESTARTS, Replicas
-from workbench.errors import EngineError, Interrupted, WorkerLost
+from workbench.engines.workers.hosted import Hosted, host
+from workbench.engines.workers.processes import processes
+from workbench.engines.workers.replicas import FAILURES, RESTARTS, Replicas
 from workbench.testing.engines import EngineContract
 from workbench.testing.models import make_random_model
 
@@ -89,11 +89,11 @@ class TestInProcesses:
         engine = paired(local(folder), two)
         engine.sample_many(REQUESTS[:2])
         pids = [pid_of(member) for member in two.members]
-        threading.Timer(0.1, background.interrupt).start()
+        threading.Timer(0.1, runtime.interrupt).start()
         long = EngineContract.requests(count=64, max_tokens=100, ignore_eos=True)
         with pytest.raises(Interrupted):
             engine.sample_many(long)
-        background.clear()
+        runtime.clear()
         assert len(engine.sample_many(REQUESTS)) == len(REQUESTS) and [pid_of(one) for one in two.members] == pids
 
     def test_what_is_asked_when_an_interrupt_is_over_is_answered(
@@ -106,17 +106,15 @@ class TestInProcesses:
         def interrupted_once(method: str, *args: Any) -> Any:
             if method != "exchange" or late:
                 return real(method, *args)
-            late.append(asyncio.run_coroutine_threadsafe(member.sample(REQUESTS[1]), background.loop()))
-            deadline = time.monotonic() + 20
-            while len(member._out) < 2 and time.monotonic() < deadline:
-                time.sleep(0.01)
+            late.append(asyncio.run_coroutine_threadsafe(member.sample(REQUESTS[1]), runtime.loop()))
+            assert within(lambda: len(member._out) >= 2, every=0.01)
             raise Interrupted("stopped by hand")
 
         monkeypatch.setattr(member, "_do", interrupted_once)
-        first = asyncio.run_coroutine_threadsafe(member.sample(REQUESTS[0]), background.loop())
+        first = asyncio.run_coroutine_threadsafe(member.sample(REQUESTS[0]), runtime.loop())
         with pytest.raises(Interrupted):
-            first.result(60)
-        assert late[0].result(60).ids and member.sample_many(REQUESTS[:1])[0].ids
+            first.result(LONG)
+        assert late[0].result(LONG).ids and member.sample_many(REQUESTS[:1])[0].ids
 
     def test_a_worker_whose_engine_raises_says_so_to_whoever_asked(self, folder: Path, two: Replicas) -> None:
         bad = Request((1, 2, 10_000), REQUESTS[0].settings, 0)
@@ -132,11 +130,9 @@ class TestInProcesses:
             with pytest.raises(asyncio.CancelledError):
                 await task
 
-        background.run(ask_and_cancel())
+        runtime.run(ask_and_cancel())
         assert len(two.sample_many(REQUESTS[:3])) == 3
-        deadline = time.monotonic() + 5
-        while any(one._carrier for one in two.members) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        within(lambda: not any(one._carrier for one in two.members))
         assert not any(one._out or one._carrier for one in two.members)  # the thread ends when nothing is out
 
 
@@ -202,7 +198,7 @@ class Busy:
 
     def call(self, method: str, *shared: Any, each: Any = None, timeout: float | None = None) -> list[Any]:
         time.sleep(0.01)
-        return [{"tokenizer": None, "max_length": 128}] if method == "about" else [[]]
+        return [(None, {}, 128, {}, "")] if method == "about" else [[]]
 
     def close(self) -> None:
         self.closed = True

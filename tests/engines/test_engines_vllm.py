@@ -11,26 +11,32 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from tests_patience import LONG, patience, within
 
 import workbench as wb
-from workbench import background
+from workbench.base import runtime
+from workbench.base.errors import EngineError, Interrupted, SettingError, WorkerLost
 from workbench.dataproto import DataProto
 from workbench.engines import Classifier, Request, Sample, Sampler, SamplingSettings, classifier, local
 from workbench.engines.paired import paired
-from workbench.engines.vllm import VllmEngine, vllm
-from workbench.engines.vllm_classifier import vllm_classifier
-from workbench.engines.vllm_link import cause_in
-from workbench.engines.vllm_served import VllmSettings, importable, interpreter
+from workbench.engines.vllm_server.engine import (
+    VllmEngine,
+    VllmSettings,
+    importable,
+    interpreter,
+    vllm,
+    vllm_classifier,
+)
+from workbench.engines.vllm_server.link import cause_in
 from workbench.engines.weights import weights_of
-from workbench.errors import EngineError, Interrupted, SettingError, WorkerLost
 from workbench.stages.rollout import columns_of
 from workbench.testing.engines import EngineContract
 from workbench.testing.models import make_random_model
@@ -42,13 +48,31 @@ needs_vllm = pytest.mark.skipif(
 slow = pytest.mark.slow
 TOLERANCE = 1e-4
 """Largest difference of a log-prob, in nats, between vLLM and transformers, both in float32."""
-SETTINGS: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory_mb": 64, "stall_seconds": 60}
+SETTINGS: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory_mb": 64, "stall_seconds": LONG}
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
     with vllm("data/tiny-arith", **SETTINGS) as made:
         yield made
+
+
+def when_asked(engine: VllmEngine, then: Callable[[], None]) -> threading.Thread:
+    """From a thread, as soon as a request is out."""
+
+    def wait() -> None:
+        if within(lambda: engine._link._under_way(), every=0.01):
+            then()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def seconds_of(engine: VllmEngine) -> float:
+    """Of the processor, that its process has used."""
+    used = psutil.Process(engine.pid).cpu_times()
+    return float(used.user + used.system)
 
 
 def asked(engine: Any, count: int = 24, **settings: Any) -> list[Request]:
@@ -65,7 +89,7 @@ def asked(engine: Any, count: int = 24, **settings: Any) -> list[Request]:
 def gap(learner: Any, requests: list[Request], samples: list[Sample]) -> float:
     """Largest difference of the sampled tokens' log-probs from the trainer's, in nats."""
     batch = DataProto.from_single_dict(columns_of([one.ids for one in requests], samples, 0))
-    scored = learner.score(batch, temperature=requests[0].settings.temperature or 1.0)["log_probs"]
+    scored = learner.compute_log_probs(batch, temperature=requests[0].settings.temperature or 1.0)["log_probs"]
     return float((scored - batch["rollout_log_probs"]).abs().max())
 
 
@@ -142,7 +166,7 @@ class TestVllm:
 
     def test_a_push_waits_for_the_rows_before_it(self, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         """A row is written by one version, whatever was under way."""
-        ask, pushing = engine._ask, threading.Event()
+        ask, pushing = engine._link.ask, threading.Event()
 
         def heard(kind: str, **content: Any) -> Any:
             answer = ask(kind, **content)
@@ -163,8 +187,8 @@ class TestVllm:
             await pushed
             return [*await asyncio.gather(*first), *second]
 
-        monkeypatch.setattr(engine, "_ask", heard)
-        found = background.run(beside())
+        monkeypatch.setattr(engine._link, "ask", heard)
+        found = runtime.run(beside())
         assert [one.version for one in found] == [0] * len(requests) + [7] * len(requests)
         assert gap(old, requests, found[: len(requests)]) < TOLERANCE
         assert gap(new, requests, found[len(requests) :]) < TOLERANCE
@@ -213,25 +237,28 @@ class TestVllm:
 
     def test_an_interrupt_aborts_the_requests(self, engine: VllmEngine) -> None:
         long = asked(engine, 64, ignore_eos=True, max_tokens=200)
-        flag = threading.Timer(0.1, background.interrupt)
-        flag.start()
+        flag = when_asked(engine, runtime.interrupt)
         try:
             with pytest.raises(Interrupted):
                 engine.sample_many(long)
         finally:
             flag.join()
-            background.clear()
+            runtime.clear()
 
         async def cancelled() -> None:
             work = asyncio.gather(*(engine.sample(one) for one in long))
-            await asyncio.sleep(0.1)
+            while not engine._link._under_way():
+                await asyncio.sleep(0.01)
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
-        background.run(cancelled())
-        began = time.monotonic()
-        engine.sync(local("data/tiny-arith"))  # waits for what is under way, and nothing is
-        assert time.monotonic() - began < 1 and len(engine.sample_many(long[:2])) == 2
+        learner = local("data/tiny-arith")
+        begun = seconds_of(engine)
+        runtime.run(cancelled())
+        engine.sync(learner)  # waits for what is under way, and nothing is
+        given_up = seconds_of(engine)
+        assert len(engine.sample_many(long)) == 64
+        assert given_up - begun < 0.6 * (seconds_of(engine) - given_up), "seconds of its processor"
 
     def test_it_is_a_judge(self, engine: VllmEngine) -> None:
         answer = asyncio.run(
@@ -261,18 +288,20 @@ def test_two_steps_of_grpo(engine: VllmEngine) -> None:
 @needs_vllm
 @slow
 class TestItsProcess:
-    def test_same_seed_same_tokens_on_a_fresh_engine(self, engine: VllmEngine) -> None:
+    @pytest.mark.parametrize("multiprocess", [False, pytest.param(True, marks=pytest.mark.long)])
+    def test_same_seed_same_tokens_on_a_fresh_engine(self, engine: VllmEngine, multiprocess: bool) -> None:
         """And with the scheduler in a process of its own."""
         engine.sync(local("data/tiny-arith"))
-        with vllm("data/tiny-arith", **SETTINGS, multiprocess=True) as other:
+        with vllm("data/tiny-arith", **SETTINGS, multiprocess=multiprocess) as other:
             requests = asked(engine)
             assert [one.ids for one in engine.sample_many(requests)] == [one.ids for one in other.sample_many(requests)]
             learner = moved(local("data/tiny-arith", lr=1e-3))
             other.sync(learner)
             assert gap(learner, requests, other.sample_many(requests)) < TOLERANCE
             group = other.pid
-        assert _members(group) == []
+        assert within(lambda: _members(group) == [])
 
+    @pytest.mark.long
     def test_two_ranks_share_a_model(self) -> None:
         there = _shared_memory()
         with vllm("data/tiny-arith", **SETTINGS, tensor_parallel_size=2) as engine:
@@ -281,17 +310,18 @@ class TestItsProcess:
             engine.sync(learner)
             assert gap(learner, requests, engine.sample_many(requests)) < TOLERANCE
             made = _shared_memory() - there
-        assert made and not made & _shared_memory()
+        # vLLM's ranks share memory where its kernels have AVX-512
+        assert made or torch.backends.cpu.get_cpu_capability() != "AVX512"
+        assert not made & _shared_memory()
 
     def test_a_killed_process_is_a_named_error_and_can_be_started_again(self) -> None:
         with vllm("data/tiny-arith", **SETTINGS) as engine:
             requests = asked(engine, 64, ignore_eos=True, max_tokens=200)
             first, group = engine.sample_many(requests[:2]), engine.pid
-            threading.Timer(0.1, os.kill, (group, signal.SIGKILL)).start()
-            began = time.monotonic()
+            when_asked(engine, lambda: os.kill(group or 0, signal.SIGKILL))
             with pytest.raises(WorkerLost, match="(?s)was ended by SIGKILL.*restart") as lost:
                 engine.sample_many(requests)
-            assert time.monotonic() - began < 5 and lost.value.exit == "SIGKILL"
+            assert lost.value.exit == "SIGKILL", "seen to be gone, not taken for dead"
             with pytest.raises(WorkerLost, match="SIGKILL"):  # and for whoever asks later
                 engine.sample_many(requests[:1])
             assert group is not None and _members(group) == []
@@ -311,22 +341,23 @@ class TestItsProcess:
             group = int(kernel.stdout.readline())
             assert _members(group)
             kernel.kill()
-        end = time.monotonic() + 5
-        while _members(group) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert _members(group) == []
-        assert not set(Path(tempfile.gettempdir()).glob("workbench-vllm-*")) - before
+        assert within(lambda: not _members(group))
+        assert within(lambda: not set(Path(tempfile.gettempdir()).glob("workbench-vllm-*")) - before)
 
     def test_a_process_that_hangs_is_taken_for_dead(self) -> None:
-        with vllm("data/tiny-arith", **{**SETTINGS, "stall_seconds": 2}) as engine:
+        stall = patience(2)
+        with vllm("data/tiny-arith", **{**SETTINGS, "stall_seconds": stall}) as engine:
             os.kill(engine.pid or 0, signal.SIGSTOP)
-            with pytest.raises(WorkerLost, match="has said nothing for 2 s"):
+            with pytest.raises(WorkerLost, match=f"has said nothing for {stall:g} s"):
                 engine.sample_many(asked(engine, 1))
             assert _members(engine.pid) == []
 
     def test_vllms_own_words_when_it_does_not_start(self) -> None:
         with pytest.raises(EngineError, match="(?s)vLLM did not start.*greater than the derived max_model_len"):
             vllm("data/tiny-arith", max_model_len=100_000)
+
+    @pytest.mark.long
+    def test_vllms_own_words_when_its_scheduler_does_not_start(self) -> None:
         with pytest.raises(EngineError, match="vLLM did not start; found ValueError.*cache"):  # only its log has it
             vllm("data/tiny-arith", max_model_len=512, kv_cache_memory_mb=1, multiprocess=True)
 
@@ -351,11 +382,11 @@ def test_a_reward_model_gives_the_raw_scalar() -> None:
     with vllm_classifier(path, **SETTINGS) as served:
         assert isinstance(served, Classifier) and served.describe() == f"vLLM {path}" and "process" in repr(served)
         for (mine, length), (theirs, same) in zip(
-            background.run(all_of(served)), background.run(all_of(classifier(path))), strict=True
+            runtime.run(all_of(served)), runtime.run(all_of(classifier(path))), strict=True
         ):
             assert mine == pytest.approx(theirs, abs=1e-4) and length == same
         with pytest.raises(EngineError, match="1 to 256 tokens.*prompt_length"):
-            background.run(served.classify("word " * 300))
+            runtime.run(served.classify("word " * 300))
 
 
 def _shared_memory() -> set[str]:

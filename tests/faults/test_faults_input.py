@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 import workbench as wb
-from workbench.errors import WorkbenchError
+from workbench.base.errors import WorkbenchError
 from workbench.testing.models import make_random_model
 
 Case = tuple[Any, str]

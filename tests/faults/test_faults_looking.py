@@ -86,8 +86,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def test_E6_what_widgets_are_told_has_no_control_characters_and_a_bounded_size(tiny: str, tmp_path: Path) -> None:
-    from workbench.widgets.samples import SamplesTable
-    from workbench.widgets.tokens import TokenView
+    from workbench.widgets.layer import SamplesTable, TokenView
 
     for text in (HOSTILE, "x" * 10_000_000):
         batch = hostile_batch(text)
@@ -111,8 +110,7 @@ def test_E6_what_widgets_are_told_has_no_control_characters_and_a_bounded_size(t
 @in_chromium
 def test_E6_a_script_that_is_told_markup_draws_text(tmp_path: Path) -> None:
     """The scripts alone in a browser, on a model that answers with markup: nothing runs, nothing is fetched."""
-    from workbench.widgets.samples import SamplesTable
-    from workbench.widgets.tokens import TokenView
+    from workbench.widgets.layer import SamplesTable, TokenView
 
     batch = hostile_batch(HOSTILE)
     table = SamplesTable(wb.views.samples(batch))
@@ -136,19 +134,18 @@ def test_E6_a_script_that_is_told_markup_draws_text(tmp_path: Path) -> None:
 @in_chromium
 def test_C1_a_view_waits_for_a_busy_kernel_and_says_so() -> None:
     """A cell runs on after the view was displayed: the answer comes late, and is drawn when it comes."""
-    from workbench.widgets.samples import SamplesTable
-    from workbench.widgets.tokens import TokenView
+    from workbench.widgets.layer import SamplesTable, TokenView
 
     batch = hostile_batch("plain text")
     table = SamplesTable(wb.views.samples(batch))
     tokens = TokenView(wb.views.tokens(batch, 0, tokenizer=HostileTokenizer("ab ")))
     with watched_page() as (page, _, _):
         alone(page, table, ("columns", "statuses", "query", "picked"), late=3500)
-        page.get_by_text("waiting for the kernel").wait_for(timeout=3300)
-        page.locator(".wb-scroll tbody tr").nth(1).wait_for(timeout=10_000)
+        page.get_by_text("waiting for the kernel").wait_for()
+        page.locator(".wb-scroll tbody tr").nth(1).wait_for()
         assert page.get_by_text("waiting for the kernel").count() == 0
         alone(page, tokens, ("quantities", "labels", "colour"), late=3500)
         page.locator("select").select_option("mask")  # pressed while nothing is there yet
-        page.get_by_text("waiting for the kernel").wait_for(timeout=3300)
-        page.get_by_text("the model's own token").wait_for(timeout=20_000)
+        page.get_by_text("waiting for the kernel").wait_for()
+        page.get_by_text("the model's own token").wait_for()
         assert "ab" in page.locator(".wb-tokens").inner_text()

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tests_warm
 import torch
+from tests_patience import LONG, within
 
 import workbench as wb
-from workbench.errors import CheckpointError, NonFinite, PipelineError, RunError, VersionMismatch
+from workbench.base.errors import CheckpointError, NonFinite, PipelineError, RunError, VersionMismatch
 from workbench.runs import checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -174,8 +176,10 @@ def test_A12_two_writers_and_a_stale_lock(tiny: str, tmp_path: Path) -> None:
 def test_A14_another_format_is_refused_by_version(tiny: str, tmp_path: Path) -> None:
     run = wb.train_blocking(*make(tiny), steps=1, run=tmp_path / "r", **PLAN)
     path = run.path / "checkpoints" / "step_000001" / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
-    with pytest.raises(CheckpointError, match="expected format 1; found 99; open it with the version that wrote it"):
+    path.write_text(path.read_text().replace('"format": 2', '"format": 99'))
+    with pytest.raises(
+        CheckpointError, match="expected a format up to 2; found 99; open it with the version that wrote it"
+    ):
         run.checkpoint()
 
 
@@ -201,7 +205,7 @@ def test_C4_a_batch_is_learnt_from_once(tiny: str) -> None:
     batch = wb.Stepper(pipe, rows.batch(4)).run(until="advantage").batch
     pipe["update_actor"](batch)
     after = weights(pipe)
-    with pytest.raises(VersionMismatch, match="the batch has been learnt from already, or is stale.*allow_stale=True"):
+    with pytest.raises(VersionMismatch, match="the batch has been used already, or is stale.*allow_stale=True"):
         pipe["update_actor"](batch)
     assert same(after, weights(pipe))
     again = wb.stages.Update(pipe.learners()["actor"], wb.stages.PolicyLoss(), allow_stale=True)
@@ -253,7 +257,7 @@ def test_an_interrupt_lets_a_short_step_end_and_leaves_its_checkpoint(tiny: str,
 @pytest.mark.slow
 def test_an_interrupt_of_a_long_step_takes_it_back(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is dropped at its next safe place; the checkpoint is that of the step before, and it is exact."""
-    monkeypatch.setattr("workbench.control.GRACE", 0.0)
+    monkeypatch.setattr("workbench.base.runtime.GRACE", 0.0)
     cancels = Cancels(2)
     pipe, rows = make(tiny, wb.rewards.Reward(cancels.judge, in_process=True))
 
@@ -271,29 +275,30 @@ def test_an_interrupt_of_a_long_step_takes_it_back(tiny: str, tmp_path: Path, mo
     assert numbers(resumed.rows) == numbers(quiet.rows) and same(weights(pipe), weights(quiet_pipe))
 
 
-def job(run: Path, **values: Any) -> subprocess.Popen[str]:
+def job(run: Path, env: dict[str, str] | None = None, **values: Any) -> subprocess.Popen[str]:
     small = {
         "steps": 40,
         "batch_size": 4,
         "group_size": 4,
-        "heldout_rows": 8,
+        "num_eval_rows": 8,
         "test_freq": 0,
         "save_freq": 2,
         "run": run,
     }
     command = [sys.executable, "-m", "workbench.cli", "train", "notebooks/201_train_grpo.ipynb", "--skip-look"]
     command += [word for name, value in {**small, **values}.items() for word in ("-p", f"{name}={value}")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT)
 
 
+def rows_in(run: Path) -> int:
+    """Whole lines of metrics, counted without reading what they say."""
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def wait_for_rows(run: Path, number: int) -> None:
-    end = time.monotonic() + 120
-    while time.monotonic() < end:
-        if len(wb.runs.folder.read_metrics(run / "metrics.jsonl")) > number:
-            return
-        time.sleep(0.05)
-    pytest.fail("the job does not train")
+    assert within(lambda: rows_in(run) > number), "the job does not train"
 
 
 def group_of(pid: int) -> set[int]:
@@ -307,14 +312,12 @@ def group_of(pid: int) -> set[int]:
     return found
 
 
-def wait_until_gone(pids: set[int], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        alive = {pid for pid in pids if Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in _status(pid)}
-        if not alive:
-            return
-        time.sleep(0.2)
-    pytest.fail(f"left running: {alive}")
+def alive(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in _status(pid)}
+
+
+def wait_until_gone(pids: set[int]) -> None:
+    assert within(lambda: not alive(pids), LONG, 0.2), f"left running: {alive(pids)}"
 
 
 def _status(pid: int) -> str:
@@ -329,7 +332,7 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> wb.Run:
     """The job of eight steps that nobody disturbed."""
     run = tmp_path_factory.mktemp("quiet") / "r"
     done = job(run, steps=8)
-    assert done.communicate(timeout=300)[0] and done.returncode == 0
+    assert done.communicate(timeout=LONG)[0] and done.returncode == 0
     return wb.load_run(run)
 
 
@@ -340,10 +343,10 @@ def test_C6_sigterm_ends_the_step_checkpoints_marks_the_notebook_and_is_gone_on_
     run = tmp_path / "r"
     going = job(run, steps=8, save_freq=0)
     wait_for_rows(run, 3)
-    everybody, began = group_of(going.pid), time.monotonic()
+    everybody = group_of(going.pid)
     going.send_signal(signal.SIGTERM)
-    said, _ = going.communicate(timeout=60)
-    assert going.returncode == 143 and time.monotonic() - began < 30, said
+    said, _ = going.communicate(timeout=LONG)
+    assert going.returncode == 143, said
     stopped = wb.load_run(run)
     last = stopped.rows[-1]["training/global_step"]
     assert stopped.checkpoints == [last] and f"interrupted after step {last}" in stopped.summary["stopped"]
@@ -361,7 +364,7 @@ def test_C6_sigterm_ends_the_step_checkpoints_marks_the_notebook_and_is_gone_on_
 @pytest.mark.slow
 def test_C7_sigkill_of_the_job_loses_nothing_and_leaves_nobody(quiet: wb.Run, tmp_path: Path) -> None:
     run = tmp_path / "r"
-    going = job(run, steps=8)
+    going = job(run, {tests_warm.WHERE: ""}, steps=8)  # its kernel is its own child
     wait_for_rows(run, 4)
     everybody = group_of(going.pid)
     assert len(everybody) >= 2
@@ -372,7 +375,7 @@ def test_C7_sigkill_of_the_job_loses_nothing_and_leaves_nobody(quiet: wb.Run, tm
     assert [row["training/global_step"] for row in rows] == list(range(len(rows)))
     assert json.loads((run / "notebook.ipynb").read_text())["cells"] and wb.load_run(run).state == "died"
     done = job(run, steps=8)
-    assert done.communicate(timeout=300)[0] and done.returncode == 0
+    assert done.communicate(timeout=LONG)[0] and done.returncode == 0
     assert_same_run(wb.load_run(run), quiet)
 
 
@@ -383,34 +386,37 @@ def assert_same_run(one: wb.Run, two: wb.Run) -> None:
 
 
 @pytest.mark.slow
-def test_some_hundred_steps_interrupted_killed_and_resumed_at_random_end_as_the_quiet_run(tmp_path: Path) -> None:
-    steps, draw = 120, random.Random(7)
+@pytest.mark.parametrize(("steps", "save_freq"), [(36, 6), pytest.param(120, 12, marks=pytest.mark.long)])
+def test_some_hundred_steps_interrupted_killed_and_resumed_at_random_end_as_the_quiet_run(
+    tmp_path: Path, steps: int, save_freq: int
+) -> None:
+    draw = random.Random(7)
     driver = Path(__file__).with_name("soak_driver.py")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def start(run: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, str(driver), str(run), str(steps)]
+        command = [sys.executable, str(driver), str(run), str(steps), str(save_freq)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT)
 
     calm = start(tmp_path / "quiet")
-    said, _ = calm.communicate(timeout=300)
+    said, _ = calm.communicate(timeout=LONG)
     assert calm.returncode == 0, said
     run, blows = tmp_path / "r", []
     while not (run / "final.pt").exists():
         assert len(blows) < 40
         going = start(run)
-        blow = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGINT])
-        held = len(wb.runs.folder.read_metrics(run / "metrics.jsonl"))
-        target = held + draw.randrange(5, 40)
-        while going.poll() is None and len(wb.runs.folder.read_metrics(run / "metrics.jsonl")) < target:
-            time.sleep(0.01)
+        # every third is an interrupt, which saves a checkpoint; a kill goes back to the one before
+        blow = signal.SIGINT if len(blows) % 3 == 1 else signal.SIGKILL
+        target = rows_in(run) + draw.randrange(steps // 12 + 1, steps // 3)
+        while going.poll() is None and rows_in(run) < target:
+            time.sleep(0.02)
         if going.poll() is None:
             time.sleep(draw.random() * 0.1)
             going.send_signal(blow)
             blows.append(blow.name)
-        said, _ = going.communicate(timeout=120)
+        said, _ = going.communicate(timeout=LONG)
         assert going.returncode == 0 or blows, said
-    assert len(blows) >= 4 and {"SIGKILL", "SIGINT"} <= set(blows)
+    assert len(blows) >= 3 and {"SIGKILL", "SIGINT"} <= set(blows)
     finals = [torch.load(one / "final.pt", weights_only=True) for one in (run, tmp_path / "quiet")]
     assert same(*finals)
     rows = [numbers(wb.load_run(one).rows) for one in (run, tmp_path / "quiet")]
@@ -431,12 +437,12 @@ class Poison:
         steps = self._steps
 
         class Poisoned(wb.stages.Update):
-            def _learn(self, rows: Any) -> Any:
+            def _learn_or_skip(self, rows: Any) -> Any:
                 if rows.meta_info["step"] in steps:
                     bad = rows["advantages"].clone()
                     bad[0, 0] = float("nan")
                     rows = rows.with_columns({"advantages": bad})
-                return super()._learn(rows)
+                return super()._learn_or_skip(rows)
 
         poisoned = Poisoned(pipe.learners()["actor"], wb.stages.PolicyLoss(), **update)
         return wb.Pipeline([*list(pipe)[:-1], poisoned])

@@ -13,18 +13,19 @@ import pytest
 from poison_driver import POISONS
 from test_faults_security import Parsed
 from tests_hostile import HOSTILE, hostile_batch
+from tests_lint import lint
+from tests_patience import patience
 
 import workbench as wb
-from workbench.errors import BatchError
-from workbench.trace import Phase, Trace
-from workbench.views.html import lint
+from workbench.base.errors import BatchError
+from workbench.steps.trace import Phase, Trace
 
 ROOT = Path(__file__).parents[2]
 COERCED = {"wrong_score_5", "wrong_score_7", "wrong_score_8", "wrong_cells_extra_info_182"}
 COERCED |= {"texts_of_gigabytes_in_a_cell", "a_cell_of_millions_of_numbers"}
 """What is odd and can be shown all the same: a number where a sentence should be; much, but within the bounds."""
 MEMORY, SECONDS = 1 << 29, 15
-"""What a look may take at most."""
+"""What a look may take at most: bytes, and seconds of the processor."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,9 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Poison → what a process whose memory is limited met when it looked at everything in the folder."""
     command = [sys.executable, str(ROOT / "tests" / "faults" / "poison_driver.py"), str(tmp_path_factory.mktemp("p"))]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=patience(300), check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

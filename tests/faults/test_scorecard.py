@@ -131,7 +131,7 @@ ROWS: dict[str, list[str]] = {
     ],
     "B17 a soak with kills": [
         "cluster/test_cluster_engines.py::test_B17_some_steps_with_kills_at_random_end_as_the_quiet_ones",
-        "cluster/test_cluster_engines.py::test_B17_five_hundred_steps_with_a_kill_every_twenty_seconds",
+        "cluster/test_cluster_engines.py::test_B17_five_hundred_steps_with_a_kill_every_twenty_steps",
     ],
     "B18 stops only what it started": [
         "cluster/test_cluster_faults.py::test_C3_E10_a_first_start_listens_on_loopback_with_a_token_of_its_own_and_a_killed_kernel_leaves_nothing",
@@ -161,15 +161,15 @@ ROWS: dict[str, list[str]] = {
     "C5 code defined anew": ["faults/test_faults_notebooks.py::test_C5_code_defined_anew_is_used_or_said_not_to_be"],
     "C6 SIGTERM": [
         "faults/test_faults_runs.py::test_C6_sigterm_ends_the_step_checkpoints_marks_the_notebook_and_is_gone_on_with",
-        "runs/test_runs_engine.py::test_a_signal_runs_the_cells_cleanup_and_marks_the_rest",
+        "jobs/test_jobs_engine.py::test_a_signal_runs_the_cells_cleanup_and_marks_the_rest",
     ],
     "C7 SIGKILL": [
         "faults/test_faults_runs.py::test_C7_sigkill_of_the_job_loses_nothing_and_leaves_nobody",
         "rewards/test_rewards_functions.py::test_a_stuck_function_does_not_outlive_a_parent_that_was_killed",
     ],
     "C8 parameters": [
-        "runs/test_runs_commands.py::test_names_are_checked_before_anything_is_injected",
-        "runs/test_runs_runner.py::test_what_is_refused_starts_nothing",
+        "jobs/test_jobs_commands.py::test_names_are_checked_before_anything_is_injected",
+        "jobs/test_jobs_runner.py::test_what_is_refused_starts_nothing",
     ],
     "C9 by hand and by papermill": [
         "test_notebooks.py::test_stepped_by_hand_trained_and_run_by_papermill_are_the_same_numbers"
@@ -208,7 +208,7 @@ ROWS: dict[str, list[str]] = {
         "faults/test_faults_data.py::test_D5_a_line_without_end_is_refused_in_bounded_memory",
     ],
     "D6 YAML and settings": [
-        "runs/test_runs_commands.py::test_a_bad_file_is_refused",
+        "jobs/test_jobs_commands.py::test_a_bad_file_is_refused",
         "faults/test_faults_data.py::test_D6_settings_are_typed_and_unknown_names_have_a_nearest",
     ],
     "D7 another policy": [
@@ -266,7 +266,7 @@ ROWS: dict[str, list[str]] = {
         "faults/test_faults_traces.py::test_E15_what_could_not_be_opened_is_not_saved",
     ],
     "E7 paths": [
-        "runs/test_runs_commands.py::test_E7_a_run_stays_where_its_name_says",
+        "jobs/test_jobs_commands.py::test_E7_a_run_stays_where_its_name_says",
         "faults/test_faults_security.py::test_E7_data_paths_with_strange_names_are_refused_by_name",
         "faults/test_faults_security.py::test_E7_a_trace_stays_in_its_folder",
     ],

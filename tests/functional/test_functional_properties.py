@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests_patience import examples
 
 from workbench.functional import (
     AGGREGATIONS,
@@ -76,7 +77,7 @@ def test_log_probs_and_entropy_by_hand() -> None:
     assert entropy_from_logits(ruled_out)[0] == pytest.approx(math.log(2))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(2, 9), st.integers(0, 100))
 def test_log_probs_agree_with_torch_and_have_its_gradient(width: int, seed: int) -> None:
     torch.manual_seed(seed)
@@ -88,7 +89,7 @@ def test_log_probs_agree_with_torch_and_have_its_gradient(width: int, seed: int)
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(2, 9), st.integers(0, 100))
 def test_entropy_agrees_with_torch_and_has_its_gradient(width: int, seed: int) -> None:
     torch.manual_seed(seed)
@@ -206,7 +207,7 @@ def test_an_empty_response_counts_in_its_group_and_has_no_advantage_to_carry() -
     torch.testing.assert_close(advantages, torch.tensor([[0.70711, 0.70711], [0, 0]]), atol=1e-5, rtol=0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(-5, 5, width=32)), min_size=1, max_size=24))
 def test_grpo_is_the_loop_over_groups(pairs: list[tuple[int, float]]) -> None:
     numbers = {group: index for index, group in enumerate(dict.fromkeys(group for group, _ in pairs))}
@@ -247,7 +248,7 @@ def test_value_loss_takes_the_worse_of_both() -> None:
     assert found.loss.item() == pytest.approx(0.5 * 1.5**2) and found.clipped.item()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.sampled_from(AGGREGATIONS), st.integers(1, 6), st.integers(0, 99), st.integers(0, 6))
 def test_micro_batches_add_up(mode: str, rows: int, seed: int, where: int) -> None:
     torch.manual_seed(seed)
@@ -268,10 +269,10 @@ def test_unknown_modes_are_refused() -> None:
         aggregate(torch.zeros(1, 1), torch.ones(1, 1), "seq-mean-token-sum-norm", sequences=2)
 
 
-@pytest.mark.parametrize("wrong", [{"clip_low": -0.1}, {"clip_high": -0.1}, {"clip_c": 1.0}])
+@pytest.mark.parametrize("wrong", [{"clip_ratio_low": -0.1}, {"clip_ratio_high": -0.1}, {"clip_ratio_c": 1.0}])
 def test_impossible_clip_ranges_are_refused(wrong: dict[str, float]) -> None:
     row = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="clip ranges are ≥ 0 and clip_c > 1"):
+    with pytest.raises(ValueError, match="clip ranges are ≥ 0 and clip_ratio_c > 1"):
         ppo_clip(row, row, row, row, **wrong)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests_patience import examples
 
 from workbench import functional as F
 from workbench.functional import correction
@@ -76,7 +77,7 @@ def dense(batch: Batch) -> Batch:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(batch=batches(), seed=st.integers(0, 99))
 def test_estimators_do_not_care_for_order_padding_or_names(name: str, batch: Batch, seed: int) -> None:
     batch = dense(batch)
@@ -128,7 +129,7 @@ def naive(name: str, b: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg"])
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(batch=batches())
 def test_estimators_are_their_formulas_in_float64(name: str, batch: Batch) -> None:
     batch = dense(batch)
@@ -136,14 +137,13 @@ def test_estimators_are_their_formulas_in_float64(name: str, batch: Batch) -> No
     torch.testing.assert_close(ESTIMATORS[name](batch)[0], naive(name, batch), atol=1e-9, rtol=1e-12)
 
 
-def test_trl_names_of_normalisations() -> None:
-    from workbench.stages.losses import TRL_AGGREGATIONS
-
+def test_normalisations_are_trls() -> None:
     loss, mask = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    expected = {"grpo": (1.5 + 4) / 2, "dapo": 7 / 3, "bnpo": 7 / 3, "dr_grpo": 7 / 2 / 10}
-    for name, mode in TRL_AGGREGATIONS.items():
+    # TRL's grpo; its dapo and bnpo; its dr_grpo
+    expected = {"seq-mean-token-mean": (1.5 + 4) / 2, "token-mean": 7 / 3, "seq-mean-token-sum-norm": 7 / 2 / 10}
+    for mode, number in expected.items():
         found = F.aggregate(loss, mask, mode, tokens=3.0, sequences=2.0, scale=10.0)
-        assert float(found) == pytest.approx(expected[name]), name
+        assert float(found) == pytest.approx(number), mode
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "grpo_passk"])
@@ -195,7 +195,7 @@ def gradient(name: str, batch: Batch, rows: slice = slice(None), **settings_: An
 
 
 @pytest.mark.parametrize("name", sorted(F.POLICY_LOSSES))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(batch=batches())
 def test_losses_ignore_what_is_outside_and_add_up(name: str, batch: Batch) -> None:
     whole = gradient(name, batch)
@@ -212,7 +212,7 @@ def test_losses_ignore_what_is_outside_and_add_up(name: str, batch: Batch) -> No
 
 
 @pytest.mark.parametrize("name", ["vanilla", "sapo", "gpg", "dro", "geo_mean", "clip_cov", "kl_cov"])
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(batch=batches())
 def test_gradients_agree_with_finite_differences(name: str, batch: Batch) -> None:
     """Where nothing is held fixed inside. Kinks are avoided by a step far below the distances drawn."""
@@ -244,17 +244,17 @@ def test_gradients_with_a_part_held_fixed_by_hand() -> None:
     assert gradient("cispo", batch)[0].tolist() == pytest.approx([-float(ratio[0, 0]), -1.2])
     assert gradient("dppo_tv", batch)[0].tolist() == pytest.approx([-float(ratio[0, 0]), 0.0])  # 0.37 − 0.14 > 0.2
     assert gradient("dppo_kl", batch)[0].tolist() == pytest.approx([-float(ratio[0, 0]), -float(ratio[0, 1])])
-    assert gradient("dppo_kl", batch, clip_high=0.1)[0].tolist() == pytest.approx(
+    assert gradient("dppo_kl", batch, clip_ratio_high=0.1)[0].tolist() == pytest.approx(
         [-float(ratio[0, 0]), 0.0]
     )  # 0.16 nats
-    wide = gradient("gspo", batch, clip_high=10.0)[0].tolist()
+    wide = gradient("gspo", batch, clip_ratio_high=10.0)[0].tolist()
     assert wide == pytest.approx([-float((new - old).mean().exp())] * 2)
     assert gradient("gspo", batch)[0].tolist() == [0.0, 0.0]  # the whole row is beyond 1.2
 
 
 def test_unknown_settings_and_impossible_ones() -> None:
     ones = torch.ones(1, 1)
-    for name, bad in (("sapo", {"tau_pos": 0}), ("dro", {"dro_beta": 0}), ("vanilla", {"clip_c": 1})):
+    for name, bad in (("sapo", {"tau_pos": 0}), ("dro", {"dro_beta": 0}), ("vanilla", {"clip_ratio_c": 1})):
         with pytest.raises(ValueError, match="found"):
             F.POLICY_LOSSES[name](ones, ones, ones, ones.long(), **bad)
 

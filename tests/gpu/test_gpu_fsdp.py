@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from workbench.engines import local
-from workbench.engines.fsdp import fsdp
+from workbench.engines.fsdp_engine.engine import fsdp
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -21,7 +21,7 @@ def test_shards_on_gpus_equal_the_local_engine(offload: str, tmp_path: Path) -> 
     try:
         batch = EngineContract().batch(here, 4)
         counts = EngineContract.counts(batch)
-        gap = there.score(batch)["log_probs"] - here.score(batch)["log_probs"]
+        gap = there.compute_log_probs(batch)["log_probs"] - here.compute_log_probs(batch)["log_probs"]
         assert gap.abs().max() < 1e-4
         for _ in range(2):
             a, b = (engine.learn(batch, LikelihoodLoss(), counts) for engine in (there, here))
@@ -31,7 +31,9 @@ def test_shards_on_gpus_equal_the_local_engine(offload: str, tmp_path: Path) -> 
         there.restore(kept)
         there.save(tmp_path / "model")
         opened = local(tmp_path / "model", dtype="float32")
-        assert (there.score(batch)["log_probs"] - opened.score(batch)["log_probs"]).abs().max() < 1e-4
+        assert (
+            there.compute_log_probs(batch)["log_probs"] - opened.compute_log_probs(batch)["log_probs"]
+        ).abs().max() < 1e-4
         assert all(one["peak"] > 0 for one in there.memory())
     finally:
         there.close()

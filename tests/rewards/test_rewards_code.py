@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from tests_patience import patience
 
-from workbench.errors import DataError, SandboxError, SettingError
+from workbench.base.errors import DataError, SandboxError, SettingError
 from workbench.rewards import Code, Reward, Score, Status, as_reward
 from workbench.rewards.case_harness import decode, encode
-from workbench.rewards.cases import read_cases, same_output, same_value
-from workbench.rewards.code import extract_code
+from workbench.rewards.code import extract_code, read_cases, same_output, same_value
 from workbench.sandbox import LocalSandbox
 from workbench.testing.rewards import RewardContract, answered
 
@@ -91,7 +91,7 @@ CHEATS = {
 def test_no_cheat_scores(box: LocalSandbox, name: str, kind: str) -> None:
     tests = {"assert": ADD, "call": ADD_CALL, "stdin": DOUBLE}[kind]
     score = judged(box, CHEATS[name], tests, timeout=2.0, continuous=False)
-    assert score.value == 0 and score.status is Status.MODEL_FAILED, score
+    assert score.value == 0 and score.status in (Status.SCORED, Status.CRASHED, Status.TIMEOUT), score
     assert score.why
 
 
@@ -137,7 +137,7 @@ def test_expected_outputs_never_enter_the_models_process(box: LocalSandbox) -> N
 def test_rows_without_code_or_with_tests_that_are_none(box: LocalSandbox) -> None:
     reward = as_reward(Code(box))
     bare = reward.score(answered(["print(2)"], [DOUBLE]))[0]
-    assert bare.status is Status.MODEL_FAILED and "no code block" in bare.why
+    assert bare.status is Status.NO_ANSWER and "no code block" in bare.why
     for tests in ({}, {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}, "not json", None,
                   {"assert_case": ["x = add(1, 2)\nassert x == 3"]}, {"assert_case": ["assert 1 == 1"]}, {"assert_case": ["assert ("]}):  # fmt: skip
         score = judged(box, "def add(a, b): return 3", tests)
@@ -169,7 +169,7 @@ def test_rows_wait_for_their_turn_in_the_sandbox_as_long_as_it_takes() -> None:
         narrow = LocalSandbox(max_concurrent=1)
     except SandboxError as error:
         pytest.skip(str(error))
-    reward = as_reward(Code(narrow, timeout=3.0))
+    reward = as_reward(Code(narrow, timeout=patience(3.0)))
     assert reward.timeout > 3600  # type: ignore[attr-defined]
     rows = answered(
         ["```python\nimport time; time.sleep(0.2); print(1)\n```"] * 10, [{"inputs": [""], "outputs": ["1"]}] * 10

@@ -8,13 +8,13 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from tests_lint import lint
 from tests_rewards import flexible, strict
 
 import workbench as wb
-from workbench.errors import DataError
+from workbench.base.errors import DataError
 from workbench.rewards import dry_run, gsm8k, math_string
 from workbench.testing.rewards import answered
-from workbench.views.html import lint
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 RECORDS = [
@@ -38,12 +38,12 @@ def test_tables_disagreements_failures_and_spans() -> None:
     assert table["broken"].isna().all() and table["strict/answer"].fillna("-").tolist() == ["18", "-", "1234.", "4"]
     assert run.judged["strict"][0].span == (8, 10) and run.judged["strict"][2].span is None  # the comma went
     summary = run.summary
-    assert summary.loc["strict", "mean"] == 0.25 and summary.loc["strict", "model failed"] == 1
-    assert summary.loc["broken", "machinery failed"] == 4 and summary.loc["broken", "judged"] == 0
+    assert summary.loc["strict", "mean"] == 0.25 and summary.loc["strict", "no_answer"] == 1
+    assert summary.loc["broken", "infra_error"] == 4 and summary.loc["broken", "judged"] == 0
     assert list(dry_run({"strict": strict, "flexible": flexible}, RECORDS).disagreements.index) == [1]
     assert run.failures.iloc[0]["broken"] == 4 and "nothing works" in run.failures.index[0]
     text, html = repr(run), run._repr_html_()
-    assert "4 completions" in text and "strict" in text and "4 machinery failed" in text
+    assert "4 completions" in text and "strict" in text and "4 infra_error" in text
     assert "&lt;script&gt;" in html and "<script>" not in html and lint(html) == []
     assert ">18</span>" in html
 
@@ -96,4 +96,4 @@ def test_gsm8ks_own_solutions() -> None:
     assert run.summary.loc["strict", "mean"] == 1.0 and run.summary.loc["math", "judged"] == 1319
     commas = [row for row in records if "," in row["completion"].rsplit("#### ", 1)[1]]
     assert len(commas) == 14 and run.table["flexible"].sum() == 1319 - 14
-    assert run.summary.loc["math", "model failed"] == 1319, "no boxes there"
+    assert run.summary.loc["math", "no_answer"] == 1319, "no boxes there"

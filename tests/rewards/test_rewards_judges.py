@@ -13,10 +13,10 @@ import pytest
 from pydantic import BaseModel
 
 import workbench as wb
+from workbench.base.errors import EngineError, SettingError
 from workbench.engines.protocol import Classified, Completion
-from workbench.errors import EngineError, SettingError
 from workbench.rewards import Judge, PairwiseJudge, Pointwise, RateLimit, RewardModel, Status, Verdict
-from workbench.rewards.templates import Unparseable, delimited, fill, instructions, parse
+from workbench.rewards.judge import Unparseable, delimited, fill, instructions, parse
 from workbench.testing.rewards import RewardContract, answered
 from workbench.views import samples
 
@@ -120,7 +120,7 @@ def test_unparseable_and_outages_are_counted_failures_after_asking_again() -> No
     model = Says(moody)
     scores = Judge(model).score(answered(["fine", "boom", "high", "  "]))
     assert [score.status for score in scores] == [
-        Status.SCORED, Status.MACHINERY_FAILED, Status.MACHINERY_FAILED, Status.MODEL_FAILED,
+        Status.SCORED, Status.INFRA_ERROR, Status.INFRA_ERROR, Status.NO_ANSWER,
     ]  # fmt: skip
     assert "503" in scores[1].why and "less than or equal to 10" in scores[2].why
     assert scores[2].extra["judge_output"] == verdict(12) and "not asked" in scores[3].why
@@ -145,7 +145,7 @@ def test_injected_orders_stay_between_the_marks_and_are_cut() -> None:
         return f"<reason>{injection[:60]}</reason><score>1</score>"
 
     score = Judge(Says(naive), response_length=500).judge(views(answered([injection])))[0]
-    assert score.status is Status.MACHINERY_FAILED and "in the output" in score.why  # an echoed order is no verdict
+    assert score.status is Status.INFRA_ERROR and "in the output" in score.why  # an echoed order is no verdict
     assert score.extra.get("judge_output")
     assert Judge(Says(lambda t, s: verdict(1)), response_length=500).score(answered([injection]))[0].extra["truncated"]
 
@@ -173,7 +173,21 @@ def test_pairs_are_asked_both_ways_and_counted() -> None:
     partial = PairwiseJudge(Says(lambda t, s: "<reason>x</reason><better>A</better>")).judge(
         [{**row} for row in views(rows)]
     )
-    assert partial[0].status is Status.MACHINERY_FAILED and partial[0].extra == {"compared": 0, "dropped": 2}
+    assert partial[0].status is Status.INFRA_ERROR and partial[0].extra == {"compared": 0, "dropped": 2}
+
+
+def test_a_comparison_that_failed_says_why() -> None:
+    def one_order_only(text: str, seed: int) -> str:
+        if "unreadable" in text:
+            raise OSError("the line is dead")
+        return "<reason>x</reason><better>tie</better>"
+
+    rows = answered(["good", "fine", "unreadable"], ["4"] * 3).with_columns({"uid": ["u"] * 3})
+    first, second, third = PairwiseJudge(Says(one_order_only)).judge(views(rows))
+    for score in (first, second):
+        assert score.scored and score.extra["compared"] == score.extra["dropped"] == 1
+        assert score.extra["no_verdict"] == ["OSError: the line is dead"] and score.parts == {"swap_consistency": 1}
+    assert third.status is Status.INFRA_ERROR and third.why.endswith("agree: OSError: the line is dead")
 
 
 def views(batch: Any) -> list[dict[str, Any]]:

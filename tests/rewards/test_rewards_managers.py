@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.errors import DataError, RewardError
+from workbench.base.errors import DataError, RewardError
 from workbench.rewards import MISSING, FileManagerReward, ManagerReward, Reward, Score, Status, manager_class, register
 from workbench.rewards.managers import extra_info
 from workbench.rewards.score import extra_columns
@@ -75,16 +75,18 @@ def test_a_row_manager_scores_on_the_last_token_and_keeps_every_key(name: str) -
     assert BATCH["extra_info"][0] == {"index": 0}, "verl's naive writes into the batch"
 
 
-def test_prime_calls_by_position_side_by_side() -> None:
+def test_prime_calls_by_position_side_by_side(tmp_path: Path) -> None:
     def by_position(source: str, text: str, truth: str, info: Any) -> dict[str, Any]:
-        time.sleep(0.2)
+        import os
+
+        open(os.path.join(folder, str(os.getpid())), "w").close()
+        while len(os.listdir(folder)) < 2:  # until the other worker has a row, too
+            time.sleep(0.01)
         return {"score": float(truth in text)}
 
+    folder = str(tmp_path)
     manager = make("prime", by_position, num_workers=2)
-    assert manager(BATCH.mutable()).sum() == 1
-    began = time.perf_counter()
     assert manager(BATCH.mutable()).sum() == 1  # a dict result costs verl's prime the whole batch
-    assert time.perf_counter() - began < 0.6 + 1.0
     manager.close()
 
 
@@ -123,11 +125,7 @@ def test_a_failure_is_said_and_no_zero() -> None:
         return 1.0
 
     info = make("naive", fragile)(BATCH.mutable(), return_dict=True)["reward_extra_info"]
-    assert (
-        info["status"][2] == "machinery failed"
-        and info["scored"] == [True, True, False]
-        and info["score"][2] is MISSING
-    )
+    assert info["status"][2] == "infra_error" and info["scored"] == [True, True, False] and info["score"][2] is MISSING
     with pytest.raises(RewardError, match="empty"):
         make("naive", fragile, on_failure="raise")(BATCH.mutable())
 
@@ -135,10 +133,10 @@ def test_a_failure_is_said_and_no_zero() -> None:
 def test_reserved_names_are_ours() -> None:
     scores = [
         Score(value=1.0, extra={"status": "great", "gts": "x", "mine": 1}),
-        Score(value=0.0, status=Status.MODEL_FAILED),
+        Score(value=0.0, status=Status.NO_ANSWER),
     ]
     info = extra_info(scores)
-    assert info["status"] == ["scored", "model failed"] and "gts" not in info and info["mine"] == [1, MISSING]
+    assert info["status"] == ["scored", "no_answer"] and "gts" not in info and info["mine"] == [1, MISSING]
     assert extra_columns(scores)["reward_extra/mine"] == [1, MISSING] and not MISSING and repr(MISSING) == "MISSING"
 
 

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests_lint import lint
+from tests_patience import LONG
 from tests_rewards import flexible, strict
 
 import workbench as wb
+from workbench.base.errors import DataError
 from workbench.compat import read_dump
-from workbench.errors import DataError
-from workbench.rewards import dry_run, pin_files, pins
+from workbench.rewards import dry_run, pins
 from workbench.rewards.score import bounded
 from workbench.testing.rewards import answered
-from workbench.views.html import lint
 
 HOSTILE = "<script>alert(1)</script>\u2028\u202e\x1b[31m\ud800 größer\n#### 4"
 
@@ -91,13 +92,13 @@ def test_tolerance_and_rows_that_must_have_no_judgement(tmp_path: Path) -> None:
         kept.add({"prompt": "p", "response": response}, expected=expected)
     check = kept.check(odd)
     found = {one.pin.response: (one.got, one.status, one.holds) for one in check.results}
-    assert found["boom"] == (None, "machinery failed", True) and found["none"] == (None, "not applicable", True)
+    assert found["boom"] == (None, "infra_error", True) and found["none"] == (None, "not_applicable", True)
     assert found["sum"] == (pytest.approx(0.3), "scored", True)
     assert found["none at all"] == (pytest.approx(0.3), "scored", False)
     assert [one.pin.response for one in kept.check(odd, tolerance=0).failed] == ["none at all", "sum"]
     broken = kept.check(lambda response, colour: 1.0)  # no row has a colour: nothing is judged
     assert [one.pin.response for one in broken.failed] == ["sum"] and "colour" in broken.failed[0].why
-    assert "expected 0.3, got no judgement (machinery failed)" in repr(broken)
+    assert "expected 0.3, got no judgement (infra_error)" in repr(broken)
 
 
 def test_the_same_row_is_pinned_once_and_removed_by_number_or_id(tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ def test_lines_are_stable_readable_and_hold_any_text(tmp_path: Path) -> None:
     text = files[0].decode("utf-8")
     assert text.count("\n") == len(text.splitlines()) == 4 and "zwölf" in text and "𝔘" in text
     assert not any(sign in text for sign in "\u2028\u202e\x1b") and r"\u202e" in text and r"\ud800" in text
-    assert all(json.loads(line)["format"] == 1 for line in text.splitlines())
+    assert all(json.loads(line)["format"] == 2 for line in text.splitlines())
     again = pins(tmp_path / "a.jsonl")
     assert {pin.response for pin in again} == set(responses) and again[0].columns["x"] == (1, math.inf)
     assert {pin.note for pin in again} == {HOSTILE} and [pin.id for pin in again] == [pin.id for pin in kept]
@@ -247,7 +248,7 @@ def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
         (b"\xff\n", "is no pin; found UnicodeDecodeError"),
         (b"[" * 100_000 + b"\n", "is no pin; found RecursionError"),
         (b"[1]\n", r"expected an object; found \[1\]"),
-        (b'{"format": 2, "expected": 1, "response": "r"}\n', "expected format 1"),
+        (b'{"format": 9, "expected": 1, "response": "r"}\n', "a format up to 2; found 9"),
         (b'{"format": 1, "expected": 1}\n', "expected response as str; found None"),
         (b'{"format": 1, "expected": "yes", "response": "r"}\n', "a finite number, or 'unscored'"),
         (b'{"format": 1, "expected": 1, "response": "r", "notes": "n"}\n', "did you mean 'note'"),
@@ -304,8 +305,9 @@ def test_writers_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(pins(path)) == 36 and [one.name for one in tmp_path.iterdir()] == ["pins.jsonl"]
     (tmp_path / ".pins.jsonl.lock").write_text("a writer that was killed")
     pins(path).remove(0)
-    monkeypatch.setattr(pin_files, "WAIT_SECONDS", 0.05)
-    with pin_files.locked(path), pytest.raises(DataError, match="another process has been writing for 0.05 s"):
+    module = sys.modules["workbench.rewards.pins"]
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.05)
+    with module.locked(path), pytest.raises(DataError, match="another process has been writing for 0.05 s"):
         pins(path).remove(0)
     pins(path).remove(0)
     assert len(pins(path)) == 34
@@ -320,5 +322,5 @@ def test_processes_that_pin_at_once_lose_nothing(tmp_path: Path) -> None:
     )
     path = str(tmp_path / "pins.jsonl")
     started = [subprocess.Popen([sys.executable, "-c", code, path, str(name)]) for name in range(3)]
-    assert [process.wait(120) for process in started] == [0, 0, 0]
+    assert [process.wait(LONG) for process in started] == [0, 0, 0]
     assert len(pins(path)) == 75

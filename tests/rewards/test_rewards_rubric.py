@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from workbench.errors import RewardError, SettingError
+from workbench.base.errors import RewardError, SettingError
 from workbench.rewards import RateLimit, Reward, Rubric, Score, Status, gsm8k
 from workbench.rewards.score import bounded
 from workbench.stages import Reward as RewardStage
@@ -73,10 +73,10 @@ def test_a_part_whose_machinery_failed_takes_the_judgement_with_it() -> None:
 
 
 def test_a_stage_with_options_takes_a_rubric_in_its_place() -> None:
-    stage = RewardStage(lambda response: 1.0, timeout=5.0, workers=1)
+    stage = RewardStage(lambda response: 1.0, timeout=44.0, workers=1)
     rubric = Rubric({"short": short})
     assert stage.with_function(rubric).function is rubric
-    assert stage.with_function(short).function.timeout == 5.0  # type: ignore[attr-defined]
+    assert stage.with_function(short).function.timeout == 44.0  # type: ignore[attr-defined]
 
 
 def test_a_rubric_is_refused_with_the_nearest_part() -> None:

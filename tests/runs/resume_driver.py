@@ -65,7 +65,7 @@ def main() -> None:
     torch.set_num_threads(1)
     engine = wb.engines.local("data/tiny-arith", lr=1e-3, schedule="cosine", total_steps=12, device="cpu")
     rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:10]
-    heldout = wb.datasets.load("data/arith/test.parquet")[:8]
+    eval_rows = wb.datasets.load("data/arith/test.parquet")[:8]
     ahead = int(os.environ.get("AHEAD", "0"))
     policy = wb.engines.paired(engine, wb.engines.local("data/tiny-arith", device="cpu")) if ahead else engine
     pipe = wb.recipes.ppo(
@@ -73,13 +73,13 @@ def main() -> None:
         ppo_mini_batch_size=2,
     )  # fmt: skip
     wb.train_blocking(
-        wb.recipes.corrected(pipe) if ahead else pipe,
+        wb.recipes.with_importance_sampling(pipe) if ahead else pipe,
         rows,
         ahead=ahead,
         steps=int(steps),
         batch_size=4,
         run=run,
-        heldout=heldout,
+        eval_rows=eval_rows,
         test_freq=2,
         save_freq=2,
         trace_freq=1,

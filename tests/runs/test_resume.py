@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests_patience import LONG
 
 import workbench as wb
-from workbench.errors import RunError
+from workbench.base.errors import RunError
 from workbench.runs.folder import read_metrics
 
 DRIVER = Path(__file__).with_name("resume_driver.py")
@@ -23,7 +24,7 @@ STEPS = 7
 def drive(run: Path, kill: str | None = None, steps: int = STEPS, ahead: int = 0) -> int:
     command = [sys.executable, str(DRIVER), str(run), str(steps), *([kill] if kill else [])]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "AHEAD": str(ahead)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, check=False, env=env)
     assert done.returncode in (0, -9), done.stderr
     return done.returncode
 
@@ -49,7 +50,12 @@ def quiet_ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kill", ["step:1", "step:3", "inside:4", "rename:2", "fsync:40"])
+def long(*kills: str) -> list[Any]:
+    """Moments of a kill that are tried in `make test-all`."""
+    return [pytest.param(kill, marks=pytest.mark.long) for kill in kills]
+
+
+@pytest.mark.parametrize("kill", ["step:3", "inside:4", *long("step:1", "rename:2", "fsync:40")])
 def test_rows_drawn_ahead_survive_a_kill(quiet_ahead: Path, tmp_path: Path, kill: str) -> None:
     run = tmp_path / "run"
     assert drive(run, kill, ahead=1) == -9
@@ -65,7 +71,7 @@ def test_rows_drawn_ahead_survive_a_kill(quiet_ahead: Path, tmp_path: Path, kill
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kill", ["step:1", "step:2", "step:3", "inside:4", "fsync:30", "rename:2"])
+@pytest.mark.parametrize("kill", ["step:2", "inside:4", "fsync:30", *long("step:1", "step:3", "rename:2")])
 def test_killed_and_resumed_is_identical(quiet: Path, tmp_path: Path, kill: str) -> None:
     run = tmp_path / "run"
     assert drive(run, kill) == -9

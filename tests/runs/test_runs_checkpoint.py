@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from workbench.errors import CheckpointError, SettingError
+from workbench.base.errors import CheckpointError, SettingError
 from workbench.runs import checkpoint
+from workbench.runs.folder import step_folder
 
 
 def fill(folder: Path) -> None:
@@ -55,7 +56,7 @@ def flip(path: Path) -> None:
         (lambda p: (p / "notes.json").unlink(), "notes.json.*missing"),
         (lambda p: (p / "manifest.json").unlink(), "incomplete"),
         (lambda p: (p / "manifest.json").write_text("{"), "manifest.json cannot be read"),
-        (lambda p: (p / "manifest.json").write_text('{"format": 9, "files": {}}'), "format 1; found 9"),
+        (lambda p: (p / "manifest.json").write_text('{"format": 9, "files": {}}'), "a format up to 2; found 9"),
     ],
 )
 def test_damage_is_named_and_the_one_before_is_taken(tmp_path: Path, damage: Any, match: str) -> None:
@@ -140,7 +141,7 @@ def test_killed_at_every_write_boundary_a_good_one_stands_and_can_be_gone_on_fro
         assert found.step in (2, 3) and found.refused == ()
         assert {path.name for path in folder.iterdir()} <= {f"step_{step:06d}" for step in (1, 2, 3)}
         for step in checkpoint.steps(folder):  # nothing half-written and nothing half-deleted has a checkpoint's name
-            checkpoint.verify(checkpoint.folder_of(folder, step))
+            checkpoint.verify(step_folder(folder, step))
         seen.add((found.step, len(checkpoint.steps(folder)), *(note.rsplit(": ", 1)[1] for note in found.notes)))
         if lived:
             break

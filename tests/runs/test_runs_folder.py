@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from workbench.base.errors import RunError, SettingError
 from workbench.dataproto import DataProto
-from workbench.errors import RunError, SettingError
-from workbench.runs.folder import STEP, RunFolder, read_metrics, step_folders, write_json
-from workbench.runs.keeping import prune
-from workbench.runs.metrics_of_batch import aliases, data_metrics, timing_metrics
-from workbench.runs.recorder import progress_line
+from workbench.replay.run import load_run
+from workbench.runs.batch_metrics import data_metrics, timing_metrics
+from workbench.runs.folder import STEP, RunFolder, read_metrics, step_folder, step_folders, write_json
+from workbench.runs.kept_traces import prune
 from workbench.runs.resume import differences
-from workbench.runs.run import load_run
-from workbench.runs.trackers import check_trackers, make_trackers
+from workbench.runs.trackers import TRACKERS, check_trackers, progress_line
 
 
 def rows(folder: RunFolder, *steps: int) -> None:
@@ -75,12 +74,12 @@ def test_a_second_writer_is_refused_also_in_the_same_process(tmp_path: Path) -> 
     folder = RunFolder(tmp_path)
     with pytest.raises(RunError, match=f"is being written; found pid {os.getpid()} on .* since 20"):
         RunFolder(tmp_path)
-    folder.release()
+    folder.lock.release()
     assert not (tmp_path / "lock.json").exists()
     again = RunFolder(tmp_path)
     assert again.lock.note == ""
-    again.release()
-    again.release()
+    again.lock.release()
+    again.lock.release()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,7 @@ def test_a_lock_whose_holder_died_is_taken_and_explained(tmp_path: Path, left: s
     folder = RunFolder(tmp_path)
     assert folder.lock.note.startswith(f"took over the lock of {note}") and "no longer runs" in folder.lock.note
     assert json.loads((tmp_path / "lock.json").read_text())["pid"] == os.getpid()
-    folder.release()
+    folder.lock.release()
 
 
 def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
@@ -103,17 +102,17 @@ def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
     os.waitpid(child, 0)
     folder = RunFolder(tmp_path)
     assert folder.lock.note.startswith(f"took over the lock of pid {child} on ")
-    folder.release()
+    folder.lock.release()
 
 
 def test_what_is_past_the_checkpoint_is_moved_not_lost(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     rows(folder, 0, 1, 2, 3)
     for step in (1, 3):
-        folder.trace_path(step).mkdir(parents=True)
-        (folder.trace_path(step) / "trace.json").write_text("{}")
-    (folder.trace_path(1) / "trace.json").write_text("{}")
-    folder.trace_path(0).mkdir()  # cut off while it was written
+        step_folder(folder.traces, step).mkdir(parents=True)
+        (step_folder(folder.traces, step) / "trace.json").write_text("{}")
+    (step_folder(folder.traces, 1) / "trace.json").write_text("{}")
+    step_folder(folder.traces, 0).mkdir()  # cut off while it was written
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "summary.json").write_text("{}")
     (folder.checkpoints / "step_000002").mkdir(parents=True)
@@ -124,7 +123,7 @@ def test_what_is_past_the_checkpoint_is_moved_not_lost(tmp_path: Path) -> None:
     moved = ["traces/step_000000", "traces/step_000003", "checkpoints/step_000002", "tensorboard", "summary.json"]
     assert notes == ["2 metrics rows", *moved]
     assert all((aside / name).exists() and not (tmp_path / name).exists() for name in moved)
-    assert folder.trace_path(1).exists()
+    assert step_folder(folder.traces, 1).exists()
     assert folder.supersede(1) == [] and len(list((tmp_path / "superseded").iterdir())) == 1
 
 
@@ -135,7 +134,7 @@ def test_moving_aside_that_was_cut_off_is_finished_by_the_next(
     folder = RunFolder(tmp_path)
     rows(folder, 0, 1, 2, 3)
     for step in (2, 3):
-        folder.trace_path(step).mkdir(parents=True)
+        step_folder(folder.traces, step).mkdir(parents=True)
     (tmp_path / "tensorboard").mkdir()
     calls, real = [], {name: getattr(os, name) for name in ("rename", "replace")}
 
@@ -164,7 +163,7 @@ def test_moving_aside_that_was_cut_off_is_finished_by_the_next(
 def test_only_the_last_traces_are_kept_each_whole(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in (1, 2, 10):
-        folder.trace_path(step).mkdir(parents=True)
+        step_folder(folder.traces, step).mkdir(parents=True)
     (folder.traces / "notes").mkdir()
     prune(folder.traces, 2)
     assert sorted(path.name for path in folder.traces.iterdir()) == ["notes", "step_000002", "step_000010"]
@@ -172,7 +171,7 @@ def test_only_the_last_traces_are_kept_each_whole(tmp_path: Path) -> None:
 
 
 def test_trackers_by_name(tmp_path: Path) -> None:
-    tracker = make_trackers(["tensorboard"], tmp_path)[0]
+    tracker = TRACKERS["tensorboard"](tmp_path)
     tracker.log({"a": 1.0, "b": float("nan")}, 1)
     tracker.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -181,7 +180,7 @@ def test_trackers_by_name(tmp_path: Path) -> None:
     events.Reload()
     assert events.Tags()["scalars"] == ["a"] and events.Scalars("a")[0].value == 1.0
     with pytest.raises(SettingError, match="did you mean 'wandb'"):
-        make_trackers(["wandbb"], tmp_path)
+        check_trackers(["wandbb"])
 
 
 STANDIN = """
@@ -209,7 +208,7 @@ def test_other_trackers_through_the_same_protocol(tmp_path: Path, monkeypatch: p
     (tmp_path / f"{name}.py").write_text(STANDIN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, name, raising=False)
-    tracker = make_trackers([name], tmp_path / "my-run")[0]
+    tracker = TRACKERS[name](tmp_path / "my-run")
     tracker.log({"val-core/a/reward/mean@1": 0.5}, 3)
     tracker.close()
     module = importlib.import_module(name)
@@ -248,10 +247,9 @@ def test_batch_metrics_by_hand() -> None:
         "perf/time_per_step": 2.0,
         "perf/throughput": 5.0,
     }
-    assert data_metrics(DataProto({"x": mask})) == {} and timing_metrics(seconds, DataProto({"x": mask})) == {
-        "timing_s/gen": 1.0
-    }
-    assert aliases({"critic/score/mean": 0.25}) == {"reward/mean": 0.25} and aliases({}) == {}
+    bare = DataProto({"x": mask})
+    assert data_metrics(bare) == {} and timing_metrics(seconds, bare) == {"timing_s/gen": 1.0}
+    assert timing_metrics({"critic/score/mean": 0.25}, bare) == {"reward/mean": 0.25}
 
 
 def test_settings_are_compared_by_name() -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.metrics import Mean
-from workbench.runs.folder import STEP, RunFolder, step_folders
-from workbench.runs.keeping import KEEP_FLAGGED, Kept, keep, prune, read_kept
+from workbench.base.metrics import Mean
+from workbench.runs.folder import STEP, RunFolder, step_folder, step_folders
+from workbench.runs.kept_traces import KEEP_FLAGGED, Kept, keep, prune, read_kept
 from workbench.runs.symptoms import SEEN, WINDOW, Watch
 from workbench.stages import Outcome
-from workbench.trace import Phase, Trace
+from workbench.steps.trace import Phase, Trace
 
 WELL = {"critic/score/mean": 0.5, "critic/score/max": 1.0, "actor/grad_norm": 0.3, "actor/entropy": 1.0}
 
@@ -44,7 +44,7 @@ def test_a_step_is_flagged_where_a_symptom_begins_and_not_while_it_lasts() -> No
     for number in range(33, 40):
         rows[number]["actor/entropy"] = 0.05  # the mean of five is below a tenth of the first at step 38
     assert begun(Watch(), rows) == {
-        10: ["the gradient jumps"], 20: ["the gradient jumps"], 30: ["a metric is no number"], 38: ["entropy has collapsed"],
+        10: ["the gradient jumps"], 20: ["the gradient jumps"], 30: ["a metric is NaN or infinite"], 38: ["entropy has collapsed"],
     }  # fmt: skip
 
 
@@ -60,10 +60,10 @@ def test_a_look_costs_little_however_long_the_run_is() -> None:
     watch = Watch(row(step, **{f"more/{number}": 1.0 for number in range(80)}) for step in range(1, 10_001))
     spent = []
     for step in range(10_001, 10_101):
-        began = time.perf_counter()
+        began = time.process_time()
         watch.look(row(step, **{"response_length/mean": 40.0, "actor/kl_loss": 0.01, "actor/pg_clipfrac": 0.01}))
-        spent.append(time.perf_counter() - began)
-    assert sorted(spent)[50] < 1e-3, sorted(spent)[50]
+        spent.append(time.process_time() - began)
+    assert sorted(spent)[50] < 3e-3, sorted(spent)[50]
     assert len(watch._first) == WINDOW and len(watch._last) == SEEN
 
 
@@ -72,30 +72,30 @@ def test_what_was_due_and_what_was_flagged_are_bounded_each_by_itself(tmp_path: 
     for step in range(1, 41):
         due, flagged = ("every 10 steps" if step % 10 == 0 else ""), (("jumps",) if step % 4 == 0 else ())
         if due or flagged:
-            keep(small(step), folder.trace_path(step), Kept(due=due, flagged=flagged))
+            keep(small(step), step_folder(folder.traces, step), Kept(due=due, flagged=flagged))
             prune(folder.traces, 2, 3)
     # due: 30, 40; flagged: 32, 36 and 40, which is both
     assert list(step_folders(folder.traces)) == [30, 32, 36, 40]
-    assert str(read_kept(folder.trace_path(40))) == "every 10 steps; jumps"
+    assert str(read_kept(step_folder(folder.traces, 40))) == "every 10 steps; jumps"
     prune(folder.traces, 1, 0)
     assert list(step_folders(folder.traces)) == [40]
-    folder.release()
+    folder.lock.release()
 
 
 def test_a_trace_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path)
     kept = Kept(due="every step", before={"advantage": {"value": 0.1}}, after={})
-    monkeypatch.setattr("workbench.runs.keeping.write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("workbench.runs.kept_traces.write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):  # killed between the trace and its reason
-        keep(small(3), folder.trace_path(3), kept)
+        keep(small(3), step_folder(folder.traces, 3), kept)
     assert list(step_folders(folder.traces)) == [] and list(folder.traces.glob(".*.part"))
     monkeypatch.undo()
     folder.supersede(2)
     assert list(folder.traces.iterdir()) == []
-    keep(small(3), folder.trace_path(3), kept)
-    assert read_kept(folder.trace_path(3)) == kept and Trace.load(folder.trace_path(3)).step == 3
+    keep(small(3), step_folder(folder.traces, 3), kept)
+    assert read_kept(step_folder(folder.traces, 3)) == kept and Trace.load(step_folder(folder.traces, 3)).step == 3
     assert folder.supersede(2) == ["traces/step_000003"]
-    folder.release()
+    folder.lock.release()
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 
 import workbench as wb
 from workbench.rewards import Score
-from workbench.runs.metrics_of_samples import sample_metrics
+from workbench.runs.batch_metrics import sample_metrics
 
 
 def test_two_prompts_of_four_samples_by_hand() -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import workbench as wb
+from workbench.base.errors import CheckpointError, RunError
 from workbench.engines import LocalEngine
-from workbench.errors import CheckpointError, RunError
 from workbench.runs import checkpoint
 from workbench.stages import Advantage
 
@@ -189,9 +189,9 @@ def test_changes_are_refused_by_name_unless_allowed_and_then_recorded(tiny: str,
     shutil.copytree(whole[0], run)
     name = "engines.actor.micro_batch_tokens"
     pipe, rows = make(tiny, micro_batch_tokens=512)
-    with pytest.raises(RunError, match=rf"{name}: 16384 → 512.*may_change=\['engines\.critic\..*', '{name}'\]"):
+    with pytest.raises(RunError, match=rf"{name}: 16384 → 512.*allow_changes=\['engines\.critic\..*', '{name}'\]"):
         wb.train_blocking(pipe, rows, steps=3, run=run, resume="auto", **PLAN)
-    changes = {"may_change": [name, "engines.critic"], "trace_freq": 1, **PLAN}
+    changes = {"allow_changes": [name, "engines.critic"], "trace_freq": 1, **PLAN}
     resumed = wb.train_blocking(pipe, rows, steps=3, run=run, resume="auto", **changes)
     history = resumed.settings["history"]
     assert [entry["from_step"] for entry in history] == [1, 3] and history[0]["changes"] == []
@@ -205,8 +205,8 @@ def test_other_data_is_refused(tiny: str, whole: Any, tmp_path: Path) -> None:
     pipe, rows = make(tiny)
     with pytest.raises(RunError, match="data_hash"):
         wb.train_blocking(pipe, rows[:8], steps=4, run=run, resume="auto", **PLAN)
-    with pytest.raises(RunError, match="heldout: None → "):
-        wb.train_blocking(pipe, rows, heldout=rows[:2], steps=4, run=run, resume="auto", **PLAN)
+    with pytest.raises(RunError, match="eval_rows: None → "):
+        wb.train_blocking(pipe, rows, eval_rows=rows[:2], steps=4, run=run, resume="auto", **PLAN)
 
 
 def test_a_reward_whose_text_changed_is_refused_by_its_first_other_line(tiny: str, whole: Any, tmp_path: Path) -> None:

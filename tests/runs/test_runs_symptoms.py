@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests_lint import lint
 
 import workbench as wb
 from workbench.rewards import Score
@@ -46,7 +47,7 @@ def test_a_run_that_is_well_has_none_and_a_short_one_says_nothing() -> None:
         ({"critic/score/max": 0.0, "reward/scored_ratio": 0.1}, "reward is flat at 0", "reward function fails"),
         ({"advantage/zero_share": 0.9}, "most groups teach nothing", "recipes.dapo"),
         ({"actor/kl_loss": 3.0}, "KL to the reference is large", "raise kl_coef"),
-        ({"actor/entropy": lambda step: 1.0 if step < 9 else 0.05}, "entropy has collapsed", "clip_high"),
+        ({"actor/entropy": lambda step: 1.0 if step < 9 else 0.05}, "entropy has collapsed", "clip_ratio_high"),
         ({"actor/pg_clipfrac": 0.5}, "much of the update is clipped", "lower lr"),
         ({"response_length/mean": lambda step: 40.0 + 5 * step}, "responses change their length", "overlong"),
         ({"training/rollout_probs_diff_mean": 0.1}, "sampler and trainer differ", "RolloutCorrection"),
@@ -59,7 +60,7 @@ def test_each_symptom(changed: dict[str, Any], name: str, hint: str) -> None:
     found = symptoms(run(**changed))
     assert [one.name for one in found] == [name] and hint in found[0].do
     shown = Symptoms(found)
-    assert name in repr(shown) and wb.views.html.lint(shown._repr_html_()) == []
+    assert name in repr(shown) and lint(shown._repr_html_()) == []
 
 
 def test_causes_are_read_from_the_last_batch() -> None:

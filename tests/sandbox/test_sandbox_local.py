@@ -10,17 +10,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests_patience import patience, within
 
-from workbench import background
-from workbench.errors import SandboxError, SettingError
-from workbench.sandbox import LocalSandbox, Program, answer, probe, tiers
-from workbench.sandbox.process import Bounds, contained
+from workbench.base import runtime
+from workbench.base.errors import SandboxError, SettingError
+from workbench.sandbox import LocalSandbox, Program, answer, tiers
+from workbench.sandbox.process import Limits, contained
 
 EXCHANGES = Path(__file__).parents[3] / "shared" / "data" / "sandbox_fusion" / "exchanges.jsonl"
 
@@ -45,10 +45,7 @@ def clean() -> Any:
     """No process and no folder may be left by what a test ran."""
     before = set(Path(tempfile.gettempdir()).glob("workbench-*"))
     yield
-    end = time.monotonic() + 5
-    while leftovers() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not leftovers()
+    assert within(lambda: not leftovers()), leftovers()
     assert set(Path(tempfile.gettempdir()).glob("workbench-box-*")) <= before
 
 
@@ -132,12 +129,12 @@ def test_packages_are_shown_on_request() -> None:
         ("while True: pass", "time"),
         ("import time; time.sleep(60)", "time"),
         ("x = bytearray(2 ** 30)", "memory"),
-        ("import os\nfor _ in range(8):\n    if not os.fork():\n        x = b'x' * (300 << 20)\n        break\nimport time; time.sleep(12)", "memory"),
+        ("import os\nfor _ in range(8):\n    if not os.fork():\n        x = b'x' * (300 << 20)\n        break\nimport time; time.sleep(3600)", "memory"),
         ("print('a' * 3_000_000)", "output"),
         ("import sys\nwhile True: sys.stderr.write('a' * 100_000)", "output"),
         ("open('big', 'wb').write(bytes(20 << 20))", "disk"),
-        ("import time\nfor n in range(30): open(f'f{n}', 'wb').write(bytes(9 << 20))\ntime.sleep(12)", "disk"),
-        ("import os, time\nfor n in range(20_000): open(f'f{n}', 'w')\ntime.sleep(12)", "disk"),
+        ("import time\nfor n in range(30): open(f'f{n}', 'wb').write(bytes(9 << 20))\ntime.sleep(3600)", "disk"),
+        ("import os, time\nfor n in range(20_000): open(f'f{n}', 'w')\ntime.sleep(3600)", "disk"),
         ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "time"),
         ("x = 9 ** 9 ** 9", "time"),
     ],
@@ -146,11 +143,9 @@ def test_packages_are_shown_on_request() -> None:
 def test_what_goes_over_a_limit_is_ended_and_the_limit_named(
     box: LocalSandbox, clean: None, code: str, limit: str
 ) -> None:
-    began = time.perf_counter()
-    result = box.run(code, run_timeout=2.0 if limit == "time" else 10.0)
+    result = box.run(code, run_timeout=0.5 if limit == "time" else patience(10.0))
     assert result.limit == limit and limit in result.why
     assert result.status == ("Success" if limit == "output" and "3_000" in code else "Failed")
-    assert time.perf_counter() - began < 30
     assert len(result.stdout) <= 1 << 20
 
 
@@ -216,7 +211,7 @@ import os, time
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        for n in range(100):
+        for n in range(36_000):
             open('beat', 'w').write(str(n)); time.sleep(0.1)
     os._exit(0)
 print('gone')
@@ -225,20 +220,20 @@ print('gone')
 
 def test_a_daemon_with_a_session_of_its_own_ends_with_its_program(box: LocalSandbox, clean: None) -> None:
     result = box.run(DAEMON)
-    assert result.stdout == "gone\n" and result.run and result.run.seconds < 3
+    assert result.stdout == "gone\n" and result.run and result.limit is None
 
 
 def test_cancelling_ends_the_program(box: LocalSandbox, clean: None) -> None:
     import asyncio
 
     async def cancelled() -> None:
-        task = asyncio.ensure_future(box.execute(Program(code="import time; time.sleep(30)", run_timeout=60)))
+        task = asyncio.ensure_future(box.execute(Program(code="import time; time.sleep(3600)", run_timeout=3600)))
         await asyncio.sleep(0.5)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    background.run(cancelled())
+    runtime.run(cancelled())
 
 
 KILLED = """
@@ -246,7 +241,6 @@ import sys, threading, time
 from workbench.sandbox import LocalSandbox
 box = LocalSandbox(tier=sys.argv[1])
 threading.Thread(target=box.run, args=("import time; time.sleep(600)",), kwargs={"run_timeout": 600}, daemon=True).start()
-time.sleep(1.5)
 print("up", flush=True)
 time.sleep(600)
 """
@@ -257,13 +251,10 @@ def test_programs_end_with_a_parent_that_was_killed(box: LocalSandbox) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     parent = subprocess.Popen([sys.executable, "-c", KILLED, box.tier], stdout=subprocess.PIPE, env=env)
     assert parent.stdout and parent.stdout.readline() == b"up\n"
-    assert leftovers()
+    assert within(leftovers)
     parent.kill()
     parent.wait()
-    end = time.monotonic() + 10
-    while leftovers():
-        assert time.monotonic() < end, leftovers()
-        time.sleep(0.1)
+    assert within(lambda: not leftovers()), leftovers()
     for folder in Path(tempfile.gettempdir()).glob("workbench-box-*"):
         subprocess.run(["rm", "-rf", str(folder)], check=True)  # what a killed parent cannot sweep
 
@@ -272,7 +263,7 @@ def test_programs_end_with_a_parent_that_was_killed(box: LocalSandbox) -> None:
 
 
 def test_where_nothing_isolates_model_code_does_not_run_unless_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "failures", lambda sandbox, tier: ["it reads a file of the host"])
+    monkeypatch.setattr(tiers, "failures", lambda sandbox, tier: ["it reads a file of the host"])
     with pytest.raises(SandboxError, match=r"bubblewrap: it reads a file.*install bubblewrap.*allow_unsafe=True"):
         LocalSandbox()
     unsafe = LocalSandbox(allow_unsafe=True)
@@ -283,7 +274,7 @@ def test_where_nothing_isolates_model_code_does_not_run_unless_said(monkeypatch:
 
 def test_a_tier_that_leaks_fails_its_probe() -> None:
     """The probe itself: run without any isolation it finds every leak that it looks for."""
-    found = probe._attempt(LocalSandbox(allow_unsafe=True), "unsafe")
+    found = tiers._attempt(LocalSandbox(allow_unsafe=True), "unsafe")
     wanted = {
         "it reads a file of the host",
         "it reaches the host's network by TCP",
@@ -298,7 +289,7 @@ def test_a_launcher_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(SandboxError, match="needs bwrap"):
         LocalSandbox(tier="bubblewrap")
     phase = contained(
-        ["/nowhere/bwrap"], b"", Path("/"), Bounds(seconds=1, output_bytes=1, memory_mb=1, disk_mb=1), threading.Event()
+        ["/nowhere/bwrap"], b"", Path("/"), Limits(seconds=1, output_bytes=1, memory_mb=1, disk_mb=1), threading.Event()
     )
     assert phase.status == "Error" and "cannot start" in phase.stderr
     with pytest.raises(SandboxError, match="did you mean 'bubblewrap'"):

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests_patience import LONG
 
-from workbench.errors import SandboxError, SettingError
-from workbench.http_client import _retry_after
+from workbench.base.errors import SandboxError, SettingError
+from workbench.base.http import _retry_after
 from workbench.rewards import Reward, Status, code
 from workbench.sandbox import LocalSandbox, Program, RemoteSandbox, serve
 from workbench.sandbox.remote import read_reply
@@ -123,11 +124,12 @@ def test_what_passes_is_tried_again_and_what_does_not_is_no_verdict() -> None:
 
 
 def test_a_service_that_never_answers_costs_the_deadline_once() -> None:
-    with service(lambda n: time.sleep(5) or (200, GOOD, {})) as (url, _):  # type: ignore[func-returns-value]
-        began = time.perf_counter()
+    gate = threading.Event()
+    with service(lambda n: gate.wait(LONG) and (200, GOOD, {})) as (url, seen):  # type: ignore[arg-type,return-value]
         result = quick(url, deadline=1.0).run("print(42)")
         assert result.status == "SandboxError" and "no reply" in result.why
-        assert time.perf_counter() - began < 3
+        assert seen["calls"] == 1
+        gate.set()
 
 
 def test_no_more_requests_at_once_than_allowed() -> None:
@@ -141,7 +143,7 @@ def test_an_outage_is_machinery_never_a_zero() -> None:
         judge = Reward(code(quick(url, attempts=1, max_concurrent=1)), in_process=True)
         rows = answered(["```python\nprint(42)\n```"] * 4, [{"inputs": [""], "outputs": ["42"]}] * 4)
         scores = judge.score(rows)
-    assert [score.status for score in scores] == [Status.SCORED] * 2 + [Status.MACHINERY_FAILED] * 2
+    assert [score.status for score in scores] == [Status.SCORED] * 2 + [Status.INFRA_ERROR] * 2
     assert not scores[2].scored and "503" in scores[2].why
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from workbench import functional
+from workbench.base.errors import ColumnMissing, DataError, PipelineError, RewardError, SettingError
+from workbench.base.metrics import reduce
 from workbench.dataproto import DataProto
-from workbench.engines import Learned, LossOutput, Normalisers, Request, Sample, SamplingSettings
-from workbench.errors import ColumnMissing, DataError, PipelineError, RewardError, SettingError
-from workbench.metrics import reduce
+from workbench.engines import LossCounts, LossOutput, Request, Sample, SamplingSettings, StepResult
 from workbench.recipes import grpo, ppo
 from workbench.rewards import Score, Status
 from workbench.stages import Advantage, LogProb, Pipeline, PolicyLoss, Reward, Rollout, Update, ValueLoss, Values
@@ -42,21 +42,23 @@ class Engine:
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        self.taught: list[tuple[int, Normalisers]] = []
+        self.taught: list[tuple[int, LossCounts]] = []
 
     async def sample(self, request: Request) -> Sample:
         self.requests.append(request)
         ids = tuple(1 + request.seed // 7**n % 7 for n in range(request.seed % 4))
         return Sample(ids, tuple(-0.5 for _ in ids), "length" if len(ids) == 3 else "stop", self.version)
 
-    def score(self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0) -> Any:
+    def compute_log_probs(
+        self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
+    ) -> Any:
         return {name: -0.5 * temperature * batch["response_mask"].float() for name in want}
 
-    def learn(self, batch: DataProto, loss: Any, normalisers: Normalisers, temperature: float = 1.0) -> Learned:
-        self.taught.append((len(batch), normalisers))
-        outputs = {name: value.requires_grad_() for name, value in self.score(batch, loss.want).items()}
-        result: LossOutput = loss(outputs, batch, normalisers)
-        return Learned({**result.metrics, "loss": 1.0}, result.columns)
+    def learn(self, batch: DataProto, loss: Any, loss_counts: LossCounts, temperature: float = 1.0) -> StepResult:
+        self.taught.append((len(batch), loss_counts))
+        outputs = {name: value.requires_grad_() for name, value in self.compute_log_probs(batch, loss.want).items()}
+        result: LossOutput = loss(outputs, batch, loss_counts)
+        return StepResult({**result.metrics, "loss": 1.0}, result.columns)
 
     def commit(self) -> int:
         self.version += 1
@@ -250,7 +252,7 @@ def test_epochs_mini_batches_and_normalisers() -> None:
     outcome = stage(batch)
     assert [rows for rows, _ in engine.taught] == [4, 2, 4, 2]  # prompts × group_size, an uneven last one
     tokens = batch["response_mask"].sum().item()
-    assert sum(normalisers.tokens for _, normalisers in engine.taught) == 2 * tokens
+    assert sum(loss_counts.tokens for _, loss_counts in engine.taught) == 2 * tokens
     assert engine.version == 1 and outcome.batch.origins["new_log_probs"].policy_version == 1
     assert torch.equal(outcome.batch["new_log_probs"], -0.5 * batch["response_mask"])
 
@@ -266,7 +268,7 @@ def test_every_aggregation_adds_up_over_trimmed_micro_batches(mode: str) -> None
             "scored": torch.tensor([True] * 3),
         }
     )
-    counts = Normalisers(tokens=7, sequences=3, width=4)
+    counts = LossCounts(tokens=7, sequences=3, width=4)
     flat = {"log_probs": torch.full((3, 4), -0.1)}
     whole = PolicyLoss(loss_agg_mode=mode)(flat, rows, counts).loss.item()
     pieces = 0.0
@@ -295,7 +297,7 @@ def test_shuffled_mini_batches_cover_every_row_and_come_back_in_order() -> None:
 
 
 def test_policy_loss_adds_entropy_and_kl() -> None:
-    loss = PolicyLoss(entropy_coeff=0.1, kl_loss_coef=0.5, kl_loss_type="k1")
+    loss = PolicyLoss(entropy_coeff=0.1, kl_coef=0.5, kl_type="k1")
     assert loss.want == ("log_probs", "entropy") and "ref_log_prob" in loss.reads
     rows = micro_case(
         old_log_probs=torch.zeros(4, 3),
@@ -304,7 +306,7 @@ def test_policy_loss_adds_entropy_and_kl() -> None:
         scored=torch.tensor([True] * 4),
     )
     outputs = {"log_probs": torch.zeros(4, 3), "entropy": torch.full((4, 3), 2.0)}
-    result = loss(outputs, rows, Normalisers(12, 4))
+    result = loss(outputs, rows, LossCounts(12, 4))
     assert result.loss.item() == pytest.approx(-1.0 - 0.2 + 0.5)
     with pytest.raises(SettingError, match="clip_ratio_c"):
         PolicyLoss(clip_ratio_c=1.0)
@@ -312,7 +314,7 @@ def test_policy_loss_adds_entropy_and_kl() -> None:
 
 def test_value_loss_reads_the_old_values() -> None:
     rows = micro_case(values=torch.zeros(4, 3), returns=torch.ones(4, 3))
-    assert ValueLoss()({"values": torch.zeros(4, 3)}, rows, Normalisers(12, 4)).loss.item() == pytest.approx(0.5)
+    assert ValueLoss()({"values": torch.zeros(4, 3)}, rows, LossCounts(12, 4)).loss.item() == pytest.approx(0.5)
 
 
 # --- pipelines --------------------------------------------------------------------------------
@@ -362,7 +364,7 @@ def test_a_stage_more() -> None:
         def __call__(self, batch: DataProto) -> Outcome:
             return Outcome(self.written(batch, {"token_level_scores": 2 * batch["token_level_scores"]}), {})
 
-    pipeline = grpo(Engine(), length_reward, group_size=2).overlapped()
+    pipeline = grpo(Engine(), length_reward, group_size=2).streaming_rewards()
     more = pipeline.insert_after("reward", Doubled())
     assert more.names == ("rollout", "reward", "doubled", *pipeline.names[2:]) and more.overlap
     assert more["doubled"](pipeline["reward"](pipeline["rollout"](prompts()).batch).batch).batch["reward"].max() > 0

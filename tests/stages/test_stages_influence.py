@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.engines.protocol import LossOutput, Normalisers
-from workbench.errors import PipelineError
+from workbench.base.errors import PipelineError
+from workbench.engines.protocol import LossCounts, LossOutput
 from workbench.rewards import Reward
 
 
@@ -22,9 +22,9 @@ class Plain:
 
     want = ("log_probs",)
 
-    def __call__(self, outputs: Any, rows: wb.DataProto, normalisers: Normalisers) -> LossOutput:
+    def __call__(self, outputs: Any, rows: wb.DataProto, loss_counts: LossCounts) -> LossOutput:
         weight = rows["advantages"] * rows["response_mask"]
-        return LossOutput(-(outputs["log_probs"] * weight).sum() / normalisers.tokens)
+        return LossOutput(-(outputs["log_probs"] * weight).sum() / loss_counts.tokens)
 
 
 @pytest.fixture(scope="module")
@@ -32,32 +32,32 @@ def made() -> tuple[Any, wb.DataProto, wb.DataProto]:
     engine = wb.engines.local("data/tiny-arith", lr=1e-3, device="cpu")
     rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:16]
     pipe = wb.recipes.grpo(engine, Reward(varied, in_process=True), group_size=4, max_tokens=12, kl_coef=0.0)
-    batch, heldout = (wb.Stepper(pipe, rows.batch(4, step=step)).run(until="advantage").batch for step in (1, 2))
-    return engine, batch, heldout
+    batch, eval_rows = (wb.Stepper(pipe, rows.batch(4, step=step)).run(until="advantage").batch for step in (1, 2))
+    return engine, batch, eval_rows
 
 
-def objective(engine: Any, heldout: wb.DataProto) -> float:
-    logs = engine.score(heldout, ("log_probs",))["log_probs"].double()
-    return float((logs * heldout["advantages"] * heldout["response_mask"]).sum() / heldout["response_mask"].sum())
+def objective(engine: Any, eval_rows: wb.DataProto) -> float:
+    logs = engine.compute_log_probs(eval_rows, ("log_probs",))["log_probs"].double()
+    return float((logs * eval_rows["advantages"] * eval_rows["response_mask"]).sum() / eval_rows["response_mask"].sum())
 
 
 def test_it_is_what_leaving_a_row_out_does(made: Any) -> None:
-    engine, batch, heldout = made
+    engine, batch, eval_rows = made
     before = engine.snapshot()["weights"]
-    out = wb.stages.Influence(engine, heldout)(batch)
+    out = wb.stages.Influence(engine, eval_rows)(batch)
     per_row = out.batch["influence"].sum(-1)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), engine.snapshot()["weights"].values(), strict=True))
     tokens = float(batch["response_mask"].sum())
     rate, found, expected = 0.02, [], []
     every = torch.arange(len(batch))
-    whole = engine.gradient(batch, Plain(), Normalisers(tokens=tokens, sequences=1.0))
-    with engine.nudged(whole, -rate):
-        with_all = objective(engine, heldout)
+    whole = engine.gradient(batch, Plain(), LossCounts(tokens=tokens, sequences=1.0))
+    with engine.perturbed(whole, -rate):
+        with_all = objective(engine, eval_rows)
     for row in range(0, len(batch), 2):
         rest = batch.select_idxs(every[every != row])
-        less = engine.gradient(rest, Plain(), Normalisers(tokens=tokens, sequences=1.0))
-        with engine.nudged(less, -rate):
-            found.append((with_all - objective(engine, heldout)) / rate * tokens)
+        less = engine.gradient(rest, Plain(), LossCounts(tokens=tokens, sequences=1.0))
+        with engine.perturbed(less, -rate):
+            found.append((with_all - objective(engine, eval_rows)) / rate * tokens)
         expected.append(float(per_row[row]))
     left_out, first_order = torch.tensor(found), torch.tensor(expected)
     correlation = torch.corrcoef(torch.stack([left_out, first_order]))[0, 1]

@@ -7,8 +7,8 @@ import torch
 
 import workbench as wb
 from workbench import functional as F
-from workbench.errors import PipelineError, SettingError
-from workbench.trace import perform
+from workbench.base.errors import PipelineError, SettingError
+from workbench.steps.trace import perform
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_the_exact_kl_is_what_the_estimates_estimate(tiny: str, batch: wb.DataPr
             wb.datasets.load("data/arith/train.parquet", max_prompt_length=256).batch(8)
         ).batch
     ).batch
-    ref = reference.score(sampled)["log_probs"]
+    ref = reference.compute_log_probs(sampled)["log_probs"]
     k1 = F.kl_penalty(sampled["old_log_probs"], ref, "k1")
     exact = stage(sampled).batch["full_kl"]
     spread = float(k1.std()) / len(k1) ** 0.5

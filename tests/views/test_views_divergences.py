@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from tests_lint import lint
 
 import workbench as wb
-from workbench.divergence import diverge
-from workbench.trace import Phase, Trace
-from workbench.views.divergences import apart, divergence_html, divergence_text, title
-from workbench.views.html import lint
+from workbench.steps.compare import diverge
+from workbench.steps.trace import Phase, Trace
+from workbench.views.comparisons import apart, title
 
 
 def trace(
@@ -28,12 +28,11 @@ def trace(
 
 def test_the_first_line_names_the_place_in_as_many_digits_as_it_takes() -> None:
     found = diverge(trace(), trace(-0.5000002, function="mine"))
-    lines = divergence_text(found).splitlines()
+    lines = repr(found).splitlines()
     assert lines[0] == (
         "first divergence: phase old_log_prob, column old_log_probs, row 1 (uid u2), token 5: -0.5 against -0.5000002 "
         "(the same before: 1 phase, 4 columns)"
     )
-    assert repr(found) == divergence_text(found)
     marked = [line for line in lines if line.startswith("→")]
     assert len(marked) == 1 and marked[0].split() == ["→", "5", "13", "-0.5", "-0.5000002"]
     tokens = [line.split()[0] for line in lines[2:] if line.strip()[:1].isdigit()]
@@ -42,7 +41,7 @@ def test_the_first_line_names_the_place_in_as_many_digits_as_it_takes() -> None:
 
 
 def test_what_follows_is_listed() -> None:
-    text = divergence_text(diverge(trace(), trace(-0.75, text="no <b>anger</b>")))
+    text = repr(diverge(trace(), trace(-0.75, text="no <b>anger</b>")))
     assert text.splitlines()[0].startswith(
         "first divergence: phase rollout, column response_text, row 1 (uid u2), character 8: "
         "'no <b>answer</b>' against 'no <b>anger</b>'"
@@ -53,11 +52,11 @@ def test_what_follows_is_listed() -> None:
 
 def test_html_is_escaped_and_survives_the_sanitiser() -> None:
     found = diverge(trace(), trace(-0.75, text="no <b>anger</b><script>x</script>", function="<i>"))
-    html = divergence_html(found)
+    html = found._repr_html_()
     assert lint(html) == [] and "<b>answer" not in html and "&lt;b&gt;answer" in html and "both texts" in html
     html = found._repr_html_()
     assert lint(html) == [] and "first divergence: phase rollout" in html
-    tokens = divergence_html(diverge(trace(), trace(-0.75)))
+    tokens = diverge(trace(), trace(-0.75))._repr_html_()
     assert lint(tokens) == [] and tokens.count("rgba(207,80,60") == 4 and "<table" in tokens
 
 

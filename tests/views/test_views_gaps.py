@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.errors import BatchError
+from workbench.base.errors import BatchError
 
 
 def batch(**more: torch.Tensor) -> wb.DataProto:
@@ -17,7 +17,7 @@ def batch(**more: torch.Tensor) -> wb.DataProto:
 
 
 def test_padding_counts_for_nothing_and_each_version_has_a_line() -> None:
-    figure = wb.views.sampler_gap(batch(policy_version=torch.tensor([3, 4])))
+    figure = wb.views.sampler_logprob_diff(batch(policy_version=torch.tensor([3, 4])))
     assert figure._suptitle.get_text() == "3 tokens: largest difference 0.5 nats, mean 0.25"
     left, right = figure.axes
     assert sorted(map(tuple, left.collections[0].get_offsets().tolist())) == [(-2.0, -2.5), (-1.0, -1.0), (-0.5, -0.25)]
@@ -27,4 +27,4 @@ def test_padding_counts_for_nothing_and_each_version_has_a_line() -> None:
 
 def test_a_batch_that_was_not_scored_is_refused() -> None:
     with pytest.raises(BatchError, match=r"no old_log_probs; run the step until 'old_log_prob'"):
-        wb.views.sampler_gap(batch().without("old_log_probs"))
+        wb.views.sampler_logprob_diff(batch().without("old_log_probs"))

@@ -6,31 +6,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests_lint import lint
 
 import workbench as wb
 from workbench.rewards import Score, Status
 from workbench.testing.rewards import answered
-from workbench.views.html import bar, escape, fold, image, lint, pairs_table, table, text_block
-from workbench.views.sample_index import groups_table, samples_table
-from workbench.views.samples import samples_html, samples_text
+from workbench.views.document import Fold, Image, Table, bar, block, cut, escape, html, pairs
+from workbench.views.samples import SampleIndex, samples, samples_table
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)><svg onload=x>\u202eevil\x1b[31m"
 
 
 @given(st.text())
 def test_whatever_is_shown_stays_text(text: str) -> None:
-    shown = (
-        text_block(text)
-        + fold(text, "")
-        + pairs_table([(text, text)])
-        + bar(0.5, text)
-        + table([text], [[escape(text)]])
-    )
+    shown = html([block(text), Fold(text, ""), pairs([(text, text)]), bar(0.5, text), Table([text], [[text]])])
     assert lint(shown) == [] and shown.count("<script") == 0
 
 
 @pytest.mark.parametrize(
-    ("html", "name"),
+    ("markup", "name"),
     [
         ("<style>a{}</style>", "<style"),
         ("<div id='x'>", "id="),
@@ -40,13 +34,13 @@ def test_whatever_is_shown_stays_text(text: str) -> None:
         ("<svg>", "<svg"),
     ],
 )
-def test_lint_names_what_would_be_removed(html: str, name: str) -> None:
-    assert name in lint(html)
+def test_lint_names_what_would_be_removed(markup: str, name: str) -> None:
+    assert name in lint(markup)
 
 
 def test_escaping_makes_controls_visible_and_cuts() -> None:
-    assert "\\x1b" in escape("\x1b") and "\\x202e" in escape("\u202e") and escape("abcdef", 4) == "abc…"
-    assert lint(image(b"png")) == []
+    assert "\\x1b" in escape("\x1b") and "\\x202e" in escape("\u202e") and cut("abcdef", 4) == "abc…"
+    assert lint(html(Image(lambda: b"png"))) == []
 
 
 def judged() -> wb.DataProto:
@@ -54,7 +48,7 @@ def judged() -> wb.DataProto:
     scores = [
         Score(value=0.0, why=HOSTILE, answer=HOSTILE),
         Score(value=1.0, parts={"format": 0.5}, answer="4", why="right"),
-        Score(status=Status.MACHINERY_FAILED, why="it broke", error=f"Traceback: {HOSTILE}"),
+        Score(status=Status.INFRA_ERROR, why="it broke", error=f"Traceback: {HOSTILE}"),
     ]
     return batch.with_columns(
         {
@@ -71,25 +65,25 @@ def test_samples_worst_first_with_what_the_reward_saw() -> None:
     frame = samples_table(judged())
     assert frame["group"].tolist() == [0, 0, 1] and frame["truth"].tolist() == ["1", "4", "2"]
     assert frame["advantage"].tolist() == [1, 1, 1] and frame["reward/format"][1] == 0.5
-    html = samples_html(judged())
-    assert lint(html) == [] and "traceback" in html and "machinery failed" in html and "truth" in html
-    assert samples_text(judged(), order="best").startswith("row 1 (group 0)  reward 1")
+    page = samples(judged()).html()
+    assert lint(page) == [] and "traceback" in page and "infra_error" in page and "truth" in page
+    assert samples(judged(), order="best").text().startswith("row 1 (group 0)  reward 1")
     assert wb.views.samples(judged(), order="best").frame["reward"].iloc[0] == 1
     with pytest.raises(ValueError, match="did you mean 'worst'"):
-        samples_html(judged(), order="wurst")
+        samples(judged(), order="wurst").html()
 
 
 def test_groups() -> None:
-    frame = groups_table(judged())
+    frame = SampleIndex(judged()).groups
     assert frame["samples"].tolist() == [2, 1] and frame["mean"].tolist() == [0.5, 0.0]
     assert frame["std"][0] == pytest.approx(0.7071, abs=1e-4)
 
 
 def test_hostile_batches_stay_text() -> None:
     batch = judged().with_columns({HOSTILE: [HOSTILE] * 3}).with_meta(note=HOSTILE)
-    html = batch._repr_html_()
-    assert lint(html) == [] and "<script" not in html and "meta_info" in html
-    assert "P=2" in html and "f32[3]" in html
+    page = batch._repr_html_()
+    assert lint(page) == [] and "<script" not in page and "meta_info" in page
+    assert "P=2" in page and "f32[3]" in page
 
 
 def test_the_batchs_text_says_shape_writer_and_first_values() -> None:

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from tests_lint import lint
 
 import workbench as wb
 from workbench.rewards import Score
 from workbench.rewards.score import bounded
+from workbench.steps.trace import Phase
 from workbench.testing.rewards import answered
-from workbench.trace import Phase
-from workbench.views.html import lint
 
 
 def test_columns_stand_on_the_arrows_to_the_stage_that_reads_them(tiny: str) -> None:
@@ -23,7 +23,7 @@ def test_columns_stand_on_the_arrows_to_the_stage_that_reads_them(tiny: str) -> 
     assert "response_mask" in arrows[0] and "policy_version" not in arrows[0], "nobody reads that one"
     assert "token_level_scores" in arrows[1] and "score<" not in arrows[1]
     assert len(arrows) == 5 and arrows[4].endswith("→") and "advantages" in arrows[4]
-    assert "rewards beside the rollout" in wb.recipes.grpo(engine).overlapped()._repr_html_()
+    assert "rewards beside the rollout" in wb.recipes.grpo(engine).streaming_rewards()._repr_html_()
 
 
 def two() -> tuple[wb.Trace, wb.Trace]:
@@ -100,7 +100,7 @@ def test_a_step_that_teaches_nothing_says_so() -> None:
     batch = two()[0].batch
     silent = Phase(stage="reward", batch=batch, wrote=(), metrics={"reward/scored_ratio": 0.0}, settings={})
     flat = Phase(stage="advantage", batch=batch, wrote=(), metrics={"advantage/zero_share": 1.0}, settings={})
-    assert "no row was judged" in repr(silent) and "every advantage is 0: nothing to learn" in repr(flat)
+    assert "no row was scored" in repr(silent) and "every advantage is 0: nothing to learn" in repr(flat)
 
 
 def test_batches_are_compared_and_what_cannot_be_is_said() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pandas
 import pytest
 
-from workbench.errors import SettingError
+from workbench.base.errors import SettingError
 from workbench.runs.symptoms import Symptom
-from workbench.views.curves import smooth
-from workbench.views.paper import figure, save_figure
+from workbench.views.curve_axes import smooth
+from workbench.views.curves import figure, save_figure
 
 ROWS = [
     {"training/global_step": step, "critic/score/mean": step / 10, "actor/kl_loss": 0.1, "timing_s/rollout": 1.0}
@@ -111,7 +111,7 @@ def test_no_pyplot_and_no_lasting_style() -> None:
     import sys
 
     code = (
-        "import sys, matplotlib as m; from workbench.views.paper import figure; figure([{'critic/score/mean': 1.0}]);"
+        "import sys, matplotlib as m; from workbench.views.curves import figure; figure([{'critic/score/mean': 1.0}]);"
         "sys.exit('matplotlib.pyplot' in sys.modules or m.rcParams['pdf.fonttype'] == 42)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

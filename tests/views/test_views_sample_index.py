@@ -9,12 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tests_lint import lint
 
 import workbench as wb
 from workbench.rewards import Score, Status
 from workbench.testing.rewards import answered
-from workbench.views.html import lint
-from workbench.views.sample_index import SampleIndex
+from workbench.views.samples import SampleIndex
 
 
 def judged(**columns: Any) -> wb.DataProto:
@@ -25,7 +25,7 @@ def judged(**columns: Any) -> wb.DataProto:
         Score(value=value, answer=answer, why="right" if value else "wrong", parts={"format": value / 2})
         for value, answer in zip(values, answers, strict=True)
     ]
-    scores[2] = Score(status=Status.MODEL_FAILED, why="nothing to read")
+    scores[2] = Score(status=Status.NO_ANSWER, why="nothing to read")
     batch = answered(texts, ["4", "4", "4", "9", "9", "9"], uid=["a", "a", "a", "b", "b", "b"])
     return batch.with_columns(
         {"score": scores, "reward": torch.tensor(values), "scored": torch.ones(6, dtype=torch.bool), **columns}
@@ -51,7 +51,7 @@ def test_surprising_is_far_from_the_prompts_other_samples() -> None:
         ({"order": "-tokens"}, [1, 5, 3, 0, 4, 2]),
         ({"order": "tokens"}, [2, 4, 0, 3, 5, 1]),
         ({"order": "answer"}, [3, 0, 1, 4, 5, 2]),  # texts as texts, nothing last
-        ({"where": {"status": "model failed"}}, [2]),
+        ({"where": {"status": "no_answer"}}, [2]),
         ({"where": {"reward": (0.5, None)}, "order": "index"}, [0, 3, 4, 5]),
         ({"where": {"reward": (None, 0.5), "group": 1}}, [3]),
         ({"where": {"answer": ["4", "5"]}, "order": "index"}, [0, 1]),
@@ -115,7 +115,7 @@ def test_one_sample_in_full() -> None:
 
 
 def test_a_tracebacks_comes_first_and_extras_follow() -> None:
-    broken = Score(status=Status.MACHINERY_FAILED, why="it broke", error="Traceback: boom", extra={"log": ["a", "b"]})
+    broken = Score(status=Status.INFRA_ERROR, why="it broke", error="Traceback: boom", extra={"log": ["a", "b"]})
     card = wb.views.samples(answered(["x"]).with_columns({"score": [broken]})).row(0)
     assert card.more() == [("traceback", "Traceback: boom"), ("log", "a\nb")]
-    assert "machinery failed" in repr(card)
+    assert "infra_error" in repr(card)

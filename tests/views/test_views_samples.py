@@ -6,13 +6,12 @@ import math
 
 import pytest
 import torch
+from tests_lint import lint
 
 import workbench as wb
 from workbench.rewards import Score, Status
 from workbench.testing.rewards import answered
-from workbench.views.html import lint
-from workbench.views.sample_index import groups_table, samples_table
-from workbench.views.samples import samples_html, samples_text
+from workbench.views.samples import SampleIndex, samples, samples_table
 
 NAN = float("nan")
 
@@ -23,7 +22,7 @@ def judged() -> wb.DataProto:
         Score(value=1.0, answer="1", why="right", parts={"format": 1.0}),
         Score(value=0.25, answer="7", why="wrong"),
         Score(value=0.5, why="half"),
-        Score(status=Status.MACHINERY_FAILED, why="it <broke>", error="Traceback: <boom>"),
+        Score(status=Status.INFRA_ERROR, why="it <broke>", error="Traceback: <boom>"),
         Score(value=-1.0, why="rude"),
         Score(status=Status.NOT_APPLICABLE, why="no truth"),
     ]
@@ -44,7 +43,7 @@ def test_a_row_without_a_judgement_has_no_reward() -> None:
     assert frame["reward"].tolist()[:3] == [1.0, 0.25, 0.5]
     assert [row for row in frame.index if math.isnan(frame["reward"][row])] == [3, 5]
     assert frame["tokens"].tolist() == [1, 2, 3, 1, 8, 1] and frame["finish"][1] == "length"
-    assert frame["answer"].tolist()[:2] == ["1", "7"] and frame["status"][3] == "machinery failed"
+    assert frame["answer"].tolist()[:2] == ["1", "7"] and frame["status"][3] == "infra_error"
 
 
 @pytest.mark.parametrize(
@@ -77,28 +76,28 @@ def test_groups_count_only_what_was_scored() -> None:
 
 def test_before_the_reward_there_is_something_to_look_at() -> None:
     batch = answered(["a\x1b[31m\nb", "c"])
-    assert "reward" not in samples_table(batch) and groups_table(batch)["samples"].tolist() == [1, 1]
-    assert lint(samples_html(batch)) == [] and lint(samples_html(batch, by_group=True)) == []
-    assert samples_text(batch).splitlines()[:3] == ["row 0 (group 0)  8 tokens", "  question 0", "  → a\\x1b[31m\\nb"]
+    assert "reward" not in samples_table(batch) and SampleIndex(batch).groups["samples"].tolist() == [1, 1]
+    assert lint(samples(batch).html()) == [] and lint(samples(batch, by_group=True).html()) == []
+    assert samples(batch).text().splitlines()[:3] == ["row 0 (group 0)  8 tokens", "  question 0", "  → a\\x1b[31m\\nb"]
 
 
 def test_text_says_what_html_says() -> None:
-    text = samples_text(judged(), rows=2)
+    text = samples(judged(), rows=2).text()
     assert text.splitlines()[0] == "row 3 (group 1)  not scored  it <broke>  1 tokens, stop"
     assert text.splitlines()[3] == "row 4 (group 2)  reward -1  rude  8 tokens, stop"
     assert repr(wb.views.samples(judged(), rows=2)) == text
 
 
 def test_html_folds_tracebacks_and_counts_what_was_not_judged() -> None:
-    html = samples_html(judged(), rows=2)
+    html = samples(judged(), rows=2).html()
     assert lint(html) == [] and "<details><summary" in html and "Traceback: &lt;boom&gt;" in html
-    assert "2 of 6 samples, worst first; 1 machinery failed; 1 not applicable" in html
+    assert "2 of 6 samples, worst first; 1 infra_error; 1 not_applicable" in html
     assert "<i>e</i>" not in html and "&lt;i&gt;e&lt;/i&gt;" in html
     assert wb.views.samples(judged(), rows=2)._repr_html_() == html
 
 
 def test_by_group_says_the_prompt_once() -> None:
-    html = samples_html(judged(), order="best", by_group=True)
+    html = samples(judged(), order="best", by_group=True).html()
     assert lint(html) == [] and [html.count(f"question {row}") for row in (0, 1, 2)] == [1, 0, 1]
     assert "2 samples, mean reward 0.625, deviation 0.5303, advantages over 2" in html
     assert "nan" not in html

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests_lint import lint
+from tests_patience import examples
 
 import workbench as wb
-from workbench.engines.token_texts import open_tokenizer, token_texts
-from workbench.views.html import lint
-from workbench.views.token_values import QUANTITIES, TokenRow, colour_of, span_of_values
-from workbench.views.tokens import CAP
+from workbench.engines.local_engine.loading import open_tokenizer
+from workbench.views.tokens import CAP, QUANTITIES, TokenRow, colour_of, span_of_values, token_texts
 
 
 def batch(**columns: Any) -> wb.DataProto:
@@ -110,7 +110,7 @@ def test_a_batch_on_disk_gives_one_row_and_keeps_nothing(tmp_path: Path) -> None
 TOKENIZER = open_tokenizer("data/tiny-arith")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(0, 473), max_size=60))
 def test_pieces_join_to_the_whole(ids: list[int]) -> None:
     texts = token_texts(TOKENIZER, ids)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from tests_lint import lint
 
 import workbench as wb
-from workbench.compare import compare
-from workbench.trace import Phase, Trace, perform
-from workbench.views.comparisons import comparison_html, comparison_text
-from workbench.views.html import lint
-from workbench.views.traces import headline, number, trace_html, trace_text
+from workbench.steps.compare import compare
+from workbench.steps.trace import Phase, Trace, perform
+from workbench.views.document import number
+from workbench.views.traces import headline
 
 
 def start() -> wb.DataProto:
@@ -43,9 +43,9 @@ def test_a_phase_has_a_headline() -> None:
 
 def test_a_trace_says_what_each_phase_wrote() -> None:
     trace = traced()
-    text = trace_text(trace)
+    text = repr(trace)
     assert text.startswith("Trace of step 7: 1 phases, 4 rows") and "advantages f32[4,3]" in text
-    html = trace_html(trace)
+    html = trace._repr_html_()
     assert lint(html) == [] and "source of estimator" in html and "critic/advantages/mean" in html
     assert "return sign * scores" in trace["advantage"].source["estimator"]
 
@@ -54,20 +54,20 @@ def test_a_comparison_shows_flips_first_and_escapes_texts() -> None:
     found = compare(traced(), traced(-1.0))
     assert found.sign_flips == 2 and [row.row for row in found.rows] == [0, 2] and found.rows[0].flipped
     assert {change.name for change in found.columns} == {"advantages", "returns"}
-    text, html = comparison_text(found), comparison_html(found)
+    text, html = repr(found), found._repr_html_()
     assert "2 advantages changed sign" in text and "1 → -1  sign flipped" in text
     assert lint(html) == [] and "&lt;b&gt;w" in html and "<b>w</b>" not in html
-    assert comparison_html(compare(traced(), traced())) == "<div>Nothing differs.</div>"
+    assert compare(traced(), traced())._repr_html_() == "<div>Nothing differs.</div>"
 
 
 def test_columns_of_one_side_are_named() -> None:
     found = compare(Trace(start()), traced())
     assert found.only == ((), ("token_level_rewards", "advantages", "returns")) and not found.identical
-    assert "only in the second: token_level_rewards" in comparison_text(found)
+    assert "only in the second: token_level_rewards" in repr(found)
 
 
 def test_looking_at_a_trace_on_disk_reads_parts_and_keeps_nothing(tmp_path: Path) -> None:
-    from workbench.dataproto.columns_map import Lazy
+    from workbench.dataproto.value import Lazy
 
     trace = wb.Trace.load(wb.Trace.load("data/arith-batch").save(tmp_path / "t"))
     shown = trace._repr_html_() + repr(trace) + trace.batch._repr_html_() + trace["reward"]._repr_html_()

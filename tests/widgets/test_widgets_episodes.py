@@ -6,7 +6,7 @@ from typing import Any
 
 import workbench as wb
 from workbench.agents import FunctionCall, ToolAgent, function_tool
-from workbench.widgets.episodes import EpisodeFace
+from workbench.widgets.layer import EpisodeFace
 
 
 class Always:
@@ -32,12 +32,12 @@ def test_buttons_do_what_their_line_says(tiny: str) -> None:
         return face.answer({"kind": kind, "stands": face._stands(), **more})
 
     look = press("look")
-    assert look["upcoming"] == "assistant" and look["turns"] == [] and look["code"] == ""
-    assert press("next")["code"] == "e.next()" and e.upcoming == "tool"
+    assert look["next_stage"] == "assistant" and look["turns"] == [] and look["code"] == ""
+    assert press("next")["code"] == "e.next()" and e.next_role == "tool"
     said = press("say", turn=None, text="eight\nnine")
     assert said["code"] == "e.say(['eight', 'nine'])" and [one.result for one in e.turns[0].calls] == ["eight", "nine"]
     assert said["turns"][1] == {"role": "tool", "text": "eight\nnine"} and "written by hand" in said["html"]
-    assert press("run")["code"] == "e.run()" and e.upcoming is None and len(e.turns) == 3
+    assert press("run")["code"] == "e.run()" and e.next_role is None and len(e.turns) == 3
     said = press("say", turn=0, text="I call.")
     assert said["code"] == "e.replace(0, 'I call.')" and len(e.turns) == 1 and e.turns[0].text == "I call."
     assert press("back", turn=0)["code"] == "e.back(to=0)" and e.turns == ()

@@ -13,9 +13,7 @@ import workbench as wb
 from workbench.rewards import Score
 from workbench.testing.rewards import answered
 from workbench.widgets import layer
-from workbench.widgets.samples import SamplesTable
-from workbench.widgets.stepping import StepperFace
-from workbench.widgets.tokens import TokenView
+from workbench.widgets.layer import SamplesTable, StepperFace, TokenView
 
 
 def judged(rows: int = 60) -> wb.DataProto:
@@ -119,20 +117,20 @@ def test_buttons_do_what_their_line_says(tiny: str) -> None:
     rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
     s = wb.Stepper(wb.recipes.grpo(engine, group_size=2, max_tokens=8), rows.batch(2))
     face = StepperFace(s)
-    assert face.answer({"kind": "look"})["upcoming"] == "rollout"
-    said = face.answer({"kind": "next", "position": 0})
+    assert face.answer({"kind": "look"})["next_stage"] == "rollout"
+    said = face.answer({"kind": "next", "stands": 0})
     assert said["code"] == "s.next()" and s.position == 1 and "rollout" in said["html"]
-    said = face.answer({"kind": "run", "phase": "advantage", "position": 1})
-    assert said["code"] == 's.run(until="advantage")' and s.upcoming == "update_actor"
-    again = face.answer({"kind": "run", "phase": "advantage", "position": s.position})
-    assert s.upcoming == "update_actor" and again["note"] == "", "pressed twice it does nothing twice"
-    said = face.answer({"kind": "back to", "phase": "reward", "position": s.position})
-    assert said["code"] == 's.back(to="reward")' and s.upcoming == "reward"
-    assert face.answer({"kind": "back", "position": s.position})["code"] == "s.back()" and s.upcoming == "rollout"
-    assert heard(face, {"kind": "back", "position": 0, "asked": 3})[0]["kind"] == "error", "nothing is before it"
+    said = face.answer({"kind": "run", "phase": "advantage", "stands": 1})
+    assert said["code"] == 's.run(until="advantage")' and s.next_stage == "update_actor"
+    again = face.answer({"kind": "run", "phase": "advantage", "stands": s.position})
+    assert s.next_stage == "update_actor" and again["note"] == "", "pressed twice it does nothing twice"
+    said = face.answer({"kind": "back to", "phase": "reward", "stands": s.position})
+    assert said["code"] == 's.back(to="reward")' and s.next_stage == "reward"
+    assert face.answer({"kind": "back", "stands": s.position})["code"] == "s.back()" and s.next_stage == "rollout"
+    assert heard(face, {"kind": "back", "stands": 0, "asked": 3})[0]["kind"] == "error", "nothing is before it"
     s.next()  # a cell moves it
-    stale = face.answer({"kind": "next", "position": 0})
-    assert s.position == 1 and "elsewhere" in stale["note"] and stale["position"] == 1
+    stale = face.answer({"kind": "next", "stands": 0})
+    assert s.position == 1 and "elsewhere" in stale["note"] and stale["stands"] == 1
 
 
 def test_an_interrupt_is_said_and_let_through(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import IPython.display
 import pytest
+from tests_lint import lint
 
-from workbench.control import Control
-from workbench.views.html import lint
-from workbench.widgets import panel
+from workbench.base.runtime import Control
+from workbench.widgets import display
 
 
 class Handle:
@@ -27,10 +28,10 @@ def rows(number: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> tuple[panel.TrainingPanel, Control, Handle]:
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> tuple[display.TrainingPanel, Control, Handle]:
     handle, control = Handle(), Control()
-    monkeypatch.setattr(panel, "display", lambda shown, display_id: handle)
-    return panel.TrainingPanel(9, rows(2), control, tmp_path / "<b>run"), control, handle
+    monkeypatch.setattr(IPython.display, "display", lambda shown, display_id: handle)
+    return display.TrainingPanel(9, rows(2), control, tmp_path / "<b>run"), control, handle
 
 
 def test_buttons_set_flags_and_nothing_else(made: Any) -> None:
@@ -72,7 +73,7 @@ def test_what_is_left_needs_no_kernel(made: Any) -> None:
 
 def test_the_static_form_is_refreshed_now_and_then(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shown, _, handle = made
-    monkeypatch.setattr(panel, "STATIC_EVERY", -1e9)
+    monkeypatch.setattr(display, "STATIC_EVERY", -1e9)
     shown.on_row(rows(3)[-1], 60.0)
     assert len(handle.bundles) == 1 and "step 3/9" in handle.bundles[0]["text/plain"]
 

@@ -1,47 +1,45 @@
-"""Calls of tools: within a time limit, answered whatever happens, recorded; long answers are cut in plain sight."""
+"""Calls of tools: with a time limit, answered and recorded whatever happens; long answers are cut visibly."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import math
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from workbench.agents.protocol import FunctionCall, Tool, ToolCall, ToolResponse
-from workbench.config import require
-from workbench.errors import SettingError, first_line, message, nearest
+from workbench.base.config import require
+from workbench.base.errors import SettingError, describe, first_line, nearest
 
 T = TypeVar("T")
 SIDES = ("left", "right", "middle")
-_STATUSES = {"model failed": "refused", "machinery failed": "error"}
-"""What a tool's own record says in the words of `rewards.score.Status`."""
+_STATUSES = {"no_answer": "refused", "crashed": "refused", "timeout": "refused", "infra_error": "error"}
+"""Status of a tool's own record (`rewards.score.Status`) → status of the call."""
 END_SECONDS = 5.0
-"""What a tool's or an interaction's last calls may take, when the episode is over."""
+"""Time limit of a tool's or an interaction's last calls, when the episode is over."""
 CUT = "...(truncated)..."
 
 
 def truncate(text: str, limit: int, side: str) -> tuple[str, str]:
-    """(text of at most `limit` characters and a mark, what was cut in words).
+    """Cut a text: (at most `limit` characters and a mark, a sentence about what was cut).
 
-    `side` is the side that is lost, as in verl since 0.8: `left` keeps the end, `right` keeps the beginning, `middle`
+    `side` is the side that is cut off, as in verl since 0.8: `left` keeps the end, `right` keeps the beginning, `middle`
     keeps both ends. (Up to 0.7 verl's `left` kept the beginning.)
     """
-    over = len(text) - limit
+    over, head = len(text) - limit, (limit + 1) // 2
     if over <= 0:
         return text, ""
-    said = f"{over} of {len(text)} characters cut from the {side}"
-    if side == "left":
-        return CUT[3:] + text[over:], said
-    if side == "right":
-        return text[:limit] + CUT[:-3], said
-    head = (limit + 1) // 2
-    return text[:head] + CUT + (text[-(limit - head) :] if limit > head else ""), said
+    kept = {"left": CUT[3:] + text[over:], "right": text[:limit] + CUT[:-3]}
+    middle = text[:head] + CUT + text[len(text) - limit + head :]
+    return kept.get(side, middle), f"{over} of {len(text)} characters cut from the {side}"
 
 
-async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
-    """The result of foreign async work; raises `TimeoutError` after `seconds` even where the work will not be cancelled."""
+async def within(work: Awaitable[T], seconds: float | None) -> T:
+    """Await foreign work; raises `TimeoutError` after `seconds`, even where the work ignores its cancellation."""
     task = asyncio.ensure_future(work)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
@@ -50,43 +48,66 @@ async def within(work: Coroutine[Any, Any, T], seconds: float) -> T:
         raise
     if not done:
         task.cancel()
-        task.add_done_callback(_looked_at)
+        # nobody waits for it any more; asyncio would complain of an exception that was never looked at
+        task.add_done_callback(lambda late: late.cancelled() or late.exception())
         raise TimeoutError(f"no answer within {seconds:g} s")
     return task.result()
 
 
-def _looked_at(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()  # nobody waits for it any more; asyncio would complain
+_TOOL = ("get_openai_tool_schema", "create", "execute", "calc_reward", "release")
+
+
+def checked_tools(tools: Any) -> list[Tool]:
+    """The tools of a list or mapping, as a list. Raises `SettingError`, naming the entry, for anything else."""
+    if isinstance(tools, Mapping):
+        tools = tools.values()
+    alone = isinstance(tools, str | type) or inspect.isroutine(tools) or hasattr(tools, "get_openai_tool_schema")
+    if alone or not isinstance(tools, Iterable):
+        what = f"tools=[{named(tools)}]" if alone and not isinstance(tools, str) else None
+        raise SettingError("tools", expected="a list of tools", found=describe(tools), do=what)
+    listed = list(tools)
+    for place, tool in enumerate(listed):
+        if isinstance(tool, type):
+            do = f"make one: {tool.__name__}(…)"
+        elif inspect.isroutine(tool):
+            do = f"decorate it with @function_tool, or give function_tool({named(tool)})"
+        elif not all(callable(getattr(tool, name, None)) for name in _TOOL) or not getattr(tool, "name", None):
+            do = f"it needs a name and {', '.join(_TOOL)}: a subclass of BaseTool has them"
+        else:
+            continue
+        raise SettingError(f"tools[{place}]", expected="a tool", found=describe(tool), do=do)
+    return listed
+
+
+def named(one: Any) -> str:
+    """The name of a function or class, or of an object's class."""
+    return str(getattr(one, "__name__", None) or type(one).__name__)
 
 
 class Toolbox:
-    """The tools of a loop, and how they may be called."""
+    """The tools of a loop, and the limits of their calls."""
 
     def __init__(
         self, tools: Sequence[Tool], *, seconds_per_call: float, max_tool_response_length: int, truncate_side: str
     ) -> None:
+        limit = max_tool_response_length
         require(seconds_per_call > 0, "seconds_per_call", expected="seconds > 0", found=seconds_per_call)
-        require(
-            max_tool_response_length > 0, "max_tool_response_length", expected="≥ 1", found=max_tool_response_length
-        )
+        require(limit > 0, "max_tool_response_length", expected="≥ 1", found=limit)
         require(truncate_side in SIDES, "tool_response_truncate_side", expected=f"one of {SIDES}", found=truncate_side)
         self.tools = {tool.name: tool for tool in tools}
         if len(self.tools) < len(tools):
-            raise SettingError(message("tools", expected="names that differ", found=[tool.name for tool in tools]))
+            raise SettingError("tools", expected="names that differ", found=[tool.name for tool in tools])
         self.schemas = [tool.get_openai_tool_schema() for tool in tools]
-        self._seconds = seconds_per_call
-        self._limit = max_tool_response_length
-        self._side = truncate_side
+        self._seconds, self._limit, self._side = seconds_per_call, limit, truncate_side
 
     def opened(self, episode: str, row: Mapping[str, Any]) -> OpenTools:
-        """For one episode: its instances of the tools are made as they are called."""
+        """The tools of one episode, which `episode` names; `row` may have arguments for them (`tools_kwargs`)."""
         given = row.get("tools_kwargs") or (row.get("extra_info") or {}).get("tools_kwargs") or {}
         return OpenTools(self, episode, given)
 
 
 class OpenTools:
-    """One episode's tools: an instance each, made at its first call and released when the episode is over."""
+    """One episode's tools: each has an instance, made at its first call and released when the episode is over."""
 
     def __init__(self, box: Toolbox, episode: str, given: Mapping[str, Mapping[str, Any]]) -> None:
         self._box = box
@@ -97,7 +118,7 @@ class OpenTools:
         self.errors: list[str] = []
 
     async def call(self, call: FunctionCall) -> ToolCall:
-        """Call a tool. Never raises for what a tool does: the model gets an error text, reward 0.0, and there is a record."""
+        """Call a tool. Where it fails the model gets an error text and the call reward 0.0; nothing is raised."""
         tool = self._box.tools.get(call.name)
         if tool is None:
             close = nearest(call.name, self._box.tools)
@@ -115,8 +136,8 @@ class OpenTools:
         try:
             return self._answered(call, await within(self._executed(tool, arguments), self._box._seconds))
         except TimeoutError as error:
-            late = time.perf_counter() - began >= self._box._seconds
-            return self._failed(call, "late" if late else "error", f"Error when executing tool {call.name}: {error}")
+            status = "late" if time.perf_counter() - began >= self._box._seconds else "error"
+            return self._failed(call, status, f"Error when executing tool {call.name}: {error}")
         except Exception as error:  # noqa: BLE001 - a failing tool is an answer to the model
             return self._failed(call, "error", f"Error when executing tool {call.name}: {first_line(error)}")
         finally:
@@ -131,7 +152,7 @@ class OpenTools:
         return await tool.execute(self._instances[tool.name], arguments, **self._kwargs(tool, "execute"))
 
     def _kwargs(self, tool: Tool, act: str) -> dict[str, Any]:
-        """What the row has for it. A parquet file gives every row the keys of all: those that are None are left out."""
+        """The row's arguments for it. A parquet file gives every row the keys of all: those that are None are left out."""
         given = (self._given.get(tool.name) or {}).get(f"{act}_kwargs") or {}
         return {key: value for key, value in given.items() if value is not None}
 
@@ -143,43 +164,36 @@ class OpenTools:
             raise ValueError(f"the tool's reward is {reward}, not a finite number")
         text, cut = truncate(response.text or "", self._box._limit, self._box._side)
         seen = [f"{len(many)} {kind} left out" for kind in ("image", "video") if (many := getattr(response, kind))]
-        said = dict(metrics or {})
-        return ToolCall(
-            call.name,
-            call.arguments,
-            _STATUSES.get(str(said.get("status")), "ok"),
-            result=text,
-            reward=None if reward is None else float(reward),
-            cut="; ".join(filter(None, (cut, *seen))),
-            why=str(said.get("why", "")),
-            metrics=said,
-        )
+        cut, said = "; ".join(filter(None, (cut, *seen))), dict(metrics or {})
+        status, why = _STATUSES.get(str(said.get("status")), "ok"), str(said.get("why", ""))
+        given = None if reward is None else float(reward)
+        return ToolCall(call.name, call.arguments, status, text, given, cut, why, said)
 
     def _failed(self, call: FunctionCall, status: str, text: str) -> ToolCall:
         text, cut = truncate(text, self._box._limit, self._box._side)
         return ToolCall(call.name, call.arguments, status, text, 0.0, cut)
 
     async def close(self) -> dict[str, float]:
-        """Ask each instance for its reward of the whole episode, and release it. What fails is in `errors`."""
+        """Release the instances: tool name → its reward of the whole episode. What fails is in `errors`."""
         rewards: dict[str, float] = {}
         for name, instance in self._instances.items():
             tool = self._box.tools[name]
             try:
-                found = float(
-                    await within(tool.calc_reward(instance, **self._kwargs(tool, "calc_reward")), END_SECONDS)
-                )
-                if not math.isfinite(found):
-                    raise ValueError(f"{found} is not a finite number")
-                rewards[name] = found
-            except Exception as error:  # noqa: BLE001 - foreign code; the record says it
-                self.errors.append(f"calc_reward of {name}: {first_line(error)}")
+                with self._noting(f"calc_reward of {name}"):
+                    asked = tool.calc_reward(instance, **self._kwargs(tool, "calc_reward"))
+                    found = float(await within(asked, END_SECONDS))
+                    if not math.isfinite(found):
+                        raise ValueError(f"{found} is not a finite number")
+                    rewards[name] = found
             finally:
-                await self._released(tool, instance)
+                with self._noting(f"release of {name}"):
+                    await within(tool.release(instance, **self._kwargs(tool, "release")), END_SECONDS)
         self._instances = {}
         return rewards
 
-    async def _released(self, tool: Tool, instance: str) -> None:
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
         try:
-            await within(tool.release(instance, **self._kwargs(tool, "release")), END_SECONDS)
+            yield
         except Exception as error:  # noqa: BLE001 - foreign code; the record says it
-            self.errors.append(f"release of {tool.name}: {first_line(error)}")
+            self.errors.append(f"{what}: {first_line(error)}")

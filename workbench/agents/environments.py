@@ -1,30 +1,35 @@
-"""Other people's environments as interactions: Gym-like `reset`/`step`, and `verifiers` environments. By duck type; optional."""
+"""Gym-like environments (`reset`, `step`) and `verifiers` environments as simulated users; neither package is needed."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
-from workbench.agents.interactions import BaseInteraction, last_message
+from workbench.agents.interactions import BaseInteraction, Said, last_message, maybe_awaited
 from workbench.agents.tools.functions import in_thread
-from workbench.errors import ForeignError, SettingError, describe, message
+from workbench.base.errors import ForeignError, SettingError, describe
 
 
 class GymInteraction(BaseInteraction):
-    """`GymInteraction(make)`: each conversation plays one environment that `make()` builds, with `reset` and `step`.
+    """A Gym-like environment as simulated user: each conversation plays one environment, with `reset` and `step`.
 
-    `action` turns the model's text into an action (the stripped text itself); a `ValueError` of it is told to the model
-    and costs a turn, no step. `show` turns an observation into text. Gymnasium's results (observation, reward, terminated,
-    truncated, info) and Gym's older four are taken. The score of a turn is its reward, `calculate_score` their sum.
+    Takes Gymnasium's results (observation, reward, terminated, truncated, info) and Gym's older four. The score of a turn
+    is its reward, `calculate_score` their sum. The row's `interaction_kwargs` may have `seed` and `options` for `reset`; the
+    first observation belongs in the prompt (`environment_rows`).
 
-    The row's `interaction_kwargs` may have `seed` and `options` for `reset`. What `reset` shows belongs in the prompt:
-    `environment_rows` makes such rows. `make`, `reset`, `step` and `close` run in threads, never two at once for one
-    environment, but not always the same one; `threads=False` runs them here, where an environment is bound to a thread.
+    Args:
+        make: builds an environment.
+        name: how rows select it.
+        action: the model's text → an action; its `ValueError` becomes a message to the model, and no step.
+        show: an observation → text.
+        threads: run `make`, `reset`, `step` and `close` in threads, one at a time but not always the same; False: in the
+            event loop's thread, for an environment that is bound to a thread.
     """
 
     def __init__(
@@ -37,30 +42,23 @@ class GymInteraction(BaseInteraction):
         threads: bool = True,
     ) -> None:
         super().__init__({"name": name})
-        self._make = make
-        self._action = action
-        self._show = show
-        self._threads = threads
-        self._playing: dict[str, dict[str, Any]] = {}
+        self._make, self._action, self._show, self._threads = make, action, show, threads
+        self._instances: dict[str, dict[str, Any]] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """A fresh environment, reset with the row's seed."""
-        instance_id = instance_id or str(uuid4())
-        env = await self._run(self._make)
-        self._playing[instance_id] = {"env": env, "rewards": [], "over": False}
-        observation, info = await self._run(_reset, env, kwargs.get("seed"), kwargs.get("options"))
-        self._playing[instance_id] |= {"observation": observation, "info": info}
+        """Make an environment and reset it with the row's seed."""
+        env, instance_id = await self._run(self._make), instance_id or str(uuid4())
+        self._instances[instance_id] = state = {"env": env, "rewards": [], "over": False}
+        state["observation"], state["info"] = await self._run(_reset, env, kwargs.get("seed"), kwargs.get("options"))
         return instance_id
 
     def opening(self, instance_id: str) -> str:
-        """What `reset` showed."""
-        return self._show(self._playing[instance_id]["observation"])
+        """The first observation, as text."""
+        return self._show(self._instances[instance_id]["observation"])
 
-    async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
-        """One step with the last assistant message as action."""
-        state = self._playing[instance_id]
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Said:
+        """One step, with the last assistant message as action."""
+        state = self._instances[instance_id]
         if state["over"]:
             return True, "The episode is over.", 0.0, {}
         try:
@@ -70,22 +68,22 @@ class GymInteraction(BaseInteraction):
         found = await self._run(state["env"].step, action)
         if not isinstance(found, tuple) or len(found) not in (4, 5):
             expected = "(observation, reward, terminated, truncated, info)"
-            raise ForeignError(message(f"step of {self.name!r} returned", expected=expected, found=describe(found)))
+            raise ForeignError(f"step of {self.name!r} returned", expected=expected, found=describe(found))
         observation, reward, *ended, info = found
         state["rewards"].append(float(reward))
         state["over"] = any(map(bool, ended))
-        flags = dict(zip(("terminated", "truncated") if len(ended) == 2 else ("done",), map(bool, ended), strict=True))
+        names = ("terminated", "truncated") if len(ended) == 2 else ("done",)
+        flags = dict(zip(names, map(bool, ended), strict=True))
         return state["over"], self._show(observation), float(reward), {**flags, "action": action, "info": info}
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
         """The sum of the rewards so far."""
-        return float(sum(self._playing.get(instance_id or "", {}).get("rewards", ())))
+        return float(sum(self._instances.get(instance_id or "", {}).get("rewards", ())))
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
         """Close the environment. Twice is fine."""
-        state = self._playing.pop(instance_id or "", None)
-        if state is not None and callable(close := getattr(state["env"], "close", None)):
-            await self._run(close)
+        if state := self._instances.pop(instance_id or "", None):
+            await self._run(_close, state["env"])
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         return await in_thread(function, *args) if self._threads else function(*args)
@@ -101,36 +99,39 @@ def environment_rows(
     show: Callable[[Any], str] = str,
     data_source: str = "workbench/environment",
 ) -> list[dict[str, Any]]:
-    """`number` rows in verl's schema: each prompt is what `reset(seed=seed + i)` shows, to be played from the same seed."""
+    """Rows in verl's schema for `GymInteraction`: each prompt is the first observation of an environment with its own seed.
+
+    Args:
+        make: builds an environment.
+        number: of rows.
+        name: of the interaction.
+        seed: row i is played from `reset(seed=seed + i)`.
+        system: a system message before the observation.
+        show: an observation → text.
+        data_source: of the rows.
+    """
     rows = []
     for index in range(number):
         env = make()
         try:
             observation, _ = _reset(env, seed + index, None)
         finally:
-            if callable(close := getattr(env, "close", None)):
-                close()
+            _close(env)
         prompt = [{"role": "system", "content": system}] if system else []
-        rows.append(
-            {
-                "data_source": data_source,
-                "prompt": [*prompt, {"role": "user", "content": show(observation)}],
-                "reward_model": {"style": "rule", "ground_truth": ""},
-                "extra_info": {"index": index, "interaction_kwargs": {"name": name, "seed": seed + index}},
-            }
-        )
+        chat = [*prompt, {"role": "user", "content": show(observation)}]
+        rows.append(_row(data_source, chat, "", index, {"name": name, "seed": seed + index}))
     return rows
 
 
 class VerifiersInteraction(BaseInteraction):
-    """`VerifiersInteraction(env)`: a `MultiTurnEnv` of the `verifiers` package (0.1, its v0 interface) as the simulated user.
+    """A `MultiTurnEnv` of the `verifiers` package (0.1, its v0 interface) as simulated user; `verifiers_rows` gives its rows.
 
-    Its `setup_state`, `is_completed`, `env_response`, `rubric.score_rollout` and `cleanup` are called as its own rollout
-    does, in both of their forms (state alone; messages and state), sync or async; the model is ours. `verifiers_rows` gives its
-    data set as rows. The rubric scores once, when the environment says that it is over or `calculate_score` is asked; other
-    turns score 0. Tool calls of the model reach it as text alone. Environments of verifiers' v1 interface (task sets that
-    drive a harness over HTTP) have no turns of this kind: they are refused.
-    Raises `SettingError` for an object without `env_response` and `rubric`.
+    `setup_state`, `is_completed`, `env_response`, `rubric.score_rollout` and `cleanup` are called as in its own rollout, in
+    both of their forms (state; messages and state), sync or async. The rubric scores once, at the end or when
+    `calculate_score` is called; other turns have score 0. The model's tool calls reach it as text only. Environments of
+    verifiers' v1 interface (task sets that drive a harness over HTTP) have no such turns and are refused.
+
+    Raises `SettingError` for an object without `env_response`, `is_completed` or `rubric`.
     """
 
     def __init__(self, env: Any, *, name: str = "verifiers") -> None:
@@ -138,24 +139,21 @@ class VerifiersInteraction(BaseInteraction):
         missing = [one for one in ("env_response", "is_completed", "rubric") if not hasattr(env, one)]
         if missing:
             expected = "a MultiTurnEnv of verifiers' v0 interface"
-            raise SettingError(message(f"{type(env).__name__} has no {', '.join(missing)}", expected=expected))
+            raise SettingError(f"{type(env).__name__} has no {', '.join(missing)}", expected=expected)
         self.env = env
-        self._states: dict[str, Any] = {}
+        self._instances: dict[str, Any] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """A fresh state from the row's `prompt`, `answer`, `info`, `task`."""
+        """Make a state from the row's `prompt`, `answer`, `info`, `task`."""
         instance_id = instance_id or str(uuid4())
-        state = _state(kwargs)
-        self._states[instance_id] = state
+        self._instances[instance_id] = first = _state(kwargs)
         if callable(setup := getattr(self.env, "setup_state", None)):
-            self._states[instance_id] = await _maybe(setup(state)) or state
+            self._instances[instance_id] = await maybe_awaited(setup(first)) or first
         return instance_id
 
-    async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Said:
         """The environment's answer, or its end with the rubric's reward."""
-        state = self._states[instance_id]
+        state = self._instances[instance_id]
         reply = _Message(role="assistant", content=last_message(messages))
         before = [*state["prompt"], *state["completion"]]
         state["completion"] = [*state["completion"], reply]
@@ -164,85 +162,78 @@ class VerifiersInteraction(BaseInteraction):
         state["trajectory"].append({**step, "advantage": None, "is_truncated": False, "extras": {}})
         heard = [*before, reply]
         if await self._over(heard, state):
-            return True, "", await self.calculate_score(instance_id), self._told(state)
-        found = await _maybe(self.env.env_response(heard, state))
+            return True, "", await self.calculate_score(instance_id), _extra(state)
+        found = await maybe_awaited(self.env.env_response(heard, state))
         if isinstance(found, tuple):
             found, changed = found
-            state = self._states[instance_id] = changed or state
+            state = self._instances[instance_id] = changed or state
         answers = _messages(found if found is not None else state.get("final_env_response"))
         state["completion"] = [*state["completion"], *answers]
         text = "\n".join(last_message([one], one["role"]) for one in answers)
         if state.get("final_env_response") is not None or await self._over([*heard, *answers], state):
-            return True, text, await self.calculate_score(instance_id), self._told(state)
+            return True, text, await self.calculate_score(instance_id), _extra(state)
         return False, text, 0.0, {}
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """The rubric's reward of the conversation, asked once."""
-        state = self._states.get(instance_id or "")
+        """The rubric's reward of the conversation; it is computed once."""
+        state = self._instances.get(instance_id or "")
         if state is None:
             return 0.0
         if state.get("reward") is None:
-            score = self.env.rubric.score_rollout
-            wanted = inspect.signature(score).parameters
-            named = {
-                "state": state,
-                **{key: state.get(key) for key in ("prompt", "completion", "answer", "task", "info")},
-            }
-            everything = any(one.kind is one.VAR_KEYWORD for one in wanted.values())
-            found = await _maybe(score(**{key: value for key, value in named.items() if everything or key in wanted}))
+            given = {key: state.get(key) for key in ("prompt", "completion", "answer", "task", "info")}
+            found = await maybe_awaited(_by_name(self.env.rubric.score_rollout, {"state": state, **given}))
             if state.get("reward") is None:  # the older form returns it
                 state["reward"] = float(getattr(found, "reward", found))
                 state["metrics"] = dict(getattr(found, "metrics", {}) or {})
         return float(state["reward"])
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """Its clean-up handlers. Twice is fine."""
-        state = self._states.pop(instance_id or "", None)
+        """Call the environment's clean-up handlers. Twice is fine."""
+        state = self._instances.pop(instance_id or "", None)
         leave = getattr(self.env, "cleanup", None) or getattr(self.env, "_cleanup", None)
         if state is not None and callable(leave):
-            await _maybe(leave(state))
+            await maybe_awaited(leave(state))
 
     async def _over(self, messages: list[dict[str, Any]], state: Any) -> bool:
         older = "messages" in inspect.signature(self.env.is_completed).parameters
-        return bool(await _maybe(self.env.is_completed(messages, state) if older else self.env.is_completed(state)))
+        return bool(await maybe_awaited(self.env.is_completed(*([messages] if older else []), state)))
 
-    def _told(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return {"metrics": dict(state.get("metrics") or {}), "stop_condition": state.get("stop_condition")}
+
+def _extra(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {"metrics": dict(state.get("metrics") or {}), "stop_condition": state.get("stop_condition")}
 
 
 def verifiers_rows(
     env: Any, number: int = -1, *, name: str = "verifiers", data_source: str = "verifiers"
 ) -> list[dict[str, Any]]:
-    """The rows of a verifiers environment's data set in verl's schema; `answer`, `info` and `task` go to the interaction."""
+    """The first `number` rows (−1: all) of a verifiers environment's data set, in verl's schema, for `VerifiersInteraction`."""
     rows = []
-    for index, record in enumerate(_first(env.get_dataset(), number)):
+    for index, record in enumerate(islice(env.get_dataset(), number if number >= 0 else None)):
         prompt = [dict(one) for one in _messages(record["prompt"])]
         kwargs = {key: record[key] for key in ("answer", "task") if record.get(key) is not None}
         if record.get("info") is not None:
             kwargs["info"] = record["info"] if isinstance(record["info"], str) else json.dumps(record["info"])
         asked = {"name": name, "prompt": prompt, **kwargs}
-        rows.append(
-            {
-                "data_source": data_source,
-                "prompt": prompt,
-                "reward_model": {"style": "rule", "ground_truth": str(record.get("answer") or "")},
-                "extra_info": {"index": index, "interaction_kwargs": asked},
-            }
-        )
+        rows.append(_row(data_source, prompt, str(record.get("answer") or ""), index, asked))
     return rows
 
 
-def _first(records: Iterable[Any], number: int) -> list[Any]:
-    return [record for index, record in enumerate(records) if number < 0 or index < number]
+def _row(source: str, prompt: list[Any], truth: str, index: int, interaction_kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "data_source": source,
+        "prompt": prompt,
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"index": index, "interaction_kwargs": interaction_kwargs},
+    }
 
 
 def _state(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What verifiers' own `init_state` puts in, less what only its client needs."""
-    prompt = kwargs.get("prompt") or []
+    """What verifiers' own `init_state` gives, without what only its client needs."""
     info = kwargs.get("info") or {}
     times = SimpleNamespace(start=time.time(), end=0.0, spans=[])
+    names = ("generation", "setup", "scoring", "env", "model")
     given = {
-        "prompt": _messages(prompt),
+        "prompt": _messages(kwargs.get("prompt")),
         "answer": kwargs.get("answer", ""),
         "info": json.loads(info) if isinstance(info, str) else dict(info),
         "task": kwargs.get("task", "default"),
@@ -251,23 +242,17 @@ def _state(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **given,
         "input": dict(given),
-        "completion": [],
-        "trajectory": [],
-        "responses": [],
+        **{name: [] for name in ("completion", "trajectory", "responses")},
+        **dict.fromkeys(("reward", "metrics", "error", "final_env_response")),
+        **dict.fromkeys(("is_completed", "is_truncated"), False),
         "turn": 0,
         "trajectory_id": uuid4().hex,
-        "is_completed": False,
-        "is_truncated": False,
-        "reward": None,
-        "metrics": None,
-        "error": None,
-        "final_env_response": None,
-        "timing": SimpleNamespace(generation=times, setup=times, scoring=times, env=times, model=times),
+        "timing": SimpleNamespace(**dict.fromkeys(names, times)),
     }
 
 
 class _Message(dict[str, Any]):
-    """A message that is read by key and by attribute: verifiers' environments do either."""
+    """A message that is read by key or by attribute: verifiers' environments do both."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -278,26 +263,28 @@ class _Message(dict[str, Any]):
 
 def _messages(given: Any) -> list[dict[str, Any]]:
     """Messages as dicts, from text, dicts, or objects with `role` and `content`."""
-    if given is None:
-        return []
     if isinstance(given, str):
         return [_Message(role="user", content=given)]
-    one_by_one: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
-    return [
-        _Message(one) if isinstance(one, Mapping) else _Message(role=str(one.role), content=one.content)
-        for one in one_by_one
-    ]
+    listed: Sequence[Any] = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    plain = [one if isinstance(one, Mapping) else {"role": str(one.role), "content": one.content} for one in listed]
+    return [_Message(one) for one in plain]
+
+
+def _close(env: Any) -> None:
+    if callable(close := getattr(env, "close", None)):
+        close()
 
 
 def _reset(env: Any, seed: Any, options: Any) -> tuple[Any, Any]:
-    """(observation, info), from what takes `seed` and `options` or not, and returns info or not."""
-    wanted = inspect.signature(env.reset).parameters
-    everything = any(one.kind is one.VAR_KEYWORD for one in wanted.values())
+    """(observation, info); `reset` may or may not take `seed` and `options`, and return info."""
     given = {"seed": seed, "options": options}
-    found = env.reset(**{key: one for key, one in given.items() if one is not None and (everything or key in wanted)})
+    found = _by_name(env.reset, {key: one for key, one in given.items() if one is not None})
     pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
     return found if pair else (found, {})
 
 
-async def _maybe(found: Any) -> Any:
-    return await found if inspect.isawaitable(found) else found
+def _by_name(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """Call a function with those of the arguments that it takes."""
+    wanted = inspect.signature(function).parameters
+    everything = any(one.kind is one.VAR_KEYWORD for one in wanted.values())
+    return function(**{key: value for key, value in given.items() if everything or key in wanted})

@@ -1,4 +1,4 @@
-"""What one episode samples with, and the growing record of what was said in it."""
+"""What one episode samples with, and the growing record of its turns."""
 
 from __future__ import annotations
 
@@ -6,75 +6,62 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from workbench.agents.protocol import AgentLoopOutput, Turn
+from workbench.base.errors import DataError
+from workbench.base.seeds import derive
 from workbench.engines.protocol import Request, Sample, Sampler, SamplingSettings
-from workbench.errors import DataError, message
-from workbench.seeds import derive
 
 
 class LockStep:
-    """Lets the episodes of a batch sample their n-th turns as one wave, in the rows' order, before any samples its next.
+    """Makes the episodes of a batch sample their n-th turns in one wave, in the rows' order, before any samples its next.
 
-    Which rows share a wave then depends on nothing that is timed, and on a CPU the same seed gives the same bits.
-    An episode that ends calls `leave`; one that waits for its tools holds the others up.
+    Which rows share a wave then does not depend on timing, and on a CPU the same seed gives the same bits. An episode that
+    ends calls `leave`; one that waits for its tools makes the others wait.
     """
 
     def __init__(self, sampler: Sampler, rows: Sequence[int]) -> None:
         self._sampler = sampler
         self._going = set(rows)
-        self._waiting: dict[int, list[tuple[Request, asyncio.Future[Sample]]]] = {}
-        self._wave: asyncio.Task[None] | None = None
+        self._waiting: dict[int, list[asyncio.Future[None]]] = {}
+        self._sampling = 0
         self.waves: list[int] = []
         """Requests of each wave so far."""
 
     async def sample(self, row: int, request: Request) -> Sample:
-        """One response, when every episode that goes on has asked for its own."""
-        future: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(row, []).append((request, future))
-        self._look()
-        return await future
+        """One response; it is sampled when every episode that is not over has asked for its own."""
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._waiting.setdefault(row, []).append(turn)
+        loop.call_soon(self._start_if_all_wait)  # when this one waits, too
+        try:
+            await turn
+            return await self._sampler.sample(request)
+        finally:
+            if turn.done() and not turn.cancelled():  # else its wave has not begun
+                self._sampling -= 1
+                self._start_if_all_wait()
 
     def leave(self, row: int) -> None:
         """The row's episode is over, however it ended."""
         self._going.discard(row)
         self._waiting.pop(row, None)
-        self._look()
+        self._start_if_all_wait()
 
-    def _look(self) -> None:
-        if self._waiting and self._wave is None and self._going <= set(self._waiting):
-            asked = [pair for row in sorted(self._waiting) for pair in self._waiting[row]]
+    def _start_if_all_wait(self) -> None:
+        if self._waiting and not self._sampling and self._going <= set(self._waiting):
+            turns = [turn for row in sorted(self._waiting) for turn in self._waiting[row] if not turn.done()]
             self._waiting = {}
-            self.waves.append(len(asked))
-            self._wave = asyncio.create_task(self._sampled(asked))
-
-    async def _sampled(self, asked: Sequence[tuple[Request, asyncio.Future[Sample]]]) -> None:
-        tasks = [asyncio.ensure_future(self._sampler.sample(request)) for request, _ in asked]
-        for (_, future), task in zip(asked, tasks, strict=True):
-            future.add_done_callback(partial(_given_up, task))
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        self._wave = None
-        for (_, future), answer in zip(asked, found, strict=True):
-            if future.done():
-                continue
-            if isinstance(answer, BaseException):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
-        self._look()
-
-
-def _given_up(task: asyncio.Future[Sample], future: asyncio.Future[Sample]) -> None:
-    """An episode that is given up gives up its request."""
-    if future.cancelled():
-        task.cancel()
+            self._sampling = len(turns)
+            self.waves.append(len(turns))
+            for turn in turns:  # they are taken up in this order
+                turn.set_result(None)
 
 
 @dataclass
 class Episode:
-    """Where one row's turns come from: its sampler, and the name that its seeds are derived from."""
+    """One row's sampler, and the values from which the seeds of its turns are derived."""
 
     sampler: Sampler
     uid: Any = ""
@@ -87,62 +74,50 @@ class Episode:
     max_prompt_length: int | None = None
     lock_step: LockStep | None = None
     progress: Callable[[Transcript], None] | None = None
-    """Told of the episode after each of its states, by loops that can."""
+    """Called with the transcript after each state of the episode, by loops that have states."""
     turn: int = 0
     """How many turns were sampled."""
     attempt: int = 0
     """Of the next turn: another one gives another sample from the same place."""
     opening: int = 0
-    """How often its tools and its user were opened again, by whoever steps it."""
+    """How often a stepper has opened its tools and its user again."""
     seconds: float = 0.0
     """Spent waiting for the sampler."""
     versions: list[int] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """Unique among a batch's episodes, and the same when the step is repeated: an instance's id."""
+        """The episode's id for tools and users: unique in a batch, and the same when the step is repeated."""
         again = f"~{self.opening}" if self.opening else ""
         return f"{self.purpose}-{self.step}-{self.uid}-{self.sample}-{self.row}{again}"
 
     def seed(self, turn: int, attempt: int = 0) -> int:
-        """The seed of one turn: (run seed, purpose, step, uid, sample, turn, attempt), as `seeds.derive` has it."""
+        """The seed of one turn, derived from (run seed, purpose, step, uid, sample, turn, attempt)."""
         return derive(self.run_seed, self.purpose, self.step, self.uid, self.sample, turn, attempt)
 
-    async def generate(
-        self, ids: Sequence[int], sampling: SamplingSettings | Mapping[str, Any], *, attempt: int | None = None
-    ) -> Sample:
+    async def generate(self, ids: Sequence[int], sampling: SamplingSettings | Mapping[str, Any]) -> Sample:
         """The episode's next turn after `ids`. Raises `DataError` for a first prompt that is empty or too long."""
         turn, self.turn = self.turn, self.turn + 1
-        if turn == 0:
-            self._fits(len(ids))
+        if turn == 0 and not 0 < len(ids) <= (self.max_prompt_length or len(ids)):
+            what = f"prompt of row {self.row} (uid {self.uid}), as its agent loop writes it"
+            expected = f"1 to {self.max_prompt_length or 'any number of'} tokens"
+            do = "raise max_prompt_length, or take rows.fitting(tokenizer, overlong='drop'): tools need room, too"
+            raise DataError(what, expected=expected, found=len(ids), do=do)
         settings = sampling if isinstance(sampling, SamplingSettings) else SamplingSettings.from_parameters(sampling)
-        request = Request(tuple(ids), settings, self.seed(turn, self.attempt if attempt is None else attempt))
+        request = Request(tuple(ids), settings, self.seed(turn, self.attempt))
         began = time.perf_counter()
         try:
-            if self.lock_step is not None:
-                found = await self.lock_step.sample(self.row, request)
-            else:
-                found = await self.sampler.sample(request)
+            waves = self.lock_step
+            found = await (waves.sample(self.row, request) if waves else self.sampler.sample(request))
         finally:
             self.seconds += time.perf_counter() - began
         self.versions.append(found.version)
         return found
 
-    def _fits(self, length: int) -> None:
-        if length == 0 or (self.max_prompt_length is not None and length > self.max_prompt_length):
-            raise DataError(
-                message(
-                    f"prompt of row {self.row} (uid {self.uid}), as its agent loop writes it",
-                    expected=f"1 to {self.max_prompt_length or 'any number of'} tokens",
-                    found=length,
-                    do="raise max_prompt_length, or take rows.fitting(tokenizer, overlong='drop'): tools need room, too",
-                )
-            )
-
 
 @dataclass
 class Transcript:
-    """An episode as it grows: ids, masks, log-probs and turns; nothing in it is written twice."""
+    """A growing episode: ids, mask, log-probs and turns. Turns are only appended, never tokenized again."""
 
     prompt_ids: tuple[int, ...]
     limit: int
@@ -161,33 +136,33 @@ class Transcript:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All that the model has read and written."""
+        """Prompt and response so far, as ids: what the next turn is sampled after."""
         return (*self.prompt_ids, *self.ids)
 
     def count(self, *roles: str) -> int:
-        """Turns of these roles that stand in the response."""
+        """How many turns of these roles have tokens in the response."""
         return sum(one.role in roles and one.last >= one.first for one in self.turns)
 
     def say(self, sample: Sample, text: str, *, cut: str = "") -> Turn:
-        """The model's turn, as it was sampled."""
+        """Append the model's turn, as it was sampled."""
         return self._put("assistant", text, sample.ids, sample.log_probs, 1, cut)
 
     def hear(self, role: str, text: str, ids: Sequence[int], *, cut: str = "") -> bool:
-        """Another's turn; False, and left out of the response, where the model would have no room to answer it."""
+        """Append a tool's or user's turn. False, and no tokens are appended, where the model had no room to answer it."""
         if len(ids) >= self.room:
             left = f"left out: {len(ids)} tokens, and the response has room for {self.room}"
-            self._put(role, text, (), (), 0, "; ".join(filter(None, (cut, left))))
+            self._put(role, text, (), (), 0, f"{cut}; {left}" if cut else left)
             return False
         self._put(role, text, ids, [0.0] * len(ids), 0, cut)
         return True
 
     def copy(self) -> Transcript:
-        """One that grows by itself."""
+        """An independent copy."""
         kept: dict[str, Any] = {name: list(getattr(self, name)) for name in ("ids", "mask", "log_probs", "turns")}
         return replace(self, **kept)
 
     def first(self, count: int) -> Transcript:
-        """As it stood when `count` turns had been said, and nobody had answered the last of them."""
+        """The transcript after its first `count` turns, before the last of them was answered."""
         turns = list(self.turns[:count])
         if turns and turns[-1].role == "assistant" and count < len(self.turns):
             turns[-1] = replace(turns[-1], calls=(), score=None, error="", extra={})
@@ -208,11 +183,16 @@ class Transcript:
         return self.turns[-1]
 
     def output(self, episode: Episode, **extra: Any) -> AgentLoopOutput:
-        """The episode as it stands, with verl's stable extra keys."""
-        calls = [call for one in self.turns for call in one.calls]
-        ran = [call for call in calls if call.ran]
+        """The episode as an `AgentLoopOutput`, with verl's stable keys in `extra`, and these."""
+        calls = [call for one in self.turns for call in one.calls if call.ran]
         said, heard = sum(one.role == "assistant" for one in self.turns), self.count("tool", "user")
         versions = episode.versions or [episode.sampler.version]
+        metrics = {"generate_sequences": episode.seconds, "tool_calls": self.tool_seconds, "num_tool_calls": len(calls)}
+        stable = {
+            "turn_scores": [one.score for one in self.turns if one.score is not None],
+            "tool_rewards": [call.reward for call in calls if call.reward is not None],
+            "num_tool_calls": len(calls),
+        }
         return AgentLoopOutput(
             prompt_ids=self.prompt_ids,
             response_ids=tuple(self.ids),
@@ -221,18 +201,7 @@ class Transcript:
             num_turns=said + heard + 1,
             finish_reason=self.reason,
             version=versions[0],
-            metrics={
-                "generate_sequences": episode.seconds,
-                "tool_calls": self.tool_seconds,
-                "num_tool_calls": len(ran),
-                "min_version": min(versions),
-                "max_version": max(versions),
-            },
+            metrics={**metrics, "min_version": min(versions), "max_version": max(versions)},
             turns=tuple(self.turns),
-            extra={
-                "turn_scores": [one.score for one in self.turns if one.score is not None],
-                "tool_rewards": [call.reward for call in ran if call.reward is not None],
-                "num_tool_calls": len(ran),
-                **extra,
-            },
+            extra={**stable, **extra},
         )

@@ -1,4 +1,4 @@
-"""Simulated users: the base class by verl's names, the one that is shipped, yaml files, and a session that always ends."""
+"""Simulated users: the base class with verl's names, those that are shipped, and sessions that are always finalised."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import asyncio
 import contextlib
 import inspect
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from workbench.agents.classes import find_class, placed, read_yaml
+from workbench.agents.calls import named, within
 from workbench.agents.protocol import Interaction
-from workbench.errors import DataError, ForeignError, SettingError, boundary, describe, first_line, message, unknown
+from workbench.base.errors import DataError, ForeignError, SettingError, boundary, describe, first_line, unknown
 from workbench.rewards.scorers.gsm8k import compute_score
 
 LEAVE_SECONDS = 10.0
-"""What `finalize_interaction` may take."""
+"""Time limit of `finalize_interaction`."""
+Said = tuple[bool, str, float, dict[str, Any]]
+"""Whether to stop, the user's next message, the score of the last assistant message, anything else."""
 
 
-class BaseInteraction:
-    """A simulated user, by the names and return shapes of verl up to 0.7. Subclasses give `generate_response`.
+class BaseInteraction(Interaction):
+    """Base class of simulated users, with the methods of verl up to 0.7. Subclasses give `generate_response`.
 
-    One object serves many conversations at once, each by its `instance_id`; its state belongs in a dict by that id.
-    `name` is `config["name"]`, which `load_interactions` fills in; a class made by hand has `interaction_agent`.
+    One object serves many conversations at once; the state of each belongs in a dict by its `instance_id`. `name` is
+    `config["name"]`, which `load_interactions` fills in; the default is `interaction_agent`.
 
-    The row's `interaction_kwargs`, less `name`, are the kwargs of `start_interaction` and of each `generate_response`::
+    The row's `interaction_kwargs`, without `name`, are the kwargs of `start_interaction` and of each `generate_response`::
 
         class Teacher(BaseInteraction):
             async def generate_response(self, instance_id, messages, *, ground_truth, **kwargs):
-                right = ground_truth in messages[-1]["content"]  # what the model has just said
+                right = ground_truth in messages[-1]["content"]  # the model's last turn
                 return right, "Yes." if right else "No, try again.", float(right), {}
 
         agent = ToolAgent(interactions={"teacher": Teacher()})
@@ -43,27 +43,17 @@ class BaseInteraction:
         self.name: str = self.config.get("name", "interaction_agent")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """A conversation begins: its id, a fresh one where none is given. `kwargs` are the row's `interaction_kwargs`."""
+        """Begin a conversation; returns its id, a new one where none is given."""
         return instance_id or str(uuid4())
 
-    async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
-        """(whether to stop, the user's next message, the score of the last assistant message, anything else)."""
-        raise NotImplementedError(f"{type(self).__name__}.generate_response")
-
-    async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """The score as it stands."""
-        return 0.0
-
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """The conversation is over, however it ended."""
+        """Called when the conversation is over, however it ended."""
 
 
 class Gsm8kInteraction(BaseInteraction):
-    """`gsm8k`: scores the last assistant message against `ground_truth` by the strict form `#### <number>`.
+    """`gsm8k`: scores the last assistant message against `ground_truth`, in the strict form `#### <number>`.
 
-    It stops with praise at 1.0; otherwise it asks for another try.
+    It ends the conversation with praise at 1.0; otherwise it asks for another try.
     """
 
     RIGHT = "Your response is correct!"
@@ -71,43 +61,40 @@ class Gsm8kInteraction(BaseInteraction):
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__({"name": "gsm8k", **(config or {})})
-        self._instances: dict[str, dict[str, Any]] = {}
+        self._instances: dict[str, dict[str, str]] = {}
 
-    async def start_interaction(self, instance_id: str | None = None, ground_truth: Any = None, **kwargs: Any) -> str:
-        """Raises `SettingError` for a row without `ground_truth`."""
-        if ground_truth is None:
-            what = "interaction_kwargs of a row for 'gsm8k'"
-            raise SettingError(message(what, expected="ground_truth", found=", ".join(kwargs) or "nothing"))
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Begin a conversation. Raises `SettingError` for a row without `ground_truth`."""
+        if kwargs.get("ground_truth") is None:
+            given = ", ".join(key for key in kwargs if key != "ground_truth") or "nothing"
+            raise SettingError("interaction_kwargs of a row for 'gsm8k'", expected="ground_truth", found=given)
         instance_id = instance_id or str(uuid4())
-        self._instances[instance_id] = {"ground_truth": str(ground_truth), "response": ""}
+        self._instances[instance_id] = {"ground_truth": str(kwargs["ground_truth"]), "response": ""}
         return instance_id
 
-    async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Said:
         """Praise and an end, or a request to try again."""
         self._instances[instance_id]["response"] = last_message(messages)
         score = await self.calculate_score(instance_id)
-        right = score == 1.0
-        return right, self.RIGHT if right else self.WRONG, score, {}
+        return (True, self.RIGHT, score, {}) if score == 1.0 else (False, self.WRONG, score, {})
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """1.0 or 0.0, of the last message that was heard; 0.0 before."""
+        """1.0 or 0.0, of the last assistant message; 0.0 before the first."""
         state = self._instances.get(instance_id or "")
         return compute_score(state["response"], state["ground_truth"], method="strict") if state else 0.0
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """Forget it. Twice is fine."""
+        """Drop the state. Twice is fine."""
         self._instances.pop(instance_id or "", None)
 
 
 class RemoteInteraction(BaseInteraction):
-    """`RemoteInteraction(actor)`: an interaction whose state lives elsewhere, in a Ray actor for instance.
+    """An interaction whose state lives in another process, such as a Ray actor: `RemoteInteraction(actor, name)`.
 
-    `actor` is anything whose methods are asked by `method.remote(…)` and answer with something that can be awaited: the
-    handle of `ray.remote(MyInteraction).options(max_concurrency=64).remote(config)`. Every worker that holds the handle
-    speaks to the same state. `name` is how rows select it. An actor may run calls in another order than they were asked in:
-    a conversation whose beginning was given up on is finalised when that has been answered, not before.
+    `actor` has methods that are called by `method.remote(…)` and return an awaitable: the handle of
+    `ray.remote(MyInteraction).options(max_concurrency=64).remote(config)`. All workers with the handle share the state.
+    `name` is how rows select it. An actor may run calls out of order: a conversation whose start was given up on is
+    finalised when the start has been answered, not before.
     """
 
     def __init__(self, actor: Any, name: str, config: Mapping[str, Any] | None = None) -> None:
@@ -115,44 +102,42 @@ class RemoteInteraction(BaseInteraction):
         self.actor = actor
         self._beginning: dict[str, Any] = {}
 
-    async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        answer = getattr(self.actor, method).remote(*args, **kwargs)
-        return await answer if inspect.isawaitable(answer) else answer
-
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """The actor's."""
+        """Ask the actor."""
         instance_id = instance_id or str(uuid4())
         self._beginning[instance_id] = answer = self.actor.start_interaction.remote(instance_id, **kwargs)
-        found = await answer if inspect.isawaitable(answer) else answer
+        found = await maybe_awaited(answer)
         self._beginning.pop(instance_id, None)
         return str(found or instance_id)
 
-    async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
-        """The actor's."""
-        return await self._ask("generate_response", instance_id, messages, **kwargs)
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Said:
+        """Ask the actor."""
+        return await maybe_awaited(self.actor.generate_response.remote(instance_id, messages, **kwargs))
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """The actor's."""
-        return await self._ask("calculate_score", instance_id, **kwargs)
+        """Ask the actor."""
+        return await maybe_awaited(self.actor.calculate_score.remote(instance_id, **kwargs))
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """The actor's."""
+        """Ask the actor."""
         began = self._beginning.pop(instance_id or "", None)
         try:
-            if inspect.isawaitable(began) and not (isinstance(began, asyncio.Future) and began.done()):
-                with contextlib.suppress(Exception):  # told where it was awaited first
-                    await began
-        finally:  # also where nobody waits any longer
+            if not (isinstance(began, asyncio.Future) and began.done()):
+                with contextlib.suppress(Exception):  # raised where it was awaited first
+                    await maybe_awaited(began)
+        finally:  # also after a cancellation
             answer = self.actor.finalize_interaction.remote(instance_id, **kwargs)
-        if inspect.isawaitable(answer):
-            await answer
+        await maybe_awaited(answer)
+
+
+async def maybe_awaited(found: Any) -> Any:
+    """The result of what a foreign function returned: awaited where it can be."""
+    return await found if inspect.isawaitable(found) else found
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a simulated user said, checked."""
+    """A simulated user's answer, checked."""
 
     stop: bool
     text: str
@@ -163,42 +148,73 @@ class Reply:
 
 @dataclass
 class Session:
-    """One conversation with one interaction; `interacting` opens it."""
+    """One conversation with one simulated user; made by `interacting`, and by a `ToolAgent` for each episode."""
 
     interaction: Any
-    instance_id: str
     kwargs: Mapping[str, Any]
     seconds: float | None = None
-    """What a reply may take."""
+    """Time limit of its start and of each reply."""
+    instance_id: str = ""
+    open: bool = False
+    """Whether it is to be finalised."""
     scores: list[float] = field(default_factory=list)
     """Of each assistant message so far."""
     trouble: str = ""
-    """What went wrong when it was finalised, in a line."""
+    """What failed when it was finalised, in one line."""
+
+    @property
+    def name(self) -> str:
+        """The simulated user's."""
+        return getattr(self.interaction, "name", type(self.interaction).__name__)
+
+    async def start(self, instance_id: str) -> None:
+        """Begin it. What fails or is cancelled half-way has an id, and so is finalised all the same."""
+        self.instance_id, self.open = instance_id, True
+        begun = self.interaction.start_interaction(instance_id, **self.kwargs)
+        self.instance_id = await within(begun, self.seconds) or instance_id
+
+    async def ask(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
+        """The user's answer. Raises what the user raises, `TimeoutError` after `seconds`, and `ForeignError`."""
+        chat = [dict(one) for one in messages]
+        answer = self.interaction.generate_response(self.instance_id, chat, **self.kwargs)
+        found: Any = await within(answer, self.seconds) if inspect.isawaitable(answer) else answer
+        return _checked(self.name, found)
 
     async def respond(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
         """The user's answer to the conversation so far.
 
-        Raises `ForeignError` naming the interaction for what it raises, for an answer past its time, and for one that
-        is not (bool, str, finite number, dict).
+        Raises `ForeignError`, naming the interaction, where it raises, is late, or returns anything but (bool, str, finite
+        number, dict).
         """
-        name = self.interaction.name
-        with boundary(f"interaction {name!r}"):
-            async with asyncio.timeout(self.seconds):
-                told = [dict(one) for one in messages]
-                found = await self.interaction.generate_response(self.instance_id, told, **self.kwargs)
-        reply = checked_reply(name, found)
+        with boundary(f"interaction {self.name!r}"):
+            reply = await self.ask(messages)
         self.scores += [] if reply.score is None else [reply.score]
         return reply
 
     async def score(self) -> float:
-        """`calculate_score` as it stands. Raises `ForeignError` as `respond` does."""
-        with boundary(f"interaction {self.interaction.name!r}"):
-            async with asyncio.timeout(self.seconds):
-                found = await self.interaction.calculate_score(self.instance_id)
-        return _number(self.interaction.name, "calculate_score", found)
+        """The interaction's `calculate_score`. Raises `ForeignError` as `respond` does."""
+        with boundary(f"interaction {self.name!r}"):
+            found = await within(self.interaction.calculate_score(self.instance_id), self.seconds)
+        return _number(self.name, "calculate_score", found)
+
+    async def end(self) -> None:
+        """Finalise it, also where that is cancelled; twice is fine. What fails is in `trouble`."""
+        if self.open:
+            self.open, work = False, asyncio.ensure_future(self._left())
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:  # cancelled while leaving: leave all the same
+                await asyncio.wait([work])
+                raise
+
+    async def _left(self) -> None:
+        try:
+            await within(self.interaction.finalize_interaction(self.instance_id), LEAVE_SECONDS)
+        except Exception as cause:  # noqa: BLE001 - reported; the conversation's own outcome is not changed
+            self.trouble = f"finalising interaction {self.name!r} failed: {first_line(cause)}"
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def interacting(
     interaction: Interaction | Mapping[str, Interaction],
     row: Mapping[str, Any],
@@ -206,52 +222,41 @@ async def interacting(
     instance_id: str | None = None,
     seconds: float | None = None,
 ) -> AsyncIterator[Session]:
-    """`async with interacting(interactions, row) as session`: begun with the row's kwargs, and finalised however it ends.
+    """Talk to a simulated user: `async with interacting(interactions, row) as session: await session.respond(messages)`.
 
-    `row` has `extra_info.interaction_kwargs`, or is these kwargs; where several interactions are given its `name` selects.
-    Finalising happens after an error, after a cancellation, and where the beginning failed; it is given `LEAVE_SECONDS`, and
-    what goes wrong in it hides nothing: it is told in `session.trouble`, and as a note on the error that ended the block.
+    It is finalised however the block ends: after an error, a cancellation, or a start that failed. That may take
+    `LEAVE_SECONDS`; what fails in it is in `session.trouble`, and a note on the error that ended the block.
+
+    Args:
+        interaction: one, or a mapping of names to interactions.
+        row: has `extra_info.interaction_kwargs`, or is these kwargs; their `name` selects among several.
+        instance_id: of the conversation; None: a new one.
+        seconds: time limit of the start and of each reply.
+
+    Raises `DataError` for a row that selects no interaction.
     """
-    given = interaction_kwargs(row)
-    chosen = select_interaction(interaction, given) if isinstance(interaction, Mapping) else interaction
-    kwargs = {key: value for key, value in given.items() if key != "name"}
-    session = Session(chosen, instance_id or str(uuid4()), kwargs, seconds)
+    if isinstance(interaction, Mapping):
+        chosen, kwargs = select_interaction(interaction, row, needed=True)
+    else:
+        chosen, kwargs = interaction, {key: value for key, value in interaction_kwargs(row).items() if key != "name"}
+    session = Session(chosen, kwargs, seconds)
     try:
         with boundary(f"interaction {chosen.name!r}"):
-            async with asyncio.timeout(seconds):
-                session.instance_id = (
-                    await chosen.start_interaction(session.instance_id, **kwargs) or session.instance_id
-                )
+            await session.start(instance_id or str(uuid4()))
         yield session
     except BaseException as error:
-        await _finalised(session)
+        await session.end()
         if session.trouble:
             error.add_note(session.trouble)
         raise
     else:
-        await _finalised(session)
-
-
-async def _finalised(session: Session) -> None:
-    async def leave() -> None:
-        try:
-            async with asyncio.timeout(LEAVE_SECONDS):
-                await session.interaction.finalize_interaction(session.instance_id)
-        except Exception as cause:  # noqa: BLE001 - told, and the conversation's own outcome stands
-            session.trouble = f"finalising interaction {session.interaction.name!r} failed: {first_line(cause)}"
-
-    work = asyncio.ensure_future(leave())
-    try:
-        await asyncio.shield(work)
-    except asyncio.CancelledError:  # cancelled while leaving: leave all the same
-        await asyncio.wait([work])
-        raise
+        await session.end()
 
 
 def interaction_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
-    """`extra_info.interaction_kwargs` (or `interaction_kwargs`) of a row; a mapping without either is taken for them.
+    """`extra_info.interaction_kwargs` (or `interaction_kwargs`) of a row; a mapping that is not a row is returned itself.
 
-    A parquet file gives every row the keys of all: those that are None in this one are left out.
+    A parquet file gives every row the keys of all rows: those that are None are left out.
     """
     extra = row.get("extra_info")
     for place in (extra if isinstance(extra, Mapping) else {}, row):
@@ -263,77 +268,66 @@ def interaction_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
     return dict(row)
 
 
-def chosen_interaction(
-    interactions: Mapping[str, Any], row: Mapping[str, Any], place: str
+def select_interaction(
+    interactions: Mapping[str, Any], row: Mapping[str, Any], place: str = "a row", *, needed: bool = False
 ) -> tuple[Any, dict[str, Any]]:
-    """(The user that a row asks for, its kwargs less the name); (None, {}) where there is none or the row asks for none.
+    """(the simulated user that a row selects, its kwargs without the name).
 
-    Raises `DataError` for a name that there is not, saying which row it is (`place`).
+    Where there is one user only, the name may be missing. A row without kwargs selects none, (None, {}), unless one is
+    `needed`. Raises `DataError` that calls the row `place` and lists the users, for an unknown name, or a missing one.
     """
     given = interaction_kwargs(row)
-    if not interactions or not given:
+    if not needed and not (interactions and given):
         return None, {}
     name = given.pop("name", None)
     if name is None and len(interactions) == 1:
         name = next(iter(interactions))
+    what = f"interaction_kwargs of {place}"
+    if name is None:
+        raise DataError(f"{what} have no name", expected=f"one of {', '.join(interactions) or '(none)'}")
     if name not in interactions:
-        what = f"interaction_kwargs of {place}"
-        if name is None:
-            raise DataError(message(f"{what} have no name", expected=f"one of {', '.join(interactions)}"))
-        kind = type(next(iter(interactions.values()))).__name__
-        told = unknown("simulated user of the agent", str(name), interactions)
-        raise DataError(f"{what}: {told}; give interactions={{{str(name)!r}: {kind}()}}")
+        kind = type(next(iter(interactions.values()))).__name__ if interactions else "BaseInteraction"
+        why = unknown("simulated user of the agent", str(name), interactions)
+        raise DataError(f"{what}: {why}; give interactions={{{str(name)!r}: {kind}()}}")
     return interactions[name], given
 
 
-def select_interaction(interactions: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
-    """The interaction that a row's kwargs name; the only one there is, where they name none.
-
-    Raises `SettingError` with the names that there are for an unknown one, and for none where there are several.
-    """
-    name = kwargs.get("name")
-    if name is None and len(interactions) == 1:
-        return next(iter(interactions.values()))
-    if name is None:
-        what = "extra_info.interaction_kwargs of a row has no name"
-        raise SettingError(message(what, expected=f"one of {', '.join(interactions) or '(none)'}"))
-    if name not in interactions:
-        raise SettingError(unknown("configured interaction", str(name), interactions))
-    return interactions[name]
-
-
-CLASSES: Mapping[str, type] = {
-    "gsm8k": Gsm8kInteraction,
-    "verl.interactions.gsm8k_interaction.Gsm8kInteraction": Gsm8kInteraction,
-}
-"""Names that need no import."""
-
-
-def load_interactions(path: str | Path, *, roots: Sequence[str | Path] = ()) -> dict[str, Any]:
-    """The interactions of a yaml file by name: `interaction` is a mapping `{class_name, config, name}` or a list of them.
-
-    A missing name is the class's without `Interaction`, in lower case. Classes come from below an allowed root
-    (`classes.find_class`). Raises `SettingError` that names the entry, for duplicates too.
-    """
-    entries = read_yaml(path).get("interaction")
-    entries = [entries] if isinstance(entries, Mapping) else entries
-    if not isinstance(entries, list) or not entries:
-        expected = "a mapping or a list under 'interaction'"
-        raise SettingError(message(f"{str(path)!r}", expected=expected, found=describe(entries)))
-    found: dict[str, Any] = {}
-    for number, entry in enumerate(entries):
-        with placed(f"interaction {number} of {str(path)!r}"):
-            if not isinstance(entry, Mapping):
-                raise SettingError(message("its entry", expected="a mapping", found=describe(entry)))
-            cls = find_class(entry.get("class_name"), "interaction", CLASSES, roots)
-            config = dict(entry.get("config") or {})
-            name = str(entry.get("name") or config.get("name") or default_name(cls))
-            if name in found:
-                do = "give one of them another name"
-                raise SettingError(message(f"two interactions are named {name!r}", found=cls.__name__, do=do))
-            found[name] = cls({**config, "name": name})
-            found[name].name = name
+def checked_interactions(interactions: Any) -> dict[str, Interaction]:
+    """Name → simulated user, of a list or a mapping. Raises `SettingError` for what is not a simulated user."""
+    alone = hasattr(interactions, "generate_response")
+    if alone or isinstance(interactions, str) or not isinstance(interactions, Iterable):
+        do = f"interactions=[{named(interactions)}{'()' if isinstance(interactions, type) else ''}]" if alone else None
+        raise SettingError("interactions", expected="a list", found=describe(interactions), do=do)
+    if isinstance(interactions, Mapping):
+        pairs = list(interactions.items())
+    else:
+        pairs = [(getattr(one, "name", None), one) for one in interactions]
+    for name, one in pairs:
+        _check_interaction(name, one)
+    if len(found := dict(pairs)) < len(pairs):
+        raise SettingError("interactions", expected="names that differ", found=[name for name, _ in pairs])
     return found
+
+
+def _check_interaction(name: Any, one: Any) -> None:
+    if isinstance(one, type):
+        do = f"make one: {one.__name__}()"
+        raise SettingError("interactions", expected="objects", found=f"the class {one.__name__}", do=do)
+    kind = type(one).__name__
+    asked = getattr(one, "generate_response", None)
+    own = getattr(type(one), "generate_response", None) is not BaseInteraction.generate_response
+    if not callable(asked) or not own:
+        do = "give the class `async def generate_response(self, instance_id, messages, **kwargs)`"
+        raise SettingError(f"interaction {kind} has no generate_response of its own", do=do)
+    for method in ("start_interaction", "generate_response", "finalize_interaction"):
+        written = getattr(one, method, None)
+        plain = inspect.ismethod(written) or inspect.isfunction(written)
+        if not callable(written) or (plain and not inspect.iscoroutinefunction(written)):
+            found = "a plain one" if callable(written) else "none"
+            raise SettingError(f"interaction {kind}", expected=f"`async def {method}`", found=found)
+    if not isinstance(name, str) or not name:
+        do = "give it a name: rows choose their user by it (`interaction_kwargs`)"
+        raise SettingError(f"interaction {kind}", expected="a text as its `name`", found=describe(name), do=do)
 
 
 def default_name(cls: type) -> str:
@@ -349,11 +343,11 @@ def last_message(messages: Sequence[Mapping[str, Any]], role: str = "assistant")
     return found if isinstance(found, str) else ""
 
 
-def checked_reply(name: str, found: Any) -> Reply:
-    """What `generate_response` gave. Raises `ForeignError`, one message for whatever is wrong with it."""
+def _checked(name: str, found: Any) -> Reply:
+    """An interaction's answer. Raises `ForeignError` for one of another shape."""
     try:
         stop, text, score, extra = found if isinstance(found, tuple | list) else ()
-        # 0 or 1, or numpy's bool, from a comparison of theirs: clear enough; a text such as "False" is not
+        # 0 or 1, or numpy's bool, from a comparison, are clear; a text such as "False" is not
         good = isinstance(text, str) and not isinstance(stop, str) and stop in (True, False)
         if not good or not isinstance(extra, Mapping | None):
             raise TypeError(found)
@@ -361,15 +355,11 @@ def checked_reply(name: str, found: Any) -> Reply:
     except (TypeError, ValueError, ForeignError) as cause:
         shape = "(stop: bool, text: str, score: a finite number, extra: dict)"
         found = f"{type(found).__name__} {describe(found)}"
-        raise ForeignError(message(f"interaction {name!r} answered", expected=shape, found=found)) from cause
+        raise ForeignError(f"interaction {name!r} answered", expected=shape, found=found) from cause
 
 
 def _number(name: str, what: str, value: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        found = describe(value)
-        raise ForeignError(message(f"{what} of interaction {name!r}", expected="a finite number", found=found))
-    return number
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(value, str) and math.isfinite(value):
+            return float(value)
+    raise ForeignError(f"{what} of interaction {name!r}", expected="a finite number", found=describe(value))

@@ -1,7 +1,7 @@
-"""Tool calls in a model's text: hermes and qwen forms and ReAct, tolerant of broken JSON within stated bounds.
+"""Parsers of tool calls in a model's text: hermes and qwen forms and ReAct, with stated repairs of broken JSON.
 
-No text makes a parser raise. A call whose JSON cannot be read, even with the repairs of `loose_json`, comes back as a call
-all the same, with the arguments as they were written: whoever executes it can tell the model what is wrong.
+No text makes a parser raise. A call whose JSON cannot be read, even with the repairs of `loose_json`, is returned with its
+arguments as they were written: the tool's caller then answers the model what is wrong.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
-from workbench.agents.loose_json import loose_json
 from workbench.agents.protocol import FunctionCall, ToolParser
-from workbench.errors import SettingError, unknown
+from workbench.base.errors import SettingError, describe, unknown
 
 MAX_CALLS = 64
-"""Calls of one text; what follows them is left in the content."""
+"""Limit of the calls in one text; later ones are left in the content."""
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _NAMED = re.compile(r"""["']name["']\s*:\s*["']([\w.-]{1,64})["']""")
 _PARSERS: dict[str, type[Any]] = {}
 
 
 def register_parser(*names: str) -> Callable[[type[Any]], type[Any]]:
-    """A decorator: the class is found under these names. Raises `SettingError` where one is taken."""
+    """Class decorator that registers a parser under these names. Raises `SettingError` where one is taken."""
 
     def register(cls: type[Any]) -> type[Any]:
         for name in names:
@@ -36,10 +36,31 @@ def register_parser(*names: str) -> Callable[[type[Any]], type[Any]]:
 
 
 def tool_parser(name: str) -> ToolParser:
-    """A parser by name. Raises `SettingError` with the names that there are, and the nearest."""
+    """A parser by name. Raises `SettingError` with the known names and the nearest."""
     if name not in _PARSERS:
         raise SettingError(unknown("tool parser", name, _PARSERS))
     return _PARSERS[name]()
+
+
+def checked_parser(parser: Any, *, format: str, tools: bool) -> ToolParser | None:
+    """The parser of a tool agent, of an object, a name, or None (ReAct's own for that format; none without `tools`).
+
+    Raises `SettingError` for anything else, and for a parser that does not fit the format.
+    """
+    if parser is None:
+        if tools and format == "function_calling":
+            raise SettingError("tool_agent has tools and no parser", do="give parser=, or format='react'")
+        return ReActParser() if tools else None
+    found = tool_parser(parser) if isinstance(parser, str) else parser
+    if isinstance(found, type) or not callable(getattr(found, "extract_tool_calls", None)):
+        do = f"make one: {found.__name__}()" if isinstance(found, type) else None
+        expected = "a name, or an object with extract_tool_calls(text, tools)"
+        raise SettingError("parser", expected=expected, found=describe(found), do=do)
+    if format == "react" and not isinstance(found, ReActParser):
+        expected = "a ReActParser: the format tells the model to write its calls as Action lines"
+        do = "leave parser= out, or give format='function_calling'"
+        raise SettingError("parser of format='react'", expected=expected, found=describe(found), do=do)
+    return found
 
 
 def parser_names() -> tuple[str, ...]:
@@ -47,64 +68,68 @@ def parser_names() -> tuple[str, ...]:
     return tuple(_PARSERS)
 
 
-@register_parser("hermes", "qwen", "qwen2.5", "qwen3", "function_calling")
-class HermesParser:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: hermes, Qwen 2.5 and Qwen 3.
-
-    A missing close tag ends with the JSON, with the next `<tool_call>` or with the text; a close tag inside a string of
-    sound JSON closes nothing.
-    """
+class _Finds:
+    """Base of the parsers here: a subclass finds the places of the calls; what is between them is the content."""
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
-        """The text without its calls, and the calls in order."""
+        """(the text without its calls, the calls in order)."""
         content: list[str] = []
         calls: list[FunctionCall] = []
         place = 0
-        while len(calls) < MAX_CALLS and (start := text.find(_OPEN, place)) >= 0:
+        for start, end, call in islice(self._calls(text, tools), MAX_CALLS):
             content.append(text[place:start])
+            calls.append(call)
+            place = end
+        return "".join([*content, text[place:]]), calls
+
+    def _calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, FunctionCall]]:
+        """(where it begins, where it ends, the call) of each call in the text."""
+        raise NotImplementedError
+
+
+@register_parser("hermes", "qwen", "qwen2.5", "qwen3", "function_calling")
+class HermesParser(_Finds):
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: hermes, Qwen 2.5 and Qwen 3.
+
+    Where the close tag is missing a call ends with its JSON, at the next `<tool_call>` or at the end of the text; a close
+    tag inside a string of valid JSON is part of the string.
+    """
+
+    def _calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, FunctionCall]]:
+        place = 0
+        while (start := text.find(_OPEN, place)) >= 0:
             written, place = _body(text, start + len(_OPEN))
-            calls.append(_from_json(written))
-        content.append(text[place:])
-        return "".join(content), calls
+            yield start, place, _from_json(written)
 
 
 @register_parser("qwen3_coder", "qwen_xml")
-class Qwen3CoderParser:
+class Qwen3CoderParser(_Finds):
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`; the outer tag may be missing.
 
-    A value is text; where the tool's schema says another type, and only then, it is read as JSON.
+    A value is text; it is read as JSON only where the tool's schema has another type than string.
     """
 
-    _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]{1,64})>(.*?)(?:</function>|(?=<function=)|\Z)", re.S)
+    _FUNCTION = re.compile(
+        r"(?:<tool_call>\s*)?<function=([^>\n]{1,64})>(.*?)(?:</function>|(?=<function=)|\Z)(?:\s*</tool_call>)?", re.S
+    )
     _PARAMETER = re.compile(r"<parameter=([^>\n]{1,128})>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.S)
 
-    def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
-        """The text without its calls, and the calls in order."""
-        content: list[str] = []
-        calls: list[FunctionCall] = []
-        place = 0
-        while len(calls) < MAX_CALLS and (found := self._FUNCTION.search(text, place)):
-            content.append(text[place : found.start()])
-            properties = _properties(found[1], tools)
+    def _calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, FunctionCall]]:
+        for found in self._FUNCTION.finditer(text):
+            properties = _parameters(found[1].strip(), tools).get("properties") or {}
             given = {
-                one[1]: _typed(_unwrapped(one[2]), properties.get(one[1], {}))
+                one[1]: _typed(one[2].removeprefix("\n").removesuffix("\n"), properties.get(one[1], {}))
                 for one in self._PARAMETER.finditer(found[2])
             }
-            calls.append(FunctionCall(found[1].strip(), json.dumps(given, ensure_ascii=False)))
-            place = found.end()
-            closed = re.compile(r"\s*</tool_call>").match(text, place)
-            place = closed.end() if closed else place
-        content.append(text[place:])
-        return "".join(content), calls
+            yield found.start(), found.end(), FunctionCall(found[1].strip(), json.dumps(given, ensure_ascii=False))
 
 
 @register_parser("react")
-class ReActParser:
+class ReActParser(_Finds):
     """`Action: name` and `Action Input: {…}`, up to `Observation:`.
 
-    An input that is no JSON object is the value of the tool's only required argument, or of its only argument. What a
-    model writes after `Observation:` it made up: it is left in the content and no call is read from it. Nor from what
-    follows `Final Answer:`.
+    An input that is not a JSON object is the value of the tool's only required argument, or of its only argument. No call
+    is read from what follows `Observation:`, which the model made up, or `Final Answer:`; it is left in the content.
     """
 
     _END = re.compile(r"^[ \t]*(?:Observation|Final Answer)[ \t]*:", re.M | re.I)
@@ -114,44 +139,26 @@ class ReActParser:
         re.M | re.I | re.S,
     )
 
-    def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
-        """The text without its calls, and the calls in order."""
+    def _calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, FunctionCall]]:
         end = self._END.search(text)
-        read, rest = (text[: end.start()], text[end.start() :]) if end else (text, "")
-        content: list[str] = []
-        calls: list[FunctionCall] = []
-        place = 0
-        for found in self._ACTION.finditer(read):
-            if len(calls) == MAX_CALLS:
-                break
-            content.append(read[place : found.start()])
-            calls.append(FunctionCall(found[1], _input(found[1], found[2], tools)))
-            place = found.end()
-        return "".join([*content, read[place:], rest]), calls
+        for found in self._ACTION.finditer(text, 0, end.start() if end else len(text)):
+            yield found.start(), found.end(), FunctionCall(found[1], _input(found[1], found[2], tools))
 
 
 @register_parser("tool_args")
-class ToolArgsParser:
+class ToolArgsParser(_Finds):
     """`<tool>calculator</tool><args>{"expression": "1 + 1"}</args>`."""
 
     _CALL = re.compile(r"<tool>\s*([\w.-]{1,64})\s*</tool>\s*<args>(.*?)(?:</args>|(?=<tool>)|\Z)", re.S)
 
-    def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
-        """The text without its calls, and the calls in order."""
-        content: list[str] = []
-        calls: list[FunctionCall] = []
-        place = 0
+    def _calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, FunctionCall]]:
         for found in self._CALL.finditer(text):
-            if len(calls) == MAX_CALLS:
-                break
-            content.append(text[place : found.start()])
-            calls.append(FunctionCall(found[1], _arguments(loose_json(found[2]), found[2])))
-            place = found.end()
-        return "".join([*content, text[place:]]), calls
+            call = FunctionCall(found[1], _arguments(loose_json(found[2]), found[2]))
+            yield found.start(), found.end(), call
 
 
 def _body(text: str, start: int) -> tuple[str, int]:
-    """(What one call says, where it ends)."""
+    """(the text of one call, where it ends)."""
     begin = start + len(text[start:]) - len(text[start:].lstrip())
     try:
         _, end = json.JSONDecoder().raw_decode(text, begin)
@@ -179,7 +186,7 @@ def _from_json(written: str) -> FunctionCall:
 
 
 def _arguments(given: Any, written: str) -> str:
-    """JSON text of the arguments; what was written, where they are no JSON."""
+    """The arguments as JSON text; as they were written, where they are not JSON."""
     if isinstance(given, str):  # JSON inside a JSON string: some models quote twice
         inner = loose_json(given)
         given = inner if isinstance(inner, Mapping) else given
@@ -192,21 +199,19 @@ def _input(name: str, written: str, tools: Sequence[Mapping[str, Any]]) -> str:
     found = loose_json(written)
     if isinstance(found, Mapping):
         return json.dumps(found, ensure_ascii=False)
-    required: Sequence[str] = _function(name, tools).get("parameters", {}).get("required") or []
-    known = _properties(name, tools)
+    parameters = _parameters(name, tools)
+    required, known = parameters.get("required") or [], parameters.get("properties") or {}
     names = list(required if len(required) == 1 else known)
-    if len(names) == 1:
-        value = _typed(_unfenced(written), known.get(names[0], {}))
-        return json.dumps({names[0]: value}, ensure_ascii=False)
-    return written.strip()
+    if len(names) != 1:
+        return written.strip()
+    fenced = re.fullmatch(r"\s*```[\w+-]*\n(.*?)\n?```\s*", written, re.S)
+    value = _typed(fenced[1] if fenced else written.strip().strip("`"), known.get(names[0], {}))
+    return json.dumps({names[0]: value}, ensure_ascii=False)
 
 
-def _function(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    return next((one["function"] for one in tools if one.get("function", {}).get("name") == name), {})
-
-
-def _properties(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    return _function(name.strip(), tools).get("parameters", {}).get("properties") or {}
+def _parameters(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    functions = (one.get("function", {}) for one in tools)
+    return next((one.get("parameters", {}) for one in functions if one.get("name") == name), {})
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
@@ -230,11 +235,96 @@ def _kinds(schema: Mapping[str, Any]) -> Iterator[str]:
         yield from _kinds(one)
 
 
-def _unwrapped(value: str) -> str:
-    value = value[1:] if value.startswith("\n") else value
-    return value[:-1] if value.endswith("\n") else value
+STOP = "Observation:"
+"""A stop text for ReAct: the model must not write the tool's answer itself."""
 
 
-def _unfenced(text: str) -> str:
-    fenced = re.fullmatch(r"\s*```[\w+-]*\n(.*?)\n?```\s*", text, re.S)
-    return fenced[1] if fenced else text.strip().strip("`")
+def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
+    """ReAct's instructions: the tools, and the format of calls, for the first message."""
+    listed = "\n".join(
+        f"- {one['function']['name']}: {one['function'].get('description', '')} "
+        f"Arguments: {json.dumps((one['function'].get('parameters') or {}).get('properties', {}))}"
+        for one in tools
+    )
+    names = ", ".join(one["function"]["name"] for one in tools)
+    return (
+        f"You can use these tools:\n{listed}\n\nWrite:\nThought: what to do next\nAction: one of {names}\n"
+        "Action Input: the arguments as a JSON object\n\nThen an Observation is given to you. "
+        "When you know the answer, write it without an Action.\n\n"
+    )
+
+
+MAX_LENGTH = 1 << 16
+"""Longest text that is repaired, in characters; valid JSON may be longer."""
+MAX_DEPTH = 64
+_FENCE = re.compile(r"\s*```(?:json)?\s*\n?(.*?)(?:```\s*)?\Z", re.S)
+_TOKEN = re.compile(
+    r"""\s*(?:([][{}:,])|(["'])((?:(?!\2)[^\\]|\\.)*)(?:\2|\\?\Z)|([A-Za-z_][\w-]*)"""
+    r"""|(-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?))""",
+    re.S,
+)
+"""A sign, a string (the last one of a text need not be closed), a word, or a number."""
+_WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.S)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
+
+
+def loose_json(text: str) -> Any:
+    """The JSON object or array in a text, with common mistakes repaired; None where there is none. Never raises.
+
+    Valid JSON is read by the standard library. Otherwise these mistakes are repaired, and no others: a ``` fence around it;
+    strings in single quotes; extra commas; brackets, and a last string, that are not closed; line breaks inside strings;
+    `True`, `False`, `None`; keys without quotes; text after the end. Only up to `MAX_LENGTH` characters and `MAX_DEPTH`
+    levels, in linear time.
+    """
+    fenced = _FENCE.match(text)
+    text = (fenced[1] if fenced and text.lstrip().startswith("```") else text).strip()
+    if not text.startswith(("{", "[")):
+        return None
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        if len(text) > MAX_LENGTH:
+            return None
+    try:
+        return json.loads(_mended(text))
+    except (ValueError, LookupError, RecursionError):
+        return None
+
+
+def _mended(text: str) -> str:
+    """The object or array that a text begins with, as sound JSON where only what `loose_json` repairs is wrong with it."""
+    written, closes, place = [""], list[str](), 0
+    while place == 0 or (closes and place < len(text)):
+        token = _TOKEN.match(text, place)
+        if token is None or len(closes) > MAX_DEPTH + 1:
+            raise LookupError("beyond mending")
+        place = token.end()
+        sign = token[1]
+        if sign in ("}", "]"):
+            while closes:  # those that are missing before it, too
+                written.append(closes.pop())
+                if written[-1] == sign:
+                    break
+        elif sign == ":":
+            written.append(sign)
+        elif sign != ",":
+            written += [","] if written[-1] not in ("", "{", "[", ":") else []
+            named = closes[-1:] == ["}"] and written[-1] != ":"
+            closes += {"{": "}", "[": "]"}.get(sign, "")
+            written.append(sign or _sound(token, named))
+    return "".join([*written, *reversed(closes)])
+
+
+def _sound(token: re.Match[str], named: bool) -> str:
+    """A string, a number or a word as JSON; a word is a name (`named`) or a value."""
+    _, quote, string, word, number = token.groups()
+    if quote:
+        return json.dumps(_ESCAPE.sub(_unescaped, string))
+    if number:
+        return json.dumps(float(number) if set(number) & set(".eE") else int(number))
+    return json.dumps(word if named else _WORDS[word])
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    return chr(int(found[1], 16)) if found[1] else _ESCAPES.get(found[2], found[2])

@@ -1,4 +1,4 @@
-"""One episode, turn by turn: what happened or what happens next; go back, say a turn by hand, run on."""
+"""One episode, turn by turn: look at it, go back, write a turn by hand, and let it run on."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from workbench import background
-from workbench.agents.calls import within
 from workbench.agents.episode import Episode, Transcript
 from workbench.agents.loop import AgentLoopBase
 from workbench.agents.protocol import AgentLoopOutput, FunctionCall, ToolCall, Turn
-from workbench.agents.tool_agent import AgentState, Standing, ToolAgent
-from workbench.config import require
-from workbench.dataproto import DataProto
+from workbench.agents.tool_agent import AgentState, EpisodeState, ToolAgent
+from workbench.base import runtime
+from workbench.base.config import require
+from workbench.base.errors import PipelineError, SettingError, describe, first_line
+from workbench.base.shown import Shown
+from workbench.dataproto.core import DataProto
 from workbench.engines.protocol import Sample
-from workbench.errors import PipelineError, SettingError, describe, first_line, message
 
 _WHO = {
     AgentState.PENDING: "assistant",
@@ -28,29 +28,24 @@ _WHO = {
 }
 
 
-@dataclass(frozen=True)
-class Place:
-    """What an episode's stepper needs of the rollout that it belongs to."""
+class EpisodeStepper(Shown):
+    """Steps through one row's episode, turn by turn. Methods return it, so that calls chain; a cell shows the transcript.
 
-    row: int
-    """Of the rollout's rows."""
-    batch_of: Callable[[AgentLoopOutput], DataProto]
-    """A batch of the one row, with the rollout's columns."""
-    log_probs: Callable[[Sequence[int], Sequence[int]], Sequence[float]]
-    """(context, ids) → in nats, what the policy gives to ids that were written by hand."""
-    lent: Callable[[], AbstractContextManager[None]]
-    """Inside it the weights are those that this episode is sampled with."""
+    `s.episode(row)` makes one: after the rollout it is at the end of the episode that was sampled, before the rollout it is
+    before the first turn. The model's turns are sampled with the rollout's seeds, so the same episode comes out again
+    unless something was changed. After `back`, tools and the simulated user are opened again when they are next needed and
+    asked again what they were asked before, so that their state fits; the transcript keeps its answers.
 
-
-class EpisodeStepper:
-    """One row's episode. Methods return it, so that calls chain; a cell that ends in it shows the transcript.
-
-    `s.episode(row)` gives one: after the rollout the episode that was sampled, standing at its end, before it the episode that
-    will be, before its first turn. The model's turns come from the seeds that the rollout has for them, so the same episode is
-    sampled again unless something was changed.
-
-    After `back` tools and the simulated user are opened anew when they are next needed, and asked what they were asked before,
-    so that what they remember fits; the transcript keeps the answers that it has.
+    Args:
+        loop: the row's `ToolAgent`; other loops have no turns to step and raise `SettingError`.
+        episode: the row's name and sampler.
+        sampling: `SamplingSettings` by name.
+        row: the row's object columns.
+        recorded: the episode as it was sampled; None: it begins here.
+        row_number: which of the rollout's rows.
+        batch_of: output → a batch of the one row, with the rollout's columns.
+        log_probs: (context, ids) → the policy's log-probs, in nats, of ids that were written by hand.
+        lent: a context manager in which the engine has the weights that this episode is sampled with.
     """
 
     def __init__(
@@ -59,23 +54,23 @@ class EpisodeStepper:
         episode: Episode,
         sampling: Mapping[str, Any],
         row: Mapping[str, Any],
-        place: Place,
         recorded: AgentLoopOutput | None = None,
+        *,
+        row_number: int,
+        batch_of: Callable[[AgentLoopOutput], DataProto],
+        log_probs: Callable[[Sequence[int], Sequence[int]], Sequence[float]],
+        lent: Callable[[], AbstractContextManager[None]],
     ) -> None:
         if not isinstance(loop, ToolAgent):
-            raise SettingError(
-                message(
-                    f"episode of row {place.row}: its loop cannot be stepped",
-                    expected="a ToolAgent, or a subclass of it",
-                    found=loop,
-                    do="look at it as a whole: views.transcript(batch, row)",
-                )
-            )
-        self._place = place
+            what = f"episode of row {row_number}: its loop cannot be stepped"
+            do = "look at the whole transcript: views.transcript(batch, row)"
+            raise SettingError(what, expected="a ToolAgent, or a subclass of it", found=loop, do=do)
+        self.row = row_number
+        """Which of the rollout's rows."""
+        self._batch_of, self._log_probs, self._lent = batch_of, log_probs, lent
         self._openings = itertools.count(1)
-        self._take(loop, episode)
-        self._start = self._loop.start(sampling, **row)
-        self._now, self._fits = self._own(self._start), True
+        self._loop = loop.bound(episode)
+        self._now, self._fits = self._loop.start(sampling, **row), True
         self._output: AgentLoopOutput | None = recorded
         if recorded is not None:
             said = replace(self._now.transcript, prompt_ids=recorded.prompt_ids, reason=recorded.finish_reason)
@@ -85,16 +80,11 @@ class EpisodeStepper:
             self._now.state = AgentState.TERMINATED
             episode.versions = [recorded.version] * said.count("assistant")
 
-    # --- what there is --------------------------------------------------------------------
-
-    @property
-    def row(self) -> int:
-        """Which of the rollout's rows."""
-        return self._place.row
+    # --- the episode so far ---------------------------------------------------------------
 
     @property
     def uid(self) -> Any:
-        """Its prompt's."""
+        """The uid of its prompt."""
         return self._loop.episode.uid
 
     @property
@@ -103,114 +93,118 @@ class EpisodeStepper:
         return tuple(self._now.transcript.turns)
 
     @property
-    def upcoming(self) -> str | None:
+    def next_role(self) -> str | None:
         """Whose turn it is: `assistant`, `tool`, `user`; None when the episode is over."""
         return _WHO.get(self._now.state)
 
     @property
     def asked(self) -> tuple[FunctionCall, ...]:
         """The calls that are run next."""
-        return tuple(self._loop.wanted(self._now)) if self.upcoming == "tool" else ()
+        return tuple(self._loop.wanted(self._now)) if self.next_role == "tool" else ()
 
     @property
     def output(self) -> AgentLoopOutput:
-        """The episode as it stands: ids, mask, log-probs, turns."""
+        """The episode so far: ids, mask, log-probs, turns."""
         return self._output or self._now.transcript.output(self._loop.episode)
 
     @property
     def tokenizer(self) -> Any:
-        """The sampler's."""
+        """The sampler's tokenizer."""
         return self._loop.tokenizer
 
     @property
     def batch(self) -> DataProto:
-        """The episode as a batch of one row with the rollout's columns: `pipeline["reward"](e.batch)` judges it."""
-        return self._place.batch_of(self.output)
+        """The episode as a batch of one row with the rollout's columns: `pipeline["reward"](e.batch)` scores it."""
+        return self._batch_of(self.output)
 
     # --- forwards -------------------------------------------------------------------------
 
     def next(self, attempt: int = 0, **sampling: Any) -> EpisodeStepper:
-        """One turn further: the model speaks, its calls are run, or the simulated user answers.
+        """One turn further: the model's turn is sampled, its calls are run, or the simulated user answers.
 
-        Of the model's turn another `attempt` is another seed, and `sampling` other settings (`temperature=0.2`, `max_tokens` of
-        this turn). Raises `PipelineError` when the episode is over, and `SettingError` for another's turn with such changes.
+        Args:
+            attempt: of the model's turn: another number is another seed.
+            sampling: other settings for the model's turn: `temperature=0.2`, `max_tokens` of this turn.
+
+        Raises `PipelineError` when the episode is over, `SettingError` for arguments where it is not the model's turn.
         """
         self._expect()
         require(isinstance(attempt, int) and attempt >= 0, "attempt", expected="a whole number ≥ 0", found=attempt)
-        if (attempt or sampling) and self.upcoming != "assistant":
-            raise SettingError(
-                message("attempt and sampling are for the model's turns", found=f"{self.upcoming}'s turn")
-            )
+        if (attempt or sampling) and self.next_role != "assistant":
+            raise SettingError("attempt and sampling are for the model's turns", found=f"{self.next_role}'s turn")
         self._loop.episode.attempt = attempt
         whole, self._now.sampling = self._now.sampling, {**self._now.sampling, **sampling}
         try:
-            self._do(self._turn, samples=self.upcoming == "assistant")
+            self._do(self._turn, samples=self.next_role == "assistant")
         finally:
             self._loop.episode.attempt, self._now.sampling = 0, whole
         return self
 
     def run(self) -> EpisodeStepper:
-        """Run on to the end."""
-        while self.upcoming is not None:
+        """Run to the end of the episode."""
+        while self.next_role is not None:
             self.next()
         return self
 
     def say(self, text: str | Sequence[str], *, end: bool = True) -> EpisodeStepper:
-        """The turn that is next is `text`, and nobody is asked: the model's words, a tool's answer, the user's.
+        """Write the next turn by hand: the model's words, a tool's answer or the user's; nothing is sampled or called.
 
-        Where several calls were made, a list with an answer for each of `asked`; one turn holds them all. The model's words
-        become tokens as the tokenizer writes them and, unless `end=False`, the token that ends an answer: without it the model
-        goes on from there. Their log-probs are the policy's, and gradients reach them. A tool's or user's text stands as it is,
-        no limit cuts it; where the response has no room for it the episode is over, as in a rollout.
+        The model's words have the policy's log-probs, and are trained on. A tool's or user's text is not cut by any limit;
+        where the response has no room for it the episode is over, as in a rollout.
 
-        Raises `PipelineError` when the episode is over; `SettingError` for words that have no room, or a wrong number of texts.
+        Args:
+            text: the turn; where several calls were made, a list with an answer to each of `asked`.
+            end: put the token that ends an answer behind the model's words; False: the model continues from there.
+
+        Raises `PipelineError` when the episode is over; `SettingError` for words that have no room, or a wrong number of
+        texts.
         """
         self._expect()
         texts = [text] if isinstance(text, str) or not isinstance(text, Sequence) else list(text)
         needed = len(self.asked) or 1
         if len(texts) != needed or not all(isinstance(one, str) for one in texts):
             expected = f"{needed} texts, one for each call in .asked" if needed > 1 else "a text"
-            raise SettingError(message(f"the {self.upcoming}'s turn", expected=expected, found=describe(text)))
-        said = self._in_its_mouth(texts[0], end) if self.upcoming == "assistant" else None
-
-        async def put() -> None:
-            if self._now.state is AgentState.PENDING:
-                await self._loop.advance(self._now)
-            if self.upcoming is None:  # its user could not start
-                pass
-            elif said is not None:
-                await self._opened(always=self._now.interaction is not None)
-                if end:
-                    self._loop.episode.versions.append(said.version)
-                whole = said if end else await self._continued(said)
-                self._now.state = await self._loop.spoken(self._now, whole, edited=True)
-            else:
-                self._now.state = self._answered(texts)
-                self._now.transcript.note(edited=True)
-            await self._ended()
-
-        self._do(put, samples=said is not None and not end)
+            raise SettingError(f"the {self.next_role}'s turn", expected=expected, found=describe(text))
+        said = self._by_hand(texts[0], end) if self.next_role == "assistant" else None
+        self._do(lambda: self._put(texts, said, end), samples=said is not None and not end)
         return self
+
+    async def _put(self, texts: Sequence[str], said: Sample | None, end: bool) -> None:
+        """Make these texts the next turn; `said` are the model's words as tokens, where it is the model's turn."""
+        if self._now.state is AgentState.PENDING:
+            await self._loop.advance(self._now)
+        if self.next_role is None:  # its user could not start
+            pass
+        elif said is not None:
+            await self._opened(always=self._now.user is not None)
+            if end:
+                self._loop.episode.versions.append(said.version)
+            whole = said if end else await self._continued(said)
+            self._now.state = await self._loop.spoken(self._now, whole, edited=True)
+        else:
+            self._now.state = self._answered(texts)
+            self._now.transcript.note(edited=True)
+        await self._ended()
 
     # --- backwards ------------------------------------------------------------------------
 
     def back(self, to: int | None = None) -> EpisodeStepper:
-        """Stand before turn `to` again (without it: before the last one). Raises `PipelineError` for a turn that there is not."""
+        """Go back to before turn `to` (None: before the last turn). Raises `PipelineError` for a turn that there is not."""
         count = len(self.turns)
         to = count - 1 if to is None else to
-        if to == count and self.upcoming is not None:
+        if to == count and self.next_role is not None:
             return self
         if not isinstance(to, int) or not 0 <= to < count:
             known = f"turns 0 to {count - 1}" if count else "a turn that was said"
-            found = to if count else "nothing has been said"
-            raise PipelineError(message("cannot go back in this episode", expected=known, found=found))
-        self._stand(self._now.transcript.first(to))
+            found = to if count else "no turn"
+            raise PipelineError("cannot go back in this episode", expected=known, found=found)
+        self._now, self._output, self._fits = self._at(self._now.transcript.first(to)), None, False
         return self
 
     def replace(self, turn: int, text: str | Sequence[str], *, end: bool = True) -> EpisodeStepper:
-        """Go back to a turn and say it by hand (see `say`); what came after it is gone, `run` goes on from there.
+        """Go back to turn `turn` and write it by hand (see `say`); later turns are dropped, `run` continues from there.
 
-        A score that the user gave along with words of its own stays. Where `say` refuses the text nothing has changed.
+        The score that a simulated user gave with words that are replaced is kept. Where `say` raises, nothing has changed.
         """
         kept = self._now, self._output, self._fits
         said = self.turns
@@ -221,63 +215,41 @@ class EpisodeStepper:
             self._now, self._output, self._fits = kept
             raise
         if said[turn:] and said[turn].role == "user":
-            turns, judged = self._now.transcript.turns, said[turn - 1]
-            turns[turn - 1] = replace(turns[turn - 1], score=judged.score, extra=judged.extra)
+            turns, scored = self._now.transcript.turns, said[turn - 1]
+            turns[turn - 1] = replace(turns[turn - 1], score=scored.score, extra=scored.extra)
         return self
 
     def fork(self) -> EpisodeStepper:
-        """Another one at the same place, with tools and a user of its own."""
+        """A second stepper at the same place, with tools and a simulated user of its own."""
         twin = copy.copy(self)
-        twin._take(self._loop, replace(self._loop.episode, versions=list(self._loop.episode.versions)))
-        twin._now = twin._own(self._now)
-        twin._now.instance, twin._fits = None, False
+        twin._loop = self._loop.bound(replace(self._loop.episode, versions=list(self._loop.episode.versions)))
+        kept: dict[str, Any] = {"transcript": self._now.transcript.copy(), "errors": list(self._now.errors)}
+        tools, user = twin._loop.opened(self._now.row)
+        twin._now = replace(self._now, **kept, tools=tools, user=user)
+        twin._fits = False
         return twin
 
     def close(self) -> None:
-        """Let tools and the simulated user go; the end of an episode does. Stepping on opens them again."""
-        background.run(self._loop.close(self._now))
+        """Release tools and simulated user, as the end of an episode does. Stepping on opens them again."""
+        runtime.run(self._loop.close(self._now))
         self._fits = False
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _take(self, loop: ToolAgent, episode: Episode) -> None:
-        self._loop = loop.bound(episode)
-
-    def _own(self, standing: Standing) -> Standing:
-        kept: dict[str, Any] = {name: list(getattr(standing, name)) for name in ("messages", "calls", "errors")}
-        return replace(standing, **kept, transcript=standing.transcript.copy(), tools=self._loop.opened(standing.row))
-
-    def _stand(self, said: Transcript) -> None:
-        """Stand where exactly these turns have been said; tools and user are let go of when they are opened anew."""
-        before, self._now = self._now, self._at(said)
-        self._now.tools, self._now.instance = before.tools, before.instance
-        self._output, self._fits = None, False
-
-    def _at(self, said: Transcript) -> Standing:
-        """The episode where exactly these turns have been said."""
-        standing = self._own(replace(self._start, transcript=said))
-        standing.state = AgentState.GENERATING
-        for turn in said.turns:
-            standing.messages += self._messages(said, turn)
+    def _at(self, said: Transcript) -> EpisodeState:
+        """The state after exactly these turns, with the present tools and user."""
+        state = replace(self._now, transcript=said, state=AgentState.GENERATING, calls=[], errors=[])
         if said.turns and said.turns[-1].role == "assistant":
             last = said.turns[-1]
-            standing.calls = self._loop.parsed(standing, said.ids[last.first : last.last + 1])
-            user = AgentState.INTERACTING if standing.interaction is not None else AgentState.TERMINATED
-            standing.state = AgentState.PROCESSING_TOOLS if standing.calls else user
-        return standing
-
-    def _messages(self, said: Transcript, turn: Turn) -> list[dict[str, Any]]:
-        if turn.role != "tool":
-            return [{"role": turn.role, "content": turn.text}]
-        asking = said.turns[said.turns.index(turn) - 1]
-        return self._loop.messages([call for call in asking.calls if call.ran])
+            state.calls = self._loop.parsed(state, said.ids[last.first : last.last + 1])
+            unasked = AgentState.INTERACTING if state.user is not None else AgentState.TERMINATED
+            state.state = AgentState.PROCESSING_TOOLS if state.calls else unasked
+        return state
 
     def _expect(self) -> None:
-        if self.upcoming is None:
-            why = self._now.transcript.reason
-            raise PipelineError(
-                message("this episode is over", found=f"{why}, after {len(self.turns)} turns", do="back(to=…), or replace(turn, text)")
-            )  # fmt: skip
+        if self.next_role is None:
+            found = f"{self._now.transcript.reason}, after {len(self.turns)} turns"
+            raise PipelineError("this episode is over", found=found, do="back(to=…), or replace(turn, text)")
 
     def _do(self, work: Callable[[], Any], samples: bool) -> None:
         episode, said = self._loop.episode, self._now.transcript
@@ -286,18 +258,17 @@ class EpisodeStepper:
         self._output = None
         kept = said.copy()
         try:
-            with self._place.lent() if samples else nullcontext():
-                background.run(work())
-        except BaseException:
-            # interrupted half-way: as if nobody had been asked
-            self._stand(kept)
+            with self._lent() if samples else nullcontext():
+                runtime.run(work())
+        except BaseException:  # interrupted half-way: as if the turn had not begun
+            self._now, self._output, self._fits = self._at(kept), None, False
             raise
 
     async def _turn(self) -> None:
         count = len(self.turns)
-        while len(self.turns) == count and self.upcoming is not None:
-            await self._opened(always=self._now.interaction is not None or self.upcoming == "tool")
-            if self.upcoming is not None:
+        while len(self.turns) == count and self.next_role is not None:
+            await self._opened(always=self._now.user is not None or self.next_role == "tool")
+            if self.next_role is not None:
                 await self._loop.advance(self._now)
         await self._ended()
 
@@ -309,83 +280,58 @@ class EpisodeStepper:
             self._fits = False
 
     async def _opened(self, always: bool) -> None:
-        """Tools and user that know what was said, opened anew where they do not."""
+        """Open tools and user again where their state does not fit the transcript."""
         if self._fits or not always:
             return
         loop, now = self._loop, self._now
         await loop.close(now)
         loop.episode.opening = next(self._openings)
-        now.tools = loop.opened(now.row)
-        if now.interaction is not None and await loop.begin(now) is AgentState.TERMINATED:
+        now.tools, now.user = loop.opened(now.row)
+        if await loop.begin(now) is AgentState.TERMINATED:
             now.state = AgentState.TERMINATED
-        await self._told()
+        await self._asked_again()
         self._fits = True
 
-    async def _told(self) -> None:
-        """Ask tools and user what they were asked before; answers that were written by hand were asked of nobody."""
+    async def _asked_again(self) -> None:
+        """Ask tools and user what they were asked before, except for answers that were written by hand."""
         now, turns = self._now, self._now.transcript.turns
-        heard = len(self._start.messages)
-        for place, turn in enumerate(turns):
-            answer = turns[place + 1] if place + 1 < len(turns) else None
-            heard += len(self._messages(now.transcript, turn))
+        for count, (turn, answer) in enumerate(itertools.zip_longest(turns, turns[1:]), 1):
             if turn.role != "assistant" or (answer is not None and answer.edited):
                 continue
             for call in (call for call in turn.calls if call.ran):
                 await now.tools.call(FunctionCall(call.name, call.arguments))
-            judged = turn.score is not None or (answer is not None and answer.role == "user")
-            if judged and now.interaction is not None and now.instance is not None:
-                chat = [dict(one) for one in now.messages[:heard]]
-                again = now.interaction.generate_response(now.instance, chat, **now.given)
-                try:
-                    await within(again, self._loop.seconds_per_call)
-                except Exception as error:  # noqa: BLE001 - a row's user, not the notebook
-                    now.errors.append(f"asked again: {first_line(error)}")
+            replied = turn.score is not None or (answer is not None and answer.role == "user")
+            if not replied or now.user is None:
+                continue
+            try:
+                await now.user.ask(self._loop.chat(now, count))
+            except Exception as error:  # noqa: BLE001 - a row's user, not the notebook
+                now.errors.append(f"asked again: {first_line(error)}")
 
     def _answered(self, texts: Sequence[str]) -> AgentState:
-        if self.upcoming == "user":
+        if self.next_role == "user":
             return self._loop.replied(self._now, texts[0])
-        records = [
-            ToolCall(call.name, call.arguments, result=text) for call, text in zip(self.asked, texts, strict=True)
-        ]
+        pairs = zip(self.asked, texts, strict=True)
+        records = [ToolCall(call.name, call.arguments, result=text) for call, text in pairs]
         return self._loop.answered(self._now, records)
 
-    def _in_its_mouth(self, text: str, end: bool) -> Sample:
+    def _by_hand(self, text: str, end: bool) -> Sample:
         said = self._now.transcript
         ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not 0 < len(ids) < said.room:
             room = f"1 to {said.room - 1} tokens"
-            raise SettingError(
-                message("the model's turn", expected=room, found=len(ids), do="shorten it, or raise max_tokens")
-            )
+            raise SettingError("the model's turn", expected=room, found=len(ids), do="shorten it, or raise max_tokens")
         ids += (self.tokenizer.eos_token_id,) if end else ()
-        with self._place.lent():
-            log_probs = self._place.log_probs(said.context, ids)
+        with self._lent():
+            log_probs = self._log_probs(said.context, ids)
             return Sample(ids, tuple(log_probs), "stop", self._loop.episode.sampler.version)
 
     async def _continued(self, said: Sample) -> Sample:
-        """What the model makes of the beginning of its turn."""
+        """The model's turn, continued from its beginning that was written by hand."""
         context, room = self._now.transcript.context, self._now.transcript.room - len(said.ids)
         more = await self._loop.generate((*context, *said.ids), self._now.sampling, max_tokens=room)
         whole = (*said.ids, *more.ids), (*said.log_probs, *more.log_probs)
         return Sample(*whole, more.finish_reason, more.version)
-
-    # --- looking --------------------------------------------------------------------------
-
-    def __repr__(self) -> str:
-        from workbench.views.transcripts import episode_text
-
-        return episode_text(self)
-
-    def _repr_html_(self) -> str:
-        from workbench.views.transcripts import episode_html
-
-        return episode_html(self)
-
-    def _ipython_display_(self) -> None:
-        from workbench.widgets.episodes import EpisodeFace
-        from workbench.widgets.layer import show
-
-        show(self, lambda: EpisodeFace(self))
 
 
 def call_text(call: ToolCall) -> str:

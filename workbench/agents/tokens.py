@@ -1,4 +1,4 @@
-"""Tokens of a conversation that only grows: what the model wrote stays as it is, each new turn's delta alone is templated."""
+"""Token ids of a growing conversation: the model's tokens are kept, only each new turn's delta goes through the template."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workbench.datasets.rendering import render
-from workbench.errors import DataError, SettingError, message
+from workbench.base.errors import DataError, SettingError
+from workbench.datasets.rendering import encode, render
 
 Message = Mapping[str, Any]
 
@@ -15,29 +15,28 @@ _ANSWER = "\u2e22answer\u2e23"
 _ASKED = {"role": "user", "content": "question"}
 _NEW = "new\u2e22turn"
 _KEPT = 4096
-"""Prompts remembered: the samples of a group share one."""
+"""Prompts whose ids are kept: the samples of a group share one."""
 
 
 class TurnTokens:
     """Token ids of prompts and of later turns, by a tokenizer's own chat template.
 
     A delta is the text that the template puts after an assistant's answer when new messages follow: what closes the
-    answer (less the end token, where the model wrote it), the messages, and the generation prompt. It is read off a short
-    made-up conversation, so that it cannot depend on how the template would write earlier turns anew (stripped,
-    without its thinking), and is encoded without special tokens.
+    answer (without the end token, where the model wrote it), the messages, and the generation prompt. It is taken from a
+    short made-up conversation, so that it cannot depend on how the template would rewrite earlier turns (stripped, without
+    thinking), and is encoded without special tokens. Without a template a message is its content and a line end.
 
-    A tokenizer without a template gets contents, one message a line, as `datasets.templates.encode` writes them.
+    Args:
+        tokenizer: with or without a chat template.
+        tools: schemas that the template shows.
+        roles: of later turns, to be checked now.
+        switches: further arguments of the template (`enable_thinking=False`).
 
     Raises `SettingError`, naming the template, where no delta can be formed for one of `roles`.
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        roles: Sequence[str] = (),
-        **switches: Any,
+        self, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = (), roles: Sequence[str] = (), **switches: Any
     ) -> None:
         self._tokenizer = tokenizer
         self._switches = {**switches, **({"tools": list(tools)} if tools else {})}
@@ -49,41 +48,42 @@ class TurnTokens:
             self._check(role)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The ids of a chat with the generation prompt, and with the tools where the template shows them."""
+        """The ids of a chat with the generation prompt, and with the tools, where the template shows them."""
         key = json.dumps(list(messages), default=str, sort_keys=True)
         if key not in self._prompts:
             if len(self._prompts) >= _KEPT:
                 self._prompts.clear()
-            if self._plain:
-                text = "\n".join(str(one["content"]) for one in messages) + "\n"
-                self._prompts[key] = tuple(self._tokenizer(text)["input_ids"])
-            else:
-                self._prompts[key] = self._encoded(self._render(messages, generation=True))
+            self._prompts[key] = tuple(encode(self._tokenizer, [dict(one) for one in messages], **self._switches))
         return self._prompts[key]
 
     def delta(
         self, messages: Sequence[Message], wrote: Sequence[int] = (), *, generation: bool = True
     ) -> tuple[int, ...]:
-        """The ids to append after an assistant turn whose ids were `wrote`, so that the model reads `messages`."""
+        """The ids to append after an assistant turn with the ids `wrote`, so that the model reads `messages`."""
         text = self.delta_text(messages, generation=generation)
         last = int(wrote[-1]) if len(wrote) else None
-        said = self._end_text(last)
-        if last is None or not said or said not in (closing := self._closing_text(messages)):
+        if last is None or last not in {*self._tokenizer.all_special_ids, self._tokenizer.eos_token_id}:
             return self._encoded(text)
-        # what the model wrote of the closing is not written twice; the rest is encoded behind its end token, because
-        # some tokenizers write the beginning of a text in another way
+        said = str(self._tokenizer.convert_ids_to_tokens(last))
+        if not said or said not in (closing := self._closing_text(messages)):
+            return self._encoded(text)
+        # the end token that the model wrote is not written twice; the rest is encoded behind it, because some tokenizers
+        # encode the beginning of a text differently
         rest = text[closing.index(said) + len(said) :]
         ids = self._encoded(said + rest)
         return ids[1:] if ids and ids[0] == last else self._encoded(rest)
 
     def delta_text(self, messages: Sequence[Message], *, generation: bool = True) -> str:
-        """All that the template writes between an answer and the answer after `messages`. Raises `DataError`."""
+        """All that the template writes between an answer and the answer after `messages`.
+
+        Raises `DataError` for a template that leaves out the answer.
+        """
         if self._plain:
-            return "".join("\n" + str(one["content"]) for one in messages) + "\n"
+            return "".join(f"\n{one['content']}" for one in messages) + "\n"
         text = self._render([_ASKED, {"role": "assistant", "content": _ANSWER}, *messages], generation=generation)
         _, found, after = text.partition(_ANSWER)
         if not found:
-            raise DataError(message(f"the chat template of {self._name} left out an assistant's answer"))
+            raise DataError(f"the chat template of {self._name} left out an assistant's answer")
         return after
 
     def _closing_text(self, messages: Sequence[Message]) -> str:
@@ -92,19 +92,13 @@ class TurnTokens:
             return ""
         role = str(messages[0]["role"]) if messages else ""
         if role not in self._closing:
-            one = self.delta_text([{"role": role, "content": _NEW}], generation=False)
             alone = self._render([_ASKED, {"role": "assistant", "content": _ANSWER}], generation=False)
             after = alone.partition(_ANSWER)[2]
-            # the common beginning: what stands there whether or not anything follows
+            one = self.delta_text([{"role": role, "content": _NEW}], generation=False)
+            # the common beginning: what is written whether or not anything follows
             length = next((n for n in range(len(after)) if one[n : n + 1] != after[n]), len(after))
             self._closing[role] = after[:length]
         return self._closing[role]
-
-    def _end_text(self, last: int | None) -> str:
-        """The text of a token that ends texts (a special one), else nothing."""
-        if last is None or last not in set(self._tokenizer.all_special_ids) | {self._tokenizer.eos_token_id}:
-            return ""
-        return str(self._tokenizer.convert_ids_to_tokens(last))
 
     def _render(self, messages: Sequence[Message], *, generation: bool) -> str:
         chat = [dict(one) for one in messages]
@@ -114,23 +108,18 @@ class TurnTokens:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
 
     def _check(self, role: str) -> None:
-        """Refuse a template whose later text depends on more than the last answer, or loses or rewrites what is said."""
+        """Refuse a template whose later text depends on more than the last answer, or that loses or rewrites messages."""
         if self._plain:
             return
-        new = {"role": role, "content": _NEW}
         try:
-            why = self._wrong(new)
+            why = self._wrong({"role": role, "content": _NEW})
         except DataError as error:
             why = str(error)
         if why:
-            raise SettingError(
-                message(
-                    f"the chat template of {self._name} gives no delta for a turn of role {role!r}",
-                    expected="new turns that are written after an answer, whatever stands before it",
-                    found=why,
-                    do="say another role for tool answers (tool_role='user'), or give the tokenizer another chat_template",
-                )
-            )
+            what = f"the chat template of {self._name} gives no delta for a turn of role {role!r}"
+            expected = "new turns that are written after an answer, whatever is before it"
+            do = "give another role for tool answers (tool_role='user'), or the tokenizer another chat_template"
+            raise SettingError(what, expected=expected, found=why, do=do)
 
     def _wrong(self, new: Message) -> str:
         answer = {"role": "assistant", "content": _ANSWER}
@@ -140,14 +129,8 @@ class TurnTokens:
         delta = text.partition(_ANSWER)[2]
         if _NEW not in delta:
             return "a new turn that is left out, or stands before the answer"
-        longer = [
-            _ASKED,
-            {"role": "assistant", "content": "earlier"},
-            {"role": "user", "content": "again"},
-            answer,
-            new,
-        ]
-        if self._render(longer, generation=True).partition(_ANSWER)[2] != delta:
+        earlier = [_ASKED, {"role": "assistant", "content": "earlier"}, {"role": "user", "content": "again"}]
+        if self._render([*earlier, answer, new], generation=True).partition(_ANSWER)[2] != delta:
             return "another text for the turn in a longer conversation"
         head = text.partition(_ANSWER)[0]
         # a generation prompt may open more than the answer's header (`<think>`), never something else

@@ -1,9 +1,27 @@
-"""The same stages on a Ray cluster: sessions, pools, worker groups. The only folder that imports Ray, and only when asked."""
+"""The same stages on a Ray cluster: `wb.cluster(…)` connects to one or starts one here. Only this folder imports Ray, and only when asked."""
 
-from workbench.cluster.dispatch import Shares, share
-from workbench.cluster.placing import open_engine
+import sys
+from types import ModuleType
+
 from workbench.cluster.pools import Plan, Pool, plan
 from workbench.cluster.ranks import RayRanks
-from workbench.cluster.session import Cluster, cluster
+from workbench.cluster.session import Cluster, connect, open_engine
+from workbench.cluster.transport import Scatter, scatter
 
-__all__ = ["Cluster", "Plan", "Pool", "RayRanks", "Shares", "cluster", "open_engine", "plan", "share"]
+__all__ = ["Cluster", "Plan", "Pool", "RayRanks", "Scatter", "connect", "open_engine", "plan", "scatter"]
+
+
+class CallablePackage(ModuleType):
+    """This package, which can be called and has its names too; a class, so that type checkers know both."""
+
+    Cluster = Cluster
+    Plan = Plan
+    Pool = Pool
+    RayRanks = RayRanks
+    connect = staticmethod(connect)
+    open_engine = staticmethod(open_engine)
+    plan = staticmethod(plan)
+    __call__ = staticmethod(connect)
+
+
+sys.modules[__name__].__class__ = CallablePackage

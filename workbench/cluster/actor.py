@@ -1,14 +1,13 @@
-"""What runs in a worker: one object, called by name. Sent by value, so that nothing of ours (torch least of all) is imported
-before the environment is set.
+"""The Ray actor that runs in a worker: one object, whose methods are called by name. It is pickled by value, so that nothing
+of ours (torch least of all) is imported before the environment is set.
 
-Two doors: calls come one after the other on one thread; `stop`, `stacks`, `ping` and `now` have threads of their own and are
-answered while a call runs, unless C code holds the interpreter's lock, which is itself an answer.
+Calls come one after the other on one thread; `stop`, `stacks` and `now` have threads of their own and are answered while a
+call runs, unless C code holds the interpreter's lock: no answer says just that.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import ray
 
 
 class Worker:
-    """One rank of a group."""
+    """One rank of a group: holds an object and calls its methods."""
 
     def __init__(self) -> None:
         self.held: Any = None
@@ -29,43 +28,36 @@ class Worker:
         self.number = -1
         self.doing = ("", 0.0)
         self.profiler: Any = None
-        self.asked_gpus: tuple[float, tuple[int, int] | None] = (0.0, None)
+        self.asked_gpus: tuple[float, tuple[int, int] | None] = (-_ASK_GPUS, None)
 
     def setup(self, env: dict[str, str], paths: list[str]) -> dict[str, Any]:
-        """Set the environment, and look for modules where the driver does; who and where this worker is.
-
-        Comes before anything that imports.
-        """
+        """Set the environment and the driver's import path, before anything is imported; returns who and where this worker is."""
         os.environ.update(env)
         address = ray.util.get_node_ip_address()
-        os.environ.setdefault("WORKBENCH_ADDRESS", address)  # where ranks that meet shall wait for each other
+        os.environ.setdefault("WORKBENCH_ADDRESS", address)  # where ranks of a process group meet
         if address.startswith("127.") and sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens where it is told, else on the host's name
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens on the address of the host's name
         there = [path for path in paths if os.path.exists(path)]
         sys.path[:] = [*there, *(path for path in sys.path if path not in there)]
-        return {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "node": ray.get_runtime_context().get_node_id(),
-            "actor": ray.get_runtime_context().get_actor_id(),
-            "gpus": ",".join(str(one) for one in ray.get_gpu_ids()),
-            "logs": [_target(1), _target(2)],
-        }
+        node, gpus = ray.get_runtime_context().get_node_id(), ",".join(map(str, ray.get_gpu_ids()))
+        where = {"pid": os.getpid(), "host": socket.gethostname(), "node": node}
+        return {**where, "gpus": gpus, "logs": [_target(1), _target(2)]}
 
     def make(self, number: int, packed: Any) -> tuple[Any, ...]:
-        """Hold `factory(rank, size, **settings)`."""
+        """Make the object: `factory(rank, size, **settings)`."""
 
-        def work(factory: Any, rank: int, size: int, settings: dict[str, Any]) -> None:
+        def work() -> None:
+            factory, rank, size, settings = packed
             self.held = factory(rank, size, **settings)
 
-        return self._answer(number, "starting", lambda: work(*packed))
+        return self._answer(number, "starting", work)
 
     def call(self, number: int, method: str, own: Any, shared: Any) -> tuple[Any, ...]:
-        """`(what came of it, seconds since the epoch when it began and ended)`; a raised error is a value, too."""
+        """Call a method: (`done` or `raised`, the result or what was raised, seconds since the epoch of its begin and end)."""
         return self._answer(number, method, lambda: getattr(self.held, method)(*own, *shared))
 
     def profile(self, number: int, start: bool) -> tuple[Any, ...]:
-        """Start torch's profiler on this thread, or end it and give its Chrome trace (gzip). In order with the calls."""
+        """Start torch's profiler on this thread, or end it and return its Chrome trace (gzip). In order with the calls."""
         return self._answer(number, "profile", self._start_profile if start else self._end_profile)
 
     def _start_profile(self) -> None:
@@ -93,19 +85,19 @@ class Worker:
                 return file.read()
 
     def _answer(self, number: int, name: str, work: Any) -> tuple[Any, ...]:
-        from workbench import background
+        from workbench.base import runtime
+        from workbench.base.errors import Interrupted, WorkbenchError
         from workbench.cluster.transport import pack
-        from workbench.errors import Interrupted, WorkbenchError
 
         began = time.time()
         try:
-            background.clear()
+            runtime.clear()
             self.number = number
             self.doing = (name, began)
             if number <= self.stopped:
                 raise Interrupted("stopped before it began")
             return "done", pack(work()), began, time.time()
-        except BaseException as error:  # noqa: BLE001 - said to the driver, which raises it there
+        except BaseException as error:  # noqa: BLE001 - the driver raises it
             trace = "".join(traceback.format_exception(error))
             ours = error if isinstance(error, WorkbenchError) else None
             return "raised", (type(error).__name__, str(error), trace, ours), began, time.time()
@@ -117,15 +109,15 @@ class Worker:
     @ray.method(concurrency_group="control")
     def stop(self, number: int) -> None:
         """Ask calls up to this number to end at their next safe place."""
-        from workbench import background
+        from workbench.base import runtime
 
         self.stopped = max(self.stopped, number)
         if self.number <= number:
-            background.interrupt()
+            runtime.interrupt()
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
-        """What every thread is doing."""
+        """The stacks of the threads that run a call."""
         names = {one.ident: one.name for one in threading.enumerate()}
         parts = []
         for ident, frame in sys._current_frames().items():
@@ -135,13 +127,8 @@ class Worker:
         return "\n".join(parts) or "no call is running"
 
     @ray.method(concurrency_group="control")
-    def ping(self) -> float:
-        """The worker's clock, in seconds since the epoch."""
-        return time.time()
-
-    @ray.method(concurrency_group="control")
     def now(self) -> dict[str, Any]:
-        """What runs (empty: nothing) and since when on this clock, bytes in memory, (used, there) bytes of its GPUs or None."""
+        """The method that runs (empty: none) and its seconds so far, bytes in memory, (used, total) bytes of its GPUs or None."""
         import psutil
 
         name, since = self.doing
@@ -149,45 +136,34 @@ class Worker:
         return {"doing": name, "seconds": time.time() - since, "resident": resident, "gpu": self._gpu_memory()}
 
     def _gpu_memory(self) -> tuple[int, int] | None:
-        """From torch where it has a context here; else `nvidia-smi` is asked, every few seconds at most."""
+        """By torch where it has a context here; else by `nvidia-smi`, which is asked every few seconds at most."""
         ids = [str(one) for one in ray.get_gpu_ids()]
-        if not ids:
-            return None
-        torch = sys.modules.get("torch")
+        torch = sys.modules.get("torch") if ids else None
         if torch is not None and torch.cuda.is_initialized():
             pairs = [torch.cuda.mem_get_info(number) for number in range(torch.cuda.device_count())]
-            return sum(there - free for free, there in pairs), sum(there for _, there in pairs)
-        asked, found = self.asked_gpus
-        if time.monotonic() > asked + _ASK_GPUS or not asked:
-            found = _nvidia_smi(ids)
-            self.asked_gpus = (time.monotonic(), found)
-        return found
+            return sum(total - free for free, total in pairs), sum(total for _, total in pairs)
+        if ids and time.monotonic() > self.asked_gpus[0] + _ASK_GPUS:
+            self.asked_gpus = (time.monotonic(), _nvidia_smi(ids))
+        return self.asked_gpus[1]
 
 
 _ASK_GPUS = 5.0
 
 
 def _nvidia_smi(ids: list[str]) -> tuple[int, int] | None:
-    """(used, there) bytes of these GPUs together; None where it does not say."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    command = [
-        program,
-        f"--id={','.join(ids)}",
-        "--query-gpu=memory.used,memory.total",
-        "--format=csv,noheader,nounits",
-    ]
+    """(used, total) bytes of these GPUs together; None where it does not say."""
+    query = ["--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"]
     try:
+        command = ["nvidia-smi", f"--id={','.join(ids)}", *query]
         said = subprocess.run(command, capture_output=True, text=True, timeout=3.0, check=True).stdout
         pairs = [[int(cell) << 20 for cell in line.split(",")] for line in said.splitlines() if line.strip()]
-    except (OSError, subprocess.SubprocessError, ValueError):
+    except (OSError, subprocess.SubprocessError, ValueError):  # not installed, failed, or no numbers
         return None
-    return sum(used for used, _ in pairs), sum(there for _, there in pairs)
+    return sum(used for used, _ in pairs), sum(total for _, total in pairs)
 
 
 def _target(descriptor: int) -> str:
-    """The file that an output goes to; empty where the system does not say."""
+    """The file that a file descriptor writes to; empty where the system does not say."""
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:

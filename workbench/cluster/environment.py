@@ -1,18 +1,19 @@
-"""`runtime_env` as Ray users write it (a dict, or a yaml file), its secrets kept out of everything that is shown or logged.
+"""`runtime_env` as Ray users write it (a dict or a yaml file), its secrets kept out of everything that is shown or logged.
 
-Ray writes a runtime environment, values and all, into its own log files. So variables do not travel in it: they are set in
-each worker before it imports anything. Only what a process must have at its start goes the other way.
+Ray writes a runtime environment, values and all, into its own log files. So variables do not travel in it: each worker sets
+them before it imports anything. Only what a process must have when it starts goes through Ray.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import SettingError, message
+from workbench.base.errors import SettingError
 
 _AT_START = re.compile(r"^(LD_|PYTHON|MALLOC_|GLIBC_|PATH$|RAY_)")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
@@ -23,37 +24,32 @@ _HIDDEN = "•••"
 class Environment:
     """A runtime environment in two halves: what Ray is given, and the variables that workers set themselves."""
 
-    ray: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    ray: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(source: str | Path | Mapping[str, Any] | None) -> Environment:
-        """From a mapping, a yaml file, or nothing. Raises `SettingError`, never quoting a value."""
+        """Read a mapping, a yaml file, or nothing. Raises `SettingError`, never quoting a value."""
         spec = _read(source)
         variables = spec.pop("env_vars", None) or {}
         if not isinstance(variables, Mapping):
-            raise SettingError(
-                message("runtime_env env_vars", expected="names and texts", found=type(variables).__name__)
-            )
+            raise SettingError("runtime_env env_vars", expected="names and texts", found=type(variables).__name__)
         odd = [name for name, value in variables.items() if not isinstance(value, str)]
         if odd:
-            raise SettingError(
-                message(f"runtime_env env_vars {', '.join(map(str, odd))}", expected="texts", do="quote them")
-            )
+            raise SettingError(f"runtime_env env_vars {', '.join(map(str, odd))}", expected="texts", do="quote them")
         return Environment(spec, dict(variables))
 
     def at_start(self) -> dict[str, str]:
-        """Variables that a process must have when it starts; they pass through Ray's files."""
-        return {
-            name: value for name, value in self.variables.items() if _AT_START.match(name) and not _SECRET.search(name)
-        }
+        """Variables that a process must have when it starts; they pass through Ray's files, so no secret is among them."""
+        names = [name for name in self.variables if _AT_START.match(name) and not _SECRET.search(name)]
+        return {name: self.variables[name] for name in names}
 
     def joined(self, more: Mapping[str, str] | None) -> Environment:
-        """With more variables, which win."""
+        """A copy with more variables, which win over those of the same name."""
         return Environment(self.ray, {**self.variables, **(more or {})})
 
     def redact(self, text: str) -> str:
-        """A text without the variables' values: of eight characters or more, of four where the name says secret."""
+        """Hide the variables' values in a text: values of 8 characters or more, of 4 where the name says that it is a secret."""
         for name, value in sorted(self.variables.items(), key=lambda one: -len(one[1])):
             if len(value) >= (4 if _SECRET.search(name) else 8):
                 text = text.replace(value, _HIDDEN)
@@ -75,13 +71,24 @@ def _read(source: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
-        raise SettingError(
-            message(f"runtime_env {str(path)!r}", expected="a yaml file", found=error.strerror)
-        ) from error
+        raise SettingError(f"runtime_env {str(path)!r}", expected="a yaml file", found=error.strerror) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)  # the error's own text quotes the line, which may hold a secret
         where = f"line {mark.line + 1}" if mark is not None else "the file"
-        raise SettingError(message(f"runtime_env {str(path)!r}", expected="yaml", found=f"{where} is not")) from None
+        raise SettingError(f"runtime_env {str(path)!r}", expected="yaml", found=f"{where} is not") from None
     if not isinstance(found, dict):
-        raise SettingError(message(f"runtime_env {str(path)!r}", expected="a mapping", found=type(found).__name__))
+        raise SettingError(f"runtime_env {str(path)!r}", expected="a mapping", found=type(found).__name__)
     return found
+
+
+def nsight_options(asked: str | Mapping[str, str]) -> dict[str, Any]:
+    """`runtime_env` of workers that run under NVIDIA's nsight: `"default"`, or options of `nsys profile`, as Ray takes them.
+
+    Raises `SettingError` where `nsys` is not installed on this node: Ray would start no worker, and not say why.
+    """
+    if shutil.which("nsys") is None:
+        do = "install NVIDIA Nsight Systems, or use c.profile(…), which needs nothing"
+        raise SettingError("nsight", expected="nsys on the PATH of every node", found="none on this one", do=do)
+    if isinstance(asked, str) and asked != "default":
+        raise SettingError("nsight", expected="'default' or options of nsys profile", found=asked)
+    return {"nsight": asked if isinstance(asked, str) else {str(name): str(value) for name, value in asked.items()}}

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.base.config import require
+from workbench.base.errors import SettingError
+from workbench.base.shown import Shown
 from workbench.cluster.pools import Node
-from workbench.config import require
-from workbench.engines.loading import resolve
-from workbench.engines.memory import gib
-from workbench.errors import SettingError, message
+from workbench.engines.local_engine.loading import resolve
+from workbench.engines.local_engine.memory import gib
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 LOGITS = 2 << 28
@@ -28,7 +29,7 @@ SHARE = 0.9
 
 @dataclass(frozen=True)
 class Shape:
-    """What memory depends on."""
+    """The numbers of a model that its memory depends on."""
 
     parameters: int
     layers: int
@@ -49,9 +50,9 @@ class Part:
     size: int
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Bytes of each process by role and kind, and what it has."""
+@dataclass(frozen=True, repr=False)
+class Fit(Shown):
+    """An estimate of the memory of each process, by role and kind, beside what the process has; true where it fits."""
 
     model: str
     shape: Shape
@@ -59,14 +60,14 @@ class Fit:
     available: int
     """Bytes that one process has."""
     source: str
-    """What they are."""
+    """Where that number comes from."""
     ranks: int
     colocated: bool
     """Whether all roles share one process's memory."""
 
     @property
     def needed(self) -> int:
-        """Bytes of the fullest process: all roles together where they share one, else the largest role."""
+        """Bytes of memory that the fullest process needs: all roles (actor, reference, critic) if they share one, else the largest."""
         roles = self.by_role
         return sum(roles.values()) if self.colocated else max(roles.values())
 
@@ -86,16 +87,6 @@ class Fit:
     def __bool__(self) -> bool:
         return self.fits
 
-    def __repr__(self) -> str:
-        from workbench.views.clusters import fit_text
-
-        return fit_text(self)
-
-    def _repr_html_(self) -> str:
-        from workbench.views.clusters import fit_html
-
-        return fit_html(self)
-
 
 def fits(
     model: str | Path | Mapping[str, Any],
@@ -113,80 +104,60 @@ def fits(
     offload: bool = False,
     colocated: bool = True,
 ) -> Fit:
-    """Bytes in each process of: the `learner` (float32 weights, gradients and Adam's two moments, sharded over `ranks`;
-    activations of one micro-batch), a frozen `reference` (`dtype`, sharded), a `critic` (a second learner), and the
-    `sampler` (`dtype` weights and a KV cache of `sequences` × `tokens` at once, over `tensor_parallel_size`).
+    """Estimate the bytes in each process of the roles of a training run.
+
+    The roles are the `learner` (float32 weights, gradients and Adam's two moments, sharded over `ranks`; activations of one
+    micro-batch), a frozen `reference` (`dtype`, sharded), a `critic` (a second learner), and the `sampler` (`dtype` weights and
+    a KV cache of `sequences` × `tokens` at once, over `tensor_parallel_size`).
 
     `model`: a folder, or a config as a mapping. `tokens`: prompt and response together. `ranks`: processes of the learner;
     None is one a GPU, or one a CPU. `memory`: bytes of one process; None is what Ray's nodes give, shared out to their
-    processes (of a GPU Ray does not know the memory: say it). `offload`: the learner's weights, gradients and moments stay in
+    processes (Ray does not know the memory of a GPU: give it). `offload`: the learner's weights, gradients and moments stay in
     host memory. Raises `SettingError` for a role or a config that is unknown.
     """
     require(tokens > 0, "tokens", expected="prompt and response tokens of a sequence", found=tokens)
     require(dtype in BYTES, "dtype", expected=", ".join(BYTES), found=dtype)
-    shape = _shape(model)
+    shape, width = _shape(model), BYTES[dtype]
     live = [node for node in nodes if node.alive]
-    devices = int(sum(node.gpus for node in live)) or int(sum(node.cpus for node in live)) or 1
-    size = ranks or devices
+    size = ranks or int(sum(node.gpus for node in live)) or int(sum(node.cpus for node in live)) or 1
     parts: list[Part] = []
     for role in roles:
         if role in ("learner", "critic"):
-            parts += _learner(role, shape, size, micro_batch_tokens, BYTES[dtype], gradient_checkpointing, offload)
+            sizes = _learner(shape, size, micro_batch_tokens, width, gradient_checkpointing, offload)
         elif role == "reference":
-            parts.append(Part(role, "weights", math.ceil(shape.parameters * BYTES[dtype] / size)))
+            sizes = {"weights": math.ceil(shape.parameters * width / size)}
         elif role == "sampler":
-            parts += _sampler(shape, tokens * sequences, tensor_parallel_size, BYTES[dtype])
+            cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * width * tokens * sequences
+            weights = math.ceil(shape.parameters * width / tensor_parallel_size)
+            sizes = {"weights": weights, "KV cache": math.ceil(cache / min(tensor_parallel_size, shape.kv_heads))}
         else:
-            raise SettingError(message(f"role {role!r}", expected="learner, reference, critic or sampler"))
+            raise SettingError(f"role {role!r}", expected="learner, reference, critic or sampler")
+        parts += [Part(role, what, number) for what, number in sizes.items()]
     have, source = (memory, "as given") if memory is not None else _memory(live)
     name = str(model) if not isinstance(model, Mapping) else str(model.get("model_type", "a config"))
     return Fit(name, shape, tuple(parts), have, source, size, colocated)
 
 
-def _learner(
-    role: str, shape: Shape, ranks: int, tokens: int, size: int, checkpointing: bool, offload: bool
-) -> list[Part]:
+def _learner(shape: Shape, ranks: int, tokens: int, width: int, checkpointing: bool, offload: bool) -> dict[str, int]:
     """Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198, eq. 2): 34 bytes a token, layer and hidden unit in two-byte
     numbers without attention maps, one hidden state a layer when checkpointed (and one layer's in full, made again)."""
     shard = math.ceil(shape.parameters * 4 / ranks)
-    full = 17 * shape.hidden * size * tokens
-    activations = shape.hidden * size * shape.layers * tokens + full if checkpointing else full * shape.layers
-    kept = (
-        []
-        if offload
-        else [Part(role, "weights", shard), Part(role, "gradients", shard), Part(role, "optimizer", 2 * shard)]
-    )
+    full = 17 * shape.hidden * width * tokens
     # one layer's weights are gathered whole while it runs
-    layer = math.ceil(shape.parameters / max(shape.layers, 1)) * size if ranks > 1 or offload else 0
-    logits = min(LOGITS, 2 * 4 * shape.vocabulary * tokens)
-    return [
-        *kept,
-        Part(role, "activations", activations),
-        Part(role, "logits", logits),
-        Part(role, "gathered layer", layer),
-    ]
-
-
-def _sampler(shape: Shape, tokens: int, parallel: int, size: int) -> list[Part]:
-    cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * size * tokens
-    return [
-        Part("sampler", "weights", math.ceil(shape.parameters * size / parallel)),
-        Part("sampler", "KV cache", math.ceil(cache / min(parallel, shape.kv_heads))),
-    ]
+    layer = math.ceil(shape.parameters / max(shape.layers, 1)) * width if ranks > 1 or offload else 0
+    return ({} if offload else {"weights": shard, "gradients": shard, "optimizer": 2 * shard}) | {
+        "activations": shape.hidden * width * shape.layers * tokens + full if checkpointing else full * shape.layers,
+        "logits": min(LOGITS, 2 * 4 * shape.vocabulary * tokens),
+        "gathered layer": layer,
+    }
 
 
 def _memory(nodes: Sequence[Node]) -> tuple[int, str]:
     if any(node.gpus for node in nodes):
-        raise SettingError(
-            message(
-                "memory",
-                expected="bytes of one GPU",
-                found="nodes with GPUs, of which Ray knows the number only",
-                do="fits(…, memory=80 << 30)",
-            )
-        )
+        found = "nodes with GPUs, of which Ray knows the number only"
+        raise SettingError("memory", expected="bytes of one GPU", found=found, do="fits(…, memory=80 << 30)")
     if not nodes:
-        raise SettingError(message("memory", expected="bytes of one process", found="no node that is alive"))
+        raise SettingError("memory", expected="bytes of one process", found="no node that is alive")
     least = min(nodes, key=lambda node: node.memory / max(node.cpus, 1))
     return int(least.memory / max(least.cpus, 1)), f"{gib(least.memory)} of {least.host} for {least.cpus:g} processes"
 
@@ -195,27 +166,34 @@ def _memory(nodes: Sequence[Node]) -> tuple[int, str]:
 
 
 def _shape(model: str | Path | Mapping[str, Any]) -> Shape:
-    folder = None if isinstance(model, Mapping) else Path(resolve(model))
-    if folder is not None and not (folder / "config.json").is_file():
-        raise SettingError(
-            message(f"model {str(model)!r}", expected="a folder with config.json, or a config", do="download it first")
-        )
-    config = model if isinstance(model, Mapping) else json.loads((Path(folder or "") / "config.json").read_text())
+    if isinstance(model, Mapping):
+        counted, config = None, model
+    else:
+        folder = Path(resolve(model))
+        if not (folder / "config.json").is_file():
+            expected = "a folder with config.json, or a config"
+            raise SettingError(f"model {str(model)!r}", expected=expected, do="download it first")
+        counted, config = _in_files(folder), json.loads((folder / "config.json").read_text())
     config = config.get("text_config", config)
     try:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         layers, vocabulary = int(config["num_hidden_layers"]), int(config["vocab_size"])
     except KeyError as error:
-        raise SettingError(message(f"the config of {str(model)[:80]!r}", expected="hidden_size, num_hidden_layers, num_attention_heads, vocab_size", found=f"no {error}")) from error  # fmt: skip
+        expected = "hidden_size, num_hidden_layers, num_attention_heads, vocab_size"
+        raise SettingError(f"the config of {str(model)[:80]!r}", expected=expected, found=f"no {error}") from error
     kv, width = int(config.get("num_key_value_heads") or heads), int(config.get("head_dim") or hidden // heads)
-    counted = _in_files(folder) if folder is not None else None
-    by_config = _by_config(config, hidden, layers, heads, kv, width, vocabulary)
-    source = "counted in the weights' headers" if counted else "reckoned from the config"
+    # a Llama-like decoder: attention, a gated MLP (each expert's), norms, embeddings (twice where untied)
+    attention = 2 * hidden * heads * width + 2 * hidden * kv * width
+    experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
+    inner = int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * hidden)
+    body = layers * (attention + 3 * hidden * inner * experts + 2 * hidden) + hidden
+    by_config = body + vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    source = "counted in the weights' headers" if counted else "estimated from the config"
     return Shape(counted or by_config, layers, hidden, kv, width, vocabulary, source)
 
 
-def _in_files(folder: Path) -> int | None:
-    """Parameters by the safetensors' headers; None where there are none."""
+def _in_files(folder: Path) -> int:
+    """Parameters by the headers of safetensors files; 0 where there are none."""
     total = 0
     for path in sorted(folder.glob("*.safetensors")):
         with open(path, "rb") as file:
@@ -223,15 +201,4 @@ def _in_files(folder: Path) -> int | None:
             require(length < 100 << 20, path.name, expected="a header below 100 MiB", found=f"{length} bytes")
             header = json.loads(file.read(length))
         total += sum(math.prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
-    return total or None
-
-
-def _by_config(
-    config: Mapping[str, Any], hidden: int, layers: int, heads: int, kv: int, width: int, vocabulary: int
-) -> int:
-    """Of a Llama-like decoder: attention, a gated MLP (each expert's), norms, embeddings (twice where untied)."""
-    attention = 2 * hidden * heads * width + 2 * hidden * kv * width
-    experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
-    inner = int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * hidden)
-    per_layer = attention + 3 * hidden * inner * experts + 2 * hidden
-    return layers * per_layer + hidden + vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return total

@@ -1,63 +1,60 @@
-"""Engines on a cluster: which worker holds which part of a model, and what a recipe gets for it.
+"""Engines and rewards on a cluster: which worker holds which part of a model, and what a recipe gets for it.
 
-Stages never know: what stands here is an engine like `engines.local`, whose parts are a worker group of FSDP ranks and workers
-that sample.
+To a stage it is an engine like `engines.local`; its parts are a worker group of FSDP ranks, and workers that sample. The
+workers of a reward score the rows of a batch side by side, and the scores come back in the rows' order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from workbench.cluster.status import nodes
-from workbench.config import require
-from workbench.engines.fsdp import FsdpEngine, fsdp
-from workbench.engines.fsdp_group import Group
-from workbench.engines.fsdp_settings import FsdpSettings
-from workbench.engines.host import KINDS, host
-from workbench.engines.hosted import Hosted
-from workbench.engines.loading import resolve
-from workbench.engines.local_engine import local
-from workbench.engines.paired import Paired, check_tokens, paired
-from workbench.engines.ranks import Ranks
-from workbench.engines.replicas import Replicas
-from workbench.engines.vllm import vllm
-from workbench.errors import SettingError, message, unknown
-
-if TYPE_CHECKING:
-    from workbench.cluster.pools import Pool
-    from workbench.cluster.ranks import RayRanks
-    from workbench.cluster.session import Cluster
+from workbench.base.config import require
+from workbench.base.errors import SettingError, WorkerLost, unknown
+from workbench.cluster.holding import Session
+from workbench.cluster.pools import Node, Pool, nodes
+from workbench.cluster.ranks import RayRanks
+from workbench.engines.fsdp_engine.engine import fsdp
+from workbench.engines.fsdp_engine.group import Group
+from workbench.engines.local_engine.loading import resolve
+from workbench.engines.paired import Paired, Policy, check_tokens
+from workbench.engines.protocol import WeightSink
+from workbench.engines.settings import FsdpSettings
+from workbench.engines.workers.hosted import KINDS, Hosted, host
+from workbench.engines.workers.processes import Ranks
+from workbench.engines.workers.replicas import Replicas
+from workbench.rewards import BaseReward, Score, as_reward
+from workbench.rewards.score import failed
 
 CPU_RANKS = 2
-"""Ranks of a learner where the cluster has no GPU and nobody says how many."""
+"""Ranks of a learner where the cluster has no GPU and `ranks` is not given."""
 START_SECONDS = 900.0
 """Longest start of one worker's engine: vLLM compiles large models for minutes."""
+JUDGE_SECONDS = 1800.0
 
 
 class Placed(Paired):
-    """A pair whose learner and sampler stand on a cluster; `close()` gives back what was held for it."""
+    """An engine whose learner and sampler run on a cluster. Made by `Cluster.place`; `close()` gives its pools back."""
 
-    def __init__(self, learner: Any, sampler: Any, *, share_device: bool, give_back: Callable[[], None]) -> None:
+    def __init__(self, learner: Policy, sampler: WeightSink, share_device: bool, ends: ExitStack) -> None:
         super().__init__(learner, sampler, share_device=share_device)
-        self._give_back = give_back
+        self._ends = ends
 
     def close(self) -> None:
-        """End the workers; the pools that were held for them are free again."""
-        try:
-            super().close()
-        finally:
-            self._give_back()
+        """End the workers and give back the pools that were held for them."""
+        self._ends.close()
 
     def __repr__(self) -> str:
         return f"Placed(learner={self.learner!r}, sampler={self.sampler!r})"
 
 
 def place(
-    cluster: Cluster,
+    cluster: Session,
     model: str | Path,
     *,
     learner: str = "fsdp",
@@ -73,106 +70,49 @@ def place(
     template_switches: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """An engine for recipes: `c.place("my-7b", learner="fsdp", sampler="vllm", tensor_parallel_size=2, lr=1e-6)`.
+    """Start an engine on the cluster: `c.place("my-7b", learner="fsdp", sampler="vllm", tensor_parallel_size=2, lr=1e-6)`.
 
-    The learner's `ranks` (None: one a GPU, without GPUs two) sit in `pool`; so do the samplers (`vllm`, or `local` for
+    The learner's `ranks` (None: one a GPU, without GPUs two) run in `pool`; so do the samplers (`vllm`, or `local` for
     transformers; None: no sampler, the learner alone is returned, for a reference or a critic of its own), which sleep while
     the learner works. `rollout` names a pool of the samplers' own instead. Pools that are not held yet are held for this
     engine: `replicas` samplers (None: as many as there is room for) of `tensor_parallel_size` GPUs each.
 
     `settings` are `FsdpSettings`, `sampler_settings` those of the sampler (`VllmSettings`, `LocalSettings`). `threads` are
-    torch's in each worker. `scratch` is a folder for snapshots that all nodes see; on one node there is no need of it.
-    Placed again in the same pool, what was placed there before is closed. Raises `SettingError` before anything starts where
-    there is no room or a name is unknown, `EngineError` with the worker's own words where an engine does not start.
+    torch's in each worker. `scratch` is a folder that all nodes see, for snapshots; on one node it is not needed. The same
+    model placed again in the same pool replaces the engine that was there, which is closed.
+
+    Raises `SettingError` before anything starts where there is no room or a name is unknown, `EngineError` with the worker's
+    own words where an engine does not start.
     """
-    if learner != "fsdp":
-        raise SettingError(unknown("learner", learner, ("fsdp",)))
-    order = _Order(
-        cluster, model, sampler, ranks, replicas, tensor_parallel_size, pool, rollout, threads, scratch,
-        dict(sampler_settings or {}), template_switches, settings,
-    )  # fmt: skip
-    order.check()
-    for name in dict.fromkeys((pool, rollout) if rollout is not None else (pool,)):
-        _make_room(cluster, name, order.asked)
-    held: list[str] = []
-    try:
-        engine = _placed(order, held)
-    except BaseException:
-        for name in held:  # and whoever stands there
-            cluster.release(name)
-        raise
-    cluster.placed |= {name: (order.asked, engine) for name in held}
+    FsdpSettings.from_parameters(settings)
+    asked, tp = (str(model), sampler), tensor_parallel_size
+    _admit(cluster, learner, asked, ranks, tp, pool, rollout)
+    held, members = list[Pool](), None
+    with ExitStack() as ends:  # what it has to end, the last first: where something fails, or with the engine
+        ends.callback(_give_back, cluster, held)
+        actors = _hold(cluster, pool, ranks, 2 if sampler and rollout is None else 1, 1, held)
+        group, workers = _group(cluster, actors, ranks or actors.size, threads, scratch)
+        ends.callback(group.close)
+        shared = rollout is None and actors.plan.gpus > 0
+        if sampler is not None:
+            seats = _sampling_seats(cluster, actors, rollout, replicas, tp, held)
+            usual = {"tensor_parallel_size": tp, "sleep_mode": shared} if sampler == "vllm" else {}
+            given = {"kind": sampler, "settings": usual | dict(sampler_settings or {}), "threads": threads}
+            members = _hosted(cluster, "rollout", model, _where(*seats, workers if shared else None), **given)
+            ends.callback(members.close)
+        engine: Any = fsdp(model, on=group, scratch=scratch, template_switches=template_switches, **settings)
+        if members is not None:
+            _start_all(members)
+            check_tokens(engine, members)
+        kept = ends.pop_all()
+    engine = engine if members is None else Placed(engine, members, shared and sampler == "vllm", kept)
+    for one in held:
+        one.placed = asked, engine
     return engine
 
 
-@dataclass(frozen=True)
-class _Order:
-    """What `place` was asked for."""
-
-    cluster: Cluster
-    model: str | Path
-    sampler: str | None
-    ranks: int | None
-    replicas: int | None
-    tensor_parallel_size: int
-    pool: str
-    rollout: str | None
-    threads: int
-    scratch: str | Path | None
-    sampler_settings: Mapping[str, Any]
-    template_switches: Mapping[str, Any] | None
-    settings: Mapping[str, Any]
-
-    @property
-    def asked(self) -> tuple[str, str | None]:
-        """What makes a second order the same as the first."""
-        return str(self.model), self.sampler
-
-    def check(self) -> None:
-        """Refuse what cannot be, before anything starts."""
-        if self.sampler is not None and self.sampler not in ("vllm", "local"):
-            raise SettingError(unknown("sampler", self.sampler, ("vllm", "local")))
-        tp = self.tensor_parallel_size
-        require(tp > 0, "tensor_parallel_size", expected="≥ 1", found=tp)
-        require(
-            tp == 1 or self.sampler == "vllm", "tensor_parallel_size", expected="sampler='vllm'", found=self.sampler
-        )
-        FsdpSettings.from_parameters(dict(self.settings))
-        open_to_all = self.ranks is None and self.pool not in self.cluster.pools
-        if self.rollout is not None and open_to_all and any(node.gpus for node in nodes()):
-            expected = f"how many of the GPUs learn: the others are for pool {self.rollout!r}"
-            raise SettingError(message("ranks", expected=expected, found=None))
-
-
-def _placed(order: _Order, held: list[str]) -> Any:
-    """The engine; names of pools that were held for it go to `held`."""
-    cluster = order.cluster
-    shared = order.sampler is not None and order.rollout is None
-    actors = _hold(cluster, order.pool, order.ranks, 1 + shared, 1, held)
-    seats = _sampling_seats(order, actors, held) if order.sampler is not None else None
-    engine, workers = _learner(order, actors)
-    if seats is None:
-        return engine
-    on_gpus = shared and actors.plan.gpus > 0
-    members = _members(order, *seats, workers if on_gpus else None)
-    try:
-        _start_all(members.members)
-        check_tokens(engine, members)
-    except BaseException:
-        members.close()
-        engine.close()
-        raise
-
-    def give_back() -> None:
-        for name in held:
-            if cluster.placed.pop(name, None) is not None and name in cluster.pools:
-                cluster.release(name)
-
-    return Placed(engine, members, share_device=on_gpus and order.sampler == "vllm", give_back=give_back)
-
-
 def serve(
-    cluster: Cluster,
+    cluster: Session,
     model: str | Path,
     engine: str = "vllm",
     *,
@@ -184,190 +124,272 @@ def serve(
     name: str | None = None,
     **settings: Any,
 ) -> Replicas:
-    """Engines that only answer: `RewardModel(c.serve("my-rm", "vllm_classifier"))`, `engines.chat(c.serve("my-judge"))`.
+    """Start engines that only answer: `RewardModel(c.serve("my-rm", "vllm_classifier"))`, `engines.chat(c.serve("my-judge"))`.
 
     `engine` is one of `vllm`, `local`, `vllm_classifier`, `classifier`, with its own `settings`. Each of the `replicas` takes
     `gpus` (None: vLLM's `tensor_parallel_size`, else 1, where the cluster has GPUs) and `cpus`, or a seat of a `pool` that is
-    held. Raises as `place`.
+    held. `threads` are torch's in each worker. Raises as `place`.
     """
+    cluster.check()
     if engine not in KINDS:
         raise SettingError(unknown("engine", engine, KINDS))
     require(replicas > 0, "replicas", expected="≥ 1", found=replicas)
     there = any(node.gpus for node in nodes())
     each = float(settings.get("tensor_parallel_size", 1) if there else 0) if gpus is None else gpus
-    folder, said = _absolute(model), name or f"{engine}-{Path(str(model)).name}"
-
-    def member(number: int) -> Hosted:
-        def make() -> Ranks:
-            where = {"pool": pool, "seats": [number]} if pool is not None else {"cpus": cpus, "gpus": each}
-            return cluster.ranks(
-                host, 1, name=f"{said}-{number}", kind=engine, path=folder, settings=settings, threads=threads,
-                start_timeout=START_SECONDS, **where,
-            )  # fmt: skip
-
-        return Hosted(make, name=f"{said}-{number}", start=False)
-
-    members = Replicas([member(number) for number in range(replicas)], name=said)
-    try:
-        _start_all(members.members)
-    except BaseException:
-        members.close()
-        raise
+    called = name or f"{engine}-{Path(str(model)).name}"
+    where: list[Where] = [partial(dict, cpus=cpus, gpus=each)] * replicas
+    if pool is not None:
+        where = [partial(dict, pool=pool, seats=[number]) for number in range(replicas)]
+    members = _hosted(cluster, called, model, where, kind=engine, settings=settings, threads=threads)
+    _start_all(members)
     return members
+
+
+def judge(
+    cluster: Session, reward: Any, *, workers: int = 2, pool: str | None = None, cpus: float = 1.0
+) -> PlacedReward:
+    """A reward computed by workers on the cluster: `grpo(engine, reward=c.judge(my_reward, workers=8))`.
+
+    `reward` is whatever a recipe takes; it is pickled for the workers, its function too. A reward that scores groups or whole
+    batches is refused where `workers` > 1: its rows must stay together. The workers sit in a held `pool`, or take `cpus` each
+    wherever there is room. Raises `SettingError` where there is none.
+    """
+    cluster.check()
+    inner = as_reward(reward)
+    per = getattr(inner, "per", "row")
+    if workers > 1 and per != "row":
+        raise SettingError(f"reward {inner.name!r} scores a {per} at once", expected="workers=1", found=workers)
+    return PlacedReward(cluster, inner, workers, {"pool": pool} if pool is not None else {"cpus": cpus})
 
 
 # --- pools ----------------------------------------------------------------------------------------
 
 
-def _make_room(cluster: Cluster, name: str, asked: tuple[Any, ...]) -> None:
-    """A cell that is run again places the same model anew; another model does not push it out."""
-    if name not in cluster.placed:
-        return
-    before, engine = cluster.placed[name]
-    if before != asked:
-        do = "close() it, or name another pool (pool=, rollout=)"
-        raise SettingError(message(f"pool {name!r} is held for another engine", found=repr(engine), do=do))
-    engine.close()
-    if cluster.placed.pop(name, None) is not None and name in cluster.pools:
-        cluster.release(name)
+def _admit(
+    cluster: Session,
+    learner: str,
+    asked: tuple[str, str | None],
+    ranks: int | None,
+    tp: int,
+    pool: str,
+    rollout: str | None,
+) -> None:
+    """Refuse what cannot work. A cell that is run again places the same model anew; another model does not push it out."""
+    cluster.check()
+    sampler = asked[1]
+    if learner != "fsdp":
+        raise SettingError(unknown("learner", learner, ("fsdp",)))
+    if sampler not in (None, "vllm", "local"):
+        raise SettingError(unknown("sampler", sampler, ("vllm", "local")))
+    require(tp > 0, "tensor_parallel_size", expected="≥ 1", found=tp)
+    require(tp == 1 or sampler == "vllm", "tensor_parallel_size", expected="sampler='vllm'", found=sampler)
+    if rollout is not None and ranks is None and pool not in cluster.pools and any(node.gpus for node in nodes()):
+        expected = f"the number of GPUs for the learner: the others are for pool {rollout!r}"
+        raise SettingError("ranks", expected=expected, found=None)
+    for there in [cluster.pools[name] for name in {pool, rollout or pool} if name in cluster.pools]:
+        if there.placed is not None:
+            before, engine = there.placed
+            if before != asked:
+                do = "close() it, or name another pool (pool=, rollout=)"
+                raise SettingError(f"pool {there.name!r} is held for another engine", found=repr(engine), do=do)
+            engine.close()
+            _give_back(cluster, [there])
 
 
-def _hold(cluster: Cluster, name: str, size: int | None, groups: int, gpus: int, held: list[str]) -> Pool:
+def _give_back(cluster: Session, pools: Sequence[Pool]) -> None:
+    for pool in pools:
+        if cluster.pools.get(pool.name) is pool:
+            cluster.release(pool.name)
+
+
+def _hold(cluster: Session, name: str, size: int | None, groups: int, gpus: int, held: list[Pool]) -> Pool:
     """A pool by name, held now where it is not: `size` processes, filling node after node."""
     if name in cluster.pools:
         pool = cluster.pools[name]
         if size is not None and size > pool.size:
-            raise SettingError(message(f"pool {name!r}", expected=f"at least {size} processes", found=pool.size))
+            raise SettingError(f"pool {name!r}", expected=f"at least {size} processes", found=pool.size)
         return pool
-    there = sorted((one for one in nodes() if one.alive), key=lambda one: -(one.free_gpus or one.free_cpus))
-    with_gpus = any(one.gpus for one in there)
-    room = [int(min(one.free_gpus // gpus, one.free_cpus) if with_gpus else one.free_cpus) for one in there]
-    wanted = size if size is not None else sum(room) if with_gpus else min(CPU_RANKS, sum(room))
-    counts, left = [], wanted
-    for seats in room:
-        if left > 0 and seats > 0:
-            counts.append(min(seats, left))
-            left -= counts[-1]
-    if left > 0:
-        counts = [*counts[:-1], counts[-1] + left] if counts else [left]  # refused by the plan, in its words
-    pool = cluster.hold({name: counts or [1]}, gpus=float(gpus if with_gpus else 0), colocated=groups)[name]
-    held.append(name)
-    return pool
+    there = [one for one in nodes() if one.alive]
+    each = gpus if any(one.gpus for one in there) else 0
+    held.append(cluster.hold({name: _counts(there, size, each)}, gpus=float(each), colocated=groups)[name])
+    return held[-1]
 
 
-def _sampling_seats(order: _Order, actors: Pool, held: list[str]) -> tuple[Pool, list[list[int]]]:
-    """The samplers' pool, and each one's seats there: blocks of the learner's, or one of a pool of their own."""
+def _counts(there: Sequence[Node], size: int | None, gpus: int) -> list[int]:
+    """Processes on each node, the emptiest first; with no `gpus` each, `CPU_RANKS` of them where `size` is None."""
+    room = [int(min(one.free_gpus // gpus, one.free_cpus) if gpus else one.free_cpus) for one in there]
+    left = size if size is not None else sum(room) if gpus else min(CPU_RANKS, sum(room))
+    counts: list[int] = []
+    for seats in sorted(room, reverse=True):
+        if (taken := min(seats, left)) > 0:
+            counts.append(taken)
+            left -= taken
+    counts = counts or [0]
+    counts[-1] += left  # more than there is: refused by the plan, in its words
+    return counts if counts != [0] else [1]
+
+
+def _sampling_seats(
+    cluster: Session, actors: Pool, rollout: str | None, replicas: int | None, tp: int, held: list[Pool]
+) -> tuple[Pool, list[list[int]]]:
+    """The samplers' pool, and the seats of each: a block of the learner's seats, or one seat of a pool of their own."""
     gpus = actors.plan.gpus > 0
-    tp, replicas, rollout = order.tensor_parallel_size if gpus else 1, order.replicas, order.rollout
+    tp = tp if gpus else 1
     if rollout is not None:
-        apart = _hold(order.cluster, rollout, replicas or (None if gpus else 1), 1, tp, held)
+        apart = _hold(cluster, rollout, replicas or (None if gpus else 1), 1, tp, held)
         if 0 < apart.plan.gpus < tp:
+            expected, found = f"processes of {tp} GPUs, one a sampler", f"{apart.plan.gpus:g} each"
             do = f"hold it with gpus={tp}: cluster.hold({{{rollout!r}: [1]}}, gpus={tp})"
-            raise SettingError(message(f"pool {rollout!r}", expected=f"processes of {tp} GPUs, one a sampler", found=f"{apart.plan.gpus:g} each", do=do))  # fmt: skip
+            raise SettingError(f"pool {rollout!r}", expected=expected, found=found, do=do)
         return apart, [[seat] for seat in range(replicas or apart.size)]
-    seats = actors.plan.of(actors.name)
-    blocks: list[list[int]] = []
-    for node in dict.fromkeys(seat.node for seat in seats):
-        here = [seat.rank for seat in seats if seat.node == node]
-        blocks += [here[first : first + tp] for first in range(0, len(here) - tp + 1, tp)]
+    blocks = _blocks(actors, tp)
     count = replicas if replicas is not None else len(blocks) if gpus else 1
     if not blocks or count > len(blocks):
         found = f"{len(blocks)} blocks in pool {actors.name!r} ({actors.size} processes)"
-        raise SettingError(message(f"{count} samplers of {tp} GPUs each on one node", found=found, do="ask for fewer replicas, or a smaller tensor_parallel_size"))  # fmt: skip
+        do = "ask for fewer replicas, or a smaller tensor_parallel_size"
+        raise SettingError(f"{count} samplers of {tp} GPUs each on one node", found=found, do=do)
     return actors, blocks[:count]
+
+
+def _blocks(pool: Pool, size: int) -> list[list[int]]:
+    """Seats in blocks of `size` on one node each; what is left over of a node stays out."""
+    ranks = [[seat.rank for seat in seats] for _, seats in groupby(pool.plan.of(pool.name), lambda seat: seat.node)]
+    return [one[first : first + size] for one in ranks for first in range(0, len(one) - size + 1, size)]
 
 
 # --- workers --------------------------------------------------------------------------------------
 
 
-def _learner(order: _Order, pool: Pool) -> tuple[FsdpEngine, Callable[[], Sequence[Mapping[str, Any]]]]:
-    """The engine, and what is known of its workers by rank."""
-    ranks = order.ranks or pool.size
+def _group(
+    cluster: Session, pool: Pool, ranks: int, threads: int, scratch: str | Path | None
+) -> tuple[Group, list[RayRanks]]:
+    """A learner's ranks, not started, and a list whose one item are its workers from then on."""
     apart = len({seat.node for seat in pool.plan.of(pool.name)[:ranks]}) > 1
-    if apart and order.scratch is None:
-        raise SettingError(message("scratch", expected="a folder that all nodes see, for snapshots", found="none, and ranks on several nodes"))  # fmt: skip
-    last: list[RayRanks] = []
+    if apart and scratch is None:
+        expected, found = "a folder that all nodes see, for snapshots", "none, and ranks on several nodes"
+        raise SettingError("scratch", expected=expected, found=found)
+    workers: list[RayRanks] = []
+    given: dict[str, Any] = {"threads": threads, "host": "auto" if apart else "127.0.0.1"}
 
     def start() -> Ranks:
-        from workbench.engines.fsdp_worker import shards  # torch's sharding, half a second of imports
+        from workbench.engines.fsdp_engine.worker import shards  # torch's sharding, half a second of imports
 
-        said: dict[str, Any] = {"threads": order.threads, "host": "auto" if apart else "127.0.0.1"}
-        last[:] = [order.cluster.ranks(shards, ranks, pool=pool, name=pool.name, start_timeout=START_SECONDS, **said)]
-        return last[0]
+        workers[:] = [cluster.ranks(shards, ranks, pool=pool, name=pool.name, start_timeout=START_SECONDS, **given)]
+        return workers[0]
 
-    group = Group(start)
-    try:
-        engine = fsdp(
-            order.model, on=group, scratch=order.scratch, template_switches=order.template_switches, **order.settings
-        )
-    except BaseException:
-        group.close()
-        raise
-    return engine, lambda: last[0].facts
+    return Group(start), workers
 
 
-def _members(
-    order: _Order,
-    pool: Pool,
-    blocks: Sequence[Sequence[int]],
-    workers: Callable[[], Sequence[Mapping[str, Any]]] | None,
-) -> Replicas:
-    """The samplers, not started; on the learner's GPUs where its `workers` are given."""
-    settings = dict(order.sampler_settings)
-    if order.sampler == "vllm":
-        chosen = {"tensor_parallel_size": order.tensor_parallel_size, "sleep_mode": workers is not None}
-        settings = {**chosen, **settings}
-
-    def member(number: int, seats: Sequence[int]) -> Hosted:
-        name = f"rollout-{number}"
-
-        def make() -> Ranks:
-            env = None
-            if workers is not None:  # a sampler of several GPUs sits on the first of its seats and sees those of all
-                facts = workers()
-                env = {"CUDA_VISIBLE_DEVICES": ",".join(str(facts[seat]["gpus"]) for seat in seats)}
-            return order.cluster.ranks(
-                host, 1, pool=pool, seats=seats[:1], env=env, name=name, kind=order.sampler, settings=settings,
-                path=_absolute(order.model), threads=order.threads, start_timeout=START_SECONDS,
-            )  # fmt: skip
-
-        return Hosted(make, name=name, start=False)
-
-    return Replicas([member(number, seats) for number, seats in enumerate(blocks)], name="rollout")
+Where = Callable[[], Mapping[str, Any]]
+"""Says where a worker sits, each time that it is started: arguments of `Cluster.ranks`."""
 
 
-def _start_all(members: Sequence[Hosted]) -> None:
-    """Side by side: each may take a minute. Raises the first that did not start, once all have ended their trying."""
-    with ThreadPoolExecutor(len(members)) as pool:
-        errors = [future.exception() for future in [pool.submit(one.restart) for one in members]]
-    for error in errors:
-        if error is not None:
-            raise error
+def _where(pool: Pool, blocks: Sequence[Sequence[int]], learners: Sequence[RayRanks] | None) -> list[Where]:
+    """A sampler of several GPUs sits on the first of its seats and sees those of all the `learners` on them."""
+
+    def seated(seats: Sequence[int]) -> Mapping[str, Any]:
+        found: dict[str, Any] = {"pool": pool, "seats": seats[:1]}
+        if learners is not None:
+            seen = ",".join(str(learners[0].facts[seat]["gpus"]) for seat in seats)
+            found["env"] = {"CUDA_VISIBLE_DEVICES": seen}
+        return found
+
+    return [partial(seated, seats) for seats in blocks]
 
 
-def _absolute(model: str | Path) -> str:
-    """A folder by its whole path, a hub name as it is: a worker may stand elsewhere."""
+def _hosted(cluster: Session, name: str, model: str | Path, places: Sequence[Where], **given: Any) -> Replicas:
+    """An engine in a worker on each of the places, not started; `given` are arguments of `host`."""
     folder = str(resolve(model))
-    return str(Path(folder).absolute()) if Path(folder).exists() else folder
+    if Path(folder).exists():  # else a hub name; a worker may have another working directory
+        folder = str(Path(folder).absolute())
+
+    def make(called: str, where: Where) -> Ranks:
+        return cluster.ranks(host, 1, name=called, path=folder, start_timeout=START_SECONDS, **given, **where())
+
+    named = {f"{name}-{number}": where for number, where in enumerate(places)}
+    members = [Hosted(partial(make, called, where), name=called, start=False) for called, where in named.items()]
+    return Replicas(members, name=name)
 
 
-def open_engine(
-    model: str | Path, engine: str = "local", sampler: str = "local", *, address: str | None = None, **settings: Any
-) -> Any:
-    """An engine by two words, for notebooks that take them as parameters.
+def _start_all(members: Replicas) -> None:
+    """Side by side: each may take a minute. Where one does not start all are closed, and its error is raised."""
+    try:
+        with ThreadPoolExecutor(len(members.members)) as pool:
+            list(pool.map(Hosted.restart, members.members))
+    except BaseException:
+        members.close()
+        raise
 
-    `engine` is where the policy learns: `local` (this process) or `ray` (FSDP ranks on the cluster at `address`; None: the one
-    that is open, or one that is started here). `sampler` is who samples: `local` (transformers) or `vllm`. `settings` are
-    `LocalSettings`. Raises `SettingError` for another word, else what the engines raise.
-    """
-    if engine not in ("local", "ray"):
-        raise SettingError(unknown("engine", engine, ("local", "ray")))
-    if sampler not in ("local", "vllm"):
-        raise SettingError(unknown("sampler", sampler, ("local", "vllm")))
-    if engine == "ray":
-        from workbench.cluster import session
 
-        found = session.opened() if address is None else None
-        return (found or session.cluster(address)).place(model, sampler=sampler, **settings)
-    here = local(model, **settings)
-    return paired(here, vllm(model)) if sampler == "vllm" else here
+# --- rewards ----------------------------------------------------------------------------------------
+
+
+class _Scoring:
+    """What a worker holds: the reward itself, which keeps its own processes, time limits and records."""
+
+    def __init__(self, rank: int, size: int, *, reward: BaseReward) -> None:
+        self.reward = reward
+
+    def score(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
+        return self.reward.judge(rows) if rows else []
+
+
+class PlacedReward(BaseReward):
+    """A reward that is computed by workers on a cluster. Made by `Cluster.judge`; used as any other reward."""
+
+    def __init__(self, cluster: Session, inner: BaseReward, workers: int, seats: Mapping[str, Any]) -> None:
+        super().__init__(inner.name, inner.on_failure)
+        self.inner = inner
+        self.workers = workers
+        self.reads = inner.reads
+        self.streams = inner.streams
+        self.in_process = inner.in_process
+        self._cluster = cluster
+        self._seats = dict(seats)
+        self._group: RayRanks | None = None
+        self._started()
+
+    @property
+    def source(self) -> str | None:
+        """The source text of the reward that the workers compute."""
+        return self.inner.source
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of the reward that the workers compute, and how many workers there are."""
+        return {**self.inner.settings(), "cluster_workers": self.workers}
+
+    def check_signature(self, columns: Sequence[str]) -> None:
+        """Refuse, before any work, columns that lack what the reward reads."""
+        self.inner.check_signature(columns)
+
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Refuse, before any work, a data set that the reward cannot score."""
+        self.inner.check_rows(rows)
+
+    def _started(self) -> RayRanks:
+        if self._group is None or self._group.closed is not None:
+            name = f"reward-{self.name}"
+            self._group = self._cluster.ranks(_Scoring, self.workers, name=name, reward=self.inner, **self._seats)
+        return self._group
+
+    def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
+        """Score rows, one record each, in order.
+
+        Rows go to the workers in turn, so that rows of a slow kind are spread over all of them. A worker that dies is
+        replaced and all rows are scored once more; where one dies again every row is an *infra_error*.
+        """
+        each = [(rows[rank :: self.workers],) for rank in range(self.workers)]
+        error = ""
+        for _ in range(2):
+            try:
+                parts = self._started().call("score", each=each, timeout=JUDGE_SECONDS)
+                return [parts[number % self.workers][number // self.workers] for number in range(len(rows))]
+            except (WorkerLost, TimeoutError) as lost:
+                error = str(lost).splitlines()[0]
+        return [failed("the worker that scored it died twice", error)] * len(rows)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._group is not None:
+            self._group.close()
+        self.inner.close()

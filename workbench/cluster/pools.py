@@ -1,24 +1,26 @@
-"""Resource pools: `{"global": [8, 8], "rollout": [4]}`, a name and so many processes on each of its nodes.
+"""Resource pools: `{"global": [8, 8], "rollout": [4]}` is a name and the number of processes on each of its nodes.
 
-First a plan: who would sit where, held against what the cluster has; nothing starts. Then placement groups that are that plan:
-each of a pool's shares is one group of bundles on the very node of the picture.
+`plan` says which process would run on which node and starts nothing; `hold` reserves the resources of a plan: a pool becomes
+one Ray placement group, each process a bundle of it on the node that the plan names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from workbench.base.errors import EngineError, SettingError, describe
+from workbench.base.shown import Shown
 from workbench.cluster.waiting import quietly
-from workbench.errors import EngineError, SettingError, describe, message
 
 READY_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node and what it has; free is what nobody holds now."""
+    """A node of the cluster and what it has; free is what nobody holds now."""
 
     id: str
     host: str
@@ -35,22 +37,49 @@ class Node:
     store_used: int = 0
 
 
+def nodes() -> list[Node]:
+    """The cluster's nodes, dead ones included, with what is free on each."""
+    import ray
+    from grpc import RpcError
+    from ray._private.internal_api import node_stats
+    from ray._private.state import available_resources_per_node
+
+    free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
+    found = []
+    for one in ray.nodes():
+        has, left = one["Resources"], free.get(one["NodeID"], {})
+        used, store = 0, int(has.get("object_store_memory", 0))
+        host, address, alive = one["NodeManagerHostname"], one["NodeManagerAddress"], bool(one["Alive"])
+        if alive:
+            with suppress(RpcError):  # a node that does not answer now
+                said = node_stats(address, one["NodeManagerPort"], include_memory_info=False).store_stats
+                used, store = int(said.object_store_bytes_used), int(said.object_store_bytes_avail) or store
+        cpus, free_cpus = (counts.get("CPU", 0.0) for counts in (has, left))
+        gpus, free_gpus = (counts.get("GPU", 0.0) for counts in (has, left))
+        room = cpus, gpus, free_cpus, free_gpus, int(has.get("memory", 0))
+        found.append(Node(one["NodeID"], host, address, alive, *room, store, used))
+    return found
+
+
+def free_text() -> str:
+    """What is free on each node that is alive, in a line."""
+    what = "{0.host} has {0.free_cpus:g} of {0.cpus:g} CPUs and {0.free_gpus:g} of {0.gpus:g} GPUs free"
+    return "; ".join(what.format(one) for one in nodes() if one.alive)
+
+
 @dataclass(frozen=True)
 class Seat:
-    """One process's place."""
+    """The place of one process of a pool."""
 
     pool: str
     rank: int
     node: str
     """Node id."""
-    share: int
-    """Which entry of the pool's list."""
-    bundle: int
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Who would sit where."""
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
+    """Which process would run on which node. Made by `Cluster.plan`; a cell shows it as a picture."""
 
     spec: Mapping[str, tuple[int, ...]]
     seats: tuple[Seat, ...]
@@ -63,18 +92,8 @@ class Plan:
     """Pool → what is meant to run there, for the picture."""
 
     def of(self, pool: str) -> tuple[Seat, ...]:
-        """A pool's seats, by rank."""
+        """The seats of a pool, by rank."""
         return tuple(seat for seat in self.seats if seat.pool == pool)
-
-    def __repr__(self) -> str:
-        from workbench.views.clusters import plan_text
-
-        return plan_text(self)
-
-    def _repr_html_(self) -> str:
-        from workbench.views.clusters import plan_html
-
-        return plan_html(self)
 
 
 def plan(
@@ -85,135 +104,119 @@ def plan(
     gpus: float | None = None,
     roles: Mapping[str, Sequence[str]] | None = None,
 ) -> Plan:
-    """Seats for every process: the largest shares first, each on the node with most room, a pool's shares on different nodes.
+    """Compute a node for every process of some pools; nothing is started.
 
-    `gpus` per process: None is one where the cluster has any. Raises `SettingError` naming the pool that finds no place,
-    what it needs and what every node has.
+    `{"global": [8, 8]}` is a pool of 8 processes on each of two nodes: the entries of one pool go to different nodes, the
+    largest first, each to the node with the most room. `cpus` and `gpus` are those of each process (`gpus=None`: one where
+    the cluster has any); `roles` says what will run in a pool, for the picture.
+
+    Raises `SettingError` naming the pool that finds no place, what it needs and what every node has left.
     """
     wanted = {name: _counts(name, counts) for name, counts in spec.items()}
     odd = [name for name in roles or {} if name not in wanted]
     if odd:
-        raise SettingError(message(f"roles of {', '.join(odd)}", expected=f"pools out of {', '.join(wanted)}"))
+        raise SettingError(f"roles of {', '.join(odd)}", expected=f"pools out of {', '.join(wanted)}")
     there = [node for node in nodes if node.alive]
     each = gpus if gpus is not None else float(any(node.gpus for node in there))
-    room = {node.id: [node.free_cpus, node.free_gpus] for node in there}
-    places: dict[tuple[str, int], str] = {}
-    for count, name, number in sorted(((count, name, number) for name, counts in wanted.items() for number, count in enumerate(counts)), key=lambda one: (-one[0], one[1], one[2])):  # fmt: skip
-        taken = {place for (pool, _), place in places.items() if pool == name}
-        fitting = [
-            node.id
-            for node in there
-            if node.id not in taken
-            and room[node.id][0] >= cpus * count - 1e-6
-            and room[node.id][1] >= each * count - 1e-6
-        ]
-        if not fitting:
-            raise SettingError(_no_room(name, count, len(wanted[name]), cpus, each, there, room))
-        best = max(fitting, key=lambda one: (room[one][1], room[one][0]))
-        room[best][0] -= cpus * count
-        room[best][1] -= each * count
-        places[name, number] = best
+    places = _places(wanted, there, cpus, each)
     seats = []
     for name, counts in wanted.items():
-        rank = 0
-        for number, count in enumerate(counts):
-            for bundle in range(count):
-                seats.append(Seat(name, rank, places[name, number], number, bundle))
-                rank += 1
-    said = {name: tuple(one) for name, one in (roles or {}).items()}
-    return Plan(wanted, tuple(seats), tuple(there), cpus, each, said)
+        where = [places[name, share] for share, count in enumerate(counts) for _ in range(count)]
+        seats += [Seat(name, rank, node) for rank, node in enumerate(where)]
+    shown = {name: tuple(one) for name, one in (roles or {}).items()}
+    return Plan(wanted, tuple(seats), tuple(there), cpus, each, shown)
+
+
+def _places(
+    wanted: Mapping[str, Sequence[int]], nodes: Sequence[Node], cpus: float, gpus: float
+) -> dict[tuple[str, int], str]:
+    """(pool, entry of its list) → node id: the largest entries first, each where most is free."""
+    room = {node.id: [node.free_cpus, node.free_gpus] for node in nodes}
+    places: dict[tuple[str, int], str] = {}
+    shares = [(name, share, count) for name, counts in wanted.items() for share, count in enumerate(counts)]
+    for name, share, count in sorted(shares, key=lambda one: (-one[2], one[0], one[1])):
+        taken = {place for (pool, _), place in places.items() if pool == name}
+        needs = (cpus * count - 1e-6, gpus * count - 1e-6)
+        fitting = [one for one, (c, g) in room.items() if one not in taken and c >= needs[0] and g >= needs[1]]
+        if not fitting:
+            total = f"{count * cpus:g} CPUs and {count * gpus:g} GPUs" if gpus else f"{count * cpus:g} CPUs"
+            others = f", apart from the pool's {len(wanted[name]) - 1} other nodes" if len(wanted[name]) > 1 else ""
+            has = [f"{one.host} has {room[one.id][0]:g} CPUs and {room[one.id][1]:g} GPUs left" for one in nodes]
+            what = f"pool {name!r} needs {total} on one node for {count} processes{others}"
+            found = f"{len(nodes)} nodes: {', '.join(has)}" if nodes else "no node"
+            do = "ask for fewer, free what holds them (cluster.status()), or add a node"
+            raise SettingError(what, found=found, do=do)
+        best = max(fitting, key=lambda one: (room[one][1], room[one][0]))
+        room[best] = [room[best][0] - cpus * count, room[best][1] - gpus * count]
+        places[name, share] = best
+    return places
 
 
 def _counts(name: str, counts: Any) -> tuple[int, ...]:
     whole = [one for one in counts if isinstance(one, int) and one > 0] if isinstance(counts, list | tuple) else []
     if not whole or len(whole) != len(counts):
-        raise SettingError(
-            message(f"pool {name!r}", expected="processes on each node, as [8, 8]", found=describe(counts))
-        )
+        raise SettingError(f"pool {name!r}", expected="processes on each node, as [8, 8]", found=describe(counts))
     return tuple(whole)
 
 
-def _no_room(
-    name: str,
-    count: int,
-    shares: int,
-    cpus: float,
-    gpus: float,
-    nodes: Sequence[Node],
-    room: Mapping[str, Sequence[float]],
-) -> str:
-    has = ", ".join(f"{node.host} has {room[node.id][0]:g} CPUs and {room[node.id][1]:g} GPUs left" for node in nodes)
-    needs = f"{count * cpus:g} CPUs and {count * gpus:g} GPUs" if gpus else f"{count * cpus:g} CPUs"
-    apart = f", apart from the pool's {shares - 1} other nodes" if shares > 1 else ""
-    return message(
-        f"pool {name!r} needs {needs} on one node for {count} processes{apart}",
-        found=f"{len(nodes)} nodes: {has}" if nodes else "no node",
-        do="ask for fewer, free what holds them (cluster.status()), or add a node",
-    )
-
-
 class Pool:
-    """A pool that is held: slots for the ranks of any number of groups, which share each process's resources."""
+    """Reserved resources: a seat for each process, shared by the ranks of up to `colocated` groups. Made by `Cluster.hold`."""
 
-    def __init__(self, name: str, made: Plan, groups: Sequence[Any], colocated: int) -> None:
+    def __init__(self, name: str, made: Plan, group: Any, colocated: int) -> None:
         self.name = name
         self.plan = made
         self.colocated = colocated
-        self.groups = list(groups)
-        """Placement groups, one a share."""
+        self.group = group
+        """Ray's placement group; None once given back."""
+        self.placed: tuple[Any, Any] | None = None
+        """What `place` was asked for and the engine that it made, where it holds the pool."""
 
     @property
     def size(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return len(self.plan.of(self.name))
 
-    def slot(self, rank: int) -> tuple[Any, int]:
-        """(placement group, bundle) of a rank; more ranks than seats is refused by `Cluster.ranks`."""
-        seat = self.plan.of(self.name)[rank]
-        return self.groups[seat.share], seat.bundle
-
     def give_back(self) -> None:
-        """Give the resources back; workers that still sit there end."""
+        """Give the resources back; workers that still run there end."""
         from ray.util import remove_placement_group
 
-        for group in self.groups:
-            remove_placement_group(group)
-        self.groups = []
+        if self.group is not None:
+            remove_placement_group(self.group)
+        self.group = None
+
+    def options(self, seat: int) -> dict[str, Any]:
+        """Ray's options of an actor on a seat, with its share of the process's resources."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        share = {"num_cpus": self.plan.cpus / self.colocated, "num_gpus": self.plan.gpus / self.colocated}
+        return {**share, "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, seat)}
 
     def __repr__(self) -> str:
         hosts = {node.id: node.host for node in self.plan.nodes}
         seats = ", ".join(f"{seat.rank} on {hosts[seat.node]}" for seat in self.plan.of(self.name))
-        return (
-            f"Pool {self.name!r}: {self.size} processes ({seats})" if self.groups else f"Pool {self.name!r}, given back"
-        )
+        return f"Pool {self.name!r}" + (", given back" if self.group is None else f": {self.size} processes ({seats})")
 
 
 def hold(made: Plan, colocated: int) -> dict[str, Pool]:
-    """Make the plan's placement groups and wait until they stand. Raises `EngineError` where somebody was faster."""
+    """Reserve the resources of a plan and wait until they are held: pool by name.
+
+    Raises `SettingError` for `colocated` below 1, `EngineError` where the resources were taken since the plan was made.
+    """
     from ray.util import placement_group
 
     if colocated < 1:
-        raise SettingError(message("colocated", expected="≥ 1 groups on a process's resources", found=colocated))
+        raise SettingError("colocated", expected="≥ 1 groups on a process's resources", found=colocated)
     pools: dict[str, Pool] = {}
-    try:
-        for name, counts in made.spec.items():
-            pools[name] = Pool(name, made, [], colocated)
-            nodes = {seat.share: seat.node for seat in made.of(name)}
-            for share, count in enumerate(counts):
-                bundle = {"CPU": made.cpus} | ({"GPU": made.gpus} if made.gpus else {})
-                where = {"ray.io/node-id": nodes[share]}
-                group = placement_group([bundle] * count, strategy="STRICT_PACK", bundle_label_selector=[where] * count)
-                pools[name].groups.append(group)
-                if quietly(group.ready(), READY_SECONDS, None) is None:
-                    raise EngineError(
-                        message(
-                            f"pool {name!r} could not be held in {READY_SECONDS:g} s",
-                            found="somebody else took the resources, or a node is gone",
-                            do="cluster.status() says who has what",
-                        )
-                    )
-    except BaseException:
-        for pool in pools.values():
-            pool.give_back()
-        raise
+    bundle = {"CPU": made.cpus} | ({"GPU": made.gpus} if made.gpus else {})
+    with ExitStack() as ends:
+        for name in made.spec:
+            where = [{"ray.io/node-id": seat.node} for seat in made.of(name)]
+            group = placement_group([bundle] * len(where), bundle_label_selector=where)
+            pools[name] = Pool(name, made, group, colocated)
+            ends.callback(pools[name].give_back)
+            if quietly(group.ready(), READY_SECONDS, None) is None:
+                what = f"pool {name!r} could not be held in {READY_SECONDS:g} s"
+                found = "other work took the resources, or a node is gone"
+                raise EngineError(what, found=found, do="cluster.status() says who has what")
+        ends.pop_all()
     return pools

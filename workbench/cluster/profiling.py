@@ -1,39 +1,38 @@
-"""torch's profiler in the workers of a group, for a block or for chosen steps of a job; nsight around whole workers."""
+"""torch's profiler in the workers of a group, for a block of code or for chosen steps of a job."""
 
 from __future__ import annotations
 
 import logging
 import re
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from workbench.errors import EngineError, SettingError, WorkbenchError, message
-
-if TYPE_CHECKING:
-    from workbench.cluster.ranks import RayRanks
-    from workbench.observer import StepReport
-
+from workbench.base.errors import EngineError, SettingError, WorkbenchError
+from workbench.base.shown import Shown
+from workbench.cluster.ranks import RayRanks
 
 log = logging.getLogger("workbench")
 
 
-class Profile:
-    """Made by `Cluster.profile`: a context manager, and with `steps` an observer of a job. A trace a rank, gzipped json that
-    Perfetto and chrome://tracing open; workers on other nodes send theirs."""
+class Profile(Shown):
+    """Records what the workers of a group do: a context manager, and with `steps` an observer of a job. Made by `Cluster.profile`.
+
+    Each rank gives a gzipped json trace that Perfetto and chrome://tracing open; workers on other nodes send theirs here.
+    """
 
     def __init__(self, group: Callable[[], RayRanks], path: str | Path, steps: Sequence[int] = ()) -> None:
         odd = [step for step in steps if step < 1]
         if odd:
-            raise SettingError(message("steps", expected="numbers from 1 on", found=odd))
+            raise SettingError("steps", expected="numbers from 1 on", found=odd)
         self.path = Path(path)
         self.steps = frozenset(steps)
         self.files: list[Path] = []
         """What has been written, in the order of ranks."""
         self._find = group
         self._group: RayRanks | None = None
-        self._said = ""
+        self._suffix = ""
 
     def __enter__(self) -> Profile:
         self._start("")
@@ -45,16 +44,16 @@ class Profile:
     def on_start(self, start: int, steps: int) -> None:
         """Before step `start` of a job. Raises `SettingError` where no steps were chosen."""
         if not self.steps:
-            raise SettingError(message("a profile that watches a job", expected="steps=(…)", found="none"))
+            raise SettingError("a profile that watches a job", expected="steps=(…)", found="none")
         self._before(start)
 
-    def on_step(self, report: StepReport) -> None:
-        """After a step: what was recorded of it is written, and the next one begun where it was chosen."""
+    def on_step(self, report: Any) -> None:
+        """After a step (`report` is a `runs.loop.StepReport`): write its traces, and start the next one's where it was chosen."""
         self._end(quiet=True)
         self._before(report.step + 1)
 
     def on_end(self, error: BaseException | None) -> None:
-        """What is under way is kept."""
+        """After the job, however it ended: write what is being recorded."""
         self._end(quiet=True)
 
     def _before(self, step: int) -> None:
@@ -65,12 +64,12 @@ class Profile:
         except (WorkbenchError, TimeoutError) as error:  # a job is worth more than its profile
             log.warning("step %d is not profiled: %s", step, error)
 
-    def _start(self, said: str) -> None:
+    def _start(self, suffix: str) -> None:
         if self._group is not None:
-            raise EngineError(message("this profile runs already", do="leave its block first"))
+            raise EngineError("this profile runs already", do="leave its block first")
         group = self._find()
         group.profile(True).result()
-        self._group, self._said = group, said
+        self._group, self._suffix = group, suffix
 
     def _end(self, quiet: bool) -> None:
         group, self._group = self._group, None
@@ -86,41 +85,9 @@ class Profile:
         self.path.mkdir(parents=True, exist_ok=True)
         name = re.sub(r"[^\w.-]", "_", group.name)
         for rank, data in enumerate(traces):
-            file = _free(self.path / f"{name}-rank{rank}{self._said}")
+            stem, numbers = self.path / f"{name}-rank{rank}{self._suffix}", count(2)
+            file = Path(f"{stem}.json.gz")
+            while file.exists():  # an earlier trace stays
+                file = Path(f"{stem}-{next(numbers)}.json.gz")
             file.write_bytes(data)
             self.files.append(file)
-
-    def __repr__(self) -> str:
-        from workbench.views.clusters import profile_text
-
-        return profile_text(self)
-
-    def _repr_html_(self) -> str:
-        from workbench.views.clusters import profile_html
-
-        return profile_html(self)
-
-
-def _free(stem: Path) -> Path:
-    """A name that is not taken: an earlier trace stays."""
-    names = (f"{stem.name}{more}.json.gz" for more in ("", *(f"-{number}" for number in range(2, 10_000))))
-    return next(path for path in (stem.with_name(name) for name in names) if not path.exists())
-
-
-def nsight_options(asked: str | Mapping[str, str]) -> dict[str, Any]:
-    """`runtime_env` of workers that run under NVIDIA's nsight: `"default"`, or options of `nsys profile`, as Ray takes them.
-
-    Raises `SettingError` where `nsys` is not installed on this node: Ray would start no worker and say less.
-    """
-    if shutil.which("nsys") is None:
-        raise SettingError(
-            message(
-                "nsight",
-                expected="nsys on the PATH of every node",
-                found="none on this one",
-                do="install NVIDIA Nsight Systems, or take c.profile(…), which needs nothing",
-            )
-        )
-    if isinstance(asked, str) and asked != "default":
-        raise SettingError(message("nsight", expected="'default' or options of nsys profile", found=asked))
-    return {"nsight": asked if isinstance(asked, str) else {str(name): str(value) for name, value in asked.items()}}

@@ -1,4 +1,4 @@
-"""A group of workers as Ray actors: `engines.ranks.Ranks`, with futures beneath and supervision in the driver.
+"""A group of workers as Ray actors: the protocol `engines.workers.processes.Ranks`, with futures and supervision in the driver.
 
 Ray restarts nothing and repeats nothing. A worker that dies, hangs past its deadline, or is left waiting for one that died takes
 its group with it, and the caller, who knows what the ranks held, makes the group anew.
@@ -6,70 +6,76 @@ its group with it, and the caller, who knows what the ranks held, makes the grou
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, NoReturn
 
-from workbench.cluster import launching
-from workbench.cluster.dispatch import share
-from workbench.cluster.pending import Pending
+from workbench.base.errors import EngineError, Interrupted, SettingError, WorkbenchError, WorkerLost, message
+from workbench.base.runtime import PATIENCE, check
+from workbench.base.shown import Shown
+from workbench.cluster import discovery
+from workbench.cluster.environment import Environment, nsight_options
+from workbench.cluster.pools import Pool, free_text
 from workbench.cluster.timeline import Event, Timeline, ordered
-from workbench.cluster.transport import pack
-from workbench.cluster.waiting import quietly
+from workbench.cluster.transport import pack, read, scatter
+from workbench.cluster.waiting import Arrival, arrivals, fetch, out, quietly, reason
 from workbench.dataproto import DataProto
-from workbench.errors import EngineError, SettingError, message
-
-if TYPE_CHECKING:
-    from workbench.cluster.pools import Pool
-    from workbench.cluster.session import Cluster
+from workbench.engines.protocol import Closing
+from workbench.steps.trace import STAGE
 
 FIRST_DEADLINE = 1800.0
 """Seconds that a call may take where nothing is known of its method yet."""
 LEAST_DEADLINE = 30.0
 KEPT_EVENTS = 20_000
 JOINED_SECONDS = 0.1
+LOG_LINES = 20
+"""Of a dead worker's log in its error."""
+GONE_SECONDS = 6.0
+HEAR_SECONDS = 1.0
 
 
-class RayRanks:
+class RayRanks(Shown, Closing):
     """Workers of one group, each holding `factory(rank, size, **settings)`. Made by `Cluster.ranks`."""
 
     def __init__(
         self,
-        cluster: Cluster,
-        factory: Callable[..., Any],
-        size: int,
-        *,
+        name: str,
+        actors: Sequence[Any],
+        environment: Environment,
+        ended: Callable[[RayRanks], None],
         pool: Pool | None,
         seats: Sequence[int],
-        env: Mapping[str, str] | None,
-        name: str,
-        cpus: float,
-        gpus: float,
-        settings: Mapping[str, Any],
-        start_timeout: float,
-        nsight: str | Mapping[str, str] | None = None,
     ) -> None:
-        self.size = size
+        self.size = len(actors)
         self.name = name
-        self.cluster = cluster
+        self.actors = actors
         self.pool = pool
-        self.seats = tuple(seats)
+        self.seats = seats
         """Which of the pool's processes its ranks share."""
         self.closed: str | None = None
-        """Why the group is no more; None while it lives."""
+        """Why the group is gone; None while it lives."""
         self.facts: list[dict[str, Any]] = []
-        """Per rank: pid, host, node, actor, gpus, logs."""
+        """Of each rank: pid, host, node, gpus, logs."""
+        self.redact = environment.redact
+        self._environment = environment
+        self._ended = ended
         self._events: list[Event] = []
         self._number = 0
         self._open: list[Pending] = []
-        until = time.monotonic() + start_timeout
-        environment = cluster.environment.joined(env)
-        self._redact = environment.redact
-        self.actors = launching.actors(self.seats, pool, environment, cpus, gpus, nsight)
+
+    def begin(self, factory: Callable[..., Any], settings: Mapping[str, Any], seconds: float) -> None:
+        """Have every worker make its object; where one cannot, the group is ended. Raises as `Cluster.ranks`."""
+        until = time.monotonic() + seconds
         try:
-            self.facts = launching.introduced(self.actors, environment, until, cluster)
-            work = [(factory, rank, size, dict(settings)) for rank in range(size)]
+            self.facts = _introduced(self.actors, self._environment, until)
+            work = [(factory, rank, self.size, dict(settings)) for rank in range(self.size)]
             refs = {rank: actor.make.remote(0, pack(work[rank])) for rank, actor in enumerate(self.actors)}
             Pending(self, getattr(factory, "__name__", "factory"), 0, refs, until - time.monotonic()).result()
         except BaseException as error:
@@ -81,7 +87,7 @@ class RayRanks:
     def call(
         self, method: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """`getattr(object, method)(*each[rank], *shared)` on all ranks at once; one result a rank, in order.
+        """Call `getattr(object, method)(*each[rank], *shared)` on all ranks at once; one result a rank, in order.
 
         `timeout` in seconds; None: ten times the method's median so far, at least 30 s; half an hour the first time.
         Raises `WorkerLost` where a worker dies, the rank's own error where that is one of ours and else `EngineError` with its
@@ -96,29 +102,27 @@ class RayRanks:
         """`call` without waiting: `.result()` waits. Calls on one group run one after the other, groups side by side."""
         import ray
 
-        self._check()
+        self.check()
         if each is not None and len(each) != self.size:
-            raise SettingError(message(f"{method}: each", expected=f"{self.size} tuples, one a rank", found=len(each)))
+            raise SettingError(f"{method}: each", expected=f"{self.size} tuples, one a rank", found=len(each))
         self._number += 1
         sent: Any = pack(tuple(shared))
         if self.size > 1 and shared:
             sent = ray.put(sent)  # once, however many read it
-        refs = {
-            rank: actor.call.remote(self._number, method, pack(tuple(each[rank])) if each is not None else (), sent)
-            for rank, actor in enumerate(self.actors)
-        }
-        pending = Pending(self, method, self._number, refs, self._deadline(method) if timeout is None else timeout)
-        self._open = [one for one in self._open if not one.done] + [pending]
-        return pending
+        own: list[Any] = [()] * self.size if each is None else [pack(tuple(one)) for one in each]
+        refs = {rank: one.call.remote(self._number, method, own[rank], sent) for rank, one in enumerate(self.actors)}
+        return self._sent(method, refs, self._deadline(method) if timeout is None else timeout)
 
     def profile(self, start: bool) -> Pending:
-        """Start torch's profiler on all ranks, or end it: a gzipped Chrome trace of each. In its turn among the calls."""
-        self._check()
+        """Start torch's profiler on all ranks, or end it: a gzipped Chrome trace of each. Takes its turn among the calls."""
+        self.check()
         self._number += 1
         refs = {rank: actor.profile.remote(self._number, start) for rank, actor in enumerate(self.actors)}
-        pending = Pending(self, "profile", self._number, refs, FIRST_DEADLINE)
-        self._open = [one for one in self._open if not one.done] + [pending]
-        return pending
+        return self._sent("profile", refs, FIRST_DEADLINE)
+
+    def _sent(self, method: str, refs: dict[int, Any], timeout: float) -> Pending:
+        self._open = [*self.calls, Pending(self, method, self._number, refs, timeout)]
+        return self._open[-1]
 
     def map(
         self,
@@ -129,19 +133,18 @@ class RayRanks:
         pad: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """`method(rows, *shared)` with the batch's rows shared out, and the results as one, in the batch's order.
+        """Call `method(rows, *shared)` with the batch's rows shared out, and join the results in the batch's order.
 
-        See `dispatch.share` for who gets what, `Shares.joined` for what can be put together.
+        See `scatter` for who gets which rows, `Scatter.joined` for what can be put together.
         """
-        shares = share(batch, self.size, balance=balance, pad=pad)
-        each = [(part,) for part in shares.parts(batch)]
-        return shares.joined(self.call(method, *shared, each=each, timeout=timeout))
+        scattered = scatter(batch, self.size, balance=balance, pad=pad)
+        each = [(part,) for part in scattered.parts(batch)]
+        return scattered.joined(self.call(method, *shared, each=each, timeout=timeout))
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises `EngineError` where the group is gone."""
         if self.closed is not None:
-            raise EngineError(
-                message(f"group {self.name!r} is gone", found=self.closed, do="make it anew: cluster.ranks(…)")
-            )
+            raise EngineError(f"group {self.name!r} is gone", found=self.closed, do="make it anew: cluster.ranks(…)")
 
     def _deadline(self, method: str) -> float:
         spent = sorted(one.seconds for one in self._events if one.name == method and one.outcome == "done")
@@ -151,8 +154,7 @@ class RayRanks:
 
     def record(self, method: str, rank: int, began: float, ended: float, outcome: str, stage: str = "") -> None:
         """Keep an event for the timeline; calls that follow each other at once, as a sampler's exchanges, are one."""
-        host = self.facts[rank]["host"] if rank < len(self.facts) else "?"
-        event = Event(self.name, rank, host, method, began, ended, outcome, stage)
+        event = Event(self.name, rank, self.facts[rank]["host"], method, began, ended, outcome, stage)
         for place in range(1, min(self.size, len(self._events)) + 1):
             last = self._events[-place]
             same = (last.rank, last.name, last.outcome, last.stage) == (rank, method, outcome, stage)
@@ -168,22 +170,25 @@ class RayRanks:
             actor.stop.remote(number)
 
     def end(self, why: str) -> None:
-        """Kill every worker of the group, and wait until they are gone."""
-        if self.closed is None:
-            self.closed = why
-        launching.kill(self.actors, self.facts)
-        self.cluster.forget(self)
+        """Kill every worker, and wait until they do not answer and, on this host, their processes are gone."""
+        import ray
+
+        self.closed = self.closed or why
+        if ray.is_initialized():
+            for actor in self.actors:
+                ray.kill(actor, no_restart=True)
+            here = [fact["process"] for fact in self.facts if fact["process"] is not None]
+            if discovery.end(here, HEAR_SECONDS):  # Ray gives a stopped process five seconds
+                discovery.end(here, GONE_SECONDS)
+            until = time.monotonic() + GONE_SECONDS
+            for actor in self.actors if len(here) < self.size else ():
+                quietly(actor.now.remote(), max(until - time.monotonic(), 0.1), None)
+        self._ended(self)
 
     def close(self) -> None:
-        """End the workers; calls that are out are given up. A second time does nothing."""
+        """End the workers; calls that are out are given up. Closing twice is fine."""
         if self.closed is None:
             self.end("it was closed")
-
-    def __enter__(self) -> RayRanks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- looking ----------------------------------------------------------------------------
 
@@ -204,12 +209,10 @@ class RayRanks:
 
     def where(self, rank: int) -> str:
         """`rank 1 (pid 4711 on host)`."""
-        if rank >= len(self.facts):
-            return f"rank {rank}"
         return f"rank {rank} (pid {self.facts[rank]['pid']} on {self.facts[rank]['host']})"
 
     def stacks(self, ranks: Sequence[int] | None = None, seconds: float = 2.0) -> dict[int, str]:
-        """What each rank is doing now; a rank whose C code holds the interpreter does not answer."""
+        """The Python stacks of each rank now; a rank whose C code holds the interpreter does not answer."""
         chosen = range(self.size) if ranks is None else ranks
         refs = {rank: self.actors[rank].stacks.remote() for rank in chosen}
         until = time.monotonic() + seconds
@@ -218,16 +221,210 @@ class RayRanks:
 
     def logs(self, rank: int, lines: int = 100) -> str:
         """The last lines that a rank wrote to its outputs, dead or alive."""
-        if rank >= len(self.facts):
-            return ""
-        return self._redact(self.cluster.read_log(self.facts[rank], lines))
+        return self.redact(_read_log(self.facts[rank], lines))
 
-    def __repr__(self) -> str:
-        from workbench.views.clusters import group_text
 
-        return group_text(self)
+class Pending:
+    """A call that is out on all ranks of a group: a future of one result a rank. Made by `RayRanks.submit`."""
 
-    def _repr_html_(self) -> str:
-        from workbench.views.clusters import group_html
+    def __init__(self, group: RayRanks, method: str, number: int, refs: dict[int, Any], timeout: float) -> None:
+        self.method = method
+        self.timeout = timeout
+        self.stage = STAGE.get()
+        """The stage that made the call; empty outside of one."""
+        self._group = group
+        self._number = number
+        self._refs = refs
+        self._sent = time.time()
+        self._until = time.monotonic() + timeout
+        self._got: dict[int, Arrival] = {}
+        self._outcome: Future[list[Any]] = Future()
 
-        return group_html(self)
+    @property
+    def done(self) -> bool:
+        """Whether its results, or its error, have been collected."""
+        return self._outcome.done()
+
+    @property
+    def seconds(self) -> float:
+        """Time since it was sent."""
+        return time.time() - self._sent
+
+    def result(self, *, copy: bool = True) -> list[Any]:
+        """Wait for one result a rank, in order; see `RayRanks.call` for what is raised. May be asked again.
+
+        Batches are this process's own memory; `copy=False` leaves their columns in the object store until each is looked at:
+        nothing is copied now, and the store's room is taken for as long.
+        """
+        if not self.done:
+            try:
+                self._group.check()
+                self._outcome.set_result([read(one) if copy else one for one in self._collect()])
+            except BaseException as error:  # noqa: BLE001 - raised below, each time that it is asked
+                self._outcome.set_exception(error)
+            self._refs = {}  # the object store may have them back
+        return self._outcome.result()
+
+    def _collect(self) -> list[Any]:
+        failure: WorkbenchError | None = None
+        try:
+            for one in arrivals(self._refs, self._until, check):
+                self._keep(one)
+                if one.outcome != "done":
+                    failure = self._failed()
+                    break
+        except TimeoutError:
+            self._late()
+        except (KeyboardInterrupt, Interrupted):
+            self._interrupted()
+            raise
+        if failure is not None:
+            raise failure
+        return [one.value for _, one in sorted(self._got.items())]
+
+    def _keep(self, one: Arrival) -> None:
+        self._got[one.rank] = one
+        began, ended = one.began or self._sent, one.ended or time.time()
+        self._group.record(self.method, one.rank, began, ended, one.outcome, self.stage)
+
+    def _rest(self) -> list[int]:
+        return [rank for rank in self._refs if rank not in self._got]
+
+    def _settle(self) -> list[int]:
+        """Ask the other ranks to stop and take what they answer; those that do not let go."""
+        if any(one.outcome == "lost" for one in self._got.values()):
+            return self._rest()
+        self._group.stop(self._number)
+        with suppress(TimeoutError):
+            for one in arrivals({rank: self._refs[rank] for rank in self._rest()}, time.monotonic() + PATIENCE):
+                self._keep(one)
+        return self._rest()
+
+    # --- ways to fail -------------------------------------------------------------------------
+
+    def _failed(self) -> WorkbenchError:
+        """One rank raised or died: the call is lost, and so are ranks that wait for that one for ever. The error to raise."""
+        hung = self._settle()
+        for one in self._got.values():
+            if one.outcome == "lost":
+                return self._lost(one)
+        after = ""
+        if hung:
+            names = ", ".join(map(str, hung))
+            self._group.end(f"{self.method} raised on a rank, and rank {names} did not let go")
+            after = f"\nrank {names} waited for it and was ended; the group is gone"
+        raised = [one for one in self._got.values() if one.outcome == "raised"]
+        one = next((one for one in raised if not _was_stopped(one)), raised[0])
+        kind, text, trace, error = one.value
+        redact = self._group.redact
+        said = f"{self.method} on {self._group.where(one.rank)} of {self._group.name!r}: {kind}: {redact(text)}"
+        ours = type(error) if isinstance(error, WorkbenchError) else EngineError
+        return ours(f"{said}{after}\n{redact(trace)}")
+
+    def _lost(self, one: Arrival) -> WorkerLost:
+        group, rank = self._group, one.rank
+        group.end(f"rank {rank} was lost in {self.method}")
+        tail, why = group.logs(rank, LOG_LINES), group.redact(one.value)
+        what = f"{group.where(rank)} of {group.name!r} died in {self.method}"
+        text = message(what, found=why, do="make the group anew: cluster.ranks(…)")
+        log = f"its log ends:\n{tail}" if tail else "its log is empty"
+        return WorkerLost(f"{text}\n{log}", rank=rank, exit=why, log=tail)
+
+    def _late(self) -> NoReturn:
+        rest, group = self._rest(), self._group
+        doing = group.stacks(rest)
+        for rank in rest:
+            group.record(self.method, rank, self._sent, time.time(), "late", self.stage)
+        group.end(f"{self.method} passed its deadline of {self.timeout:g} s")
+        what, expected = f"{self.method} of {group.name!r}", f"an answer in {self.timeout:g} s"
+        do = "the group was ended: make it anew, or give it a longer timeout"
+        text = message(what, expected=expected, found=f"none from {', '.join(map(group.where, rest))}", do=do)
+        raise TimeoutError(text + "".join(f"\nrank {rank}:\n{stack}" for rank, stack in doing.items()))
+
+    def _interrupted(self) -> None:
+        """The prompt is wanted back: ranks that all stop, or all end, stay; any other mix cannot be gone on with."""
+        hung = self._settle()
+        kinds = {"stopped" if _was_stopped(one) else one.outcome for one in self._got.values()}
+        if hung or "lost" in kinds or {"stopped"} < kinds:
+            self._group.end(f"{self.method} was interrupted, and the ranks did not all stop")
+
+
+def _was_stopped(one: Arrival) -> bool:
+    return one.outcome == "raised" and isinstance(one.value[3], Interrupted)
+
+
+# --- workers ----------------------------------------------------------------------------------------
+
+
+def started(
+    options: Sequence[Mapping[str, Any]], environment: Environment, nsight: str | Mapping[str, str] | None
+) -> list[Any]:
+    """Ask for an actor with each of these options: never restarted, never detached, its calls never repeated."""
+    import ray
+
+    from workbench.cluster import actor as actor_module
+
+    # for good: another thread may start a group beside this one
+    ray.cloudpickle.register_pickle_by_value(actor_module)
+    doors: dict[str, Any] = {"concurrency_groups": {"control": 2}}
+    remote = ray.remote(**doors)(actor_module.Worker)
+    variables = environment.at_start()
+    runtime: dict[str, Any] = {"env_vars": variables} if variables else {}
+    if nsight is not None:
+        runtime |= nsight_options(nsight)
+    common = {"max_restarts": 0, "max_task_retries": 0, **({"runtime_env": runtime} if runtime else {})}
+    return [remote.options(**common, **one).remote() for one in options]
+
+
+def _introduced(made: Sequence[Any], environment: Environment, until: float) -> list[dict[str, Any]]:
+    """Set every worker's variables; who they are. Raises `EngineError` naming the ranks that do not come up."""
+    from ray.exceptions import RayError
+
+    paths = [os.path.abspath(path) for path in sys.path]
+    refs = [actor.setup.remote(dict(environment.variables), paths) for actor in made]
+    ranks = out(refs, until - time.monotonic())
+    if ranks:
+        what = f"rank {', '.join(map(str, ranks))} of {len(refs)} did not start in time"
+        do = "free what holds the cluster (cluster.status()), or give start_timeout more seconds"
+        raise EngineError(what, found=free_text(), do=do)
+    try:
+        facts: list[dict[str, Any]] = [fetch(ref, 10.0) for ref in refs]
+    except RayError as error:
+        raise EngineError(environment.redact(message("a worker did not start", found=reason(error)))) from None
+    for fact in facts:
+        fact["process"] = discovery.process(fact["pid"]) if fact["host"] == socket.gethostname() else None
+    return facts
+
+
+# --- their logs -------------------------------------------------------------------------------------
+
+TAIL_BYTES = 64 << 10
+LOG_SECONDS = 5.0
+
+
+def tail(paths: Sequence[str], lines: int) -> str:
+    """The last lines of each file that exists, one file after the other."""
+    parts = []
+    for path in paths:
+        text = ""
+        with suppress(OSError), open(path, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(file.tell() - TAIL_BYTES, 0))
+            text = file.read().decode("utf-8", errors="replace")
+        marks = (":job_id:", ":actor_name:", ":task_name:")  # Ray's own lines, for its log monitor
+        kept = [line for line in text.splitlines() if line.strip() and not line.startswith(marks)]
+        parts += kept[-lines:]
+    return "\n".join(parts)
+
+
+def _read_log(facts: Mapping[str, Any], lines: int) -> str:
+    """The tail of a worker's outputs and errors, read on its node; a sentence where that node does not answer."""
+    paths = [path for path in facts["logs"] if path.startswith("/") and Path(path).suffix in (".out", ".err")]
+    if facts["host"] == socket.gethostname() or not paths:
+        return tail(paths, lines)
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(facts["node"], soft=False)
+    ref = ray.remote(num_cpus=0, max_retries=0)(tail).options(scheduling_strategy=there).remote(paths, lines)
+    return str(quietly(ref, LOG_SECONDS, f"(the log is on {facts['host']}, which does not answer)"))

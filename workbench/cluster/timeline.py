@@ -1,4 +1,4 @@
-"""What each worker did when: events recorded with every answer, and Chrome's trace format for them."""
+"""What each worker did when: an event for every call that a rank answered, and Chrome's trace format for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from workbench.base.shown import Shown
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,9 @@ class Event:
         return self.ended - self.began
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """Events of all workers, the earliest first."""
+@dataclass(frozen=True, repr=False)
+class Timeline(Shown):
+    """The calls of all workers, the earliest first; `save` writes a Chrome trace. Made by `Cluster.timeline`."""
 
     events: tuple[Event, ...]
 
@@ -42,18 +44,18 @@ class Timeline:
         return len(self.events)
 
     def stages(self) -> list[tuple[str, float, float]]:
-        """(stage, began, ended) in seconds since the epoch: calls of one stage that follow each other are one stretch."""
+        """(stage, began, ended) in seconds since the epoch; calls of one stage that follow each other are one entry."""
         found: list[tuple[str, float, float]] = []
         last: dict[str, int] = {}
         before = ""
         for event in (one for one in self.events if one.stage):
-            place = last.get(event.stage)
-            if place is not None and (before == event.stage or event.began < found[place][2]):
-                found[place] = (event.stage, found[place][1], max(found[place][2], event.ended))
+            stage, place = event.stage, last.get(event.stage)
+            if place is not None and (before == stage or event.began < found[place][2]):
+                found[place] = (stage, found[place][1], max(found[place][2], event.ended))
             else:
-                last[event.stage] = len(found)
-                found.append((event.stage, event.began, event.ended))
-            before = event.stage
+                last[stage] = len(found)
+                found.append((stage, event.began, event.ended))
+            before = stage
         return found
 
     def chrome(self) -> dict[str, Any]:
@@ -64,35 +66,22 @@ class Timeline:
         start = min((event.began for event in self.events), default=0.0)
         stages = self.stages()
         lines = list(dict.fromkeys(name for name, _, _ in stages))
-        named = [_meta("process_name", place, 0, group) for place, group in enumerate(groups)]
-        named += [_meta("thread_name", place, rank, f"rank {rank} on {host}") for place, rank, host in lanes]
-        named += [_meta("process_name", len(groups), 0, "stages")] if stages else []
-        spans = [
-            _span(event.name, event.outcome, groups.index(event.group), event.rank, event.began - start, event.seconds)
-            | ({"args": {"stage": event.stage}} if event.stage else {})
-            for event in self.events
-        ]
-        spans += [
-            _span(name, "stage", len(groups), lines.index(name), began - start, ended - began)
-            for name, began, ended in stages
-        ]
-        return {"traceEvents": [*named, *spans], "displayTimeUnit": "ms", "otherData": {"start": start}}
+        found = [_meta("process_name", place, 0, group) for place, group in enumerate(groups)]
+        found += [_meta("thread_name", place, rank, f"rank {rank} on {host}") for place, rank, host in lanes]
+        found += [_meta("process_name", len(groups), 0, "stages")] if stages else []
+        for event in self.events:
+            where = (groups.index(event.group), event.rank)
+            span = _span(event.name, event.outcome, *where, event.began - start, event.seconds)
+            found.append(span | ({"args": {"stage": event.stage}} if event.stage else {}))
+        for name, began, ended in stages:
+            found.append(_span(name, "stage", len(groups), lines.index(name), began - start, ended - began))
+        return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"start": start}}
 
     def save(self, path: str | Path) -> Path:
-        """Write the trace as json; a viewer opens it without more."""
+        """Write the Chrome trace as json, which Perfetto and chrome://tracing open."""
         target = Path(path)
         target.write_text(json.dumps(self.chrome()), encoding="utf-8")
         return target
-
-    def __repr__(self) -> str:
-        from workbench.views.timelines import timeline_text
-
-        return timeline_text(self)
-
-    def _repr_html_(self) -> str:
-        from workbench.views.timelines import timeline_html
-
-        return timeline_html(self)
 
 
 def _meta(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
@@ -105,5 +94,5 @@ def _span(name: str, kind: str, process: int, thread: int, began: float, seconds
 
 
 def ordered(events: Sequence[Event]) -> Timeline:
-    """A timeline of these."""
+    """A timeline of these events, sorted by their beginning."""
     return Timeline(tuple(sorted(events, key=lambda event: (event.began, event.group, event.rank))))

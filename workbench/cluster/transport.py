@@ -1,23 +1,28 @@
-"""Batches on their way: tensors travel as numpy views through the object store and are copied where somebody looks at them.
+"""Batches between processes: rows are shared out to the ranks of a group, and the ranks' results put together again.
 
-A worker sees a batch whose columns are still in shared memory. Looking at one copies it, so nobody can change what another
-reads; a column that nobody looks at costs nothing. Torch's own pickling would copy everything twice.
+Tensors travel as numpy views through Ray's object store. A worker sees a batch whose columns are still in shared memory; looking
+at one copies it, so nobody can change what another reads, and a column that nobody looks at costs nothing. Torch's own pickling
+would copy everything twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
+from workbench.base.errors import BatchError, EngineError
 from workbench.dataproto import DataProto, Origin
-from workbench.dataproto.core import Lazy
+from workbench.dataproto.value import Lazy
+from workbench.functional.balancing import balanced, workload
 
 
 class Shared(Lazy):
-    """A column in shared memory: looking at it, or at a part of it, copies."""
+    """A column in shared memory, copied when it, or a part of it, is looked at."""
 
     def __init__(self, packed: Any) -> None:
         array, dtype, shape = packed
@@ -29,40 +34,28 @@ class Shared(Lazy):
         self.packed = packed
 
 
-class Parcel:
-    """A batch, packed: unpickles as a `DataProto` whose columns are read when looked at."""
+class Packed:
+    """A batch or tensor as it travels: unpickles as `make(*arguments)`."""
 
-    def __init__(self, batch: DataProto) -> None:
-        self.batch = batch
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        batch = self.batch
-        raw = batch.batch.raw()
-        # a column that nobody has looked at goes on as it came
-        tensors = {
-            name: value.packed if isinstance(value, Shared) else _array(batch.batch[name])
-            for name, value in raw.items()
-        }
-        objects = {name: batch.non_tensor_batch[name] for name in batch.non_tensor_batch}
-        return _open, (tensors, objects, dict(batch.meta_info), dict(batch.origins))
-
-
-class TensorParcel:
-    """A tensor, packed: unpickles as a tensor of the receiver's own."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
+        self._made = make, arguments
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _own, (_array(self.tensor),)
+        return self._made
 
 
 def pack(value: Any) -> Any:
-    """The value with every batch and tensor in it (through plain tuples, lists and dicts) packed."""
+    """Pack every batch and tensor in a value, also those in plain tuples, lists and dicts."""
     if isinstance(value, DataProto):
-        return Parcel(value)
+        # a column that nobody has looked at goes on as it came
+        tensors = {
+            name: column.packed if isinstance(column, Shared) else _array(value.batch[name])
+            for name, column in value.batch.raw().items()
+        }
+        objects = {name: value.non_tensor_batch[name] for name in value.non_tensor_batch}
+        return Packed(_open, tensors, objects, dict(value.meta_info), dict(value.origins))
     if type(value) is torch.Tensor:
-        return TensorParcel(value)
+        return Packed(_own, _array(value))
     if type(value) in (tuple, list):
         return type(value)(pack(one) for one in value)
     if type(value) is dict:
@@ -71,26 +64,26 @@ def pack(value: Any) -> Any:
 
 
 def read(value: Any) -> Any:
-    """Look at every column of every batch in a value, so that nothing of it stays in the object store."""
+    """Copy every column of every batch in a value into this process's memory, so that the object store can drop it."""
     if isinstance(value, DataProto):
         for name in value.batch:
             value.batch[name]
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            read(one)
-    elif isinstance(value, tuple | list):
-        for one in value:
+    elif isinstance(value, Mapping | tuple | list):
+        for one in value.values() if isinstance(value, Mapping) else value:
             read(one)
     return value
 
 
 def _array(tensor: torch.Tensor) -> Any:
-    """(bytes as numpy, dtype) of a tensor, without a copy where it is contiguous and on the CPU."""
+    """(numpy array, dtype, shape) of a tensor, without a copy where it is contiguous and on the CPU."""
     tensor = tensor.detach().cpu()
-    if tensor.dtype == torch.bfloat16 or tensor.is_complex():
-        flat = tensor.contiguous().flatten().view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
-        return flat, tensor.dtype, tuple(tensor.shape)
-    return np.ascontiguousarray(tensor.numpy()), tensor.dtype, tuple(tensor.shape)
+    if tensor.dtype != torch.bfloat16 and not tensor.is_complex():
+        array = np.ascontiguousarray(tensor.numpy())
+    elif tensor.numel():
+        array = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    else:
+        array = np.empty(0, np.uint8)
+    return array, tensor.dtype, tuple(tensor.shape)
 
 
 def _own(packed: tuple[np.ndarray, torch.dtype, tuple[int, ...]]) -> torch.Tensor:
@@ -106,3 +99,71 @@ def _open(
     new = object.__new__(DataProto)
     new._set({name: Shared(packed) for name, packed in tensors.items()}, objects, meta, origins)
     return new
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Which rows of a batch each rank gets. Made by `scatter`; `parts` cuts a batch, `joined` puts results together."""
+
+    rows: tuple[tuple[int, ...], ...]
+    """Row numbers by rank: its own rows first, then padding, which repeats rows and is dropped again."""
+    own: tuple[int, ...]
+    """How many of them are its own, by rank."""
+    total: int
+    """Rows of the batch."""
+
+    def parts(self, batch: DataProto) -> list[DataProto]:
+        """The batch's rows as one batch a rank; some may be empty."""
+        return [batch.select_idxs(list(rows)) for rows in self.rows]
+
+    def joined(self, results: Sequence[Any]) -> Any:
+        """Put the results of all ranks together, rows in the batch's order.
+
+        Batches and tensors [b, …] lose their padding and are concatenated; dicts of them entry by entry; anything else
+        (`None`, metrics) comes back as the list by rank. Raises `EngineError` where a rank returns another number of rows
+        than it got.
+        """
+        busy = [rank for rank, own in enumerate(self.own) if own]
+        first = results[busy[0]] if busy else None
+        kinds = list(first.values()) if isinstance(first, dict) else [first]
+        if not kinds or not all(isinstance(one, DataProto | torch.Tensor) for one in kinds):
+            return list(results)
+        if isinstance(first, dict):
+            return {name: self.joined([one[name] if one else None for one in results]) for name in first}
+        kept = [self._own_rows(rank, results[rank]) for rank in busy]
+        order = [torch.tensor(self.rows[rank][: self.own[rank]]) for rank in busy]
+        back = torch.argsort(torch.cat(order))
+        return DataProto.concat(kept).select_idxs(back) if isinstance(first, DataProto) else torch.cat(kept)[back]
+
+    def _own_rows(self, rank: int, result: Any) -> Any:
+        if len(result) != len(self.rows[rank]):
+            raise EngineError(f"the result of rank {rank}", expected=f"{len(self.rows[rank])} rows", found=len(result))
+        return result[: self.own[rank]]
+
+
+def scatter(batch: DataProto, size: int, *, balance: bool = True, pad: bool = False) -> Scatter:
+    """Decide which of `size` ranks gets which rows of a batch of any size.
+
+    `balance` evens out the work (24576·L + L² for a row of L tokens, as in verl) where there is an `attention_mask`;
+    otherwise rows go in order, and the first ranks get one more. `pad` gives every rank the same number of rows by repeating
+    some; without it a rank may get none. Raises `BatchError` for an empty batch.
+    """
+    total = len(batch)
+    if total == 0 or size < 1:
+        found = f"{total} rows, {size} ranks"
+        raise BatchError("sharing out rows", expected="at least one row and one rank", found=found)
+    if balance and total >= size and "attention_mask" in batch.batch:
+        loads = [workload(float(length)) for length in batch.batch["attention_mask"].sum(-1).tolist()]
+        rows = balanced(loads, size, equal_size=total % size == 0)
+    else:
+        least, more = divmod(total, size)
+        ends = [least * rank + min(rank, more) for rank in range(size + 1)]
+        rows = [list(range(start, stop)) for start, stop in pairwise(ends)]
+    own = tuple(map(len, rows))
+    if pad:
+        width = max(own)
+        rows = [one + [(one or [0])[place % max(len(one), 1)] for place in range(width - len(one))] for one in rows]
+    return Scatter(tuple(map(tuple, rows)), own, total)

@@ -1,4 +1,4 @@
-"""Foreign names: the only place where other libraries' words are translated into ours."""
+"""Other libraries' formats and settings, translated: `read_dump`, and `reward_from` for verl's `reward.*` settings."""
 
 from workbench.compat.dumps import read_dump
 

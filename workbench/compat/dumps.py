@@ -1,7 +1,7 @@
-"""Saved rollouts of other libraries as batches of ours: verl's jsonl, TRL's parquet, any table of completions.
+"""`read_dump`: saved rollouts of other libraries as batches: verl's jsonl, TRL's parquet, any table of completions.
 
-What the dump says stays what it says: text is not touched, a reward that is missing or NaN is a row without a judgement,
-and a total that the dump does not have (TRL writes a column per reward function) says in `score.why` how it was made.
+Values are kept as they are: text is unchanged, a row whose reward is missing or NaN is not scored, and where the dump has no
+total (TRL writes a column per reward function) `score.why` says how it was computed.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import itertools
 import json
 import math
 import numbers
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from workbench.columns import REWARD_PREFIX, declared
-from workbench.compat.dump_files import Records, absent, plain, read_records
-from workbench.dataproto import DataProto, Origin
-from workbench.errors import DataError, boundary, describe, message, unknown
-from workbench.rewards.dry_run import PROMPT, RESPONSE, TRUTH
+from workbench.base.errors import DataError, boundary, describe, first_line, unknown
+from workbench.dataproto.columns import REWARD_PREFIX, declared
+from workbench.dataproto.core import DataProto
+from workbench.dataproto.value import Origin
+from workbench.datasets import files
+from workbench.rewards.base import padded
+from workbench.rewards.dry_run import PROMPT, RESPONSE, TRUTH, said
 from workbench.rewards.score import MISSING, Score, Status
 
 _VALUE = ("reward", "score")  # verl's validation dump has the total in `reward`; a part may then be called `score`
@@ -31,37 +33,34 @@ _OBJECTS = ("data_source", "extra_info", "ability", "finish_reason")
 _LARGEST = torch.finfo(torch.float32).max
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How one kind of dump is laid out."""
+class Layout(NamedTuple):
+    """Columns of one kind of dump, the likeliest name first."""
 
     prompt: tuple[str, ...]
     response: tuple[str, ...]
     truth: tuple[str, ...]
-    tells: tuple[str, ...]
-    """Columns that together say that it is this kind."""
-    says: str
-    """Its columns, for an error message."""
+    marks: tuple[str, ...]
+    """Columns that together identify the kind."""
 
 
 KINDS: Mapping[str, Layout] = {
-    "verl": Layout(
-        prompt=("input",),
-        response=("output",),
-        truth=("gts",),
-        tells=("input", "output", "score"),
-        says="input, output, score, …",
-    ),
-    "trl": Layout(
-        prompt=("prompt",),
-        response=("completion",),
-        truth=TRUTH,
-        tells=("step", "prompt", "completion"),
-        says="step, prompt, completion, …",
-    ),
-    "table": Layout(prompt=PROMPT, response=RESPONSE, truth=TRUTH, tells=(), says=f"one of {', '.join(RESPONSE)}"),
+    "verl": Layout(("input",), ("output",), ("gts",), ("input", "output", "score")),
+    "trl": Layout(("prompt",), ("completion",), TRUTH, ("step", "prompt", "completion")),
+    "table": Layout(PROMPT, RESPONSE, TRUTH, ()),
 }
-"""Kinds of dump that are understood, the most particular first."""
+"""Kinds of dump that can be read, the most particular first."""
+
+
+class Record(NamedTuple):
+    """One record of a dump, as it was read."""
+
+    values: Mapping[str, Any]
+    place: str
+    """File and line, or row."""
+    file: int
+    """Number of its file in this dump."""
+    step: int | None
+    """From its column, or else its file's name."""
 
 
 def read_dump(
@@ -72,11 +71,11 @@ def read_dump(
     step: int | None = None,
     rewards: str | Sequence[str] | Mapping[str, float] | None = None,
 ) -> DataProto:
-    """A saved rollout as a batch of B rows, to look at (`views.samples`) and to judge again (`rewards.dry_run`).
+    """A saved rollout as a batch of B rows, to look at (`views.samples`) and to score again (`rewards.dry_run`).
 
-    `source` is a file, a folder or a pattern (`completions/*.parquet`), a DataFrame, or a list of dicts. Understood are verl's
-    dump (`trainer.rollout_data_dir`: `<step>.jsonl`), TRL's (`completions_00001.parquet`) and any table whose columns go by
-    the names of `rewards.dry_run`; which one it is shows in its columns, or is said by `kind` (`KINDS`). A folder may hold
+    `source` is a file, a folder or a pattern (`completions/*.parquet`), a DataFrame, or a list of dicts: verl's dump
+    (`trainer.rollout_data_dir`: `<step>.jsonl`), TRL's (`completions_00001.parquet`), or any table whose columns have
+    the names of `rewards.dry_run`. The kind is found by the columns, or given as `kind` (`KINDS`). A folder may hold
     many steps: None reads all, `step=3` that one.
 
     Columns: `response_text`, `uid` (same step and prompt: same group), and as far as the dump has them `raw_prompt`, `step`,
@@ -87,30 +86,46 @@ def read_dump(
     `rewards` names the columns whose sum is the reward, or gives each its weight. Without it verl's is `score`, a table's
     `reward` or `score`, and TRL's the sum of its numeric columns before `advantage` (its default weights).
     A last line without an end, of a file that is still being written, is left out and named in `meta_info["torn"]`.
-    Raises `DataError` for a damaged line, by file and line, and for columns that are none of these kinds.
+    Raises `DataError` for a damaged line, by file and line, and for columns of no known kind.
+
+    Example:
+        >>> batch = wb.compat.read_dump("rollouts/", step=3)  # doctest: +SKIP
     """
-    rows = read_records(source, step)
-    if step is not None and len(rows):
-        rows = rows.of_step(step)
-    if not len(rows):
-        torn = f"a line that was cut off: {rows.torn[0]}" if rows.torn else None
-        raise DataError(message(f"{_named(source)} has no rows", found=torn))
-    kind = _kind(rows, kind)
-    steps = rows.steps()
-    table = rows.table()
+    every, torn = read_records(source, step)
+    if not every:
+        raise DataError(f"{_named(source)} has no rows", found=f"a line that was cut off: {torn[0]}" if torn else None)
+    records, steps = _with_steps(every, step)
+    kind, table = _kind(records, kind), _table(records)
     table.pop("step", None)
-    columns = _texts(table, kind, rows.places, steps)
+    columns = _texts(table, kind, [record.place for record in records], steps)
     if steps:
         columns["step"] = torch.tensor(steps)
     columns |= _judged(table, kind, columns["uid"], rewards)
     columns |= {_own(name): values for name, values in table.items()}
     if tokenizer is not None:
         columns |= _tokens(columns["response_text"], tokenizer)
-    one_step = steps[0] if steps and len(set(steps)) == 1 else None
-    facts = {"source": _named(source), "dump": kind, "step": one_step, "torn": rows.torn or None}
+    one_step = steps[0] if len(set(steps)) == 1 else None
+    facts = {"source": _named(source), "dump": kind, "step": one_step, "torn": torn or None}
     meta = {name: fact for name, fact in facts.items() if fact is not None}
     origin = Origin(stage=f"{kind} dump", step=one_step)
     return DataProto(None, None, meta).with_columns(columns, origin=origin)
+
+
+def _with_steps(records: Sequence[Record], step: int | None) -> tuple[Sequence[Record], list[int]]:
+    """The records, those of one step where it is given, and their steps; [] where none has one.
+
+    Raises `DataError` where only some have one, and where none is of the step, with the steps that there are.
+    """
+    steps = [record.step for record in records if record.step is not None]
+    if steps and len(steps) < len(records):
+        without = next(record.place for record in records if record.step is None)
+        raise DataError(f"{without}: no step", expected="one in every row, or in none")
+    if step is None:
+        return records, steps
+    if step not in steps:
+        found = ", ".join(map(str, sorted(set(steps))[:20])) or "no steps"
+        raise DataError(f"no row of step {step}", found=found)
+    return [record for record in records if record.step == step], [step] * steps.count(step)
 
 
 def _named(source: Any) -> str:
@@ -123,67 +138,72 @@ def _own(name: str) -> str:
     return f"dump/{name}" if declared(name) and name not in _OBJECTS else name
 
 
-def _kind(rows: Records, kind: str | None) -> str:
-    """Raises `DataError` for a kind that is none, records that are of none, and files of several."""
+def _kind(records: Sequence[Record], kind: str | None) -> str:
+    """Raises `DataError` for an unknown kind, for records of no kind, and for files of several kinds."""
     if kind is not None:
         if kind not in KINDS:
             raise DataError(unknown("kind of dump", str(kind), KINDS))
         return kind
-    first = rows.starts[0]
-    found = {start: _detected(rows.records[start], rows.places[start]) for start in rows.starts}
-    for start, other in found.items():
-        if other != found[first]:
-            both = f"{found[first]} ({rows.places[first]}) and {other} ({rows.places[start]})"
-            raise DataError(message("files of one dump are of one kind", found=both, do="read them one by one"))
-    return found[first]
+    firsts = [next(group) for _, group in itertools.groupby(records, key=lambda one: one.file)]
+    found = [_detected(record) for record in firsts]
+    for record, other in zip(firsts, found, strict=True):
+        if other != found[0]:
+            both = f"{found[0]} ({firsts[0].place}) and {other} ({record.place})"
+            raise DataError("files of one dump are of one kind", found=both, do="read them one by one")
+    return found[0]
 
 
-def _detected(record: Mapping[str, Any], place: str) -> str:
+def _detected(record: Record) -> str:
     for name, layout in KINDS.items():
-        text = any(isinstance(plain(record.get(column)), str | list) for column in layout.response)
-        if text and all(column in record for column in layout.tells):
+        text = any(isinstance(plain(record.values.get(column)), str | list) for column in layout.response)
+        if text and all(column in record.values for column in layout.marks):
             return name
-    raise DataError(
-        message(
-            f"{place}: no dump that is understood",
-            expected="; ".join(f"{name}: {layout.says}" for name, layout in KINDS.items()),
-            found=", ".join(map(str, record))[:400] or "no columns",
-            do="rename its columns, or say what it is with kind=",
-        )
-    )
+    known = [f"{name}: {', '.join(layout.marks)}, …" for name, layout in KINDS.items() if layout.marks]
+    expected = "; ".join([*known, f"table: one of {', '.join(RESPONSE)}"])
+    found = ", ".join(map(str, record.values))[:400] or "no columns"
+    do = "rename its columns, or pass its kind as kind="
+    raise DataError(f"{record.place}: no dump of a known kind", expected=expected, found=found, do=do)
 
 
 # --- texts --------------------------------------------------------------------------------------
 
 
-def _texts(
-    table: dict[str, list[Any]], kind: str, places: Sequence[str], steps: Sequence[int] | None
-) -> dict[str, Any]:
+def _texts(table: dict[str, list[Any]], kind: str, places: Sequence[str], steps: Sequence[int]) -> dict[str, Any]:
     """Prompt, response, group and truth; takes what it uses out of the table, but a truth that rewards may ask for by name."""
     layout = KINDS[kind]
-    said = _take(table, layout.response)
+    found = _take(table, layout.response)
     asked = _take(table, layout.prompt)
-    _require_text(said, places, f"a response: text in {' or '.join(layout.response)}")
-    if layout.tells:
+    _require_text(found, places, f"a response: text in {' or '.join(layout.response)}")
+    if layout.marks:
         _require_text(asked, places, f"a prompt: text in {layout.prompt[0]}")
-    responses = [value if isinstance(value, str) else _said(value) for value in said]
     columns: dict[str, Any] = {"raw_prompt": [_chat(prompt) for prompt in asked]} if asked else {}
-    columns["response_text"] = responses
-    own = table.pop("uid", [])
-    if own and all(isinstance(value, str | int) for value in own):
-        columns["uid"] = [str(value) for value in own]
-    else:
-        of_step: Sequence[Any] = steps or [None] * len(places)
-        columns["uid"] = [_uid(*pair) for pair in zip(of_step, asked or responses, strict=True)]
-    truth = next((table[name] for name in layout.truth if _present(table, name)), None)
-    judged = [_record(value, place) for value, place in zip(table.pop("reward_model", ()), places, strict=False)]
-    if any(judged):
-        columns["reward_model"] = [one or {"ground_truth": None} for one in judged]
-    elif truth is not None:
-        columns["reward_model"] = [{"ground_truth": None if absent(one) else one} for one in truth]
+    columns["response_text"] = [said(value) for value in found]
+    columns["uid"] = _uids(table.pop("uid", []), asked or columns["response_text"], steps)
+    truths = _truths(table, layout, places)
+    if truths:
+        columns["reward_model"] = truths
     if kind == "verl":
         table.pop("gts", None)
     return columns
+
+
+def _uids(own: Sequence[Any], prompts: Sequence[Any], steps: Sequence[int]) -> list[str]:
+    """The dump's own names of groups, else one for each prompt of a step."""
+    if own and all(isinstance(value, str | int) for value in own):
+        return [str(value) for value in own]
+    texts = [one if isinstance(one, str) else json.dumps(one, sort_keys=True, default=str) for one in prompts]
+    pairs = zip(steps or itertools.repeat(None), texts, strict=False)
+    keys = [f"{step}\0{text}" for step, text in pairs]
+    return [hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest() for key in keys]
+
+
+def _truths(table: dict[str, list[Any]], layout: Layout, places: Sequence[str]) -> list[dict[str, Any]]:
+    """`reward_model` as the dump has it, else made of its truths; [] where it has neither."""
+    own = [_record(value, place) for value, place in zip(table.pop("reward_model", ()), places, strict=False)]
+    if any(own):
+        return [one or {"ground_truth": None} for one in own]
+    truth = next((table[name] for name in layout.truth if _present(table, name)), [])
+    return [{"ground_truth": None if absent(one) else one} for one in truth]
 
 
 def _present(table: Mapping[str, list[Any]], name: str) -> bool:
@@ -198,7 +218,7 @@ def _take(table: dict[str, list[Any]], names: Sequence[str]) -> list[Any]:
 def _require_text(values: Sequence[Any], places: Sequence[str], expected: str) -> None:
     for place, value in zip(places, values or [None], strict=False):
         if not isinstance(value, str | list):
-            raise DataError(message(place, expected=expected, found=describe(value)))
+            raise DataError(place, expected=expected, found=describe(value))
 
 
 def _record(value: Any, place: str) -> dict[str, Any] | None:
@@ -216,59 +236,37 @@ def _chat(prompt: Any) -> list[dict[str, Any]] | None:
     return None if absent(prompt) else [{"role": "user", "content": str(prompt)}]
 
 
-def _said(completion: list[Any]) -> str:
-    """The text of a completion that is a list of messages."""
-    return "\n".join(str(turn.get("content", "")) if isinstance(turn, Mapping) else str(turn) for turn in completion)
-
-
-def _uid(step: int | None, prompt: Any) -> str:
-    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
-    return hashlib.blake2b(f"{step}\0{text}".encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-
-
 def _tokens(texts: Sequence[str], tokenizer: Any) -> dict[str, torch.Tensor]:
     with boundary("the tokenizer"):
         ids = [list(one) for one in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
     pad = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
-    width = max(1, *map(len, ids))
-    return {
-        "responses": torch.tensor([one + [pad] * (width - len(one)) for one in ids]),
-        "response_mask": torch.tensor([[1] * len(one) + [0] * (width - len(one)) for one in ids]),
-    }
+    return padded(ids, pad)
 
 
 # --- rewards ------------------------------------------------------------------------------------
 
-_Column = list[float | None]
+_Column = list[float]
+"""A number a row, NaN where a row has none."""
 
 
 def _judged(table: dict[str, list[Any]], kind: str, uids: Sequence[str], rewards: Any) -> dict[str, Any]:
     """Total, parts, extras, advantage; takes what it uses out of the table."""
-    advantage = next((found for name in _ADVANTAGE if (found := _numbers(table.get(name, ())))), None)
-    answers = next((table[name] for name in ("answer", "pred") if kind == "verl" and name in table), None)
+    gains = {name: found for name in _ADVANTAGE if (found := _numbers(table.get(name, ())))}
+    advantage = next(iter(gains.values()), None)
+    answers = table.get("answer", table.get("pred")) if kind == "verl" else None
     weights, parts = _weights(table, kind, rewards)
-    for name in (*parts, *(name for name in _ADVANTAGE if _numbers(table.get(name, ())))):
+    for name in (*parts, *gains):
         table.pop(name, None)
-    extra = {name: table.pop(name) for name in list(table) if kind == "verl" and name not in _OBJECTS}
-    shown = {
-        name.removeprefix(REWARD_PREFIX): found
-        for name, found in parts.items()
-        if name not in _VALUE or list(weights) != [name]
-    }
+    extra = {name: table.pop(name) for name in list(table) if name not in _OBJECTS} if kind == "verl" else {}
+    alone = next((name for name in _VALUE if list(weights) == [name]), None)  # it is the total, and no part
+    shown = {name.removeprefix(REWARD_PREFIX): found for name, found in parts.items() if name != alone}
     columns: dict[str, Any] = {}
     if weights:
-        usable = table.pop("scored", None) or [True] * len(uids)
-        total = [
-            None if usable[row] == 0 else _weighted([(parts[name][row], weights[name]) for name in weights])
-            for row in range(len(uids))
-        ]
-        columns["reward"] = torch.tensor([value if _usable(value) else 0.0 for value in total])
-        columns["scored"] = torch.tensor([_usable(value) for value in total])
-        columns["score"] = _scores(total, shown, extra, answers, _how(weights, total, advantage, uids))
+        total = _total(table.pop("scored", [True] * len(uids)), parts, weights)
+        columns |= _scores(total, shown, extra, answers, _how(weights, total, advantage, uids))
     columns |= {f"{REWARD_PREFIX}{name}": _tensor(found) for name, found in shown.items()}
-    columns |= {
-        f"reward_extra/{name}": [MISSING if absent(one) else one for one in values] for name, values in extra.items()
-    }
+    for name, values in extra.items():
+        columns[f"reward_extra/{name}"] = [MISSING if absent(one) else one for one in values]
     if advantage is not None:
         columns["advantage"] = _tensor(advantage)
     return columns
@@ -277,35 +275,38 @@ def _judged(table: dict[str, list[Any]], kind: str, uids: Sequence[str], rewards
 def _weights(table: Mapping[str, list[Any]], kind: str, rewards: Any) -> tuple[dict[str, float], dict[str, _Column]]:
     """(column → weight in the total, column → its numbers for the total and every part)."""
     numeric = {name: found for name, values in table.items() if (found := _numbers(values)) is not None}
-    if rewards is not None:
-        asked = [rewards] if isinstance(rewards, str) else list(rewards)
-        for name in asked:
-            if name not in numeric:
-                raise DataError(unknown("column of numbers in this dump", str(name), numeric))
-        weights = {name: float(rewards[name]) if isinstance(rewards, Mapping) else 1.0 for name in asked}
-        return weights, {name: numeric[name] for name in asked}
-    names = [name for name in table if name in numeric and name not in _ADVANTAGE]
-    if kind == "trl":
-        order = list(table)
-        end = order.index("advantage") if "advantage" in order else len(order)
-        names = [name for name in names if order.index(name) < end and name not in TRUTH]
-        return dict.fromkeys(names, 1.0), {name: numeric[name] for name in names}
+    if isinstance(rewards, Mapping):
+        weights = {name: float(weight) for name, weight in rewards.items()}
+    elif rewards is not None:
+        weights = dict.fromkeys([rewards] if isinstance(rewards, str) else rewards, 1.0)
+    else:
+        weights, parts = _usual(table, kind, [name for name in numeric if name not in _ADVANTAGE])
+        return weights, {name: numeric[name] for name in parts}
+    for name in weights:
+        if name not in numeric:
+            raise DataError(unknown("column of numbers in this dump", str(name), numeric))
+    return weights, {name: numeric[name] for name in weights}
+
+
+def _usual(table: Mapping[str, list[Any]], kind: str, names: list[str]) -> tuple[dict[str, float], list[str]]:
+    """Weights, and columns that are the total or a part, where nobody says which."""
+    if kind == "trl":  # its reward functions stand before `advantage`
+        before = list(itertools.takewhile(lambda name: name != "advantage", table))
+        judges = [name for name in names if name in before and name not in TRUTH]
+        return dict.fromkeys(judges, 1.0), judges
     value = [name for name in _VALUE if name in names][:1]
     parts = [name for name in names if name in value or kind == "verl" or name.startswith(REWARD_PREFIX)]
-    return dict.fromkeys(value, 1.0), {name: numeric[name] for name in parts}
+    return dict.fromkeys(value, 1.0), parts
 
 
 def _numbers(values: Sequence[Any]) -> _Column | None:
-    """The numbers of a column, None where a row has none or NaN; None for a column of something else."""
+    """The numbers of a column; None for a column of something else, and for one without any number."""
     found: _Column = []
     for value in values:
-        if absent(value):
-            found.append(None)
-        elif isinstance(value, numbers.Real):
-            found.append(_float(value))
-        else:
+        if not absent(value) and not isinstance(value, numbers.Real):
             return None
-    return found if any(value is not None for value in found) else None
+        found.append(math.nan if absent(value) else _float(value))
+    return None if all(map(math.isnan, found)) else found
 
 
 def _float(value: Any) -> float:
@@ -316,48 +317,53 @@ def _float(value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _usable(value: float | None) -> bool:
+def _usable(value: float) -> bool:
     """Whether it is a number that a reward can be: finite, as float32 too."""
-    return value is not None and abs(value) <= _LARGEST
+    return abs(value) <= _LARGEST
 
 
 def _tensor(values: _Column) -> torch.Tensor:
     return torch.tensor([value if _usable(value) else math.nan for value in values])
 
 
-def _weighted(pairs: Sequence[tuple[float | None, float]]) -> float | None:
-    """Over the functions that judged the row, as TRL sums them."""
-    judged = [value * weight for value, weight in pairs if value is not None]
-    return sum(judged) if judged else None
+def _total(usable: Sequence[Any], parts: Mapping[str, _Column], weights: Mapping[str, float]) -> _Column:
+    """Each row's total over the functions that judged it, as TRL sums them; NaN where none did, or the row is not usable."""
+    found: _Column = []
+    for row, one in enumerate(usable):
+        judged = [parts[name][row] * weight for name, weight in weights.items() if not math.isnan(parts[name][row])]
+        found.append(sum(judged) if judged and one != 0 else math.nan)
+    return found
 
 
 def _scores(
-    total: Sequence[float | None],
+    total: _Column,
     parts: Mapping[str, _Column],
     extra: Mapping[str, list[Any]],
     answers: Sequence[Any] | None,
     how: str,
-) -> list[Score]:
+) -> dict[str, Any]:
+    """`reward`, `scored` and `score` of rows with these totals."""
     found = []
     for row, value in enumerate(total):
         scored = _usable(value)
-        why = how if scored else "the dump has no reward" if value is None else f"the dump has {value} as its reward"
-        found.append(
-            Score(
-                value=float(value or 0.0) if scored else 0.0,
-                parts={
-                    name: one for name, column in parts.items() if (one := column[row]) is not None and _usable(one)
-                },
-                answer=None if answers is None or absent(answers[row]) else str(answers[row]),
-                why=why,
-                status=Status.SCORED if scored else Status.NOT_APPLICABLE,
-                extra={name: values[row] for name, values in extra.items() if not absent(values[row])},
-            )
+        instead = "no reward" if math.isnan(value) else f"{value} as its reward"
+        score = Score(
+            value=value if scored else 0.0,
+            parts={name: one for name, column in parts.items() if _usable(one := column[row])},
+            answer=None if answers is None or absent(answers[row]) else str(answers[row]),
+            why=how if scored else f"the dump has {instead}",
+            status=Status.SCORED if scored else Status.NOT_APPLICABLE,
+            extra={name: values[row] for name, values in extra.items() if not absent(values[row])},
         )
-    return found
+        found.append(score)
+    return {
+        "reward": torch.tensor([one.value for one in found]),
+        "scored": torch.tensor([one.scored for one in found]),
+        "score": found,
+    }
 
 
-def _how(weights: Mapping[str, float], total: Sequence[float | None], advantage: Any, uids: Sequence[str]) -> str:
+def _how(weights: Mapping[str, float], total: _Column, advantage: _Column | None, uids: Sequence[str]) -> str:
     """How a total of several columns was made, and whether the dump's advantages speak against it."""
     if len(weights) < 2:
         return ""
@@ -367,15 +373,121 @@ def _how(weights: Mapping[str, float], total: Sequence[float | None], advantage:
     return f"sum of {names}, which the dump's advantages contradict: say read_dump(…, rewards={{name: weight}})"
 
 
-def _contradicted(total: Sequence[float | None], advantage: Sequence[float | None], uids: Sequence[str]) -> bool:
+def _contradicted(total: _Column, advantage: _Column, uids: Sequence[str]) -> bool:
     """Whether a row of a group has the larger reward and the smaller advantage: no baseline or scale does that."""
-    groups: dict[str, list[tuple[float, float]]] = {}
-    for uid, reward, gain in zip(uids, total, advantage, strict=True):
-        if reward is not None and gain is not None:
-            groups.setdefault(uid, []).append((reward, gain))
-    for pairs in groups.values():
-        ordered = sorted(pairs)
-        for (reward, gain), (other, further) in itertools.pairwise(ordered):
-            if other - reward > 1e-6 and gain - further > 1e-6:
-                return True
-    return False
+    rows = zip(uids, total, advantage, strict=True)
+    known = sorted(row for row in rows if not math.isnan(row[1]) and not math.isnan(row[2]))
+    return any(
+        uid == beside and other - reward > 1e-6 and gain - further > 1e-6
+        for (uid, reward, gain), (beside, other, further) in itertools.pairwise(known)
+    )
+
+
+_NAMES_LIMIT = 1000
+_STEP_IN_NAME = re.compile(r"(?:completions_)?(\d{1,15})", re.ASCII)
+_HALF = re.compile("[\ud800-\udfff]")
+_HALF_ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def _table(records: Sequence[Record]) -> dict[str, list[Any]]:
+    """Name → one plain value a record, None where a record has none."""
+    names = dict.fromkeys(name for record in records for name in record.values)
+    if len(names) > _NAMES_LIMIT:
+        raise DataError("a dump", expected=f"at most {_NAMES_LIMIT} columns", found=len(names))
+    return {str(name): [plain(record.values.get(name)) for record in records] for name in names}
+
+
+def read_records(source: Any, step: int | None = None) -> tuple[list[Record], list[str]]:
+    """(the records of a path, a pattern, a folder, a DataFrame or a list; the places of last lines that were cut off).
+
+    With `step`, files whose names have another step are left out. Raises `DataError` for what is not a record.
+    """
+    torn: list[str] = []
+    if hasattr(source, "to_dict") and hasattr(source, "columns"):
+        source = source.to_dict("records")
+    if isinstance(source, list | tuple) and not (source and isinstance(source[0], str | Path)):
+        return [_read(f"row {number}", record, 0, None) for number, record in enumerate(source)], torn
+    if not isinstance(source, str | Path | list | tuple):
+        raise DataError("a dump", expected="a path, a DataFrame or a list of dicts", found=type(source).__name__)
+    found: list[Record] = []
+    for number, path in enumerate(_files(source, step)):
+        if path.suffix == ".jsonl" and path.is_file():
+            pairs = _lines(path, torn)
+        else:
+            pairs = [(f"{path}, row {row}", record) for row, record in enumerate(files.read(path))]
+        found += [_read(*pair, number, _step_in(path)) for pair in pairs]
+    return found, torn
+
+
+def _read(place: str, record: Any, file: int, named: int | None) -> Record:
+    """Raises `DataError` for what is no record, and for a step that is not a whole number."""
+    if not isinstance(record, Mapping):
+        raise DataError(place, expected="a record with named values", found=describe(record))
+    value = plain(record.get("step"))
+    if isinstance(value, str) and value.strip().isdecimal():  # TRL's tables for trackers
+        value = int(value)
+    value = named if absent(value) else value
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if value is not None and not (real and abs(value) < 2**53 and value % 1 == 0):
+        raise DataError(f"{place}: step", expected="a whole number", found=describe(value))
+    return Record(record, place, file, None if value is None else int(value))
+
+
+def _step_in(path: Path) -> int | None:
+    """3 for `3.jsonl` (verl) and `completions_00003.parquet` (TRL)."""
+    named = _STEP_IN_NAME.fullmatch(path.stem)
+    return int(named[1]) if named else None
+
+
+def _files(source: Any, step: int | None) -> list[Path]:
+    """The files, by step where their names say it."""
+    found: list[Path] = []
+    with boundary(f"looking for {describe(source)}", DataError):
+        for path in files.find(source):
+            found += _inside(path) if path.is_dir() else [path]
+    steps = {path: _step_in(path) for path in found}
+    if step is not None:
+        found = [path for path in found if steps[path] == step] or found
+    return sorted(found, key=lambda path: (math.inf if (named := steps[path]) is None else named, str(path)))
+
+
+def _inside(folder: Path) -> list[Path]:
+    entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    found = [path for path in entries if path.suffix in (".jsonl", ".parquet") and path.is_file()]
+    if not found:
+        deeper = [path.name for path in entries if path.is_dir()]
+        expected = "files such as 1.jsonl (verl) or completions_00001.parquet (TRL)"
+        there = f"folders {', '.join(deeper[:8])}" if deeper else f"{len(entries)} other files"
+        do = "name the folder that holds them" if deeper else None
+        raise DataError(f"no dump in {str(folder)!r}", expected=expected, found=there, do=do)
+    return found
+
+
+def _lines(path: Path, torn: list[str]) -> list[tuple[str, Any]]:
+    """(place, record) of each line. Python's writers put NaN and Infinity into their JSON, so these are read."""
+    found = []
+    for place, raw in files.raw_lines(path):
+        try:
+            record = json.loads(raw.decode())
+            if _HALF_ESCAPED.search(raw):  # JSON can escape half a character; no file, frame or page can hold it
+                record = json.loads(_HALF.sub("\ufffd", json.dumps(record, ensure_ascii=False)))
+            found.append((place, record))
+        except (ValueError, RecursionError) as cause:  # ValueError: bad JSON, bad UTF-8, endless integers
+            if raw.endswith(b"\n"):
+                raise DataError(f"{place} is not JSON", found=first_line(cause)) from cause
+            torn.append(place)
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A cell as plain values: pandas gives lists as arrays, and says in its own ways what is missing."""
+    if value is None or isinstance(value, str | float | int | list | dict):
+        return value
+    if type(value).__name__ in ("NAType", "NaTType"):
+        return None
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def absent(value: Any) -> bool:
+    """Whether a plain value is None or NaN."""
+    return value is None or (isinstance(value, float) and math.isnan(value))

@@ -1,28 +1,27 @@
-"""What a saved batch says about itself, checked before anything is allocated: the folder may come from anybody.
+"""Checks what a saved batch claims about itself before anything is allocated: the folder may come from anybody.
 
-Each refusal is an error of ours that names the file. Bounds are far above what a batch has, and stand here.
+Errors are a `WorkbenchError` that names the file. The limits are far above what a real batch has.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from workbench.columns import COLUMNS
-from workbench.dataproto.columns_map import check_objects, check_tensor, letter_sizes
-from workbench.errors import BatchError, WorkbenchError, describe, first_line, message
-from workbench.memory import available
+from workbench.base.errors import BatchError, WorkbenchError, describe, first_line, message
+from workbench.base.memory import available
+from workbench.dataproto.columns import COLUMNS, check_objects, check_tensor, letter_sizes
 
 DOCUMENT_LIMIT = 16 << 20
-"""Bytes of a JSON document (meta.json, trace.json, a safetensors header)."""
+"""Bytes of a JSON document (meta.json, trace.json)."""
 DEPTH_LIMIT = 100
 """Lists and dicts inside each other, in a document or a cell."""
 INNER_LIMIT = 2_000_000
@@ -32,7 +31,7 @@ ROWS_LIMIT = 10_000_000
 COLUMNS_LIMIT = 10_000
 """Columns of a batch."""
 EXPANSION = 300
-"""Times its file's size that a column of objects may decode to: equal cells are stored once, snappy saves a factor of 22."""
+"""How many times its file's size a column of objects may decode to: equal cells are stored once, snappy saves 22 times."""
 FLOOR = 32 << 20
 """Bytes that a column of objects may decode to, however small its file is."""
 _SNAPPY = 24
@@ -47,7 +46,7 @@ _DTYPES = {
 
 @contextmanager
 def reading(place: Path, error: type[WorkbenchError] = BatchError) -> Iterator[None]:
-    """Whatever is wrong with what is read inside becomes an error of ours that names the file; one that is gone names itself."""
+    """Turns every error of reading inside into `error` with the name of `place`; `FileNotFoundError` passes as it is."""
     try:
         yield
     except FileNotFoundError:
@@ -62,20 +61,20 @@ def inside(folder: Path, name: str) -> Path:
     """A file or folder of a folder. Raises `BatchError` where a symbolic link leads out of it."""
     path = folder / name
     if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-        raise BatchError(message(f"{path} is a link that leads out of its folder", do="put the file itself there"))
+        raise BatchError(f"{path} is a link that leads out of its folder", do="put the file itself there")
     return path
 
 
 def document(path: Path, *, strict: bool) -> dict[str, Any]:
     """A JSON file as a dict; `strict` refuses NaN and infinities."""
     if not path.is_file():  # neither missing nor a pipe that never ends
-        raise BatchError(message(f"{path} is no file"))
+        raise BatchError(f"{path} is not a file")
     with path.open("rb") as file:
         text = file.read(DOCUMENT_LIMIT + 1).decode()
     check_text(text)
     found = json.loads(text, parse_constant=_refuse) if strict else json.loads(text)
     if not isinstance(found, dict):
-        raise BatchError(message(f"{path}", expected="a JSON object", found=describe(found)))
+        raise BatchError(f"{path}", expected="a JSON object", found=describe(found))
     return found
 
 
@@ -86,16 +85,15 @@ def _refuse(constant: str) -> Any:
 def check_text(text: str) -> None:
     """Raises `BatchError` for a document that is too long, or nested too deep."""
     if len(text) > DOCUMENT_LIMIT:
-        raise BatchError(message("a JSON document", expected=f"at most {DOCUMENT_LIMIT} bytes", found="more"))
+        raise BatchError("a JSON document", expected=f"at most {DOCUMENT_LIMIT} bytes", found="more")
     check_depth(text)
 
 
 def check_depth(*texts: str) -> None:
-    """Raises `BatchError` for JSON nested deeper than what looks at it can follow, or of more lists and dicts than it could
-    in time."""
+    """Raises `BatchError` for JSON that is nested too deep, or has too many lists and dicts, to be decoded safely."""
     counts = [text.count("[") + text.count("{") for text in texts]
     if sum(counts) > INNER_LIMIT:
-        raise BatchError(message("JSON", expected=f"at most {INNER_LIMIT} lists and dicts", found=sum(counts)))
+        raise BatchError("JSON", expected=f"at most {INNER_LIMIT} lists and dicts", found=sum(counts))
     for text, count in zip(texts, counts, strict=True):
         depth = 0
         for token in _BRACKETS.finditer(text) if count > DEPTH_LIMIT else ():
@@ -108,19 +106,17 @@ def check_depth(*texts: str) -> None:
 def check_columns(
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], objects: Mapping[str, str], rows: Any
 ) -> None:
-    """Row counts, and known columns as they are declared. Raises `BatchError` or `ColumnInvalid`."""
+    """Checks row counts, and declared columns. Raises `BatchError` or `ColumnInvalid`."""
     if not _whole(rows, ROWS_LIMIT) or len(tensors) + len(objects) > COLUMNS_LIMIT:
         found = f"{describe(rows)} rows, {len(tensors) + len(objects)} columns"
-        raise BatchError(
-            message("a batch", expected=f"at most {ROWS_LIMIT} rows, {COLUMNS_LIMIT} columns", found=found)
-        )
+        raise BatchError("a batch", expected=f"at most {ROWS_LIMIT} rows, {COLUMNS_LIMIT} columns", found=found)
     for name, (shape, dtype) in tensors.items():
         if not shape or not all(_whole(size, 1 << 48) for size in shape) or shape[0] != rows:
-            raise BatchError(message(f"column {describe(name)}", expected=f"[{rows}, …]", found=describe(shape)))
+            raise BatchError(f"column {describe(name)}", expected=f"[{rows}, …]", found=describe(shape))
         check_tensor(name, shape, dtype)
     for name, kind in objects.items():
         if kind not in ("arrow", "json") or name in tensors:
-            raise BatchError(message(f"column {describe(name)}", expected="arrow or json, once", found=describe(kind)))
+            raise BatchError(f"column {describe(name)}", expected="arrow or json, once", found=describe(kind))
         check_objects(name)
     letter_sizes({name: shape for name, (shape, _) in tensors.items()})
 
@@ -133,26 +129,18 @@ def _whole(value: Any, limit: int) -> bool:
 
 
 def check_tensors(path: Path, claimed: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-    """Each claimed shape and dtype is that of the file's own header, and its bytes are really there."""
-    if not path.is_file() or path.stat().st_size < 8:  # a pipe would never end
-        raise BatchError(message(f"{path} is no safetensors file"))
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(DOCUMENT_LIMIT, size - 8):
-            raise BatchError(message(f"{path}", expected="a header within the file", found=f"{length} bytes of {size}"))
-        text = file.read(length).decode()
-    check_depth(text)
-    header = json.loads(text)
-    for name, (shape, dtype) in claimed.items():
-        entry = header[name]
-        begin, end = entry["data_offsets"]
-        fits = _whole(begin, size) and _whole(end, size - 8 - length) and begin <= end
-        if not fits or tuple(entry["shape"]) != shape or math.prod(shape) * dtype.itemsize != end - begin:
-            expected = f"{list(shape)} of {dtype}, as in meta.json"
-            raise BatchError(message(f"{path}: column {describe(name)}", expected=expected, found=describe(entry)))
-        if entry["dtype"] != _DTYPES.get(dtype, entry["dtype"]):
-            raise BatchError(message(f"{path}: column {describe(name)}", expected=dtype, found=describe(entry)))
+    """Checks each claimed shape and dtype against the safetensors file, whose reader has checked its header against its bytes."""
+    from safetensors import safe_open
+
+    if not path.is_file():  # a pipe would never end
+        raise BatchError(f"{path} is not a safetensors file")
+    with safe_open(str(path), framework="pt") as file:
+        for name, (shape, dtype) in claimed.items():
+            column = file.get_slice(name)
+            found = tuple(column.get_shape()), column.get_dtype()
+            if found != (shape, _DTYPES.get(dtype, found[1])):
+                expected = f"{list(shape)} of {dtype}, as in meta.json"
+                raise BatchError(f"{path}: column {describe(name)}", expected=expected, found=describe(found))
 
 
 def check_room(size: int, what: str) -> None:
@@ -160,36 +148,35 @@ def check_room(size: int, what: str) -> None:
     free = available()
     if size > free // 2:
         expected = f"at most half of the {free / 2**30:.1f} GiB that are free"
-        raise BatchError(message(f"{what} would take {size / 2**30:.1f} GiB", expected=expected))
+        raise BatchError(f"{what} would take {size / 2**30:.1f} GiB", expected=expected)
 
 
 # --- objects ------------------------------------------------------------------------------------
 
 
 def parquet_values(path: Path, name: str, kind: str, rows: int, start: int, stop: int) -> list[Any]:
-    """Rows `start` to `stop` of one column, decoded piece by piece and stopped where they come to too much."""
+    """Read rows `start` to `stop` (exclusive) of one Parquet column; `BatchError` where decoded they exceed the file's memory budget."""
     import pyarrow.parquet as pq
 
     values: list[Any] = []
-    first, place, budget = None, 0, budget_of(path)
+    budget = budget_of(path)
     with pq.ParquetFile(path, memory_map=True) as file:
         column = _column_of(file, name, kind, rows)
-        for group in range(file.num_row_groups):
-            here = file.metadata.row_group(group)
-            if place < stop and place + here.num_rows > start:
-                first = place if first is None else first
-                # a cell is at most the whole chunk unpacked, so that a piece stays below the floor
-                piece = FLOOR // (_SNAPPY * max(here.column(column).total_compressed_size, 1))
-                for part in file.iter_batches(min(max(piece, 1), 512), row_groups=[group], columns=[name]):
-                    budget -= part.nbytes
-                    if budget < 0:
-                        raise BatchError(f"column {describe(name)} decodes to more than {EXPANSION} times its file")
-                    values += part.column(0).to_pylist()
-            place += here.num_rows
-    first = first or 0
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+        places = list(accumulate((group.num_rows for group in groups), initial=0))
+        wanted = [number for number in range(len(groups)) if places[number] < stop and places[number + 1] > start]
+        for number in wanted:
+            # a cell is at most the whole chunk unpacked, so that a piece stays below the floor
+            piece = FLOOR // (_SNAPPY * max(groups[number].column(column).total_compressed_size, 1))
+            for part in file.iter_batches(min(max(piece, 1), 512), row_groups=[number], columns=[name]):
+                budget -= part.nbytes
+                if budget < 0:
+                    raise BatchError(f"column {describe(name)} decodes to more than {EXPANSION} times its file")
+                values += part.column(0).to_pylist()
+    first = places[wanted[0]] if wanted else 0
     found = values[max(start - first, 0) : max(stop - first, 0)]
     if len(found) != max(min(stop, rows) - start, 0):
-        raise BatchError(message(f"column {describe(name)}", expected=f"{rows} rows", found=f"{len(found)} of them"))
+        raise BatchError(f"column {describe(name)}", expected=f"{rows} rows", found=f"{len(found)} of them")
     return found
 
 
@@ -199,29 +186,28 @@ def budget_of(path: Path) -> int:
 
 
 def _column_of(file: Any, name: str, kind: str, rows: int) -> int:
-    """The number of a column that is as we write them: flat, plain, with snappy or nothing."""
+    """The number of a column, checked to be as `io.save` writes them: flat, of a plain type, with snappy or uncompressed."""
     import pyarrow as pa
 
     schema, metadata = file.schema_arrow, file.metadata
     number = schema.get_field_index(name)
     if number < 0 or metadata.num_rows != rows or metadata.num_columns != len(schema):
         found = f"{metadata.num_rows} rows of {metadata.num_columns} columns"
-        raise BatchError(message(f"column {describe(name)}", expected=f"{rows} rows of flat columns", found=found))
+        raise BatchError(f"column {describe(name)}", expected=f"{rows} rows of flat columns", found=found)
     plain = [pa.string()] if kind == "json" else [pa.string(), pa.int64(), pa.bool_(), pa.float64()]
     packed = {metadata.row_group(group).column(number).compression for group in range(file.num_row_groups)}
     if schema.field(number).type not in [*plain, *([pa.null()] if rows == 0 else [])] or packed - _PACKED:
         found = f"{schema.field(number).type}, {', '.join(sorted(packed))}"
-        raise BatchError(message(f"column {describe(name)}", expected="a plain type, snappy", found=found))
+        raise BatchError(f"column {describe(name)}", expected="a plain type, snappy", found=found)
     return number
 
 
 def check_cells(name: str, values: list[Any]) -> None:
-    """Cells of the columns that everybody takes apart are what they are declared to be. Raises `BatchError`."""
-    fits = _CELLS.get(name)
-    wrong = next((row for row, value in enumerate(values) if fits is not None and not fits(value)), None)
+    """Checks the cells of columns that stages take apart. Raises `BatchError` for one that is not as declared."""
+    fits = _CELLS.get(name, lambda value: True)
+    wrong = next((row for row, value in enumerate(values) if not fits(value)), None)
     if wrong is not None:
-        declared = COLUMNS[name].doc
-        raise BatchError(message(f"column {name!r}, row {wrong}", expected=declared, found=describe(values[wrong])))
+        raise BatchError(f"column {name!r}, row {wrong}", expected=COLUMNS[name].doc, found=describe(values[wrong]))
 
 
 def _chat(value: Any) -> bool:

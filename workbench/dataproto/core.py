@@ -1,42 +1,24 @@
-"""DataProto: the batch that stages carry, as a frozen value that shares its tensors."""
+"""`DataProto`, the batch that stages read and write: an immutable value that shares its tensors, with verl's method names."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 
-from workbench.dataproto.columns_map import (
-    Columns,
-    Lazy,
-    as_objects,
-    check_objects,
-    check_tensor,
-    letter_sizes,
-    missing,
-)
-from workbench.dataproto.foreign import MutableDataProto
-from workbench.dataproto.ops import RowOperations
-from workbench.errors import BatchError, ColumnInvalid, describe, message
+from workbench.base.errors import BatchError, SettingError, UnionConflict, describe, message
+from workbench.base.shown import Shown
+from workbench.dataproto import io
+from workbench.dataproto.same import same
+from workbench.dataproto.value import Origin, Value, apart, check_letters, missing
 
-
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """Who wrote a column."""
-
-    stage: str
-    """Name of the stage, or `dataset`."""
-    step: int | None = None
-    """Training step, from 1."""
-    policy_version: int | None = None
-    """Version of the weights that it used."""
-    settings: str | None = None
-    """Hash of the stage's settings."""
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -48,100 +30,16 @@ class DataProtoItem:
     meta_info: Mapping[str, Any]
 
 
-class DataProto(RowOperations):
+class DataProto(Value, Shown):
     """A batch of B rows: `batch` (tensors), `non_tensor_batch` (one object per row), `meta_info`.
 
-    verl's `DataProto` with its method names and results, and these differences: every method returns
+    It has the method names and results of verl's `DataProto`, with these differences: every method returns
     a new value and changes nothing in place; `meta_info` is never shared; lengths are checked for tensors
-    and objects alike; known columns (`workbench.columns`) are checked for dtype and dims, and a shape
-    letter has one size; every column knows who wrote it (`origins`).
+    and objects alike; known columns (`workbench.COLUMNS`) are checked for dtype and dims, and a shape letter (B, S, T)
+    has one size; `origins` says which stage wrote each column.
 
     Raises `ColumnInvalid` where a column does not fit.
     """
-
-    def __init__(
-        self,
-        batch: Mapping[str, torch.Tensor] | None = None,
-        non_tensor_batch: Mapping[str, Any] | None = None,
-        meta_info: Mapping[str, Any] | None = None,
-        *,
-        origins: Mapping[str, Origin] | None = None,
-    ) -> None:
-        tensors = dict(batch.items()) if batch is not None else {}
-        objects = {name: as_objects(name, values) for name, values in (non_tensor_batch or {}).items()}
-        twice = tensors.keys() & objects.keys()
-        if twice:
-            raise ColumnInvalid(message("a column is a tensor or objects, not both", found=", ".join(sorted(twice))))
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
-                raise ColumnInvalid(message(f"column {name!r}", expected="a tensor [B, …]", found=describe(tensor)))
-            check_tensor(name, tuple(tensor.shape), tensor.dtype)
-        for name in objects:
-            check_objects(name)
-        letter_sizes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        self._set(tensors, objects, dict(meta_info or {}), dict(origins or {}))
-
-    def _set(
-        self, tensors: dict[str, Any], objects: dict[str, Any], meta: dict[str, Any], origins: dict[str, Origin]
-    ) -> None:
-        rows = _rows(tensors, objects)
-        self._rows = rows
-        self._batch = Columns(tensors, rows)
-        self._objects = Columns(objects, rows)
-        self._meta = copy.deepcopy(meta)
-        self._origins = {name: origins[name] for name in (*tensors, *objects) if name in origins}
-
-    def _new(
-        self,
-        tensors: dict[str, Any],
-        objects: dict[str, Any],
-        meta: Mapping[str, Any] | None = None,
-        origins: Mapping[str, Origin] | None = None,
-    ) -> DataProto:
-        """A value made of columns that were checked before: only lengths are looked at again."""
-        new = object.__new__(DataProto)
-        new._set(
-            tensors,
-            objects,
-            dict(self._meta if meta is None else meta),
-            dict(self._origins if origins is None else origins),
-        )
-        return new
-
-    # --- parts ----------------------------------------------------------------------------
-
-    @property
-    def batch(self) -> Columns:
-        """Name → tensor [B, …], read-only."""
-        return self._batch
-
-    @property
-    def non_tensor_batch(self) -> Columns:
-        """Name → object array [B], read-only."""
-        return self._objects
-
-    @property
-    def meta_info(self) -> Mapping[str, Any]:
-        """Facts about the whole batch; this value's own copy, read-only."""
-        return MappingProxyType(self._meta)
-
-    @property
-    def origins(self) -> Mapping[str, Origin]:
-        """Column → who wrote it, where that is known."""
-        return MappingProxyType(self._origins)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """All names, in the order in which they came."""
-        return (*self._batch, *self._objects)
-
-    # --- access ---------------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._batch or name in self._objects
 
     def __getitem__(self, key: Any) -> Any:
         """A column by name; a row by number; rows by slice, list, array or tensor (numbers or a mask).
@@ -173,108 +71,308 @@ class DataProto(RowOperations):
     def _item(self, row: int) -> DataProtoItem:
         if not -self._rows <= row < self._rows:
             raise IndexError(message("row", expected=f"below {self._rows}", found=row))
-        return DataProtoItem(
-            {name: self._batch[name][row] for name in self._batch},
-            {name: self._objects[name][row] for name in self._objects},
-            self.meta_info,
+        return DataProtoItem(*self._each(lambda column: column[row]), self.meta_info)
+
+    def _each(self, tensors: Callable[[Any], Any], objects: Callable[[Any], Any] | None = None) -> tuple[Any, Any]:
+        """All tensors and all objects, by name, with a function (or one for either kind) called on each column."""
+        objects = tensors if objects is None else objects
+        return (
+            {name: tensors(self._batch[name]) for name in self._batch},
+            {name: objects(self._objects[name]) for name in self._objects},
         )
 
-    # --- new values with other columns ------------------------------------------------------
+    # --- construction -----------------------------------------------------------------------
 
-    def with_columns(self, columns: Mapping[str, Any], *, origin: Origin | None = None) -> DataProto:
-        """These columns added or replaced: tensors go to `batch`, everything else to objects."""
-        fresh = DataProto(
-            {name: value for name, value in columns.items() if isinstance(value, torch.Tensor)},
-            {name: value for name, value in columns.items() if not isinstance(value, torch.Tensor)},
-        )
-        tensors, objects = self._batch.raw(), self._objects.raw()
-        for name in columns:
-            tensors.pop(name, None)
-            objects.pop(name, None)
-        tensors.update(fresh.batch.raw())
-        objects.update(fresh.non_tensor_batch.raw())
-        letter_sizes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        origins = {name: made for name, made in self._origins.items() if name not in columns}
-        if origin is not None:
-            origins.update(dict.fromkeys(columns, origin))
-        return self._new(tensors, objects, origins=origins)
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """A batch from tensors and objects. Unlike in verl, lengths of objects are checked too."""
+        return cls(tensors, non_tensors, meta_info)
 
-    def with_meta(self, **items: Any) -> DataProto:
-        """`meta_info` with some items set."""
-        return self._new(self._batch.raw(), self._objects.raw(), {**self._meta, **items})
+    @classmethod
+    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> Self:
+        """A batch from one dict: tensors go to `batch`, everything else (lists too, unlike in verl) to objects."""
+        return cls(*apart(data), meta_info)
 
-    def without(self, *names: str) -> DataProto:
-        """The other columns."""
-        for name in names:
+    # --- columns ----------------------------------------------------------------------------
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> Self:
+        """A batch with some of the columns. None keeps all of a kind; `batch_keys` alone may name objects as well, and keeps no
+        others. Raises `ColumnMissing` for a missing name (verl drops missing objects silently)."""
+        wanted = list(self._batch if batch_keys is None else batch_keys)
+        if non_tensor_batch_keys is not None:
+            wanted += non_tensor_batch_keys
+        elif batch_keys is None:
+            wanted += self._objects
+        for name in wanted:
             if name not in self:
                 raise missing(name, self.columns)
-        return self._new(
-            {name: value for name, value in self._batch.raw().items() if name not in names},
-            {name: value for name, value in self._objects.raw().items() if name not in names},
+        raw, meta = self._raw(), self._meta
+        if meta_info_keys is not None:
+            absent = [name for name in meta_info_keys if name not in meta]
+            if absent:
+                raise BatchError(f"meta_info has no {absent}", found=", ".join(meta))
+            meta = {name: meta[name] for name in meta_info_keys}
+        return self._new({name: raw[name] for name in wanted}, meta=meta)
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] = (),
+        non_tensor_batch_keys: Sequence[str] = (),
+        meta_info_keys: Sequence[str] = (),
+    ) -> tuple[Self, Self]:
+        """(a batch of the named columns, one of the rest). verl's changes the batch in place and returns the first alone."""
+        taken = self.select(list(batch_keys), list(non_tensor_batch_keys), list(meta_info_keys))
+        rest = self.without(*batch_keys, *non_tensor_batch_keys)
+        meta = {name: value for name, value in self._meta.items() if name not in meta_info_keys}
+        return taken, rest._new(rest._raw(), meta=meta)
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
+        """The batch with columns under other names, tensors and objects alike (verl renames tensors only, in place)."""
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        if len(old) != len(new):
+            raise BatchError("rename", expected=f"{len(old)} new names", found=len(new))
+        columns = {to: self[name] for name, to in zip(old, new, strict=True)}
+        made = {to: self._origins[name] for name, to in zip(old, new, strict=True) if name in self._origins}
+        kept = self.without(*old)
+        clash = [name for name in columns if name in kept]
+        if clash:
+            raise BatchError("rename would overwrite", found=", ".join(clash), do="drop them first: without(…)")
+        renamed = kept.with_columns(columns)
+        return renamed._new(renamed._raw(), origins={**renamed._origins, **made})
+
+    def union(self, other: DataProto) -> Self:
+        """A batch with the columns and meta of both. What both have must agree; NaN equals NaN (in verl it does not).
+
+        Raises `UnionConflict` where a shared column or meta item differs, `BatchError` for lengths.
+        """
+        if len(self.columns) and len(other.columns) and len(self) != len(other):
+            raise BatchError("union of batches", expected=f"{len(self)} rows", found=len(other))
+        for name in self.columns:
+            if name in other and not same(self[name], other[name]):
+                found = f"written by {_stage(self, name)} and by {_stage(other, name)}"
+                do = "drop or rename one: without(…), rename(…)"
+                raise UnionConflict(f"both batches have {name!r} and differ", found=found, do=do)
+        for key, value in other.meta_info.items():
+            if key in self._meta and not same(self._meta[key], value):
+                found = f"{describe(self._meta[key])} and {describe(value)}"
+                raise UnionConflict(f"meta_info {key!r} differs", found=found)
+        columns = {**self._raw(), **other._raw(), **self._raw()}  # its own first, and where both have one
+        meta, origins = {**self._meta, **other.meta_info}, {**other.origins, **self._origins}
+        joined = self._new(columns, meta=meta, origins=origins)
+        check_letters(joined._batch.raw())
+        return joined
+
+    # --- rows -------------------------------------------------------------------------------
+
+    def select_idxs(self, idxs: Any) -> Self:
+        """Rows by number (repeats allowed) or by a mask of B bools: list, array or tensor."""
+        index = idxs if isinstance(idxs, torch.Tensor) else torch.as_tensor(np.asarray(idxs))
+        if index.numel() == 0:
+            index = index.long()
+        if index.dim() != 1 or index.dtype.is_floating_point or index.dtype.is_complex:
+            raise BatchError("rows", expected="a list of row numbers or a mask", found=describe(idxs))
+        if index.dtype == torch.bool:
+            if len(index) != len(self):
+                raise BatchError("a mask of rows", expected=f"{len(self)} bools", found=len(index))
+            index = index.nonzero().squeeze(-1)
+        if index.numel() and not (-len(self) <= int(index.min()) and int(index.max()) < len(self)):
+            raise IndexError(message("row numbers", expected=f"below {len(self)}", found=int(index.max())))
+        index = index.long() % max(len(self), 1)
+        numbers = index.numpy()
+        return self._new(*self._each(lambda tensor: tensor[index.to(tensor.device)], lambda cells: cells[numbers]))
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
+        """`data[start:end:step]`; tensors are views of this batch's."""
+        where = slice(start, end, step)
+        if step is not None and step < 0:
+            return self.select_idxs(list(range(len(self)))[where])
+        return self._new(*self._each(lambda column: column[where]))
+
+    def reorder(self, indices: torch.Tensor) -> Self:
+        """Rows in another order (verl's does it in place and returns nothing)."""
+        if sorted(torch.as_tensor(indices).tolist()) != list(range(len(self))):
+            raise BatchError("reorder", expected=f"every row of {len(self)} once", found=describe(indices))
+        return self.select_idxs(indices)
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
+        """Repeat every row `repeat_times` times: rows a, b become a a b b, or a b a b with `interleave=False`."""
+        rows = torch.arange(len(self))
+        return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
+
+    def sample_level_repeat(self, repeat_times: Any) -> Self:
+        """Row i `repeat_times[i]` times."""
+        times = torch.as_tensor(np.asarray(repeat_times)).long()
+        if len(times) != len(self):
+            raise BatchError("sample_level_repeat", expected=f"{len(self)} numbers", found=len(times))
+        return self.select_idxs(torch.arange(len(self)).repeat_interleave(times))
+
+    def chunk(self, chunks: int) -> list[Self]:
+        """`chunks` equal parts. Raises where they cannot be equal: pad first (`pad_to_divisor`), or `split`."""
+        if chunks < 1 or len(self) % chunks:
+            do = f"pad_to_divisor({chunks}) first, or split(size) for an uneven last one"
+            raise BatchError(f"{len(self)} rows cannot be cut into {chunks} equal chunks", do=do)
+        return self.split(max(len(self) // chunks, 1))
+
+    def split(self, split_size: int) -> list[Self]:
+        """Parts of `split_size` rows; the last may be short."""
+        if split_size < 1:
+            raise BatchError("split size", expected="≥ 1", found=split_size)
+        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+
+    @staticmethod
+    def concat(parts: Sequence[DataProto]) -> DataProto:
+        """Rows of all parts. They must have the same columns, and meta_info must agree where shared.
+
+        verl flattens the meta key `metrics`; here metrics are not part of a batch.
+        """
+        if not parts:
+            raise BatchError("concat", expected="at least one batch", found="none")
+        first = parts[0]
+        meta = dict(first.meta_info)
+        for number, part in enumerate(parts):
+            if set(part.columns) != set(first.columns):
+                odd = sorted(set(part.columns) ^ set(first.columns))
+                raise BatchError(f"part {number} has other columns than part 0", found=", ".join(odd))
+            for key, value in part.meta_info.items():
+                if key in meta and not same(meta[key], value):
+                    raise UnionConflict(f"meta_info {key!r} differs in part {number}", found=describe(value))
+                meta[key] = value
+        return first._new(
+            {name: torch.cat([part.batch[name] for part in parts]) for name in first.batch},
+            {name: np.concatenate([part.non_tensor_batch[name] for part in parts]) for name in first.non_tensor_batch},
+            meta=meta,
         )
 
+    def make_iterator(
+        self, mini_batch_size: int, epochs: int = 1, seed: int | None = None, shuffle: bool | None = None
+    ) -> Iterator[Self]:
+        """Mini-batches over `epochs` passes, shuffled per epoch where a seed is given. The size must divide."""
+        if mini_batch_size < 1 or len(self) % mini_batch_size:
+            raise BatchError("mini_batch_size", expected=f"a divisor of {len(self)}", found=mini_batch_size)
+        generator = torch.Generator().manual_seed(seed if seed is not None else 0)
+        shuffled = seed is not None if shuffle is None else shuffle
+        for _ in range(epochs):
+            order = torch.randperm(len(self), generator=generator) if shuffled else torch.arange(len(self))
+            for rows in order.split(mini_batch_size):
+                yield self.select_idxs(rows)
+
+    def pad_to_divisor(self, divisor: int) -> tuple[Self, int]:
+        """(the batch with rows cycled from the start until `divisor` divides it, how many were added)."""
+        if divisor < 1 or not len(self):
+            raise SettingError("pad_to_divisor", expected="a divisor ≥ 1 and some rows", found=divisor)
+        added = -len(self) % divisor
+        return (self.select_idxs([row % len(self) for row in range(len(self) + added)]) if added else self), added
+
+    def unpad(self, pad: int) -> Self:
+        """Without the last `pad` rows."""
+        return self.slice(0, len(self) - pad) if pad else self
+
+    # --- elsewhere --------------------------------------------------------------------------
+
+    def to(self, device: Any) -> Self:
+        """The batch with its tensors on a device; those that are there already are shared."""
+        return self._new({name: self._batch[name].to(device) for name in self._batch}, self._objects.raw())
+
+    def to_tensordict(self) -> Any:
+        """A TensorDict: tensors, objects as NonTensorStack, meta as NonTensorData."""
+        from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+        taken = [name for name in self._meta if name in self]
+        if taken:
+            raise BatchError("meta_info and columns share names", found=", ".join(taken))
+        data = TensorDict({name: self._batch[name] for name in self._batch}, batch_size=[len(self)])
+        for name in self._objects:
+            data[name] = NonTensorStack(*(NonTensorData(value) for value in self._objects[name]))
+        for name, value in self._meta.items():
+            data[name] = NonTensorData(value, batch_size=[len(self)])
+        return data
+
+    @classmethod
+    def from_tensordict(cls, data: Any) -> Self:
+        """A batch from what `to_tensordict` returns. Raises `BatchError` for nested entries."""
+        from tensordict import NonTensorData, NonTensorStack
+
+        tensors: dict[str, Any] = {}
+        objects: dict[str, Any] = {}
+        meta: dict[str, Any] = {}
+        for name in data.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+            value = data.get(name)
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
+            elif isinstance(value, NonTensorStack):
+                objects[name] = [item.data for item in value.unbind(0)]
+            elif isinstance(value, NonTensorData):
+                meta[name] = value.data
+            else:
+                raise BatchError(f"entry {name!r} of the TensorDict", expected="a leaf", found=type(value))
+        return cls(tensors, objects, meta)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One line per row: numbers and objects as they are, longer tensors as lists.
+
+        [B, T] response columns lose their padding where `response_mask` is there to say what that is.
+        """
+        import pandas as pd
+
+        mask = self._batch["response_mask"].bool() if "response_mask" in self._batch else None
+        columns: dict[str, Any] = {}
+        for name in self._batch:
+            tensor = self._batch[name].detach().cpu()
+            if mask is not None and tensor.shape == mask.shape and name != "response_mask":
+                columns[name] = [row[: _length(keep)].tolist() for row, keep in zip(tensor, mask, strict=True)]
+            else:
+                columns[name] = tensor.tolist()
+        return pd.DataFrame(columns | {name: list(self._objects[name]) for name in self._objects})
+
     def mutable(self) -> MutableDataProto:
-        """A verl-shaped copy for foreign code that expects to write; nothing of it comes back."""
-        return MutableDataProto(
-            {name: self._batch[name].clone() for name in self._batch},
-            {name: copy.deepcopy(self._objects[name]) for name in self._objects},
-            copy.deepcopy(self._meta),
-        )
+        """A copy that other code may change in place, as verl's `DataProto`; this batch does not change with it."""
+        return MutableDataProto(*self._each(torch.Tensor.clone, copy.deepcopy), copy.deepcopy(self._meta))
 
     # --- travel ---------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Cheap for Ray: the columns themselves, numpy views in protocol 5, no storage beyond the rows."""
-        tensors = {name: _portable(self._batch[name]) for name in self._batch}
-        objects = {name: self._objects[name] for name in self._objects}
-        return _rebuild, (tensors, objects, self._meta, self._origins)
+        """Cheap for Ray: NumPy views of the columns, pickled out of band in protocol 5, without storage beyond the rows."""
+        return _rebuild, (*self._each(_portable, lambda cells: cells), self._meta, self._origins)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
-        return DataProto(
-            {name: self._batch[name].clone() for name in self._batch},
-            {name: copy.deepcopy(self._objects[name], memo) for name in self._objects},
-            self._meta,
-            origins=self._origins,
-        )
+        copied = self._each(torch.Tensor.clone, lambda cells: copy.deepcopy(cells, memo))
+        return DataProto(*copied, self._meta, origins=self._origins)
 
     def __copy__(self) -> DataProto:
-        return self._new(self._batch.raw(), self._objects.raw())
+        return self._new(self._raw())
 
-    def save(self, path: Any) -> Any:
+    def save(self, path: str | Path) -> Path:
         """Write a new folder: safetensors, parquet, json; see `dataproto.io`."""
-        from workbench.dataproto.io import save
-
-        return save(self, path)
+        return io.save(self, path)
 
     @staticmethod
-    def load(path: Any) -> DataProto:
-        """Open what `save` wrote; a column is read when it is looked at."""
-        from workbench.dataproto.io import load
-
-        return load(path)
-
-    # --- looking --------------------------------------------------------------------------
-
-    def __repr__(self) -> str:
-        from workbench.views.batches import batch_text
-
-        return batch_text(self)
-
-    def _repr_html_(self) -> str:
-        from workbench.views.batches import batch_html
-
-        return batch_html(self)
+    def load(path: str | Path) -> DataProto:
+        """Open a folder that `save` wrote; a column is read at its first use."""
+        new = object.__new__(DataProto)
+        new._set(*io.load(path))
+        return new
 
 
-def _rows(tensors: Mapping[str, Any], objects: Mapping[str, Any]) -> int:
-    lengths = {name: int(value.shape[0]) for name, value in (*tensors.items(), *objects.items())}
-    if len(set(lengths.values())) > 1:
-        first = next(iter(lengths))
-        wrong = {name: size for name, size in lengths.items() if size != lengths[first]}
-        raise BatchError(
-            message("columns of one batch have one length", expected=f"{lengths[first]} rows", found=wrong)
-        )
-    return next(iter(lengths.values()), 0)
+def _length(mask: torch.Tensor) -> int:
+    """Up to the last 1 of a row's mask."""
+    ones = mask.nonzero()
+    return int(ones[-1]) + 1 if len(ones) else 0
+
+
+def _stage(batch: DataProto, name: str) -> str:
+    made = batch.origins.get(name)
+    return repr(made.stage) if made else "an unknown stage"
 
 
 def _portable(tensor: torch.Tensor) -> Any:
@@ -290,15 +388,30 @@ def _rebuild(
 ) -> DataProto:
     def tensor(value: Any) -> torch.Tensor:
         # arrays from shared memory are read-only, and a tensor over them would be a writable alias
-        return (
-            value
-            if isinstance(value, torch.Tensor)
-            else torch.from_numpy(value if value.flags.writeable else value.copy())
-        )
+        if isinstance(value, torch.Tensor):
+            return value
+        return torch.from_numpy(value if value.flags.writeable else value.copy())
 
     new = object.__new__(DataProto)
     new._set({name: tensor(value) for name, value in tensors.items()}, objects, meta, origins)
     return new
 
 
-__all__ = ["DataProto", "DataProtoItem", "Lazy", "Origin"]
+@dataclass
+class MutableDataProto:
+    """`batch`, `non_tensor_batch` and `meta_info` as plain dicts; `len`, `[int]` and iteration."""
+
+    batch: dict[str, torch.Tensor]
+    non_tensor_batch: dict[str, np.ndarray]
+    meta_info: dict[str, Any]
+
+    def __len__(self) -> int:
+        columns: list[Any] = [*self.batch.values(), *self.non_tensor_batch.values()]
+        return len(columns[0]) if columns else 0
+
+    def __getitem__(self, row: int) -> DataProtoItem:
+        if not -len(self) <= row < len(self):
+            raise IndexError(row)
+        tensors = {name: tensor[row] for name, tensor in self.batch.items()}
+        objects = {name: cells[row] for name, cells in self.non_tensor_batch.items()}
+        return DataProtoItem(tensors, objects, self.meta_info)

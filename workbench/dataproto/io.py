@@ -1,8 +1,8 @@
-"""A batch on disk: safetensors for tensors, parquet for objects, json for the rest; never pickle.
+"""Saves and loads batches: safetensors for tensors, parquet for objects, JSON for the rest; never pickle.
 
-Object columns are stored as arrow where every cell is of one plain type, else as tagged JSON per cell, else
-refused by name. Records of ours (rewards' `Score`) are tagged by a registered codec. Loading reads the table of
-contents alone; a column is read, memory-mapped, when somebody looks at it.
+Object columns are stored as arrow where every cell is of one plain type, else as tagged JSON per cell; other objects are
+refused. Classes such as rewards' `Score` have a registered codec. Loading reads only `meta.json`; a column is read,
+memory-mapped, at its first use.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,38 +19,30 @@ from typing import Any
 import numpy as np
 import torch
 
+from workbench.base import formats
+from workbench.base.errors import BatchError, describe
 from workbench.dataproto import claims
-from workbench.dataproto.columns_map import Lazy, as_objects
-from workbench.dataproto.core import DataProto, Origin
-from workbench.errors import BatchError, describe, message
+from workbench.dataproto.value import Lazy, Origin, Value, as_objects
 
-FORMAT = 1
 TENSORS, OBJECTS = "tensors.safetensors", "objects.parquet"
 _TAG = "__workbench__"
 _GROUP = 512
 
 
-@dataclass(frozen=True)
-class _Codec:
-    tag: str
-    kind: type
-    encode: Callable[[Any], Any]
-    decode: Callable[[Any], Any]
-
-
-_CODECS: dict[str, _Codec] = {}
+_CODECS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {}
+"""Tag → class, encode, decode."""
 
 
 def register_codec(tag: str, kind: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
-    """Let objects of a class be saved in cells: `encode` gives plain values, `decode` takes them."""
-    _CODECS[tag] = _Codec(tag, kind, encode, decode)
+    """Let objects of a class be saved in cells: `encode` turns one into plain values, `decode` makes it of them again."""
+    _CODECS[tag] = kind, encode, decode
 
 
 # --- cells --------------------------------------------------------------------------------------
 
 
 def encode(value: Any) -> Any:
-    """A cell as JSON values; what JSON cannot say is tagged. Raises `TypeError` for anything else."""
+    """A cell as JSON values; arrays, tuples, infinities and registered classes are tagged. Raises `TypeError` for others."""
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
@@ -58,33 +50,35 @@ def encode(value: Any) -> Any:
     if isinstance(value, np.generic):
         return {_TAG: "numpy", "dtype": value.dtype.str, "value": encode(value.item())}
     if isinstance(value, np.ndarray):
-        items = [encode(item) for item in value.reshape(-1).tolist()]
+        items = encode(value.reshape(-1).tolist())
         return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "value": items}
     if isinstance(value, list):
         return [encode(item) for item in value]
     if isinstance(value, tuple):
-        return {_TAG: "tuple", "value": [encode(item) for item in value]}
+        return {_TAG: "tuple", "value": encode(list(value))}
     if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value) and _TAG not in value:
-            return {key: encode(item) for key, item in value.items()}
-        return {_TAG: "dict", "value": [[encode(key), encode(item)] for key, item in value.items()]}
-    for codec in _CODECS.values():
-        if isinstance(value, codec.kind):
-            return {_TAG: codec.tag, "value": encode(codec.encode(value))}
-    raise TypeError(type(value).__name__)
+        return _encoded_dict(value)
+    tag = next((tag for tag, (kind, *_) in _CODECS.items() if isinstance(value, kind)), None)
+    if tag is None:
+        raise TypeError(type(value).__name__)
+    return {_TAG: tag, "value": encode(_CODECS[tag][1](value))}
+
+
+def _encoded_dict(value: dict[Any, Any]) -> dict[str, Any]:
+    if all(isinstance(key, str) for key in value) and _TAG not in value:
+        return {key: encode(item) for key, item in value.items()}
+    return {_TAG: "dict", "value": [[encode(key), encode(item)] for key, item in value.items()]}
 
 
 def decode(value: Any) -> Any:
     """The reverse of `encode`."""
     if isinstance(value, list):
         return [decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return _untagged({key: decode(item) for key, item in value.items()})
+    return _untagged({key: decode(item) for key, item in value.items()}) if isinstance(value, dict) else value
 
 
 def _untagged(value: dict[str, Any]) -> Any:
-    """What a record stands for, its values decoded already."""
+    """The object of a tagged record, whose values are decoded already."""
     tag = value.get(_TAG)
     if tag is None:
         return value
@@ -102,15 +96,15 @@ def _untagged(value: dict[str, Any]) -> Any:
     if tag == "dict":
         return dict(map(tuple, inner))
     if tag not in _CODECS:
-        raise BatchError(message(f"a saved cell is of kind {tag!r}", expected=f"one of {', '.join(_CODECS)}"))
-    return _CODECS[tag].decode(inner)
+        raise BatchError(f"a saved cell is of kind {tag!r}", expected=f"one of {', '.join(_CODECS)}")
+    return _CODECS[tag][2](inner)
 
 
 def _dtype_of_cell(text: Any, inner: list[Any]) -> np.dtype[Any]:
-    """An array's dtype; of texts one that is no wider than they are, for a file can claim gigabytes for each."""
+    """An array's dtype; of texts one no wider than they are, because a file can claim gigabytes for each."""
     dtype = np.dtype(text)
     if dtype.kind == "V":
-        raise BatchError(message("a saved array", expected="plain numbers, texts or objects", found=describe(text)))
+        raise BatchError("a saved array", expected="plain numbers, texts or objects", found=describe(text))
     widest = max((len(item) for item in inner), default=1) if dtype.kind in "US" else 0
     return np.dtype(f"{dtype.kind}{max(widest, 1)}") if dtype.itemsize > 64 + 4 * widest else dtype
 
@@ -118,32 +112,33 @@ def _dtype_of_cell(text: Any, inner: list[Any]) -> np.dtype[Any]:
 def _plain_type(values: np.ndarray) -> bool:
     """Whether arrow stores it exactly: all str, all int, all bool, or all finite float."""
     kinds = {type(value) for value in values}
-    if len(kinds) != 1 or next(iter(kinds)) not in (str, int, bool, float):
-        return False
-    if next(iter(kinds)) is int:
+    if kinds == {int}:
         return all(-(2**63) <= value < 2**63 for value in values)
-    if next(iter(kinds)) is str:
+    if kinds == {str}:
         return all(value.isprintable() or value.encode("utf-8", "replace").decode() == value for value in values)
-    return True
+    return kinds in ({bool}, {float})
 
 
 # --- folders ------------------------------------------------------------------------------------
 
 
-def save(batch: DataProto, path: str | Path) -> Path:
+def save(batch: Value, path: str | Path) -> Path:
     """Write a new folder: complete or not there at all. Raises `BatchError` where it exists or a cell cannot be saved."""
+    from safetensors.torch import save_file
+
     folder = Path(path)
     if folder.exists():
-        raise BatchError(message("a saved batch is never overwritten", found=folder))
+        raise BatchError("a saved batch is never overwritten", found=folder)
     staging = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
         tensors = {name: batch.batch[name].detach().cpu().contiguous() for name in batch.batch}
         kinds = _write_objects(batch, staging)
-        _write_tensors(tensors, staging)
+        # safetensors refuses tensors that share storage: expanded views get their own
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, str(staging / TENSORS))
         document = {
-            "format": FORMAT,
+            "format": formats.FORMAT,
             "rows": len(batch),
             "tensors": {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()},
             "objects": kinds,
@@ -160,14 +155,7 @@ def save(batch: DataProto, path: str | Path) -> Path:
     return folder
 
 
-def _write_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    from safetensors.torch import save_file
-
-    # tensors that share storage are refused by safetensors: expanded views get their own
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, str(folder / TENSORS))
-
-
-def _write_objects(batch: DataProto, folder: Path) -> dict[str, str]:
+def _write_objects(batch: Value, folder: Path) -> dict[str, str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -184,106 +172,79 @@ def _write_objects(batch: DataProto, folder: Path) -> dict[str, str]:
             claims.check_depth(*cells)
             columns[name] = pa.array(cells, type=pa.string())
         except TypeError as cause:
-            raise BatchError(
-                message(
-                    f"column {name!r} cannot be saved",
-                    expected="plain values, NumPy, or records with a registered codec",
-                    found=f"a {cause}, as in {describe(values[0])}",
-                    do=f"drop it first: without({name!r})",
-                )
-            ) from cause
+            expected = "plain values, NumPy, or records with a registered codec"
+            found, do = f"a {cause}, as in {describe(values[0])}", f"drop it first: without({name!r})"
+            raise BatchError(f"column {name!r} cannot be saved", expected=expected, found=found, do=do) from cause
     if columns:
-        # small groups, so that a look at a few rows reads a few rows
+        # small groups, so that reading a few rows does not decode many
         made, path = pa.table(columns), folder / OBJECTS
         pq.write_table(made, path, row_group_size=_GROUP)
         if max(made.column(name).nbytes for name in columns) > claims.budget_of(path):
-            # cells that repeat shrink to next to nothing, as a bomb does: they are stored as they are
+            # cells that repeat shrink so far that loading would take the file for a bomb: they are stored uncompressed
             pq.write_table(made, path, row_group_size=_GROUP, use_dictionary=False, compression="none")
     return kinds
 
 
-def load(path: str | Path) -> DataProto:
-    """Open a saved batch. Raises `BatchError` where the folder is not one, or of another format."""
+def load(path: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Origin]]:
+    """Open a saved batch: tensors, objects, `meta_info`, origins; columns are `Lazy`. Raises `BatchError` where the folder is
+    not one, or has a newer format."""
     folder = Path(path)
     if not (folder / "meta.json").is_file():
-        raise BatchError(message(f"no saved batch at {folder}", expected="a folder with meta.json"))
+        raise BatchError(f"no saved batch at {folder}", expected="a folder with meta.json")
     meta = claims.inside(folder, "meta.json")
     with claims.reading(meta):
         document = claims.document(meta, strict=True)
-        if document["format"] != FORMAT:
-            raise BatchError(
-                message(f"batch {folder}", expected=f"format {FORMAT}", found=describe(document["format"]))
-            )
-        rows, objects = document["rows"], document["objects"]
+        old = formats.older(document["format"], f"batch {folder}", BatchError)
+        rows, kinds = document["rows"], document["objects"]
         claimed = {name: (tuple(shape), _dtype(kind, folder)) for name, (kind, shape) in document["tensors"].items()}
-        claims.check_columns(claimed, objects, rows)
-        origins = {name: Origin(**made) for name, made in document["origins"].items()}
-        facts = dict(decode(document["meta_info"]))
+        # puts columns under their present names
+        called: Callable[[Any], Any] = partial(formats.keys, "column") if old else dict
+        claims.check_columns(called(claimed), called(kinds), rows)
+        facts, origins = dict(decode(document["meta_info"])), _origins(called(document["origins"]), old)
+        facts = formats.keys("fact", facts) if old else facts
     file, other = claims.inside(folder, TENSORS), claims.inside(folder, OBJECTS)
-    if claimed and file.exists():  # one that is gone is missed when somebody looks at a column of it
+    if claimed and file.exists():  # a missing file is an error at the first use of one of its columns
         with claims.reading(file):
             claims.check_tensors(file, claimed)
-    if objects and other.exists() and not other.is_file():
-        raise BatchError(message(f"{other} is no file"))
-    new = object.__new__(DataProto)
-    new._set(_lazy_tensors(folder, claimed), _lazy_objects(folder, objects, rows), facts, origins)
-    return new
+    if kinds and other.exists() and not other.is_file():
+        raise BatchError(f"{other} is not a file")
+    tensors = {name: partial(_tensor, folder, name) for name in claimed}
+    objects = {name: partial(_objects, folder, name, kind, rows) for name, kind in kinds.items()}
+    lazy = {name: Lazy(read, *claimed[name], read) for name, read in tensors.items()}
+    lazy_objects = {name: Lazy(read, (rows,), None, read) for name, read in objects.items()}
+    return called(lazy), called(lazy_objects), facts, origins
 
 
-def _lazy_tensors(folder: Path, claimed: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Any]:
-    return {
-        name: Lazy(partial(_read_tensor, folder, name), shape, dtype, partial(_tensor_rows, folder, name))
-        for name, (shape, dtype) in claimed.items()
-    }
-
-
-def _lazy_objects(folder: Path, kinds: dict[str, str], rows: int) -> dict[str, Any]:
-    return {
-        name: Lazy(
-            partial(_read_objects, folder, name, kind, rows),
-            (rows,),
-            None,
-            partial(_object_rows, folder, name, kind, rows),
-        )
-        for name, kind in kinds.items()
-    }
+def _origins(records: dict[str, dict[str, Any]], old: bool) -> dict[str, Origin]:
+    stage: Callable[[str], str] = partial(formats.name, "stage") if old else str
+    return {name: Origin(**{**made, "stage": stage(made["stage"])}) for name, made in records.items()}
 
 
 def _dtype(name: str, folder: Path) -> torch.dtype:
-    """A dtype by the name that a file gives, and nothing else of torch's."""
+    """A torch dtype by its name in a file; no other attribute of torch."""
     found = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise BatchError(message(f"batch {folder}", expected="a dtype of torch", found=describe(name)))
+        raise BatchError(f"batch {folder}", expected="a dtype of torch", found=describe(name))
     return found
 
 
-def _read_tensor(folder: Path, name: str) -> torch.Tensor:
+def _tensor(folder: Path, name: str, *rows: int) -> torch.Tensor:
+    """A column, or the rows from one number to another."""
     from safetensors import safe_open
 
     with claims.reading(folder / TENSORS), safe_open(str(folder / TENSORS), framework="pt") as file:
+        if rows:
+            return file.get_slice(name)[slice(*rows)]
         claims.check_room(8 * math.prod(file.get_slice(name).get_shape()), f"column {describe(name)}")
         return file.get_tensor(name)
 
 
-def _tensor_rows(folder: Path, name: str, start: int, stop: int) -> torch.Tensor:
-    from safetensors import safe_open
-
-    with claims.reading(folder / TENSORS), safe_open(str(folder / TENSORS), framework="pt") as file:
-        return file.get_slice(name)[start:stop]
-
-
-def _read_objects(folder: Path, name: str, kind: str, rows: int) -> np.ndarray:
-    return _object_rows(folder, name, kind, rows, 0, rows)
-
-
-def _object_rows(folder: Path, name: str, kind: str, rows: int, start: int, stop: int) -> np.ndarray:
+def _objects(folder: Path, name: str, kind: str, count: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+    """A column of `count` rows, or the rows from one number to another."""
     with claims.reading(folder / OBJECTS):
-        return _cells(name, kind, claims.parquet_values(folder / OBJECTS, name, kind, rows, start, stop))
-
-
-def _cells(name: str, kind: str, values: list[Any]) -> np.ndarray:
-    if kind != "arrow":  # decoded while it is parsed: ten thousand records in a few hundredths of a second
-        claims.check_depth(*values)
-        values = [json.loads(text, object_hook=_untagged) for text in values]
-    claims.check_cells(name, values)
-    return as_objects(name, values)
+        values = claims.parquet_values(folder / OBJECTS, name, kind, count, start, count if stop is None else stop)
+        if kind != "arrow":  # decoded while it is parsed: ten thousand records in a few hundredths of a second
+            claims.check_depth(*values)
+            values = [json.loads(text, object_hook=_untagged) for text in values]
+        claims.check_cells(name, values)
+        return as_objects(name, values)

@@ -1,9 +1,6 @@
-"""Data sets: files into rows, rows into batches."""
+"""Data sets: `load` reads files into `Rows`, which make batches of prompts."""
 
-from workbench.datasets.load import load
-from workbench.datasets.order import Cursor
-from workbench.datasets.report import Report
-from workbench.datasets.rows import Rows
-from workbench.datasets.templates import encode
+from workbench.datasets.rendering import encode
+from workbench.datasets.rows import Cursor, Report, Rows, load
 
 __all__ = ["Cursor", "Report", "Rows", "encode", "load"]

@@ -1,87 +1,75 @@
-"""Data files as lists of plain records: parquet, json, jsonl; every refusal names the file and the line."""
+"""Data files (parquet, json, jsonl) as lists of plain records; every error names the file and the line."""
 
 from __future__ import annotations
 
+import codecs
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import DataError, boundary, message, unknown
+from workbench.base.errors import DataError, boundary, unknown
 
 SUFFIXES = (".parquet", ".json", ".jsonl")
 LINE_LIMIT = 64 << 20
-"""Bytes that a line of JSON may have: a row is a prompt and an answer."""
+"""Bytes that a line of JSON may have."""
 SIZE_LIMIT = 8 << 30
-"""Bytes that a file may decode to: two kilobytes of parquet can stand for twenty gigabytes."""
+"""Bytes that a file may decode to: two kilobytes of parquet can decode to twenty gigabytes."""
 _FIRST = 64
-"""Rows that the estimate looks at."""
+"""Rows from which the decoded size is estimated."""
 
 
 def find(path: str | Path | Sequence[str | Path]) -> list[Path]:
     """The files meant by a path, a pattern (`data/train-*.parquet`: its files by name) or several of them.
 
-    A folder is refused with its data files named: which split is meant is not ours to guess.
+    Raises `DataError` for a pattern that no file matches. Paths are not checked here: `read` does that.
     """
-    several = [path] if isinstance(path, str | Path) else list(path)
     found: list[Path] = []
-    for one in several:
-        if any(sign in str(one) for sign in "*?") and not Path(one).exists():
-            matched = sorted(_glob(Path(one)))
-            if not matched:
-                raise DataError(message(f"no file matches {str(one)!r}"))
-            found += matched
-        else:
-            found.append(Path(one))
+    for one in map(Path, [path] if isinstance(path, str | Path) else path):
+        if not any(sign in str(one) for sign in "*?") or os.path.exists(one):
+            found.append(one)
+            continue
+        folder = Path(one.anchor)
+        matched = sorted(each for each in folder.glob(str(one.relative_to(folder))) if each.suffix in SUFFIXES)
+        if not matched:
+            raise DataError(f"no file matches {str(one)!r}")
+        found += matched
     return found
-
-
-def _glob(pattern: Path) -> list[Path]:
-    anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
-    relative = pattern.relative_to(anchor) if pattern.is_absolute() else pattern
-    return [path for path in anchor.glob(str(relative)) if path.suffix in SUFFIXES]
 
 
 def read(path: Path) -> list[Any]:
     """The records of one file, in order.
 
-    Raises `DataError` where the file is missing, of another kind, not UTF-8, or not strict JSON (NaN and
-    numbers beyond float64 are refused).
+    Raises `DataError` where the file is missing, a folder (its data files are listed), of another kind, too large, not
+    UTF-8, or not strict JSON (NaN and numbers beyond float64 are refused).
     """
     try:
         path.exists()
     except OSError as cause:  # a name too long, a folder that may not be entered
-        raise DataError(message(f"no data file at {str(path)[:200]!r}", found=str(cause)[:100])) from cause
+        raise DataError(f"no data file at {str(path)[:200]!r}", found=str(cause)[:100]) from cause
     if path.is_dir():
         inside = sorted(str(one.relative_to(path)) for one in path.rglob("*") if one.suffix in SUFFIXES)
-        raise DataError(
-            message(
-                f"{str(path)!r} is a folder",
-                expected="a data file, or a pattern such as 'folder/train-*.parquet'",
-                found=", ".join(inside[:8]) or "no data file in it",
-            )
-        )
+        expected, found = "a data file, or a pattern such as 'folder/train-*.parquet'", ", ".join(inside[:8])
+        raise DataError(f"{str(path)!r} is a folder", expected=expected, found=found or "no data file in it")
     if not path.is_file():
-        raise DataError(
-            message(f"no data file at {str(path)!r}", do="check the path; it starts where Python was started")
-        )
+        raise DataError(f"no data file at {str(path)!r}", do="check the path; it starts where Python was started")
     if path.suffix not in SUFFIXES:
         raise DataError(unknown("suffix of a data file", path.suffix or "(none)", SUFFIXES))
     if path.suffix == ".parquet":
         return _read_parquet(path)
     if path.suffix == ".jsonl":
-        return [parse(line, f"{path}:{number}") for number, line in _lines(path) if line.strip()]
+        return [parse(raw, place) for place, raw in raw_lines(path)]
     _refuse_size(path, path.stat().st_size)
-    with boundary(f"reading {str(path)!r} as UTF-8 text", DataError):
-        text = path.read_text(encoding="utf-8-sig")
-    records = parse(text, str(path))
+    with boundary(f"reading {str(path)!r}", DataError):
+        records = parse(path.read_bytes().removeprefix(codecs.BOM_UTF8), str(path))
     if not isinstance(records, list):
-        raise DataError(message(f"{path}", expected="a list of rows", found=type(records).__name__))
+        raise DataError(str(path), expected="a list of rows", found=type(records).__name__)
     return records
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number from 1, text) of each line, never more than one in memory.
+def raw_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """("file:line", bytes) of each line that is not blank, one in memory at a time. Raises `DataError` for an endless one.
 
     Lines end at a newline alone: U+2028 and its like are ordinary characters inside a JSON string.
     """
@@ -89,15 +77,14 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         for number, raw in enumerate(iter(lambda: file.readline(LINE_LIMIT + 1), b""), 1):
             place = f"{path}:{number}"
             if len(raw) > LINE_LIMIT:
-                raise DataError(message(place, expected=f"at most {LINE_LIMIT} bytes in a line", found="more"))
-            try:
-                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as cause:
-                raise DataError(message(f"{place} is not UTF-8", found=str(cause))) from cause
+                raise DataError(place, expected=f"at most {LINE_LIMIT} bytes in a line", found="more")
+            raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+            if raw.strip():
+                yield place, raw
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
-    """All rows; refused before they are decoded where the first ones say that they would not fit."""
+    """All rows; refused before they are decoded where the size of the first ones says that all would be too large."""
     import pyarrow.parquet as pq
 
     with boundary(f"reading {str(path)!r} as parquet", DataError):
@@ -105,44 +92,36 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
         total = file.metadata.num_rows
         first = next(file.iter_batches(batch_size=_FIRST), None)
         if first is not None and first.num_rows:
-            _refuse_size(path, _decoded(first) // first.num_rows * total)
+            # as Python will have them: with their dictionaries written out
+            plain = [one.dictionary_decode() if hasattr(one, "dictionary_decode") else one for one in first.columns]
+            _refuse_size(path, sum(one.nbytes for one in plain) // first.num_rows * total)
         return file.read().to_pylist()
-
-
-def _decoded(batch: Any) -> int:
-    """Bytes of a record batch with its dictionaries written out, as Python will have them."""
-    columns = [
-        column.dictionary_decode() if hasattr(column, "dictionary_decode") else column for column in batch.columns
-    ]
-    return sum(column.nbytes for column in columns)
 
 
 def _refuse_size(path: Path, size: int) -> None:
     if size > SIZE_LIMIT:
-        raise DataError(
-            message(
-                f"{path} would take about {size / 2**30:.1f} GiB",
-                expected=f"at most {SIZE_LIMIT / 2**30:.1f} GiB",
-                do="read a part of it: split the file, or keep the rows that are needed",
-            )
-        )
+        what, expected = f"{path} would take about {size / 2**30:.1f} GiB", f"at most {SIZE_LIMIT / 2**30:.1f} GiB"
+        do = "read a part of it: split the file, or keep the rows that are needed"
+        raise DataError(what, expected=expected, do=do)
 
 
-def parse(text: str, place: str) -> Any:
-    """Strict JSON: NaN, infinity and 1e999 are refused, with the place."""
+def parse(text: bytes, place: str) -> Any:
+    """Strict JSON in UTF-8. Raises `DataError`, with the place, for anything else, NaN, infinity and 1e999 included."""
 
     def refuse(constant: str) -> Any:
-        raise DataError(message(f"{place}: JSON has no {constant}"))
+        raise DataError(f"{place}: JSON has no {constant}")
 
     def number(digits: str) -> float:
         value = float(digits)
         if value in (float("inf"), float("-inf")):
-            raise DataError(message(f"{place}: a number too large", found=digits))
+            raise DataError(f"{place}: a number too large", found=digits)
         return value
 
     try:
-        return json.loads(text, parse_constant=refuse, parse_float=number)
+        return json.loads(text.decode(), parse_constant=refuse, parse_float=number)
     except DataError:
         raise
+    except UnicodeDecodeError as cause:
+        raise DataError(f"{place} is not UTF-8", found=cause) from cause
     except (ValueError, RecursionError) as cause:  # ValueError: bad JSON, and integers of thousands of digits
-        raise DataError(message(f"{place} is not JSON", found=str(cause))) from cause
+        raise DataError(f"{place} is not JSON", found=str(cause)) from cause

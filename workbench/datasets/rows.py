@@ -1,35 +1,163 @@
-"""`Rows`: prompts and what they are judged by, as a frozen value."""
+"""`Rows`: prompts with their ground truths as a frozen value, read from files in verl's schema or GSM8K's own; and `Report`,
+the check of such a data set before a run."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from workbench.columns import COLUMNS
-from workbench.dataproto import DataProto, Origin
-from workbench.datasets.order import Cursor, permutation, place
-from workbench.datasets.report import Report, report
-from workbench.datasets.templates import encode
-from workbench.errors import DataError, describe, message
-from workbench.seeds import derive
+from workbench.base.errors import DataError, describe, unknown
+from workbench.base.seeds import derive
+from workbench.base.shown import Shown
+from workbench.dataproto.columns import COLUMNS
+from workbench.dataproto.core import DataProto, Origin
+from workbench.datasets.files import find, read
+from workbench.datasets.rendering import encode
+
+
+def permutation(rows: int, seed: int, epoch: int) -> list[int]:
+    """The order of the rows in one epoch (from 0): a pure function of the three."""
+    generator = torch.Generator().manual_seed(derive(seed, "order", epoch))
+    return torch.randperm(rows, generator=generator).tolist()
+
+
+def place(rows: int, batch_size: int, step: int) -> tuple[int, int]:
+    """(epoch from 0, first position in it) of a step (from 1). An epoch's uneven rest is dropped.
+
+    Raises `DataError` where a batch is larger than the data or the step is below 1.
+    """
+    if not isinstance(batch_size, Integral) or not 1 <= batch_size <= rows:
+        raise DataError("batch size", expected=f"1 to {rows}, the rows there are", found=batch_size)
+    if not isinstance(step, Integral) or step < 1:
+        raise DataError("step", expected="a whole number ≥ 1", found=step)
+    per_epoch = rows // batch_size
+    epoch, index = divmod(step - 1, per_epoch)
+    return epoch, index * batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cursor:
+    """A run's position in its data: saved in checkpoints, verified on resume."""
+
+    step: int
+    """Steps done."""
+    epoch: int
+    """Epoch of the next step."""
+    offset: int
+    """First position of the next step in it."""
+    data_hash: str
+    """`Rows.data_hash` of the data."""
+    seed: int
+    """Seed of the order."""
+    batch_size: int
+    """Prompts a step."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+# --- the check of a data set ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Report(Shown):
+    """Counts of one data set."""
+
+    rows: int
+    columns: tuple[str, ...]
+    data_sources: dict[str, int]
+    missing_answers: tuple[int, ...]
+    """Rows without a ground truth, where rewards are rules."""
+    duplicates: int
+    """Rows whose prompt is in an earlier row too."""
+    lengths: dict[str, float]
+    """Prompt length in tokens: min, mean, median, p95, max; {} without a tokenizer."""
+    over_limit: int
+    """Prompts above `max_prompt_length`."""
+    limit: int | None
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(what, value) pairs: what text and HTML show."""
+        first = list(self.missing_answers[:5])
+        missing = f"{len(self.missing_answers)} (rows {first})" if first else "none"
+        pairs = [
+            ("rows", str(self.rows)),
+            ("columns", ", ".join(self.columns)),
+            ("data sources", ", ".join(f"{name}: {count}" for name, count in self.data_sources.items())),
+            ("missing answers", missing),
+            ("repeated prompts", str(self.duplicates)),
+        ]
+        if self.lengths:
+            pairs.append(("prompt tokens", "  ".join(f"{name} {value:g}" for name, value in self.lengths.items())))
+            pairs.append(("over the limit", f"{self.over_limit} (limit {self.limit})" if self.limit else "no limit"))
+        return pairs
+
+
+def report(
+    rows: Sequence[Mapping[str, Any]], columns: tuple[str, ...], lengths: Sequence[int] = (), limit: int | None = None
+) -> Report:
+    """Look at every row once; `lengths` are the prompts' in tokens, where a tokenizer has counted them."""
+    return Report(
+        rows=len(rows),
+        columns=columns,
+        data_sources=dict(Counter(str(row.get("data_source")) for row in rows)),
+        missing_answers=tuple(index for index, row in enumerate(rows) if not has_answer(row)),
+        duplicates=len(rows) - len({str(row["prompt"]) for row in rows}),
+        lengths=_statistics(lengths),
+        over_limit=sum(length > limit for length in lengths) if limit is not None else 0,
+        limit=limit,
+    )
+
+
+def has_answer(row: Mapping[str, Any]) -> bool:
+    """Whether the row can be scored: it has a ground truth, or its reward is a model."""
+    judged = row.get("reward_model") or {}
+    truth = judged.get("ground_truth")
+    missing = truth is None or truth == "" or (isinstance(truth, float) and math.isnan(truth))
+    return not missing or judged.get("style") == "model"
+
+
+def _statistics(lengths: Sequence[int]) -> dict[str, float]:
+    if not lengths:
+        return {}
+    ordered = sorted(lengths)
+    median, p95 = ordered[len(ordered) // 2], ordered[int(0.95 * len(ordered))]
+    mean = round(sum(ordered) / len(ordered), 1)
+    return {"min": ordered[0], "mean": mean, "median": median, "p95": p95, "max": ordered[-1]}
+
+
+# --- rows -----------------------------------------------------------------------------------------
 
 CHAT = "prompt"
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+"""What verl's prepared GSM8K appends to every question."""
 _RESERVED = frozenset({"raw_prompt", "uid"} | {name for name, one in COLUMNS.items() if one.writer != "dataset"})
-"""Names that a data set may not bring: stages write them, or the batch does (`prompt` becomes `raw_prompt`)."""
+"""Names that a data set's columns may not have: stages or the batch write them (`prompt` becomes `raw_prompt`)."""
 
 
-class Rows:
+class Rows(Shown):
     """A list of rows in verl's schema: `prompt` (a chat), `data_source`, `reward_model`, `extra_info`, and more.
 
-    Nothing changes it: slicing, `select`, `filter` and `split` give new ones, and a row is handed out as a copy.
-    Equal rows with the same limit are equal.
-    Raises `DataError` for a column whose name is reserved (`workbench.columns`).
+    It is immutable: slicing, `select`, `filter` and `split` return new `Rows`, and every row is returned as a copy.
+    `Rows` with equal content and `max_prompt_length` are equal.
+    Raises `DataError` for a column whose name is reserved (`workbench.dataproto.columns`).
+
+    Example:
+        >>> rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=128)  # doctest: +SKIP
+        >>> train, held_out = rows.split(0.1)  # doctest: +SKIP
     """
 
     def __init__(
@@ -40,14 +168,12 @@ class Rows:
         self.source = source
         taken = [name for name in self.columns if name in _RESERVED]
         if taken:
-            raise DataError(
-                message(
-                    f"columns of {source or 'the rows'}",
-                    expected="names of their own, since a batch writes these itself",
-                    found=", ".join(taken),
-                    do=f"rename them, or leave them out: load(…, without={taken})",
-                )
+            what, expected = (
+                f"columns of {source or 'the rows'}",
+                "names of their own, since a batch writes these itself",
             )
+            do = f"rename them, or leave them out: load(…, without={taken})"
+            raise DataError(what, expected=expected, found=", ".join(taken), do=do)
 
     # --- a sequence ---------------------------------------------------------------------------
 
@@ -87,7 +213,7 @@ class Rows:
         good = chosen.ndim == 1 and (chosen.size == 0 or np.issubdtype(chosen.dtype, np.integer))
         if not good or (chosen.size and not -len(self) <= chosen.min() <= chosen.max() < len(self)):
             expected = f"row numbers below {len(self)}, or a mask of {len(self)} booleans"
-            raise DataError(message("rows to select", expected=expected, found=describe(indices)))
+            raise DataError("rows to select", expected=expected, found=describe(indices))
         return self._like([self._rows[int(index)] for index in chosen])
 
     def filter(self, keep: Callable[[dict[str, Any]], bool]) -> Rows:
@@ -95,11 +221,10 @@ class Rows:
         return self.select([index for index, row in enumerate(self) if keep(row)])
 
     def split(self, held_out: int | float, seed: int = 0) -> tuple[Rows, Rows]:
-        """(the rest, `held_out` rows): a number, or a share below 1; drawn by the seed, each in the old order.
+        """(the rest, the held-out rows), each in the old order; `held_out` is a number of rows, or a share below 1.
 
-        A prompt that stands in several rows goes to one side as a whole, so the held-out side, filled
-        prompt by prompt, may be a few rows larger; the two share no prompt.
-        Raises `DataError` where a side would be empty.
+        The held-out prompts are sampled with the seed. All rows of one prompt go to the same side, so the held-out side may
+        be a few rows larger, and the two sides share no prompt. Raises `DataError` where a side would be empty.
         """
         number = round(held_out * len(self)) if isinstance(held_out, float) and held_out < 1 else int(held_out)
         same: dict[str, list[int]] = {}
@@ -108,11 +233,10 @@ class Rows:
         groups = list(same.values())
         taken: set[int] = set()
         for group in permutation(len(groups), seed, 0):
-            if len(taken) < number:
-                taken.update(groups[group])
+            taken.update(groups[group] if len(taken) < number else ())
         if not 0 < len(taken) < len(self):
             found = f"{held_out} of {len(self)} rows with {len(groups)} different prompts"
-            raise DataError(message("split", expected="rows on both sides", found=found))
+            raise DataError("split", expected="rows on both sides", found=found)
         rest = [index for index in range(len(self)) if index not in taken]
         return self.select(rest), self.select(sorted(taken))
 
@@ -133,43 +257,33 @@ class Rows:
 
     def report(self, tokenizer: Any = None) -> Report:
         """Counts, columns, missing answers, duplicates, prompt lengths: the check before a run."""
-        return report(self, tokenizer)
+        lengths = self.prompt_lengths(tokenizer) if tokenizer is not None else []
+        return report(self._rows, self.columns, lengths, self.max_prompt_length)
 
     def prompt_lengths(self, tokenizer: Any, **switches: Any) -> list[int]:
         """Tokens of each prompt under a model's template."""
         return [len(encode(tokenizer, row[CHAT], **switches)) for row in self._rows]
 
     def fitting(self, tokenizer: Any, *, overlong: str = "error", **switches: Any) -> Rows:
-        """These rows with every prompt within `max_prompt_length`: refused by row number, or dropped.
+        """The rows whose prompts have at most `max_prompt_length` tokens; `overlong="drop"` leaves longer ones out.
 
-        Raises `DataError` where `overlong="error"` and a prompt is longer, or where nothing is left.
+        Raises `DataError` where `overlong="error"` and a prompt is longer (with the row numbers), or where nothing is left.
         """
         if overlong not in ("error", "drop"):
-            raise DataError(message("overlong", expected="'error' or 'drop'", found=repr(overlong)))
+            raise DataError("overlong", expected="'error' or 'drop'", found=repr(overlong))
         limit = self.max_prompt_length
         if limit is None:
             return self
         lengths = self.prompt_lengths(tokenizer, **switches)
         long = [index for index, length in enumerate(lengths) if length > limit]
+        bound = f"at most {limit} tokens"
         if len(long) == len(self):
-            raise DataError(
-                message(
-                    "every prompt is too long",
-                    expected=f"at most {limit} tokens",
-                    found=f"the shortest has {min(lengths)}",
-                )
-            )
+            raise DataError("every prompt is too long", expected=bound, found=f"the shortest has {min(lengths)}")
         if long and overlong == "error":
-            raise DataError(
-                message(
-                    f"{len(long)} of {len(self)} prompts are too long",
-                    expected=f"at most {limit} tokens",
-                    found=f"rows {long[:8]} with {[lengths[index] for index in long[:8]]}",
-                    do="raise max_prompt_length, or take rows.fitting(tokenizer, overlong='drop')",
-                )
-            )
-        kept = set(long)
-        return self if not long else self.select([index for index in range(len(self)) if index not in kept])
+            found = f"rows {long[:8]} with {[lengths[index] for index in long[:8]]}"
+            do = "raise max_prompt_length, or take rows.fitting(tokenizer, overlong='drop')"
+            raise DataError(f"{len(long)} of {len(self)} prompts are too long", expected=bound, found=found, do=do)
+        return self.select([index for index, length in enumerate(lengths) if length <= limit]) if long else self
 
     # --- batches ------------------------------------------------------------------------------
 
@@ -187,14 +301,15 @@ class Rows:
         return self._batch(indices, draw=f"{step}.{attempt}", step=step, epoch=epoch, seed=seed)
 
     def in_order(self, size: int, seed: int = 0) -> Iterator[DataProto]:
-        """All rows in order, `size` at a time, the last batch short: for evaluation. Their step is 0."""
+        """All rows in order, `size` at a time, the last batch shorter: for evaluation. The batches' step is 0."""
         for start in range(0, len(self), size):
-            indices = list(range(start, min(start + size, len(self))))
-            yield self._batch(indices, draw=0, step=0, epoch=0, seed=seed)
+            yield self._batch(range(len(self))[start : start + size], draw=0, step=0, epoch=0, seed=seed)
 
     def cursor(self, step: int, batch_size: int, seed: int) -> Cursor:
-        """Where training stands after `step` steps."""
-        return Cursor.after(step, rows=len(self), data_hash=self.data_hash, seed=seed, batch_size=batch_size)
+        """The data position after `step` training steps."""
+        epoch, offset = place(len(self), batch_size, step + 1)
+        position = {"step": step, "epoch": epoch, "offset": offset}
+        return Cursor(**position, data_hash=self.data_hash, seed=seed, batch_size=batch_size)
 
     def _batch(self, indices: Sequence[int], *, draw: int | str, step: int, epoch: int, seed: int) -> DataProto:
         # copies: a reward function that writes into extra_info changes its batch, never the data
@@ -211,15 +326,11 @@ class Rows:
     # --- looking ------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        (_, count), (_, columns), (_, first) = self._lines()
+        (_, count), (_, columns), (_, first) = self.lines()
         return f"Rows({count}; columns {columns})\n  first: {first[:100]!r}"
 
-    def _repr_html_(self) -> str:
-        from workbench.views.html import pairs_table
-
-        return pairs_table(self._lines())
-
-    def _lines(self) -> list[tuple[str, str]]:
+    def lines(self) -> list[tuple[str, str]]:
+        """(what, value): how many rows, which columns, the first question."""
         first = self._rows[0][CHAT] if self._rows else ""
         text = first[-1].get("content") if isinstance(first, list) and first else first
         return [
@@ -227,3 +338,116 @@ class Rows:
             ("columns", ", ".join(self.columns)),
             ("first prompt", str(text)[:300]),
         ]
+
+
+def load(
+    path: str | Path | Sequence[str | Path],
+    *,
+    max_prompt_length: int | None = None,
+    prompt_key: str = CHAT,
+    limit: int | None = None,
+    without: Sequence[str] = (),
+    require_answers: bool = True,
+) -> Rows:
+    """Rows of one file or several (`.parquet`, `.json`, `.jsonl`; a pattern such as `train-*.parquet` too).
+
+    A prompt may be a chat or a plain string (it becomes a user message); rows of `question` and `answer` are
+    read as GSM8K's. `limit` takes the first rows; `without` leaves columns out, for files with a column
+    that a stage writes (`score`, `uid`, …). `max_prompt_length` (tokens) is checked when a model's
+    tokenizer is there: by `rows.fitting`, by `train` before it starts, and by the rollout.
+    Raises `DataError` for a missing, unreadable or empty file, a missing prompt column, a column whose name is
+    reserved, and, unless `require_answers=False`, rows without a ground truth.
+    """
+    for name, number in (("limit", limit), ("max_prompt_length", max_prompt_length)):
+        if number is not None and number < 1:
+            raise DataError(name, expected="≥ 1, or None", found=number)
+    paths = find(path)
+    name = ", ".join(str(one) for one in paths)
+    raw = [row for one in paths for row in read(one)]
+    if not raw:
+        raise DataError(f"no rows in {name or 'an empty list of files'}")
+    left_out = frozenset(without)
+    rows = [_normal(row, prompt_key, left_out, index, name) for index, row in enumerate(raw[:limit])]
+    unanswered = [index for index, row in enumerate(rows) if not has_answer(row)]
+    if unanswered and require_answers:
+        expected, found = "reward_model.ground_truth in every row", f"none in rows {unanswered[:8]}"
+        do = "add it, or load with require_answers=False and a reward that needs none"
+        raise DataError(f"{len(unanswered)} rows of {name} have no ground truth", expected=expected, found=found, do=do)
+    return Rows(rows, max_prompt_length=max_prompt_length, source=name)
+
+
+def to_row(
+    record: dict[str, Any],
+    *,
+    index: int = 0,
+    split: str,
+    data_source: str = "openai/gsm8k",
+    instruction: str = "",
+    place: str | None = None,
+) -> dict[str, Any]:
+    """A record of GSM8K (`question`, `answer` with `#### N`) as verl's row: the truth follows the first `####`, less commas.
+
+    Raises `DataError`, at `place` (by default the row's index), where question, answer or `####` is missing.
+    """
+    where = place or f"row {index}"
+    if not isinstance(record, dict) or not {"question", "answer"} <= record.keys():
+        found = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
+        raise DataError(where, expected="question and answer", found=found)
+    question, answer = str(record["question"]), str(record["answer"])
+    if "####" not in answer:
+        do = "for other answers, write rows with prompt and reward_model.ground_truth"
+        raise DataError(where, expected="an answer with '#### <number>'", found=repr(answer[-60:]), do=do)
+    truth = answer.split("####", 1)[1].strip().split("\n")[0].replace(",", "")
+    content = f"{question} {instruction}" if instruction else question
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": content}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": split, "index": index, "question": question, "answer": answer},
+    }
+
+
+def convert(source: str | Path, target: str | Path, *, split: str, instruction: str = INSTRUCTION) -> int:
+    """Write a jsonl file of GSM8K as parquet in verl's schema; returns the number of rows. Raises `DataError` as `to_row` does."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    records = read(Path(source))
+    rows = [
+        to_row(record, index=index, split=split, instruction=instruction, place=f"row {index} of {source}")
+        for index, record in enumerate(records)
+    ]
+    if not rows:
+        raise DataError(f"no rows in {source}")
+    pq.write_table(pa.Table.from_pylist(rows), str(target), compression="zstd")
+    return len(rows)
+
+
+def _normal(row: Any, prompt_key: str, without: frozenset[str], index: int, name: str) -> dict[str, Any]:
+    """A record of any kind that `load` reads, as verl's row."""
+    place = f"row {index} of {name}"
+    if not isinstance(row, dict):
+        raise DataError(place, expected="an object", found=type(row).__name__)
+    if prompt_key not in row and "question" in row and "answer" in row:
+        return to_row(row, index=index, split="", data_source=row.get("data_source", "openai/gsm8k"), place=place)
+    if prompt_key not in row:
+        raise DataError(f"{place}: " + unknown("column of it", prompt_key, sorted(row)))
+    prompt = row[prompt_key]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not (isinstance(prompt, list) and prompt and all(_is_turn(turn) for turn in prompt)):
+        expected = "a chat (a list of {role, content}) or a text"
+        raise DataError(f"prompt of {place}", expected=expected, found=describe(prompt))
+    if not isinstance(row.get("reward_model"), dict | None):
+        expected = "an object with ground_truth, or nothing"
+        raise DataError(f"reward_model of {place}", expected=expected, found=describe(row["reward_model"]))
+    rest = {key: value for key, value in row.items() if key != prompt_key and key not in without}
+    return {CHAT: prompt, "data_source": None, "reward_model": None, "extra_info": {}, **rest}
+
+
+def _is_turn(turn: Any) -> bool:
+    """Whether it is a message: a role and content (text or parts); an assistant's tool call may have no content."""
+    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+        return False
+    return isinstance(turn.get("content"), str | list) or bool(turn.get("tool_calls"))

@@ -1,103 +1,134 @@
-"""Two engines as one: one learns and scores, the other samples with its weights.
+"""A pair of engines used as one: one learns and scores, the other samples with its weights.
 
-What a recipe is given as `engine` asks all three protocols of one object; here the object has two places. Before the first
-sample after the learner's weights have moved (an update, a step back, another run's state) they are pushed to the sampler,
-so that no row is ever written by weights other than those whose version it carries.
+A recipe's `engine` is one object with the protocols Sampler, LogProbModel and Learner. Before the first sample after the
+learner's weights have changed (an update, a step back, another run's state) they are pushed to the sampler, so that no row is
+ever written by weights other than those whose version it carries.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 import torch
 
-from workbench import background
-from workbench.dataproto import DataProto
-from workbench.engines.holding import Held, present
-from workbench.engines.protocol import Learned, LogProbModel, Loss, Normalisers, Request, Sample
+from workbench.base import runtime
+from workbench.base.errors import EngineError, WorkerLost
+from workbench.dataproto.core import DataProto
+from workbench.engines import protocol as can
+from workbench.engines.protocol import Learner, LogProbModel, Loss, LossCounts, Request, Sample, StepResult, WeightSink
 from workbench.engines.weights import weights_of
-from workbench.errors import EngineError, WorkerLost, message
+
+_PASSED_ON = (
+    can.Bounded, can.Differentiable, can.Estimates, can.Learner, can.Located, can.Templated, can.WeightSource,
+    can.WholeDistributions,
+)  # fmt: skip
+"""Protocols of learners: a pair takes what it does not do itself from its learner, where that has the whole protocol."""
 
 
-class Paired:
-    """Sampler, LogProbModel and Learner; whatever else is asked (`critic`, `full_kl`, `max_length` …) is the learner's."""
+class Policy(Learner, LogProbModel, Protocol):
+    """A pair's learner: it learns and scores, and has the tokenizer that both engines share."""
 
-    def __init__(self, learner: Any, sampler: Any, *, share_device: bool = False) -> None:
+    @property
+    def tokenizer(self) -> Any:
+        """As a sampler's."""
+
+
+class Paired(can.SampleMany, can.Closing):
+    """A learner and a sampler that follows its weights, as one engine; made by `paired`.
+
+    Sampling is the sampler's, everything else the learner's, attributes that are not listed here (`critic`, `full_kl`,
+    `max_length` …) included.
+    """
+
+    def __init__(self, learner: Policy, sampler: WeightSink, *, share_device: bool = False) -> None:
         self.learner = learner
         self.sampler = sampler
+        self.share_device = share_device
         self.seconds: float | None = None
-        """What the last push took; None before the first."""
-        self._share = share_device
+        """Seconds that the last push of weights took; None before the first."""
         self._asleep = False
         self._pushed: tuple[Any, ...] | None = None
         self._turn = asyncio.Lock()
         self._held: Held | None = None
+        # asked once: a sample of one token must not wait for `isinstance`
+        self._restartable = sampler if isinstance(sampler, can.Restartable) else None
+        self._sleeper = sampler if share_device and isinstance(sampler, can.Sleeper) else None
+        self._lagging = sampler if isinstance(sampler, can.Lagging) else None
+        # set on the pair itself, because `isinstance` does not ask `__getattr__` (see `engines.protocol`)
+        for name in (name for one in _PASSED_ON if isinstance(learner, one) for name in vars(one)):
+            if not name.startswith("_") and not hasattr(type(self), name):
+                setattr(self, name, getattr(learner, name))
 
     # --- Sampler ----------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """The learner's: what the next sample will carry. While rows are drawn with held weights, to those: theirs."""
+        """Policy version recorded on the next sampled response: the learner's, or inside `Held.drawing()` that of older, held weights."""
         held = present(self)
         return self.learner.version if held is None else held.version
 
     @property
     def tokenizer(self) -> Any:
-        """The learner's; the sampler's is the same."""
+        """The learner's tokenizer; the sampler's has the same tokens."""
         return self.learner.tokenizer
 
     async def sample(self, request: Request) -> Sample:
-        """One response by the learner's present weights, or by those that are held (`hold`) for whoever asks."""
-        if asyncio.get_running_loop() is not background.loop():  # a caller's own loop: the turn is taken in ours
-            there = asyncio.run_coroutine_threadsafe(self.sample(request), background.loop())
+        """Sample one response with the learner's present weights, or inside `Held.drawing()` with the held ones.
+
+        A sampler whose process was lost is started again and asked again, with the same seed. Raises `WorkerLost` where that
+        does not help, `EngineError` where the sampler's weights are not those that it was given.
+        """
+        if asyncio.get_running_loop() is not runtime.loop():  # a caller's own loop: the turn is taken in ours
+            there = asyncio.run_coroutine_threadsafe(self.sample(request), runtime.loop())
             return await asyncio.wrap_future(there)
         held = present(self)
         for last in (False, False, True):
             starts = self._starts()
             try:
-                if held is not None:
-                    self._refuse_lost(held)
-                elif self._behind():
-                    await self._catch_up()
-                given = held.version if held is not None else self._pushed[1] if self._pushed else None
+                given = await self._given(held)
                 sample = await self.sampler.sample(request)
             except WorkerLost:
-                if last or held is not None or not hasattr(self.sampler, "restart"):
+                if last or held is not None or self._restartable is None:
                     raise
-                await self._start_again(starts)  # then the same request with the same seed, once its weights are there
+                async with self._turn:
+                    if self._starts() == starts:  # no other caller has started it again
+                        await self._finished(self._restartable.restart)
                 continue
-            if sample.version == given or getattr(self.sampler, "stale", False):
+            if sample.version == given or (self._lagging is not None and self._lagging.stale):
                 return sample
             if held is not None:
                 break
             self._pushed = None  # it does not have the weights that it was given
-        raise EngineError(
-            message(
-                "the sampler does not serve the weights that it was given",
-                expected=f"policy version {given}",
-                found=f"version {sample.version} from {self.sampler!r}",
-                do="restart the sampler",
-            )
-        )
+        what = "the sampler does not serve the weights that it was given"
+        found = f"version {sample.version} from {self.sampler!r}"
+        raise EngineError(what, expected=f"policy version {given}", found=found, do="restart the sampler")
 
-    def sample_many(self, requests: Sequence[Request]) -> list[Sample]:
-        """All responses, in order: the synchronous door."""
-        return background.run_all(self.sample, requests)
+    async def _given(self, held: Held | None) -> int | None:
+        """Version of the weights that the sampler holds now: the held ones, or the learner's, pushed where they have to be."""
+        if held is not None:
+            if self._starts() != held.starts:
+                what = f"the weights of version {held.version} that rows were being sampled with are gone"
+                found = "the sampler's process was started again meanwhile"
+                raise EngineError(what, found=found, do="go on from the last checkpoint, resume='auto'")
+            return held.version
+        if self._behind():
+            async with self._turn:
+                await self._follow()
+        return self._pushed[1] if self._pushed else None
 
     # --- the sampler's weights --------------------------------------------------------------
 
     def push(self) -> float:
-        """Push the learner's weights now, and wake the sampler before; the seconds that it took."""
+        """Push the learner's weights to the sampler now, waking it first; returns the seconds that it took."""
         if self._held is not None:
-            found = f"rows are being drawn with the weights of version {self._held.version}"
-            raise EngineError(message("push", expected="a sampler between two draws", found=found))
-        if self._asleep:
-            self.sampler.wake()
-            self._asleep = False
+            found = f"rows are being sampled with the held weights of version {self._held.version}"
+            raise EngineError("push", expected="a sampler whose weights are not held", found=found, do="release() them")
+        self._wake()
         held = self._state()[:2]
         self._pushed = None  # half-way nobody knows what it holds
         began = time.perf_counter()
@@ -107,21 +138,17 @@ class Paired:
         return self.seconds
 
     def hold(self) -> Held:
-        """The learner's present weights, pushed where they have to be and held still until `release()`.
+        """Push the learner's present weights where needed, and keep them in the sampler until `release()`.
 
-        Waits for weights that are held already. Raises `EngineError` where learner and sampler share a device: one
-        sleeps while the other works.
+        Waits for weights that are held already. Raises `EngineError` with `share_device=True`: there the sampler sleeps while
+        the learner works.
         """
-        if self._share:
-            raise EngineError(
-                message(
-                    "weights cannot be held for a draw beside the learner's work",
-                    expected="a sampler on a device of its own",
-                    found="share_device=True: it sleeps while the learner works",
-                    do="paired(learner, sampler) on two devices, or draw in turn (ahead=0)",
-                )
-            )
-        return background.run(self._hold())
+        if self.share_device:
+            what = "weights cannot be held in the sampler while the learner works"
+            found = "share_device=True: it sleeps while the learner works"
+            do = "paired(learner, sampler) on two devices, or sample and learn in turn (ahead=0)"
+            raise EngineError(what, expected="a sampler on a device of its own", found=found, do=do)
+        return runtime.run(self._hold())
 
     async def _hold(self) -> Held:
         await self._turn.acquire()
@@ -130,57 +157,27 @@ class Paired:
         except BaseException:
             self._turn.release()
             raise
-        held = Held(self, self.version, self._starts(), lambda: self._release(held))
-        self._held = held
-        return held
-
-    def _release(self, held: Held) -> None:
-        def let_go() -> None:
-            if self._held is held:
-                self._held = None
-                self._turn.release()
-
-        background.loop().call_soon_threadsafe(let_go)
-
-    def _refuse_lost(self, held: Held) -> None:
-        if self._starts() != held.starts:
-            raise EngineError(
-                message(
-                    f"the weights of version {held.version} that rows were being drawn with are gone",
-                    found="the sampler's process was started again meanwhile",
-                    do="go on from the last checkpoint, resume='auto'",
-                )
-            )
+        self._held = Held(self, self.version, self._starts())
+        return self._held
 
     def _state(self) -> tuple[Any, ...]:
-        """Names the learner's weights, and the sampler's process that should hold them."""
+        """The learner's weights by name, and which start of the sampler's process should hold them."""
         return self.learner.state_id, self.learner.version, self._starts()
 
     def _starts(self) -> int:
-        return getattr(self.sampler, "starts", 0)
+        return self._restartable.starts if self._restartable is not None else 0
 
     def _behind(self) -> bool:
         return self._asleep or self._pushed != self._state()
 
-    async def _start_again(self, starts: int) -> None:
-        """Start a sampler that was lost, unless one of the others who ask has done so."""
-        async with self._turn:
-            if self._starts() == starts:
-                await self._finished(self.sampler.restart)
-
-    async def _catch_up(self) -> None:
-        """Give the sampler the present weights."""
-        async with self._turn:
-            await self._follow()
-
     async def _follow(self) -> None:
-        """With the turn taken: wake and push, as far as it is needed."""
+        """Under the lock: wake and push, as far as needed."""
         if self._behind():
             await self._finished(self._wake if self._pushed == self._state() else self.push)
 
     @staticmethod
     async def _finished(work: Callable[[], Any]) -> None:
-        """In a thread, to its end also where the caller is cancelled: nobody samples, or pushes again, beside half a push."""
+        """In a thread, to its end even where the caller is cancelled: nobody may sample, or push again, beside half a push."""
         task = asyncio.ensure_future(asyncio.to_thread(work))
         try:
             await asyncio.shield(task)
@@ -189,91 +186,69 @@ class Paired:
             raise
 
     def _wake(self) -> None:
-        self.sampler.wake()
+        if self._asleep and self._sleeper is not None:
+            self._sleeper.wake()
         self._asleep = False
 
     def _make_room(self) -> None:
         """On a shared device the sampler sleeps while the learner works."""
-        if self._share and not self._asleep:
-            self.sampler.sleep()
+        if self._sleeper is not None and not self._asleep:
+            self._sleeper.sleep()
             self._asleep = True
 
     # --- LogProbModel and Learner -----------------------------------------------------------
 
     @property
     def state_id(self) -> str:
-        """The learner's."""
+        """As `Learner.state_id`: the learner's."""
         return self.learner.state_id
 
-    def score(
+    @property
+    def lost(self) -> bool | None:
+        """Whether the processes that held the learner's weights are gone; None where it has none."""
+        return self.learner.lost if isinstance(self.learner, can.Losable) else None
+
+    def compute_log_probs(
         self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
-        """By the learner."""
+        """Score tokens with the learner; on a shared device the sampler sleeps meanwhile."""
         self._make_room()
-        return self.learner.score(batch, want, temperature)
+        return self.learner.compute_log_probs(batch, want, temperature)
 
-    def learn(self, batch: DataProto, loss: Loss, normalisers: Normalisers, temperature: float = 1.0) -> Learned:
-        """By the learner."""
+    def learn(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0) -> StepResult:
+        """Take one optimizer step of the learner; on a shared device the sampler sleeps meanwhile."""
         self._make_room()
-        return self.learner.learn(batch, loss, normalisers, temperature)
-
-    def commit(self) -> int:
-        """The update is over: the next policy version, which the next sample will carry."""
-        return self.learner.commit()
+        return self.learner.learn(batch, loss, loss_counts, temperature)
 
     def probe(
-        self, batch: DataProto, loss: Loss, normalisers: Normalisers, temperature: float = 1.0, per_row: bool = False
-    ) -> Learned:
-        """By the learner."""
+        self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0, per_row: bool = False
+    ) -> StepResult:
+        """The learner's loss and gradient norm without a step; on a shared device the sampler sleeps meanwhile."""
         self._make_room()
-        return self.learner.probe(batch, loss, normalisers, temperature, per_row)
-
-    def snapshot(self) -> Any:
-        """The learner's; the sampler follows it and has no state of its own."""
-        return self.learner.snapshot()
-
-    def restore(self, snapshot: Any) -> None:
-        """The learner, back; the sampler follows before its next sample."""
-        self.learner.restore(snapshot)
-
-    def save(self, path: Path) -> None:
-        """The learner's weights."""
-        self.learner.save(path)
-
-    def save_state(self, path: Path) -> None:
-        """The learner's."""
-        self.learner.save_state(path)
-
-    def load_state(self, model_path: Path, state_path: Path) -> None:
-        """Into the learner; the sampler follows."""
-        self.learner.load_state(model_path, state_path)
-
-    def reference(self) -> LogProbModel:
-        """The learner's weights as they are now, frozen."""
-        return self.learner.reference()
+        return self.learner.probe(batch, loss, loss_counts, temperature, per_row)
 
     # --- both -------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Start the sampler's process again; the weights are pushed before the next sample."""
-        self.sampler.restart()
+        """Start the sampler's process again; the weights are pushed before the next sample.
+
+        Raises `EngineError` where the sampler has no process of its own.
+        """
+        if self._restartable is None:
+            raise EngineError("restart", expected="a sampler in a process of its own", found=repr(self.sampler))
+        self._restartable.restart()
         self._asleep = False
 
     def close(self) -> None:
-        """End what the two hold beside memory of this process."""
+        """Close both engines, where they have processes or connections to close."""
         for engine in (self.sampler, self.learner):
-            if hasattr(engine, "close"):
+            if isinstance(engine, can.Closable):
                 engine.close()
 
-    def __enter__(self) -> Paired:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
-
     def describe(self) -> dict[str, Any]:
-        """The learner's record, and the sampler's under `sampler`."""
-        return {**self.learner.describe(), "sampler": self.sampler.describe()}
+        """The learner's record, with the sampler's under `sampler`."""
+        mine, its = (one.describe() if isinstance(one, can.Described) else {} for one in (self.learner, self.sampler))
+        return {**mine, "sampler": its}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("learner", "sampler"):
@@ -284,33 +259,71 @@ class Paired:
         return f"Paired(learner={self.learner!r}, sampler={self.sampler!r})"
 
 
-def paired(learner: Any, sampler: Any, *, share_device: bool = False) -> Paired:
-    """One engine for recipes: `grpo(paired(local(path, lr=1e-4), vllm(path)))`.
+def paired(learner: Policy, sampler: WeightSink, *, share_device: bool = False) -> Paired:
+    """Combine an engine that trains and one that samples into one engine: `grpo(paired(local(path, lr=1e-4), vllm(path)))`.
 
-    `sampler` takes weights by `load_weights(weights, version)`: vLLM, or a local engine. `share_device=True` lets it sleep
-    while the learner works (`sleep`, `wake`). Raises `EngineError` where the two do not have the same tokens.
+    `sampler` takes weights by `load_weights(weights, version)`: vLLM, a remote server, or a local engine. With
+    `share_device=True` it sleeps while the learner works (`sleep`, `wake`). Raises `EngineError` where their tokenizers
+    differ, or the sampler cannot take weights.
     """
     if learner is sampler:
-        raise EngineError(message("paired", expected="two engines", found="one twice", do="use it as it is"))
-    if hasattr(sampler, "check_paired"):
+        raise EngineError("paired", expected="two engines", found="one engine twice", do="pass the engine itself")
+    if isinstance(sampler, can.Lagging):
         sampler.check_paired()
-    for name in ("sleep", "wake") if share_device else ():
-        if not hasattr(sampler, name):
-            raise EngineError(message("share_device", expected=f"a sampler with {name}()", found=repr(sampler)))
+    if share_device and not isinstance(sampler, can.Sleeper):
+        raise EngineError("share_device", expected="a sampler with sleep() and wake()", found=repr(sampler))
     check_tokens(learner, sampler)
     return Paired(learner, sampler, share_device=share_device)
 
 
-def check_tokens(learner: Any, sampler: Any) -> None:
+def check_tokens(learner: Policy, sampler: WeightSink) -> None:
     """Raises `EngineError` where two engines do not have the same tokens under the same ids."""
     mine, theirs = learner.tokenizer.get_vocab(), sampler.tokenizer.get_vocab()
     if mine != theirs:
         differ = len(mine.items() ^ theirs.items())
-        raise EngineError(
-            message(
-                "learner and sampler have different tokenizers",
-                expected="the same tokens under the same ids",
-                found=f"{len(mine)} and {len(theirs)} tokens, {differ} entries that only one has",
-                do="open both from the same model",
-            )
-        )
+        what, expected = "learner and sampler have different tokenizers", "the same tokens under the same ids"
+        found = f"{len(mine)} and {len(theirs)} tokens, {differ} entries that only one has"
+        raise EngineError(what, expected=expected, found=found, do="open both from the same model")
+
+
+class Held:
+    """Weights that stay in a pair's sampler from `Paired.hold()` until `release()`, while the learner goes on.
+
+    Code inside `drawing()`, on its thread and in what it awaits, samples with these weights and sees their version. Other
+    callers that need newer weights wait until these are released.
+    """
+
+    def __init__(self, engine: Paired, version: int, starts: int) -> None:
+        self.engine = engine
+        self.version = version
+        """Policy version of the weights."""
+        self.starts = starts
+        """How often the sampler's process had been started when it got them."""
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """A context in which the pair samples with these weights."""
+        before = _present.set(self)
+        try:
+            yield
+        finally:
+            _present.reset(before)
+
+    def release(self) -> None:
+        """Let the sampler take the learner's weights again; calling it twice does nothing more."""
+
+        def let_go() -> None:
+            if self.engine._held is self:
+                self.engine._held = None
+                self.engine._turn.release()
+
+        runtime.loop().call_soon_threadsafe(let_go)
+
+
+_present: ContextVar[Held | None] = ContextVar("workbench_held", default=None)
+
+
+def present(engine: Paired) -> Held | None:
+    """The held weights that the caller samples with; None outside of `Held.drawing()`."""
+    held = _present.get()
+    return held if held is not None and held.engine is engine else None

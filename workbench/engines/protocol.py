@@ -1,28 +1,32 @@
-"""What an engine promises: three small protocols, and the plain values that cross them.
+"""Protocols of engines: Sampler, LogProbModel and Learner, their plain values, and what only some engines can do.
 
-A *Sampler* turns prompt ids into response ids, one request at a time by contract. A
-*LogProbModel* scores given tokens. A *Learner* changes weights. A frozen reference is a
-LogProbModel with another model behind it, a critic a Learner whose outputs are values; a
-worker group is a way to place an engine. Stages know these protocols and nothing else.
+A *Sampler* turns prompt ids into response ids. A *LogProbModel* scores given tokens. A *Learner* changes weights. A frozen
+reference is a LogProbModel, a critic a Learner whose outputs are values. Stages know these protocols and nothing else.
+
+What only some engines can do is a protocol of its own at the end of this file, tested with `isinstance`, never by a method's
+name. Since Python 3.12 `isinstance` looks at a class and an object's own attributes, not at `__getattr__`: an object that
+represents another engine (a pair, a recorded step's learner) must have the names itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 
-from workbench.config import Settings, require
-from workbench.dataproto import DataProto
-from workbench.metrics import Metric
+from workbench.base import runtime
+from workbench.base.config import Settings, require
+from workbench.base.metrics import Metric
+from workbench.dataproto.core import DataProto
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings(Settings):
-    """How to sample one response."""
+    """How to sample one response: temperature, top-p, top-k and when to stop."""
 
     temperature: float = 1.0
     """Divides the logits; 0 is greedy."""
@@ -46,33 +50,32 @@ class SamplingSettings(Settings):
 
 @dataclass(frozen=True)
 class Request:
-    """One response to one prompt."""
+    """A request for one response to one prompt."""
 
     ids: tuple[int, ...]
     """Prompt token ids, no padding."""
     settings: SamplingSettings
     seed: int
-    """Seeds this response alone; see `seeds.derive`."""
+    """Seed of this response alone; see `seeds.derive`."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What came back: token-in-token-out, nothing is ever re-tokenised."""
+    """One response as token ids; nothing is re-tokenised on the way."""
 
     ids: tuple[int, ...]
     """Response token ids, EOS included where the model wrote it."""
     log_probs: tuple[float, ...]
-    """Log-prob of each of them under the distribution it was drawn from before top-k and top-p
-    (logits / temperature; for greedy, temperature 1), in nats."""
+    """Log-prob of each token in nats, under logits / temperature before top-k and top-p (greedy: temperature 1)."""
     finish_reason: str
     """`stop` (EOS or a stop text), `length` or `abort`."""
     version: int
-    """Policy version of the weights that wrote it."""
+    """Policy version of the weights that it was sampled with."""
 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Writes responses."""
+    """Samples responses to prompts, one request at a time."""
 
     @property
     def version(self) -> int:
@@ -83,69 +86,69 @@ class Sampler(Protocol):
         """The model's own tokenizer (transformers' interface), chat template included."""
 
     async def sample(self, request: Request) -> Sample:
-        """One response; many calls at once are gathered into waves."""
+        """Sample one response; calls that wait together may be batched."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What a chat model answered, and what it was really asked."""
+    """A chat model's answer, and the prompt that the model was given."""
 
     text: str
     prompt: str = ""
-    """The text that the model read, template and all; empty where a service keeps it."""
+    """The text that the model was given, chat template included; empty where a service does not return it."""
     prompt_tokens: int = 0
     tokens: int = 0
-    """Of the answer."""
+    """Tokens of the answer."""
     finish_reason: str = "stop"
 
 
 @runtime_checkable
 class ChatModel(Protocol):
-    """Answers messages with text: a judge's engine, here or behind HTTP."""
+    """Answers chat messages with text: an LLM judge's engine, in this process or behind HTTP."""
 
     @property
     def tokenizer(self) -> Any:
-        """The model's own, or None where it is not here."""
+        """The model's own tokenizer, or None where this process has none."""
 
     async def complete(
         self, messages: Sequence[Mapping[str, str]], *, max_tokens: int, temperature: float, seed: int
     ) -> Completion:
-        """One answer; many calls at once are welcome."""
+        """Answer messages; may be called many times at once."""
 
     def describe(self) -> str:
-        """Which model, where."""
+        """Which model it is, and where."""
 
 
 @dataclass(frozen=True)
 class Classified:
-    """A sequence classifier's answer."""
+    """A sequence classifier's score of one text."""
 
     value: float
     """The scalar, before any activation."""
     tokens: int
-    """Length of what it read."""
+    """Length of the text in tokens."""
 
 
 @runtime_checkable
 class Classifier(Protocol):
-    """A reward model's engine: text → scalar."""
+    """Scores a text with one scalar: a reward model's engine."""
 
     @property
     def tokenizer(self) -> Any:
-        """The model's own, or None where it is not here."""
+        """The model's own tokenizer, or None where this process has none."""
 
     async def classify(self, text: str) -> Classified:
-        """One scalar; calls that wait together are batched."""
+        """Score one text; calls that wait together may be batched."""
 
     def describe(self) -> str:
-        """Which model, where."""
+        """Which model it is, and where."""
 
 
 @runtime_checkable
 class LogProbModel(Protocol):
-    """Scores given tokens."""
+    """Scores given tokens: log-probs, entropies and, of a critic, values."""
 
-    def score(
+    def compute_log_probs(
         self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """Per response token, each [B, T] float32 on CPU, 0 where `response_mask` is 0.
@@ -156,47 +159,47 @@ class LogProbModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Normalisers:
-    """Global counts of one mini-batch, so that micro-batches and ranks cannot change a loss."""
+class LossCounts:
+    """Counts over one whole mini-batch: a loss divides by them, so that micro-batches and ranks cannot change it."""
 
     tokens: float
-    """Response tokens that count (Σ response_mask)."""
+    """Response tokens (Σ response_mask)."""
     sequences: float
-    """Rows with at least one such token."""
+    """Rows with at least one response token."""
     width: float | None = None
     """T of the mini-batch: what `seq-mean-token-sum-norm` divides by, whatever a micro-batch is trimmed to."""
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What a loss function makes of one micro-batch."""
+    """A loss function's results for one micro-batch: the loss, metrics and columns."""
 
     loss: torch.Tensor
-    """A scalar; already divided by the global normalisers, so micro-batches are summed."""
+    """A scalar with gradient, divided by the mini-batch's `LossCounts`: losses of micro-batches are summed."""
     metrics: Mapping[str, Metric | float] = field(default_factory=dict)
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Detached [b, T] tensors to keep per row, e.g. `new_log_probs`, `clipped`."""
 
 
 class Loss(Protocol):
-    """The maths of an update, given by the stage."""
+    """A loss function as an update stage gives it to a learner."""
 
     @property
     def want(self) -> tuple[str, ...]:
-        """The model outputs it needs: out of `log_probs`, `entropy`, `values`."""
+        """The model outputs that it needs: out of `log_probs`, `entropy`, `values`."""
 
-    def __call__(self, outputs: Mapping[str, torch.Tensor], rows: DataProto, normalisers: Normalisers) -> LossOutput:
-        """`outputs` carry gradients and are [b, T]; `rows` are the micro-batch's b rows, on the same device."""
+    def __call__(self, outputs: Mapping[str, torch.Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
+        """Loss of a micro-batch of b rows: `outputs` are [b, T] with gradient, `rows` on the same device."""
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What one optimizer step, or a probe, did."""
+class StepResult:
+    """Metrics and columns of one optimizer step or one probe."""
 
     metrics: Mapping[str, Metric | float]
-    """The loss's metrics joined, and `grad_norm`, `lr`, `loss`."""
+    """The loss's metrics over the mini-batch, and `grad_norm`, `lr`, `loss`."""
     columns: Mapping[str, torch.Tensor]
-    """The loss's columns put together again, [B, T] on CPU, in the rows' order."""
+    """The loss's columns over the mini-batch, [B, T] on the CPU, in the rows' order."""
 
 
 @runtime_checkable
@@ -205,40 +208,262 @@ class Learner(Protocol):
 
     @property
     def version(self) -> int:
-        """Policy version: rises by one when `commit` is called after an update."""
+        """Policy version: rises by one with each `commit`."""
 
     @property
     def state_id(self) -> str:
-        """Names the exact weights and optimizer state; changes with every optimizer step."""
+        """A name of the exact weights and optimizer state; changes with every optimizer step."""
 
-    def learn(self, batch: DataProto, loss: Loss, normalisers: Normalisers, temperature: float = 1.0) -> Learned:
-        """One optimizer step on one mini-batch, cut into micro-batches (memory only).
+    def learn(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0) -> StepResult:
+        """Take one optimizer step on one mini-batch; its micro-batches save memory and change no result.
 
-        Raises `NonFinite`, with the weights unchanged, where the loss or gradient norm is NaN or infinite.
+        Raises `NonFinite`, with the weights unchanged, where the loss or the gradient norm is NaN or infinite.
         """
 
     def commit(self) -> int:
-        """An update stage is over: the weights get the next policy version, which is returned."""
+        """End an update stage: the policy version rises by one and is returned."""
 
     def probe(
-        self, batch: DataProto, loss: Loss, normalisers: Normalisers, temperature: float = 1.0, per_row: bool = False
-    ) -> Learned:
+        self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0, per_row: bool = False
+    ) -> StepResult:
         """Loss and gradient norm without a step; `per_row=True` adds a column `row_grad_norm` [B]."""
 
     def snapshot(self) -> Any:
-        """Weights, optimizer, schedule, version, in host memory."""
+        """A copy of weights, optimizer, schedule and version in host memory."""
 
     def restore(self, snapshot: Any) -> None:
-        """Back to a snapshot, exactly."""
+        """Put the state of a snapshot back, bit for bit."""
 
     def save(self, path: Path) -> None:
-        """A plain Hugging Face folder with weights, config and tokenizer."""
+        """Write a Hugging Face folder with weights, configuration and tokenizer."""
 
     def save_state(self, path: Path) -> None:
-        """Everything that a resume needs beside the weights: optimizer, schedule, version. No pickle."""
+        """Write what a resume needs beside the weights: optimizer, schedule and version. No pickle."""
 
     def load_state(self, model_path: Path, state_path: Path) -> None:
-        """What `save` and `save_state` wrote, back into this engine."""
+        """Read what `save` and `save_state` wrote."""
 
     def reference(self) -> LogProbModel:
-        """The weights as they are now, frozen."""
+        """The present weights, frozen, as a model that only scores."""
+
+
+# --- what only some engines can do --------------------------------------------------------------
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Weights whose exact state has a name: every learner, no frozen model. Log-prob stages and steppers ask."""
+
+    @property
+    def state_id(self) -> str:
+        """As `Learner.state_id`."""
+
+
+@runtime_checkable
+class Losable(Protocol):
+    """A learner whose weights are in worker processes that may end (FSDP). Snapshots and steppers ask, and restore them."""
+
+    @property
+    def lost(self) -> bool | None:
+        """Whether the processes that held the weights are gone; None where there are no such processes."""
+
+
+@runtime_checkable
+class Late(Protocol):
+    """An engine that is opened when it is first used (a replayed step's learner). Code that can do without it asks."""
+
+    @property
+    def opened(self) -> bool:
+        """Whether its model is loaded."""
+
+
+@runtime_checkable
+class Differentiable(Protocol):
+    """A learner that returns gradients and can move its weights along them (local, FSDP). `stages.Influence` asks."""
+
+    def gradient(
+        self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """Gradient of the loss by parameter name; no step is taken and nothing is clipped."""
+
+    def perturbed(self, direction: Mapping[str, torch.Tensor], scale: float) -> AbstractContextManager[None]:
+        """A context in which the weights are moved by `scale`·direction; after it they are as before, bit for bit."""
+
+
+@runtime_checkable
+class WholeDistributions(Protocol):
+    """A learner that compares whole next-token distributions (local, FSDP). `stages.ExactKL` asks."""
+
+    def full_kl(self, batch: DataProto, reference: Any, temperature: float = 1.0) -> torch.Tensor:
+        """[B, T] exact KL(policy‖reference) per response token, in nats; the reference is a `WholeModel`."""
+
+
+@runtime_checkable
+class WholeModel(Protocol):
+    """A frozen transformers model in this process (the reference of a local engine). `stages.ExactKL` asks."""
+
+    def model(self) -> AbstractContextManager[Any]:
+        """A context that gives the model."""
+
+
+@runtime_checkable
+class Estimates(Protocol):
+    """A learner that estimates its memory and checkpoint size (local, FSDP). The checks before a run ask."""
+
+    def memory_needed(self) -> tuple[torch.device, dict[str, int]]:
+        """(device, bytes by part) that learning will take beyond what is held now."""
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint: weights and optimizer."""
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """A learner that returns its weights as tensors (local, FSDP). `weights.weights_of` asks."""
+
+    def full_weights(self) -> dict[str, torch.Tensor]:
+        """All weights by Hugging Face's names, copies on the CPU: adapters merged, a tied head under both of its names."""
+
+
+@runtime_checkable
+class WeightSink(Sampler, Protocol):
+    """A sampler that takes weights from a learner (local, vLLM, a server, workers): what `engines.paired` needs."""
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> Any:
+        """Load all weights of a model by their Hugging Face names; the next samples carry `version`."""
+
+
+@runtime_checkable
+class Restartable(Protocol):
+    """A sampler in a process that may end (vLLM, a server, workers). Pairs and replicas start it again and push again."""
+
+    @property
+    def starts(self) -> int:
+        """How often its process was started; a new process does not have the weights that were pushed to the old one."""
+
+    def restart(self) -> None:
+        """Start a new process with the weights of the model's folder, whatever happened to the old one."""
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """A sampler that can free its device's memory for a while (vLLM, workers). A pair with `share_device` asks."""
+
+    def sleep(self) -> None:
+        """Free the device's memory."""
+
+    def wake(self) -> None:
+        """Take the device's memory again."""
+
+
+@runtime_checkable
+class Lagging(Protocol):
+    """A sampler that may serve older weights than the last that were pushed (a remote server). Pairs ask."""
+
+    @property
+    def stale(self) -> bool:
+        """Whether the user agreed to rows of older weights."""
+
+    def check_paired(self) -> None:
+        """Raises `EngineError` where it cannot be paired with a learner."""
+
+
+class Pin(Protocol):
+    """Weights that stay in the sampler while the learner goes on, so that a whole batch is sampled with them."""
+
+    version: int
+    """Policy version of the weights."""
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """A context in which the engine samples with these weights."""
+
+    def release(self) -> None:
+        """Let the sampler take the learner's weights again; calling it twice does nothing more."""
+
+
+@runtime_checkable
+class PinnedWeights(Protocol):
+    """An engine that can sample with weights older than the learner's (a pair). Pipelined rollout asks."""
+
+    share_device: bool
+    """Whether the sampler sleeps while the learner works: then no weights can be held."""
+
+    @property
+    def version(self) -> int:
+        """As `Sampler.version`."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """The engine that samples."""
+
+    def hold(self) -> Pin:
+        """Keep the present weights in the sampler until they are released."""
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """An engine with processes, files or connections to close. Whoever opened it asks, and closes it."""
+
+    def close(self) -> None:
+        """End its processes and free its files and connections; may be called twice."""
+
+
+@runtime_checkable
+class Described(Protocol):
+    """An object with a record of what it is (every engine here). Runs and replays store it."""
+
+    def describe(self) -> Any:
+        """Path and settings by name; of an LLM judge's or reward model's engine a text."""
+
+
+@runtime_checkable
+class Located(Protocol):
+    """An engine of a model's folder or hub name. Rollouts write it to the batch for viewers."""
+
+    @property
+    def path(self) -> str:
+        """The folder or hub name, as it was given."""
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A sampler with a limit on the sequence length. The checks before a run ask."""
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest prompt and response together, in tokens; None where the limit is not known."""
+
+
+@runtime_checkable
+class Templated(Protocol):
+    """A sampler with arguments for its chat template. Code that renders prompts asks, by `switches_of`."""
+
+    @property
+    def template_switches(self) -> Mapping[str, Any]:
+        """Further arguments of the chat template, such as `enable_thinking`."""
+
+
+def switches_of(sampler: object) -> dict[str, Any]:
+    """Arguments of a sampler's chat template beside the messages; empty where it has none."""
+    return dict(sampler.template_switches) if isinstance(sampler, Templated) else {}
+
+
+# --- shared implementations ---------------------------------------------------------------------
+
+
+class SampleMany:
+    """Base of samplers: adds the synchronous `sample_many`."""
+
+    def sample_many(self: Any, requests: Sequence[Request]) -> list[Sample]:
+        """Sample all requests at once and wait; responses in order. For callers without an event loop."""
+        return runtime.run_all(self.sample, requests)
+
+
+class Closing:
+    """Base of objects with `close()`: closed at the end of a `with` block."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self: Any, *raised: object) -> None:
+        self.close()

@@ -1,4 +1,4 @@
-"""A model's weights on their way from a learner to a sampler: plain tensors under Hugging Face names, nothing pickled."""
+"""Weights that go from a learner to a sampler: plain tensors under Hugging Face names, as safetensors and never pickled."""
 
 from __future__ import annotations
 
@@ -13,51 +13,40 @@ from typing import Any
 
 import torch
 
-from workbench.errors import EngineError, message
+from workbench.engines.local_engine.loading import load_model
+from workbench.engines.protocol import Learner, SampleMany, WeightSource
+from workbench.engines.settings import LocalSettings
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""How a safetensors file calls them."""
-_HEAD, _EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
+"""Names of dtypes in a safetensors file."""
 
 
-def weights_of(learner: Any) -> dict[str, torch.Tensor]:
-    """All weights of a learner by their Hugging Face names, adapters merged, a tied head under its own name, too.
-
-    A learner with `full_weights()` is asked for them; any other saves a plain folder, which is read back.
-    """
-    if hasattr(learner, "full_weights"):
+def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
+    """A learner's `full_weights()`; where it has none, it saves a plain folder, which is read back."""
+    if isinstance(learner, WeightSource):
         return dict(learner.full_weights())
     with tempfile.TemporaryDirectory(prefix="workbench-weights-") as folder:
-        save = getattr(learner, "save_merged", learner.save)
-        save(Path(folder))
-        return read_weights(Path(folder))
+        learner.save(Path(folder))
+        return dict(load_model(folder, LocalSettings(device="cpu")).state_dict())
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of a Hugging Face folder, a tied head under its own name, too."""
-    from safetensors.torch import load_file
+class Pushed(SampleMany):
+    """Base of samplers that weights are pushed to."""
 
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        found |= load_file(str(file))
-    if not found:
-        raise EngineError(message(f"weights of {folder}", expected="model*.safetensors", found="no such file"))
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    tied = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False))
-    if tied and _HEAD not in found:
-        found[_HEAD] = next(tensor for name, tensor in found.items() if name.endswith(_EMBEDDINGS))
-    return found
+    def sync(self: Any, learner: Learner) -> float:
+        """Load a learner's weights, adapters merged, with its version; returns the seconds that it took."""
+        return float(self.load_weights(weights_of(learner), learner.version))
 
 
 @contextmanager
 def in_memory(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> Iterator[str]:
-    """Inside, a safetensors file of the weights that lies in memory alone; its path is good for processes of this user.
+    """A context that gives the path of a safetensors file of the weights in memory, readable by processes of this user.
 
-    Floating tensors are written as `dtype`. It is no file of any folder (`memfd`), so that neither a small /dev/shm limits
-    it nor a killed driver leaves it behind. Tensors are written one by one: a second copy of a model is never held.
+    Floating tensors are written as `dtype`. The file is in no folder (`memfd`): a small /dev/shm does not limit it, and a
+    killed driver leaves nothing behind. Tensors are written one by one, so that no second copy of the model is held.
     """
     with os.fdopen(os.memfd_create("workbench-weights"), "wb", buffering=0) as file:
         write_to(file, weights, dtype)
@@ -65,25 +54,17 @@ def in_memory(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None = N
 
 
 def write_to(file: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
-    """The weights as a safetensors file, tensor by tensor; floating ones are written as `dtype`."""
+    """Write weights to an open file as safetensors, tensor by tensor; floating ones as `dtype`."""
+    kinds = {name: (dtype or one.dtype) if one.is_floating_point() else one.dtype for name, one in weights.items()}
     header, begin = {}, 0
     for name, tensor in weights.items():
-        kind = _written_as(tensor, dtype)
-        end = begin + tensor.numel() * kind.itemsize
-        header[name] = {"dtype": _NAMES[kind], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        end = begin + tensor.numel() * kinds[name].itemsize
+        header[name] = {"dtype": _NAMES[kinds[name]], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
-    told = json.dumps(header).encode()
-    file.write(struct.pack("<Q", len(told)) + told)
-    for tensor in weights.values():
-        if tensor.numel():
-            plain = tensor.detach().to("cpu", _written_as(tensor, dtype)).contiguous()
-            _write(file, plain.flatten().view(torch.uint8).numpy().data)
-
-
-def _written_as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-
-
-def _write(file: Any, data: memoryview) -> None:
-    while data:  # one call writes 2 GiB at most
-        data = data[file.write(data) :]
+    text = json.dumps(header).encode()
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name, tensor in weights.items():
+        plain = tensor.detach().to("cpu", kinds[name]).contiguous()
+        data = plain.flatten().view(torch.uint8).numpy().data if tensor.numel() else b""
+        while data:  # one call writes 2 GiB at most
+            data = data[file.write(data) :]

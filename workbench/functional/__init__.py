@@ -15,9 +15,16 @@ from workbench.functional.advantages import (
 )
 from workbench.functional.kl import AdaptiveKL, FixedKL, full_kl, kl_penalty
 from workbench.functional.logprobs import entropy_from_logits, log_probs_from_logits
-from workbench.functional.losses import AGGREGATIONS, Surrogate, ValueLoss, aggregate, ppo_clip, value_loss
+from workbench.functional.losses import (
+    AGGREGATIONS,
+    POLICY_LOSSES,
+    Surrogate,
+    ValueLoss,
+    aggregate,
+    ppo_clip,
+    value_loss,
+)
 from workbench.functional.masking import masked_mean, masked_sum, masked_var, masked_whiten, response_lengths
-from workbench.functional.policy_losses import POLICY_LOSSES
 from workbench.functional.returns import discounted_returns, explained_variance, gae
 
 __all__ = [

@@ -1,10 +1,10 @@
 """Advantage estimators without a critic: each one pure function over rows and groups, vectorised.
 
 Shapes, everywhere: scores [B] (a row's summed reward), groups [B] int64 (one number per prompt), mask [B, T] (1 on the
-model's own tokens), scored [B] bool (False: no judgement), token_level_rewards [B, T]. All return (advantages, returns)
-[B, T], 0 outside the mask. What is the same for all: a row without a judgement is in no statistic and gets 0; a row with
-an empty mask counts in its group and has no token to carry its advantage; a row that is alone in its group has nothing to
-be compared with and gets 0, or its raw score with `singleton="verl"`; equal scores in a group give 0, to the last bit.
+model's own tokens), scored [B] bool (False: the row has no score), token_level_rewards [B, T]. All return
+(advantages, returns) [B, T], 0 outside the mask. In all of them a row that was not scored is in no statistic and gets 0; a
+row with an empty mask counts in its group and has no token to carry its advantage; a row that is alone in its group has
+nothing to be compared with and gets 0, or its raw score with `singleton="verl"`; equal scores in a group give exactly 0.
 """
 
 from __future__ import annotations
@@ -12,36 +12,73 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from workbench.functional.groups import Groups, per_group
 from workbench.functional.masking import masked_whiten
 from workbench.functional.returns import discounted_returns
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
-def _spread(values: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B] onto every token of the mask, in the scores' precision."""
+def per_group(values: Tensor, groups: Tensor) -> Tensor:
+    """Σ over the rows of each group: [B, …] → [number of groups, …]; `groups` [B] int64 numbers them from 0."""
+    number = int(groups.max()) + 1 if groups.numel() else 0
+    shape = (number, *values.shape[1:])
+    return torch.zeros(shape, dtype=values.dtype, device=values.device).index_add_(0, groups, values)
+
+
+class Groups:
+    """The scored rows of each group: their number, and each row's score less the group's mean.
+
+    scores [B]; groups [B]; scored [B] bool or None. Rows that were not scored are in no statistic and are 0 in all.
+    """
+
+    def __init__(self, scores: Tensor, groups: Tensor, scored: Tensor | None) -> None:
+        self.groups = groups
+        self.scored = torch.ones_like(groups, dtype=torch.bool) if scored is None else scored.bool()
+        self.scores = torch.where(self.scored, scores.double(), 0.0)
+        self._count = per_group(self.scored.double(), groups)
+        self.count = self._count[groups]
+        """[B] scored rows in the row's group."""
+        mean = per_group(self.scores, groups) / self._count.clamp(min=1)
+        self.centred = torch.where(self.scored, self.scores - mean[groups], 0.0)
+        """[B] s − μ."""
+
+    def deviation(self) -> Tensor:
+        """[B] the group's unbiased (n−1) deviation; 0 for one row."""
+        return (per_group(self.centred.square(), self.groups) / (self._count - 1).clamp(min=1)).sqrt()[self.groups]
+
+    def unless_alone(self, values: Tensor, singleton: str) -> Tensor:
+        """`values`, with 0 (`zero`) or the raw score (`verl`) for rows that are alone in their group."""
+        if singleton not in ("zero", "verl"):
+            raise ValueError(f"singleton is 'zero' or 'verl'; found {singleton!r}")
+        raw = self.scores if singleton == "verl" else torch.zeros_like(self.scores)
+        return torch.where(self.count > 1, values, raw)
+
+
+def _spread(values: Tensor, scores: Tensor, mask: Tensor) -> Pair:
+    """Advantages and returns, both [B] values on every token of the mask, in the scores' precision."""
     dtype = scores.dtype if scores.is_floating_point() else torch.float32
-    return values.to(dtype)[:, None] * mask
+    advantages = values.to(dtype)[:, None] * mask
+    return advantages, advantages
 
 
-def _whitened(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Whitened over the mask, 0 outside; as it is where there are fewer than two positions."""
-    return masked_whiten(values, mask) * mask if mask.sum() > 1 else values * mask
+def _whitened(values: Tensor, mask: Tensor) -> Tensor:
+    """Whitened over the mask, 0 outside; unchanged where there are fewer than two positions."""
+    return (masked_whiten(values, mask) if mask.sum() > 1 else values) * mask
 
 
-def _judged_mask(mask: torch.Tensor, scored: torch.Tensor | None) -> torch.Tensor:
-    """The mask without rows that have no judgement: they are in no batch statistic either."""
+def _scored_mask(mask: Tensor, scored: Tensor | None) -> Tensor:
+    """The mask without rows that were not scored: they are in no batch statistic either."""
     return mask if scored is None else mask * scored.to(mask.dtype)[:, None]
 
 
 def grpo(
-    scores: torch.Tensor,
-    groups: torch.Tensor,
-    mask: torch.Tensor,
+    scores: Tensor,
+    groups: Tensor,
+    mask: Tensor,
     *,
-    scored: torch.Tensor | None = None,
+    scored: Tensor | None = None,
     norm_by_std: bool = True,
     eps: float = 1e-6,
     singleton: str = "zero",
@@ -54,50 +91,43 @@ def grpo(
     """
     found = Groups(scores, groups, scored)
     values = found.centred / (found.deviation() + eps) if norm_by_std else found.centred
-    advantages = _spread(found.unless_alone(values, singleton), scores, mask)
-    return advantages, advantages
+    return _spread(found.unless_alone(values, singleton), scores, mask)
 
 
 def grpo_passk(
-    scores: torch.Tensor,
-    groups: torch.Tensor,
-    mask: torch.Tensor,
+    scores: Tensor,
+    groups: Tensor,
+    mask: Tensor,
     *,
-    scored: torch.Tensor | None = None,
+    scored: Tensor | None = None,
     norm_by_std: bool = True,
     eps: float = 1e-6,
 ) -> Pair:
     """The best row of a group gets (s₁ − s₂) / (σ_g + eps), all others 0: only what improves the group's best is pushed.
 
-    s₁ and s₂ are the two highest scores; where they are equal nobody gets anything. verl raises for a group of one; here it
+    s₁ and s₂ are the two highest scores; where they are equal all rows get 0. verl raises for a group of one; here it
     gets 0. https://arxiv.org/abs/2503.19595, as verl has it.
     """
     found = Groups(scores, groups, scored)
     low = torch.full_like(found.scores, float("-inf"))
-    ranked = torch.where(found.judged, found.scores, low)
+    ranked = torch.where(found.scored, found.scores, low)
     first = _group_max(ranked, groups)
-    best = found.judged & (ranked == first[groups])
+    best = found.scored & (ranked == first[groups])
     second = _group_max(torch.where(best, low, ranked), groups)
     sole = per_group(best.double(), groups)[groups] == 1
-    gap = torch.where(best & sole & ~found.alone, ranked - second[groups], 0.0)
+    gap = torch.where(best & sole & (found.count > 1), ranked - second[groups], 0.0)
     values = gap / (found.deviation() + eps) if norm_by_std else gap
-    advantages = _spread(values, scores, mask)
-    return advantages, advantages
+    return _spread(values, scores, mask)
 
 
-def _group_max(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+def _group_max(values: Tensor, groups: Tensor) -> Tensor:
     number = int(groups.max()) + 1 if groups.numel() else 0
     start = torch.full((number,), float("-inf"), dtype=values.dtype, device=values.device)
     return start.scatter_reduce(0, groups, values, "amax")
 
 
 def rloo(
-    scores: torch.Tensor,
-    groups: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    scored: torch.Tensor | None = None,
-    singleton: str = "zero",
+    scores: Tensor, groups: Tensor, mask: Tensor, *, scored: Tensor | None = None, singleton: str = "zero"
 ) -> Pair:
     """A = s − mean of the group's other rows = (s − μ_g)·n/(n − 1): leave one out.
 
@@ -106,39 +136,30 @@ def rloo(
     """
     found = Groups(scores, groups, scored)
     values = found.centred * found.count / (found.count - 1).clamp(min=1)
-    advantages = _spread(found.unless_alone(values, singleton), scores, mask)
-    return advantages, advantages
+    return _spread(found.unless_alone(values, singleton), scores, mask)
 
 
-def opo(
-    scores: torch.Tensor,
-    groups: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    scored: torch.Tensor | None = None,
-    singleton: str = "zero",
-) -> Pair:
+def opo(scores: Tensor, groups: Tensor, mask: Tensor, *, scored: Tensor | None = None, singleton: str = "zero") -> Pair:
     """A = s − Σ len·s / Σ len over the group: the baseline of least variance where gradients grow with length.
 
     Lengths are Σ mask; a group without a token has the plain mean. Hao et al. 2025, https://arxiv.org/abs/2505.23585.
     """
     found = Groups(scores, groups, scored)
-    lengths = mask.sum(-1).double() * found.judged
+    lengths = mask.sum(-1).double() * found.scored
     total = per_group(lengths, groups)
     weighted = per_group(lengths * found.scores, groups) / total.clamp(min=1)
-    plain = per_group(found.scores, groups) / per_group(found.judged.double(), groups).clamp(min=1)
+    plain = per_group(found.scores, groups) / per_group(found.scored.double(), groups).clamp(min=1)
     baseline = torch.where(total > 0, weighted, plain)
-    values = torch.where(found.judged, found.scores - baseline[groups], 0.0)
-    advantages = _spread(found.unless_alone(values, singleton), scores, mask)
-    return advantages, advantages
+    values = torch.where(found.scored, found.scores - baseline[groups], 0.0)
+    return _spread(found.unless_alone(values, singleton), scores, mask)
 
 
 def gpg(
-    scores: torch.Tensor,
-    groups: torch.Tensor,
-    mask: torch.Tensor,
+    scores: Tensor,
+    groups: Tensor,
+    mask: Tensor,
     *,
-    scored: torch.Tensor | None = None,
+    scored: Tensor | None = None,
     f_norm: float = 1.0,
     singleton: str = "zero",
 ) -> Pair:
@@ -147,18 +168,17 @@ def gpg(
     A batch of zeros has α = 1. Goes with the loss `gpg` (−A·log π). Chu et al. 2025, https://arxiv.org/abs/2504.02546.
     """
     found = Groups(scores, groups, scored)
-    alpha = found.judged.double().sum() / ((found.scores != 0) & found.judged).sum().clamp(min=1)
+    alpha = found.scored.double().sum() / ((found.scores != 0) & found.scored).sum().clamp(min=1)
     alpha = torch.where((found.scores != 0).any(), alpha, torch.ones_like(alpha))
-    advantages = _spread(found.unless_alone(alpha * found.centred / f_norm, singleton), scores, mask)
-    return advantages, advantages
+    return _spread(found.unless_alone(alpha * found.centred / f_norm, singleton), scores, mask)
 
 
 def gdpo(
-    components: torch.Tensor,
-    groups: torch.Tensor,
-    mask: torch.Tensor,
+    components: Tensor,
+    groups: Tensor,
+    mask: Tensor,
     *,
-    scored: torch.Tensor | None = None,
+    scored: Tensor | None = None,
     weights: Sequence[float] | None = None,
     eps: float = 1e-6,
     singleton: str = "zero",
@@ -176,66 +196,55 @@ def gdpo(
         part = components[:, number]
         present = part.isfinite() if scored is None else part.isfinite() & scored.bool()
         total = total + weight * grpo(part, groups, mask, scored=present, eps=eps, singleton=singleton)[0]
-    counted = _judged_mask(mask, scored)
+    counted = _scored_mask(mask, scored)
     advantages = _whitened(total, counted)
     return advantages, advantages
 
 
 def reinforce_plus_plus(
-    token_level_rewards: torch.Tensor, mask: torch.Tensor, *, scored: torch.Tensor | None = None, gamma: float = 1.0
+    token_level_rewards: Tensor, mask: Tensor, *, scored: Tensor | None = None, gamma: float = 1.0
 ) -> Pair:
     """Discounted reward-to-go, whitened over the batch: no critic and no groups.
 
     A masked (tool) token carries the return through. Returns are the unwhitened ones. With KL in the reward this is
     the paper's algorithm. Hu et al. 2025, https://arxiv.org/abs/2501.03262.
     """
-    counted = _judged_mask(mask, scored)
+    counted = _scored_mask(mask, scored)
     returns = discounted_returns(token_level_rewards, counted, gamma)
     return _whitened(returns, counted), returns
 
 
 def reinforce_plus_plus_baseline(
-    scores: torch.Tensor,
-    groups: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    scored: torch.Tensor | None = None,
-    singleton: str = "zero",
+    scores: Tensor, groups: Tensor, mask: Tensor, *, scored: Tensor | None = None, singleton: str = "zero"
 ) -> Pair:
     """s − μ_g on every token, then whitened over the batch: the deviation is the batch's, not the group's.
 
     Hu et al. 2025, https://arxiv.org/abs/2501.03262, the variant for verifiable rewards.
     """
     found = Groups(scores, groups, scored)
-    centred = _spread(found.unless_alone(found.centred, singleton), scores, mask)
-    advantages = _whitened(centred, _judged_mask(mask, scored))
+    centred, _ = _spread(found.unless_alone(found.centred, singleton), scores, mask)
+    advantages = _whitened(centred, _scored_mask(mask, scored))
     return advantages, advantages
 
 
-def remax(
-    token_level_rewards: torch.Tensor,
-    baselines: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    scored: torch.Tensor | None = None,
-) -> Pair:
+def remax(token_level_rewards: Tensor, baselines: Tensor, mask: Tensor, *, scored: Tensor | None = None) -> Pair:
     """Reward-to-go less the reward of the prompt's greedy response: baselines [B], a column that the recipe adds.
 
     Li et al. 2024, https://arxiv.org/abs/2310.10505.
     """
-    counted = _judged_mask(mask, scored)
+    counted = _scored_mask(mask, scored)
     returns = discounted_returns(token_level_rewards, counted)
     return (returns - baselines[:, None].to(returns.dtype)) * counted, returns
 
 
 def optimal_token_baseline(
-    token_level_rewards: torch.Tensor,
-    groups: torch.Tensor,
-    mask: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    sum_pi_squared: torch.Tensor,
+    token_level_rewards: Tensor,
+    groups: Tensor,
+    mask: Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
     *,
-    scored: torch.Tensor | None = None,
+    scored: Tensor | None = None,
     eps: float = 1e-8,
 ) -> Pair:
     """A_t = G_t − B_t with B_t = Σ_g G_t·W_t / (Σ_g W_t + eps), W_t = Σ_{u≤t} (1 − 2π_u + Σπ²_u): the least-variance baseline
@@ -245,7 +254,7 @@ def optimal_token_baseline(
     (sum_pi_squared [B, T]): W_t is the expected squared norm of the logits' gradient so far. Where one row alone of a group
     still has a token the baseline is 0, as in verl. A masked token has no weight and no advantage.
     """
-    counted = _judged_mask(mask, scored)
+    counted = _scored_mask(mask, scored)
     inside = counted.bool()
     returns = discounted_returns(token_level_rewards, counted)
     energy = torch.where(inside, 1 - 2 * old_log_probs.exp() + sum_pi_squared, 0.0).double().cumsum(-1)
@@ -258,22 +267,20 @@ def optimal_token_baseline(
 
 
 def tir_optimal_token_baseline(
-    token_level_rewards: torch.Tensor,
-    groups: torch.Tensor,
-    mask: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    sum_pi_squared: torch.Tensor,
+    token_level_rewards: Tensor,
+    groups: Tensor,
+    mask: Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
     *,
-    scored: torch.Tensor | None = None,
+    scored: Tensor | None = None,
     eps: float = 1e-8,
 ) -> Pair:
     """`optimal_token_baseline` over the model's own tokens packed to the left: the n-th token that a row's model wrote is
-    compared with the n-th of its siblings, however much tool text stands between.
-    """
+    compared with the n-th of the group's other rows, however much tool text lies between."""
     order = torch.sort(mask.bool().to(torch.uint8), dim=-1, descending=True, stable=True).indices
-    packed = [one.gather(1, order) for one in (token_level_rewards, mask, old_log_probs, sum_pi_squared)]
-    advantages, returns = optimal_token_baseline(
-        packed[0] * packed[1], groups, packed[1], packed[2], packed[3], scored=scored, eps=eps
-    )
+    given = (token_level_rewards, mask, old_log_probs, sum_pi_squared)
+    rewards, own, old, squared = (one.gather(1, order) for one in given)
+    advantages, returns = optimal_token_baseline(rewards * own, groups, own, old, squared, scored=scored, eps=eps)
     back = torch.argsort(order, dim=-1)
     return advantages.gather(1, back), returns.gather(1, back)

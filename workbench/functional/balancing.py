@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 
 def workload(length: float) -> float:
@@ -44,23 +45,13 @@ def _state(parts: list[tuple[float, list[int]]], tie: int) -> tuple[float, int, 
     return (ranked[-1][0] - ranked[0][0], tie, ranked)
 
 
-def imbalance(loads: Sequence[float], parts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """`min`, `max`, `mean` load of the parts and `minmax_diff`, as verl's `global_seqlen/balanced_*`."""
-    sums = [sum(loads[row] for row in part) for part in parts]
-    return {"min": min(sums), "max": max(sums), "mean": sum(sums) / len(sums), "minmax_diff": max(sums) - min(sums)}
-
-
 def resampled(
-    scores: torch.Tensor,
-    *,
-    method: str = "pow",
-    weight_pow: float = 2.0,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    """[B] row numbers drawn with replacement by weight (PF-PPO): |score|^p; 1 for the best and the worst score and 0 for
+    scores: Tensor, *, method: str = "pow", weight_pow: float = 2.0, generator: torch.Generator | None = None
+) -> Tensor:
+    """[B] row numbers sampled with replacement by weight (PF-PPO): |score|^p; 1 for the best and the worst score and 0 for
     others (`max_min`); 0.4 for the best and 0.1 for others (`max_random`).
 
-    Rows whose weights are all 0 are drawn evenly. Shen et al. 2024, https://arxiv.org/abs/2409.06957.
+    Where all weights are 0 rows are sampled uniformly. Shen et al. 2024, https://arxiv.org/abs/2409.06957.
     """
     if method == "pow":
         weights = scores.double().abs() ** weight_pow

@@ -7,6 +7,7 @@ r = exp(clamp(old − rollout, ±20)) per token: trainer over sampler. verl's na
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from workbench.functional.masking import masked_mean, masked_sum
 
@@ -17,21 +18,21 @@ REJECTIONS = (
 """Kinds of `rejected`: a token's or a row's divergence, by k1 (−log r), k2 (½·log² r) or k3 (r − 1 − log r)."""
 
 
-def log_ratio(old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def log_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
     """log r = old − rollout, clamped to ±20, 0 outside the mask."""
     return torch.where(mask.bool(), old_log_probs - rollout_log_probs, 0.0).clamp(-20, 20)
 
 
 def importance_weights(
-    old_log_probs: torch.Tensor,
-    rollout_log_probs: torch.Tensor,
-    mask: torch.Tensor,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
     *,
     level: str = "token",
     upper: float = 2.0,
     lower: float | None = None,
     batch_normalize: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Weights that turn the sampler's tokens into the trainer's: r per token, or with `level="sequence"` their product on
     every token of a row.
 
@@ -53,14 +54,14 @@ def importance_weights(
 
 
 def rejected(
-    old_log_probs: torch.Tensor,
-    rollout_log_probs: torch.Tensor,
-    mask: torch.Tensor,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
     kind: str,
     *,
     upper: float,
     lower: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """[B, T] bool: tokens (kinds `token_*`) or whole rows (`seq_*`) that are too far off.
 
     k1 kinds compare r itself (its mean over the row is geometric) with [lower, upper], 1/upper where lower is None;
@@ -86,13 +87,13 @@ def rejected(
     return out.expand_as(inside) & inside
 
 
-def effective_sample_size(weights: torch.Tensor, mask: torch.Tensor) -> float:
+def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
     """1 / mean((w / mean w)²) over the mask: 1 where all weights are equal, near 0 where few carry everything."""
     mean = masked_mean(weights, mask).clamp(min=1e-8)
     return float(1 / masked_mean((weights / mean).square(), mask).clamp(min=1e-8))
 
 
-def off_policy(old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+def off_policy(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
     """How far trainer and sampler are apart, under verl's names: KLs in nats, perplexities over rows, χ².
 
     `kl` = mean(rollout − old) estimates KL(sampler‖trainer), `k3_kl` does so without negative values. Perplexities are

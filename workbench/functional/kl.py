@@ -8,16 +8,17 @@ never negative). The controllers: Ziegler et al. 2019, https://arxiv.org/abs/190
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 _KINDS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
-def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) -> torch.Tensor:
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     """Per-token estimate, of the shape of its inputs ([B, T]).
 
     `kind`: `k1`/`kl`, `abs`, `k2`/`mse`, `k3`/`low_var_kl` (with verl's clamps: ±20 on Δ, 10 on the
-    result; computed with expm1, so that it is exact near 0 and never negative). A `+` behind it keeps the value and takes the gradient of k2, which is the KL's own
-    (straight-through). Raises `ValueError` for any other kind.
+    result; computed with expm1, so that it is exact near 0 and never negative). A `+` behind it keeps the value and takes
+    the gradient of k2, which is the KL's own (straight-through). Raises `ValueError` for any other kind.
     """
     base, plus = kind.removesuffix("+"), kind.endswith("+")
     if base not in _KINDS:
@@ -29,7 +30,7 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) 
     return gradient - gradient.detach() + value.detach()
 
 
-def _value(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) -> torch.Tensor:
+def _value(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     delta = log_probs - ref_log_probs
     if kind == "k1":
         return delta
@@ -42,7 +43,7 @@ def _value(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) -> t
     return (negative.expm1() - negative).clamp(0, 10)
 
 
-def full_kl(logits: torch.Tensor, ref_logits: torch.Tensor) -> torch.Tensor:
+def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     """KL(π‖ref) = Σ_v π_v·(log π_v − log ref_v) over the whole vocabulary: [..., V] twice → [...] float32, nats, ≥ 0.
 
     What k1, k2 and k3 estimate from one token each. A token that π rules out counts 0.
@@ -59,14 +60,14 @@ class FixedKL:
         self.value = coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to adapt."""
+        """Does nothing: β is constant."""
 
     def state(self) -> dict[str, float]:
-        """Nothing to remember: β is a setting."""
+        """Empty: β is a setting."""
         return {}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Nothing to restore."""
+        """Does nothing: there is no state."""
 
     def __repr__(self) -> str:
         return f"FixedKL(coef={self.value})"
@@ -82,7 +83,7 @@ class AdaptiveKL:
         self.value = coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Tell it the batch's mean KL per sequence and how many sequences there were."""
+        """Adapt β to a batch's mean KL per sequence, `n_steps` sequences being in it."""
         error = min(max(current_kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 

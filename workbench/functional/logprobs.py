@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
-def log_probs_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """log softmax(logits)[label]: [..., V] and [...] → [...] float32.
 
     Written as logit − logsumexp so that no second [..., V] tensor is kept.
@@ -17,7 +18,7 @@ def log_probs_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.T
     return picked - torch.logsumexp(logits, dim=-1)
 
 
-def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
+def entropy_from_logits(logits: Tensor) -> Tensor:
     """H = −Σ p·log p with p = softmax(logits): [..., V] → [...] float32, ≥ 0 up to rounding.
 
     A logit of −inf (a token ruled out) counts 0, its limit, and gets no gradient. Only the logits are kept
@@ -30,7 +31,7 @@ class _Entropy(torch.autograd.Function):
     """Autograd of the plain formula keeps three [..., V] tensors, and is NaN behind a logit of −inf."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
         log_p = _log_p(logits)
         entropy = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(logits, entropy)
@@ -38,14 +39,14 @@ class _Entropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         logits, entropy = ctx.saved_tensors
         log_p = _log_p(logits)
         slope = log_p.exp().mul_(log_p.add_(entropy.unsqueeze(-1))).mul_(-gradient.unsqueeze(-1))
         return slope.to(logits.dtype)
 
 
-def _log_p(logits: torch.Tensor) -> torch.Tensor:
+def _log_p(logits: Tensor) -> Tensor:
     """log softmax in float32, with the smallest number for −inf, so that 0·log 0 is 0."""
     log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     return log_p.clamp_(min=torch.finfo(torch.float32).min)

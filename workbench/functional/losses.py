@@ -1,83 +1,290 @@
-"""Policy and value losses per token, and how token losses become one number."""
+"""PPO's policy loss and its variants per token, by verl's names, the value loss, and the ways to aggregate them to one number.
+
+All policy losses take old_log_probs, log_probs, advantages, mask [B, T] and settings of their own, and return a `Surrogate`.
+ρ is exp(clamp(new − old, ±20)), sg(·) stops the gradient. Values outside the mask, NaN included, touch neither loss nor
+gradient. On a batch that the present policy sampled (ρ = 1) all but `gpg`-like ones have the same gradient: compare
+them after some updates.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Concatenate, ParamSpec
 
 import torch
+from torch import Tensor
 
-from workbench.functional.masking import masked_sum
+from workbench.functional.masking import masked_mean, masked_sum
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
 class Surrogate:
     """A clipped surrogate, per token."""
 
-    loss: torch.Tensor
+    loss: Tensor
     """[B, T], with gradient; 0 outside the mask."""
-    ratio: torch.Tensor
+    ratio: Tensor
     """exp(new − old), [B, T]; 1 outside the mask."""
-    clipped: torch.Tensor
+    clipped: Tensor
     """[B, T] bool: the clipped term is the larger one there."""
-    clipped_lower: torch.Tensor
+    clipped_lower: Tensor
     """[B, T] bool: the dual clip holds there (negative advantage, ratio beyond c)."""
     aggregation: str | None = None
-    """The one mode that the loss is defined with; None: the caller's choice."""
+    """The aggregation mode that the loss is defined with; None: the caller chooses."""
 
 
+class Inside:
+    """Log-probs and advantages [B, T] with zeros outside the mask, and the ratio exp(clamp(new − old, ±20))."""
+
+    def __init__(self, old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, mask: Tensor) -> None:
+        self.mask, self.inside = mask, mask.bool()
+        columns = (old_log_probs, log_probs, advantages)
+        self.old, self.new, self.advantages = (torch.where(self.inside, one, 0.0) for one in columns)
+        self.log_ratio = (self.new - self.old).clamp(-20, 20)
+        self.ratio = self.log_ratio.exp()
+
+    def two_sided(self, ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+        """(max(−Aρ, −A·clip(ρ, 1 − low, 1 + high)), where the clipped term is the larger one)."""
+        plain, bounded = -self.advantages * ratio, -self.advantages * ratio.clamp(1 - low, 1 + high)
+        return torch.maximum(plain, bounded), bounded > plain
+
+    def surrogate(
+        self,
+        loss: Tensor,
+        clipped: Tensor | None = None,
+        *,
+        lower: Tensor | None = None,
+        ratio: Tensor | None = None,
+        aggregation: str | None = None,
+    ) -> Surrogate:
+        """A `Surrogate` that is 0 outside the mask; without `ratio` its ratio is each token's own."""
+        nowhere = torch.zeros_like(self.inside)
+        return Surrogate(
+            loss=torch.where(self.inside, loss, 0.0),
+            ratio=(self.ratio if ratio is None else ratio).detach(),
+            clipped=nowhere if clipped is None else clipped.detach() & self.inside,
+            clipped_lower=nowhere if lower is None else lower.detach() & self.inside,
+            aggregation=aggregation,
+        )
+
+
+def _policy_loss(
+    formula: Callable[Concatenate[Inside, P], Surrogate],
+) -> Callable[Concatenate[Tensor, Tensor, Tensor, Tensor, P], Surrogate]:
+    """A policy loss from its formula: its arguments are those of `Inside`, then the formula's settings."""
+
+    @functools.wraps(formula)
+    def loss(
+        old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, mask: Tensor, *none: P.args, **settings: P.kwargs
+    ) -> Surrogate:
+        return formula(Inside(old_log_probs, log_probs, advantages, mask), *none, **settings)
+
+    own = [*inspect.signature(Inside).parameters.values(), *inspect.signature(formula).parameters.values()]
+    loss.__signature__ = inspect.Signature([one for one in own if one.name != "x"], return_annotation="Surrogate")  # type: ignore[attr-defined]
+    return loss
+
+
+@_policy_loss
 def ppo_clip(
-    old_log_probs: torch.Tensor,
-    log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    clip_c: float = 3.0,
+    x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float = 3.0
 ) -> Surrogate:
     """PPO's clipped surrogate with dual clip: max(−Aρ, −A·clip(ρ, 1−low, 1+high)), and for A < 0 at most −A·c.
 
-    ρ = exp(clamp(new − old, ±20)). All inputs [B, T]; what stands outside the mask, NaN among it, touches
-    neither loss nor gradient. Raises `ValueError` for a negative clip range or `clip_c` ≤ 1. Schulman et al. 2017,
+    ρ = exp(clamp(new − old, ±20)). All inputs [B, T]; values outside the mask, NaN included, touch
+    neither loss nor gradient. Raises `ValueError` for a negative clip range or `clip_ratio_c` ≤ 1. Schulman et al. 2017,
     https://arxiv.org/abs/1707.06347; dual clip: Ye et al. 2020, https://arxiv.org/abs/1912.09729.
     """
-    if clip_low < 0 or clip_high < 0 or clip_c <= 1:
+    if clip_ratio_low < 0 or clip_ratio_high < 0 or clip_ratio_c <= 1:
         raise ValueError(
-            f"clip ranges are ≥ 0 and clip_c > 1; found low {clip_low}, high {clip_high} and clip_c {clip_c}"
+            f"clip ranges are ≥ 0 and clip_ratio_c > 1; found low {clip_ratio_low}, high {clip_ratio_high} and clip_ratio_c {clip_ratio_c}"
         )
-    inside = mask.bool()
-    ratio = torch.where(inside, log_probs - old_log_probs, 0.0).clamp(-20, 20).exp()
-    advantages = torch.where(inside, advantages, 0.0)
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    upper = torch.maximum(plain, bounded)
-    floor = -advantages * clip_c
-    negative = advantages < 0
+    upper, clipped = x.two_sided(x.ratio, clip_ratio_low, clip_ratio_high)
+    floor, negative = -x.advantages * clip_ratio_c, x.advantages < 0
     loss = torch.where(negative, torch.minimum(upper, floor), upper)
-    return Surrogate(
-        loss=loss,
-        ratio=ratio.detach(),
-        clipped=(bounded > plain).detach() & inside,
-        clipped_lower=(negative & (upper > floor)).detach() & inside,
+    return x.surrogate(loss, clipped, lower=negative & (upper > floor))
+
+
+@_policy_loss
+def gspo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> Surrogate:
+    """PPO's clip on the sequence's ratio s = exp(mean of log ρ over the row), with each token's own gradient.
+
+    log s_t = sg(log s) + new − sg(new), at most 10. The paper's ranges are far smaller (3e-4, 4e-4) and its aggregation is
+    seq-mean-token-mean. Zheng et al. 2025, https://arxiv.org/abs/2507.18071.
+    """
+    lengths = x.mask.sum(-1, keepdim=True).clamp(min=1)
+    sequence = (x.new - x.old).sum(-1, keepdim=True) / lengths
+    ratio = (sequence.detach() + x.new - x.new.detach()).clamp(max=10).exp()
+    loss, clipped = x.two_sided(ratio, clip_ratio_low, clip_ratio_high)
+    return x.surrogate(loss, clipped, ratio=torch.where(x.inside, ratio, 1.0))
+
+
+@_policy_loss
+def sapo(x: Inside, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Surrogate:
+    """−A·σ(τ(ρ − 1))·4/τ, τ by the advantage's sign: a soft gate where PPO has a hard edge.
+
+    Always aggregated seq-mean-token-mean. Gao et al. 2025, https://arxiv.org/abs/2511.20347.
+    """
+    if tau_pos <= 0 or tau_neg <= 0:
+        raise ValueError(f"tau_pos and tau_neg are > 0; found {tau_pos} and {tau_neg}")
+    tau = torch.where(x.advantages > 0, tau_pos, tau_neg)
+    gate = torch.sigmoid(tau * (x.ratio - 1)) * 4 / tau
+    return x.surrogate(-x.advantages * gate, aggregation="seq-mean-token-mean")
+
+
+@_policy_loss
+def gpg(x: Inside) -> Surrogate:
+    """−A·log π: the plain policy gradient, without ratio or clip. Chu et al. 2025, https://arxiv.org/abs/2504.02546."""
+    return x.surrogate(-x.advantages * x.new)
+
+
+@_policy_loss
+def cispo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> Surrogate:
+    """−A·sg(clip(ρ, 1 − low, 1 + high))·log π: the weight is bounded, every token keeps its gradient.
+
+    `clipped` marks tokens whose weight was cut. MiniMax 2025, https://arxiv.org/abs/2506.13585.
+    """
+    weight = x.ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    return x.surrogate(-weight.detach() * x.advantages * x.new, weight != x.ratio)
+
+
+@_policy_loss
+def dppo_tv(
+    x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float = 3.0
+) -> Surrogate:
+    """−A·sg(min(ρ, c))·log π on tokens whose probability has moved by at most high (A > 0) or low (A < 0) that way.
+
+    The trust region is the total variation of the taken token, |π_new − π_old|, not the ratio: a rare token may change its
+    ratio a lot. `clipped` marks those left out. https://arxiv.org/abs/2602.04879.
+    """
+    moved = x.new.exp() - x.old.exp()
+    out = torch.where(x.advantages > 0, moved > clip_ratio_high, -moved > clip_ratio_low)
+    return _within(x, out.detach(), clip_ratio_c)
+
+
+@_policy_loss
+def dppo_kl(
+    x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float = 3.0
+) -> Surrogate:
+    """As `dppo_tv`, the trust region being the KL of the taken token against all others (two outcomes), in nats."""
+    p, q = (one.exp().clamp(1e-8, 1 - 1e-7) for one in (x.old, x.new))
+    divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    up, down = (x.ratio > 1) & (divergence > clip_ratio_high), (x.ratio < 1) & (divergence > clip_ratio_low)
+    return _within(x, torch.where(x.advantages > 0, up, down).detach(), clip_ratio_c)
+
+
+def _within(x: Inside, out: Tensor, clip_ratio_c: float) -> Surrogate:
+    weight = x.ratio.clamp(max=clip_ratio_c).detach()
+    return x.surrogate(-x.advantages * weight * x.new * (~out), out)
+
+
+@_policy_loss
+def dro(x: Inside, *, dro_beta: float = 0.1) -> Surrogate:
+    """DRO's policy loss: a quadratic penalty in place of PPO's clip. Richemond et al. 2024, https://arxiv.org/abs/2405.19107.
+
+    −(A·log π − ½β(log π − log π_old)²) with the advantage A and β = `dro_beta`.
+    """
+    if dro_beta <= 0:
+        raise ValueError(f"dro_beta is > 0; found {dro_beta}")
+    return x.surrogate(-(x.new * x.advantages - 0.5 * dro_beta * (x.new - x.old).square()))
+
+
+@_policy_loss
+def geo_mean(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> Surrogate:
+    """−Ā·exp(mean of log ρ clipped to (−low, high) where the advantage pulls that way): GMPO's geometric mean of a row.
+
+    One number a row, placed on its first token and aggregated as the mean over rows. Zhao et al. 2025,
+    https://arxiv.org/abs/2507.20673.
+    """
+    sign = x.advantages.sign()
+    bounded = x.log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
+    chosen = sign * torch.minimum(sign * x.log_ratio, sign * bounded)
+    lengths = x.mask.sum(-1) + 1e-8
+    ratio = (chosen.sum(-1) / lengths).exp()
+    per_row = -(x.advantages.sum(-1) / lengths) * ratio
+    first = (x.mask.cumsum(-1) == 1) & x.inside
+    outside = x.log_ratio != bounded
+    return x.surrogate(
+        torch.where(first, per_row[:, None], 0.0),
+        outside & (x.advantages > 0),
+        lower=outside & (x.advantages < 0),
+        ratio=torch.where(x.inside, ratio[:, None], 1.0),
+        aggregation="seq-mean-token-sum",
     )
+
+
+def _covariance(x: Inside) -> Tensor:
+    """(A − mean A)·(log π − mean log π) per token, means over the mask; no gradient."""
+    advantages, new = x.advantages.detach(), x.new.detach()
+    return (advantages - masked_mean(advantages, x.mask)) * (new - masked_mean(new, x.mask))
+
+
+@_policy_loss
+def clip_cov(
+    x: Inside,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_cov_ratio: float = 0.0002,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+) -> Surrogate:
+    """PPO's clip, and a random share (`clip_cov_ratio`, at least one token) of tokens whose covariance of advantage and
+    log π lies between lb and ub is left out: those few tokens lower the entropy most.
+
+    Tokens are chosen with torch's global generator, which an update seeds by step, and within each micro-batch: its size
+    changes the choice. Cui et al. 2025, https://arxiv.org/abs/2505.22617.
+    """
+    loss, clipped = x.two_sided(x.ratio, clip_ratio_low, clip_ratio_high)
+    covariance = _covariance(x)
+    band = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & x.inside & ~clipped
+    candidates = band.flatten().nonzero()[:, 0]
+    number = min(max(int(clip_cov_ratio * float(x.mask.sum())), 1), len(candidates))
+    dropped = torch.zeros_like(x.inside).flatten()
+    dropped[candidates[torch.randperm(len(candidates))[:number].to(candidates.device)]] = True
+    dropped = dropped.view_as(x.inside)
+    return x.surrogate(torch.where(dropped, 0.0, loss), clipped | dropped)
+
+
+@_policy_loss
+def kl_cov(x: Inside, *, kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 0.1) -> Surrogate:
+    """−Aρ, plus `ppo_kl_coef`·|log ρ| on the share of tokens with the highest covariance of advantage and log π.
+
+    `clipped` marks those tokens. Selected within one micro-batch, as in verl. Cui et al. 2025,
+    https://arxiv.org/abs/2505.22617.
+    """
+    covariance = torch.where(x.inside, _covariance(x), float("-inf")).flatten()
+    number = max(1, int(float(x.mask.sum()) * kl_cov_ratio)) if bool(x.inside.any()) else 0
+    chosen = torch.zeros_like(x.inside).flatten()
+    chosen[covariance.topk(number).indices] = True
+    chosen = chosen.view_as(x.inside)
+    loss = -x.advantages * x.ratio
+    return x.surrogate(torch.where(chosen, loss + ppo_kl_coef * x.log_ratio.abs(), loss), chosen)
+
+
+_VARIANTS = (gspo, sapo, gpg, cispo, dppo_tv, dppo_kl, dro, geo_mean, clip_cov, kl_cov)
+POLICY_LOSSES: Mapping[str, Callable[..., Surrogate]] = {"vanilla": ppo_clip} | {one.__name__: one for one in _VARIANTS}
+"""verl's `loss_mode` → function."""
 
 
 @dataclass(frozen=True)
 class ValueLoss:
     """A clipped value loss, per token."""
 
-    loss: torch.Tensor
+    loss: Tensor
     """[B, T], with gradient; 0 outside the mask."""
-    clipped: torch.Tensor
+    clipped: Tensor
     """[B, T] bool: the clipped term is the larger one there."""
 
 
-def value_loss(
-    values: torch.Tensor, returns: torch.Tensor, old_values: torch.Tensor, mask: torch.Tensor, *, clip: float = 0.5
-) -> ValueLoss:
-    """½·max((v − R)², (clip(v, old ± clip) − R)²): the worse of both, so that a value gains nothing by jumping.
+def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor, *, clip: float = 0.5) -> ValueLoss:
+    """½·max((v − R)², (clip(v, old ± clip) − R)²): the larger of the plain and the clipped squared error.
 
-    All inputs [B, T]; what stands outside the mask, NaN among it, touches neither loss nor gradient.
+    All inputs [B, T]; values outside the mask, NaN included, touch neither loss nor gradient.
     Schulman et al. 2017's reference implementation; the clip's worth is doubted: Andrychowicz et al. 2021,
     https://arxiv.org/abs/2006.05990, §3.3.
     """
@@ -93,14 +300,14 @@ AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token
 
 
 def aggregate(
-    loss: torch.Tensor,
-    mask: torch.Tensor,
+    loss: Tensor,
+    mask: Tensor,
     mode: str = "token-mean",
     *,
     tokens: float | None = None,
     sequences: float | None = None,
     scale: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Token losses [B, T] as one number.
 
     `token-mean` Σ/tokens · `token-sum` Σ · `seq-mean-token-sum` Σ/sequences · `seq-mean-token-mean` the
@@ -108,7 +315,7 @@ def aggregate(
     `tokens` and `sequences` are the global counts of the mini-batch: given them, the micro-batches' results
     add up to the whole's, if `scale` is given too where a mode has one (T may differ from part to part, so
     it is no default there). Rows without a token are left out; an empty mask gives 0. Values outside the
-    mask are ignored, NaN among them. Raises `ValueError` for another mode or a missing `scale`.
+    mask are ignored, NaN included. Raises `ValueError` for another mode or a missing `scale`.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"aggregation mode {mode!r}; expected one of {', '.join(AGGREGATIONS)}")

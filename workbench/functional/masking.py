@@ -1,40 +1,43 @@
 """Sums, means and whitening under a mask. Masks are 1 where a position counts; [B, T] unless said otherwise.
 
-Values outside a mask are ignored, NaN among them. Conventions are verl's `torch_functional`.
+Values outside a mask are ignored, NaN included. Conventions are verl's `torch_functional`.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 _EPS = 1e-8
 
 
-def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Σ x·m over `dim` (all by default)."""
-    kept = torch.where(mask.bool(), x, torch.zeros((), dtype=x.dtype, device=x.device))
-    weighted = kept * mask
+    weighted = _kept(x, mask) * mask
     return weighted.sum() if dim is None else weighted.sum(dim)
 
 
-def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+def _kept(x: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask.bool(), x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Σ x·m / (Σ m + 1e-8); an empty mask gives 0."""
     count = mask.sum() if dim is None else mask.sum(dim)
     return masked_sum(x, mask, dim) / (count + _EPS)
 
 
-def masked_var(x: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
+def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Variance over the mask, n/(n−1) corrected. Raises `ValueError` for fewer than two positions."""
     count = mask.sum()
     if count <= (1 if unbiased else 0):
         raise ValueError(f"the variance needs at least two positions; the mask has {int(count)}")
     # zeroed before it is squared: the gradient of a NaN's square is NaN, whatever it is multiplied with
-    kept = torch.where(mask.bool(), x, torch.zeros((), dtype=x.dtype, device=x.device))
-    variance = masked_mean((kept - masked_mean(x, mask)) ** 2, mask)
+    variance = masked_mean((_kept(x, mask) - masked_mean(x, mask)) ** 2, mask)
     return variance * count / (count - 1) if unbiased else variance
 
 
-def masked_whiten(x: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
+def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """(x − mean)·rsqrt(var + 1e-8), plus the mean again where `shift_mean` is False.
 
     Positions outside the mask are transformed like the others, not zeroed.
@@ -44,6 +47,6 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) 
     return whitened if shift_mean else whitened + mean
 
 
-def response_lengths(mask: torch.Tensor) -> torch.Tensor:
+def response_lengths(mask: Tensor) -> Tensor:
     """[B] int64: how many tokens of each row count."""
     return mask.long().sum(-1)

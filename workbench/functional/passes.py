@@ -1,4 +1,4 @@
-"""Several samples of a prompt as one number: best, worst, majority of n, and the unbiased pass@k."""
+"""Several samples of a prompt as one number: best, worst and majority of n, and the unbiased pass@k."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
@@ -20,7 +21,7 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def expected_best(values: torch.Tensor, n: int, *, worst: bool = False) -> float:
+def expected_best(values: Tensor, n: int, *, worst: bool = False) -> float:
     """Expected maximum (or minimum) of n draws with replacement from the values [N]: exact, where verl draws 1000 times.
 
     Σ_i v_(i)·((i/N)ⁿ − ((i − 1)/N)ⁿ) over the sorted values.
@@ -30,10 +31,10 @@ def expected_best(values: torch.Tensor, n: int, *, worst: bool = False) -> float
     return float((ranked * shares.diff()).sum())
 
 
-def majority(answers: Sequence[Any], values: torch.Tensor, n: int, *, draws: int = 1000, seed: int = 42) -> float:
+def majority(answers: Sequence[Any], values: Tensor, n: int, *, draws: int = 1000, seed: int = 42) -> float:
     """Mean value of the most frequent answer among n draws with replacement; None (no answer) votes for nobody.
 
-    A tie goes to the answer drawn first, as in verl; draws without any answer are worth 0.
+    A tie goes to the answer that came first in the draw, as in verl; draws without any answer are worth 0.
     """
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(0, len(answers), (draws, n), generator=generator).tolist()
@@ -48,8 +49,5 @@ def majority(answers: Sequence[Any], values: torch.Tensor, n: int, *, draws: int
 
 def sizes(samples: int) -> list[int]:
     """2, 4, 8, … and the number of samples itself: the n of best@n."""
-    return (
-        sorted({2**power for power in range(1, max(samples, 1).bit_length()) if 2**power <= samples} | {samples})
-        if samples > 1
-        else []
-    )
+    powers = [2**power for power in range(1, samples.bit_length()) if 2**power < samples]
+    return [*powers, samples] if samples > 1 else []

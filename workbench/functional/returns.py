@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from workbench.functional.masking import masked_whiten
 
 
-def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     """Gₜ = rₜ + γ·Gₜ₊₁ over the positions of the mask, [B, T], 0 outside it.
 
     A masked position (tool text) carries G through: neither its reward nor a factor γ counts.
@@ -22,22 +23,22 @@ def discounted_returns(rewards: torch.Tensor, mask: torch.Tensor, gamma: float =
 
 
 def gae(
-    token_level_rewards: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
+    token_level_rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
     gamma: float = 1.0,
     lam: float = 1.0,
     whiten: bool = True,
     zero_masked: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Generalised advantages and returns, both [B, T], 0 outside the mask.
 
     token_level_rewards, values and mask [B, T].
 
     δₜ = rₜ + γVₜ₊₁ − Vₜ, Aₜ = δₜ + γλAₜ₊₁; a masked position (tool text) carries V and A through
-    unchanged. returns = A + V before whitening; advantages are then whitened over the mask. verl leaves
-    the whitened values standing outside the mask; no loss looks there, and here they are 0 unless
-    `zero_masked=False` asks for verl's. A mask with fewer than two positions is not whitened. Schulman et al. 2016, https://arxiv.org/abs/1506.02438.
+    unchanged. returns = A + V before whitening; advantages are then whitened over the mask. verl keeps the whitened
+    values outside the mask; no loss reads them, and here they are 0 unless `zero_masked=False` asks for verl's. A mask
+    with fewer than two positions is not whitened. Schulman et al. 2016, https://arxiv.org/abs/1506.02438.
     """
     next_value = torch.zeros_like(values[:, 0])
     carried = torch.zeros_like(next_value)
@@ -49,13 +50,13 @@ def gae(
         next_value = torch.where(inside, values[:, t], next_value)
         columns.append(carried)
     advantages = torch.stack(columns[::-1], dim=1)
-    returns = torch.where(mask.bool(), advantages + values, torch.zeros_like(values))
+    returns = torch.where(mask.bool(), advantages + values, 0.0)
     if whiten and mask.sum() > 1:
         advantages = masked_whiten(advantages, mask)
     return (advantages * mask if zero_masked else advantages), returns
 
 
-def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """1 − Var(returns − values) / (Var(returns) + 1e-5) over the mask, a scalar: 1 is a perfect critic.
 
     0 is a critic as good as a constant; below 0 a worse one. NaN for fewer than two positions.

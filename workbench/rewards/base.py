@@ -1,84 +1,48 @@
-"""What every reward is to a stage: rows in, one record a row out, and a policy for what could not be judged."""
+"""`BaseReward`, which every reward inherits: rows in, one `Score` a row out, and a policy for rows that could not be scored."""
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from workbench.dataproto import DataProto
-from workbench.errors import RewardError, message, unknown
+from workbench.base.errors import RewardError, unknown
+from workbench.dataproto.core import DataProto
 from workbench.rewards.score import Score, Status, failed
 from workbench.rewards.signatures import EPISODE
 
-
-@dataclass(frozen=True)
-class Policy:
-    """What a failure of the machinery means: `mask`, `raise`, `retry(n)` or `value=x`."""
-
-    text: str
-    retries: int = 0
-    value: float | None = None
-    raises: bool = False
-
-    @classmethod
-    def read(cls, text: str) -> Policy:
-        """Raises `RewardError` for another word, a negative count or a value that is no number."""
-        if text in ("mask", "raise"):
-            return cls(text, raises=text == "raise")
-        try:
-            if text.startswith("retry(") and text.endswith(")"):
-                retries = int(text[6:-1])
-                if retries < 0:
-                    raise ValueError(text)
-                return cls(text, retries=retries)
-            if text.startswith("value="):
-                value = float(text.removeprefix("value="))
-                if not math.isfinite(value):
-                    raise ValueError(text)
-                return cls(text, value=value)
-        except ValueError as cause:
-            raise RewardError(message("on_failure", expected="a number in retry(n) or value=x", found=text)) from cause
-        raise RewardError(unknown("policy on failure", text, ("mask", "raise", "retry(n)", "value=x")))
-
-    def settle(self, name: str, scores: Sequence[Score]) -> list[Score]:
-        """The scores as they count. Raises `RewardError` for `raise`, and where nothing at all could be judged."""
-        broken = [score for score in scores if score.status is Status.MACHINERY_FAILED]
-        if broken and (self.raises or (len(broken) == len(scores) and self.value is None)):
-            what = "a row" if self.raises else f"all {len(scores)} rows"
-            raise RewardError(
-                message(f"reward {name!r} failed on {what}", found=broken[0].why, do=broken[0].error or "mend it")
-            )
-        return [self._counted(score) for score in scores]
-
-    def _counted(self, score: Score) -> Score:
-        if self.value is None or score.status is not Status.MACHINERY_FAILED:
-            return score
-        why = f"counted as {self.value:g} by policy: {score.why}"
-        return replace(score, value=self.value, status=Status.MODEL_FAILED, why=why)
+_POLICIES = re.compile(r"mask|raise|retry\((\d+)\)|value=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 
 
 class BaseReward:
-    """Leaves give `judge(rows)`. `score(batch)` is what stages call."""
+    """Base of all rewards: subclasses implement `judge(rows)`, stages call `score(batch)`.
+
+    `on_failure` says what becomes of a row that could not be scored (*infra_error*): `mask`, `raise`, `retry(n)` or
+    `value=x`; see `Reward`. Raises `RewardError` for any other policy.
+    """
 
     name: str = "reward"
     reads: tuple[str, ...] = ()
     in_process: bool = False
-    """Whether it only runs bounded code of ours here, so that a trial before a run would tell nothing."""
+    """Whether it only runs bounded code of workbench in this process, so that the trial before a run is not needed."""
     streams: bool = True
-    """Whether a row can be judged before the others are there."""
+    """Whether a row can be scored before the batch's other rows are there."""
 
     def __init__(self, name: str, on_failure: str = "mask") -> None:
+        found = _POLICIES.fullmatch(on_failure)
+        if found is None:
+            raise RewardError(unknown("policy on failure", on_failure, ("mask", "raise", "retry(n)", "value=x")))
         self.name = name
         self.on_failure = on_failure
-        self.policy = Policy.read(on_failure)
+        self.retries = int(found[1] or 0)
+        self.failed_value = float(found[2]) if found[2] else None
 
     @property
     def source(self) -> str | None:
-        """The text of what judges, where it has one."""
+        """Source text or prompt that scores; None where there is none."""
         return None
 
     def settings(self) -> dict[str, Any]:
@@ -86,40 +50,53 @@ class BaseReward:
         return {"on_failure": self.on_failure}
 
     def check_signature(self, columns: Sequence[str]) -> None:
-        """Refuse, before any work, columns that lack what it asks for."""
+        """Raise `RewardError`, before any work, where it needs a column that is not among `columns`."""
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Refuse, before any work, a data set that it cannot judge."""
+        """Raise `DataError`, before any work, for a data set that it cannot score."""
 
     def close(self) -> None:
-        """End processes and connections."""
+        """End its processes and connections."""
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One record a row view, in order; a failure is a record, not an exception."""
+        """One `Score` for each row view, in order; a row's failure is its `Score`, not an exception."""
         raise NotImplementedError
 
     def judged(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """`judge`, not asked of episodes that broke through no fault of the model: they are *machinery failed*."""
+        """`judge`, but for agent episodes that broke through no fault of the model: those are *infra_error* unseen."""
         whys = [broken_episode(row["columns"]) for row in rows]
         asked = [row for row, why in zip(rows, whys, strict=True) if not why]
-        found = self.judge(asked) if asked or not rows else []
-        if len(found) != len(asked):
-            raise RewardError(message(f"reward {self.name!r}", expected=len(asked), found=len(found)))
-        told = iter(found)
-        return [failed(f"the episode broke: {why}") if why else next(told) for why in whys]
+        scores = self.judge(asked) if asked or not rows else []
+        if len(scores) != len(asked):
+            raise RewardError(f"reward {self.name!r}", expected=f"{len(asked)} scores", found=len(scores))
+        waiting = iter(scores)
+        return [failed(f"the episode broke: {why}") if why else next(waiting) for why in whys]
 
     def settle(self, scores: Sequence[Score]) -> list[Score]:
-        """The records as they count, by policy."""
-        return self.policy.settle(self.name, scores)
+        """The scores after the policy. Raises `RewardError` for `raise`, and where no row at all could be scored."""
+        broken = [score for score in scores if score.status is Status.INFRA_ERROR]
+        value = self.failed_value
+        if broken and (self.on_failure == "raise" or (len(broken) == len(scores) and value is None)):
+            what = "a row" if self.on_failure == "raise" else f"all {len(scores)} rows"
+            do = broken[0].error or "repair what it names"
+            raise RewardError(f"reward {self.name!r} failed on {what}", found=broken[0].why, do=do)
+        if value is None:
+            return list(scores)
+        return [
+            replace(score, value=value, status=Status.SCORED, why=f"counted as {value:g} by policy: {score.why}")
+            if score.status is Status.INFRA_ERROR
+            else score
+            for score in scores
+        ]
 
     def score(self, batch: DataProto) -> list[Score]:
-        """One record a row. Raises `RewardError` by policy, for a broken function, or a broken contract."""
+        """One `Score` a row of a batch with `response_text`. Raises `RewardError` by policy, or for a broken function."""
         self.check_signature(batch.columns)
         return self.settle(self.judged(row_views(batch)))
 
 
 def broken_episode(columns: Mapping[str, Any]) -> str:
-    """What ended an agent's episode before the model was done: its simulated user failed. Empty where nothing did."""
+    """Why an agent's episode ended before the model was done (its simulated user failed, say); "" where it did not."""
     extra = columns.get("agent_extra")
     errors = extra.get("errors") if isinstance(extra, Mapping) else None
     if not errors or columns.get("finish_reason") != "abort":
@@ -129,22 +106,19 @@ def broken_episode(columns: Mapping[str, Any]) -> str:
 
 def row_views(batch: DataProto) -> list[dict[str, Any]]:
     """Each row as plain values: what reward functions may ask for by name."""
-    objects = {name: list(batch.non_tensor_batch[name]) for name in batch.non_tensor_batch}
-    lengths = response_lengths(batch).tolist() if "response_mask" in batch else None
-    responses = batch["responses"].numpy() if lengths is not None else None
-    objects.pop("score", None)
-    rows = []
-    for number in range(len(batch)):
-        columns = {name: values[number] for name, values in objects.items()}
-        ids = responses[number, : lengths[number]].tolist() if responses is not None and lengths is not None else []
-        rows.append(row_view(columns, columns["response_text"], ids))
-    return rows
+    objects = {name: list(batch.non_tensor_batch[name]) for name in batch.non_tensor_batch if name != "score"}
+    ids: list[list[int]] = [[]] * len(batch)
+    if "response_mask" in batch:
+        pairs = zip(batch["responses"].numpy(), response_lengths(batch).tolist(), strict=True)
+        ids = [row[:length].tolist() for row, length in pairs]
+    rows = [{name: values[number] for name, values in objects.items()} for number in range(len(batch))]
+    return [row_view(columns, columns["response_text"], one) for columns, one in zip(rows, ids, strict=True)]
 
 
 def response_lengths(batch: DataProto) -> torch.Tensor:
-    """[B] int64: tokens of each response, to the last that was attended to: tool and user tokens are among them.
+    """[B] int64: tokens of each response, up to the last one that was attended to.
 
-    The mask of the model's own tokens has holes, and a batch without `attention_mask` has no more than that mask.
+    `response_mask` alone has holes where tool and user tokens stand; with `attention_mask` these count too.
     """
     mask = batch["response_mask"]
     if "attention_mask" in batch:
@@ -153,22 +127,29 @@ def response_lengths(batch: DataProto) -> torch.Tensor:
     return (mask.bool() * places).amax(-1)
 
 
+def padded(rows: Sequence[Sequence[int]], pad: int = 0) -> dict[str, torch.Tensor]:
+    """`responses` and `response_mask`, [B, T] each, of responses' token ids, padded at the end."""
+    width = max(1, *map(len, rows))
+    return {
+        "responses": torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows]),
+        "response_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]),
+    }
+
+
 def row_view(columns: Mapping[str, Any], response: str, ids: Sequence[int]) -> dict[str, Any]:
-    """One row's values under our names, and all its object columns under `columns`."""
+    """One row's values under workbench's names, and all its object columns under `columns`."""
     chat = columns.get("raw_prompt")
-    judged = columns.get("reward_model") or {}
+    prompt = chat[-1]["content"] if isinstance(chat, list) and chat else chat
+    episode = {name: columns[name] for name in EPISODE if name in columns}
     return {
         "response": response,
         "response_ids": list(ids),
         "prompt": chat,
-        "prompt_text": chat[-1]["content"] if isinstance(chat, list) and chat else chat,
-        "query": f"{chat[-1]['content'] if isinstance(chat, list) and chat else chat or ''}{response}",
-        "ground_truth": judged.get("ground_truth"),
+        "prompt_text": prompt,
+        "query": f"{prompt or ''}{response}",
+        "ground_truth": (columns.get("reward_model") or {}).get("ground_truth"),
         "data_source": columns.get("data_source"),
-        "extra_info": {
-            **(columns.get("extra_info") or {}),
-            **{name: columns[name] for name in EPISODE if name in columns},
-        },
+        "extra_info": {**(columns.get("extra_info") or {}), **episode},
         "uid": columns.get("uid"),
         "columns": dict(columns),
     }

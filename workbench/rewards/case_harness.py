@@ -1,8 +1,8 @@
-"""What runs beside model code in a sandbox, and beside test code in another one. It imports nothing of ours.
+"""Runs inside sandboxes, beside model code or beside a data set's assertions; it imports nothing of workbench.
 
-Two roles, told by `case.json`: *values* runs the model's program and writes down what some calls return;
+Two roles, named in `case.json`: *values* runs the model's program and writes down what some calls return;
 *verdicts* runs the data set's assertions on such values, in a process that has never seen the program.
-Values cross as tagged plain data, so nothing with code of its own, an `__eq__` say, ever comes out.
+Values cross as tagged plain data, so that nothing with code of its own (an `__eq__`, say) ever comes out.
 """
 
 from __future__ import annotations
@@ -12,54 +12,47 @@ import math
 from typing import Any
 
 MAX_DEPTH = 60
+_READERS: dict[str, Any] = {
+    **{"int": lambda text: int(text, 16), "float": float, "complex": complex},
+    **{"bytes": bytes.fromhex, "bytearray": bytearray.fromhex},
+}
+_SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def encode(value: Any, depth: int = 0) -> dict[str, Any]:
-    """A plain value as JSON; raises TypeError for anything that has behaviour."""
+    """A plain value as JSON, tagged with its type. Raises `TypeError` for anything that has behaviour."""
     if depth > MAX_DEPTH:
         raise TypeError("it is nested too deeply")
     kind = type(value)
+    form: Any
     if value is None or kind in (bool, str):
-        return {"k": kind.__name__, "v": value}
-    if kind is int:
-        return {"k": "int", "v": hex(value)}
-    if kind is float:
-        return {"k": "float", "v": repr(value)}
-    if kind is complex:
-        return {"k": "complex", "v": [repr(value.real), repr(value.imag)]}
-    if kind in (bytes, bytearray):
-        return {"k": kind.__name__, "v": bytes(value).hex()}
-    if kind in (list, tuple, set, frozenset):
-        return {"k": kind.__name__, "v": [encode(item, depth + 1) for item in value]}
-    if isinstance(value, dict):  # Counter, defaultdict and OrderedDict compare as dicts do
-        items = [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in dict.items(value)]
-        return {"k": "dict", "v": items}
-    raise TypeError(f"it is a {kind.__name__}, which is not plain data")
+        form = value
+    elif kind in (int, float, complex):
+        form = hex(value) if kind is int else repr(value)
+    elif kind in (bytes, bytearray):
+        form = bytes(value).hex()
+    elif kind in _SEQUENCES.values():
+        form = [encode(item, depth + 1) for item in value]
+    elif isinstance(value, dict):  # Counter, defaultdict and OrderedDict compare as dicts do
+        kind = dict
+        form = [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in dict.items(value)]
+    else:
+        raise TypeError(f"it is a {kind.__name__}, which is not plain data")
+    return {"k": kind.__name__, "v": form}
 
 
 def decode(record: dict[str, Any]) -> Any:
-    """The reverse of encode. Raises ValueError for what encode does not write."""
-    kind, value = record["k"], record["v"]
-    if kind == "NoneType":
-        return None
-    if kind in ("bool", "str"):
-        if type(value) is not {"bool": bool, "str": str}[kind]:
-            raise ValueError(kind)
-        return value
-    if kind == "int":
-        return int(value, 16)
-    if kind == "float":
-        return float(value)
-    if kind == "complex":
-        return complex(float(value[0]), float(value[1]))
-    if kind in ("bytes", "bytearray"):
-        return {"bytes": bytes, "bytearray": bytearray}[kind](bytes.fromhex(value))
+    """The reverse of `encode`. Raises `ValueError` for what `encode` does not write."""
+    kind, form = record["k"], record["v"]
+    if kind in ("NoneType", "bool", "str") and type(form).__name__ == kind:
+        return form
+    if kind in _READERS:
+        return _READERS[kind](form)
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](map(decode, form))
     if kind == "dict":
-        return {decode(key): decode(item) for key, item in value}
-    builders: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-    if kind not in builders:
-        raise ValueError(kind)
-    return builders[kind](decode(item) for item in value)
+        return {decode(key): decode(item) for key, item in form}
+    raise ValueError(kind)
 
 
 def _write(record: dict[str, Any]) -> None:
@@ -68,10 +61,10 @@ def _write(record: dict[str, Any]) -> None:
 
 
 def _values(case: dict[str, Any]) -> None:
-    with open("solution.py", encoding="utf-8") as file:
-        text = file.read()
     space: dict[str, Any] = {"__name__": "solution", "__builtins__": __builtins__}
-    exec(compile(text, "solution.py", "exec"), space)  # noqa: S102 - the sandbox is what this file runs in
+    with open("solution.py", encoding="utf-8") as file:
+        code = compile(file.read(), "solution.py", "exec")
+    exec(code, space)  # noqa: S102 - the sandbox is what this file runs in
     found = []
     if "function" in case:
         function = space.get(case["function"])

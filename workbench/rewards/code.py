@@ -1,49 +1,81 @@
-"""Code by test cases, run in a sandbox: what passed is decided here, never where the model's code runs."""
+"""Scores code by test cases run in a sandbox: what passed is decided here, never where the model's code runs."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import builtins
 import json
+import math
 import re
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from workbench.config import require
-from workbench.errors import DataError
+from workbench.base.config import require
+from workbench.base.errors import DataError, describe
 from workbench.rewards import case_harness
-from workbench.rewards.cases import Case, Outcome, calls_of, read_cases, same_output, same_value
 from workbench.rewards.score import Score, Status, failed
 from workbench.sandbox.protocol import Program, Result, Sandbox
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _SHOWN = 300
+_HARNESS = Path(case_harness.__file__).read_text(encoding="utf-8")
+_NO_VALUE = "the program ended before its function returned"
 
 
 def extract_code(text: str) -> str | None:
     """The last ```python block after any thinking, else the last block of another kind; None without a fence."""
-    answer = text.rsplit("</think>", 1)[-1]
-    blocks = _FENCE.findall(answer)
+    blocks = _FENCE.findall(text.rsplit("</think>", 1)[-1])
     python = [body for language, body in blocks if language.lower() in ("python", "py", "python3")]
     return (python or [body for _, body in blocks] or [None])[-1]
+
+
+class Case(NamedTuple):
+    """One test case."""
+
+    kind: str
+    """`stdin`, `call` or `assert`."""
+    given: Any
+    """stdin's text; else the `case.json` of the *values* run: which calls to make."""
+    expected: Any
+    """The text or plain value that is right; of an assertion what is left of it, with `_value_0`, … for its calls."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The result of one case; `passed` is None where the sandbox could not run it."""
+
+    passed: bool | None
+    why: str
+    seconds: float = 0.0
+    limit: str | None = None
+    got: Any = None
+    """What the program printed or returned, cut."""
+    status: Status = Status.SCORED
+    """How the program failed: crashed, or over its time."""
 
 
 class Code:
     """`rewards.code(sandbox)`: the share of test cases that the response's program passes.
 
-    The row's `ground_truth` (or `extra_info["test_cases"]`) has the tests, see `cases.read_cases`. With
-    `continuous=False` only all of them count, and the first failure ends the row. `compare` is how printed output
+    The row's `ground_truth` (or `extra_info["test_cases"]`) has the tests: a dict, or its JSON, with `inputs` and `outputs`
+    (stdin and stdout; with `fn_name` arguments and values), or with `assert_case`, a list of assertions. With
+    `continuous=False` the score is 1 only where all pass, and the first failure ends the row. `compare` is how printed output
     is compared: `lines`, `exact` or `tokens`. Parts: `passed`, the share. Extra: `cases`, one record each.
 
-    A row without a code block, or with a program that passes nothing, is *model failed*; tests that cannot be
-    run are *not applicable*; a sandbox that could not run one is *machinery failed*, whatever the others say.
+    A row without a code block is *no_answer*; a program that passes nothing is *crashed* or *timeout* where that is the
+    reason. Tests that cannot be read are *not_applicable*; a case that the sandbox could not run makes the row *infra_error*.
+
+    Example:
+        >>> reward = rewards.code(sandbox.local(), timeout=5.0)  # doctest: +SKIP
     """
 
     in_process = True
-    """It waits for the sandbox; model code does not run here."""
+    """It waits for the sandbox; model code does not run in this process."""
     row_timeout = 86_400.0
-    """Seconds: a day. Every program has its own limit; a row waits for its turn in the sandbox as long as that takes."""
+    """Seconds (a day): every program has its own limit, and a row waits for its turn in the sandbox as long as that takes."""
 
     def __init__(
         self,
@@ -66,58 +98,63 @@ class Code:
         self.__name__ = "code"
 
     async def __call__(self, response: str, ground_truth: Any, extra_info: Any = None) -> Score:
-        """One row's score."""
+        """The score of one row."""
         program = extract_code(response)
         if program is None:
-            return Score(status=Status.MODEL_FAILED, why="no code block in the response", parts={"passed": 0.0})
+            return Score(status=Status.NO_ANSWER, why="no code block in the response", parts={"passed": 0.0})
         tests = ground_truth if ground_truth else (extra_info or {}).get("test_cases")
         try:
             cases = read_cases(tests)[: self.max_cases]
         except DataError as error:
             return Score(status=Status.NOT_APPLICABLE, why=f"invalid tests: {error}", answer=program)
-        return _score(program, await self.judge(program, cases), self.continuous)
+        # where only all of them count, the first case may decide
+        outcomes = await self._outcomes(program, cases if self.continuous else cases[:1])
+        if not self.continuous and outcomes[0].passed and len(cases) > 1:
+            outcomes += await self._outcomes(program, cases[1:])
+        return self._score(program, outcomes)
 
-    async def judge(self, program: str, cases: Sequence[Case]) -> list[Outcome]:
-        """What becomes of each case; fewer than there are where a failure already decides."""
-        if self.continuous or len(cases) == 1:
-            return await self._wave(program, cases)
-        first = await self._wave(program, cases[:1])
-        return [*first, *(await self._wave(program, cases[1:]))] if first[0].passed else first
+    def _score(self, program: str, outcomes: Sequence[Outcome]) -> Score:
+        broken = next((one for one in outcomes if one.passed is None), None)
+        if broken is not None:
+            return failed(broken.why)
+        right = sum(bool(one.passed) for one in outcomes)
+        share = right / len(outcomes)
+        value = share if self.continuous else float(share == 1.0)
+        why, status = f"{right} of {len(outcomes)} cases passed", Status.SCORED
+        wrong = next((one for one in outcomes if not one.passed), None)
+        if wrong is not None:
+            why, status = f"{why}; first failure: {wrong.why}", status if value > 0 else wrong.status
+        records = [{name: fact for name, fact in vars(one).items() if name != "status"} for one in outcomes]
+        extra = {"cases": records}
+        return Score(value=value, parts={"passed": share}, answer=program, why=why, status=status, extra=extra)
 
-    async def _wave(self, program: str, cases: Sequence[Case]) -> list[Outcome]:
-        if cases[0].kind == "stdin":
+    async def _outcomes(self, program: str, cases: Sequence[Case]) -> list[Outcome]:
+        kind = cases[0].kind
+        if kind == "stdin":
             results = await self._run([self._program(program, stdin=case.given) for case in cases])
             return [self._printed(case, result) for case, result in zip(cases, results, strict=True)]
-        asked = [self._harness(record, program) for record in calls_of(cases)]
-        results = await self._run(asked)
-        found = [_values(result) for result in results]
-        if cases[0].kind == "call":
-            return [_called(case, *pair) for case, pair in zip(cases, zip(results, found, strict=True), strict=True)]
-        return await self._asserted(cases, results, found)
-
-    async def _asserted(
-        self, cases: Sequence[Case], results: Sequence[Result], found: Sequence[list[Any] | str]
-    ) -> list[Outcome]:
-        """The rest of each assertion, in one process that has the values and not the program."""
-        ready = [number for number, values in enumerate(found) if not isinstance(values, str)]
-        verdicts: dict[int, list[Any]] = {}
-        if ready:
-            assertions = [
-                {"text": cases[number].verdict, "values": {f"_value_{i}": v for i, v in enumerate(found[number])}}
-                for number in ready
-            ]
-            judged = (await self._run([self._harness({"role": "verdicts", "assertions": assertions}, None)]))[0]
-            record = _result(judged)
-            if not isinstance(record, dict) or len(record.get("verdicts", ())) != len(ready):
-                why = f"the assertions could not be judged: {judged.why}"
-                return [Outcome(None, why, got=judged.why) for _ in cases]
-            verdicts = dict(zip(ready, record["verdicts"], strict=True))
+        results = await self._run([self._harness(case.given, program) for case in cases])
+        values = [_from_harness(result, "values") for result in results]
+        returned = [(case.expected, found) for case, found in zip(cases, values, strict=True) if found is not None]
+        verdicts = iter(map(_met, returned) if kind == "call" else await self._verdicts(returned))
         return [
-            _outcome(result, verdicts[number][0], verdicts[number][1], _decoded(found[number]))
-            if number in verdicts
-            else _unanswered(result, str(found[number]))
-            for number, result in enumerate(results)
+            _unanswered(result) if found is None else _outcome(result, *next(verdicts), _got(found))
+            for result, found in zip(results, values, strict=True)
         ]
+
+    async def _verdicts(self, returned: Sequence[tuple[str, list[Any]]]) -> list[tuple[bool | None, str]]:
+        """Of the rest of each assertion, run in one process that has the values and not the program."""
+        assertions = [
+            {"text": text, "values": {f"_value_{number}": value for number, value in enumerate(found)}}
+            for text, found in returned
+        ]
+        if not assertions:
+            return []
+        (judged,) = await self._run([self._harness({"role": "verdicts", "assertions": assertions}, None)])
+        verdicts = _from_harness(judged, "verdicts") or []
+        if len(verdicts) != len(assertions):
+            return [(None, f"the assertions could not be judged: {judged.why}")] * len(assertions)
+        return verdicts
 
     def _program(self, code: str, **fields: Any) -> Program:
         return Program(code=code, run_timeout=self.timeout, memory_limit_mb=self.memory_limit_mb, **fields)
@@ -126,58 +163,60 @@ class Code:
         files = {"case.json": json.dumps(record).encode()}
         if program is not None:
             files["solution.py"] = program.encode("utf-8", "surrogatepass")
-        return self._program(_harness_text(), files=files, fetch_files=("result.json",))
+        return self._program(_HARNESS, files=files, fetch_files=("result.json",))
 
     async def _run(self, programs: Sequence[Program]) -> list[Result]:
-        return list(await asyncio.gather(*(self.sandbox.execute(program) for program in programs)))
+        return list(await asyncio.gather(*map(self.sandbox.execute, programs)))
 
     def _printed(self, case: Case, result: Result) -> Outcome:
         if result.status != "Success" or result.truncated:
-            return _unanswered(result, "")
+            return _unanswered(result)
         right = same_output(result.stdout, case.expected, self.compare)
         return _outcome(result, right, "the output differs", result.stdout)
 
 
-@lru_cache(1)
-def _harness_text() -> str:
-    return Path(case_harness.__file__).read_text(encoding="utf-8")
-
-
-def _result(result: Result) -> Any:
+def _from_harness(result: Result, name: str) -> list[Any] | None:
+    """A list that the harness wrote; None where the program ended before that, or wrote into the file itself."""
     try:
-        return json.loads(result.files["result.json"]) if result.status == "Success" else None
-    except (KeyError, ValueError, RecursionError):
-        return None  # the program ended before the harness wrote it, or wrote into it itself
-
-
-def _values(result: Result) -> list[Any] | str:
-    """Encoded values, or why there are none."""
-    record = _result(result)
-    values = record.get("values") if isinstance(record, dict) else None
-    return values if isinstance(values, list) else "the program ended before its function returned"
-
-
-def _decoded(values: list[Any] | str) -> Any:
-    if isinstance(values, str):
+        found = json.loads(result.files["result.json"])[name] if result.status == "Success" else None
+    except (KeyError, TypeError, ValueError, RecursionError):
         return None
+    return found if isinstance(found, list) else None
+
+
+def _decoded(values: list[Any]) -> list[Any] | None:
     try:
         return [case_harness.decode(value) for value in values]
     except (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError):
         return None  # not written by the harness
 
 
-def _called(case: Case, result: Result, found: list[Any] | str) -> Outcome:
-    if isinstance(found, str):
-        return _unanswered(result, found)
-    values = _decoded(found)
-    if not values:
-        return Outcome(False, "what came back is not the function's value", result.run.seconds if result.run else 0.0)
-    return _outcome(result, same_value(values[0], case.expected), "the value differs", values[0])
+def _got(values: list[Any]) -> Any:
+    found = _decoded(values)
+    return found[0] if found and len(found) == 1 else found
 
 
-def _outcome(result: Result, right: bool, why: str, got: Any) -> Outcome:
+def _met(returned: tuple[Any, list[Any]]) -> tuple[bool, str]:
+    """(whether a call's value is the expected one, what is wrong where it is not)."""
+    expected, values = returned
+    found = _decoded(values)
+    if not found:
+        return False, "what came back is not the function's value"
+    return same_value(found[0], expected), "the value differs"
+
+
+def _outcome(result: Result, right: bool | None, why: str, got: Any) -> Outcome:
     seconds = result.run.seconds if result.run else 0.0
-    return Outcome(right, "passed" if right else why, seconds, got=_cut(got))
+    return Outcome(passed=right, why="passed" if right else why, seconds=seconds, got=_cut(got))
+
+
+def _unanswered(result: Result) -> Outcome:
+    """Of a program that failed, or ended without an answer; or of a sandbox that could not run it."""
+    if result.status == "SandboxError":
+        return Outcome(passed=None, why=result.why)
+    why = result.why if result.status != "Success" or result.truncated else _NO_VALUE
+    status = Status.TIMEOUT if result.limit == "time" else Status.CRASHED
+    return replace(_outcome(result, False, why, result.stdout), limit=result.limit, status=status)
 
 
 def _cut(value: Any) -> str:
@@ -188,34 +227,112 @@ def _cut(value: Any) -> str:
     return text[:_SHOWN]
 
 
-def _unanswered(result: Result, why: str) -> Outcome:
-    if result.status == "SandboxError":
-        return Outcome(None, result.why)
-    told = result.why if result.status != "Success" or result.truncated else why
-    seconds = result.run.seconds if result.run else 0.0
-    return Outcome(False, told, seconds, result.limit, _cut(result.stdout))
-
-
-def _score(program: str, outcomes: Sequence[Outcome], continuous: bool) -> Score:
-    records = [
-        {"passed": one.passed, "why": one.why, "seconds": one.seconds, "limit": one.limit, "got": one.got}
-        for one in outcomes
-    ]
-    unknown = next((one for one in outcomes if one.passed is None), None)
-    if unknown is not None:
-        return failed(unknown.why)
-    share = sum(bool(one.passed) for one in outcomes) / len(outcomes)
-    value = share if continuous else float(share == 1.0)
-    wrong = next((one for one in outcomes if not one.passed), None)
-    why = f"{sum(bool(one.passed) for one in outcomes)} of {len(outcomes)} cases passed"
-    return Score(
-        value=value,
-        parts={"passed": share},
-        answer=program,
-        why=why if wrong is None else f"{why}; first failure: {wrong.why}",
-        status=Status.SCORED if value > 0 else Status.MODEL_FAILED,
-        extra={"cases": records},
-    )
-
-
 code = Code
+
+
+def read_cases(tests: Any) -> list[Case]:
+    """Test cases in verl's form and those of the online-judge data sets; see `Code`. Raises `DataError` for another."""
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except ValueError as cause:
+            raise DataError("test cases", expected="JSON", found=describe(tests)) from cause
+    if not isinstance(tests, Mapping):
+        raise DataError("test cases", expected="a dict with inputs and outputs", found=describe(tests))
+    if tests.get("assert_case"):
+        return [_assertion(str(text)) for text in tests["assert_case"]]
+    inputs, outputs = list(tests.get("inputs") or ()), list(tests.get("outputs") or ())
+    if not inputs or len(inputs) != len(outputs):
+        found = f"{len(inputs)} inputs, {len(outputs)} outputs"
+        raise DataError("test cases", expected="as many outputs as inputs, at least one", found=found)
+    name, pairs = tests.get("fn_name"), zip(inputs, outputs, strict=True)
+    return [_call(str(name), *pair) if name else Case("stdin", *map(_text, pair)) for pair in pairs]
+
+
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _call(name: str, given: Any, wanted: Any) -> Case:
+    """Arguments are a list, or text with one JSON value a line; the output a value or its JSON."""
+    try:
+        arguments = [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
+        expected = json.loads(wanted) if isinstance(wanted, str) else wanted
+    except ValueError:
+        arguments, expected = [given] if isinstance(given, str) else list(given), wanted
+    return Case("call", {"role": "values", "function": name, "arguments": arguments}, expected)
+
+
+def _assertion(text: str) -> Case:
+    """Raises `DataError` where the calls of the model's program cannot be taken out of it."""
+    what = f"test {describe(text)}"
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
+        raise DataError(what, expected="Python", found=cause) from cause
+    imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    asserts = [node for node in body if isinstance(node, ast.Assert)]
+    if not asserts or len(imports) + len(asserts) != len(body):
+        raise DataError(what, expected="imports and assertions alone", do="write it as stdin or call")
+    imported = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
+    split = _Split({*imported, *vars(builtins)})
+    rest = [ast.unparse(split.visit(node)) for node in asserts]
+    if not split.calls:
+        raise DataError(what, expected="a call of the program's function", found="none")
+    brought = "\n".join(map(ast.unparse, imports))
+    asked = {"role": "values", "imports": brought, "calls": split.calls}
+    return Case("assert", asked, "\n".join([brought, *rest]).strip())
+
+
+class _Split(ast.NodeTransformer):
+    """Takes out the outermost calls of names that the test does not bring itself."""
+
+    def __init__(self, known: set[str]) -> None:
+        self.known = known
+        self.calls: list[str] = []
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        root: ast.AST = node.func
+        while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
+            root = root.func if isinstance(root, ast.Call) else root.value
+        if not isinstance(root, ast.Name) or root.id in self.known:
+            return self.generic_visit(node)
+        self.calls.append(ast.unparse(node))
+        return ast.copy_location(ast.Name(f"_value_{len(self.calls) - 1}", ast.Load()), node)
+
+
+def same_output(got: str, wanted: str, compare: str) -> bool:
+    """Whether printed output is right.
+
+    `exact`: equal but for newlines at the end (as in verl's sandbox). `lines`: equal without space around lines and
+    around the text. `tokens`: word by word, numbers within 1e-6.
+    """
+    if compare == "exact":
+        return got.rstrip("\n") == wanted.rstrip("\n")
+    if compare == "lines":
+        ours, theirs = ([line.strip() for line in text.strip().splitlines()] for text in (got, wanted))
+        return ours == theirs
+    ours, theirs = got.split(), wanted.split()
+    return len(ours) == len(theirs) and all(map(_close, ours, theirs))
+
+
+def _close(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    try:
+        return math.isclose(float(one), float(other), rel_tol=1e-6, abs_tol=1e-6)
+    except ValueError:
+        return False
+
+
+def same_value(got: Any, wanted: Any) -> bool:
+    """Whether a returned value is right. Tuples count as lists, because expected values are JSON; some data sets wrap
+    the value in a list."""
+    plain = _plain(got)
+    return bool(plain == wanted) or (isinstance(wanted, list) and len(wanted) == 1 and bool(plain == wanted[0]))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return {str(key): _plain(item) for key, item in value.items()} if isinstance(value, dict) else value

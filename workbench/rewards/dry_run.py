@@ -1,4 +1,4 @@
-"""Rewards on completions that are there already: no model, no GPU, and every disagreement in sight."""
+"""`dry_run`: rewards on saved completions, without a model or a GPU, with the rows on which they disagree."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from workbench.dataproto import DataProto
-from workbench.errors import DataError, RewardError, first_line, message
+from workbench.base.errors import DataError, RewardError, first_line
+from workbench.base.shown import Shown
+from workbench.dataproto.core import DataProto
 from workbench.rewards.base import BaseReward, row_view, row_views
-from workbench.rewards.routing import as_reward
-from workbench.rewards.score import Score, failed
+from workbench.rewards.reward import as_reward
+from workbench.rewards.score import Score, Status, failed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,14 +28,14 @@ PROMPT = ("raw_prompt", "prompt", "input", "question")
 
 @dataclass(frozen=True)
 class Judged:
-    """One scorer's record of one completion."""
+    """One reward's score of one completion."""
 
     score: Score
     span: tuple[int, int] | None
     """Where the extracted answer last stands in the response."""
 
 
-class DryRun:
+class DryRun(Shown):
     """What `dry_run` found. Print it, or look at `table`, `summary`, `disagreements`, `failures`."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], judged: Mapping[str, Sequence[Judged]]) -> None:
@@ -43,27 +44,21 @@ class DryRun:
 
     @property
     def table(self) -> pd.DataFrame:
-        """A row a completion: prompt, response, truth, and for each scorer value (NaN: no judgement), `/answer`,
-        `/status`, `/why`, `/seconds`."""
+        """A row a completion: `prompt`, `response`, `truth`, and for each reward its value (NaN: not scored) under its name,
+        and `<name>/answer`, `/status`, `/why`, `/seconds`."""
         import pandas as pd
 
-        columns: dict[str, Any] = {
-            "prompt": [row["prompt_text"] for row in self.rows],
-            "response": [row["response"] for row in self.rows],
-            "truth": [row["ground_truth"] for row in self.rows],
-        }
+        shown = {"prompt": "prompt_text", "response": "response", "truth": "ground_truth"}
+        columns: dict[str, Any] = {name: [row[key] for row in self.rows] for name, key in shown.items()}
         for name, found in self.judged.items():
-            scores = [one.score for one in found]
-            columns[name] = [score.value if score.scored else float("nan") for score in scores]
-            columns[f"{name}/answer"] = [score.answer for score in scores]
-            columns[f"{name}/status"] = [score.status.value for score in scores]
-            columns[f"{name}/why"] = [score.why for score in scores]
-            columns[f"{name}/seconds"] = [score.seconds for score in scores]
+            facts = [one.score.to_json() for one in found]
+            columns[name] = [one.score.value if one.score.scored else float("nan") for one in found]
+            columns |= {f"{name}/{key}": [one[key] for one in facts] for key in ("answer", "status", "why", "seconds")}
         return pd.DataFrame(columns)
 
     @property
     def summary(self) -> pd.DataFrame:
-        """A row a scorer: mean over judged rows, how many were judged, counts by status, median and longest seconds."""
+        """A row a reward: mean over scored rows, how many were scored (`judged`), counts by status, median and longest seconds."""
         import pandas as pd
 
         lines = {}
@@ -78,18 +73,18 @@ class DryRun:
                 "median s": median([score.seconds for score in scores]) if scores else 0.0,
                 "longest s": max((score.seconds for score in scores), default=0.0),
             }
-        return pd.DataFrame.from_dict(lines, orient="index").fillna({status: 0 for status in _STATUSES})
+        return pd.DataFrame.from_dict(lines, orient="index").fillna(dict.fromkeys(map(str, Status), 0))
 
     @property
     def disagreements(self) -> pd.DataFrame:
-        """The rows of `table` that scorers do not judge alike: two values, or a value and no judgement."""
+        """The rows of `table` on which rewards differ: two values, or one that scored the row and one that did not."""
         frame = self.table
         values = frame[list(self.judged)]
         return frame[values.nunique(axis=1, dropna=False) > 1]
 
     @property
     def failures(self) -> pd.DataFrame:
-        """Reason × scorer → how often, for what is not a plain judgement, the most frequent first."""
+        """Reason × reward → how often, for rows whose status is not *scored*, the most frequent reason first."""
         import pandas as pd
 
         counts = {
@@ -99,27 +94,18 @@ class DryRun:
         frame = pd.DataFrame(counts).fillna(0).astype(int)
         return frame.loc[frame.sum(axis=1).sort_values(ascending=False, kind="stable").index] if len(frame) else frame
 
-    def __repr__(self) -> str:
-        from workbench.views.dry_runs import dry_run_text
-
-        return dry_run_text(self)
-
-    def _repr_html_(self) -> str:
-        from workbench.views.dry_runs import dry_run_html
-
-        return dry_run_html(self)
-
-
-_STATUSES = ("scored", "model failed", "machinery failed", "not applicable")
-
 
 def dry_run(functions: Any, completions: Any, *, limit: int | None = None) -> DryRun:
-    """Judge saved completions by one or more rewards.
+    """Score saved completions by one or more rewards.
 
     `functions` is a reward, a list of them, or name → reward (whatever `as_reward` takes). `completions` is a DataFrame, a
     jsonl, json or parquet file, a batch, a trace, or a list of dicts; columns go by the names that workbench, verl
     and TRL write (`RESPONSE`, `TRUTH`, `PROMPT`). A reward whose every row fails is shown, not raised.
     Raises `DataError` where no column holds responses.
+
+    Example:
+        >>> run = wb.rewards.dry_run([wb.rewards.gsm8k, my_function], "completions.jsonl")  # doctest: +SKIP
+        >>> run.disagreements  # doctest: +SKIP
     """
     rows = _rows(completions)[:limit]
     rewards = _named(functions)
@@ -132,10 +118,8 @@ def _named(functions: Any) -> dict[str, BaseReward]:
     several = functions if isinstance(functions, list | tuple) else [functions]
     found: dict[str, BaseReward] = {}
     for reward in map(as_reward, several):
-        name = reward.name
-        while name in found:
-            name += "'"
-        found[name] = reward
+        same = sum(name.rstrip("'") == reward.name for name in found)
+        found[reward.name + "'" * same] = reward
     return found
 
 
@@ -150,13 +134,12 @@ def _judge(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Judged
 
 
 def span_of(answer: str | None, text: str) -> tuple[int, int] | None:
-    """The last place of an answer in a text; None where it is not there as it stands (commas dropped, say)."""
+    """(start, end) of an answer's last place in a text; None where it is not there literally (commas dropped, say)."""
     start = text.rfind(answer) if answer else -1
     return (start, start + len(answer or "")) if start >= 0 else None
 
 
 def _rows(completions: Any) -> list[dict[str, Any]]:
-    """Row views of whatever completions come in."""
     batch = completions if isinstance(completions, DataProto) else getattr(completions, "batch", None)
     if isinstance(batch, DataProto):
         return row_views(batch)
@@ -173,12 +156,12 @@ def _rows(completions: Any) -> list[dict[str, Any]]:
 
 def _row(record: Any, number: int) -> dict[str, Any]:
     if not isinstance(record, Mapping):
-        raise DataError(message(f"completion {number}", expected="a record", found=type(record).__name__))
+        raise DataError(f"completion {number}", expected="a record", found=type(record).__name__)
     columns = {str(name): value for name, value in record.items()}
     name = next((name for name in RESPONSE if isinstance(columns.get(name), str | list)), None)
     if name is None:
         expected = f"a column with responses: {', '.join(RESPONSE)}"
-        raise DataError(message(f"completion {number}", expected=expected, found=", ".join(columns)))
+        raise DataError(f"completion {number}", expected=expected, found=", ".join(columns))
     judged = columns.get("reward_model")
     if isinstance(judged, str):
         judged = json.loads(judged)
@@ -186,15 +169,13 @@ def _row(record: Any, number: int) -> dict[str, Any]:
         truth = next((columns[name] for name in TRUTH if columns.get(name) is not None), None)
         judged = {"ground_truth": truth}
     prompt = next((columns[name] for name in PROMPT if columns.get(name) is not None), None)
-    plain = {**columns, "reward_model": dict(judged), "raw_prompt": _chat(prompt)}
-    return row_view(plain, _said(columns[name]), ())
+    chat = prompt if isinstance(prompt, list | None) else [{"role": "user", "content": str(prompt)}]
+    plain = {**columns, "reward_model": dict(judged), "raw_prompt": chat}
+    ids = columns.get("response_ids", columns.get("completion_ids"))
+    return row_view(plain, said(columns[name]), () if ids is None else ids)
 
 
-def _chat(prompt: Any) -> Any:
-    return prompt if isinstance(prompt, list) or prompt is None else [{"role": "user", "content": str(prompt)}]
-
-
-def _said(completion: Any) -> str:
+def said(completion: Any) -> str:
     """A completion as text; TRL's conversational ones are message lists."""
     if isinstance(completion, str):
         return completion

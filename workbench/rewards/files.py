@@ -1,8 +1,8 @@
-"""A function by its file: read here, never imported here; its text runs in the workers alone.
+"""Functions of Python files: read in this process, run only in worker processes.
 
-Importing a file is running it. The trainer's process reads the text, takes signatures from its syntax tree,
-and sends text and hash to the pool's processes, where it is executed as the module that it is. Only files
-below an allowed root are taken: the folder that Python was started in, and those in `WORKBENCH_CODE_ROOTS`.
+Importing a file runs its code. The trainer's process therefore only reads the text, takes signatures from its syntax tree,
+and sends the text to the worker processes, which execute it as a module. Only files below an allowed root are read: the
+folder that Python was started in, and those in `WORKBENCH_CODE_ROOTS`.
 """
 
 from __future__ import annotations
@@ -15,49 +15,41 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import DataError, message, unknown
+from workbench.base.errors import DataError, WorkbenchError, unknown
 
 MAX_BYTES = 4 << 20
-"""A longer file is no reward file."""
+"""A longer file is refused."""
 ROOTS = "WORKBENCH_CODE_ROOTS"
 """Environment variable with further allowed folders, separated as in PATH."""
 
 
 class FileFunction:
-    """A function of a Python file that only worker processes run. `sha256` is of the text that will run."""
+    """A function of a Python file, run only by worker processes; `load_function` makes it. `sha256` is of the text that runs."""
+
+    construct = False
+    """True for a name that is a class: a worker makes an object of it with the kwargs, and calls the object."""
 
     def __init__(self, path: Path, text: str, name: str, kwargs: Mapping[str, Any], signature: inspect.Signature):
         self.path = path
         self.text = text
         self.kwargs = dict(kwargs)
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
-        self.construct = False
         self.__name__ = name
         self.__signature__ = signature
 
     def describe(self) -> dict[str, str]:
-        """Where it is from, for the run's record."""
+        """File name, function name and hash, for the run's record."""
         return {"path": self.path.name, "function": self.__name__, "sha256": self.sha256}
-
-    def constructed(self, **arguments: Any) -> FileFunction:
-        """The same name as a class: a worker makes an object of it with these arguments and calls that."""
-        made = FileFunction(self.path, self.text, self.__name__, arguments, self.__signature__)
-        made.construct = True
-        return made
 
     def record(self) -> dict[str, Any]:
         """What a worker needs to run it."""
-        named = {"path": str(self.path), "text": self.text, "name": self.__name__, "kwargs": self.kwargs}
-        return {**named, "construct": self.construct}
+        named = {"path": str(self.path), "name": self.__name__}
+        return {**named, "text": self.text, "kwargs": self.kwargs, "construct": self.construct}
 
     def __call__(self, **arguments: Any) -> Any:
-        """Refused: that would run the file's code in the trainer."""
-        raise DataError(
-            message(
-                f"{self.__name__} of {self.path.name} runs in worker processes alone",
-                do="leave in_process=True away, or import the function yourself and pass that",
-            )
-        )
+        """Raise `DataError`: a call would run the file's code in the trainer's process."""
+        do = "leave out in_process=True, or import the function yourself and pass it"
+        raise DataError(f"{self.__name__} of {self.path.name} runs in worker processes alone", do=do)
 
     def __repr__(self) -> str:
         return f"{self.__name__} of {self.path.name} ({self.sha256[:8]})"
@@ -66,41 +58,44 @@ class FileFunction:
 def load_function(
     path: str | Path, name: str = "compute_score", *, roots: Sequence[str | Path] = (), **reward_kwargs: Any
 ) -> FileFunction:
-    """A function from a Python file, to be run by a `Reward`'s workers; `reward_kwargs` are bound and win over a call's.
+    """A function of a Python file, to be run by a `Reward`'s worker processes.
 
-    `roots` allows further folders. Raises `DataError` where the file is missing, outside every root, not Python, or
-    without such a function (the functions there are, are listed).
+    `reward_kwargs` are bound to it and win over a call's arguments. `roots` allows further folders. Raises `DataError`
+    where the file is missing, outside every allowed folder, not Python, or without such a function.
     """
     file = Path(str(path).removeprefix("file://"))
     if not file.is_file():
-        raise DataError(message(f"no reward file at {str(path)!r}", expected="a Python file", do="check the path"))
+        raise DataError(f"no reward file at {str(path)!r}", expected="a Python file", do="check the path")
     file = file.resolve()
-    _check_root(file, roots)
+    check_roots(f"reward file {str(path)!r}", [file], allowed_roots(roots), DataError, "move it there")
     if file.stat().st_size > MAX_BYTES:
-        raise DataError(message(f"reward file {str(path)!r}", expected=f"at most {MAX_BYTES >> 20} MiB of Python"))
+        raise DataError(f"reward file {str(path)!r}", expected=f"at most {MAX_BYTES >> 20} MiB of Python")
     try:
         text = file.read_text(encoding="utf-8")
         tree = ast.parse(text, filename=file.name)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
-        raise DataError(message(f"reward file {str(path)!r}", expected="Python", found=cause)) from cause
+        raise DataError(f"reward file {str(path)!r}", expected="Python", found=cause) from cause
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    # a name that is assigned (a partial, a class's instance) is callable too; its signature is not to be seen
+    # a name that is assigned (a partial, an object of a class) may be callable too; its signature cannot be read
     if name not in functions and name not in _assigned(tree):
         raise DataError(f"{str(path)!r}: " + unknown("function of that file", name, functions))
     return FileFunction(file, text, name, reward_kwargs, _signature(functions.get(name), reward_kwargs))
 
 
-def _check_root(file: Path, roots: Sequence[str | Path]) -> None:
+def allowed_roots(roots: Sequence[str | Path] = ()) -> list[Path]:
+    """The folders that code may come from: where Python was started, those of `WORKBENCH_CODE_ROOTS`, and `roots`."""
     named = [entry for entry in os.environ.get(ROOTS, "").split(os.pathsep) if entry]
-    allowed = [Path(root).resolve() for root in (Path.cwd(), *named, *roots)]
-    if not any(file.is_relative_to(root) for root in allowed):
-        raise DataError(
-            message(
-                f"reward file {str(file)!r} lies outside the folders that code is taken from",
-                expected=f"below {', '.join(map(str, allowed))}",
-                do=f"move it there, pass roots=[…], or name its folder in {ROOTS}",
-            )
-        )
+    return [Path(root).resolve() for root in (Path.cwd(), *named, *roots)]
+
+
+def check_roots(
+    what: str, places: Sequence[Path], allowed: Sequence[Path], error: type[WorkbenchError], do: str
+) -> None:
+    """Raise `error`, with `do` and how to allow a folder, unless there are places and all lie below an allowed root."""
+    if not places or not all(any(place.is_relative_to(root) for root in allowed) for place in places):
+        what, found = f"{what} lies outside the folders that code is taken from", ", ".join(map(str, places))
+        expected, do = f"below {', '.join(map(str, allowed))}", f"{do}, pass roots=[…], or name its folder in {ROOTS}"
+        raise error(what, expected=expected, found=found or "a built-in module", do=do)
 
 
 def _assigned(tree: ast.Module) -> set[str]:
@@ -113,20 +108,22 @@ _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | None, given: Mapping[str, Any]) -> inspect.Signature:
-    """From the syntax tree; a name without a visible signature is taken to speak verl's."""
+    """From the syntax tree; a name without a visible signature is taken to have verl's arguments."""
     kinds = inspect.Parameter
     if node is None:
         return inspect.Signature([kinds(name, kinds.KEYWORD_ONLY) for name in _VERL if name not in given])
-    plain = [*node.args.posonlyargs, *node.args.args]
-    optional = {arg.arg for arg in plain[len(plain) - len(node.args.defaults) :]}
-    optional |= {a.arg for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if d is not None}
-    found = [kinds(arg.arg, kinds.POSITIONAL_ONLY) for arg in node.args.posonlyargs]
-    found += [kinds(arg.arg, kinds.POSITIONAL_OR_KEYWORD) for arg in node.args.args]
-    if node.args.vararg:
-        found.append(kinds(node.args.vararg.arg, kinds.VAR_POSITIONAL))
-    found += [kinds(arg.arg, kinds.KEYWORD_ONLY) for arg in node.args.kwonlyargs]
-    if node.args.kwarg:
-        found.append(kinds(node.args.kwarg.arg, kinds.VAR_KEYWORD))
+    own = node.args
+    plain = [*own.posonlyargs, *own.args]
+    optional = {arg.arg for arg in plain[len(plain) - len(own.defaults) :]}
+    optional |= {a.arg for a, default in zip(own.kwonlyargs, own.kw_defaults, strict=True) if default is not None}
+    groups: list[tuple[Any, Sequence[ast.arg | None]]] = [
+        (kinds.POSITIONAL_ONLY, own.posonlyargs),
+        (kinds.POSITIONAL_OR_KEYWORD, own.args),
+        (kinds.VAR_POSITIONAL, [own.vararg]),
+        (kinds.KEYWORD_ONLY, own.kwonlyargs),
+        (kinds.VAR_KEYWORD, [own.kwarg]),
+    ]
+    found = [kinds(arg.arg, kind) for kind, several in groups for arg in several if arg and arg.arg not in given]
     # a default's value stays in the file: that there is one is all that is needed
-    found = [one.replace(default=None) if one.name in optional else one for one in found if one.name not in given]
+    found = [one.replace(default=None) if one.name in optional else one for one in found]
     return inspect.Signature(found, __validate_parameters__=False)

@@ -1,26 +1,30 @@
-"""verl's reward managers: `naive, batch, prime, dapo, rate_limited`, its constructor, its call, its tensors.
+"""verl's reward managers `naive`, `batch`, `prime`, `dapo` and `rate_limited`, with verl's constructor and call.
 
-A manager takes a batch and gives a [B, T] tensor of rewards on last tokens. Ours differ from verl's where
-verl's lose data: a failure is never a silent 0 (the policy `on_failure` says what it is), extra info is the
-union of the rows' keys with `MISSING`, and an empty response is not written to the last column.
+A manager takes a batch and returns a [B, T] tensor with each row's reward on its last token. They differ from verl's where
+those lose data: a failure is never a silent 0 (the policy `on_failure` holds), extra info is the union of the rows' keys
+with `MISSING`, and the reward of an empty response is not written to the last column.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from workbench.config import require
-from workbench.errors import RewardError, message, unknown
+from workbench.base.config import require
+from workbench.base.errors import RewardError, unknown
 from workbench.rewards.base import BaseReward, broken_episode, row_view, row_views
+from workbench.rewards.files import FileFunction, load_function
 from workbench.rewards.rate_limit import RateLimit
-from workbench.rewards.reward import Reward
-from workbench.rewards.routing import as_reward
+from workbench.rewards.reward import as_reward
+from workbench.rewards.runner import Pool
 from workbench.rewards.score import MISSING, Score, extra_columns, failed
 from workbench.rewards.scorers.shaping import overlong_penalty
+from workbench.rewards.signatures import as_score
 
 RESERVED = ("score", "reward_score", "status", "scored", "step", "input", "output", "gts")
 """Keys of `reward_extra_info` that a function's dict cannot overwrite."""
@@ -29,7 +33,7 @@ MANAGERS: dict[str, type[NaiveRewardManager]] = {}
 
 
 def register(name: str) -> Callable[[type[Any]], type[Any]]:
-    """Makes a manager class known by a name: `@register("mine")`."""
+    """Decorator: registers a manager class under a name, `@register("mine")`."""
 
     def known(kind: type[Any]) -> type[Any]:
         MANAGERS[name] = kind
@@ -41,20 +45,20 @@ def register(name: str) -> Callable[[type[Any]], type[Any]]:
 def manager_class(name: str) -> type[Any]:
     """A registered manager. Raises `RewardError` with the nearest name."""
     if name not in MANAGERS:
-        raise RewardError(
-            unknown("reward manager", name, sorted(MANAGERS)) + "; register yours, or load it from a file"
-        )
+        do = "register yours, or load it from a file"
+        raise RewardError(unknown("reward manager", name, sorted(MANAGERS)), do=do)
     return MANAGERS[name]
 
 
 @register("naive")
 class NaiveRewardManager:
-    """One call a row. `compute_score` None is the scorer by `data_source`.
+    """verl's `naive` manager: one call of `compute_score` a row; None is the scorer by `data_source`.
 
     `__call__(data, return_dict)` takes anything verl-shaped: `batch` with `prompts`, `responses`, `attention_mask`,
-    and `non_tensor_batch` with `reward_model`, `data_source`, `extra_info`. A column `rm_scores` is given back as it is.
+    and `non_tensor_batch` with `reward_model`, `data_source`, `extra_info`. A column `rm_scores` is returned unchanged.
     """
 
+    per: str | None = None
     workers = 1
     timeout = 30.0
 
@@ -75,9 +79,9 @@ class NaiveRewardManager:
         self.reward = self._reward(compute_score, reward_kwargs)
 
     def _reward(self, compute_score: Any, options: dict[str, Any]) -> BaseReward:
-        if compute_score is None or isinstance(compute_score, BaseReward):
-            return as_reward(compute_score, **options)
-        return as_reward(compute_score, **{"workers": self.num_workers, "timeout": self.timeout, **options})
+        if compute_score is not None and not isinstance(compute_score, BaseReward):
+            options = {"per": self.per, "workers": self.num_workers, "timeout": self.timeout, **options}
+        return as_reward(compute_score, **options)
 
     def __call__(self, data: Any, return_dict: bool = False) -> Any:
         """[B, T] float32, or {"reward_tensor", "reward_extra_info"}."""
@@ -96,8 +100,7 @@ class NaiveRewardManager:
 
     def scores(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
         """One record a row view."""
-        columns = list(rows[0]["columns"]) if rows else []
-        self.reward.check_signature(columns)
+        self.reward.check_signature(list(rows[0]["columns"]) if rows else [])
         return self.reward.settle(self.reward.judge(rows))
 
     def _rows(self, data: Any) -> list[dict[str, Any]]:
@@ -109,22 +112,19 @@ class NaiveRewardManager:
         for number in range(len(responses)):
             ids = responses[number][: int(mask[number].sum())].tolist()
             columns = {name: values[number] for name, values in data.non_tensor_batch.items()}
-            columns["data_source"] = columns.get(self.reward_fn_key)
             # a copy: verl's adds to the batch itself
-            extra = dict(columns.get("extra_info") or {})
-            extra["num_turns"] = columns.get("__num_turns__")
+            extra = {**(columns.get("extra_info") or {}), "num_turns": columns.get("__num_turns__")}
             extra["rollout_reward_scores"] = columns.get("reward_scores") or {}
-            columns["extra_info"] = extra
+            columns |= {"data_source": columns.get(self.reward_fn_key), "extra_info": extra}
             rows.append(row_view(columns, self.tokenizer.decode(ids, skip_special_tokens=True), ids))
         return rows
 
     def _show(self, rows: Sequence[Mapping[str, Any]], scores: Sequence[Score]) -> None:
         """The first `num_examine` rows of each source, printed as verl does."""
-        shown: dict[Any, int] = {}
+        shown: Counter[Any] = Counter()
         for row, score in zip(rows, scores, strict=True):
-            source = row["data_source"]
-            shown[source] = shown.get(source, 0) + 1
-            if shown[source] <= self.num_examine:
+            shown[row["data_source"]] += 1
+            if shown[row["data_source"]] <= self.num_examine:
                 shown_text = f"[prompt] {row['prompt_text']}\n[response] {row['response']}\n"
                 sys.stdout.write(f"{shown_text}[ground_truth] {row['ground_truth']}\n[score] {score}\n")
 
@@ -135,18 +135,20 @@ class NaiveRewardManager:
 
 def extra_info(scores: Sequence[Score]) -> dict[str, list[Any]]:
     """Key → one value a row: status, parts, answer and extras; a function cannot overwrite the reserved ones."""
-    parts = dict.fromkeys(name for score in scores for name in score.parts)
-    found: dict[str, list[Any]] = {name: [score.parts.get(name, MISSING) for score in scores] for name in parts}
-    for name, values in extra_columns(scores).items():
-        found.setdefault(name.removeprefix("reward_extra/"), values)
+
+    def column(of: Callable[[Score], Any]) -> list[Any]:
+        return [of(score) for score in scores]
+
+    found = {name.removeprefix("reward_extra/"): values for name, values in extra_columns(scores).items()}
+    for name in dict.fromkeys(name for score in scores for name in score.parts):
+        found[name] = [score.parts.get(name, MISSING) for score in scores]
     if any(score.answer is not None for score in scores):
-        found["pred"] = [MISSING if score.answer is None else score.answer for score in scores]
-    found = {name: values for name, values in found.items() if name not in RESERVED}
+        found["pred"] = column(lambda score: MISSING if score.answer is None else score.answer)
     return {
-        **found,
-        "score": [score.value if score.scored else MISSING for score in scores],
-        "status": [score.status.value for score in scores],
-        "scored": [score.scored for score in scores],
+        **{name: values for name, values in found.items() if name not in RESERVED},
+        "score": column(lambda score: score.value if score.scored else MISSING),
+        "status": column(lambda score: score.status.value),
+        "scored": column(lambda score: score.scored),
     }
 
 
@@ -154,10 +156,7 @@ def extra_info(scores: Sequence[Score]) -> dict[str, list[Any]]:
 class BatchRewardManager(NaiveRewardManager):
     """One call for all rows, with plural names: `data_sources, solution_strs, ground_truths, extra_infos`."""
 
-    def _reward(self, compute_score: Any, options: dict[str, Any]) -> BaseReward:
-        if compute_score is None or isinstance(compute_score, BaseReward):
-            return super()._reward(compute_score, options)
-        return Reward(compute_score, **{"per": "batch", "workers": 1, **options})
+    per = "batch"
 
 
 @register("prime")
@@ -168,13 +167,8 @@ class PrimeRewardManager(NaiveRewardManager):
     timeout = 300.0
 
     def _reward(self, compute_score: Any, options: dict[str, Any]) -> BaseReward:
-        if (
-            callable(compute_score)
-            and not isinstance(compute_score, BaseReward)
-            and not hasattr(compute_score, "record")
-        ):
-            compute_score = positional(compute_score)
-        return super()._reward(compute_score, options)
+        theirs = callable(compute_score) and not isinstance(compute_score, BaseReward | FileFunction)
+        return super()._reward(positional(compute_score) if theirs else compute_score, options)
 
 
 def positional(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,16 +203,14 @@ class DAPORewardManager(NaiveRewardManager):
 
     def scores(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
         """naive's, with the penalty added to the value and kept as the part `overlong_reward`."""
-        scores = super().scores(rows)
-        if not self.buffer.get("enable"):
-            return scores
-        return [self._shortened(score, len(row["response_ids"])) for score, row in zip(scores, rows, strict=True)]
+        pairs = zip(super().scores(rows), rows, strict=True)
+        return [self._shortened(score, len(row["response_ids"])) for score, row in pairs]
 
     def _shortened(self, score: Score, length: int) -> Score:
+        if not score.scored or not self.buffer.get("enable"):
+            return score
         factor = float(self.buffer.get("penalty_factor", 1.0))
         penalty = overlong_penalty(length, self.max_resp_len or 0, int(self.buffer["len"]), factor)
-        if not score.scored:
-            return score
         return score.with_value(score.value + penalty, overlong_reward=penalty, overlong=float(penalty < 0))
 
 
@@ -236,21 +228,16 @@ class RateLimitedRewardManager(NaiveRewardManager):
         timeout: float = 300.0,
         **options: Any,
     ) -> None:
-        limit = RateLimit(
-            max_concurrent=max_concurrent,
-            max_rpm=max_rpm,
-            max_tpm=max_tpm,
-            estimated_tokens_per_request=estimated_tokens_per_request,
-        )
-        workers = options.pop("num_workers", None) or max_concurrent
-        options = {"rate_limit": limit, "timeout": timeout, "num_workers": workers, **options}
-        super().__init__(*verls, **options)
+        limits = {"max_concurrent": max_concurrent, "max_rpm": max_rpm, "max_tpm": max_tpm}
+        limit = RateLimit(**limits, estimated_tokens_per_request=estimated_tokens_per_request)  # type: ignore[arg-type]
+        options["num_workers"] = options.get("num_workers") or max_concurrent
+        super().__init__(*verls, **{"rate_limit": limit, "timeout": timeout, **options})
 
 
 class ManagerReward(BaseReward):
-    """`ManagerReward(manager)`: any manager, ours or one written for verl, as the reward of a stage.
+    """`ManagerReward(manager)`: any manager, of workbench or written for verl, as the reward of a stage.
 
-    It gets a mutable, verl-shaped copy of the batch. What it returns is read back as one record a row: the sum
+    It is called with a mutable, verl-shaped copy of the batch. Its result is read as one `Score` a row: the sum
     of a row of its tensor, and its extra info where that has one value a row.
     """
 
@@ -264,41 +251,79 @@ class ManagerReward(BaseReward):
 
     def close(self) -> None:
         """End the manager's workers, where it has any."""
-        close = getattr(self.manager, "close", None)
-        if callable(close):
+        if callable(close := getattr(self.manager, "close", None)):
             close()
 
     def score(self, batch: Any) -> list[Score]:
-        """One record a row. Raises `RewardError` for a tensor of another shape."""
-        scores = self.settle(read_result(self._call(batch.mutable()), batch, self.name))
+        """One `Score` a row. Raises `RewardError` for a tensor of another shape."""
+        scores = self.settle(read_result(self.manager(batch.mutable(), return_dict=True), batch, self.name))
         if "agent_extra" not in batch:
             return scores
         whys = [broken_episode(row["columns"]) for row in row_views(batch)]
         return [failed(f"the episode broke: {why}") if why else one for why, one in zip(whys, scores, strict=True)]
 
-    def _call(self, data: Any) -> Any:
-        return self.manager(data, return_dict=True)
-
 
 def read_result(result: Any, batch: Any, name: str) -> list[Score]:
-    """What a manager returned, as records."""
+    """What a manager returned, as one `Score` a row."""
     tensor = result["reward_tensor"] if isinstance(result, Mapping) else result
     info = dict(result.get("reward_extra_info") or {}) if isinstance(result, Mapping) else {}
     shape = tuple(batch["responses"].shape)
     if not torch.is_tensor(tensor) or tuple(tensor.shape) != shape:
         found = tuple(tensor.shape) if torch.is_tensor(tensor) else type(tensor).__name__
-        raise RewardError(message(f"reward manager {name}", expected=f"a tensor {shape}", found=found))
+        raise RewardError(f"reward manager {name}", expected=f"a tensor {shape}", found=found)
     values = tensor.double().sum(-1).tolist()
-    info = {key: list(column) for key, column in info.items() if len(column) == len(values)}
-    return [_record(value, {key: column[row] for key, column in info.items()}) for row, value in enumerate(values)]
+    ours = {*RESERVED} - {"status"}
+    kept = [key for key, column in info.items() if len(column) == len(values) and key not in ours]
+    scores = []
+    for row, value in enumerate(values):
+        said = {key: info[key][row] for key in kept if info[key][row] is not MISSING}
+        scores.append(as_score({**said, "score": value}, "manager", 0))
+    return scores
 
 
-def _record(value: float, info: dict[str, Any]) -> Score:
-    from workbench.rewards.signatures import as_score
+class FileManagerReward(ManagerReward):
+    """The manager class `name` of the file `path` (verl's `reward_manager.source=importlib`), constructed as verl does.
 
-    info = {key: one for key, one in info.items() if one is not MISSING}
-    info.pop("scored", None)
-    for key in RESERVED:
-        if key != "status":
-            info.pop(key, None)
-    return as_score({**info, "score": value}, "manager", 0)
+    It runs in a worker process, and `compute_score`, if that is a function of a file, beside it. `settings()` has
+    the file's hash. Raises `DataError` for a file outside the allowed roots.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        name: str,
+        *,
+        tokenizer: Any,
+        num_examine: int = 0,
+        compute_score: Any = None,
+        reward_fn_key: str = "data_source",
+        timeout: float = 300.0,
+        on_failure: str = "raise",
+        roots: Sequence[str | Path] = (),
+        **reward_kwargs: Any,
+    ) -> None:
+        arguments = {"tokenizer": tokenizer, "num_examine": num_examine, "compute_score": compute_score}
+        arguments |= {"reward_fn_key": reward_fn_key, **reward_kwargs}
+        self._file = load_function(path, name, roots=roots, **arguments)
+        self._file.construct = True
+        super().__init__(self._ask, name=name, on_failure=on_failure)
+        self._pool = Pool(self._file, workers=1, timeout=timeout)
+
+    @property
+    def source(self) -> str:
+        """The file's text."""
+        return self._file.text
+
+    def settings(self) -> dict[str, Any]:
+        """Policy, and which file."""
+        return {**super().settings(), "file": self._file.describe()}
+
+    def close(self) -> None:
+        """End the worker."""
+        self._pool.close()
+
+    def _ask(self, data: Any, *, return_dict: bool) -> Any:
+        (answer,) = self._pool.map([{"data": data, "return_dict": return_dict}])
+        if not answer.ok:
+            raise RewardError(f"reward manager {self.name} failed", found=answer.why, do=answer.traceback or "mend it")
+        return answer.result

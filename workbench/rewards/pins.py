@@ -1,19 +1,30 @@
-"""Pinned rows: samples with the score that they must get, kept beside the project as cases for its rewards."""
+"""Pinned rows: samples with the score that they must get, kept in a file as test cases of a project's rewards."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import json
+import numbers
+import os
+import re
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from workbench.dataproto import DataProto
-from workbench.errors import DataError, describe, message
-from workbench.rewards.dry_run import DryRun, Judged, dry_run
-from workbench.rewards.pin import Pin, digest, order_of, pin_line, pin_of, read_pins
-from workbench.rewards.pin_files import locked, write_lines
+from workbench.base.errors import DataError, boundary, describe, first_line, nearest
+from workbench.base.files import write_text
+from workbench.base.formats import FORMAT, keys, older
+from workbench.base.shown import Shown
+from workbench.dataproto.core import DataProto
+from workbench.dataproto.io import decode, encode
+from workbench.datasets.files import raw_lines
+from workbench.rewards.base import padded, row_views
+from workbench.rewards.dry_run import DryRun, dry_run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,19 +32,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What a reward said of one pin."""
+    """The result of one pin under one reward."""
 
     number: int
     pin: Pin
     got: float | None
-    """None: no judgement."""
+    """None where the reward did not score it."""
     status: str
     why: str
     holds: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class PinCheck:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PinCheck(Shown):
     """What `Pins.check` found; true when every pin holds."""
 
     reward: str
@@ -65,22 +76,15 @@ class PinCheck:
     def __len__(self) -> int:
         return len(self.results)
 
-    def __repr__(self) -> str:
-        from workbench.views.pins import check_text
 
-        return check_text(self)
+class Pins(Shown):
+    """`pins(path)`: the pinned rows of a project, as they were when this object last read or wrote the file.
 
-    def _repr_html_(self) -> str:
-        from workbench.views.pins import check_html
+    `add` them where you look at samples, `check` a reward against them. A file that is not there yet has no pins; the first
+    `add` makes it. Raises `DataError` for a damaged line.
 
-        return check_html(self)
-
-
-class Pins:
-    """The pins of a file, as they were when it was last read or written here. Make it with `pins(path)`.
-
-    They stand in the file by data source, prompt and response, a JSON line each, whoever pinned them first: two branches
-    that pin other rows merge. A second process may write at the same time; `reload` shows what it wrote.
+    The file has a JSON line for each, in the order of data source, prompt and response, so that two git branches that pin
+    different rows merge. Another process may write at the same time; `reload` reads what it wrote.
     """
 
     def __init__(self, path: str | Path = "pins.jsonl") -> None:
@@ -88,11 +92,11 @@ class Pins:
         self._pins = read_pins(self.path)
 
     def add(self, rows: Any, *, row: int | None = None, expected: float | str, note: str = "") -> Pin:
-        """Pin a row: `expected` is its score, or `"unscored"` for a row that must have no judgement.
+        """Pin a row: `expected` is its score, or `"unscored"` for a row that must not be scored.
 
-        `rows` is a batch, a trace, a dry run, one row of them, or a record as `dry_run` takes it; `row` says which, where
-        there are several. A pin with the same prompt, response and truth is replaced.
-        Raises `DataError` for another expectation, a row that is not there, and values that JSON cannot keep.
+        `rows` is a batch, a trace, a dry run, one row of them, or a record as `dry_run` takes it; `row` is the row's number
+        where there are several. A pin with the same prompt, response and truth is replaced.
+        Raises `DataError` for another expectation, a row that is not there, and values that JSON cannot hold.
         """
         pin = pin_of(rows, row, expected, str(note))
         with locked(self.path):
@@ -105,15 +109,20 @@ class Pins:
 
         Raises `DataError` where there is no such pin, or somebody else has removed it.
         """
-        pin = self[which] if isinstance(which, int) else next((one for one in self._pins if _means(which, one)), None)
+        if isinstance(which, int):
+            pin: Pin | None = self[which]
+        else:
+            wanted = which.id if isinstance(which, Pin) else which
+            pin = next((one for one in self._pins if one.id == wanted), None)
         if pin is None:
-            raise DataError(message(f"{self.path} has no pin {describe(which)}", found=f"{len(self)} pins"))
+            do = "`list(pins)` shows the pinned rows and their ids"
+            raise DataError(f"{self.path} has no pin {describe(which)}", found=f"{len(self)} pins", do=do)
         with locked(self.path):
             there = read_pins(self.path)
             kept = [one for one in there if one.id != pin.id]
             self._write(kept)
         if len(kept) == len(there):
-            raise DataError(message(f"pin {pin.id} is no longer in {self.path}", do="it has been removed already"))
+            raise DataError(f"pin {pin.id} is no longer in {self.path}", do="it has been removed already")
         return pin
 
     def reload(self) -> Pins:
@@ -122,43 +131,41 @@ class Pins:
         return self
 
     def check(self, reward: Any, tolerance: float = 1e-6) -> PinCheck:
-        """Judge every pin by one reward (whatever `as_reward` takes) and say which hold.
+        """Score every pin by one reward (whatever `as_reward` takes) and compare with what is expected.
 
-        Raises `DataError` where the file is not there: a wrong path must not look like pins that hold.
+        Raises `DataError` where the file does not exist: a wrong path must not look like pins that hold.
         """
         if not self.path.is_file():
-            raise DataError(message(f"no pins at {str(self.path)!r}", do="check the path, or pin a row first"))
+            raise DataError(f"no pins at {str(self.path)!r}", do="check the path, or pin a row first")
         if isinstance(reward, Mapping | list | tuple):
-            raise DataError(
-                message("pins are checked by one reward", found=describe(reward), do="check each by itself")
-            )
+            raise DataError("pins are checked by one reward", found=describe(reward), do="check each by itself")
         run = dry_run([reward], self)
         (name, judged), *_ = run.judged.items()
-        results = tuple(
-            _checked(number, pin, one, tolerance) for number, (pin, one) in enumerate(zip(self, judged, strict=True))
-        )
-        return PinCheck(reward=name, path=self.path, results=results, tolerance=tolerance, run=run)
+        results = []
+        for number, (pin, score) in enumerate(zip(self, (one.score for one in judged), strict=True)):
+            got = score.value if score.scored else None
+            holds, status = pin.holds(got, tolerance), score.status.value
+            results.append(Checked(number=number, pin=pin, got=got, status=status, why=score.why, holds=holds))
+        return PinCheck(reward=name, path=self.path, results=tuple(results), tolerance=tolerance, run=run)
 
     @property
     def batch(self) -> DataProto:
-        """The pins as a batch, which is how a dry run judges them: columns as after a rollout, `expected` and `note`."""
+        """The pins as a batch, with the columns that a rollout writes, `expected` and `note`; a dry run scores this."""
         names = dict.fromkeys(name for pin in self for name in pin.columns)
         objects: dict[str, list[Any]] = {name: [pin.columns.get(name) for pin in self] for name in names}
-        objects |= {
-            "raw_prompt": [pin.prompt for pin in self],
-            "response_text": [pin.response for pin in self],
-            "uid": [digest(pin.prompt) for pin in self],
-            "data_source": [pin.data_source for pin in self],
-            "reward_model": [dict(pin.reward_model) for pin in self],
-            "extra_info": [pin.extra_info for pin in self],
-            "expected": [pin.expected for pin in self],
-            "note": [pin.note for pin in self],
-        }
-        return DataProto(_ids(self._pins), objects, {"source": str(self.path)})
+        called = {"raw_prompt": "prompt", "response_text": "response"}
+        for name in (*called, "data_source", "reward_model", "extra_info", "expected", "note"):
+            objects[name] = [getattr(pin, called.get(name, name)) for pin in self]
+        objects["uid"] = [digest(pin.prompt) for pin in self]
+        ids = [pin.response_ids or () for pin in self]
+        return DataProto(padded(ids) if any(ids) else {}, objects, {"source": str(self.path)})
 
     def _write(self, pins: list[Pin]) -> None:
+        """All pins in place of the file's, atomically; a link stays a link."""
+        target = Path(os.path.realpath(self.path))
         ordered = sorted(pins, key=order_of)
-        write_lines(self.path, [pin_line(pin) for pin in ordered])
+        with boundary(f"writing {str(self.path)!r}", DataError):
+            write_text(target, "".join(f"{pin_line(pin)}\n" for pin in ordered))
         self._pins = ordered
 
     def __len__(self) -> int:
@@ -169,44 +176,292 @@ class Pins:
 
     def __getitem__(self, number: int) -> Pin:
         if not -len(self) <= number < len(self):
-            raise DataError(message(f"{self.path} has no pin {number}", expected=f"a number below {len(self)}"))
+            raise DataError(f"{self.path} has no pin {number}", expected=f"a number below {len(self)}")
         return self._pins[number]
 
-    def __repr__(self) -> str:
-        from workbench.views.pins import pins_text
 
-        return pins_text(self)
+pins = Pins
 
-    def _repr_html_(self) -> str:
-        from workbench.views.pins import pins_html
+UNSCORED = "unscored"
+"""The expectation that a reward does not score the row: *not_applicable* or *infra_error*."""
+_LARGEST = 1e300
+_UNSEEN = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+_ABOUT = ("run", "source", "step")
+# what a pin has under names of its own
+_OWN = (
+    *("prompt", "raw_prompt", "response", "response_text", "response_ids", "completion_ids"),
+    *("ground_truth", "reward_model", "data_source", "extra_info", "expected", "note"),
+)
+_SAID = ("uid", "score", "finish_reason")  # of that run, not of the row
 
-        return pins_html(self)
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Pin(Shown, Mapping[str, Any]):
+    """One row and the score it must get. It is also a mapping with the names that `dry_run` understands."""
+
+    # in the order in which a line has them
+    expected: float | str
+    """The score, or `"unscored"`."""
+    note: str = ""
+    """Why it is pinned."""
+    data_source: Any = None
+    prompt: Any = None
+    """The chat, or whatever the row had."""
+    response: str
+    reward_model: Mapping[str, Any] = field(default_factory=dict)
+    """How the row is scored: {style, ground_truth}."""
+    extra_info: Any = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other objects, which rewards may ask for by name."""
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    """Where it came from: run, step, row, uid, as far as the batch has them."""
+    response_ids: tuple[int, ...] | None = None
+    """Token ids of the response, where the batch had them."""
+
+    @property
+    def ground_truth(self) -> Any:
+        """The right answer of the row."""
+        return self.reward_model.get("ground_truth")
+
+    @cached_property
+    def id(self) -> str:
+        """Twelve hex digits of prompt, response and truth: pins that share them are one."""
+        return digest([self.prompt, self.response, self.ground_truth])
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """The pin as a dict with the names that `dry_run` understands."""
+        hidden = ("columns", "origin", "response_ids")
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in hidden}
+        ids = {} if self.response_ids is None else {"response_ids": list(self.response_ids)}
+        return {**self.columns, **own, "ground_truth": self.ground_truth, **ids}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.record[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.record)
+
+    def __len__(self) -> int:
+        return len(self.record)
+
+    def holds(self, got: float | None, tolerance: float = 1e-6) -> bool:
+        """Whether a value (None: not scored) is what was expected."""
+        if isinstance(self.expected, str):
+            return got is None
+        return got is not None and abs(got - self.expected) <= tolerance
 
 
-def pins(path: str | Path = "pins.jsonl") -> Pins:
-    """The pinned rows of a project: `add` them where you look at samples, `check` a reward against them.
+# --- a row as a pin -----------------------------------------------------------------------------
 
-    A file that is not there yet has no pins; the first `add` makes it. Raises `DataError` for a damaged line.
+
+def pin_of(rows: Any, row: int | None, expected: Any, note: str) -> Pin:
+    """A row of a batch, a trace, a dry run or a record as a pin; see `Pins.add`. Raises `DataError`."""
+    view, origin = _view(rows, row)
+    columns = view["columns"]
+    pin = Pin(
+        expected=_expectation(expected),
+        note=note,
+        prompt=view.get("prompt"),
+        response=view["response"],
+        response_ids=tuple(map(int, view["response_ids"])) or None,
+        reward_model=dict(columns.get("reward_model") or {"ground_truth": view.get("ground_truth")}),
+        data_source=view.get("data_source"),
+        extra_info=view.get("extra_info") or {},
+        columns={name: value for name, value in columns.items() if _further(name, value, view["response"])},
+        origin=origin if view.get("uid") is None else {**origin, "uid": view["uid"]},
+    )
+    pin_line(pin)  # what cannot be kept is refused here, before a file is touched
+    return pin
+
+
+def _view(rows: Any, row: int | None) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """(the row as rewards see it, where it came from)."""
+    batch = rows if isinstance(rows, DataProto) else getattr(rows, "batch", None)
+    if isinstance(batch, DataProto):
+        return _of_batch(batch, row)
+    if isinstance(rows, DryRun):
+        rows = rows.rows[_number(row, len(rows.rows))]
+    if hasattr(rows, "non_tensor_batch"):  # a row of a batch: its tensors without their first dim
+        tensors = {name: tensor[None] for name, tensor in rows.batch.items()}
+        objects = {name: [value] for name, value in rows.non_tensor_batch.items()}
+        view, origin = _of_batch(DataProto(tensors, objects, rows.meta_info), 0)
+        return view, {name: value for name, value in origin.items() if name != "row"}
+    if not isinstance(rows, Mapping):
+        found = type(rows).__name__
+        raise DataError("a row to pin", expected="a batch and row=, a trace, or a record", found=found)
+    if isinstance(rows.get("columns"), Mapping) and "prompt_text" in rows:
+        view = rows  # a row of a dry run: a view already
+    else:
+        (view,) = dry_run({}, [rows]).rows
+    return view, {} if row is None else {"row": int(row)}
+
+
+def _of_batch(batch: DataProto, row: int | None) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    number = _number(row, len(batch))
+    if "response_text" not in batch:
+        found = ", ".join(batch.columns)
+        raise DataError("a row to pin", expected="response_text: run the rollout first", found=found)
+    # of a batch on disk the row alone is read
+    wanted = [name for name in ("responses", "response_mask", "step", "policy_version") if name in batch.batch]
+    tensors = {name: batch.batch.part(name, number, number + 1) for name in wanted}
+    objects = {name: batch.non_tensor_batch.part(name, number, number + 1) for name in batch.non_tensor_batch}
+    one = DataProto(tensors, objects)
+    (view,) = row_views(one)
+    origin = {name: batch.meta_info[name] for name in _ABOUT if batch.meta_info.get(name) is not None}
+    for name in ("step", "policy_version"):
+        if name in batch.batch:
+            origin[name] = one[name].item()
+    return view, {**origin, "row": number}
+
+
+def _number(row: Any, rows: int) -> int:
+    """The number of the row that is meant, from 0; the only one need not be named."""
+    number = 0 if row is None and rows == 1 else row
+    if not isinstance(number, numbers.Integral) or isinstance(number, bool) or not -rows <= number < rows:  # type: ignore[operator]
+        raise DataError("row to pin", expected=f"a number below {rows}", found=describe(row))
+    return int(number) % rows
+
+
+def _further(name: str, value: Any, response: str) -> bool:
+    """Whether a reward may want this column beside what every pin has."""
+    again = isinstance(value, str) and value == response
+    return value is not None and not again and name not in (*_OWN, *_SAID) and not name.startswith("reward_extra/")
+
+
+def _expectation(expected: Any) -> float | str:
+    if isinstance(expected, str) and expected == UNSCORED:
+        return UNSCORED
+    number: Any = expected.item() if hasattr(expected, "item") else expected
+    if isinstance(number, numbers.Real) and -_LARGEST < number < _LARGEST:  # type: ignore[operator]
+        return float(number)
+    wanted = f"a finite number, or {UNSCORED!r} for a row that must have no judgement"
+    raise DataError("expected=", expected=wanted, found=describe(expected))
+
+
+# --- a pin as a line ----------------------------------------------------------------------------
+
+
+def digest(value: Any) -> str:
+    """Twelve hex digits over plain values."""
+    text = json.dumps(encode(value), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def order_of(pin: Pin) -> tuple[str, str, str, str]:
+    """Sort key of a pin in its file, the same whoever pinned it and when."""
+    return str(pin.data_source or ""), json.dumps(encode(pin.prompt), sort_keys=True), pin.response, pin.id
+
+
+def pin_line(pin: Pin) -> str:
+    """A pin as one line of JSON without its empty fields. Raises `DataError` for values that JSON cannot hold."""
+    kept: dict[str, Any] = {"format": FORMAT}
+    for name in (one.name for one in fields(pin)):
+        value = getattr(pin, name)
+        try:
+            kept[name] = encode(list(value) if name == "response_ids" and value else value)
+        except TypeError as cause:
+            expected = "plain values or NumPy"
+            raise DataError(f"{name} of the row cannot be pinned", expected=expected, found=f"a {cause}") from cause
+    needed = ("format", "expected", "note", "response")
+    kept = {name: value for name, value in kept.items() if name in needed or value not in (None, {})}
+    text = json.dumps(kept, ensure_ascii=False, allow_nan=False)
+    # what would not show, or would turn the line around, is escaped
+    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def read_pins(path: Path) -> list[Pin]:
+    """The pins of a file in their order; [] where there is no file.
+
+    Raises `DataError` for a damaged line, and for two lines that expect different scores of one row.
     """
-    return Pins(path)
+    found: dict[str, tuple[str, Pin]] = {}
+    with boundary(f"reading {str(path)!r}", DataError):
+        for place, raw in raw_lines(path) if path.exists() else ():
+            pin = _parsed(place, raw)
+            there, other = found.get(pin.id, (place, pin))
+            if other.expected != pin.expected:
+                both = f"{other.expected} in {there} and {pin.expected} in {place}"
+                raise DataError("one row is pinned twice", found=both, do="delete one of the lines")
+            found[pin.id] = (place, pin)
+    return sorted((pin for _, pin in found.values()), key=order_of)
 
 
-def _checked(number: int, pin: Pin, one: Judged, tolerance: float) -> Checked:
-    got = one.score.value if one.score.scored else None
-    holds = pin.holds(got, tolerance)
-    return Checked(number=number, pin=pin, got=got, status=one.score.status.value, why=one.score.why, holds=holds)
+def _parsed(place: str, raw: bytes) -> Pin:
+    try:
+        document = json.loads(raw.decode(), parse_constant=_refused)
+    except (ValueError, RecursionError) as cause:
+        merge = raw[:7] in (b"<<<<<<<", b"=======", b">>>>>>>")
+        do = "a merge left it: keep the lines of both sides" if merge else "repair or delete the line"
+        raise DataError(f"{place} is no pin", found=first_line(cause), do=do) from cause
+    if not isinstance(document, dict):
+        raise DataError(f"{place} is no pin", expected="an object", found=describe(document))
+    with boundary(f"{place}: reading a pin", DataError):
+        return _restored(place, decode(document))
 
 
-def _means(which: Any, pin: Pin) -> bool:
-    return pin.id == (which.id if isinstance(which, Pin) else which)
+def _refused(constant: str) -> Any:
+    raise ValueError(f"JSON has no {constant}")
 
 
-def _ids(found: list[Pin]) -> dict[str, torch.Tensor]:
-    if not any(pin.response_ids for pin in found):
-        return {}
-    rows = [list(pin.response_ids or ()) for pin in found]
-    width = max(map(len, rows))
-    return {
-        "responses": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
-        "response_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]),
-    }
+def _restored(place: str, document: dict[str, Any]) -> Pin:
+    if older(document.pop("format", None), f"{place}: a pin", DataError):
+        columns = document.get("columns")
+        document |= {"columns": keys("column", columns)} if isinstance(columns, dict) else {}
+    known = [one.name for one in fields(Pin)]
+    for strange in document.keys() - known:
+        close = nearest(strange, known)
+        raise DataError(f"{place}: a pin has no {strange!r}", do=f"did you mean {close!r}?" if close else None)
+    for name, kind in _KINDS.items():
+        if not isinstance(document.get(name, kind()), kind) or (name == "response" and name not in document):
+            expected = f"{name} as {kind.__name__}"
+            raise DataError(f"{place}: a pin", expected=expected, found=describe(document.get(name)))
+    try:
+        score = _expectation(document.pop("expected", None))
+    except DataError as cause:
+        raise DataError(f"{place}: {cause}") from cause
+    ids = document.pop("response_ids", None)
+    return Pin(**document, expected=score, response_ids=None if ids is None else tuple(map(int, ids)))
+
+
+_KINDS = {"note": str, "response": str, "reward_model": dict, "columns": dict, "origin": dict}
+
+
+WAIT_SECONDS = 10.0
+"""How long a writer waits for another one, which needs milliseconds."""
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Inside the block nobody else writes the file, in this process or another; a writer that dies lets go.
+
+    Raises `DataError` where the folder cannot be written, or another writer keeps the lock for `WAIT_SECONDS`.
+    """
+    target = Path(os.path.realpath(path))
+    lock = target.with_name(f".{target.name}.lock")
+    with boundary(f"writing {str(path)!r}", DataError):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + WAIT_SECONDS
+        while (file := _taken(lock)) is None:
+            if time.monotonic() > deadline:
+                what = f"another process has been writing for {WAIT_SECONDS:g} s"
+                raise DataError(f"{lock} cannot be locked", found=what)
+            time.sleep(0.01)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(file)
+
+
+def _taken(lock: Path) -> int | None:
+    """The open lock file, or None while another has it, or has removed it between our open and our lock."""
+    file, held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666), False
+    try:
+        with contextlib.suppress(BlockingIOError, PermissionError, FileNotFoundError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = os.path.samestat(os.fstat(file), os.stat(lock))
+    finally:
+        if not held:
+            os.close(file)
+    return file if held else None

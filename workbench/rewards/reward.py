@@ -1,4 +1,4 @@
-"""A reward made of a function: how it is called, where it runs, and what its failures mean."""
+"""`Reward`: a reward made of a function; and the routes to one by `data_source`, by file, or by whatever people have."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ import inspect
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
-from workbench import background
-from workbench.config import require
-from workbench.errors import RewardError, first_line, message
+from workbench.base import runtime
+from workbench.base.config import require, source_of
+from workbench.base.errors import DataError, RewardError, first_line, unknown
+from workbench.rewards import signatures
 from workbench.rewards.base import BaseReward
+from workbench.rewards.code import Code
+from workbench.rewards.files import FileFunction, load_function
 from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.runner import Answer, Pool
 from workbench.rewards.score import Score, failed
-from workbench.rewards.signatures import (
-    as_score,
-    batch_arguments,
-    call_arguments,
-    check_arguments,
-    read_signature,
-    results_of_batch,
-)
-
-PER = ("row", "batch", "group")
+from workbench.rewards.scorers.gsm8k import gsm8k
+from workbench.rewards.scorers.math_dapo import math_dapo
+from workbench.rewards.scorers.math_string import math_string
+from workbench.rewards.scorers.numeric import geometry3k, numeric
+from workbench.rewards.scorers.search import search_em
+from workbench.sandbox.protocol import Sandbox
 
 
 class Reward(BaseReward):
-    """`Reward(function)`: scores a batch, one record a row, order kept.
+    """`Reward(function)`: scores a batch by a function, one `Score` a row, in order.
 
     The function is called by its own signature: verl's `compute_score(data_source, solution_str, ground_truth,
     extra_info)` or its batch form, TRL's keyword style (`completions`, …), OpenRLHF's `(queries, prompts, labels)`, or any
     names of values and columns. `per="group"` calls it once for the rows of one prompt, with lists, so that it can
     rank or compare them; by default plural names mean one call for the batch, others one call a row.
 
-    It runs in a pool of killable processes with `timeout` seconds a row and `memory_limit_mb` a process, unless
-    `in_process=True` says that it may run here: then only an async function can be stopped at its timeout.
+    It runs in a pool of worker processes with `timeout` seconds a row and `memory_limit_mb` a process, or with
+    `in_process=True` in this process, where only an async function can be stopped at its timeout.
     A `rate_limit` holds for all calls of all rewards that share the object.
-    What a failure means is `on_failure`:
+    `on_failure` is the policy for rows that could not be scored (the function raised, hung or lost its worker):
 
-    - `mask` (default): the row has no judgement; it is counted and left out of means and losses. If every
-      row fails that is an error all the same, for then the function is broken.
-    - `raise`: the first failure ends the step.
+    - `mask` (default): the row is not scored: it is counted and left out of means and losses. If every row fails,
+      that is a `RewardError` all the same, because then the function is broken.
+    - `raise`: the first failure raises `RewardError`.
     - `retry(n)`: up to n more tries, then `mask`.
-    - `value=x`: the row counts as x; its status still says that it was not judged by the function.
+    - `value=x`: the row counts as x; its `why` still says that the function did not score it.
     """
 
     def __init__(
@@ -67,177 +67,234 @@ class Reward(BaseReward):
     ) -> None:
         require(workers >= 1, "workers", expected="≥ 1", found=workers)
         require(timeout > 0, "timeout", expected="seconds > 0", found=timeout)
-        require(per is None or per in PER, "per", expected=f"one of {', '.join(PER)}", found=per)
+        require(per in (None, "row", "batch", "group"), "per", expected="one of row, batch, group", found=per)
         super().__init__(name or str(getattr(function, "__name__", type(function).__name__)), on_failure)
-        self._function = function
-        self._signature = read_signature(function, given)
-        self.per = per or ("batch" if self._signature.batched else "row")
-        self._signature = self._signature.called(batched=self.per != "row")
+        self.function = function
+        signature = signatures.read_signature(function, given)
+        self.per = per or ("batch" if signature.batched else "row")
+        self._signature = replace(signature, batched=self.per != "row")
+        self.reads = self._signature.columns()
+        if self.per == "group":
+            self.reads = tuple(dict.fromkeys((*self.reads, "uid")))
         self.streams = self.per == "row"
-        self._rate_limit = rate_limit
-        pooled: dict[str, Any] = {"timeout": timeout, "memory_mb": memory_limit_mb, "rate_limit": rate_limit}
-        self._pool = None if in_process else Pool(function, workers=workers, **pooled)
         self.in_process = in_process
         self.workers = workers
         self.timeout = timeout
+        self._rate_limit = rate_limit
         self._check_rows = check_rows
-
-    @property
-    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Columns that the function asks for by name and that have no default there."""
-        parameters = inspect.signature(self._function).parameters
-        empty = inspect.Parameter.empty
-        asked = tuple(
-            name for name in self._signature.columns() if name in parameters and parameters[name].default is empty
-        )
-        return (*asked, "uid") if self.per == "group" and "uid" not in asked else asked
+        self._pool = None if in_process else Pool(function, workers, timeout, memory_limit_mb, rate_limit)
 
     @property
     def source(self) -> str | None:
-        """Source text, also of a function defined in a cell; None where there is none to be had."""
-        inner = self._function.func if isinstance(self._function, partial) else self._function
-        text = getattr(inner, "text", None)
-        if isinstance(text, str):
-            return text
-        try:
-            return inspect.getsource(inner)
-        except (OSError, TypeError):
-            return None
+        """The function's source text, also of one defined in a notebook cell; None where it cannot be found."""
+        return self.function.text if isinstance(self.function, FileFunction) else source_of(self.function)
 
     def settings(self) -> dict[str, Any]:
-        """What was chosen at construction; a function from a file says which, and its hash."""
-        described = getattr(self._function, "describe", None)
-        return {
-            "in_process": self.in_process,
-            "timeout": self.timeout,
-            "on_failure": self.on_failure,
-            **({"per": self.per} if self.per == "group" else {}),
-            **({"file": described()} if callable(described) and hasattr(self._function, "sha256") else {}),
-        }
+        """What was chosen at construction; for a function from a file, which one, and the file's hash."""
+        found = {"in_process": self.in_process, "timeout": self.timeout, **super().settings()}
+        if self.per == "group":
+            found["per"] = self.per
+        if isinstance(self.function, FileFunction):
+            found["file"] = self.function.describe()
+        return found
 
     def check_signature(self, columns: Sequence[str]) -> None:
-        """Refuse, before any work, a function that asks for what a row does not have."""
-        check_arguments(self._function, self._signature, columns)
+        """Raise `RewardError`, before any work, where the function asks for what a row does not have."""
+        signatures.check_arguments(self.function, self._signature, columns)
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Refuse, before any work, a data set that the function cannot judge (unknown sources)."""
+        """Raise `DataError`, before any work, for a data set that the function cannot score (unknown sources)."""
         if self._check_rows is not None:
             self._check_rows(rows)
 
     def close(self) -> None:
-        """End the pool's processes."""
+        """End the worker processes."""
         if self._pool is not None:
             self._pool.close()
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One record a row view, in order."""
-        if self.per == "row":
-            answers = self._answers([call_arguments(self._signature, row) for row in rows], [self.timeout] * len(rows))
-            return [self._record(answer, number) for number, answer in enumerate(answers)]
-        together: dict[Any, list[int]] = {}
+        """One `Score` for each row view, in order."""
+        calls: dict[Any, list[int]] = {}
         for number, row in enumerate(rows):
-            together.setdefault(row["uid"] if self.per == "group" else None, []).append(number)
-        calls = [batch_arguments(self._signature, [rows[n] for n in numbers]) for numbers in together.values()]
-        # its limit is the row limit times the rows
-        answers = self._answers(calls, [self.timeout * len(numbers) for numbers in together.values()])
+            call = number if self.per == "row" else row["uid"] if self.per == "group" else None
+            calls.setdefault(call, []).append(number)
+        together = list(calls.values())
+        arguments = [self._arguments([rows[number] for number in numbers]) for numbers in together]
+        # a call's time limit is the row limit times its rows
+        answers = self._answers(arguments, [self.timeout * len(numbers) for numbers in together])
         scores: dict[int, Score] = {}
-        for numbers, answer in zip(together.values(), answers, strict=True):
-            scores.update(zip(numbers, self._records(answer, len(numbers)), strict=True))
+        for numbers, answer in zip(together, answers, strict=True):
+            scores.update(zip(numbers, self._scores(answer, numbers), strict=True))
         return [scores[number] for number in range(len(rows))]
 
-    def _record(self, answer: Answer, row: int) -> Score:
-        if not answer.ok:
-            score = failed(answer.why, answer.traceback, answer.seconds)
-        else:
-            score = as_score(answer.result, self.name, row).timed(answer.seconds)
-        return score.with_extra({"printed": answer.printed}) if answer.printed else score
+    def _arguments(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        if self._signature.batched:
+            return signatures.batch_arguments(self._signature, rows)
+        return signatures.call_arguments(self._signature, rows[0])
 
-    def _records(self, answer: Answer, rows: int) -> list[Score]:
-        """What one call for several rows gave. Raises `RewardError` for a wrong count."""
+    def _scores(self, answer: Answer, numbers: Sequence[int]) -> list[Score]:
+        """What one call gave for these rows. Raises `RewardError` for a wrong count."""
         if not answer.ok:
-            return [failed(answer.why, answer.traceback, answer.seconds) for _ in range(rows)]
-        results = results_of_batch(answer.result)
-        if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != rows:
+            results: Any = [failed(answer.why, answer.traceback)] * len(numbers)
+        elif self.per == "row":
+            results = [answer.result]
+        else:
+            results = signatures.results_of_batch(answer.result)
+        if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != len(numbers):
             found = len(results) if hasattr(results, "__len__") else type(results).__name__
-            raise RewardError(
-                message(f"reward function {self.name}", expected=f"a list of {rows} rewards", found=found)
-            )
-        each = answer.seconds / max(rows, 1)
-        return [as_score(result, self.name, number).timed(each) for number, result in enumerate(results)]
+            raise RewardError(f"reward function {self.name}", expected=f"a list of {len(numbers)} rewards", found=found)
+        each = answer.seconds / len(numbers)
+        pairs = zip(numbers, results, strict=True)
+        scores = [signatures.as_score(result, self.name, row).timed(each) for row, result in pairs]
+        if self.per == "row" and answer.printed:
+            return [scores[0].with_extra({"printed": answer.printed})]
+        return scores
 
     def _answers(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float]) -> list[Answer]:
-        answers = self._run(calls, limits)
-        for _ in range(self.policy.retries):
-            again = [number for number, answer in enumerate(answers) if not answer.ok]
-            tried = self._run([calls[n] for n in again], [limits[n] for n in again]) if again else []
-            for number, answer in zip(again, tried, strict=True):
-                answers[number] = answer
-        return answers
+        ask = self._here if self._pool is None else self._pool.map
+        answers: dict[int, Answer] = {}
+        for _ in range(1 + self.retries):
+            left = [number for number in range(len(calls)) if number not in answers or not answers[number].ok]
+            found = ask([calls[number] for number in left], [limits[number] for number in left])
+            answers.update(zip(left, found, strict=True))
+        return [answers[number] for number in range(len(calls))]
 
-    def _run(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float]) -> list[Answer]:
-        if self._pool is not None:
-            return self._pool.map(calls, limits)
-        return _here(self._function, calls, limits, self._rate_limit)
+    def _here(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float]) -> list[Answer]:
+        """In this process: one after the other; what async functions return is awaited together, each to its limit."""
+        found: dict[int, Any] = {}
+        for number, arguments in enumerate(calls):
+            began = time.perf_counter()
+            try:
+                # copies: a function that writes into what it is given changes no row's data
+                result = self.function(**copy.deepcopy(dict(arguments)))
+                waits = inspect.isawaitable(result)
+                found[number] = result if waits else Answer(True, result, seconds=time.perf_counter() - began)
+            except Exception as error:  # noqa: BLE001 - a row's failure is that row's record
+                found[number] = _failure(error, began)
+        waiting = [number for number, one in found.items() if not isinstance(one, Answer)]
+        if waiting:
+            answers = runtime.run_all(lambda number: _awaited(found[number], limits[number], self._rate_limit), waiting)
+            found.update(zip(waiting, answers, strict=True))
+        return list(found.values())
 
     def __repr__(self) -> str:
         where = "in this process" if self.in_process else f"{self.workers} workers, {self.timeout:g} s a row"
         return f"Reward({self.name}: {where}, on failure {self.on_failure})"
 
 
-def _here(
-    function: Callable[..., Any],
-    calls: Sequence[Mapping[str, Any]],
-    limits: Sequence[float],
-    rate_limit: RateLimit | None,
-) -> list[Answer]:
-    """In this process: one after the other; what async functions return is awaited together, each to its limit."""
-    answers: list[Answer | None] = []
-    waiting: dict[int, Any] = {}
-    for number, arguments in enumerate(calls):
+async def _awaited(awaitable: Any, limit: float, rate_limit: RateLimit | None) -> Answer:
+    """What an async function gives within its limit, which counts from when the rate limit lets it in."""
+    async with (rate_limit or RateLimit()).slot():
         began = time.perf_counter()
         try:
-            # copies: a function that writes into what it is given changes no row's data
-            result = function(**{name: _copied(value) for name, value in arguments.items()})
+            async with asyncio.timeout(limit) as waiting:
+                return Answer(True, await awaitable, seconds=time.perf_counter() - began)
         except Exception as error:  # noqa: BLE001 - a row's failure is that row's record
-            answers.append(_failure(error, began))
-            continue
-        if inspect.isawaitable(result):
-            waiting[number] = result
-            answers.append(None)
-        else:
-            answers.append(Answer(True, result, seconds=time.perf_counter() - began))
-    if waiting:
-        chosen = [limits[number] for number in waiting]
-        found = background.run(_together(list(waiting.values()), chosen, rate_limit))
-        for number, answer in zip(waiting, found, strict=True):
-            answers[number] = answer
-    return [answer for answer in answers if answer is not None]
-
-
-def _copied(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | None) else copy.deepcopy(value)
-
-
-async def _together(awaitables: Sequence[Any], limits: Sequence[float], rate_limit: RateLimit | None) -> list[Answer]:
-    pairs = zip(awaitables, limits, strict=True)
-    return list(await asyncio.gather(*(_one(each, limit, rate_limit) for each, limit in pairs)))
-
-
-async def _one(awaitable: Any, limit: float, rate_limit: RateLimit | None) -> Answer:
-    if rate_limit is not None:
-        async with rate_limit.slot():  # a row's own time starts when it may
-            return await _one(awaitable, limit, None)
-    began = time.perf_counter()
-    try:
-        return Answer(True, await asyncio.wait_for(awaitable, limit), seconds=time.perf_counter() - began)
-    except TimeoutError as error:
-        if time.perf_counter() - began < limit:
+            if waiting.expired():
+                return Answer(False, None, f"no answer within {limit:g} s and was cancelled", None, limit)
             return _failure(error, began)
-        return Answer(False, None, f"no answer within {limit:g} s and was cancelled", None, limit)
-    except Exception as error:  # noqa: BLE001 - a row's failure is that row's record
-        return _failure(error, began)
 
 
 def _failure(error: BaseException, began: float) -> Answer:
     text = "".join(traceback.format_exception(error))
     return Answer(False, None, first_line(error), text, time.perf_counter() - began)
+
+
+_MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
+_DAPO = ("math_dapo", "math", "math_dapo_reasoning", "aime", "aime24", "aime25")
+_NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+_SEARCH = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+
+SCORERS: Mapping[str, Callable[..., Any]] = {
+    "openai/gsm8k": gsm8k,
+    "gsm8k": gsm8k,
+    "workbench/arith": gsm8k,
+    **dict.fromkeys(_MATH, math_string),
+    **dict.fromkeys(_DAPO, math_dapo),
+    **{f"numina_{name}": numeric for name in _NUMINA},
+    "hiyouga/geometry3k": geometry3k,
+    **{f"searchR1_{name}": search_em for name in _SEARCH},
+}
+"""`data_source` → scorer, as verl routes. `gsm8k` without its owner is what many data sets write; verl refuses it."""
+CODE_SOURCES = ("codecontests", "apps", "codeforces", "taco")
+"""Sources whose rows are scored by running the response's code: they need a sandbox."""
+
+
+def scorer_for(
+    data_source: Any, table: Mapping[str, Callable[..., Any]] = SCORERS, aliases: Mapping[str, str] | None = None
+) -> Callable[..., Any]:
+    """The scorer of a `data_source`. `aliases` maps a data set's own names to known ones. Raises `DataError` for another."""
+    name = (aliases or {}).get(data_source, data_source)
+    if isinstance(name, str) and name.startswith("aime") and name not in table:
+        name = "aime"  # verl's rule: every year's
+    if name in table:
+        return table[name]
+    if name in CODE_SOURCES:
+        do = "reward=rewards.by_data_source(sandbox=wb.sandbox.local()), or sandbox.remote(url)"
+        raise DataError(f"data_source {data_source!r} is scored by running code", expected="a sandbox", do=do)
+    why = unknown("data_source with a scorer", str(data_source), (*table, *CODE_SOURCES, *(aliases or {})))
+    raise DataError(why, do="pass your own: reward=my_function, or aliases={...} of by_data_source")
+
+
+def check_sources(
+    sources: Iterable[Any], table: Mapping[str, Callable[..., Any]] = SCORERS, aliases: Mapping[str, str] | None = None
+) -> None:
+    """Raise `DataError`, before anything runs, for a data set with a `data_source` that cannot be scored."""
+    for source in dict.fromkeys(sources):
+        scorer_for(source, table, aliases)
+
+
+def by_data_source(
+    table: Mapping[str, Callable[..., Any]] = SCORERS,
+    *,
+    aliases: Mapping[str, str] | None = None,
+    sandbox: Sandbox | None = None,
+    **options: Any,
+) -> Reward:
+    """A reward that chooses the scorer by each row's `data_source`, as verl does; `table` maps sources to scorers.
+
+    The scorers' run time is bounded, so they run in this process. Code runs in `sandbox`; without one, sources that need it
+    are refused before the run. `options` are those of `Reward`.
+    """
+    plain = table is SCORERS and not aliases and sandbox is None
+    if sandbox is not None:
+        table = {**dict.fromkeys(CODE_SOURCES, Code(sandbox)), **table}
+
+    def scored(response: str, ground_truth: Any, data_source: Any, extra_info: Any = None) -> Any:
+        scorer = scorer_for(data_source, table, aliases)
+        further = (extra_info,) if isinstance(scorer, Code) else ()
+        return scorer(response, ground_truth, *further)
+
+    def check(rows: Iterable[Mapping[str, Any]]) -> None:
+        check_sources((row.get("data_source") for row in rows), table, aliases)
+
+    chosen = {"in_process": True, "on_failure": "raise", "timeout": Code.row_timeout if sandbox else 30.0, **options}
+    # replay rebuilds the plain one by its name; a table, aliases and a sandbox are not recorded
+    name = "by data_source" if plain else "by data_source, its own table"
+    return Reward(scored, name=name, check_rows=check, **chosen)
+
+
+def as_reward(function: Any = None, **options: Any) -> BaseReward:
+    """Whatever people have, as a reward; `options` are those of `Reward`.
+
+    None: by `data_source`. A reward (`Reward`, `Rubric`, `Judge`, …): itself. `"file.py"` or `"file.py:function"`: loaded.
+    A callable, or a module with a `compute_score` as verl's are (`rewards.gsm8k`): wrapped in `Reward`; scorers of
+    workbench whose run time is bounded run in this process. Raises `DataError` for options of a reward that is made already.
+    """
+    if function is None:
+        return by_data_source(**options)
+    if isinstance(function, BaseReward):
+        if options:
+            raise DataError(f"{function!r} has its own settings", found=f"options {sorted(options)}")
+        return function
+    if isinstance(function, str):
+        path, _, name = function.partition(":")
+        return Reward(load_function(path, name or "compute_score"), **options)
+    if isinstance(function, ModuleType) and hasattr(function, "compute_score"):
+        name = function.__name__.rpartition(".")[2]
+        options = {"name": name, **options}
+        # ours says more under the module's own name: what it extracted, and why
+        function = getattr(function, name, function.compute_score)
+    if getattr(function, "in_process", False) is True:
+        return Reward(function, **{"in_process": True, "timeout": getattr(function, "row_timeout", 30.0), **options})
+    return Reward(function, **options)

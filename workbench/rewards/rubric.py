@@ -1,27 +1,28 @@
-"""Several rewards as one: weighted sums and gates of rules, models and sandboxes, every part its own column."""
+"""`Rubric`: several rewards as one, by weighted sum and gates; every part is a column of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
-from workbench.config import require
-from workbench.errors import RewardError, message, unknown
+from workbench.base.config import require
+from workbench.base.errors import RewardError, unknown
+from workbench.base.shown import Shown
 from workbench.rewards.base import BaseReward
-from workbench.rewards.routing import as_reward
-from workbench.rewards.score import Score, Status
+from workbench.rewards.reward import as_reward
+from workbench.rewards.score import Score, Status, failed
 
 
-class Rubric(BaseReward):
+class Rubric(BaseReward, Shown):
     """`Rubric({"correct": gsm8k, "format": fmt}, weights={"format": 0.1}, gates={"safe": 0.5})`.
 
-    The value is Σ weight · part over the parts that judged the row (weight 1 unless given), times nothing: a gate
-    decides. Where a gate's part is below its threshold the value is `gated`, whatever the rest says; a gate without
-    a weight adds nothing of its own. A part that does not apply to a row leaves the sum (`normalise=True` divides by
-    the weights that are left); a part whose machinery failed, after its own policy, takes the row's judgement with
-    it, for a sum without it would be another reward. Parts are judged side by side; what one part said about a row is in
-    the extra `parts`, by name.
+    The value is Σ weight · part over the parts that scored the row (weight 1 unless given); `normalise=True` divides it by
+    the sum of their weights. Where a gate's part is below its threshold the value is `gated` instead; a gate without a
+    weight adds nothing to the sum. A part that is *not_applicable* is left out of the sum; a part that is *infra_error* after
+    its own policy makes the row *infra_error*, because a sum without it would be another reward. Parts run concurrently;
+    extra `parts` has each part's score by name.
 
     Parts are whatever `as_reward` takes: functions, files, `Reward`, `Judge`, `RewardModel`, `code(sandbox)`, rubrics.
     """
@@ -49,11 +50,7 @@ class Rubric(BaseReward):
         self.gated = gated
         self.normalise = normalise
         self.streams = all(reward.streams for reward in self.parts.values())
-
-    @property
-    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What any part reads."""
-        return tuple(dict.fromkeys(column for reward in self.parts.values() for column in reward.reads))
+        self.reads = tuple(dict.fromkeys(column for reward in self.parts.values() for column in reward.reads))
 
     @property
     def source(self) -> str:
@@ -62,33 +59,28 @@ class Rubric(BaseReward):
 
     def settings(self) -> dict[str, Any]:
         """Weights, gates, and each part's own."""
-        return {
-            **super().settings(),
-            "weights": self.weights,
-            "gates": self.gates,
-            "gated": self.gated,
-            "normalise": self.normalise,
-            "parts": {part: reward.settings() for part, reward in self.parts.items()},
-        }
+        own = {name: getattr(self, name) for name in ("weights", "gates", "gated", "normalise")}
+        parts = {part: reward.settings() for part, reward in self.parts.items()}
+        return {**super().settings(), **own, "parts": parts}
 
     def check_signature(self, columns: Sequence[str]) -> None:
-        """Every part's."""
+        """Check the signature of every part."""
         for reward in self.parts.values():
             reward.check_signature(columns)
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Every part's."""
+        """Check the rows with every part."""
         held = list(rows)
         for reward in self.parts.values():
             reward.check_rows(held)
 
     def close(self) -> None:
-        """Every part's."""
+        """Close every part."""
         for reward in self.parts.values():
             reward.close()
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One record a row view; the parts run side by side."""
+        """One `Score` for each row view; the parts run concurrently."""
         threads = ThreadPoolExecutor(len(self.parts), thread_name_prefix="workbench-rubric")
         try:
             asked = {part: threads.submit(_settled, reward, rows) for part, reward in self.parts.items()}
@@ -98,58 +90,53 @@ class Rubric(BaseReward):
         return [self._joined({part: scores[row] for part, scores in found.items()}) for row in range(len(rows))]
 
     def _joined(self, scores: Mapping[str, Score]) -> Score:
-        said = {part: _said(score) for part, score in scores.items()}
         columns = {part: score.value for part, score in scores.items() if score.scored}
         for part, score in scores.items():
             columns.update({f"{part}.{name}": value for name, value in score.parts.items() if name != part})
-        shared: dict[str, Any] = {
-            "parts": columns,
-            "extra": {"parts": said},
-            "answer": next((score.answer for score in scores.values() if score.answer is not None), None),
-            "seconds": max(score.seconds for score in scores.values()),
-        }
-        broken = next((p for p, score in scores.items() if score.status is Status.MACHINERY_FAILED), None)
+        return replace(
+            self._judged(scores),
+            parts=columns,
+            extra={"parts": {part: _said(score) for part, score in scores.items()}},
+            answer=next((score.answer for score in scores.values() if score.answer is not None), None),
+            seconds=max(score.seconds for score in scores.values()),
+        )
+
+    def _divisor(self, parts: Iterable[str]) -> float:
+        """The sum of the weights of the parts that judged a row, where the rubric is normalised; else 1."""
+        total = sum(self.weights[part] for part in parts) if self.normalise else 1.0
+        if not total:
+            raise RewardError("weights of a normalised rubric", expected="a sum ≠ 0", found=self.weights)
+        return total
+
+    def _judged(self, scores: Mapping[str, Score]) -> Score:
+        """Value, status and why of the parts' records together."""
+        broken = next((p for p, score in scores.items() if score.status is Status.INFRA_ERROR), None)
         if broken is not None:
-            why = f"{broken}: {scores[broken].why}"
-            return Score(status=Status.MACHINERY_FAILED, why=why, error=scores[broken].error, **shared)
+            return failed(f"{broken}: {scores[broken].why}", scores[broken].error)
         shut = [part for part, low in self.gates.items() if scores[part].scored and scores[part].value < low]
         if shut:
-            return Score(value=self.gated, why=f"gated by {', '.join(shut)}: {scores[shut[0]].why}", **shared)
+            return Score(value=self.gated, why=f"gated by {', '.join(shut)}: {scores[shut[0]].why}")
         judged = {part: score for part, score in scores.items() if score.scored and self.weights[part]}
         if not judged:
-            return Score(status=Status.NOT_APPLICABLE, why="no part applies to this row", **shared)
-        value = sum(self.weights[part] * score.value for part, score in judged.items())
-        if self.normalise:
-            total = sum(self.weights[part] for part in judged)
-            if not total:
-                raise RewardError(message("weights of a normalised rubric", expected="a sum ≠ 0", found=self.weights))
-            value /= total
-        failed = all(score.status is Status.MODEL_FAILED for score in judged.values())
+            return Score(status=Status.NOT_APPLICABLE, why="no part applies to this row")
+        value = sum(self.weights[part] * score.value for part, score in judged.items()) / self._divisor(judged)
+        statuses = {score.status for score in judged.values()}
         why = "; ".join(f"{part} {score.value:g}: {score.why}" for part, score in judged.items())
-        return Score(value=value, why=why, status=Status.MODEL_FAILED if failed else Status.SCORED, **shared)
-
-    def __repr__(self) -> str:
-        from workbench.views.judgements import rubric_text
-
-        return rubric_text(self)
-
-    def _repr_html_(self) -> str:
-        from workbench.views.judgements import rubric_html
-
-        return rubric_html(self)
+        return Score(value=value, why=why, status=statuses.pop() if len(statuses) == 1 else _joint(statuses))
 
 
 def _settled(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-    """A part's policy holds for it; that it failed on all rows is the rubric's affair."""
+    """A part's scores after its own policy; that it failed on all rows is left to the rubric's policy."""
     scores = reward.judge(rows)
-    return reward.settle(scores) if reward.policy.raises or reward.policy.value is not None else scores
+    return reward.settle(scores) if reward.on_failure == "raise" or reward.failed_value is not None else scores
 
 
 def _said(score: Score) -> dict[str, Any]:
-    return {
-        "value": score.value,
-        "status": score.status.value,
-        "answer": score.answer,
-        "why": score.why,
-        **({"extra": dict(score.extra)} if score.extra else {}),
-    }
+    facts = score.to_json()
+    shown = {name: facts[name] for name in ("value", "status", "answer", "why")}
+    return {**shown, "extra": facts["extra"]} if score.extra else shown
+
+
+def _joint(statuses: Collection[Status]) -> Status:
+    """Of parts that do not agree: no answer where the response failed in all of them."""
+    return Status.NO_ANSWER if all(one.failed_by_model for one in statuses) else Status.SCORED

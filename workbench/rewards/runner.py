@@ -1,25 +1,27 @@
-"""A pool of killable processes for user's reward functions: order kept, a deadline per row, workers that really end."""
+"""`Pool`: worker processes for users' reward functions, with a deadline for each row; a worker that hangs is killed."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import os
-import selectors
-import subprocess
 import sys
-import time
-import weakref
-from collections import deque
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from workbench.errors import RewardError, message
+import cloudpickle
+
+from workbench.base import runtime
+from workbench.base.child import Child, importing
+from workbench.base.errors import RewardError, first_line
+from workbench.rewards.files import FileFunction
 from workbench.rewards.rate_limit import RateLimit
-from workbench.rewards.worker import read_frame, write_frame
 
+T = TypeVar("T")
 _PACKAGE = Path(__file__).parents[1]
 _WORKER = str(Path(__file__).with_name("worker.py"))
 START_SECONDS = 60.0
@@ -28,7 +30,7 @@ START_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one row."""
+    """The result of one call, with the fields that a worker sends, in their order."""
 
     ok: bool
     result: Any
@@ -41,64 +43,22 @@ class Answer:
     """The start of what the call printed in its worker."""
 
 
-class _Worker:
-    def __init__(self, function: bytes, memory_mb: int | None) -> None:
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # what we can import, it can
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        if memory_mb:
-            env["WORKBENCH_WORKER_MEMORY_MB"] = str(memory_mb)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", f"import runpy; runpy.run_path({_WORKER!r}, run_name='__main__')"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,  # a buffer of ours could hold a frame that the selector then never announces
-            env=env,
-            start_new_session=True,
-        )
-        self.fresh = True
-        self.row: int | None = None
-        self.deadline = 0.0
-        self.send(function)
-
-    def send(self, body: bytes) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # a dead worker is found when its answer is read
-            write_frame(self.process.stdin, body)  # type: ignore[arg-type]
-
-    def end(self) -> None:
-        self.process.kill()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
-        self.process.wait()
-
-
-def _end_all(workers: list[_Worker]) -> None:
-    for worker in workers:
-        worker.end()
-    workers.clear()
-
-
 def _by_value(function: Callable[..., Any]) -> bytes:
-    """Pickled so that a worker need not import the module that the function stands in, where that is the user's own.
+    """The pickled function; where its module is the user's own, so that a worker does not import that module.
 
-    A user's module usually imports workbench and torch at its top: seconds, for each worker. Installed
-    packages are imported as they are.
+    A user's module usually imports workbench and torch at its top, which takes each worker seconds. Functions of
+    installed packages are pickled by name.
     """
-    import cloudpickle
-
     inner = function.func if isinstance(function, partial) else function
+    if isinstance(inner, FileFunction):  # its text travels, and is run in the worker alone
+        return cloudpickle.dumps(inner.record())
     module: Any = sys.modules.get(getattr(inner, "__module__", None) or "")
     file = getattr(module, "__file__", None) or ""
-    installed = not file or module is sys.modules.get("__main__") or Path(file).resolve().is_relative_to(_PACKAGE)
-    installed = installed or any(Path(file).is_relative_to(prefix) for prefix in {sys.prefix, sys.base_prefix})
-    record = getattr(inner, "record", None)
-    if callable(record):  # a file's function: its text travels, and is run there alone
-        return cloudpickle.dumps(record())
-    installed = installed and not getattr(module, "__by_value__", False)
-    if installed or module.__name__ in cloudpickle.list_registry_pickle_by_value():
+    folders = {str(_PACKAGE), sys.prefix, sys.base_prefix}
+    installed = any(path.is_relative_to(one) for path in (Path(file), Path(file).resolve()) for one in folders)
+    by_name = not file or module is sys.modules.get("__main__") or installed
+    by_name = by_name and not getattr(module, "__by_value__", False)
+    if by_name or module.__name__ in cloudpickle.list_registry_pickle_by_value():
         return cloudpickle.dumps(function)
     cloudpickle.register_pickle_by_value(module)
     try:
@@ -108,17 +68,16 @@ def _by_value(function: Callable[..., Any]) -> bytes:
 
 
 class Pool:
-    """`Pool(function, workers=2, timeout=30.0)`; `map(list of keyword arguments)` gives answers in order.
+    """`Pool(function, workers=2, timeout=30.0)`; `map(list of keyword arguments)` returns answers in order.
 
-    Processes start with the first call, stay for the next, and end with `close`, with the pool, or with us.
-    Functions defined in a notebook cell travel by cloudpickle. Children import neither torch nor workbench
-    unless the function does.
+    Processes start with the first call, stay for the next, and end with `close`, with the pool, or with this process.
+    Functions defined in a notebook cell are sent by cloudpickle. Workers import neither torch nor workbench unless the
+    function does.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
-        *,
         workers: int = 2,
         timeout: float = 30.0,
         memory_mb: int | None = None,
@@ -127,106 +86,79 @@ class Pool:
         try:
             self._function = _by_value(function)
         except Exception as cause:
-            name = getattr(function, "__name__", repr(function))
-            raise RewardError(
-                message(f"reward function {name} cannot be sent to a worker", found=cause, do="use in_process=True")
-            ) from cause
+            what = f"reward function {getattr(function, '__name__', repr(function))} cannot be sent to a worker"
+            raise RewardError(what, found=cause, do="use in_process=True") from cause
         self._size = workers
         self._timeout = timeout
-        self._memory_mb = memory_mb
+        self._env = {"WORKBENCH_WORKER_MEMORY_MB": str(memory_mb)} if memory_mb else {}
         self._rate_limit = rate_limit
-        self._wake = 0.0  # when the rate limit may let the next call in
-        self._workers: list[_Worker] = []
-        self._end = weakref.finalize(self, _end_all, self._workers)
+        self._workers: set[Child] = set()
+        self._idle: list[Child] = []
 
     def close(self) -> None:
         """End all workers; the next `map` starts new ones."""
-        _end_all(self._workers)
+        self._idle.clear()
+        while self._workers:
+            self._workers.pop().close()
 
     def map(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float] | None = None) -> list[Answer]:
-        """One answer a call, each with its own limit in seconds. A row that hangs past its deadline, or kills its
-        worker, loses itself alone."""
-        import cloudpickle
+        """One `Answer` a call, each with its own limit in seconds. A call that runs past its limit, or that kills its
+        worker, fails alone."""
+        bodies = [cloudpickle.dumps(dict(arguments)) for arguments in calls]
+        seconds = [self._timeout] * len(calls) if limits is None else limits
+        places, slot = asyncio.Semaphore(self._size), (self._rate_limit or RateLimit()).slot
 
-        limit = [self._timeout] * len(calls) if limits is None else limits
-        bodies = [cloudpickle.dumps((number, dict(arguments))) for number, arguments in enumerate(calls)]
-        waiting = deque(range(len(calls)))
-        answers: dict[int, Answer] = {}
+        async def ask(number: int) -> Answer:
+            async with places, slot():
+                worker = self._idle.pop() if self._idle else None
+                return await in_thread(lambda: self._answer(worker, bodies[number], seconds[number]))
+
         try:
-            while len(answers) < len(calls):
-                self._hand_out(waiting, bodies, limit)
-                self._collect(answers, limit)
+            return runtime.run_all(ask, range(len(calls)))
         except BaseException:
-            for worker in [worker for worker in self._workers if worker.row is not None]:
-                self._free(worker)
-            self.close()  # an interrupt must not leave rows of this call for the next one
+            self.close()  # an interrupt waits for no row
             raise
-        return [answers[number] for number in range(len(calls))]
 
-    def _hand_out(self, waiting: deque[int], bodies: list[bytes], limits: Sequence[float]) -> None:
-        idle = [worker for worker in self._workers if worker.row is None]
-        while waiting and (idle or len(self._workers) < self._size):
-            if not idle:
-                self._workers.append(_Worker(self._function, self._memory_mb))
-                idle.append(self._workers[-1])
-            wait = self._rate_limit.try_enter() if self._rate_limit else 0.0
-            if wait > 0:
-                self._wake = time.monotonic() + wait
-                return
-            self._wake = 0.0
-            worker = idle.pop()
-            worker.row = waiting.popleft()
-            worker.deadline = time.monotonic() + (START_SECONDS if worker.fresh else limits[worker.row])
-            worker.send(bodies[worker.row])
+    def _answer(self, worker: Child | None, body: bytes, limit: float) -> Answer:
+        """The answer of a worker, or of a new one: then the call's time starts when that has the function."""
+        answer = Answer(True, None)
+        if worker is None:
+            worker = Child(_WORKER, env={**importing(os.environ), **self._env})
+            self._workers.add(worker)
+            answer = _exchanged(worker, self._function, START_SECONDS, "its worker did not start")
+        if answer.ok:
+            answer = _exchanged(worker, body, limit)
+        else:
+            worker.close()
+        if worker.alive:
+            self._idle.append(worker)
+        else:
+            self._workers.discard(worker)
+        return answer
 
-    def _collect(self, answers: dict[int, Answer], limits: Sequence[float]) -> None:
-        """Wait for the next answer or deadline, and take what is there."""
-        busy = [worker for worker in self._workers if worker.row is not None]
-        with selectors.DefaultSelector() as selector:
-            for worker in busy:
-                selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
-            times = [worker.deadline for worker in busy] + ([self._wake] if self._wake else [])
-            wait = max(min(times) - time.monotonic(), 0.0)
-            ready = {key.data for key, _ in selector.select(wait)}
-        for worker in busy:
-            if worker in ready:
-                self._take(worker, answers, limits)
-            elif time.monotonic() >= worker.deadline:
-                seconds = START_SECONDS if worker.fresh else limits[worker.row or 0]
-                what = "its worker did not start" if worker.fresh else "no answer"
-                self._lose(worker, answers, f"{what} within {seconds:g} s and was ended", seconds)
 
-    def _take(self, worker: _Worker, answers: dict[int, Answer], limits: Sequence[float]) -> None:
-        import cloudpickle
+def _exchanged(worker: Child, body: bytes, limit: float, late: str = "no answer") -> Answer:
+    try:
+        return Answer(*cloudpickle.loads(worker.exchange(body, limit)))  # our own child, over a socket pair
+    except TimeoutError:
+        return Answer(False, None, f"{late} within {limit:g} s and was ended", None, limit)
+    except OSError:
+        return Answer(False, None, f"the worker ended with {worker.how()}")
+    except Exception as error:  # noqa: BLE001 - a result that cannot travel is that row's failure
+        return Answer(False, None, f"the result cannot be read: {first_line(error)}")
 
-        assert worker.process.stdout is not None
-        frame = read_frame(worker.process.stdout)  # type: ignore[arg-type]
-        if frame is None:
-            self._lose(worker, answers, f"the worker ended with exit code {worker.process.wait()}", 0.0)
-            return
-        record = cloudpickle.loads(frame)  # our own child, over a pipe
-        if worker.fresh:  # the first frame says whether the function could be loaded
-            worker.fresh = False
-            assert worker.row is not None
-            worker.deadline = time.monotonic() + limits[worker.row]
-            if record is not None:
-                self._lose(worker, answers, f"the function cannot be loaded in a worker: {record}", 0.0)
-            return
-        number, ok, result, seconds, printed = record
-        why, text = ("", None) if ok else result
-        self._free(worker)
-        answers[number] = Answer(ok, result if ok else None, why, text, seconds, printed)
 
-    def _lose(self, worker: _Worker, answers: dict[int, Answer], why: str, seconds: float) -> None:
-        """The row has no answer, and the worker is no more."""
-        assert worker.row is not None
-        answers[worker.row] = Answer(False, None, why, None, seconds)
-        self._free(worker)
-        worker.end()
-        self._workers.remove(worker)
+async def in_thread(work: Callable[[], T], name: str = "workbench-reward") -> T:
+    """Do blocking work in a daemon thread of its own, which no exit of the process waits for."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # a thread cannot be stopped: from now on it may always set its result
 
-    def _free(self, worker: _Worker) -> None:
-        """The worker has no row any more, and the rate limit a place."""
-        worker.row = None
-        if self._rate_limit is not None:
-            self._rate_limit.leave()
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - it is raised where it is awaited, where a StopIteration cannot be
+            plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            future.set_exception(error if plain else RuntimeError(first_line(error)))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(future)

@@ -1,4 +1,4 @@
-"""A score is a record: the number, its parts, what was extracted, why, and whether it is a judgement at all."""
+"""`Score`: one row's reward as a record: value, parts, extracted answer, reason, and whether the row was scored at all."""
 
 from __future__ import annotations
 
@@ -6,36 +6,51 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any, TypeVar
 
+from workbench.base.errors import RewardError
+from workbench.base.formats import name as called
+from workbench.base.shown import Shown
 from workbench.dataproto.io import register_codec
-from workbench.errors import RewardError, message
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def bounded(function: F) -> F:
-    """Marks a scorer whose time is bounded by its own limits: `as_reward` runs it in this process."""
+    """Decorator: marks a scorer whose run time is bounded, so that `as_reward` runs it in this process.
+
+    A scorer that another function makes has that function's name.
+    """
     function.in_process = True  # type: ignore[attr-defined]
+    function.__name__ = function.__qualname__.partition(".")[0]
     return function
 
 
 class Status(StrEnum):
-    """What a score says about its row."""
+    """What became of a row: scored, failed by the model's own fault, not scored by a fault of ours, or not applicable."""
 
     SCORED = "scored"
-    """The response was judged; its value is the judgement."""
-    MODEL_FAILED = "model failed"
-    """Judged, and found wanting: nothing to parse, code that crashed, over its time. 0.0 is meant."""
-    MACHINERY_FAILED = "machinery failed"
-    """We could not judge: the function raised, hung or lost its worker. Never a 0."""
-    NOT_APPLICABLE = "not applicable"
-    """The function said that it does not judge this row (None)."""
+    """The response was scored."""
+    NO_ANSWER = "no_answer"
+    """The response has no answer to extract. It counts as scored, mostly with 0."""
+    CRASHED = "crashed"
+    """The response's code failed. It counts as scored."""
+    TIMEOUT = "timeout"
+    """The response's code ran over its time limit. It counts as scored."""
+    INFRA_ERROR = "infra_error"
+    """The row could not be scored: the function raised, hung or lost its worker. Never counted as 0."""
+    NOT_APPLICABLE = "not_applicable"
+    """The function returned None: it does not score this row."""
+
+    @property
+    def failed_by_model(self) -> bool:
+        """Whether the response itself is what failed."""
+        return self in (Status.NO_ANSWER, Status.CRASHED, Status.TIMEOUT)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Score:
+class Score(Shown):
     """One row's reward. Raises `RewardError` for a value that is NaN or infinite."""
 
     value: float = 0.0
@@ -47,75 +62,52 @@ class Score:
     why: str = ""
     """One sentence."""
     status: Status = Status.SCORED
-    """Judgement or not."""
+    """Whether the row was scored, and if not, why."""
     error: str | None = None
     """Traceback of what failed."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Whatever else a function returned."""
     seconds: float = 0.0
-    """Wall time of the judgement."""
+    """Wall time of scoring."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
-            raise RewardError(
-                message("a reward", expected="a finite number, or None for 'not applicable'", found=self.value)
-            )
+            raise RewardError("a reward", expected="a finite number, or None for 'not applicable'", found=self.value)
 
     @property
     def scored(self) -> bool:
-        """Whether it is a judgement: it counts in means, groups and losses."""
-        return self.status in (Status.SCORED, Status.MODEL_FAILED)
+        """Whether the row was scored: only then it counts in means, groups and losses."""
+        return self.status not in (Status.INFRA_ERROR, Status.NOT_APPLICABLE)
 
     def timed(self, seconds: float) -> Score:
-        """The same with its wall time."""
+        """A copy with its wall time."""
         return replace(self, seconds=seconds)
 
     def with_value(self, value: float, **parts: float) -> Score:
-        """The same judgement with another value, and further parts."""
+        """A copy with another value, and further parts."""
         return replace(self, value=value, parts={**self.parts, **parts})
 
     def with_extra(self, extra: Mapping[str, Any]) -> Score:
-        """The same judgement with more to look at."""
+        """A copy with further extras."""
         return replace(self, extra={**self.extra, **extra})
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for disk."""
-        return {
-            "value": self.value,
-            "parts": dict(self.parts),
-            "answer": self.answer,
-            "why": self.why,
-            "status": self.status.value,
-            "error": self.error,
-            "extra": dict(self.extra),
-            "seconds": self.seconds,
-        }
+        return {**vars(self), "parts": dict(self.parts), "extra": dict(self.extra), "status": self.status.value}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Score:
-        """The reverse of `to_json`, of a file that may come from anybody: every part is of its kind, or it raises."""
+        """The reverse of `to_json`. The file may come from anybody: raises where a field is not of its type."""
         texts = {name: str(record[name]) for name in ("answer", "why", "error") if record.get(name) is not None}
-        return cls(
-            **{**record, **texts, "status": Status(record["status"])}
-            | {"parts": {str(name): _real(value) for name, value in record["parts"].items()}}
-            | {"extra": dict(record["extra"]), "seconds": _real(record["seconds"])}
-        )
+        parts = {str(name): _real(value) for name, value in record["parts"].items()}
+        kept = {**record, **texts, "parts": parts, "extra": dict(record["extra"]), "seconds": _real(record["seconds"])}
+        return cls(**{**kept, "status": Status(called("status", record["status"]))})
 
     def __str__(self) -> str:
         if not self.scored:
             return f"no judgement ({self.status.value}): {self.why}"
         answer = f", answer {self.answer!r}" if self.answer is not None else ""
         return f"{self.value:g}{answer}: {self.why}" if self.why else f"{self.value:g}{answer}"
-
-    def __repr__(self) -> str:
-        from workbench.views.judgements import score_text
-
-        return score_text(self)
-
-    def _repr_html_(self) -> str:
-        from workbench.views.judgements import score_html
-
-        return score_html(self)
 
 
 register_codec("Score", Score, Score.to_json, Score.from_json)
@@ -125,19 +117,10 @@ def _real(value: Any) -> Any:
     return value if isinstance(value, numbers.Real) else float(value)
 
 
-class Missing:
-    """Stands in a column of extras for a row whose function did not return that key. There is one, `MISSING`."""
+class Missing(Enum):
+    """Marks, in a column of extras, a row whose function did not return that key. Its one value is `MISSING`."""
 
-    _one: Missing | None = None
-
-    def __new__(cls) -> Missing:
-        """The one there is."""
-        if cls._one is None:
-            cls._one = super().__new__(cls)
-        return cls._one
-
-    def __reduce__(self) -> Any:
-        return (Missing, ())
+    MISSING = "MISSING"
 
     def __bool__(self) -> bool:
         return False
@@ -145,8 +128,10 @@ class Missing:
     def __repr__(self) -> str:
         return "MISSING"
 
+    __str__ = __repr__
 
-MISSING = Missing()
+
+MISSING = Missing.MISSING
 register_codec("Missing", Missing, lambda _: None, lambda _: MISSING)
 
 
@@ -157,10 +142,21 @@ def extra_columns(scores: Sequence[Score]) -> dict[str, list[Any]]:
 
 
 def no_truth() -> Score:
-    """A row without a ground truth; the text `None` must not be one."""
+    """The score of a row without a ground truth: not applicable."""
     return Score(status=Status.NOT_APPLICABLE, why="the row has no ground truth")
 
 
+def compared(right: bool, answer: str, ground_truth: Any, what: str = "the answer") -> Score:
+    """The score of an extracted answer: 1 where it is right, else 0, with the reason; long texts are cut."""
+    why = f"{what} is right" if right else f"expected {str(ground_truth)[:100]}"
+    return Score(value=float(right), answer=answer[:200], why=why)
+
+
+def no_answer(why: str, value: float = 0.0) -> Score:
+    """The score of a response without an answer to extract: *no_answer*."""
+    return Score(value=value, status=Status.NO_ANSWER, why=why)
+
+
 def failed(why: str, error: str | None = None, seconds: float = 0.0) -> Score:
-    """A row that our side could not judge."""
-    return Score(status=Status.MACHINERY_FAILED, why=why, error=error, seconds=seconds)
+    """The score of a row that could not be scored: *infra_error*."""
+    return Score(status=Status.INFRA_ERROR, why=why, error=error, seconds=seconds)

@@ -1,8 +1,7 @@
-"""The child process that runs a user's reward function. Started by path: it imports nothing of workbench.
+"""What the child process of a user's reward function runs (`base.child`), by its path: it imports nothing of workbench.
 
-Frames on stdin and stdout: eight bytes of length, then cloudpickle bytes from our own parent process (never
-from a file). First frame: the function, answered by None or why it cannot be loaded. Then each frame is (row number, batched, arguments), and each answer
-(row number, ok, result or (error line, traceback), seconds, what it printed). stdout is kept for frames.
+Messages are cloudpickle bytes from our own parent process (never from a file). First comes the function, then the arguments of
+call after call; each is answered by the fields of an `Answer` (`rewards.runner`).
 """
 
 from __future__ import annotations
@@ -15,69 +14,35 @@ import importlib.util
 import inspect
 import io
 import os
-import struct
+import resource
 import sys
-import threading
 import time
 import traceback
 import types
-from typing import Any, BinaryIO
+from typing import Any
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """One frame, or None where the stream has ended."""
-    head = _read(stream, 8)
-    return _read(stream, struct.unpack("<Q", head)[0]) if head is not None else None
-
-
-def _read(stream: BinaryIO, size: int) -> bytes | None:
-    """Exactly `size` bytes: an unbuffered pipe gives them in pieces."""
-    parts = []
-    while size:
-        part = stream.read(size)
-        if not part:
-            return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
-def write_frame(stream: BinaryIO, body: bytes) -> None:
-    """One frame, flushed."""
-    left = memoryview(struct.pack("<Q", len(body)) + body)
-    while left:
-        left = left[stream.write(left) :]
-    stream.flush()
-
-
-def call(function: Any, arguments: dict[str, Any]) -> Any:
-    """Call it; await what it returns where that is awaitable."""
-    result = function(**arguments)
-    if inspect.isawaitable(result):
-
-        async def finish() -> Any:
-            return await result
-
-        return asyncio.run(finish())
-    return result
+async def awaited(result: Any) -> Any:
+    """What an async function gives."""
+    return await result
 
 
 PRINTED = 4000
 """Characters of what a call prints that are kept: people look into a function by printing."""
 
 
-def answer(function: Any, arguments: dict[str, Any]) -> tuple[bool, Any, float, str]:
-    """(ok, result or (error line, traceback), seconds, printed). Every exception of foreign code is caught here."""
+def answer(function: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """(ok, result, error line, traceback, seconds, printed). Every exception of foreign code is caught here."""
     printed = io.StringIO()
     began = time.perf_counter()
+    found: tuple[Any, ...]
     try:
         with contextlib.redirect_stdout(printed):
-            result = call(function, arguments)
-        return True, result, time.perf_counter() - began, printed.getvalue()[:PRINTED]
+            result = function(**arguments)
+            found = (True, asyncio.run(awaited(result)) if inspect.isawaitable(result) else result, "", None)
     except BaseException as error:  # noqa: BLE001 - scorers raise BaseException time-outs too; the row keeps it
-        text = "".join(traceback.format_exception(error))
-        said = (f"{type(error).__name__}: {error}", text)
-        return False, said, time.perf_counter() - began, printed.getvalue()[:PRINTED]
+        found = (False, None, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+    return *found, time.perf_counter() - began, printed.getvalue()[:PRINTED]
 
 
 class TextLoader(importlib.abc.InspectLoader):
@@ -96,9 +61,9 @@ class TextLoader(importlib.abc.InspectLoader):
 
 
 def from_file(record: dict[str, Any]) -> Any:
-    """A function of a file, loaded as a module of its own; its folder can be imported from.
+    """Load a function from a Python file, by `path` and `name` of the record; the file's folder is put on `sys.path`.
 
-    With `construct` the name is a class (a reward manager written for verl), and an object of it is what is called.
+    With `construct` in the record the name is a class (a reward manager written for verl), and an object of it is returned.
     """
     if record.get("construct"):
         stand_in_for_verl()
@@ -117,7 +82,7 @@ def from_file(record: dict[str, Any]) -> Any:
 
 
 def stand_in_for_verl() -> None:
-    """The few names that verl's reward managers import, where verl itself is not installed."""
+    """Put the few names that verl's reward managers import into `sys.modules`, where verl is not installed."""
     if importlib.util.find_spec("verl") is not None:
         return
     names = ("verl", "verl.workers", "verl.workers.reward_manager", "verl.workers.reward_manager.abstract")
@@ -129,50 +94,30 @@ def stand_in_for_verl() -> None:
 
 
 def limit_memory() -> None:
-    """An address space limit, where the trainer gave one: a runaway result is an error here and no swap there."""
+    """Limit the address space, where the trainer set a limit: too large a result is a MemoryError here, not swapping."""
     limit = os.environ.pop("WORKBENCH_WORKER_MEMORY_MB", None)
-    if limit and sys.platform != "win32":
-        import resource
-
+    if limit:
         resource.setrlimit(resource.RLIMIT_AS, (int(limit) << 20, int(limit) << 20))
 
 
-def end_with_parent(parent: int) -> None:
-    """A function that never returns does not look at stdin: leave when the parent has."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
-def main() -> None:
-    """Serve until stdin closes."""
+def main(parent: Any) -> None:
+    """Answer messages for ever; the parent ends this process."""
     import cloudpickle
 
     limit_memory()
-    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
-    frames = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever the function prints must not break the frames
-    source = sys.stdin.buffer
-    first = read_frame(source)
-    if first is None:
-        return
     try:
-        function = cloudpickle.loads(first)  # bytes from our own parent, over a pipe
+        function = cloudpickle.loads(parent.frames.get())  # bytes from our own parent, over a socket pair
         if isinstance(function, dict):
             function = from_file(function)
     except BaseException as error:  # noqa: BLE001 - said to the parent, which knows which function it was
-        write_frame(frames, cloudpickle.dumps(f"{type(error).__name__}: {error}"))
+        why = f"the function cannot be loaded in a worker: {type(error).__name__}: {error}"
+        parent.send(cloudpickle.dumps((False, None, why)))
         return
-    write_frame(frames, cloudpickle.dumps(None))  # ready: deadlines count from here
-    while (frame := read_frame(source)) is not None:
-        number, arguments = cloudpickle.loads(frame)
-        ok, result, seconds, printed = answer(function, arguments)
+    parent.send(cloudpickle.dumps((True, None)))  # ready: deadlines count from here
+    while True:
+        found = answer(function, cloudpickle.loads(parent.frames.get()))
         try:
-            body = cloudpickle.dumps((number, ok, result, seconds, printed))
+            body = cloudpickle.dumps(found)
         except Exception as error:  # noqa: BLE001 - a result that cannot travel is that row's failure
-            body = cloudpickle.dumps((number, False, (f"the result cannot be pickled: {error}", ""), seconds, printed))
-        write_frame(frames, body)
-
-
-if __name__ == "__main__":
-    main()
+            body = cloudpickle.dumps((False, None, f"the result cannot be pickled: {error}", "", *found[4:]))
+        parent.send(body)

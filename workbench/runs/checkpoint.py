@@ -1,13 +1,13 @@
-"""Checkpoints that are complete or not there: staged, counted, checked, renamed; never overwritten, no pickle.
+"""Writes and verifies checkpoints: each is complete or not there at all; never overwritten, no pickle.
 
     checkpoints/step_000010/{actor/ (a Hugging Face folder), actor_state/, critic/, …, state.json, manifest.json}
 
-With rollouts one step ahead `pending/` is the next step's trace as far as it had been drawn; its rows say the version
-that wrote them, and those weights are in no checkpoint any more.
+With rollouts one step ahead `pending/` is the next step's trace as far as it was sampled; the weights that sampled its
+rows (`policy_version`) are in no checkpoint any more.
 
-A checkpoint is written in a staging folder beside its place. `manifest.json`, written last, holds the size and
+A checkpoint is written to a staging folder beside its target. `manifest.json`, written last, holds the size and
 crc32 of every file (and its own) and is the commit record; then everything is fsynced, the folder renamed, verified,
-and only then are older ones pruned. A folder whose manifest does not hold is refused with the file's name.
+and only then are older ones pruned. A folder that differs from its manifest is refused with the file's name.
 """
 
 from __future__ import annotations
@@ -26,21 +26,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from workbench.config import require
-from workbench.errors import CheckpointError, first_line, message
-from workbench.runs.folder import crc32_of, discard, step_folders
+from workbench.base import formats
+from workbench.base.config import require
+from workbench.base.errors import CheckpointError, RunError, first_line
+from workbench.base.files import fsync, write_text
+from workbench.runs.folder import PRUNED, crc32_of, discard, read_json, size_of, step_folder, step_folders
 
 log = logging.getLogger("workbench")
 
-FORMAT = 1
 PENDING = "pending"
-"""The next step's rows, where they are drawn one step ahead."""
-_STAGING, _PRUNED, _MANIFEST = ".staging-", ".pruned-", "manifest.json"
-
-
-def folder_of(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of a step stands."""
-    return checkpoints / f"step_{step:06d}"
+"""Folder of the next step's rows, where they are sampled one step ahead."""
+_STAGING, _MANIFEST = ".staging-", "manifest.json"
 
 
 def write(checkpoints: Path, step: int, fill: Callable[[Path], None], state: dict[str, Any], *, keep: int = 2) -> Path:
@@ -50,41 +46,36 @@ def write(checkpoints: Path, step: int, fill: Callable[[Path], None], state: dic
     could not be written (a full disk, say); what was there before is untouched then.
     """
     require(keep >= 2, "checkpoints to keep", expected="≥ 2", found=keep)
-    target = folder_of(checkpoints, step)
+    target = step_folder(checkpoints, step)
     if target.exists():
-        raise CheckpointError(message("a checkpoint is never overwritten", found=target))
+        raise CheckpointError("a checkpoint is never overwritten", found=target)
     staging = checkpoints / f"{_STAGING}{target.name}"
     shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(parents=True)
         fill(staging)
-        (staging / "state.json").write_text(json.dumps(state, allow_nan=False, indent=1))
+        (staging / "state.json").write_text(json.dumps({"format": formats.FORMAT, **state}, allow_nan=False, indent=1))
         _commit(staging, step, state.get("settings_hash"))
         os.rename(staging, target)
-        _sync_folder(checkpoints)
+        fsync(checkpoints)
     except Exception as cause:  # libraries name a full disk in their own ways: safetensors' error is no OSError
-        told = _failed(checkpoints, staging, step, cause)
+        error = _failed(checkpoints, staging, step, cause)
         shutil.rmtree(staging, ignore_errors=True)
-        raise CheckpointError(told) from cause
+        raise error from cause
     verify(target)
     prune(checkpoints, keep)
     return target
 
 
-def _failed(checkpoints: Path, staging: Path, step: int, cause: Exception) -> str:
-    """Why, how much of it was there, and how much room is left."""
-    before = [_size(path) for path in step_folders(checkpoints).values()]
+def _failed(checkpoints: Path, staging: Path, step: int, cause: Exception) -> CheckpointError:
+    """An error that says why, how much was written, and how much room is left."""
+    before = [size_of(path) for path in step_folders(checkpoints).values()]
     free = shutil.disk_usage(next(path for path in (checkpoints, *checkpoints.parents) if path.exists())).free
     needed = f", the one before takes {_mib(before[-1])}" if before else ""
-    return message(
-        f"the checkpoint of step {step} could not be written; earlier ones are untouched",
-        found=f"{first_line(cause)} ({_mib(_size(staging))} of it written, {_mib(free)} free{needed})",
-        do="free space on the disk, or keep fewer checkpoints" if free < 2 * max([1 << 20, *before]) else None,
-    )
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    what = f"the checkpoint of step {step} could not be written; earlier ones are untouched"
+    found = f"{first_line(cause)} ({_mib(size_of(staging))} of it written, {_mib(free)} free{needed})"
+    do = "free space on the disk, or keep fewer checkpoints" if free < 2 * max([1 << 20, *before]) else None
+    return CheckpointError(what, found=found, do=do)
 
 
 def _mib(size: int) -> str:
@@ -95,76 +86,84 @@ def _commit(staging: Path, step: int, settings: str | None) -> None:
     """fsync every file, then write the manifest over them."""
     files = {}
     for path in sorted(staging.rglob("*")):
+        fsync(path)
         if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
             files[str(path.relative_to(staging))] = {"size": path.stat().st_size, "crc32": crc32_of(path)}
-    for folder in (staging, *(path for path in staging.rglob("*") if path.is_dir())):
-        _sync_folder(folder)
-    document = {"format": FORMAT, "step": step, "settings": settings, "files": files}
-    with (staging / _MANIFEST).open("w") as file:
-        file.write(json.dumps({**document, "crc32": _self_crc32(document)}, indent=1))
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(staging)
+    document = {"format": formats.FORMAT, "step": step, "settings": settings, "files": files}
+    write_text(staging / _MANIFEST, json.dumps({**document, "crc32": _self_crc32(document)}, indent=1))
+    fsync(staging)
 
 
 def _self_crc32(document: dict[str, Any]) -> int:
-    """Of the manifest's own content: a flipped bit in it must not decide what is loaded."""
+    """crc32 of the manifest's own content: a flipped bit in it must not decide what is loaded."""
     content = {key: value for key, value in document.items() if key != "crc32"}
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def verify(checkpoint: Path) -> None:
-    """Raises `CheckpointError` naming the first file that is missing, short, changed or not of the checkpoint."""
-    manifest = _manifest(checkpoint)
-    files = manifest["files"]
+    """Check every file against the manifest. Raises `CheckpointError` naming the first that is missing, short, changed, or
+    not in it."""
+    files = _manifest(checkpoint)["files"]
     for name, record in files.items():
         path = checkpoint / name
         what = f"checkpoint {checkpoint.name}: file {name}"
         if not path.is_file():
-            raise CheckpointError(message(what, found="it is missing"))
+            raise CheckpointError(what, found="it is missing")
         if path.stat().st_size != record["size"]:
-            raise CheckpointError(message(what, expected=f"{record['size']} bytes", found=path.stat().st_size))
+            raise CheckpointError(what, expected=f"{record['size']} bytes", found=path.stat().st_size)
         if crc32_of(path) != record["crc32"]:
-            raise CheckpointError(
-                message(what, expected=f"crc32 {record['crc32']}", found="another: its content changed")
-            )
+            raise CheckpointError(what, expected=f"crc32 {record['crc32']}", found="another: its content changed")
     present = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
-    strange = sorted(present - files.keys() - {_MANIFEST})
-    if strange:
-        raise CheckpointError(
-            message(f"checkpoint {checkpoint.name}: file {strange[0]}", found="it is not in the manifest")
-        )
+    if strange := sorted(present - files.keys() - {_MANIFEST}):
+        raise CheckpointError(f"checkpoint {checkpoint.name}: file {strange[0]}", found="it is not in the manifest")
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest, whole and of this format and step."""
+    """The manifest, checked to be complete, of a known format and of the folder's step."""
     path, what = checkpoint / _MANIFEST, f"checkpoint {checkpoint.name}"
     if not path.is_file():
-        raise CheckpointError(message(f"{what} is incomplete", found=f"no {_MANIFEST}"))
+        raise CheckpointError(f"{what} is incomplete", found=f"no {_MANIFEST}")
     try:
         document = json.loads(path.read_text())
-        version = document["format"]
+        number = document["format"]
     except (ValueError, KeyError, TypeError) as cause:
-        raise CheckpointError(message(f"{what}: {_MANIFEST} cannot be read", found=first_line(cause))) from cause
-    if version != FORMAT:
-        raise CheckpointError(
-            message(what, expected=f"format {FORMAT}", found=version, do="open it with the version that wrote it")
-        )
+        raise CheckpointError(f"{what}: {_MANIFEST} cannot be read", found=first_line(cause)) from cause
+    formats.older(number, what, CheckpointError)
     if document.get("crc32") != _self_crc32(document):
-        raise CheckpointError(message(f"{what}: {_MANIFEST}", expected="its own crc32", found="its content changed"))
-    if folder_of(checkpoint.parent, document["step"]).name != checkpoint.name:
-        raise CheckpointError(message(what, expected="the folder's own step", found=f"step {document['step']}"))
+        raise CheckpointError(f"{what}: {_MANIFEST}", expected="its own crc32", found="its content changed")
+    if step_folder(checkpoint.parent, document["step"]).name != checkpoint.name:
+        raise CheckpointError(what, expected="the folder's own step", found=f"step {document['step']}")
     return document
+
+
+def verified(run: Path, step: int | None = None) -> Path:
+    """The folder of a run's checkpoint (the newest by default), verified.
+
+    Raises `RunError` where there is none, `CheckpointError` where it is damaged: another one never takes its place.
+    """
+    checkpoints = run / "checkpoints"
+    there = steps(checkpoints)
+    wanted = there[-1] if step is None and there else step
+    if wanted is None or wanted not in there:
+        what = "no checkpoint" if wanted is None else f"no checkpoint of step {wanted}"
+        raise RunError(f"{what} in {run}", expected=f"one of {there}" if there else None)
+    path = step_folder(checkpoints, wanted)
+    if damage := _damage(path):
+        good = latest(checkpoints)
+        hint = f"the newest good one is that of step {good.step}" if good.path else "there is no good one"
+        raise CheckpointError(str(damage), do=hint) from damage
+    return path
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """`state.json` of a checkpoint, under the present names. Raises `RunError` where it cannot be read or has a newer format."""
+    state: dict[str, Any] = read_json(checkpoint / "state.json")
+    if formats.older(state.get("format", 1), f"checkpoint {checkpoint.name}", CheckpointError):
+        if "controllers" in state:
+            state["controllers"] = formats.controllers(state["controllers"])
+        if "cursor" in state:
+            state["cursor"] = formats.keys("fact", state["cursor"])
+    return state
 
 
 def steps(checkpoints: Path) -> list[int]:
@@ -178,53 +177,56 @@ class Found:
 
     step: int
     path: Path | None
-    """None: no good checkpoint."""
+    """None where no checkpoint is good."""
     notes: tuple[str, ...]
-    """What was refused or cleaned on the way, for people."""
+    """Sentences about what was refused or cleaned up."""
     refused: tuple[int, ...] = ()
     """Steps whose checkpoints are damaged."""
 
 
 def latest(checkpoints: Path, *, clean: bool = False) -> Found:
-    """The newest checkpoint that verifies; damaged ones are said in `notes`.
+    """The newest checkpoint that verifies; `notes` names the damaged ones.
 
-    `clean=True`, for the writer alone, removes what writes and deletions left that were cut off, and says so.
+    `clean=True`, for the writer alone, removes what interrupted writes and deletions left, and notes it.
     """
-    notes, refused = [], []
+    notes: list[str] = []
+    refused: list[int] = []
     if clean:
-        for leftover in sorted((*checkpoints.glob(f"{_STAGING}*"), *checkpoints.glob(f"{_PRUNED}*"))):
+        for leftover in sorted((*checkpoints.glob(f"{_STAGING}*"), *checkpoints.glob(f"{PRUNED}*"))):
             shutil.rmtree(leftover, ignore_errors=True)
             what = "a write" if leftover.name.startswith(_STAGING) else "a deletion"
             notes.append(f"removed {leftover.name}: {what} that was cut off")
-    for step in reversed(steps(checkpoints)):
-        path = folder_of(checkpoints, step)
-        try:
-            verify(path)
-        except CheckpointError as error:
-            notes.append(f"refused {path.name}: {error}")
-            refused.append(step)
-            continue
-        return Found(step, path, tuple(notes), tuple(refused))
+    for step, path in reversed(step_folders(checkpoints).items()):
+        damage = _damage(path)
+        if damage is None:
+            return Found(step, path, tuple(notes), tuple(refused))
+        notes.append(f"refused {path.name}: {damage}")
+        refused.append(step)
     return Found(0, None, tuple(notes), tuple(refused))
+
+
+def _damage(checkpoint: Path) -> CheckpointError | None:
+    """What `verify` raises; None for a good one."""
+    try:
+        verify(checkpoint)
+    except CheckpointError as error:
+        return error
+    return None
 
 
 def prune(checkpoints: Path, keep: int) -> None:
     """Delete what is older than the newest `keep` good checkpoints.
 
-    Damaged ones count for nothing and, while they are newer than those, stay to be looked at.
+    Damaged ones do not count, and are kept while they are newer than those.
     """
     good = 0
-    for step in reversed(steps(checkpoints)):
-        path = folder_of(checkpoints, step)
-        if good >= keep:
-            discard(path, _PRUNED)
-            continue
-        try:
-            verify(path)
-        except CheckpointError as error:
-            log.warning("%s; it is not counted among the %d checkpoints to keep", error, keep)
-            continue
-        good += 1
+    for path in reversed(step_folders(checkpoints).values()):
+        if good == keep:
+            discard(path)
+        elif damage := _damage(path):
+            log.warning("%s; it is not counted among the %d checkpoints to keep", damage, keep)
+        else:
+            good += 1
 
 
 # --- random state -------------------------------------------------------------------------------
@@ -244,7 +246,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Back to what `rng_state` gave. Restore it last: building models and iterators draws from these."""
+    """Restore what `rng_state` returned. Do it last: building models and iterators uses these generators."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from workbench.base.errors import DataError, describe
+from workbench.base.shown import Shown
 from workbench.dataproto import DataProto
 from workbench.datasets import Rows
-from workbench.engines import SamplingSettings, local
-from workbench.errors import DataError, describe, message
-from workbench.runs.checkpoint import verify
-from workbench.runs.run import Run, load_run
-from workbench.stages import EpisodeRollout, Reward, Rollout
+from workbench.engines.local_engine.engine import local
+from workbench.engines.protocol import Sampler, SamplingSettings
+from workbench.runs.batch_metrics import by_prompt, sample_metrics
+from workbench.runs.checkpoint import verified, verify
+from workbench.runs.folder import read_settings
+from workbench.stages.episodes import EpisodeRollout, validation_rollout
+from workbench.stages.pipeline import Pipeline
+from workbench.stages.reward import Reward
+from workbench.stages.rollout import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(Shown):
     """Rewards of a policy on some prompts."""
 
     mean: float
-    """Mean reward over prompts (the mean of a prompt's samples), rows without a judgement left out."""
+    """Mean reward over prompts (of each the mean of its samples), rows that were not scored left out."""
     interval: tuple[float, float]
     """95 % interval of that mean: normal approximation over prompts, mean ± 1.96·s/√n; NaN for one prompt."""
     prompts: int
@@ -32,7 +39,7 @@ class Evaluation:
     greedy: bool
     """Temperature 0."""
     unscored: int
-    """Rows that have no judgement."""
+    """Rows that were not scored."""
     by_source: dict[str, float]
     """data_source → mean."""
     batch: DataProto = field(repr=False)
@@ -40,16 +47,11 @@ class Evaluation:
 
     def __repr__(self) -> str:
         low, high = self.interval
-        text = f"Evaluation: mean reward {self.mean:.4f}, 95 % in [{low:.4f}, {high:.4f}] (normal, over {self.prompts} prompts × {self.samples} {'greedy' if self.greedy else 'sampled'})"
+        what = f"{self.prompts} prompts × {self.samples} {'greedy' if self.greedy else 'sampled'}"
+        text = f"Evaluation: mean reward {self.mean:.4f}, 95 % in [{low:.4f}, {high:.4f}] (normal, over {what})"
         if len(self.by_source) > 1:
             text += "; " + ", ".join(f"{source} {mean:.4f}" for source, mean in self.by_source.items())
         return text + (f", {self.unscored} rows not scored" if self.unscored else "")
-
-    def _repr_html_(self) -> str:
-        from workbench.views.html import escape
-        from workbench.views.samples import samples_html
-
-        return f"<div><b>{escape(repr(self))}</b></div>" + samples_html(self.batch, rows=6, order="worst")
 
 
 def evaluate(
@@ -65,102 +67,92 @@ def evaluate(
     limit: int | None = None,
     agent: Any = None,
 ) -> Evaluation:
-    """Sample and score every row, or the first `limit`. `temperature=0` is greedy; with an `agent` every sample is an episode.
+    """Sample and score responses to every row, or to the first `limit`; with an `agent` every sample is an episode.
 
-    `model` is an engine, a model or checkpoint folder, a run folder, or a `Run` (its newest checkpoint and its
-    longest response, unless `max_tokens` says another; 128 elsewhere). A checkpoint is verified first: a damaged one raises `CheckpointError`. A row's seed is derived from (seed, "validation", uid, sample): the same rows give the same
-    prompts' seeds at every step, and nothing that training uses is drawn from.
+    `model` is an engine, a model or checkpoint folder, a run folder, or a `Run` (its newest checkpoint and its longest
+    response, unless `max_tokens` says another; 128 elsewhere). A checkpoint is verified first: a damaged one raises
+    `CheckpointError`. `temperature=0` is greedy. A row's seed is derived from (seed, "validation", uid, sample): it is the
+    same at every step, and no random generator of training is used.
     """
     engine, longest = _engine(model)
     sampling = SamplingSettings(temperature=temperature, max_tokens=max_tokens or longest or 128)
-    drawn: dict[str, Any] = {"group_size": samples, "sampling": sampling, "purpose": "validation"}
-    rollout = Rollout(engine, **drawn) if agent is None else EpisodeRollout(engine, agent=agent, **drawn)
+    settings: dict[str, Any] = {"group_size": samples, "sampling": sampling, "purpose": "validation"}
+    rollout = Rollout(engine, **settings) if agent is None else EpisodeRollout(engine, agent=agent, **settings)
     chosen = rows if limit is None else rows[:limit]
     stage = reward if isinstance(reward, Reward) else Reward(reward)
     return score_rows(rollout, stage, chosen.in_order(batch_size, seed))
 
 
-def _engine(model: Any) -> tuple[Any, int | None]:
-    """The engine to sample from, and the longest response that its run sampled."""
-    if hasattr(model, "sample"):
+def _engine(model: Any) -> tuple[Sampler, int | None]:
+    """The engine to sample from, and the longest response that its run allowed."""
+    if isinstance(model, Sampler):
         return model, None
-    if isinstance(model, str | Path):
-        folder = Path(model)
-        if (folder / "settings.json").is_file():
-            return _engine(load_run(folder))
-        if (folder / "manifest.json").is_file():
-            verify(folder)
-        return local(model), None
-    if isinstance(model, Run):
-        rollout = model.settings.get("stages", {}).get("rollout", {})
-        return local(model.checkpoint()), rollout.get("max_tokens")
-    raise DataError(message("evaluate", expected="an engine, a folder or a Run", found=describe(model)))
+    folder = getattr(model, "path", model)  # a Run is as good as its folder
+    if not isinstance(folder, str | Path):
+        raise DataError("evaluate", expected="an engine, a folder or a Run", found=describe(model))
+    if not (Path(folder) / "settings.json").is_file():
+        if (Path(folder) / "manifest.json").is_file():
+            verify(Path(folder))
+        return local(folder), None
+    rollout = read_settings(Path(folder)).get("stages", {}).get("rollout", {})
+    return local(verified(Path(folder))), rollout.get("max_tokens")
 
 
 def score_rows(rollout: Rollout, reward: Reward, batches: Iterable[DataProto]) -> Evaluation:
-    """Roll out and score batches. Raises `DataError` where there are none."""
+    """Sample and score the rows of batches. Raises `DataError` where there are none."""
     parts = [reward(rollout(batch).batch).batch for batch in batches]
     if not parts:
-        raise DataError(message("nothing to evaluate", found="no rows"))
-    values, scored, uids, sources = [], [], [], []
-    for part in parts:
-        values += part["reward"].tolist()
-        scored += part["scored"].tolist()
-        uids += list(part["uid"])
-        sources += list(part["data_source"]) if "data_source" in part else [None] * len(part)
-    means = _prompt_means(values, scored, uids)
-    by_source = {
-        str(source): _mean(
-            list(
-                _prompt_means(
-                    values, [ok and s == source for ok, s in zip(scored, sources, strict=True)], uids
-                ).values()
-            )
-        )
-        for source in dict.fromkeys(sources)
-    }
-    center = _mean(list(means.values()))
-    half = _half_width(list(means.values()))
+        raise DataError("nothing to evaluate", found="no rows")
+    width = max(part["response_mask"].shape[1] for part in parts)
+    batch = DataProto.concat([_padded(part, width) for part in parts])
+    prompts = {key: values for key, (values, _) in by_prompt(batch).items()}
+    means = {key: _mean(values) for key, values in prompts.items() if values}
+    number, mean, half = len(means), _mean(list(means.values())), float("nan")
+    if number > 1:
+        half = 1.96 * math.sqrt(sum((one - mean) ** 2 for one in means.values()) / (number - 1) / number)
+    sources = dict.fromkeys(source for source, _ in prompts)
+    by_source = {one: _mean([mean for (source, _), mean in means.items() if source == one]) for one in sources}
     return Evaluation(
-        mean=center,
-        interval=(center - half, center + half),
-        prompts=len(set(uids)),
+        mean=mean,
+        interval=(mean - half, mean + half),
+        prompts=len(set(batch["uid"])),
         samples=rollout.group_size,
         greedy=rollout.sampling.temperature == 0,
-        unscored=scored.count(False),
+        unscored=int((~batch["scored"]).sum()),
         by_source=by_source,
-        batch=DataProto.concat([_padded(part, parts) for part in parts]),
+        batch=batch,
     )
 
 
-def _prompt_means(values: list[float], counts: list[bool], uids: list[str]) -> dict[str, float]:
-    groups: dict[str, list[float]] = {}
-    for value, count, uid in zip(values, counts, uids, strict=True):
-        if count:
-            groups.setdefault(uid, []).append(value)
-    return {uid: _mean(group) for uid, group in groups.items()}
+def validated(pipeline: Pipeline, eval_rows: Rows, seed: int, samples: int) -> dict[str, float]:
+    """Rewards on held-out rows, sampled as in training and greedy; uses no random generator of training.
+
+    verl's `val-core` and `val-aux` (see `sample_metrics`), and `val/reward` with its interval, `val/greedy`, `accuracy`;
+    `val/unscored` counts sampled and greedy rows that were not scored: they are in no mean.
+    """
+    began = time.perf_counter()
+    rollout, reward = cast("Rollout", pipeline["rollout"]), cast("Reward", pipeline["reward"])
+    ways = (validation_rollout(rollout, group_size=samples), validation_rollout(rollout, greedy=True))
+    sampled, greedy = (score_rows(way, reward, eval_rows.in_order(256, seed)) for way in ways)
+    return {
+        **sample_metrics(sampled.batch),
+        "val/reward": sampled.mean,
+        "val/reward_low": sampled.interval[0],
+        "val/reward_high": sampled.interval[1],
+        "val/greedy": greedy.mean,
+        "val/unscored": sampled.unscored + greedy.unscored,
+        "accuracy": sampled.mean,
+        "timing_s/testing": time.perf_counter() - began,
+    }
 
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-def _half_width(values: list[float]) -> float:
-    if len(values) < 2:
-        return float("nan")
-    mean = _mean(values)
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return 1.96 * math.sqrt(variance / len(values))
-
-
-def _padded(part: DataProto, parts: list[DataProto]) -> DataProto:
-    """Only what a viewer needs, [b, T] columns padded to the longest T, so that batches can be joined."""
-    width = max(one["response_mask"].shape[1] for one in parts)
-    objects = [name for name in part.non_tensor_batch]
-    kept = part.select(["responses", "response_mask", "reward", "scored"], objects)
-    extra = width - part["response_mask"].shape[1]
-    if not extra:
-        return kept
-    return kept.without("responses", "response_mask").with_columns(
-        {name: torch.nn.functional.pad(part[name], (0, extra)) for name in ("responses", "response_mask")}
-    )
+def _padded(part: DataProto, width: int) -> DataProto:
+    """Only what a viewer needs, [b, T] columns padded to `width`, so that batches can be joined."""
+    kept = part.without("responses", "response_mask").select(["reward", "scored"], [*part.non_tensor_batch])
+    extra = (0, width - part["response_mask"].shape[1])
+    wide = {name: torch.nn.functional.pad(part[name], extra) for name in ("responses", "response_mask")}
+    return kept.with_columns(wide)

@@ -1,4 +1,4 @@
-"""A run on disk: one folder that holds everything, written by one process and read by any number.
+"""A run's folder: its files and their formats, its writer and its lock. One process writes it, any number read it.
 
 settings.json  metrics.jsonl  tensorboard/  traces/step_000010/  checkpoints/step_000010/  updates/step_000011/
 summary.json   curves.png     notebook.ipynb  job.json  superseded/  lock.json
@@ -6,18 +6,24 @@ summary.json   curves.png     notebook.ipynb  job.json  superseded/  lock.json
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import math
 import os
 import re
 import shutil
+import socket
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from workbench.errors import RunError, describe, first_line, message
-from workbench.runs.lock import Lock
+from workbench.base import formats
+from workbench.base.errors import RunError, describe, first_line
+from workbench.base.files import write_text
 
 STEP = "training/global_step"
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
@@ -39,26 +45,28 @@ def write_json(path: Path, document: Any) -> None:
     write_text(path, json.dumps(strict(document), indent=1, default=str, allow_nan=False))
 
 
-def write_text(path: Path, text: str) -> None:
-    """Atomically: a reader sees the old file or the new one, also after a power cut."""
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-
-
 def read_json(path: Path) -> Any:
     """A JSON file of the run. Raises `RunError` where it is missing or cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
-        raise RunError(message(f"{path} cannot be read", found=first_line(cause))) from cause
+        raise RunError(f"{path} cannot be read", found=first_line(cause)) from cause
+
+
+def read_settings(run: Path) -> dict[str, Any]:
+    """A run's settings.json, under the present names. Raises `RunError` where it is missing, damaged or of a newer format."""
+    path = run / "settings.json"
+    document = read_json(path)
+    try:
+        old = formats.older(document.get("format", 1), f"run {run}", RunError)
+        return formats.run(document) if old else dict(document)
+    except (AttributeError, KeyError, TypeError) as cause:
+        raise RunError(f"{path} is damaged", found=first_line(cause)) from cause
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics file. A last line without its newline (its writer was killed) is left out."""
+    """Rows of a metrics file, under the present names (a resumed run has rows of several versions). A last line without its
+    newline (its writer was killed) is left out."""
     if not path.is_file():
         return []
     rows = []
@@ -67,25 +75,30 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
+            rows.append(formats.metrics(json.loads(line)))
         except json.JSONDecodeError as cause:
-            raise RunError(message(f"{path} line {number + 1} is not JSON", found=describe(line))) from cause
+            raise RunError(f"{path} line {number + 1} is not JSON", found=describe(line)) from cause
     return rows
 
 
 def step_folders(parent: Path) -> dict[int, Path]:
-    """Step → folder for every `step_000010` in a folder, ascending; other names are nobody's business here."""
-    found = {}
-    for path in parent.glob("step_*"):
-        match = _STEP_FOLDER.fullmatch(path.name)
-        if match and path.is_dir():
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+    """Step → folder for every `step_000010` in a folder, ascending; other names are left out."""
+    matches = ((_STEP_FOLDER.fullmatch(path.name), path) for path in parent.glob("step_*") if path.is_dir())
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
-def crc32_of(path: Path) -> int:
-    """crc32 of a file's content."""
-    value = 0
+def step_folder(parent: Path, step: int) -> Path:
+    """The folder of a step's checkpoint, trace or update in the folder of all of them."""
+    return parent / f"step_{step:06d}"
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def crc32_of(path: Path, value: int = 0) -> int:
+    """crc32 of a file's content, going on from `value`."""
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             value = zlib.crc32(block, value)
@@ -93,71 +106,61 @@ def crc32_of(path: Path) -> int:
 
 
 def check_place(path: Path) -> None:
-    """Refuse, by reason, a run folder that cannot be made or is not where its name says (E7).
+    """Raise `RunError` for a path that cannot be a run folder.
 
-    Raises `RunError` for a NUL or control character, a name over 200 bytes, `..`, and a symbolic link that
-    leads out of the folder it stands in.
+    Refused are NUL and control characters, names over 200 bytes, `..`, a file of that name, and a symbolic link that leads
+    out of the folder it is in.
     """
     what, parts = f"run folder {str(path)!r}", path.parts
     if any(ord(sign) < 32 or ord(sign) == 127 for sign in str(path)):
-        raise RunError(message(f"run folder {str(path)[:60]!r}", found="a control character in its name"))
+        raise RunError(f"run folder {str(path)[:60]!r}", found="a control character in its name")
     if any(len(part.encode()) > 200 for part in parts) or len(str(path).encode()) > 4000:
-        raise RunError(message(f"run folder {str(path)[:60]!r}…", expected="names of at most 200 bytes"))
+        raise RunError(f"run folder {str(path)[:60]!r}…", expected="names of at most 200 bytes")
     if ".." in parts:
-        raise RunError(message(what, found="'..' in it", do="write the folder that is meant"))
+        raise RunError(what, found="'..' in it", do="write the folder that is meant")
     for one in (path, *path.parents):
         if one.is_symlink() and not one.resolve().is_relative_to(one.absolute().parent.resolve()):
-            raise RunError(message(what, found=f"{one} is a link to {one.resolve()}", do="name the folder itself"))
+            raise RunError(what, found=f"{one} is a link to {one.resolve()}", do="name the folder itself")
     if path.exists() and not path.is_dir():
-        raise RunError(message(what, found="a file of that name"))
+        raise RunError(what, found="a file of that name")
 
 
-def discard(folder: Path, prefix: str) -> None:
-    """Delete a folder so that it is there whole or, by its name, not there: renamed aside first."""
-    aside = folder.with_name(f"{prefix}{folder.name}")
+PRUNED = ".pruned-"
+"""Begins the name of a folder that is being deleted."""
+
+
+def written(target: Path, fill: Callable[[Path], None]) -> Path:
+    """Write a folder completely or not at all: `fill` gets a temporary one beside it, which is renamed afterwards."""
+    staging = target.with_name(f".{target.name}.part")
+    shutil.rmtree(staging, ignore_errors=True)
+    fill(staging)
+    if target.exists():
+        discard(target)
+    staging.rename(target)
+    return target
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder so that no half of it is ever found under its name: it is renamed first."""
+    aside = folder.with_name(f"{PRUNED}{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
     shutil.rmtree(aside)
 
 
 class RunFolder:
-    """The writing side. One writer at a time: see `Lock`."""
+    """Writes a run folder. One writer at a time: see `Lock`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = Lock(self.path / "lock.json")
-
-    # --- places -------------------------------------------------------------------------------
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def traces(self) -> Path:
-        """Folder of traces."""
-        return self.path / "traces"
-
-    @property
-    def updates(self) -> Path:
-        """Folder of recorded updates."""
-        return self.path / "updates"
-
-    @property
-    def metrics(self) -> Path:
-        """The metrics file."""
-        return self.path / "metrics.jsonl"
-
-    def release(self) -> None:
-        """Let go of the lock."""
-        self.lock.release()
-
-    # --- writing ------------------------------------------------------------------------------
+        parts = (self.path / part for part in ("checkpoints", "traces", "updates"))
+        self.checkpoints, self.traces, self.updates = parts
+        self.metrics = self.path / "metrics.jsonl"
 
     def append_metrics(self, row: dict[str, Any]) -> list[str]:
-        """One line, on disk when this returns. NaN and infinities become null; the names of those are returned."""
+        """Append a row, on disk when this returns. NaN and infinities become null; returns the names of those metrics."""
         clean = strict(row)
         with self.metrics.open("a") as file:
             file.write(json.dumps(clean, allow_nan=False) + "\n")
@@ -165,28 +168,22 @@ class RunFolder:
             os.fsync(file.fileno())
         return [name for name, value in row.items() if value is not None and clean[name] is None]
 
-    def trace_path(self, step: int) -> Path:
-        """Where the trace of a step stands."""
-        return self.traces / f"step_{step:06d}"
-
     # --- what a resumed run does again ----------------------------------------------------------
 
     def supersede(self, after: int) -> list[str]:
         """Move everything past step `after` aside, so that a resumed run can write it again: rows, traces,
         refused checkpoints, the summary; and the events, which are written again from the rows that stay.
 
-        Nothing is deleted: it goes to superseded/<number>-after-<step>/. Says what was moved. Each part is judged by
-        what is on disk, so that a call cut off half-way is finished by the next.
+        Nothing is deleted: it goes to superseded/<number>-after-<step>/. Returns what was moved. It goes by what is on disk,
+        so that a call that was interrupted is finished by the next.
         """
-        aside = self._aside(after)
+        parent = self.path / "superseded"
+        number = 1 + max((int(path.name[:3]) for path in parent.glob("[0-9][0-9][0-9]-*")), default=0)
+        aside = parent / f"{number:03d}-after-{max(after, 0)}"  # made when something goes into it
         notes = [*self._supersede_rows(after, aside)]
-        for leftover in (
-            *self.traces.glob(".pruned-*"),
-            *self.traces.glob(".*.part"),
-            *self.updates.glob(".pruned-*"),
-            *self.updates.glob(".*.part"),
-        ):
-            shutil.rmtree(leftover)
+        for parent in (self.traces, self.updates):
+            for leftover in (*parent.glob(f"{PRUNED}*"), *parent.glob(".*.part")):
+                shutil.rmtree(leftover)
         for path in self._past(after):
             target = aside / path.relative_to(self.path)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -194,35 +191,91 @@ class RunFolder:
             notes.append(str(path.relative_to(self.path)))
         return notes
 
-    def _aside(self, after: int) -> Path:
-        """A folder that is not there yet; made when something goes into it."""
-        parent = self.path / "superseded"
-        number = 1 + max((int(path.name[:3]) for path in parent.glob("[0-9][0-9][0-9]-*")), default=0)
-        return parent / f"{number:03d}-after-{max(after, 0)}"
-
     def _supersede_rows(self, after: int, aside: Path) -> Iterator[str]:
         rows = read_metrics(self.metrics)
-        kept = [row for row in rows if row[STEP] <= after]
         text = self.metrics.read_text(errors="replace") if self.metrics.is_file() else ""
+        lines = [line for line in text.split("\n")[:-1] if line.strip()]
+        kept = [line for line, row in zip(lines, rows, strict=True) if row[STEP] <= after]
         if len(kept) == len(rows) and (not text or text.endswith("\n")):
             return
         aside.mkdir(parents=True, exist_ok=True)
         shutil.copy2(self.metrics, aside / "metrics.jsonl")
-        part = self.metrics.with_name(".metrics.jsonl.part")
-        part.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(part, self.metrics)
+        write_text(self.metrics, "".join(f"{line}\n" for line in kept))
         yield f"{len(rows) - len(kept)} metrics rows" if len(kept) < len(rows) else "a torn metrics line"
 
     def _past(self, after: int) -> Iterator[Path]:
-        for step, path in step_folders(self.traces).items():
-            if step > after or not (path / "trace.json").is_file():
-                yield path
-        for step, path in step_folders(self.updates).items():
-            if step > after:
-                yield path
-        for step, path in step_folders(self.checkpoints).items():
-            if step > after:  # refused ones: the run will write that step again
-                yield path
+        for parent in (self.traces, self.updates, self.checkpoints):
+            for step, path in step_folders(parent).items():
+                torn = parent == self.traces and not (path / "trace.json").is_file()
+                if step > after or torn:
+                    yield path
         for name in ("tensorboard", "summary.json", "curves.png"):
             if (self.path / name).exists():
                 yield self.path / name
+
+
+class Lock:
+    """An exclusive `flock` on `lock.json`, which also says who holds it (pid, host, start).
+
+    The lock of a process that died is taken over, and `note` says so. Raises `RunError` for a second writer, in the same
+    process as well. On a network file system that does not share locks between hosts, two hosts are not kept apart.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = self._open()
+        left = _read(self._file)
+        self.note = f"took over the lock of {_who(left)}, which no longer runs" if left else ""
+        mine = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(json.dumps(mine))
+        self._file.flush()
+
+    def _open(self) -> IO[str]:
+        while True:
+            file = self._path.open("a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as cause:
+                run, holder = self._path.parent, _who(_read(file))
+                file.close()
+                if cause.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise RunError(f"{run} cannot be locked", found=cause, do="use a local disk") from cause
+                do = "wait for it, stop it, or choose another run folder"
+                raise RunError(f"run {run} is being written", found=holder, do=do) from cause
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(self._path)):
+                    return file
+            file.close()  # the holder removed the file between our open and our lock: this is not the file any more
+
+    def release(self) -> None:
+        """Release the lock and delete its file."""
+        if not self._file.closed:
+            self._path.unlink(missing_ok=True)
+            self._file.close()
+
+
+def held(path: Path) -> bool:
+    """Whether a process holds the run's lock at this moment; nothing is changed."""
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError as cause:
+        return cause.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    return False
+
+
+def _read(file: IO[str]) -> dict[str, Any]:
+    file.seek(0)
+    try:
+        document = json.loads(file.read() or "{}")
+    except ValueError:
+        return {"pid": "?"}  # torn by a kill while it was written
+    return document if isinstance(document, dict) else {}
+
+
+def _who(held: dict[str, Any]) -> str:
+    return f"pid {held.get('pid', '?')} on {held.get('host', '?')} since {held.get('started', '?')}"

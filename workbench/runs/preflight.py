@@ -1,10 +1,13 @@
-"""Everything that can be refused before a model samples its first token, in one place; what was found, as a table.
+"""Checks data, plan, reward, memory and disk before a model samples its first token, and lists what it found.
 
 `train` runs it before it writes anything; `workbench check NOTEBOOK` runs a notebook up to it and no further.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import logging
 import shutil
 from collections import Counter
@@ -14,88 +17,134 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from workbench import ahead
-from workbench.config import require
+from workbench.base.config import require
+from workbench.base.errors import DataError, OutOfMemory, RunError
+from workbench.base.shown import Shown
 from workbench.dataproto import DataProto
 from workbench.datasets import Rows
-from workbench.datasets.templates import encode
-from workbench.engines.memory import available, gib
-from workbench.errors import DataError, OutOfMemory, RunError, message
-from workbench.runs.recorder import Plan
-from workbench.stages import Pipeline
+from workbench.datasets.rendering import encode
+from workbench.engines.local_engine.memory import available, gib
+from workbench.engines.protocol import Bounded, Estimates, switches_of
+from workbench.runs.folder import read_settings
+from workbench.runs.settings import Plan
+from workbench.stages.pipeline import Pipeline
+from workbench.steps import execute
 
 log = logging.getLogger("workbench")
 
 PER_TOKEN = 30
 """Bytes of a recorded update for each token of prompt and response, measured with GRPO's columns."""
+_measured: dict[str, int] = {}
+"""Lengths that `Prompts` measured in this process."""
 
 
 @dataclass(frozen=True)
-class Preflight:
-    """What a run will see: data that fits, and findings for people."""
+class Preflight(Shown):
+    """Rows that passed the checks, and the findings as (what, sentence)."""
 
     rows: Rows
-    heldout: Rows | None
+    eval_rows: Rows | None
     findings: tuple[tuple[str, str], ...] = field(default=())
+    prompts: Mapping[str, int] = field(default_factory=dict, repr=False)
+    """Lengths that settings.json keeps: see `Prompts.found`."""
 
     def __repr__(self) -> str:
         width = max(len(what) for what, _ in self.findings)
         return "\n".join(f"{what:<{width}}  {found}" for what, found in self.findings)
 
-    def _repr_html_(self) -> str:
-        from workbench.views.html import pairs_table
-
-        return pairs_table(list(self.findings))
-
 
 class Checked(RunError):
-    """`workbench check` got to the start of training: everything that can be checked has been. Carries the findings."""
+    """Ends `workbench check` at the start of training, after all checks. Carries the findings."""
 
 
-def preflight(pipeline: Pipeline, rows: Rows, heldout: Rows | None, plan: Plan, path: Path) -> Preflight:
+def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan, path: Path) -> Preflight:
     """Check data, plan, lengths, routing, reward function, memory and disk. Nothing is written, no model is run.
 
-    Raises `DataError`, `SettingError`, `RewardError`, `OutOfMemory` or `RunError` at the first thing that cannot be.
+    Raises `DataError`, `SettingError`, `RewardError`, `OutOfMemory` or `RunError` at the first thing that will not work.
     """
     rollout: Any = pipeline["rollout"]
     reward: Any = pipeline["reward"]
     tokenizer = rollout.sampler.tokenizer
-    switches = getattr(rollout.sampler, "template_switches", {})
-    rows = rows.fitting(tokenizer, **switches)
-    heldout = heldout.fitting(tokenizer, **switches) if heldout is not None else None
+    prompts = Prompts(tokenizer, switches_of(rollout.sampler), path)
+    parts = [part for part in (rows, eval_rows) if part is not None]
+    for part in parts:
+        prompts.check(part)
     first = rows.batch(plan.batch_size)
     blank = getattr(rollout, "blank", {})
     reward.function.check_signature((*first.columns, *blank))  # before the pipeline's check: it knows the nearest name
     pipeline.check(first)
-    for part in (rows, heldout):
-        if part is not None:
-            reward.function.check_rows(part)
-    prompt = _longest(rows, tokenizer, switches)
+    for part in parts:
+        reward.function.check_rows(part)
+    prompt = prompts.limit(rows)
     findings = [
-        ("data", _data(rows, heldout)),
+        ("data", _data(rows, eval_rows)),
         ("rewards", _routing(rows, reward)),
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
         ("placement", _placement(pipeline, plan)),
-        ("lengths", _lengths(rollout, prompt, lambda: max(rows.prompt_lengths(tokenizer, **switches)))),
+        ("lengths", _lengths(rollout, prompt, lambda: prompts.longest(rows))),
         ("memory", _memory(pipeline)),
         ("disk", _disk(pipeline, plan, path, (prompt + rollout.sampling.max_tokens) * rollout.group_size)),
     ]
     tried = _tried(reward, first[:2], tokenizer, blank)
-    return Preflight(rows, heldout, (*findings, ("reward function", tried)))
+    return Preflight(rows, eval_rows, (*findings, ("reward function", tried)), prompts.found)
 
 
-def _longest(rows: Rows, tokenizer: Any, switches: dict[str, Any]) -> int:
-    """Tokens that a prompt may have: the limit, or where there is none the longest of the first rows."""
-    longest = max(len(encode(tokenizer, row["prompt"], **switches)) for row in rows[:64])
-    if not longest:
-        raise DataError(message("the prompts are empty under the model's tokenizer", found="no token in the first 64"))
-    return rows.max_prompt_length or longest
+def _hash(*parts: Any) -> str:
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _data(rows: Rows, heldout: Rows | None) -> str:
-    held = f"; {len(heldout)} held out from {heldout.source or 'memory'}" if heldout is not None else "; none held out"
-    return f"{len(rows)} rows from {rows.source or 'memory'}{held}"
+class Prompts:
+    """Measures prompts under a model's template. All of a data set are rendered once, and not again in this process or by a
+    resumed run, whose settings.json has what was `found`.
+
+    A length belongs to the rows' content, the tokenizer, its template and the template's switches together.
+    """
+
+    def __init__(self, tokenizer: Any, switches: Mapping[str, Any], run: Path) -> None:
+        self._tokenizer, self._switches = tokenizer, switches
+        words = getattr(tokenizer, "backend_tokenizer", None)
+        self._kind = ""
+        """Hash of what turns a chat into tokens; empty for a tokenizer that cannot be hashed."""
+        if words is not None:
+            self._kind = _hash(words.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map, switches)
+        self.found: dict[str, int] = {}
+        """Hash of all that a length depends on → tokens of the longest prompt."""
+        self._known = dict(_measured)
+        with contextlib.suppress(RunError):  # no run there yet; a damaged one is refused where it is opened
+            self._known |= read_settings(run).get("prompts", {})
+
+    def longest(self, rows: Rows) -> int:
+        """Tokens of the longest of all prompts; 0 for no rows."""
+        key = _hash(rows.data_hash, self._kind)
+        found = self._known.get(key) if self._kind else None
+        if found is None:
+            found = max(rows.prompt_lengths(self._tokenizer, **self._switches), default=0)
+        if self._kind:
+            self._known[key] = self.found[key] = _measured[key] = found
+        return found
+
+    def check(self, rows: Rows) -> None:
+        """Raises `DataError` where a prompt is longer than the rows' limit."""
+        limit = rows.max_prompt_length
+        if limit is not None and self.longest(rows) > limit:
+            rows.fitting(self._tokenizer, **self._switches)
+
+    def limit(self, rows: Rows) -> int:
+        """Tokens that a prompt may have: the limit, or where there is none the longest of the first rows."""
+        limit = rows.max_prompt_length
+        first = (len(encode(self._tokenizer, row["prompt"], **self._switches)) for row in rows[:64])
+        longest = self.longest(rows) if limit is not None else max(first)
+        if not longest:
+            raise DataError("the prompts are empty under the model's tokenizer", found="no token in them")
+        return limit or longest
+
+
+def _data(rows: Rows, eval_rows: Rows | None) -> str:
+    held = "none held out" if eval_rows is None else f"{len(eval_rows)} held out from {eval_rows.source or 'memory'}"
+    return f"{len(rows)} rows from {rows.source or 'memory'}; {held}"
 
 
 def _routing(rows: Rows, reward: Any) -> str:
@@ -104,114 +153,86 @@ def _routing(rows: Rows, reward: Any) -> str:
 
 
 def _batch(pipeline: Pipeline, rows: Rows, plan: Plan, group: int) -> str:
-    """An update cannot see more prompts at once than a step has."""
+    """The size of a step. Raises `SettingError` where a mini-batch is larger than it."""
     for stage in pipeline:
-        size = getattr(stage, "ppo_mini_batch_size", None)
-        if size is not None:
-            require(
-                size <= plan.batch_size,
-                f"ppo_mini_batch_size of {stage.name}",
-                expected=f"≤ {plan.batch_size}, the prompts of a step",
-                found=size,
-            )
-    per_epoch = len(rows) // plan.batch_size
+        size = getattr(stage, "ppo_mini_batch_size", None) or 0
+        what, expected = f"ppo_mini_batch_size of {stage.name}", f"≤ {plan.batch_size}, the prompts of a step"
+        require(size <= plan.batch_size, what, expected=expected, found=size)
+    epochs = plan.steps / (len(rows) // plan.batch_size)
     alone = "; a group of one has no advantage under group baselines" if group == 1 else ""
-    return (
-        f"{plan.batch_size} prompts × {group} samples, {plan.steps} steps, {plan.steps / per_epoch:.2f} epochs{alone}"
-    )
+    return f"{plan.batch_size} prompts × {group} samples, {plan.steps} steps, {epochs:.2f} epochs{alone}"
 
 
 def _placement(pipeline: Pipeline, plan: Plan) -> str:
-    """Where rows are drawn beside the learner's work, and whether the loss knows that they are of older weights."""
+    """Where rows are sampled ahead, and whether the loss corrects for their older weights."""
     if not plan.ahead:
         return "each step's rows by its own weights"
-    sampler = ahead.sampler_of(pipeline).sampler
-    drawn = ", ".join(ahead.drawn_stages(pipeline).names)
+    sampler = execute.sampler_of(pipeline).sampler
+    drawn = ", ".join(execute.drawn_stages(pipeline).names)
     found = f"{drawn} one step ahead by {type(sampler).__name__}, one version behind; a step can be done again as far as that sampler repeats its tokens"
-    how = ahead.correction(pipeline)
-    if how is None:
-        found += "; NOT corrected: PPO's ratio does not see how old the rows are, take recipes.corrected(pipeline)"
-        log.warning("ahead=%d: %s", plan.ahead, found)
-        return found
-    return f"{found}; corrected: {how}"
+    if how := execute.correction(pipeline):
+        return f"{found}; corrected: {how}"
+    found += "; NOT corrected: PPO's ratio does not see how old the rows are, take recipes.with_importance_sampling(pipeline)"
+    log.warning("ahead=%d: %s", plan.ahead, found)
+    return found
 
 
 def _lengths(rollout: Any, prompt: int, measured: Callable[[], int]) -> str:
-    """What the limit allows fits into the model; where it does not, at least what there really is (`measured`)."""
-    limit = getattr(rollout.sampler, "max_length", None)
-    if limit is not None and prompt + rollout.sampling.max_tokens > limit:
+    """Prompts up to their limit, or where that does not fit into the model up to their `measured` length, and responses."""
+    sampler, response = rollout.sampler, rollout.sampling.max_tokens
+    limit = sampler.max_length if isinstance(sampler, Bounded) else None
+    if limit is not None and prompt + response > limit:
         prompt = measured()
-    if limit is not None and prompt + rollout.sampling.max_tokens > limit:
-        raise DataError(
-            message(
-                "prompts and responses do not fit into the model",
-                expected=f"at most {limit} positions",
-                found=f"{prompt} prompt tokens + {rollout.sampling.max_tokens} response tokens",
-                do="lower max_prompt_length or max_tokens",
-            )
-        )
-    return f"{prompt} prompt tokens + {rollout.sampling.max_tokens} response tokens of {limit or 'no stated limit'}"
+    lengths = f"{prompt} prompt tokens + {response} response tokens"
+    if limit is not None and prompt + response > limit:
+        what, do = "prompts and responses do not fit into the model", "lower max_prompt_length or max_tokens"
+        raise DataError(what, expected=f"at most {limit} positions", found=lengths, do=do)
+    return f"{lengths} of {limit or 'no stated limit'}"
 
 
 def _memory(pipeline: Pipeline) -> str:
-    """Engines of one device share it, so their needs are added up."""
+    """Memory needed and free on each device: the needs of its engines are added up."""
     needs: dict[torch.device, int] = {}
     for learner in pipeline.learners().values():
-        if hasattr(learner, "memory_needed"):
+        if isinstance(learner, Estimates):
             device, parts = learner.memory_needed()
             needs[device] = needs.get(device, 0) + sum(parts.values())
     for device, need in needs.items():
         free = available(device)
         if need > free:
-            raise OutOfMemory(
-                message(
-                    f"training would need about {gib(need)} more on {device}",
-                    expected=f"at most {gib(free)} that are free",
-                    found=", ".join(pipeline.learners()),
-                    do="lower micro_batch_tokens, switch on gradient_checkpointing, or take a smaller model",
-                )
-            )
-    parts_text = [
-        f"about {gib(need)} more on {device}, {gib(available(device))} free" for device, need in needs.items()
-    ]
-    return "; ".join(parts_text) or "the engines do not say"
+            what, roles = f"training would need about {gib(need)} more on {device}", ", ".join(pipeline.learners())
+            do = "lower micro_batch_tokens, switch on gradient_checkpointing, or take a smaller model"
+            raise OutOfMemory(what, expected=f"at most {gib(free)} that are free", found=roles, do=do)
+    found = [f"about {gib(need)} more on {device}, {gib(available(device))} free" for device, need in needs.items()]
+    return "; ".join(found) or "the engines do not say"
 
 
 def _disk(pipeline: Pipeline, plan: Plan, path: Path, tokens: int) -> str:
-    """Room for the checkpoints that are kept and one that is being written, and for the recorded updates."""
-    weights = sum(getattr(learner, "checkpoint_bytes", int)() for learner in pipeline.learners().values())
+    """Disk space needed for the kept checkpoints, one that is being written, and the recorded updates."""
+    weights = sum(one.checkpoint_bytes() for one in pipeline.learners().values() if isinstance(one, Estimates))
     between = plan.save_freq or plan.steps
     updates = min(plan.keep_updates << 20, tokens * plan.batch_size * PER_TOKEN * between * plan.keep_checkpoints)
     saved = 1 if not plan.save_freq else min(plan.keep_checkpoints + 1, plan.steps // plan.save_freq + 1)
     need = weights * saved + updates
     free = shutil.disk_usage(next(one for one in (path, *path.absolute().parents) if one.exists())).free
     if weights * saved > free:
-        raise RunError(
-            message(
-                f"the disk of {path} has no room for the checkpoints",
-                expected=f"about {gib(weights * saved)} ({saved} × {gib(weights)})",
-                found=f"{gib(free)} free",
-                do="free some, choose another run folder, or keep fewer checkpoints",
-            )
-        )
+        expected = f"about {gib(weights * saved)} ({saved} × {gib(weights)})"
+        what, do = "has no room for the checkpoints", "free some, choose another run folder, or keep fewer checkpoints"
+        raise RunError(f"the disk of {path} {what}", expected=expected, found=f"{gib(free)} free", do=do)
     return f"up to {gib(need)} ({saved} × {gib(weights)} checkpoint, updates {gib(updates)}); {gib(free)} free"
 
 
 def _tried(reward: Any, prompts: DataProto, tokenizer: Any, blank: Mapping[str, Any]) -> str:
-    """Score two made-up responses, as a step would: a broken function shows before the model has sampled for hours.
-    `blank` are a row's further values, as the rollout gives them.
+    """Score two made-up responses, as a step would: a broken function fails before the model has sampled for hours.
+    `blank` are further columns that the rollout would write.
 
-    A function that runs in this process is left alone: it may count its calls.
+    A function that runs in this process is not called: it may count its calls.
     """
     if reward.function.in_process:
         return f"{reward.function.name}: its signature fits"
-    truths = [str((judged or {}).get("ground_truth", "")) for judged in prompts["reward_model"]]
-    texts = truths if any(truths) else ["" for _ in truths]
-    ids = [list(tokenizer.encode(text, add_special_tokens=False)) or [0] for text in texts]
-    width = max(map(len, ids))
-    padded = torch.tensor([one + [0] * (width - len(one)) for one in ids])
-    mask = torch.tensor([[1] * len(one) + [0] * (width - len(one)) for one in ids])
+    texts = [str((one or {}).get("ground_truth", "")) for one in prompts["reward_model"]]
+    ids = [torch.tensor(list(tokenizer.encode(text, add_special_tokens=False)) or [0]) for text in texts]
+    padded, mask = (pad_sequence(each, batch_first=True) for each in (ids, [torch.ones_like(one) for one in ids]))
     more = {name: [value] * len(texts) for name, value in blank.items()}
-    made = prompts.with_columns({"responses": padded, "response_mask": mask, "response_text": texts, **more})
-    reward(made)
-    return f"{reward.function.name}: its signature fits, and it judged two rows"
+    reward(prompts.with_columns({"responses": padded, "response_mask": mask, "response_text": texts, **more}))
+    return f"{reward.function.name}: its signature fits, and it scored two rows"

@@ -1,36 +1,26 @@
-"""Going on exactly where a run stood, or saying why that cannot be."""
+"""Resumes a run exactly where it stopped, or refuses and says why."""
 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
+from workbench.base.errors import CheckpointError, RunError, describe
 from workbench.datasets import Rows
-from workbench.errors import CheckpointError, RunError, describe, message
 from workbench.runs import checkpoint
-from workbench.runs.folder import RunFolder, read_json
-from workbench.stages import Pipeline
+from workbench.runs.folder import RunFolder, read_settings
+from workbench.runs.settings import first_seen
+from workbench.stages.pipeline import Pipeline
 
-MAY_CHANGE = (
-    "train.steps",
-    "train.test_freq",
-    "train.save_freq",
-    "train.trace_freq",
-    "train.keep_traces",
-    "train.keep_checkpoints",
-    "train.keep_updates",
-    "train.trackers",
-    "heldout.source",
-)
-"""Settings that a resumed run may always change: they cannot change a number of a step."""
-_COMPARED = ("stages", "sources", "engines", "data_hash", "heldout", "train")
+_WHEN = "steps test_freq save_freq trace_freq keep_traces keep_checkpoints keep_updates trackers"
+ALLOW_CHANGES = (*(f"train.{name}" for name in _WHEN.split()), "eval_rows.source")
+"""Settings that a resumed run may always change: no step's numbers depend on them."""
+_COMPARED = ("stages", "sources", "engines", "data_hash", "eval_rows", "train")
 _STATE = ("cursor", "controllers", "rng", "versions")
-_first_seen: WeakKeyDictionary[Pipeline, dict[str, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -40,19 +30,19 @@ class Start:
     step: int
     """The first step to do, from 1."""
     rng: dict[str, Any] | None = None
-    """Generators to restore when everything else is built: the last thing before the loop."""
+    """Random generators to restore when everything else is built, last before the loop."""
     notes: tuple[str, ...] = ()
-    """What was found, refused or moved aside."""
+    """Sentences about what was found, refused or moved aside."""
     changes: tuple[str, ...] = ()
     """Settings that differ from those that the run was started with."""
     old: Mapping[str, Any] | None = None
-    """settings.json as it was; None: a new run."""
+    """settings.json as it was; None for a new run."""
     pending: Path | None = None
-    """The first step's rows where they have been drawn ahead: a trace."""
+    """The trace with the first step's rows, where they were sampled ahead."""
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """`lr: 0.001 → 0.002` for every setting that differs, nested names joined by dots; of texts the first line."""
+    """`lr: 0.001 → 0.002` for every setting that differs, nested names joined by dots; of texts the first such line."""
     found = []
     for key in dict.fromkeys([*old, *new]):
         a, b = old.get(key), new.get(key)
@@ -60,18 +50,11 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
             found += differences(a, b, f"{prefix}{key}.")
         elif json.dumps(a, default=str) != json.dumps(b, default=str):
             if isinstance(a, str) and isinstance(b, str):
-                a, b = _first_difference(a, b)
+                lines = list(zip_longest(a.splitlines(), b.splitlines(), fillvalue=""))
+                if len(lines) > 1:
+                    a, b = next(((one.strip(), two.strip()) for one, two in lines if one != two), (a, b))
             found.append(f"{prefix}{key}: {_short(a)} → {_short(b)}")
     return found
-
-
-def _first_difference(a: str, b: str) -> tuple[str, str]:
-    lines, others = a.splitlines(), b.splitlines()
-    if max(len(lines), len(others)) < 2:
-        return a, b
-    width = max(len(lines), len(others))
-    pairs = zip(lines + [""] * (width - len(lines)), others + [""] * (width - len(others)), strict=True)
-    return next(((one.strip(), other.strip()) for one, other in pairs if one != other), (a, b))
 
 
 def _short(value: Any) -> str:
@@ -85,90 +68,82 @@ def begin(
     settings: Mapping[str, Any],
     *,
     resume: str,
-    may_change: Sequence[str] = (),
+    allow_changes: Sequence[str] = (),
 ) -> Start:
-    """Where to start, with weights, optimizer, controllers and data position put in place.
+    """Restore weights, optimizer, controllers and data position from a run's folder, and return where to start.
 
-    `never` refuses a folder that has a run; `auto` takes the newest checkpoint that verifies; where there has
+    `resume="never"` refuses a folder that has a run; `"auto"` takes the newest checkpoint that verifies; where there has
     been none yet it starts over (what the run wrote is moved to superseded/). Raises `RunError` where settings,
     model files or data differ from the run's, or weights cannot be put back; `CheckpointError` where all
     checkpoints are damaged.
     """
-    old, changes = check_resumable(folder.path, settings, resume, may_change)
+    old, changes = check_resumable(folder.path, settings, resume, allow_changes)
     if resume == "never":
-        return Start(1, notes=_notes(folder.lock.note))
+        return Start(1, notes=tuple(filter(None, (folder.lock.note,))))
     found = checkpoint.latest(folder.checkpoints, clean=True)
+    if found.path is None and found.refused:
+        what = f"no checkpoint of {folder.path} can be used, and starting over would lose the run"
+        do = "move the folder checkpoints/ away to start over, or choose another run folder"
+        raise CheckpointError(what, found="; ".join(found.notes), do=do)
+    _refuse_moved_weights(folder, pipeline, old, allow_changes, over=found.path is None)
+    notes = tuple(note for note in (folder.lock.note, *found.notes) if note)
     if found.path is None:
-        if found.refused:
-            raise CheckpointError(
-                message(
-                    f"no checkpoint of {folder.path} can be used, and starting over would lose the run",
-                    found="; ".join(found.notes),
-                    do="move the folder checkpoints/ away to start over, or choose another run folder",
-                )
-            )
-        _refuse_moved_weights(folder, pipeline, old, may_change, over=True)
-        moved = folder.supersede(-1)
-        return Start(1, None, _notes(folder.lock.note, *found.notes, *map(_moved, moved)), changes, old)
-    _refuse_moved_weights(folder, pipeline, old, may_change, over=False)
-    state = _restore(found.path, pipeline, rows, settings, may_change)
-    notes = _notes(folder.lock.note, *found.notes)
+        return Start(1, None, (*notes, *_superseded(folder, -1)), changes, old)
+    state = _restore(found.path, pipeline, rows, settings, allow_changes)
     if found.step >= settings["train"]["steps"]:
         return Start(found.step + 1, None, notes, changes, old)
-    moved = folder.supersede(found.step)
-    notes = (*notes, f"resumed after step {found.step}", *map(_moved, moved))
+    notes = (*notes, f"resumed after step {found.step}", *_superseded(folder, found.step))
     pending = found.path / checkpoint.PENDING
     return Start(found.step + 1, state["rng"], notes, changes, old, pending if pending.is_dir() else None)
 
 
+def _superseded(folder: RunFolder, after: int) -> list[str]:
+    return [f"moved to superseded: {what}" for what in folder.supersede(after)]
+
+
 def check_resumable(
-    path: Path, settings: Mapping[str, Any], resume: str, may_change: Sequence[str]
+    path: Path, settings: Mapping[str, Any], resume: str, allow_changes: Sequence[str]
 ) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
-    """(settings.json as it is, settings that differ and may). Reads alone; raises `RunError` as `begin` does."""
+    """(settings.json as it is, settings that differ and may). Only reads; raises `RunError` as `begin` does."""
     if resume == "never":
         if (path / "metrics.jsonl").exists() or checkpoint.steps(path / "checkpoints"):
-            raise RunError(
-                message(
-                    f"there is a run in {path} already",
-                    expected="an empty or new folder",
-                    do="choose another run=, or go on with resume='auto'",
-                )
-            )
+            do = "choose another run=, or go on with resume='auto'"
+            raise RunError(f"there is a run in {path} already", expected="an empty or new folder", do=do)
         return None, ()
     if not (path / "settings.json").is_file():
         return None, ()
-    old = read_json(path / "settings.json")
-    return old, _changes(path, old, settings, may_change)
-
-
-def _notes(*texts: str) -> tuple[str, ...]:
-    return tuple(text for text in texts if text)
-
-
-def _moved(what: str) -> str:
-    return f"moved to superseded: {what}"
+    old = read_settings(path)
+    new = json.loads(json.dumps({part: settings[part] for part in (*_COMPARED, "pipeline")}, default=str))
+    was, now = ({part: one.get(part) for part in _COMPARED} | {"sources": _of_ours(new, one)} for one in (old, new))
+    names = {text: text.split(": ")[0] for text in differences(was, now)}
+    changed = {text: name for text, name in names.items() if not _only_moved(name, new["engines"])}
+    refused = {text: name for text, name in changed.items() if not _among(name, (*ALLOW_CHANGES, *allow_changes))}
+    if refused:
+        do = f"use the same settings, another run folder, or allow it: allow_changes={list(refused.values())}"
+        raise RunError(f"run {path} was started with other settings", found="; ".join(refused), do=do)
+    return old, tuple(changed)
 
 
 def _restore(
-    path: Path, pipeline: Pipeline, rows: Rows, settings: Mapping[str, Any], may_change: Sequence[str]
+    path: Path, pipeline: Pipeline, rows: Rows, settings: Mapping[str, Any], allow_changes: Sequence[str]
 ) -> dict[str, Any]:
-    """Weights, optimizers, schedules and controllers put back; the checkpoint's state.json."""
-    state = read_json(path / "state.json")
+    """Restores weights, optimizers, schedules and controllers; returns the checkpoint's state.json."""
+    state = checkpoint.read_state(path)
     lacking = [key for key in _STATE if key not in state]
     lacking += [role for role in pipeline.learners() if not (path / role).is_dir()]
     lacking += [f"the controller of {name}" for name in pipeline.state() if name not in state.get("controllers", {})]
     if lacking:
-        raise CheckpointError(message(f"checkpoint {path.name} lacks {', '.join(lacking)}"))
+        raise CheckpointError(f"checkpoint {path.name} lacks {', '.join(lacking)}")
     plan = settings["train"]
     cursor = rows.cursor(state["step"], plan["batch_size"], plan["seed"]).to_json()
     wrong = differences(state["cursor"], cursor)
-    if wrong and not any(_among(name, may_change) for name in ("data_hash", "train.seed", "train.batch_size")):
-        raise RunError(message("the data is not what the checkpoint was trained on", found="; ".join(wrong)))
+    if wrong and not any(_among(name, allow_changes) for name in ("data_hash", "train.seed", "train.batch_size")):
+        raise RunError("the data is not what the checkpoint was trained on", found="; ".join(wrong))
     for role, learner in pipeline.learners().items():
         learner.load_state(path / role, path / f"{role}_state")
         if learner.version != state["versions"][role]:
             wrong = [f"{role}: {state['versions'][role]} → {learner.version}"]
-            raise CheckpointError(message(f"checkpoint {path.name} has other versions", found="; ".join(wrong)))
+            raise CheckpointError(f"checkpoint {path.name} has other versions", found="; ".join(wrong))
     pipeline.load_state(state["controllers"])
     return state
 
@@ -176,29 +151,26 @@ def _restore(
 # --- settings that differ -------------------------------------------------------------------------
 
 
-def _changes(
-    path: Path, old: Mapping[str, Any], settings: Mapping[str, Any], may_change: Sequence[str]
-) -> tuple[str, ...]:
-    """All differences; raises `RunError` naming those that are not allowed."""
-    new = json.loads(json.dumps({part: settings[part] for part in _COMPARED}, default=str))
-    old = {**old, "train": {"ahead": 0, **old.get("train", {})}}  # runs from before there was such a setting
-    changed = differences({part: old.get(part) for part in _COMPARED}, new)
-    changed = [text for text in changed if not _only_moved(text.split(": ")[0], new["engines"])]
-    allowed = (*MAY_CHANGE, *may_change)
-    refused = [text for text in changed if not _among(text.split(": ")[0], allowed)]
-    if refused:
-        raise RunError(
-            message(
-                f"run {path} was started with other settings",
-                found="; ".join(refused),
-                do=f"use the same settings, another run folder, or allow it: may_change={[text.split(': ')[0] for text in refused]}",
-            )
-        )
-    return tuple(changed)
+def _of_ours(new: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A run's source texts; where the new pipeline has a function of this package, the record of it instead: its text
+    changes with every version of the package."""
+    made, now = (
+        {one["name"]: one["arguments"] if one["class"] else {} for one in part.get("pipeline", [])}
+        for part in (settings, new)
+    )
+    found = {stage: dict(texts) for stage, texts in (settings.get("sources") or {}).items()}
+    for stage, texts in new["sources"].items():
+        for key in texts:
+            argument = now.get(stage, {}).get(key, "of the stage itself")
+            ours = argument is None or (isinstance(argument, dict) and {"function", "reward", "of"} & argument.keys())
+            if ours and key in found.get(stage, {}):
+                there = made.get(stage, {}).get(key)
+                found[stage][key] = {k: v for k, v in there.items() if k != "of"} if isinstance(there, dict) else there
+    return found
 
 
 def _only_moved(name: str, engines: Mapping[str, Any]) -> bool:
-    """Whether a difference is the place of a model alone: what its files hold is compared beside it."""
+    """Whether only the folder of a model differs: the content of its files is compared by crc32."""
     part, _, rest = name.partition(".")
     role, _, key = rest.partition(".")
     return part == "engines" and key == "path" and "files_crc32" in engines.get(role, {})
@@ -208,55 +180,16 @@ def _among(name: str, allowed: Sequence[str]) -> bool:
     return any(name == one or name.startswith(f"{one}.") for one in allowed)
 
 
-def described_engines(pipeline: Pipeline) -> dict[str, Any]:
-    """Role → the engine's settings, with a crc32 over the files of the model that it was loaded from.
-
-    The files stand for the frozen reference too, which a resumed run makes from them again.
-    """
-    found = {}
-    for role, learner in pipeline.learners().items():
-        record = dict(getattr(learner, "describe", dict)())
-        path = Path(str(record.get("path", "")))
-        if record.get("path") and path.is_dir():
-            record["files_crc32"] = files_crc32(path)
-        found[role] = record
-    return found
-
-
-def files_crc32(model: Path) -> int:
-    """One number over the names and contents of a model folder's files."""
-    value = 0
-    for path in sorted(model.iterdir()):
-        if path.is_file() and path.suffix in (".safetensors", ".json", ".jinja", ".txt", ".model"):
-            value = zlib.crc32(path.name.encode(), value)
-            with path.open("rb") as file:
-                while block := file.read(1 << 20):
-                    value = zlib.crc32(block, value)
-    return value
-
-
 # --- weights that have moved on -------------------------------------------------------------------
 
 
-def first_seen(pipeline: Pipeline) -> dict[str, Any]:
-    """Role → version and role → `state_id`, when a pipeline first met a run in this process.
-
-    Its frozen reference was made from those weights, or from earlier ones; later ones cannot be in it.
-    """
-    learners = pipeline.learners().items()
-    versions = {role: learner.version for role, learner in learners}
-    states = {role: learner.state_id for role, learner in learners}
-    return _first_seen.setdefault(pipeline, {"versions": versions, "states": states})
-
-
 def _refuse_moved_weights(
-    folder: RunFolder, pipeline: Pipeline, old: Mapping[str, Any] | None, may_change: Sequence[str], *, over: bool
+    folder: RunFolder, pipeline: Pipeline, old: Mapping[str, Any] | None, allow_changes: Sequence[str], *, over: bool
 ) -> None:
-    """A pipeline needs the weights that the run began with: for its reference, and where it starts over for all.
-
-    Interrupting a cell and running it again meets both: the engine in memory has moved on.
+    """Refuses a pipeline whose weights were updated since the run began: its reference would be another one, and where the
+    run starts over (`over`) all of it. That happens when a cell is interrupted and run again on the engine in memory.
     """
-    if old is None or "began" not in old or _among("began", may_change):
+    if old is None or "began" not in old or _among("began", allow_changes):
         return
     then, seen = old["began"]["versions"], first_seen(pipeline)
     wrong = differences(then, seen["versions"])
@@ -264,10 +197,6 @@ def _refuse_moved_weights(
         moved = [role for role, learner in pipeline.learners().items() if learner.state_id != seen["states"][role]]
         wrong += [f"{role}: updated since" for role in moved]
     if wrong:
-        raise RunError(
-            message(
-                f"run {folder.path} began with weights of another version than this pipeline was built on",
-                found="; ".join(wrong),
-                do="load the model again, build the pipeline on it, and resume with that",
-            )
-        )
+        what = f"run {folder.path} began with weights of another version than this pipeline was built on"
+        do = "load the model again, build the pipeline on it, and resume with that"
+        raise RunError(what, found="; ".join(wrong), do=do)

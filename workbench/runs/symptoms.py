@@ -1,4 +1,4 @@
-"""What a run's numbers say is wrong, and what people do about it: a short list, from its metrics and its last trace."""
+"""Finds what usually goes wrong in RL training in a run's metrics and its last trace, with advice for each."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
+from workbench.base.shown import Shown
 from workbench.runs.folder import STEP
 
 Rows = Sequence[Mapping[str, Any]]
+Check = Callable[[Rows, Any], Iterator["Symptom"]]
 WINDOW = 5
-"""Steps that a check looks at: the last ones, beside the first ones."""
+"""Steps that a check averages over: the last ones, compared with as many first ones."""
 LOOKS = 5000
-"""Looks at the rows that there are: every one of them in most runs, in less than half a second."""
+"""The most rows of an existing run after which the checks are made: all rows of most runs, in under half a second."""
 SEEN = 64
-"""Rows that are looked at after every step, beside the first ones: what a look costs does not grow with the run."""
+"""Last rows that are checked after every step, beside the first ones, so that the cost does not grow with the run."""
 
 
 @dataclass(frozen=True)
 class Symptom:
-    """One thing that looks wrong."""
+    """One thing that looks wrong in a run's metrics."""
 
     name: str
     found: str
@@ -31,16 +33,16 @@ class Symptom:
     do: str
     """What is usually behind it, and what to try."""
     steps: tuple[int, ...] = ()
-    """The very steps that have it; empty where it is of a stretch of steps."""
+    """The single steps that have it; empty where it belongs to a stretch of steps."""
 
     def __str__(self) -> str:
         return f"{self.name} (step {self.since} on): {self.found}; {self.do}"
 
 
 def symptoms(rows: Rows, batch: Any = None) -> list[Symptom]:
-    """Checks over metrics rows (`run.rows`), the gravest first; `batch` is the last recorded one, for causes.
+    """Check metrics rows (`run.rows`), and list what looks wrong, the worst first; `batch`, the last recorded one, gives causes.
 
-    Nothing is said of fewer than three steps, nor of metrics that a run does not have.
+    Fewer than three steps, and metrics that a run does not have, are not checked.
     """
     steps = [row for row in rows if row[STEP] > 0]
     if len(steps) < 3:
@@ -52,14 +54,13 @@ def _series(rows: Rows, name: str) -> list[float]:
     return [row[name] for row in rows if row.get(name) is not None]
 
 
+def _mean(rows: Rows, name: str) -> float | None:
+    values = _series(rows, name)
+    return fmean(values) if values else None
+
+
 def _last(rows: Rows, name: str) -> float | None:
-    values = _series(rows[-WINDOW:], name)
-    return fmean(values) if values else None
-
-
-def _first(rows: Rows, name: str) -> float | None:
-    values = _series(rows[:WINDOW], name)
-    return fmean(values) if values else None
+    return _mean(rows[-WINDOW:], name)
 
 
 def _since(rows: Rows) -> int:
@@ -74,7 +75,7 @@ def _flat_reward(rows: Rows, batch: Any) -> Iterator[Symptom]:
     if (_last(rows, "response_length/clip_ratio") or 0) > 0.8:
         causes.append("nearly all responses are cut off: raise max_tokens")
     if (_last(rows, "reward/scored_ratio") or 1) < 0.5:
-        causes.append("most rows have no judgement: the reward function fails, see the traceback in views.samples")
+        causes.append("most rows were not scored: the reward function fails, see the traceback in views.samples")
     if batch is not None:
         causes += _causes(batch)
     do = "; ".join(causes) or "look at views.samples(…): is the function wrong, the ground truth, or the format?"
@@ -82,89 +83,55 @@ def _flat_reward(rows: Rows, batch: Any) -> Iterator[Symptom]:
 
 
 def _causes(batch: Any) -> Iterator[str]:
-    """What the last batch itself tells."""
-    judged = list(batch["reward_model"]) if "reward_model" in batch else []
-    without = sum(1 for one in judged if not (one or {}).get("ground_truth"))
+    asked = list(batch["reward_model"]) if "reward_model" in batch else []
+    without = sum(1 for one in asked if not (one or {}).get("ground_truth"))
     if without:
-        yield f"{without} of {len(judged)} rows have no ground truth"
+        yield f"{without} of {len(asked)} rows have no ground truth"
     scores = list(batch["score"]) if "score" in batch else []
     unread = sum(1 for score in scores if getattr(score, "answer", None) is None and score.scored)
     if scores and unread > len(scores) / 2:
         yield f"no answer could be read out of {unread} of {len(scores)} responses: the format is not what the scorer reads"
 
 
-def _dull_groups(rows: Rows, _: Any) -> Iterator[Symptom]:
-    shares = _series(rows[-WINDOW:], "advantage/zero_share")
-    if shares and fmean(shares) > 0.7:
-        yield Symptom(
-            "most groups teach nothing",
-            f"{fmean(shares):.0%} of the rows have advantage 0",
-            _since(rows),
-            "prompts are too easy or too hard: recipes.dapo draws others, or raise group_size or the temperature",
-        )
+def _above(name: str, metrics: Sequence[str], limit: float, found: str, do: str) -> Check:
+    """A check that the recent mean of each metric is not above a limit; `found` is formatted with `metric` and `value`."""
 
+    def check(rows: Rows, _: Any) -> Iterator[Symptom]:
+        for metric in metrics:
+            value = _last(rows, metric)
+            if value is not None and value > limit:
+                yield Symptom(name, found.format(metric=metric, value=value), _since(rows), do)
 
-def _far_from_reference(rows: Rows, _: Any) -> Iterator[Symptom]:
-    for name in ("actor/kl_loss", "actor/reward_kl_penalty"):
-        value = _last(rows, name)
-        if value is not None and value > 1.0:
-            yield Symptom(
-                "KL to the reference is large",
-                f"{name} {value:.3g} nats a token",
-                _since(rows),
-                "outputs may get strange: raise kl_coef, or lower lr",
-            )
+    return check
 
 
 def _collapsed_entropy(rows: Rows, _: Any) -> Iterator[Symptom]:
-    first, last = _first(rows, "actor/entropy"), _last(rows, "actor/entropy")
+    first, last = _mean(rows[:WINDOW], "actor/entropy"), _last(rows, "actor/entropy")
     if first is not None and last is not None and last < 0.1 * first:
-        yield Symptom(
-            "entropy has collapsed",
-            f"{first:.3g} → {last:.3g} nats a token",
-            _since(rows),
-            "the policy repeats itself and groups lose their spread: raise clip_high, entropy_coeff or the temperature, lower lr",
-        )
-
-
-def _clipped(rows: Rows, _: Any) -> Iterator[Symptom]:
-    value = _last(rows, "actor/pg_clipfrac")
-    if value is not None and value > 0.3:
-        yield Symptom(
-            "much of the update is clipped",
-            f"{value:.0%} of the tokens",
-            _since(rows),
-            "the policy moves too far in one step: lower lr or ppo_epochs, or enlarge the mini-batch",
-        )
+        do = "the policy repeats itself and groups lose their spread: raise clip_ratio_high, entropy_coeff or the temperature, lower lr"
+        yield Symptom("entropy has collapsed", f"{first:.3g} → {last:.3g} nats a token", _since(rows), do)
 
 
 def _drifting_length(rows: Rows, _: Any) -> Iterator[Symptom]:
-    first, last = _first(rows, "response_length/mean"), _last(rows, "response_length/mean")
+    first, last = _mean(rows[:WINDOW], "response_length/mean"), _last(rows, "response_length/mean")
     cut = _last(rows, "response_length/clip_ratio") or 0.0
     if first and last is not None and (last > 2 * first or last < 0.5 * first):
         tail = f", {cut:.0%} cut off at the limit" if cut > 0.1 else ""
-        yield Symptom(
-            "responses change their length",
-            f"{first:.0f} → {last:.0f} tokens{tail}",
-            _since(rows),
-            "the reward may pay for length: dr_grpo's normalisation, dapo's overlong penalty, or look at the best rewards",
-        )
+        do = "the reward may pay for length: dr_grpo's normalisation, dapo's overlong penalty, or look at the best rewards"
+        yield Symptom("responses change their length", f"{first:.0f} → {last:.0f} tokens{tail}", _since(rows), do)
 
 
 def _two_policies(rows: Rows, _: Any) -> Iterator[Symptom]:
     value = _last(rows, "training/rollout_probs_diff_mean")
     late = _last(rows, "training/policy_lag/max")
     if late and _last(rows, "rollout_corr/rollout_is_mean") is not None:
-        return  # rows of older weights, as they were asked for, and the loss knows it
+        return  # rows of older weights were asked for, and the loss corrects for them
     if value is not None and value > 0.02:
-        yield Symptom(
-            "sampler and trainer differ",
-            f"probabilities are {value:.3g} apart on average",
-            _since(rows),
-            "rows are of older weights (ahead=1): take recipes.corrected(pipeline)"
-            if late
-            else "training is off-policy: check weights' sync and precision, or add stages.RolloutCorrection",
-        )
+        do = "training is off-policy: check weights' sync and precision, or add stages.RolloutCorrection"
+        if late:
+            do = "rows are of older weights (ahead=1): take recipes.with_importance_sampling(pipeline)"
+        found = f"probabilities are {value:.3g} apart on average"
+        yield Symptom("sampler and trainer differ", found, _since(rows), do)
 
 
 def _falling_reward(rows: Rows, _: Any) -> Iterator[Symptom]:
@@ -175,69 +142,70 @@ def _falling_reward(rows: Rows, _: Any) -> Iterator[Symptom]:
     best, last = max(means), means[-1]
     spread = max(values) - min(values)
     if best - last > 0.3 * spread and best - last > 0.05:
-        yield Symptom(
-            "reward has fallen",
-            f"running mean {best:.3f} → {last:.3f}",
-            int(rows[means.index(best)][STEP]),
-            "KL too far from the start, or lr too high: go back to a checkpoint, raise kl_coef, lower lr",
-        )
+        since = int(rows[means.index(best)][STEP])
+        do = "KL too far from the start, or lr too high: go back to a checkpoint, raise kl_coef, lower lr"
+        yield Symptom("reward has fallen", f"running mean {best:.3f} → {last:.3f}", since, do)
 
 
 def _jumping_gradient(rows: Rows, _: Any) -> Iterator[Symptom]:
-    values = _series(rows, "actor/grad_norm")
-    usual = median(values) if values else 0.0
-    jumps = [
-        row for row in rows if row.get("actor/grad_norm") is not None and usual and row["actor/grad_norm"] > 20 * usual
-    ]
-    if jumps:
-        steps = tuple(int(row[STEP]) for row in jumps)
-        yield Symptom(
-            "the gradient jumps",
-            f"norm {jumps[0]['actor/grad_norm']:.3g}, usually {usual:.3g}, at steps {list(steps)[:5]}",
-            steps[0],
-            "look at that step: run.stepper(step); lower grad_clip or lr",
-            steps,
-        )
+    norms = {int(row[STEP]): row["actor/grad_norm"] for row in rows if row.get("actor/grad_norm") is not None}
+    usual = median(norms.values()) if norms else 0.0
+    if steps := tuple(step for step, norm in norms.items() if usual and norm > 20 * usual):
+        found = f"norm {norms[steps[0]]:.3g}, usually {usual:.3g}, at steps {list(steps)[:5]}"
+        do = "look at that step: run.stepper(step); lower grad_clip or lr"
+        yield Symptom("the gradient jumps", found, steps[0], do, steps)
 
 
 _NUMBERS = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "critic/vf_loss")
 
 
-def _no_numbers(rows: Rows, _: Any) -> Iterator[Symptom]:
-    """NaN and infinities stand as null in a run's rows."""
-    bad = [(int(row[STEP]), [name for name in _NUMBERS if name in row and row[name] is None]) for row in rows]
-    bad = [(step, names) for step, names in bad if names]
-    if bad:
-        steps = tuple(step for step, _ in bad)
-        yield Symptom(
-            "a metric is no number",
-            f"{', '.join(bad[0][1])} at steps {list(steps)[:5]}",
-            steps[0],
-            "look at that step: run.stepper(step, at='update_actor'); is a reward huge, or an advantage NaN?",
-            steps,
-        )
+def _not_finite(rows: Rows, _: Any) -> Iterator[Symptom]:
+    """NaN and infinities are null in a run's rows."""
+    every = {int(row[STEP]): [name for name in _NUMBERS if name in row and row[name] is None] for row in rows}
+    if steps := tuple(step for step, names in every.items() if names):
+        found = f"{', '.join(every[steps[0]])} at steps {list(steps)[:5]}"
+        do = "look at that step: run.stepper(step, at='update_actor'); is a reward huge, or an advantage NaN?"
+        yield Symptom("a metric is NaN or infinite", found, steps[0], do, steps)
 
 
-CHECKS: tuple[Callable[[Rows, Any], Iterator[Symptom]], ...] = (
-    _no_numbers,
+CHECKS: tuple[Check, ...] = (
+    _not_finite,
     _flat_reward,
     _two_policies,
     _falling_reward,
-    _far_from_reference,
+    _above(
+        "KL to the reference is large",
+        ("actor/kl_loss", "actor/reward_kl_penalty"),
+        1.0,
+        "{metric} {value:.3g} nats a token",
+        "outputs may get strange: raise kl_coef, or lower lr",
+    ),
     _collapsed_entropy,
     _jumping_gradient,
-    _dull_groups,
-    _clipped,
+    _above(
+        "most groups teach nothing",
+        ("advantage/zero_share",),
+        0.7,
+        "{value:.0%} of the rows have advantage 0",
+        "prompts are too easy or too hard: recipes.dapo samples others, or raise group_size or the temperature",
+    ),
+    _above(
+        "much of the update is clipped",
+        ("actor/pg_clipfrac",),
+        0.3,
+        "{value:.0%} of the tokens",
+        "the policy moves too far in one step: lower lr or ppo_epochs, or enlarge the mini-batch",
+    ),
     _drifting_length,
 )
 
 
 class Watch:
-    """Follows a run's rows: which symptoms begin with a row, and all that it has shown. Each look reads a few rows: the
-    first ones and the last `SEEN`.
+    """Follows a run's rows as they come: `look` returns the symptoms that begin with a row, `marks` all that were seen.
 
-    `rows` are those that there are already, looked at up to `looks` times, evenly and at the last one: a resumed run says
-    nothing again that had begun in them. NaN and infinities must be None in rows (`folder.strict`).
+    Each check reads the first rows and the last `SEEN`. `rows` are those of a run that goes on, checked up to `looks` times,
+    evenly and at the last one, so that what had begun in them is not reported again. NaN and infinities must be None in
+    rows (`folder.strict`).
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = (), looks: int = LOOKS) -> None:
@@ -246,37 +214,30 @@ class Watch:
         self._seen: dict[str, Symptom] = {}
         self._there: set[str] = set()
         rows = list(rows)
-        looks = min(looks, len(rows))
-        places = {len(rows) * number // looks for number in range(1, looks + 1)}
-        for number, row in enumerate(rows, 1):
-            self._take(row)
-            if number in places:
-                self._update()
+        every = -(-len(rows) // looks)
+        for number, row in enumerate(rows, 1 - len(rows)):
+            self.look(row, check=number % every == 0)
 
-    def _take(self, row: Mapping[str, Any]) -> None:
+    def look(self, row: Mapping[str, Any], *, check: bool = True) -> list[Symptom]:
+        """Take one more row: the symptoms that the rows have with it and did not have before. Those of single steps count at
+        the last one."""
         if row[STEP] > 0:
             (self._first if len(self._first) < WINDOW else self._last).append(row)
-
-    def _update(self) -> list[Symptom]:
-        """Look at the window; what was not there at the last look. Of what single steps have, those of the last step."""
+        if not check:
+            return []
         rows = [*self._first, *self._last]
         found = {one.name: one for one in symptoms(rows) if not one.steps or rows[-1][STEP] in one.steps}
         begun = [one for name, one in found.items() if name not in self._there]
         for name, one in found.items():
-            # what single steps have says itself which; of the rest the window moves on while they last
+            # a symptom of single steps names them; of the others the window moves on while they last
             self._seen[name] = one if one.steps else replace(one, since=self._seen.get(name, one).since)
         self._there = set(found)
         return begun
 
-    def look(self, row: Mapping[str, Any]) -> list[Symptom]:
-        """Symptoms that this row has and the one before did not."""
-        self._take(row)
-        return self._update()
-
     @property
     def marks(self) -> list[Symptom]:
-        """All that were seen, each from where it was first seen, in that order; of one that has gone it is said, with its
-        last numbers."""
+        """All symptoms that were seen, in order, each since it was first seen; one that has gone says so after its last
+        numbers."""
         return [
             one if one.steps or name in self._there else replace(one, found=f"{one.found} (gone by now)")
             for name, one in self._seen.items()
@@ -284,23 +245,10 @@ class Watch:
 
 
 def shown_by(rows: Rows, batch: Any = None) -> list[Symptom]:
-    """The symptoms that the rows have at their end, each since it was first seen; `batch` is the last recorded one."""
+    """Symptoms at the end of the rows, each since it was first seen; `batch` is the last recorded one."""
     since = {one.name: one.since for one in Watch(rows).marks}
     return [replace(one, since=since.get(one.name, one.since)) for one in symptoms(rows, batch)]
 
 
-class Symptoms(list[Symptom]):
-    """A list of symptoms, with a face."""
-
-    def __repr__(self) -> str:
-        from workbench.views.html import terminal
-
-        return terminal(f"· {one}" for one in self) if self else "no symptoms"
-
-    def _repr_html_(self) -> str:
-        from workbench.views.html import escape, table
-
-        if not self:
-            return "<div>no symptoms</div>"
-        cells = [[f"<b>{escape(one.name)}</b>", str(one.since), escape(one.found), escape(one.do)] for one in self]
-        return table(("symptom", "since step", "found", "what people do"), cells)
+class Symptoms(Shown, list[Symptom]):
+    """A list of symptoms, displayed as a table."""

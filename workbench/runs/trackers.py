@@ -1,82 +1,66 @@
-"""Where metrics go beside the run folder's own file: TensorBoard always, others when installed."""
+"""Writes metrics to TensorBoard, Weights & Biases and MLflow, beside the run folder's own file; and the progress line."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from workbench.errors import SettingError, message, unknown
-
-TRACKERS = ("tensorboard", "wandb", "mlflow")
-"""Names that `make_trackers` knows."""
+from workbench.base.errors import SettingError, unknown
+from workbench.runs.folder import STEP
 
 
-class Tracker(Protocol):
-    """Takes metrics, step by step."""
+@dataclass(frozen=True)
+class Tracker:
+    """Takes metrics, step by step, until it is closed."""
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One step's numbers."""
+    log: Callable[[Mapping[str, float], int], None]
+    """Writes the metrics of a step."""
+    close: Callable[[], None]
+    """Writes what is waiting, and ends."""
 
-    def close(self) -> None:
-        """Write what is waiting."""
 
+def _tensorboard(run: Path) -> Tracker:
+    """An event file; a resumed run gets a new folder, into which its earlier rows are written again. NaN is left out."""
+    from torch.utils.tensorboard import SummaryWriter
 
-class TensorBoard:
-    """An event file in a folder; a resumed run gets a new folder, into which its earlier rows are written again."""
+    writer: Any = SummaryWriter(str(run / "tensorboard"))
 
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(folder))
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Scalars; NaN is left out."""
+    def log(metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
             if math.isfinite(value):
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+                writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
+    return Tracker(log, writer.close)
 
 
-class Wandb:
+def _wandb(run: Path) -> Tracker:
     """Weights & Biases, in the mode that its own environment variables say."""
+    import wandb
 
-    def __init__(self, folder: Path, name: str) -> None:
-        import wandb
-
-        self._run: Any = wandb.init(project="workbench", name=name, dir=str(folder), reinit="finish_previous")
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One step's numbers."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+    opened: Any = wandb.init(project="workbench", name=run.name, dir=str(run), reinit="finish_previous")
+    return Tracker(lambda metrics, step: opened.log(dict(metrics), step=step), opened.finish)
 
 
-class Mlflow:
-    """MLflow, at the tracking address that its own environment variables say."""
+def _mlflow(run: Path) -> Tracker:
+    """MLflow, at the tracking address that its own environment variables say; it allows no `@` in names."""
+    import mlflow
 
-    def __init__(self, name: str) -> None:
-        import mlflow
+    mlflow.start_run(run_name=run.name)
 
-        self._mlflow: Any = mlflow
-        mlflow.start_run(run_name=name)
+    def log(metrics: Mapping[str, float], step: int) -> None:
+        mlflow.log_metrics({key.replace("@", "_at_"): value for key, value in metrics.items()}, step=step)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One step's numbers; MLflow allows no `@` in names."""
-        self._mlflow.log_metrics({key.replace("@", "_at_"): value for key, value in metrics.items()}, step=step)
+    return Tracker(log, mlflow.end_run)
 
-    def close(self) -> None:
-        """End the run."""
-        self._mlflow.end_run()
+
+TRACKERS: Mapping[str, Callable[[Path], Tracker]] = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
+"""Name → what opens it for a run folder."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -85,16 +69,30 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in TRACKERS:
             raise SettingError(unknown("tracker", name, TRACKERS))
         if importlib.util.find_spec(name) is None:
-            raise SettingError(message(f"tracker {name!r} is not installed", do=f"pip install {name}"))
+            raise SettingError(f"tracker {name!r} is not installed", do=f"pip install {name}")
 
 
-def make_trackers(names: Sequence[str], run: Path) -> list[Tracker]:
-    """Trackers by name, opened; see `check_trackers` for what is refused."""
-    check_trackers(names)
-    made: list[Tracker] = []
-    for name in names:
-        if name == "tensorboard":
-            made.append(TensorBoard(run / "tensorboard"))
-        else:
-            made.append(Wandb(run, run.name) if name == "wandb" else Mlflow(run.name))
-    return made
+KL = ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl")
+"""A progress line shows the first of these that a run measures as KL."""
+
+
+def progress_line(row: Mapping[str, Any], steps: int, eta: float) -> str:
+    """`step 12/60  reward 0.531  kl 0.00210  1.3 s  eta 01:02`."""
+    parts = [f"step {row[STEP]}/{steps}"]
+    if row.get("critic/score/mean") is not None:
+        parts.append(f"reward {row['critic/score/mean']:.3f}")
+    kl = next((row[key] for key in KL if row.get(key) is not None), None)
+    if kl is not None:
+        parts.append(f"kl {kl:.5f}")
+    if "timing_s/step" in row:
+        parts += [f"{row['timing_s/step']:.1f} s", f"eta {int(eta) // 60:02d}:{int(eta) % 60:02d}"]
+    if row.get("val/reward") is not None and row.get("val/greedy") is not None:
+        parts.append(f"held-out {row['val/reward']:.3f} (greedy {row['val/greedy']:.3f})")
+    return "  ".join(parts)
+
+
+def append_line(line: str) -> None:
+    """Append a line to the file that `run_notebook` reads while the cell runs, where it named one."""
+    if path := os.environ.get("WORKBENCH_PROGRESS"):
+        with open(path, "a") as file:
+            file.write(line + "\n")

@@ -1,4 +1,4 @@
-"""The inputs of every update since the oldest kept checkpoint: what makes any step's weights again, exactly.
+"""Records the inputs of every update since the oldest kept checkpoint, from which any step's weights are recomputed.
 
     updates/step_000012/{start/, inputs/, update.json}
 
@@ -11,27 +11,24 @@ and the oldest first where all together are above `keep_updates` MiB.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from workbench.base import formats
+from workbench.base.errors import CheckpointError
 from workbench.dataproto import DataProto
-from workbench.errors import CheckpointError, message
-from workbench.runs.checkpoint import folder_of
-from workbench.runs.folder import crc32_of, discard, read_json, step_folders
-from workbench.stages import Pipeline
-from workbench.trace import Trace
-
-FORMAT = 1
-PRUNED = ".pruned-"
+from workbench.runs.folder import crc32_of, discard, read_json, size_of, step_folder, step_folders, written
+from workbench.stages.pipeline import Pipeline
+from workbench.steps.trace import Trace
 
 
 @dataclass(frozen=True)
 class Update:
-    """One recorded step."""
+    """A recorded step: all that its update stages need to run again."""
 
     step: int
     start: DataProto
@@ -43,40 +40,38 @@ class Update:
 
 
 def write(folder: Path, step: int, trace: Trace, pipeline: Pipeline) -> Path:
-    """Record a step: complete or not there at all; what was there of it before is replaced."""
+    """Record a step: complete or not there at all; an earlier record of it is replaced."""
     updating = [stage for stage in pipeline if stage.updates]
     batch = trace.before(updating[0].name)
     later = {name for stage in updating for name in stage.writes}
     reads = dict.fromkeys(name for stage in updating for name in stage.reads if name not in later)
     narrowed, kinds = _narrow({name: batch[name] for name in reads})
-    target = folder_of(folder, step)
-    staging = folder / f".{target.name}.part"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    DataProto(narrowed, {"uid": list(batch["uid"])}, dict(batch.meta_info)).save(staging / "inputs")
-    trace.start.save(staging / "start")
-    files = {str(path.relative_to(staging)): crc32_of(path) for path in sorted(staging.rglob("*")) if path.is_file()}
-    record = {"format": FORMAT, "step": step, "dtypes": kinds, "controllers": pipeline.state(), "files": files}
-    (staging / "update.json").write_text(json.dumps(record, allow_nan=False))
-    if target.exists():
-        discard(target, PRUNED)
-    staging.rename(target)
-    return target
+
+    def fill(staging: Path) -> None:
+        staging.mkdir(parents=True)
+        DataProto(narrowed, {"uid": list(batch["uid"])}, dict(batch.meta_info)).save(staging / "inputs")
+        trace.start.save(staging / "start")
+        paths = [path for path in sorted(staging.rglob("*")) if path.is_file()]
+        files = {str(path.relative_to(staging)): crc32_of(path) for path in paths}
+        record = {"format": formats.FORMAT, "step": step, "dtypes": kinds, "controllers": pipeline.state()}
+        (staging / "update.json").write_text(json.dumps({**record, "files": files}, allow_nan=False))
+
+    return written(step_folder(folder, step), fill)
 
 
 def _narrow(columns: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Integers in as few bytes as their values need, and the dtypes that they had."""
+    """The columns with integers in as few bytes as their values need, and the dtypes that they had."""
     kinds = {name: str(values.dtype).removeprefix("torch.") for name, values in columns.items()}
-    found = {}
+    found = dict(columns)
     for name, values in columns.items():
         if values.dtype == torch.int64 and values.numel():
-            low, high = int(values.min()), int(values.max())
-            if low >= 0 and high < 2**8:
-                values = values.to(torch.uint8)
-            elif low >= -(2**31) and high < 2**31:
-                values = values.to(torch.int32)
-        found[name] = values
+            fits = (kind for kind in (torch.uint8, torch.int32) if _fits(values, torch.iinfo(kind)))
+            found[name] = values.to(next(fits, torch.int64))
     return found, kinds
+
+
+def _fits(values: torch.Tensor, limits: torch.iinfo) -> bool:
+    return limits.min <= int(values.min()) and int(values.max()) <= limits.max
 
 
 def steps(folder: Path) -> list[int]:
@@ -85,37 +80,47 @@ def steps(folder: Path) -> list[int]:
 
 
 def read(folder: Path, step: int) -> Update:
-    """A recorded step, verified. Raises `CheckpointError` naming the file where one is missing or changed."""
-    path = folder_of(folder, step)
+    """A recorded step, verified. Raises `CheckpointError`, naming the file, where one is missing or changed."""
+    path = step_folder(folder, step)
     what = f"the recorded update of step {step}"
     if not (path / "update.json").is_file():
-        raise CheckpointError(message(f"{what} is not there", found=f"steps {ranges(steps(folder))}"))
-    record = read_json(path / "update.json")
-    if record["format"] != FORMAT:
-        raise CheckpointError(message(what, expected=f"format {FORMAT}", found=record["format"]))
+        found = f"steps {ranges(steps(folder))}"
+        raise CheckpointError(f"{what} is not in the run folder", found=found, do="choose one of these steps")
+    record = read_record(path)
     for name, value in record["files"].items():
         if ".." in Path(name).parts or Path(name).is_absolute():
-            raise CheckpointError(message(f"{what}: file {name}", expected="a file of its folder"))
-        if not (path / name).is_file() or crc32_of(path / name) != value:
-            raise CheckpointError(message(f"{what}: file {name}", found="it is missing or its content changed"))
+            raise CheckpointError(f"{what}: file {name}", expected="a file of its folder")
+        if not (path / name).is_file():
+            raise CheckpointError(f"{what}: file {name} is missing", do="choose another step")
+        if crc32_of(path / name) != value:
+            raise CheckpointError(f"{what}: file {name} has changed since it was written", do="choose another step")
     inputs = DataProto.load(path / "inputs")
     widened = {name: inputs[name].to(getattr(torch, kind)) for name, kind in record["dtypes"].items()}
     return Update(step, DataProto.load(path / "start"), inputs.with_columns(widened), record["controllers"])
 
 
-def prune(folder: Path, oldest_checkpoint: int, limit: int, sizes: dict[int, int] | None = None) -> None:
-    """Delete what lies before the oldest kept checkpoint, and the oldest of what is above `limit` bytes in all.
+def read_record(path: Path) -> dict[str, Any]:
+    """`update.json`, under the present names of columns and stages."""
+    record: dict[str, Any] = read_json(path / "update.json")
+    if formats.older(record["format"], f"the recorded update {path.name}", CheckpointError):
+        record["dtypes"] = formats.keys("column", record["dtypes"])
+        record["controllers"] = formats.controllers(record["controllers"])
+    return record
 
-    `sizes` (step → bytes) is filled and asked first: a writer that calls this every step measures each step once.
+
+def prune(folder: Path, oldest_checkpoint: int, limit: int, sizes: dict[int, int] | None = None) -> None:
+    """Delete records before the oldest kept checkpoint, and the oldest ones while all together exceed `limit` bytes.
+
+    `sizes` (step → bytes) is a cache that this fills: a writer that calls this every step measures each step once.
     """
     sizes = {} if sizes is None else sizes
     held = 0
     for step, path in reversed(step_folders(folder).items()):
         if step not in sizes:
-            sizes[step] = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            sizes[step] = size_of(path)
         held += sizes[step]
         if step <= oldest_checkpoint or held > limit:
-            discard(path, PRUNED)
+            discard(path)
 
 
 def ranges(numbers: list[int]) -> str:

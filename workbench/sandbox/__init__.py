@@ -1,9 +1,8 @@
-"""Where model code runs: one `/run_code` contract, in an isolated process here or at a SandboxFusion service."""
+"""Sandboxes that run model code: in isolated processes of this machine, or at a SandboxFusion service, by one contract."""
 
 from workbench.sandbox.local import LocalSandbox
 from workbench.sandbox.protocol import LANGUAGES, Phase, Program, Result, Sandbox
-from workbench.sandbox.remote import RemoteSandbox
-from workbench.sandbox.service import answer, serve
+from workbench.sandbox.remote import RemoteSandbox, answer, serve
 
 local = LocalSandbox
 remote = RemoteSandbox

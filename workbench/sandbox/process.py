@@ -1,4 +1,4 @@
-"""One shut-in process from start to end: fed, drained, watched, and killed with all that it started."""
+"""Runs one sandboxed process from start to end: feeds it, reads it, watches its limits, kills all that it started."""
 
 from __future__ import annotations
 
@@ -9,28 +9,33 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from workbench.sandbox.protocol import Limit, Phase
+from workbench.base.child import code_of, end_group
+from workbench.sandbox.protocol import Limit, Phase, last_line, ran_out_of_memory
 
 WATCH_SECONDS = 0.1
-"""How often memory and disk of a running sandbox are looked at."""
+"""Seconds between two measurements of a running sandbox's memory and disk."""
 MAX_ENTRIES = 10_000
 """Files and folders that a program may make."""
 _GRACE = 1.0
 _OVER = 64
-"""A flood is drained and dropped up to this many times the limit; then it is the program's end."""
+"""Output beyond the limit is read and dropped up to this many times the limit; then the program is ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """What one run may take, all its processes together."""
+class Limits:
+    """Limits of one run."""
 
     seconds: float
+    """Of wall time; two more of processor time."""
     output_bytes: int
+    """Bytes kept of stdout, and of stderr."""
     memory_mb: int
+    """Address space of each process; all of them together may hold twice as much."""
     disk_mb: int
 
 
@@ -58,36 +63,29 @@ class _Pipe:
             return f"[DecodeError] {error}"  # the service's words
 
 
-def contained(command: Sequence[str], stdin: bytes, box: Path, bounds: Bounds, stop: threading.Event) -> Phase:
+def contained(command: Sequence[str], stdin: bytes, box: Path, limits: Limits, stop: threading.Event) -> Phase:
     """Run a command to its end, to a limit, or until `stop`. Nothing that it started is left when this returns."""
     began = time.perf_counter()
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={},  # an init's environment can be read from inside
-            cwd=box,
-            start_new_session=True,
-            bufsize=0,
-        )
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    try:  # without an environment: an init's can be read from inside
+        process = subprocess.Popen(command, **pipes, env={}, cwd=box, start_new_session=True, bufsize=0)
     except OSError as error:
         return Phase(status="Error", stderr=f"cannot start {command[0]}: {error}")
-    out, err = _Pipe(bounds.output_bytes), _Pipe(bounds.output_bytes)
-    with process, selectors.DefaultSelector() as selector:
+    out, err = _Pipe(limits.output_bytes), _Pipe(limits.output_bytes)
+    with contextlib.ExitStack() as stack, process, selectors.DefaultSelector() as selector:
         assert process.stdin and process.stdout and process.stderr
         selector.register(process.stdout, selectors.EVENT_READ, out)
         selector.register(process.stderr, selectors.EVENT_READ, err)
         os.set_blocking(process.stdin.fileno(), False)
         selector.register(process.stdin, selectors.EVENT_WRITE, memoryview(stdin))
+        if hasattr(os, "pidfd_open"):  # its end wakes the selector
+            ended = os.pidfd_open(process.pid)
+            stack.callback(os.close, ended)
+            selector.register(ended, selectors.EVENT_READ, None)
         try:
-            limit = _until(process, selector, (out, err), box, bounds, stop)
+            limit = _until(process, selector, (out, err), box, limits, stop)
         finally:
-            # also after a clean end: in the weakest tier a child may outlive its parent
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            end_group(process)  # also after a clean end: in the weakest tier a child may outlive its parent
         left_behind = not _rest(selector)
     cut = out.cut or err.cut
     phase = Phase(
@@ -108,41 +106,26 @@ def _until(
     selector: selectors.BaseSelector,
     pipes: tuple[_Pipe, _Pipe],
     box: Path,
-    bounds: Bounds,
+    limits: Limits,
     stop: threading.Event,
 ) -> Limit | None:
     """Move bytes until the process ends or meets a limit."""
     now = time.monotonic()
-    deadline, watch = now + bounds.seconds, now + WATCH_SECONDS
-    with _exit_of(process, selector):
-        while process.poll() is None:
-            now = time.monotonic()
-            if now >= deadline or stop.is_set():
-                return "time"
-            if any(pipe.seen > pipe.limit * _OVER for pipe in pipes):
-                return "output"
-            if now >= watch:
-                watch = now + WATCH_SECONDS
-                met = _over(process.pid, box, bounds)
-                if met:
-                    return met
-            _move(selector, min(deadline, watch) - now)
+    deadline, watch = now + limits.seconds, now + WATCH_SECONDS
+    while code_of(process) is None:
+        now = time.monotonic()
+        if now >= deadline or stop.is_set():
+            return "time"
+        if any(pipe.seen > pipe.limit * _OVER for pipe in pipes):
+            return "output"
+        if now >= watch:
+            watch = now + WATCH_SECONDS
+            if _memory(process.pid) > 2 * limits.memory_mb << 20:
+                return "memory"
+            if _too_big(box, limits.disk_mb << 20):
+                return "disk"
+        _move(selector, min(deadline, watch) - now)
     return None
-
-
-@contextlib.contextmanager
-def _exit_of(process: subprocess.Popen[bytes], selector: selectors.BaseSelector) -> Iterator[None]:
-    """The end of the process wakes the selector, where the system can say so."""
-    if not hasattr(os, "pidfd_open"):
-        yield
-        return
-    descriptor = os.pidfd_open(process.pid)
-    selector.register(descriptor, selectors.EVENT_READ, None)
-    try:
-        yield
-    finally:
-        selector.unregister(descriptor)
-        os.close(descriptor)
 
 
 def _move(selector: selectors.BaseSelector, seconds: float) -> None:
@@ -161,8 +144,10 @@ def _feed(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
     left: memoryview = key.data
     try:
         left = left[os.write(key.fd, left[: 1 << 16]) :] if left else left
-    except (BrokenPipeError, BlockingIOError) as error:
-        left = left[len(left) :] if isinstance(error, BrokenPipeError) else left  # it need not read its input
+    except BlockingIOError:
+        return
+    except BrokenPipeError:  # it need not read its input
+        left = left[:0]
     if left:
         selector.modify(key.fileobj, selectors.EVENT_WRITE, left)
     else:
@@ -182,20 +167,14 @@ def _rest(selector: selectors.BaseSelector) -> bool:
 
 def _named(phase: Phase) -> Phase:
     """A limit that the kernel kept shows only in how the program ended."""
-    last = phase.stderr.strip().rsplit("\n", 1)[-1]
-    if phase.return_code and (last.startswith("MemoryError") or "std::bad_alloc" in last):
+    code = phase.return_code
+    if code and ran_out_of_memory(phase.stderr):
         return replace(phase, limit="memory")
-    if phase.return_code in (128 + signal.SIGXCPU, -signal.SIGXCPU):
+    if code in (128 + signal.SIGXCPU, -signal.SIGXCPU):
         return replace(phase, limit="time", status="TimeLimitExceeded", return_code=None)
-    if phase.return_code in (128 + signal.SIGXFSZ, -signal.SIGXFSZ) or (phase.return_code and "File too large" in last):
+    if code in (128 + signal.SIGXFSZ, -signal.SIGXFSZ) or (code and "File too large" in last_line(phase.stderr)):
         return replace(phase, limit="disk")
     return phase
-
-
-def _over(pid: int, box: Path, bounds: Bounds) -> Limit | None:
-    if _memory(pid) > bounds.memory_mb << 20:
-        return "memory"
-    return "disk" if _too_big(box, bounds.disk_mb << 20) else None
 
 
 def _memory(pid: int) -> int:
@@ -203,13 +182,10 @@ def _memory(pid: int) -> int:
     import psutil
 
     total = 0
-    try:
-        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    except psutil.Error:
-        return 0
-    for process in family:
-        with contextlib.suppress(psutil.Error):  # it ended while we looked
-            total += process.memory_info().rss
+    with contextlib.suppress(psutil.Error):
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                total += process.memory_info().rss
     return total
 
 

@@ -1,14 +1,12 @@
-"""One contract for running a program that nobody trusts: SandboxFusion's `/run_code`, as values.
+"""The contract of sandboxes: SandboxFusion's `/run_code` as values, a `Program` in and a `Result` out.
 
-A `Program` is what is asked, a `Result` what came back. `Success`, `Failed` and `SandboxError` mean what
-they mean there: the program ran and ended with 0; it did not (an error of its own, a limit); *we* could
-not run it, and nothing is said about the program. What the service keeps silent about is said here:
-which limit ended the program (`limit`) and whether its output was cut (`truncated`).
+`Success`, `Failed` and `SandboxError` mean what they mean there: the program ran and ended with 0; it failed (an error of
+its own, a limit); the sandbox could not run it, which says nothing about the program. Beyond the service's reply a
+`Result` has the limit that ended the program (`limit`) and whether its output was cut (`truncated`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
@@ -16,15 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from workbench import background
-from workbench.errors import SettingError, message
+from workbench.base import runtime
+from workbench.base.errors import SettingError
 
 LANGUAGES = (
     "python", "cpp", "nodejs", "go", "go_test", "java", "php", "csharp", "bash", "typescript", "sql", "rust", "cuda",
     "lua", "R", "perl", "D_ut", "ruby", "scala", "julia", "pytest", "junit", "kotlin_script", "jest", "verilog",
     "python_gpu", "lean", "swift", "racket",
 )  # fmt: skip
-"""The languages of the contract; which of them a sandbox runs, its `languages` says."""
+"""The languages of the contract; `languages` of a sandbox are those that it runs."""
 
 Status = Literal["Success", "Failed", "SandboxError"]
 PhaseStatus = Literal["Finished", "Error", "TimeLimitExceeded"]
@@ -33,7 +31,11 @@ Limit = Literal["time", "memory", "output", "disk"]
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What is to be run. Raises `SettingError` for a language outside the contract or a file outside its folder."""
+    """A program to run. Raises `SettingError` for a language outside the contract or a file outside its folder.
+
+    Example:
+        >>> sandbox.local().run(Program(code="print(input())", stdin="hello"))  # doctest: +SKIP
+    """
 
     code: str
     language: str = "python"
@@ -52,52 +54,40 @@ class Program:
 
     def __post_init__(self) -> None:
         if self.language not in LANGUAGES:
-            raise SettingError(message("language", expected=f"one of {', '.join(LANGUAGES)}", found=self.language))
+            raise SettingError("language", expected=f"one of {', '.join(LANGUAGES)}", found=self.language)
         for name in (*self.files, *self.fetch_files):
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-                raise SettingError(message("a file of a program", expected="a path inside its folder", found=name))
+                raise SettingError("a file of a program", expected="a path inside its folder", found=name)
 
     def to_request(self) -> dict[str, Any]:
         """The body of `POST /run_code`."""
-        return {
-            "code": self.code,
-            "language": self.language,
-            "stdin": self.stdin,
-            "files": {name: base64.b64encode(body).decode() for name, body in self.files.items()},
-            "fetch_files": list(self.fetch_files),
-            "compile_timeout": self.compile_timeout,
-            "run_timeout": self.run_timeout,
-            "memory_limit_MB": self.memory_limit_mb,
-        }
+        body = {**vars(self), "files": _in_base64(self.files), "fetch_files": list(self.fetch_files)}
+        body["memory_limit_MB"] = body.pop("memory_limit_mb")
+        return body
 
     @classmethod
     def from_request(cls, body: Mapping[str, Any]) -> Program:
         """The reverse of `to_request`. Raises `SettingError` for what the service would answer with 422."""
-        code = body.get("code")
+        code, stdin = body.get("code"), body.get("stdin")
         if not isinstance(code, str):
-            raise SettingError(message("'code'", expected="text", found=type(code).__name__))
-        stdin = body.get("stdin")
-        if stdin is not None and not isinstance(stdin, str):
-            raise SettingError(message("'stdin'", expected="text or null", found=type(stdin).__name__))
+            raise SettingError("'code'", expected="text", found=type(code).__name__)
+        if not isinstance(stdin, str | None):
+            raise SettingError("'stdin'", expected="text or null", found=type(stdin).__name__)
         try:
-            files = {
-                str(name): base64.b64decode(text, validate=True)
-                for name, text in (body.get("files") or {}).items()
-                if text is not None
-            }
-            return cls(
-                code=code,
-                language=str(body.get("language")),
-                stdin=stdin,
-                files=files,
-                fetch_files=tuple(str(name) for name in body.get("fetch_files") or ()),
-                compile_timeout=float(body.get("compile_timeout", 10.0)),
-                run_timeout=float(body.get("run_timeout", 10.0)),
-                memory_limit_mb=int(body.get("memory_limit_MB", -1)),
-            )
+            given = {str(name): text for name, text in (body.get("files") or {}).items() if text is not None}
+            files = {name: base64.b64decode(text, validate=True) for name, text in given.items()}
+            wanted = tuple(map(str, body.get("fetch_files") or ()))
+            limits: dict[str, Any] = {name: float(body.get(name, 10.0)) for name in ("compile_timeout", "run_timeout")}
+            limits["memory_limit_mb"] = int(body.get("memory_limit_MB", -1))
+            language = str(body.get("language"))
+            return cls(code=code, language=language, stdin=stdin, files=files, fetch_files=wanted, **limits)
         except (TypeError, ValueError, AttributeError, binascii.Error) as cause:
-            raise SettingError(message("a /run_code request", found=cause)) from cause
+            raise SettingError("a /run_code request", found=cause) from cause
+
+
+def _in_base64(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: base64.b64encode(body).decode() for name, body in files.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,17 +106,12 @@ class Phase:
     truncated: bool = False
     """Whether output is missing."""
     left_behind: bool = False
-    """Whether something that it started lives on (without isolation alone)."""
+    """Whether a process that it started lives on (possible only without isolation)."""
 
     def to_reply(self) -> dict[str, Any]:
-        """As it stands in a `/run_code` reply."""
-        return {
-            "status": self.status,
-            "execution_time": self.seconds,
-            "return_code": self.return_code,
-            "stdout": self.stdout,
-            "stderr": self.stderr,
-        }
+        """The phase in a `/run_code` reply."""
+        kept = {name: getattr(self, name) for name in ("return_code", "stdout", "stderr")}
+        return {"status": self.status, "execution_time": self.seconds, **kept}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -166,26 +151,24 @@ class Result:
         place = "compiling" if self.run is None else "running"
         if phase is None:
             return self.status
-        if phase.limit:
-            return f"{phase.limit} limit while {place}"
-        if phase.status == "TimeLimitExceeded":
-            return f"time limit while {place}"
+        if phase.limit or phase.status == "TimeLimitExceeded":
+            return f"{phase.limit or 'time'} limit while {place}"
         if phase.return_code:
             lines = phase.stderr.strip().splitlines() or [f"exit code {phase.return_code}"]
             # a traceback's last line says it; a compiler's first error
-            told = next((line for line in lines if "error:" in line), lines[-1]) if self.run is None else lines[-1]
-            return f"error while {place}: {told[:200]}"
+            said = next((line for line in lines if "error:" in line), lines[-1]) if self.run is None else lines[-1]
+            return f"error while {place}: {said[:200]}"
         return "ran, with its output cut" if phase.truncated else "ran"
 
     def to_reply(self) -> dict[str, Any]:
-        """The service's reply, with our additions under names that it does not use."""
+        """The service's reply, with `limit` and `truncated`, names that it does not use."""
         return {
             "status": self.status,
             "message": self.message,
             "compile_result": self.compile.to_reply() if self.compile else None,
             "run_result": self.run.to_reply() if self.run else None,
             "executor_pod_name": None,
-            "files": {name: base64.b64encode(body).decode() for name, body in self.files.items()},
+            "files": _in_base64(self.files),
             "limit": self.limit,
             "truncated": self.truncated,
         }
@@ -197,8 +180,8 @@ class Result:
         phase = self.run or self.compile
         lines = [f"{self} ({self.where}{f', {phase.seconds:.3f} s' if phase else ''})"]
         if phase:
-            told = (("stdout", phase.stdout), ("stderr", phase.stderr))
-            lines += [f"--- {name}\n{_shortened(text)}" for name, text in told if text]
+            printed = {"stdout": phase.stdout, "stderr": phase.stderr}
+            lines += [f"--- {name}\n{_shortened(text)}" for name, text in printed.items() if text]
         if self.files:
             lines.append("files " + ", ".join(f"{name} ({len(body)} bytes)" for name, body in self.files.items()))
         return "\n".join(lines)
@@ -210,6 +193,17 @@ def _shortened(text: str, limit: int = 2000) -> str:
         text = f"{text[: limit // 2]}\n… {len(text) - limit} characters …\n{text[-limit // 2 :]}"
     shown = (letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text.rstrip("\n"))
     return "".join(shown)
+
+
+def last_line(text: str) -> str:
+    """The last line of what a program wrote."""
+    return text.strip().rpartition("\n")[2]
+
+
+def ran_out_of_memory(stderr: str) -> bool:
+    """Whether a program that failed says that it got no memory, in Python's words or C++'s."""
+    last = last_line(stderr)
+    return last.startswith("MemoryError") or "std::bad_alloc" in last
 
 
 def status_of(*phases: Phase | None) -> Status:
@@ -236,12 +230,8 @@ class Sandbox(Protocol):
         """Where it runs and how it is isolated, in a line."""
 
 
-class SyncDoors:
-    """`run` and `run_many` for whatever has `execute`."""
-
-    async def execute(self, program: Program) -> Result:
-        """Run one program."""
-        raise NotImplementedError
+class SyncDoors(Sandbox):
+    """Base of sandboxes: the synchronous `run` and `run_many` over the async `execute`."""
 
     def run(self, program: Program | str, **fields: Any) -> Result:
         """Run one program and wait. Text is the code, `fields` the rest of a `Program`."""
@@ -249,8 +239,4 @@ class SyncDoors:
 
     def run_many(self, programs: Sequence[Program]) -> list[Result]:
         """Run programs side by side, as many as the sandbox allows; results in order."""
-
-        async def together() -> list[Result]:
-            return list(await asyncio.gather(*(self.execute(program) for program in programs)))
-
-        return background.run(together())
+        return runtime.run_all(self.execute, programs)

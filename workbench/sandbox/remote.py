@@ -1,30 +1,38 @@
-"""A SandboxFusion service over HTTP: retried with jitter, within a deadline, never more at once than allowed."""
+"""SandboxFusion's `/run_code` over HTTP: `RemoteSandbox`, a client, and `serve`, which puts any sandbox behind the same API.
+
+The client retries with jitter, within a deadline, and never sends more requests at once than allowed.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from workbench import background
-from workbench.config import require
-from workbench.errors import first_line
-from workbench.http_client import Client, Refused, Unreachable
-from workbench.sandbox.protocol import LANGUAGES, Phase, Program, Result, SyncDoors
+from workbench.base import runtime
+from workbench.base.config import require
+from workbench.base.errors import SettingError, first_line
+from workbench.base.http import Client, Refused, Unreachable
+from workbench.sandbox.protocol import LANGUAGES, Limit, Phase, Program, Result, Sandbox, SyncDoors, ran_out_of_memory
 
+MAX_REQUEST = 64 << 20
+"""Bytes of a request body."""
 CUT = 219_000
 """The service cuts longer output silently, at 219,264 characters; so much of it is taken as cut."""
 
 
 class RemoteSandbox(SyncDoors):
-    """`sandbox.remote(url)`: the same contract at a service.
+    """`sandbox.remote(url)`: runs programs at a SandboxFusion service.
 
-    Connection errors, time-outs, 429, 5xx and replies that are no reply are tried again, up to `attempts`
-    times and `deadline` seconds a program, with growing, jittered waits (`Retry-After` is honoured). What
-    still fails is a `SandboxError`, never a verdict on the program. `max_concurrent` holds for this process.
+    Connection errors, time-outs, 429, 5xx and malformed replies are tried again, up to `attempts` times and `deadline`
+    seconds a program, with growing, jittered waits (`Retry-After` is honoured). What still fails is a result of status
+    `SandboxError`, which says nothing about the program. `max_concurrent` holds for this process.
     """
 
     languages = LANGUAGES
@@ -40,13 +48,9 @@ class RemoteSandbox(SyncDoors):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         parts = urlsplit(url)
-        require(
-            parts.scheme in ("http", "https") and bool(parts.netloc),
-            "sandbox_fusion.url",
-            expected="http(s)://host/run_code",
-            found=url,
-        )
-        # the seed's URLs end in /run_code, SandboxFusion's own settings do not
+        good = parts.scheme in ("http", "https") and bool(parts.netloc)
+        require(good, "sandbox_fusion.url", expected="http(s)://host/run_code", found=url)
+        # verl's scripts give URLs that end in /run_code, SandboxFusion's own settings do not
         path = parts.path.rstrip("/").removesuffix("/run_code")
         self.url = urlunsplit((parts.scheme, parts.netloc, path, "", ""))
         self.memory_limit_mb = memory_limit_mb
@@ -63,7 +67,7 @@ class RemoteSandbox(SyncDoors):
     def ping(self) -> bool:
         """Whether the service answers."""
         try:
-            return background.run(self._client.get(f"{self.url}/v1/ping", timeout=10.0)) == "pong"
+            return runtime.run(self._client.get(f"{self.url}/v1/ping", timeout=10.0)) == "pong"
         except (Unreachable, Refused):
             return False
 
@@ -71,17 +75,13 @@ class RemoteSandbox(SyncDoors):
         """Post one program and read the reply."""
         if program.memory_limit_mb <= 0:
             program = replace(program, memory_limit_mb=self.memory_limit_mb)
-        patience = program.compile_timeout + program.run_timeout + 10.0
-        where = urlsplit(self.url).netloc
+        seconds = program.compile_timeout + program.run_timeout + 10.0
+        asked = program.to_request()
         try:
-            return await self._client.post(
-                f"{self.url}/run_code",
-                program.to_request(),
-                timeout=patience,
-                read=lambda reply: replace(read_reply(reply), where=where),
-            )
+            result = await self._client.post(f"{self.url}/run_code", asked, timeout=seconds, read=read_reply)
         except (Unreachable, Refused) as error:
-            return Result(status="SandboxError", message=first_line(error), where=where)
+            result = Result(status="SandboxError", message=first_line(error))
+        return replace(result, where=urlsplit(self.url).netloc)
 
 
 def read_reply(reply: Any) -> Result:
@@ -89,31 +89,79 @@ def read_reply(reply: Any) -> Result:
     if not isinstance(reply, Mapping) or reply.get("status") not in ("Success", "Failed", "SandboxError"):
         raise ValueError(f"not a /run_code reply: {json.dumps(reply)[:200]}")
     files = {str(name): base64.b64decode(text) for name, text in (reply.get("files") or {}).items()}
-    return Result(
-        status=reply["status"],
-        compile=_phase(reply.get("compile_result"), bool(reply.get("truncated"))),
-        run=_phase(reply.get("run_result"), bool(reply.get("truncated"))),
-        files=files,
-        message=str(reply.get("message") or ""),
-    )
+    built, ran = (_phase(reply.get(f"{one}_result"), bool(reply.get("truncated"))) for one in ("compile", "run"))
+    message = str(reply.get("message") or "")
+    return Result(status=reply["status"], compile=built, run=ran, files=files, message=message)
 
 
 def _phase(record: Any, cut: bool) -> Phase | None:
     if record is None:
         return None
-    status, out, err = record["status"], str(record.get("stdout") or ""), str(record.get("stderr") or "")
+    status, code, seconds = record["status"], record.get("return_code"), float(record.get("execution_time") or 0.0)
     if status not in ("Finished", "Error", "TimeLimitExceeded"):
         raise ValueError(f"not a phase's status: {status!r}")
+    out, err = str(record.get("stdout") or ""), str(record.get("stderr") or "")
     truncated = cut or len(out) >= CUT or len(err) >= CUT
-    last = err.strip().rsplit("\n", 1)[-1]
-    memory = bool(record.get("return_code")) and (last.startswith("MemoryError") or "std::bad_alloc" in last)
-    ended = "time" if status == "TimeLimitExceeded" else "memory" if memory else "output" if truncated else None
-    return Phase(
-        status=status,
-        return_code=record.get("return_code"),
-        stdout=out,
-        stderr=err,
-        seconds=float(record.get("execution_time") or 0.0),
-        limit=ended,  # type: ignore[arg-type]
-        truncated=truncated,
-    )
+    limit: Limit | None = "output" if truncated else None
+    if status == "TimeLimitExceeded":
+        limit = "time"
+    elif code and ran_out_of_memory(err):
+        limit = "memory"
+    output: dict[str, Any] = {"stdout": out, "stderr": err, "limit": limit, "truncated": truncated}
+    return Phase(status=status, return_code=code, seconds=seconds, **output)
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+def answer(sandbox: Sandbox, body: bytes) -> tuple[int, dict[str, Any]]:
+    """(HTTP status, reply) to the body of a `POST /run_code`: 200 for whatever ran, 422 for a bad request."""
+    try:
+        request = json.loads(body)
+        if not isinstance(request, dict):
+            raise SettingError("a /run_code request is a JSON object")
+        program = Program.from_request(request)
+    except (ValueError, RecursionError) as error:
+        return 422, {"detail": [{"type": "invalid", "loc": ["body"], "msg": str(error)}]}
+    return 200, runtime.run(sandbox.execute(program)).to_reply()
+
+
+@contextmanager
+def serve(sandbox: Sandbox, *, port: int = 0) -> Iterator[str]:
+    """Serve `/run_code` and `/v1/ping` on the loopback address while the block runs; gives the URL.
+
+    Anybody who can log in to this machine can reach it: it is for one's own notebooks, not a public service.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._send(*((200, "pong") if self.path == "/v1/ping" else (404, {"detail": "Not Found"})))
+
+        def do_POST(self) -> None:
+            size = int(self.headers.get("Content-Length") or 0)
+            if self.path != "/run_code" or size > MAX_REQUEST:
+                return self._send(404 if size <= MAX_REQUEST else 413, {"detail": "not /run_code, or too large"})
+            return self._send(*answer(sandbox, self.rfile.read(size)))
+
+        def _send(self, status: int, reply: Any) -> None:
+            body = json.dumps(reply).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Requests are not printed into the notebook."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    thread = threading.Thread(target=server.serve_forever, name="workbench-sandbox", daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

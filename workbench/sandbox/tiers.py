@@ -1,18 +1,26 @@
-"""How a process is shut in: bubblewrap, or the kernel's namespaces by util-linux's tools. Command lines only.
+"""How a process is isolated: by bubblewrap, or by the kernel's namespaces with util-linux's tools.
+
+A tier of isolation is used only after a program that tries to escape (`ESCAPES`) has failed to.
 
 Both tiers show the same small world: system folders read-only, a fresh /proc with the sandbox's own
 processes, a sized /tmp, one writable folder `/box`, no network, no further user namespaces, another user,
-an empty environment. Started as root, the launcher first becomes `UID`, for a process limit does
-not bind root and root's files must not be its own.
+an empty environment. Started as root, the launcher first becomes `UID`, because a process limit does
+not bind root, and root's files must not be the program's own.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import socket
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from workbench.sandbox.process import Limits
+from workbench.sandbox.protocol import Program, Result
 
 UID = 61_999
 """The user that sandboxed programs run as when we are root: one that nobody on the machine uses."""
@@ -20,31 +28,16 @@ TIERS = ("bubblewrap", "namespaces")
 """Tiers with isolation, the better first. `unsafe` is none."""
 MOUNTS = Path(__file__).with_name("mounts.sh")
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+_PROCESSES = 64
+_FILE_MB = 16
+_OPEN_FILES = 256
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Of one process, except `processes` and `disk_mb`, which are the sandbox's."""
-
-    memory_mb: int = 1024
-    processes: int = 64
-    file_mb: int = 16
-    disk_mb: int = 64
-    open_files: int = 256
-    cpu_seconds: int = 12
-
-    def command(self) -> list[str]:
-        """`prlimit …`: soft and hard limits that the program cannot raise."""
-        return [
-            _tool("prlimit"),
-            f"--as={self.memory_mb << 20}",
-            f"--nproc={self.processes}",
-            f"--fsize={self.file_mb << 20}",
-            f"--nofile={self.open_files}",
-            f"--cpu={self.cpu_seconds}",
-            "--core=0",
-            "--",
-        ]
+def limited(limits: Limits, processes: bool = True) -> list[str]:
+    """`prlimit …`: soft and hard limits of a process that the program cannot raise; of `processes` in all, unless told not."""
+    kept = {"as": limits.memory_mb << 20, "fsize": _FILE_MB << 20, "nofile": _OPEN_FILES, "core": 0}
+    kept |= {"cpu": int(limits.seconds) + 2, **({"nproc": _PROCESSES} if processes else {})}
+    return [_tool("prlimit"), *(f"--{name}={limit}" for name, limit in kept.items()), "--"]
 
 
 def _tool(name: str) -> str:
@@ -52,35 +45,25 @@ def _tool(name: str) -> str:
     return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin:/usr/bin:/bin") or name
 
 
-def needed(tier: str) -> tuple[str, ...]:
-    """The programs that a tier is made of."""
-    shared = ("prlimit", "setpriv") if os.geteuid() == 0 else ("prlimit",)
-    own = {"bubblewrap": ("bwrap",), "namespaces": ("unshare", "setpriv", "mount", "pivot_root", "umount")}
-    return (*own.get(tier, ()), *shared)
-
-
 def missing(tier: str) -> list[str]:
-    """Those that this machine lacks."""
-    return [name for name in needed(tier) if shutil.which(_tool(name)) is None]
+    """The programs that a tier is made of and this machine lacks."""
+    own = {"bubblewrap": ("bwrap",), "namespaces": ("unshare", "setpriv", "mount", "pivot_root", "umount")}
+    needed = (*own.get(tier, ()), "prlimit", *(["setpriv"] if os.geteuid() == 0 else []))
+    return [name for name in needed if shutil.which(_tool(name)) is None]
 
 
 def command(
     tier: str, *, box: Path, root: Path, limits: Limits, readable: Sequence[str], environment: Mapping[str, str]
 ) -> list[str]:
     """What to put before a program's own command line. `root` is an empty folder that `namespaces` mounts over."""
-    drop = _as_other_user() if os.geteuid() == 0 else []
+    drop = [_tool("setpriv"), f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "--"] if os.geteuid() == 0 else []
     ends = [_tool("setpriv"), "--pdeathsig=KILL", "--"] if tier == "namespaces" else []  # bwrap sees to it itself
     if tier == "bubblewrap":
-        return [*drop, *_bubblewrap(box, limits, readable, environment), *limits.command()]
+        return [*drop, *_bubblewrap(box, limits, readable, environment), *limited(limits)]
     if tier == "namespaces":
-        return [*drop, *ends, *_namespaces(box, root, limits, readable), *limits.command(), *_environment(environment)]
+        return [*drop, *ends, *_namespaces(box, root, limits, readable), *limited(limits), *_environment(environment)]
     # no process limit: outside a namespace it counts all processes of the user
-    plain = [part for part in limits.command() if not part.startswith("--nproc")]
-    return [*plain, *_environment(environment)]
-
-
-def _as_other_user() -> list[str]:
-    return [_tool("setpriv"), f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "--"]
+    return [*limited(limits, processes=False), *_environment(environment)]
 
 
 def _environment(environment: Mapping[str, str]) -> list[str]:
@@ -116,3 +99,86 @@ def _namespaces(box: Path, root: Path, limits: Limits, readable: Sequence[str]) 
         *(str(root), str(box), str(limits.disk_mb << 20), ":".join(folders)),
         *(_tool("setpriv"), "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", "--"),
     ]
+
+
+# --- the probe ------------------------------------------------------------------------------------
+
+_SECONDS = 20.0
+
+ESCAPES = r"""
+import json, os, resource, socket, sys
+found = {}
+def attempt(name, action):
+    try:
+        found[name] = bool(action())
+    except BaseException as error:
+        found[name] = False
+def connect(kind):
+    s = socket.socket(socket.AF_INET, kind); s.settimeout(2)
+    s.connect(("127.0.0.1", PORT)); s.send(b"out"); return kind == socket.SOCK_STREAM or not udp_is_alone()
+def udp_is_alone():
+    return [name for _, name in socket.if_nameindex()] == ["lo"]
+def daemon():
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            import time; time.sleep(3)
+        os._exit(0)
+    return False
+def others():
+    return [p for p in os.listdir("/proc") if p.isdigit() and int(p) not in (1, os.getpid())]
+def environments():
+    return any(CANARY.encode() in open("/proc/%s/environ" % pid, "rb").read() for pid in ("1", "self"))
+def namespaces():
+    import ctypes
+    return ctypes.CDLL(None, use_errno=True).unshare(0x10000000) == 0
+attempt("it reads a file of the host", lambda: open(SECRET).read())
+attempt("it sees the host's home folders", lambda: os.path.exists("/root") or os.path.exists("/home"))
+attempt("it writes to the system", lambda: open("/usr/workbench-probe", "w"))
+attempt("it reaches the host's network by TCP", lambda: connect(socket.SOCK_STREAM))
+attempt("it reaches the host's network by UDP", lambda: connect(socket.SOCK_DGRAM))
+attempt("it sees other processes", others)
+attempt("it reads our environment", environments)
+attempt("it makes namespaces of its own", namespaces)
+attempt("it gains rights", lambda: int(open("/proc/self/status").read().split("CapEff:")[1].split()[0], 16))
+attempt("it has no process limit", lambda: not 0 <= resource.getrlimit(resource.RLIMIT_NPROC)[1] <= 4096)
+attempt("a daemon", daemon)
+print(json.dumps(found), flush=True)
+"""
+
+
+def failures(sandbox: Any, tier: str) -> list[str]:
+    """What escapes a tier on this machine, or what it lacks; [] where it passes. Probed once per interpreter."""
+    if lacking := missing(tier):
+        return [f"needs {', '.join(lacking)}"]
+    key = (tier, sandbox.python, os.getpid())
+    if key not in _known:
+        _known[key] = _attempt(sandbox, tier)
+    return _known[key]
+
+
+_known: dict[tuple[str, str, int], list[str]] = {}
+
+
+def _attempt(sandbox: Any, tier: str) -> list[str]:
+    canary = f"workbench-{os.urandom(8).hex()}"
+    with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)  # what hides the file must be the tier, not the file's rights
+        secret = Path(folder) / "secret"
+        secret.write_text(canary)
+        settings = f"PORT={listener.getsockname()[1]}; SECRET={str(secret)!r}; CANARY={canary!r}\n"
+        os.environ["WORKBENCH_PROBE"] = canary
+        try:
+            result: Result = sandbox.execute_in(tier, Program(code=settings + ESCAPES, run_timeout=_SECONDS))
+        finally:
+            del os.environ["WORKBENCH_PROBE"]
+    if result.status != "Success":
+        return [f"its probe did not run ({result.why})"]
+    try:
+        found = json.loads(result.stdout)
+    except ValueError:
+        return ["its probe printed nothing that can be read"]
+    leaks = [name for name, escaped in found.items() if escaped]
+    if result.run and result.run.left_behind:
+        leaks.append("a daemon outlives its program")
+    return leaks

@@ -1,4 +1,4 @@
-"""DAPO's two stages between reward and update: a soft penalty for length, and groups without signal replaced."""
+"""Stages that reshape or replace rows: DAPO's soft length penalty, dynamic sampling of groups, and reweighted resampling."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-from workbench.config import require
-from workbench.dataproto import DataProto
-from workbench.functional.groups import Groups
-from workbench.metrics import Count, Mean, Metric
+from workbench.base.config import require
+from workbench.base.metrics import Count, Mean, Metric
+from workbench.base.seeds import derive
+from workbench.dataproto.columns import declared
+from workbench.dataproto.core import DataProto
+from workbench.dataproto.value import apart
+from workbench.functional.advantages import Groups
+from workbench.functional.balancing import resampled
 from workbench.rewards.base import response_lengths
 from workbench.stages.advantage import group_numbers
-from workbench.stages.joining import joined
 from workbench.stages.reward import on_last_token
 from workbench.stages.stage import BaseStage, Outcome, Stage
 
 
 class Overlong(BaseStage):
-    """Take off `penalty`·(length − (max_tokens − buffer)) / buffer for responses in the last `buffer` tokens before the limit.
+    """Subtract `penalty`·(length − (max_tokens − buffer)) / buffer from rewards of responses in the last `buffer` tokens.
 
-    A part of the reward of its own, `reward/overlong` (≤ 0); rows without a judgement have none. An episode's length is all
-    of its response, tool and user tokens among them, as verl counts: that is what `max_tokens` cuts.
+    It is written as `reward/overlong` (≤ 0), too; rows that were not scored have none. An episode's length is all of its
+    response, tool and user tokens among them, as in verl: that is what `max_tokens` limits.
     Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 13.
     """
 
@@ -47,22 +51,23 @@ class Overlong(BaseStage):
             "token_level_scores": batch["token_level_scores"] + on_last_token(taken, mask),
             "reward/overlong": taken,
         }
-        share = (beyond > 0).double().mean().item()
-        metrics: dict[str, Metric] = {
-            "reward/overlong/mean": Mean.of(taken.double().mean().item(), len(batch)),
-            "reward/overlong/share": Mean.of(share, len(batch)),
-        }
+        means = {"mean": taken.double().mean().item(), "share": (beyond > 0).double().mean().item()}
+        metrics = {f"reward/overlong/{name}": Mean.of(value, len(batch)) for name, value in means.items()}
         return Outcome(self.written(batch, columns), metrics)
 
 
 class FilterGroups(BaseStage):
-    """Dynamic sampling: drop groups whose rewards are all equal, and draw further prompts until the step is full again.
+    """Dynamic sampling: drop groups whose rewards are all equal, and sample further prompts until the step is full again.
 
-    `stages` are those that made the batch (rollout, reward, …): further prompts go through the very same ones. `rows`
-    gives them, as a function of (step, seed, attempt), so that a resumed step draws the same; None only drops. After
-    `max_num_gen_batches` draws in all the step goes on with the groups that it has; verl stops the run there. Where no
-    group has any signal the batch stays as it is: its advantages are 0. What was drawn and dropped is in the metrics.
-    Yu et al. 2025, https://arxiv.org/abs/2503.14476, §3.2.
+    Where no group has any signal the batch is left unchanged: its advantages are 0. The metrics count what was sampled and
+    dropped. Yu et al. 2025, https://arxiv.org/abs/2503.14476, §3.2.
+
+    Args:
+        stages: those that made the batch (rollout, reward, …): further prompts go through the same ones.
+        rows: gives further prompts as a function of (step, seed, attempt), so that a resumed step samples the same; None:
+            groups are dropped and not replaced.
+        max_num_gen_batches: how often prompts are sampled in all; then the step goes on with the groups that it has, where
+            verl stops the run.
     """
 
     name = "filter_groups"
@@ -79,40 +84,83 @@ class FilterGroups(BaseStage):
     def __call__(self, batch: DataProto) -> Outcome:
         """P·G rows in, at most as many out, all of groups with signal."""
         group = batch.meta_info.get("group_size", 1)
-        wanted, drawn = len(set(batch["uid"])), 1
+        wanted, batches = len(set(batch["uid"])), 1
         rows = _with_signal(batch)
         kept = [batch.select_idxs(rows)]
-        while self._rows is not None and _prompts(kept) < wanted and drawn < self.max_num_gen_batches:
-            more = self._drawn(batch, wanted, drawn)
+        while self._rows is not None and _prompts(kept) < wanted and batches < self.max_num_gen_batches:
+            step, seed = batch.meta_info.get("step", 1), batch.meta_info.get("seed", 0)
+            more = self._rows.further(wanted, step=step, seed=seed, attempt=batches)
+            for stage in self._stages:
+                more = stage(more).batch
             kept.append(more.select_idxs(_with_signal(more)))
-            drawn += 1
+            batches += 1
         found = _prompts(kept)
         metrics: dict[str, Metric] = {
-            "train/num_gen_batches": Count(drawn),
+            "train/num_gen_batches": Count(batches),
             "filter_groups/kept": Count(min(found, wanted)),
-            "filter_groups/dropped": Count(wanted * drawn - found),
+            "filter_groups/dropped": Count(wanted * batches - found),
             "filter_groups/surplus": Count(max(found - wanted, 0)),
         }
         full = [part for part in kept if len(part)]
         if not full:
             return Outcome(batch, metrics)
-        if drawn == 1:
+        if batches == 1:
             return Outcome(kept[0], metrics, None if len(rows) == len(batch) else rows)
         return Outcome(joined(full)[: wanted * group].with_meta(**batch.meta_info), metrics)
 
-    def _drawn(self, batch: DataProto, prompts: int, attempt: int) -> DataProto:
-        meta = batch.meta_info
-        more = self._rows.further(prompts, step=meta.get("step", 1), seed=meta.get("seed", 0), attempt=attempt)
-        for stage in self._stages:
-            more = stage(more).batch
-        return more
-
 
 def _with_signal(batch: DataProto) -> torch.Tensor:
-    """Rows of groups in which judged rewards differ, or of one judged row alone."""
+    """Rows of groups in which the rewards of scored rows differ, or that have a single scored row."""
     groups = Groups(batch["reward"], group_numbers(batch["uid"]), batch["scored"])
     return ((groups.deviation() > 0) | (groups.count == 1)).nonzero()[:, 0]
 
 
 def _prompts(parts: Sequence[DataProto]) -> int:
     return sum(len(set(part["uid"])) for part in parts)
+
+
+class Resample(BaseStage):
+    """Resample the batch's rows with replacement, by weight: |reward|^p (`pow`), the best and the worst alone (`max_min`),
+    or mostly the best (`max_random`).
+
+    It belongs after the advantages: groups are not complete after it. verl's `algorithm.use_pf_ppo`.
+    Shen et al. 2024, https://arxiv.org/abs/2409.06957.
+    """
+
+    name = "resample"
+    reads = ("reward", "advantages")
+
+    def __init__(self, *, reweight_method: str = "pow", weight_pow: float = 2.0) -> None:
+        kinds = ("pow", "max_min", "max_random")
+        expected = f"one of {', '.join(kinds)}"
+        require(reweight_method in kinds, "reweight_method", expected=expected, found=reweight_method)
+        self.reweight_method = reweight_method
+        self.weight_pow = weight_pow
+
+    def __call__(self, batch: DataProto) -> Outcome:
+        """B rows in, B rows out, some of them several times; seeded by run and step."""
+        meta = batch.meta_info
+        generator = torch.Generator().manual_seed(derive(meta.get("seed", 0), self.name, meta.get("step", 0)))
+        rows = resampled(batch["reward"], method=self.reweight_method, weight_pow=self.weight_pow, generator=generator)
+        share = len(rows.unique()) / max(len(rows), 1)
+        return Outcome(batch.select_idxs(rows), {"resample/distinct": Mean.of(share, len(rows))}, rows)
+
+
+def joined(parts: Sequence[DataProto]) -> DataProto:
+    """The rows of all parts, with the first one's meta_info. Columns must be the same; widths S and T may differ."""
+    width_s = max(part["prompts"].shape[1] for part in parts)
+    width_t = max(part["responses"].shape[1] for part in parts)
+    first = parts[0].meta_info
+    return DataProto.concat([_widened(part, width_s, width_t).with_meta(**first) for part in parts])
+
+
+def _widened(part: DataProto, width_s: int, width_t: int) -> DataProto:
+    """The rows with zeros before their prompts and behind their responses."""
+    s, t = width_s - part["prompts"].shape[1], width_t - part["responses"].shape[1]
+    columns = {name: part[name] for name in part.columns}
+    for name in part.batch if s or t else ():
+        column = declared(name)
+        dims = column.dims if column is not None else ()
+        room = s * ("S" in dims or "S+T" in dims), t * ("T" in dims or "S+T" in dims)
+        columns[name] = pad(part[name], room) if any(room) else part[name]
+    return DataProto(*apart(columns), part.meta_info, origins=part.origins)

@@ -1,4 +1,4 @@
-"""Reward: every row gets a judgement, or a stated reason why it has none."""
+"""The stages that score responses: a reward for every row, or the reason why it has none; and scores of single turns."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 
 import torch
 
-from workbench.dataproto import DataProto
-from workbench.errors import RewardError, message
-from workbench.metrics import Count, Mean, Metric
-from workbench.rewards import BaseReward, Score, as_reward
-from workbench.rewards.score import extra_columns
+from workbench.base.errors import RewardError
+from workbench.base.metrics import Count, Mean, Metric
+from workbench.dataproto.core import DataProto
+from workbench.rewards.base import BaseReward
+from workbench.rewards.reward import as_reward
+from workbench.rewards.score import Score, extra_columns
 from workbench.stages.stage import BaseStage, Outcome, spread
 
 
 class Reward(BaseStage):
-    """Score the responses with a reward function, a `rewards.Reward`, or by `data_source` (None).
+    """Score the responses with a reward function, a `rewards.Reward`, or by the rows' `data_source` (None).
 
-    The scalar sits on the last valid response token. A row that was not scored has reward 0 and
-    `scored` False, and leaves every mean and loss after it. An empty response has no token to carry
-    its reward: its scalar stays in `reward` and the row is counted in `reward/empty_responses`.
+    The scalar is placed on the last valid response token. A row that was not scored has reward 0 and `scored` False, and
+    is left out of every later mean and loss. An empty response has no token for its reward: the scalar is in `reward` only,
+    and the row is counted in `reward/empty_responses`.
     """
 
     name = "reward"
@@ -44,12 +45,12 @@ class Reward(BaseStage):
         return Reward(function) if isinstance(function, BaseReward) else Reward(function, **self._options)
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Raises `RewardError` where the function asks for what none of these columns has, saying what it may ask for."""
+        """Raises `RewardError`, listing what there is, where the function has an argument that no column gives."""
         self._reward.check_signature(columns)
 
     @contextmanager
     def given(self, early: Callable[[], list[Score]]) -> Iterator[None]:
-        """Inside the block the stage takes the records that were made while the rollout went on."""
+        """Inside the block the stage takes the scores that were computed while the rollout was running."""
         self._early = early
         try:
             yield
@@ -57,10 +58,11 @@ class Reward(BaseStage):
             self._early = None
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, B judged rows out."""
+        """B rows in, B scored rows out."""
         scores = self._reward.score(batch) if self._early is None else self._reward.settle(self._early())
         if len(scores) != len(batch):
-            raise RewardError(message(f"reward {self._reward.name!r}", expected=len(batch), found=len(scores)))
+            expected, found = f"{len(batch)} scores, one a row", f"{len(scores)} scores"
+            raise RewardError(f"reward {self._reward.name!r}", expected=expected, found=found)
         mask = batch["response_mask"]
         reward = torch.tensor([score.value if score.scored else 0.0 for score in scores], dtype=torch.float32)
         columns: dict[str, Any] = {
@@ -75,16 +77,16 @@ class Reward(BaseStage):
 
     def _metrics(self, columns: dict[str, Any], scores: Sequence[Score], mask: torch.Tensor) -> dict[str, Metric]:
         scored = columns["scored"]
-        statuses = Counter(str(score.status.value).replace(" ", "_") for score in scores)
+        statuses = Counter(score.status.value for score in scores)
         metrics: dict[str, Metric] = {f"reward/status/{name}": Count(number) for name, number in statuses.items()}
         metrics["reward/empty_responses"] = Count(int((mask.sum(-1) == 0).sum()))
         metrics["reward/scored_ratio"] = Mean.of(scored.double().mean().item(), len(scores))
         for name, column in columns.items():
             if name.startswith("reward/"):
                 metrics.update(spread(name, column[~column.isnan()]))
-        judged = columns["reward"][scored].double()
-        if len(judged):  # min and max say little of rewards that are 0 or 1
-            metrics["critic/score/std"] = Mean.of(judged.std(correction=0).item(), len(judged))
+        values = columns["reward"][scored].double()
+        if len(values):  # min and max say little of rewards that are 0 or 1
+            metrics["critic/score/std"] = Mean.of(values.std(correction=0).item(), len(values))
         return {**spread("critic/score", columns["reward"][scored]), **metrics}
 
 
@@ -100,7 +102,57 @@ def on_last_token(reward: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def part_columns(scores: Sequence[Score]) -> dict[str, torch.Tensor]:
     """`reward/<part>` → [B] float32: the union of the parts' names, NaN where a row has none."""
     names = dict.fromkeys(name for score in scores for name in score.parts)
-    return {
-        f"reward/{name}": torch.tensor([float(score.parts.get(name, float("nan"))) for score in scores])
-        for name in names
-    }
+    values = {name: [float(score.parts.get(name, float("nan"))) for score in scores] for name in names}
+    return {f"reward/{name}": torch.tensor(column) for name, column in values.items()}
+
+
+class TurnScores(BaseStage):
+    """Add each turn's own score, and the rewards of its tool calls, to the turn's last token. It belongs after `reward`.
+
+    It changes `token_level_scores`, which estimators read; `reward` and `score` stay unchanged::
+
+        pipeline = recipes.reinforce_plus_plus(engine, reward, agent=agent).insert_after("reward", TurnScores())
+
+    The position matters to estimators that sum rewards from a token on: `gae`, `reinforce_plus_plus`, `remax` and the token
+    baselines. With those that compare whole rows (`grpo`, `rloo`, `opo`, `gpg`, …) an advantage is one number per row: the
+    same sum wherever the scores are.
+
+    Args:
+        turn_weight: multiplies a simulated user's scores.
+        tool_weight: multiplies the tools' rewards.
+        final_weight: multiplies what `reward` placed on the last token.
+    """
+
+    name = "turn_scores"
+    reads = ("token_level_scores", "response_mask", "turns")
+    writes = ("token_level_scores",)
+
+    def __init__(self, *, turn_weight: float = 1.0, tool_weight: float = 0.0, final_weight: float = 1.0) -> None:
+        self.turn_weight = turn_weight
+        self.tool_weight = tool_weight
+        self.final_weight = final_weight
+
+    def __call__(self, batch: DataProto) -> Outcome:
+        """B rows in, the same rows out."""
+        placed = place_turn_scores(batch, turn_weight=self.turn_weight, tool_weight=self.tool_weight)
+        total = self.final_weight * batch["token_level_scores"] + placed
+        if "scored" in batch:  # a row that was not scored has no score anywhere
+            total = total * batch["scored"][:, None]
+        return Outcome(self.written(batch, {"token_level_scores": total}), spread("turn_scores", placed.sum(-1)))
+
+
+def place_turn_scores(batch: DataProto, *, turn_weight: float = 1.0, tool_weight: float = 0.0) -> torch.Tensor:
+    """[B, T] float32: each assistant turn's score on its last token, 0 elsewhere, without the final reward.
+
+    A turn without a token of the model's own has no place for a score: it is left out.
+    """
+    mask = batch["response_mask"].bool()
+    placed = torch.zeros(mask.shape, dtype=torch.float32)
+    for row, turns in enumerate(batch["turns"]):
+        for turn in turns:
+            score = turn_weight * (turn["score"] or 0.0)
+            score += tool_weight * sum(call["reward"] or 0.0 for call in turn["calls"])
+            last = turn["last"]
+            if turn["role"] == "assistant" and turn["first"] <= last < mask.shape[1] and mask[row, last]:
+                placed[row, last] += score
+    return placed

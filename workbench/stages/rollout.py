@@ -1,22 +1,24 @@
-"""Rollout: P prompts become B = P·G rows, each with a response sampled from its own seed."""
+"""The stage that samples: P prompts become B = P·G rows, each with a response sampled from its own seed."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from workbench import background
-from workbench.config import require
-from workbench.dataproto import DataProto
-from workbench.datasets.templates import encode
-from workbench.engines.protocol import Request, Sample, Sampler, SamplingSettings
-from workbench.errors import DataError, message
-from workbench.metrics import Mean
-from workbench.seeds import derive
+from workbench.base import runtime
+from workbench.base.config import require
+from workbench.base.errors import DataError
+from workbench.base.metrics import Count, Mean, Metric
+from workbench.base.seeds import derive
+from workbench.dataproto.core import DataProto
+from workbench.datasets.rendering import encode
+from workbench.engines.protocol import Located, Request, Sample, Sampler, SamplingSettings, switches_of
 from workbench.stages.stage import BaseStage, Outcome, spread
 
 Arrived = Callable[[int, Mapping[str, Any], Sample], None]
@@ -25,12 +27,17 @@ Arrived = Callable[[int, Mapping[str, Any], Sample], None]
 class Rollout(BaseStage):
     """Sample `group_size` responses to every prompt.
 
-    With `greedy_baseline=True` each prompt gets one more row, sampled at temperature 0 and marked in the column `greedy`:
-    ReMax's baseline, which shares rollout and reward with the others until the stage `baseline` folds it away.
+    Prompts are encoded here, with the chat template of the sampler's own tokenizer. The rows of a prompt are neighbours:
+    a a b b. The seed of a row is derived from (run seed, `purpose`, step, uid, sample), so that any row can be sampled again
+    by itself.
 
-    Prompts are encoded here, with the chat template of the sampler's own tokenizer, because what a
-    prompt is in tokens belongs to the model. Rows come out interleaved: a a b b. The seed of a row is
-    derived from (run seed, `purpose`, step, uid, sample), so that any row can be generated again alone.
+    Args:
+        sampler: an engine, or any other `Sampler`.
+        group_size: responses per prompt (G).
+        sampling: temperature, `max_tokens` and the like.
+        purpose: part of the seed: `validation` samples from other seeds than `rollout`.
+        greedy_baseline: give each prompt one more row, sampled at temperature 0 and marked in the column `greedy`: ReMax's
+            baseline, which shares rollout and reward with the others until the stage `baseline` removes it.
 
     Raises `DataError` where a prompt is longer than the batch's `max_prompt_length`.
     """
@@ -38,18 +45,9 @@ class Rollout(BaseStage):
     name = "rollout"
     reads = ("raw_prompt", "uid")
     writes: tuple[str, ...] = (
-        "prompts",
-        "prompt_mask",
-        "responses",
-        "response_mask",
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "rollout_log_probs",
-        "finish_reason",
-        "policy_version",
-        "response_text",
-    )
+        "prompts", "prompt_mask", "responses", "response_mask", "input_ids", "attention_mask", "position_ids",
+        "rollout_log_probs", "finish_reason", "policy_version", "response_text",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -64,7 +62,8 @@ class Rollout(BaseStage):
         self.greedy_baseline = greedy_baseline
         if greedy_baseline:
             self.writes = (*type(self).writes, "greedy")
-        self._sampler = sampler
+        self.sampler = sampler
+        self._learners = (sampler,)
         self.group_size = group_size
         self.sampling = sampling or SamplingSettings()
         self.purpose = purpose
@@ -72,31 +71,22 @@ class Rollout(BaseStage):
 
     @contextmanager
     def telling(self, arrived: Arrived) -> Iterator[None]:
-        """Inside the block `arrived` is told of every row as it is finished: (row, its object columns, sample)."""
+        """Inside the block `arrived(row, its object columns, sample)` is called for every row as it is finished."""
         self._arrived = arrived
         try:
             yield
         finally:
             self._arrived = None
 
-    @property
-    def sampler(self) -> Sampler:
-        """What writes the responses."""
-        return self._sampler
-
     def settings(self) -> dict[str, Any]:
-        """Its own, and the sampling's, flat."""
+        """The stage's settings and those of its sampling, flat."""
         plain = {"group_size": self.group_size, "purpose": self.purpose, **self.sampling.to_dict()}
         return {**plain, "greedy_baseline": True} if self.greedy_baseline else plain
 
     @property
     def blank(self) -> dict[str, Any]:
-        """What a reward function may ask for of a row beside its data and its response, for a row that says nothing."""
+        """The values that a reward function may read beside a row's data and response, for an empty response."""
         return {"finish_reason": "stop"}
-
-    def learners(self) -> tuple[Any, ...]:
-        """The policy: its version is written to every row."""
-        return (self._sampler,)
 
     def __call__(self, batch: DataProto) -> Outcome:
         """P rows in, P·G rows out (P·(G + 1) with a greedy baseline)."""
@@ -105,55 +95,69 @@ class Rollout(BaseStage):
         rows = torch.arange(len(batch)).repeat_interleave(each)
         requests = [self._request(batch, prompts, int(row), index % each) for index, row in enumerate(rows)]
         tell = self._teller(batch, rows)
-        samples = background.run(_gather(self._sampler, requests, tell))
+
+        async def ask(row: int) -> Sample:
+            sample = await self.sampler.sample(requests[row])
+            tell(row, sample)
+            return sample
+
+        samples = runtime.run_all(ask, range(len(requests)))
         columns = columns_of([prompts[int(row)] for row in rows], samples, self._pad_id)
-        texts = self._sampler.tokenizer.batch_decode([list(sample.ids) for sample in samples], skip_special_tokens=True)
+        texts = self.sampler.tokenizer.batch_decode([list(sample.ids) for sample in samples], skip_special_tokens=True)
         columns["response_text"] = list(texts)
+        return self._finished(batch, columns, rows, self._metrics(columns))
+
+    def _finished(self, batch: DataProto, columns: dict[str, Any], rows: Tensor, metrics: dict[str, Any]) -> Outcome:
+        """The batch's prompts repeated, with the columns of their responses."""
+        each = self.group_size + self.greedy_baseline
         if self.greedy_baseline:
             columns["greedy"] = (torch.arange(len(rows)) % each) == self.group_size
-        path = getattr(self._sampler, "path", None)  # whose tokenizer a viewer may open
-        named = {} if path is None else {"model": str(path)}
-        repeated = batch.repeat(each, interleave=True).with_meta(group_size=each, **named)
-        return Outcome(self.written(repeated, columns), self._metrics(columns), rows)
+        repeated = batch.repeat(each, interleave=True).with_meta(group_size=each, **self._model())
+        return Outcome(self.written(repeated, columns), metrics, rows)
 
-    def _teller(self, batch: DataProto, rows: torch.Tensor) -> Callable[[int, Sample], None]:
+    def _model(self) -> dict[str, str]:
+        """The folder of the sampler's model, where it has one: a viewer may open its tokenizer."""
+        return {"model": str(self.sampler.path)} if isinstance(self.sampler, Located) else {}
+
+    def _teller(self, batch: DataProto, rows: Tensor) -> Callable[..., None]:
+        """A function of (row, sample, further columns) that passes on what a reward may read of a finished row."""
         arrived = self._arrived
         if arrived is None:
-            return lambda row, sample: None
+            return lambda *finished: None
         objects = {name: list(batch.non_tensor_batch[name]) for name in batch.non_tensor_batch}
 
-        def tell(row: int, sample: Sample) -> None:
-            text = self._sampler.tokenizer.decode(list(sample.ids), skip_special_tokens=True)
+        def tell(row: int, sample: Sample, more: Mapping[str, Any] = MappingProxyType({})) -> None:
             columns = {name: values[int(rows[row])] for name, values in objects.items()}
-            arrived(row, {**columns, "response_text": text, "finish_reason": sample.finish_reason}, sample)
+            text = self.sampler.tokenizer.decode(list(sample.ids), skip_special_tokens=True)
+            arrived(row, {**columns, "response_text": text, "finish_reason": sample.finish_reason, **more}, sample)
 
         return tell
 
     def _encode(self, batch: DataProto) -> list[tuple[int, ...]]:
         limit = batch.meta_info.get("max_prompt_length")
-        switches = getattr(self._sampler, "template_switches", {})
-        prompts = [tuple(encode(self._sampler.tokenizer, chat, **switches)) for chat in batch["raw_prompt"]]
+        switches = switches_of(self.sampler)
+        prompts = [tuple(encode(self.sampler.tokenizer, chat, **switches)) for chat in batch["raw_prompt"]]
         for row, ids in enumerate(prompts):
             if not ids or (limit is not None and len(ids) > limit):
-                raise DataError(
-                    message(
-                        f"prompt of row {row} (uid {batch['uid'][row]})",
-                        expected=f"1 to {limit or 'any number of'} tokens",
-                        found=len(ids),
-                        do="raise max_prompt_length, or take rows.fitting(tokenizer, overlong='drop')",
-                    )
-                )
+                what = f"prompt of row {row} (uid {batch['uid'][row]})"
+                expected = f"1 to {limit or 'any number of'} tokens"
+                do = "raise max_prompt_length, or take rows.fitting(tokenizer, overlong='drop')"
+                raise DataError(what, expected=expected, found=len(ids), do=do)
         return prompts
 
     def _request(self, batch: DataProto, prompts: list[tuple[int, ...]], row: int, sample: int) -> Request:
         meta = batch.meta_info
         seed = derive(meta.get("seed", 0), self.purpose, meta.get("step", 0), batch["uid"][row], sample, 0, 0)
+        return Request(prompts[row], self._sampling(sample), seed)
+
+    def _sampling(self, sample: int) -> SamplingSettings:
+        """The settings of a prompt's sample of this number: the last may be the greedy baseline."""
         greedy = self.greedy_baseline and sample == self.group_size
-        return Request(prompts[row], self.sampling.replace(temperature=0.0) if greedy else self.sampling, seed)
+        return self.sampling.replace(temperature=0.0) if greedy else self.sampling
 
     @property
     def _pad_id(self) -> int:
-        tokenizer = self._sampler.tokenizer
+        tokenizer = self.sampler.tokenizer
         return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 
     def _metrics(self, columns: dict[str, Any]) -> dict[str, Any]:
@@ -167,15 +171,6 @@ class Rollout(BaseStage):
         }
 
 
-async def _gather(sampler: Sampler, requests: Sequence[Request], tell: Callable[[int, Sample], None]) -> list[Sample]:
-    async def one(row: int, request: Request) -> Sample:
-        sample = await sampler.sample(request)
-        tell(row, sample)
-        return sample
-
-    return list(await asyncio.gather(*(one(row, request) for row, request in enumerate(requests))))
-
-
 def columns_of(
     prompts: Sequence[Sequence[int]],
     samples: Sequence[Sample],
@@ -184,38 +179,59 @@ def columns_of(
 ) -> dict[str, Any]:
     """The rollout's columns from ragged ids: prompts left-padded to S, responses right-padded to T.
 
-    `masks` say which tokens of each response are the model's own; without them all are. T is at least 1, so that a batch
-    of empty responses still has its columns.
+    `masks` mark which tokens of each response are the model's own; without them all are. T is at least 1, so that a batch
+    of empty responses has its columns, too.
     """
-    width_s = max(len(ids) for ids in prompts)
-    width_t = max(1, *(len(sample.ids) for sample in samples))
-    rows = len(samples)
-    ids_s = torch.full((rows, width_s), pad_id, dtype=torch.long)
-    mask_s = torch.zeros(rows, width_s, dtype=torch.long)
-    ids_t = torch.full((rows, width_t), pad_id, dtype=torch.long)
-    mask_t = torch.zeros(rows, width_t, dtype=torch.long)
-    log_probs = torch.zeros(rows, width_t)
-    for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
-        ids_s[row, width_s - len(prompt) :] = torch.tensor(prompt)
-        mask_s[row, width_s - len(prompt) :] = 1
-        length = len(sample.ids)
-        ids_t[row, :length] = torch.tensor(sample.ids, dtype=torch.long)
-        mask_t[row, :length] = 1
-        log_probs[row, :length] = torch.tensor(sample.log_probs)
-    attention = torch.cat([mask_s, mask_t], dim=1)
-    if masks is not None:
-        mask_t = torch.zeros_like(mask_t)
-        for row, mask in enumerate(masks):
-            mask_t[row, : len(mask)] = torch.tensor(mask, dtype=torch.long)
+    responses = [sample.ids for sample in samples]
+    ids_s = _padded(prompts, pad_id, "left")
+    ids_t = _padded(responses, pad_id)
+    mask_s = _padded([[1] * len(ids) for ids in prompts], 0, "left")
+    whole = _padded([[1] * len(ids) for ids in responses], 0)
+    attention = torch.cat([mask_s, whole], dim=1)
     return {
         "prompts": ids_s,
         "prompt_mask": mask_s,
         "responses": ids_t,
-        "response_mask": mask_t,
+        "response_mask": whole if masks is None else _padded(masks, 0),
         "input_ids": torch.cat([ids_s, ids_t], dim=1),
         "attention_mask": attention,
         "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
-        "rollout_log_probs": log_probs,
+        "rollout_log_probs": _padded([sample.log_probs for sample in samples], 0.0, dtype=torch.float32),
         "finish_reason": [sample.finish_reason for sample in samples],
         "policy_version": torch.tensor([sample.version for sample in samples]),
     }
+
+
+def _padded(
+    rows: Sequence[Sequence[Any]], value: float, side: str = "right", dtype: torch.dtype = torch.long
+) -> Tensor:
+    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+    found = pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+    return found if found.shape[1] else found.new_full((len(rows), 1), value)
+
+
+class Baseline(BaseStage):
+    """Replace each prompt's greedy row (`Rollout(…, greedy_baseline=True)`) by the column `reward_baselines` of its samples.
+
+    A prompt whose greedy response was not scored has no baseline: its rows become unscored, too (`scored` False), and are
+    counted. Li et al. 2024, https://arxiv.org/abs/2310.10505.
+    """
+
+    name = "baseline"
+    reads = ("uid", "greedy", "reward", "scored")
+    writes = ("reward_baselines", "scored")
+
+    def __call__(self, batch: DataProto) -> Outcome:
+        """P·(G + 1) rows in, P·G rows out."""
+        greedy, scored = batch["greedy"], batch["scored"]
+        found = {batch["uid"][row]: row for row in greedy.nonzero()[:, 0].tolist()}
+        rows = (~greedy).nonzero()[:, 0]
+        of = torch.tensor([found[batch["uid"][row]] for row in rows.tolist()], dtype=torch.long)
+        kept = batch.select_idxs(rows).with_meta(group_size=max(batch.meta_info.get("group_size", 2) - 1, 1))
+        columns = {"reward_baselines": batch["reward"][of], "scored": scored[rows] & scored[of]}
+        mean = batch["reward"][greedy & scored].double().mean().item()
+        metrics: dict[str, Metric] = {
+            "reward/greedy_baseline": Mean.of(mean, int(greedy.sum())),
+            "reward/without_baseline": Count(int((~scored[greedy]).sum())),
+        }
+        return Outcome(self.written(kept, columns), metrics, rows)

@@ -1,39 +1,188 @@
-"""Update: epochs × mini-batches (an optimizer step each) × micro-batches (memory only).
-
-One class, used twice: for the critic and for the actor.
-"""
+"""The stage that updates weights, of the actor or the critic (epochs × mini-batches, a step each), and its losses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from workbench.config import require
-from workbench.dataproto import DataProto
-from workbench.engines.protocol import Learned, Learner, Normalisers
-from workbench.errors import NonFinite, VersionMismatch, message
-from workbench.metrics import Mean, Metric, reduce
-from workbench.seeds import derive
+from workbench.base.config import Settings, require
+from workbench.base.errors import NonFinite, SettingError, VersionMismatch, unknown
+from workbench.base.metrics import Mean, Metric, Sum, reduce
+from workbench.base.seeds import derive
+from workbench.dataproto.core import DataProto
+from workbench.engines.protocol import Learner, LossCounts, LossOutput, StepResult
+from workbench.functional.kl import kl_penalty
+from workbench.functional.losses import AGGREGATIONS, POLICY_LOSSES, Surrogate, aggregate, value_loss
+from workbench.functional.masking import masked_mean
 from workbench.stages.log_prob import SCORED_COLUMNS
-from workbench.stages.losses import PolicyLoss, ValueLoss, loss_mask
 from workbench.stages.stage import BaseStage, Outcome
 
 
+def loss_mask(rows: DataProto) -> Tensor:
+    """[B, T] float: 1 on the model's own tokens of rows that were scored."""
+    mask = rows["response_mask"].float()
+    return mask * rows["scored"].float()[:, None] if "scored" in rows else mask
+
+
+def _mean(values: Tensor, mask: Tensor) -> Mean:
+    return Mean.of(masked_mean(values.detach().float(), mask).item(), mask.sum().item())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss(Settings):
+    """A policy loss by name, minus an entropy bonus, plus a KL to the reference.
+
+    loss = pg − entropy_coeff·H + kl_coef·KL, each aggregated by `loss_agg_mode` over the whole mini-batch (global counts), so
+    that micro-batches and ranks cannot change it. Raises `SettingError` for an unknown `loss_mode` or `loss_agg_mode`.
+    """
+
+    writes: ClassVar[tuple[str, ...]] = ("new_log_probs", "clipped")
+    """Columns [B, T] that an update with this loss writes."""
+
+    loss_mode: str = "vanilla"
+    """Which: a name of `functional.POLICY_LOSSES` (verl's)."""
+    clip_ratio_low: float = 0.2
+    """Lower edge of the clip range: 1 − this."""
+    clip_ratio_high: float = 0.2
+    """Upper edge: 1 + this; raise it alone for DAPO's clip-higher."""
+    clip_ratio_c: float = 3.0
+    """Dual clip: bound of the ratio where the advantage is negative."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    kl_coef: float = 0.0
+    """Weight of KL(policy‖reference) in the loss; 0 needs no reference."""
+    kl_type: str = "low_var_kl"
+    """Estimator of that KL: see `functional.kl_penalty`."""
+    loss_agg_mode: str = "token-mean"
+    """How token losses become one number: see `functional.aggregate`."""
+    loss_scale_factor: float | None = None
+    """What `seq-mean-token-sum-norm` divides by; None: the mini-batch's width."""
+    rollout_is: bool = False
+    """Multiply every token's loss by the column `rollout_is_weights` (see `stages.RolloutCorrection`)."""
+    tau_pos: float = 1.0
+    """sapo: steepness of the gate for positive advantages."""
+    tau_neg: float = 1.05
+    """sapo: the same for negative ones."""
+    dro_beta: float = 0.1
+    """dro: weight of the quadratic."""
+    clip_cov_ratio: float = 0.0002
+    """clip_cov: share of tokens that is left out."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: lowest covariance that is looked at."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: highest."""
+    kl_cov_ratio: float = 0.0002
+    """kl_cov: share of tokens that is held back."""
+    ppo_kl_coef: float = 0.1
+    """kl_cov: how strongly."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("loss_mode", POLICY_LOSSES), ("loss_agg_mode", AGGREGATIONS)):
+            if (chosen := getattr(self, name)) not in known:
+                raise SettingError(unknown(name, chosen, known))
+        for name in ("clip_ratio_low", "clip_ratio_high"):
+            require(getattr(self, name) >= 0, name, expected="≥ 0", found=getattr(self, name))
+        require(self.clip_ratio_c > 1, "clip_ratio_c", expected="> 1", found=self.clip_ratio_c)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns it needs beside those of a scoring pass."""
+        reads = ("old_log_probs", "advantages")
+        return reads + ("ref_log_prob",) * bool(self.kl_coef) + ("rollout_is_weights",) * self.rollout_is
+
+    @property
+    def want(self) -> tuple[str, ...]:
+        """Model outputs it needs; the entropy costs a pass over the vocabulary, so only where it has a weight."""
+        return ("log_probs", "entropy") if self.entropy_coeff else ("log_probs",)
+
+    def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
+        """The loss of one micro-batch, its metrics, and `new_log_probs` and `clipped`."""
+        mask = loss_mask(rows)
+        new, old = outputs["log_probs"], rows["old_log_probs"]
+        function = POLICY_LOSSES[self.loss_mode]
+        taken = inspect.signature(function).parameters
+        settings = {name: value for name, value in self.to_dict().items() if name in taken}
+        surrogate: Surrogate = function(old, new, rows["advantages"], mask, **settings)
+        weighted = surrogate.loss * rows["rollout_is_weights"] if self.rollout_is else surrogate.loss
+        loss = pg_loss = self._aggregate(weighted, mask, loss_counts, surrogate.aggregation)
+        metrics: dict[str, Metric] = {
+            "actor/pg_loss": Sum(pg_loss.item()),
+            "actor/pg_clipfrac": _mean(surrogate.clipped, mask),
+            "actor/pg_clipfrac_lower": _mean(surrogate.clipped_lower, mask),
+            "actor/ppo_kl": _mean(old - new, mask),
+        }
+        if self.entropy_coeff:
+            entropy = self._aggregate(outputs["entropy"], mask, loss_counts)
+            loss = loss - self.entropy_coeff * entropy
+            metrics["actor/entropy_loss"] = Sum(entropy.item())
+        if self.kl_coef:
+            kl = self._aggregate(kl_penalty(new, rows["ref_log_prob"], self.kl_type), mask, loss_counts)
+            loss = loss + self.kl_coef * kl
+            metrics |= {"actor/kl_loss": Sum(kl.item()), "actor/kl_coef": Mean(self.kl_coef)}
+        clipped = surrogate.clipped | surrogate.clipped_lower
+        columns = {"new_log_probs": (new * rows["response_mask"]).detach(), "clipped": clipped & mask.bool()}
+        return LossOutput(loss, metrics, columns)
+
+    def _aggregate(self, values: Tensor, mask: Tensor, counts: LossCounts, mode: str | None = None) -> Tensor:
+        width = self.loss_scale_factor or counts.width
+        mode = mode or self.loss_agg_mode
+        return aggregate(values, mask, mode, tokens=counts.tokens, sequences=counts.sequences, scale=width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueLoss(Settings):
+    """The clipped value loss ½·max((v − R)², (clip(v, old ± cliprange) − R)²), aggregated like the policy's."""
+
+    cliprange_value: float = 0.5
+    """How far a value may move from the one before the update before its loss is clipped."""
+    loss_agg_mode: str = "token-mean"
+    """How token losses become one number."""
+
+    reads: ClassVar[tuple[str, ...]] = ("values", "returns")
+    """Columns it needs beside those of a scoring pass."""
+    writes: ClassVar[tuple[str, ...]] = ()
+    """An update with this loss writes no column."""
+    want: ClassVar[tuple[str, ...]] = ("values",)
+    """Model outputs it needs."""
+
+    def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
+        """The loss of one micro-batch and its metrics."""
+        mask = loss_mask(rows)
+        result = value_loss(outputs["values"], rows["returns"], rows["values"], mask, clip=self.cliprange_value)
+        tokens, sequences, width = loss_counts.tokens, loss_counts.sequences, loss_counts.width
+        loss = aggregate(result.loss, mask, self.loss_agg_mode, tokens=tokens, sequences=sequences, scale=width)
+        metrics: dict[str, Metric] = {
+            "critic/vf_loss": Sum(loss.item()),
+            "critic/vf_clipfrac": _mean(result.clipped, mask),
+            "critic/vpred_mean": _mean(outputs["values"], mask),
+        }
+        return LossOutput(loss, metrics)
+
+
 class Update(BaseStage):
-    """Change a learner's weights with a loss.
+    """Update a learner's weights with a loss.
 
-    `ppo_mini_batch_size` counts *prompts*, as verl's does: one optimizer step sees that many groups
-    (None: the whole batch); an uneven last mini-batch is fine. `from_step` skips the update before that
-    step (critic warm-up holds the actor still); the columns are written all the same. How a
-    mini-batch is cut into micro-batches is the learner's business and changes no number beyond rounding.
+    How a mini-batch is cut into micro-batches is up to the learner and changes no number beyond rounding.
 
-    A batch is used once: where its `old_log_probs` (or `values`) are of another version than the learner's weights the
-    update is refused, unless `allow_stale` says that learning off-policy is meant. A mini-batch with a NaN or infinite loss
-    or gradient changes no weight; up to `skip_nonfinite` of them in a row are left out and counted, the next one raises
-    `NonFinite` (0: the first does).
+    Args:
+        learner: whose weights are updated.
+        loss: a `PolicyLoss` or a `ValueLoss`.
+        name: `update_actor` or `update_critic`; what follows `update_` is the prefix of the metrics.
+        ppo_epochs: passes over the batch.
+        ppo_mini_batch_size: *prompts* of one optimizer step, as in verl; None: the whole batch. The last may be smaller.
+        shuffle: take the rows in a random order, seeded by run and step.
+        from_step: before this step nothing is updated (critic warm-up); the columns are written all the same.
+        temperature: what the logits are divided by, as in sampling.
+        allow_stale: allow a batch whose `old_log_probs` (or `values`) are of another version than the learner's weights.
+        skip_nonfinite: how many mini-batches in a row may be skipped, and counted, for a NaN or infinite loss or gradient;
+            they change no weight. One more raises `NonFinite`.
+
+    Raises `VersionMismatch` for a stale batch: a batch is used once.
     """
 
     updates = True
@@ -52,16 +201,13 @@ class Update(BaseStage):
         allow_stale: bool = False,
         skip_nonfinite: int = 0,
     ) -> None:
+        prompts = 1 if ppo_mini_batch_size is None else ppo_mini_batch_size
         require(skip_nonfinite >= 0, "skip_nonfinite", expected="≥ 0", found=skip_nonfinite)
         require(ppo_epochs >= 1, "ppo_epochs", expected="≥ 1", found=ppo_epochs)
-        require(
-            ppo_mini_batch_size is None or ppo_mini_batch_size >= 1,
-            "ppo_mini_batch_size",
-            expected="≥ 1 prompts, or None for all",
-            found=ppo_mini_batch_size,
-        )
+        require(prompts >= 1, "ppo_mini_batch_size", expected="≥ 1 prompts, or None for all", found=prompts)
         self.name = name
         self._learner = learner
+        self._learners = (learner,)
         self._loss = loss
         self.ppo_epochs = ppo_epochs
         self.ppo_mini_batch_size = ppo_mini_batch_size
@@ -75,12 +221,8 @@ class Update(BaseStage):
         self.writes = loss.writes
 
     def settings(self) -> dict[str, Any]:
-        """Its own, and the loss's."""
+        """The stage's settings, and the loss's."""
         return {**super().settings(), "loss": type(self._loss).__name__, **self._loss.to_dict()}
-
-    def learners(self) -> tuple[Any, ...]:
-        """Whose weights it changes."""
-        return (self._learner,)
 
     @property
     def role(self) -> str:
@@ -88,7 +230,7 @@ class Update(BaseStage):
         return self.name.removeprefix("update_")
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, new weights, B rows with what the last pass over each saw."""
+        """B rows in, the same rows out with the columns of the last pass over each; the weights are updated."""
         self._refuse_stale(batch)
         step = batch.meta_info.get("step", 0)
         if step < self.from_step:
@@ -97,20 +239,23 @@ class Update(BaseStage):
         columns = self._unchanged(batch) if self.skip_nonfinite else {}
         steps: list[dict[str, float]] = []
         skipped = 0
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         for epoch in range(self.ppo_epochs):
             for number, indices in enumerate(self._mini_batches(batch, epoch)):
-                with seeded(derive(batch.meta_info.get("seed", 0), self.name, step, epoch, number)):
+                with torch.random.fork_rng(devices):  # dropout is a function of the step: an update repeats bit for bit
+                    torch.manual_seed(derive(batch.meta_info.get("seed", 0), self.name, step, epoch, number))
                     learned = self._learn_or_skip(rows.select_idxs(indices))
                 if learned is None:
                     skipped += 1
                     continue
                 steps.append(reduce([learned.metrics]))
-                _scatter(columns, learned.columns, indices, len(batch))
+                for name, values in learned.columns.items():  # [b, …] into [B, …]; later epochs overwrite earlier ones
+                    columns.setdefault(name, values.new_zeros((len(batch), *values.shape[1:])))[indices] = values
         if steps:
             self._learner.commit()
         metrics: dict[str, Metric] = {
             (key if "/" in key else f"{self.role}/{key}"): Mean(sum(one[key] for one in steps), len(steps))
-            for key in (steps[0] if steps else ())
+            for key in next(iter(steps), {})
         }
         if self.skip_nonfinite:
             metrics[f"{self.role}/nonfinite"] = Mean(float(skipped))
@@ -122,20 +267,20 @@ class Update(BaseStage):
             if origin is None or origin.policy_version is None or self.allow_stale:
                 continue
             if origin.policy_version != self._learner.version:
-                raise VersionMismatch(
-                    message(
-                        f"stage {self.name!r}: {name!r} of this batch is of another policy version",
-                        expected=f"version {self._learner.version}, the learner's",
-                        found=f"version {origin.policy_version}: the batch has been learnt from already, or is stale",
-                        do="take the next batch, go back, or construct the update with allow_stale=True",
-                    )
-                )
+                what = f"stage {self.name!r}: {name!r} of this batch is of another policy version"
+                found = f"version {origin.policy_version}: the batch has been used already, or is stale"
+                do = "take the next batch, go back, or construct the update with allow_stale=True"
+                expected = f"version {self._learner.version}, the learner's"
+                raise VersionMismatch(what, expected=expected, found=found, do=do)
 
-    def _learn_or_skip(self, rows: DataProto) -> Learned | None:
-        """None where a mini-batch was left out because its loss or gradient is not finite; no weight has changed then."""
+    def _learn_or_skip(self, rows: DataProto) -> StepResult | None:
+        """One optimizer step; None where it was skipped because loss or gradient is not finite, and no weight changed."""
+        mask = loss_mask(rows)
+        sequences = float((mask.sum(-1) > 0).sum())
+        loss_counts = LossCounts(tokens=mask.sum().item(), sequences=sequences, width=float(mask.shape[1]))
         try:
             _refuse_nonfinite(rows, self.reads)
-            learned = self._learn(rows)
+            learned = self._learner.learn(rows, self._loss, loss_counts, self.temperature)
         except NonFinite:
             self._in_a_row += 1
             if self._in_a_row > self.skip_nonfinite:
@@ -145,21 +290,14 @@ class Update(BaseStage):
         return learned
 
     def state(self) -> dict[str, float]:
-        """How many mini-batches in a row have been left out."""
+        """How many mini-batches in a row have been skipped."""
         return {"nonfinite_in_a_row": float(self._in_a_row)} if self.skip_nonfinite else {}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Back to what `state` gave."""
+        """Restore what `state` gave."""
         self._in_a_row = int(state.get("nonfinite_in_a_row", 0))
 
-    def _learn(self, rows: DataProto) -> Learned:
-        mask = loss_mask(rows)
-        normalisers = Normalisers(
-            tokens=mask.sum().item(), sequences=float((mask.sum(-1) > 0).sum()), width=float(mask.shape[1])
-        )
-        return self._learner.learn(rows, self._loss, normalisers, self.temperature)
-
-    def _mini_batches(self, batch: DataProto, epoch: int) -> list[torch.Tensor]:
+    def _mini_batches(self, batch: DataProto, epoch: int) -> list[Tensor]:
         """Row indices of each optimizer step of one epoch."""
         order = torch.arange(len(batch))
         if self.shuffle:
@@ -170,16 +308,16 @@ class Update(BaseStage):
             return [order]
         return list(order.split(self.ppo_mini_batch_size * batch.meta_info.get("group_size", 1)))
 
-    def _unchanged(self, batch: DataProto) -> dict[str, torch.Tensor]:
-        still = {
-            "new_log_probs": lambda: batch["old_log_probs"].clone(),
-            "clipped": lambda: torch.zeros_like(batch["response_mask"], dtype=torch.bool),
-        }
-        return {name: still[name]() for name in self.writes}
+    def _unchanged(self, batch: DataProto) -> dict[str, Tensor]:
+        """The columns of rows whose weights did not move."""
+        if "new_log_probs" not in self.writes:
+            return {}
+        clipped = torch.zeros_like(batch["response_mask"], dtype=torch.bool)
+        return {"new_log_probs": batch["old_log_probs"].clone(), "clipped": clipped}
 
 
 def _refuse_nonfinite(rows: DataProto, names: Sequence[str]) -> None:
-    """Raises `NonFinite` naming the first column, row, uid and token where a number is none; the mask decides what counts."""
+    """Raises `NonFinite` naming the first column, row, uid and token with a NaN or infinity inside the loss mask."""
     mask = loss_mask(rows).bool()
     for name in names:
         values = rows[name]
@@ -189,29 +327,8 @@ def _refuse_nonfinite(rows: DataProto, names: Sequence[str]) -> None:
         if bad.any():
             row, *token = bad.nonzero()[0].tolist()
             uid = f" (uid {rows['uid'][row]})" if "uid" in rows else ""
-            raise NonFinite(
-                message(
-                    f"column {name!r} of row {row}{uid} is no number; no step was taken",
-                    found=f"{float(values[row, token[0]] if token else values[row])}"
-                    + (f" at token {token[0]}" if token else ""),
-                    do=f"look at what wrote {name!r}; {int(bad.sum())} places are bad in {int(bad.flatten(1).any(-1).sum() if token else bad.sum())} rows",
-                )
-            )
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """torch's global generators from a seed inside, as they were after: dropout is a function of the step, so that an
-    update can be done again alone, bit for bit."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        yield
-
-
-def _scatter(columns: dict[str, torch.Tensor], part: Any, indices: torch.Tensor, rows: int) -> None:
-    """Write a mini-batch's [b, T] columns into the batch's [B, T] ones; later passes overwrite earlier."""
-    for name, values in part.items():
-        if name not in columns:
-            columns[name] = torch.zeros((rows, *values.shape[1:]), dtype=values.dtype)
-        columns[name][indices] = values
+            number = bad.reshape(len(bad), -1).any(-1).sum()
+            what = f"column {name!r} of row {row}{uid} is NaN or infinite; no step was taken"
+            found = f"{float(values[row, *token])}" + (f" at token {token[0]}" if token else "")
+            do = f"look at the stage that wrote {name!r}; {int(bad.sum())} values are bad in {int(number)} rows"
+            raise NonFinite(what, found=found, do=do)

@@ -1,5 +1,4 @@
-"""Random Qwen2 models with word-level tokenizers: for tests that need a real model and no skill, and for measurements that need a
-real model's shape."""
+"""Random Qwen2 models with word-level tokenizers, for tests that need a real model and for measurements of a real shape."""
 
 from __future__ import annotations
 
@@ -9,24 +8,13 @@ from typing import Any
 SHAPES: dict[str, dict[str, Any]] = {
     # heads of 32 units: vLLM has no kernel for fewer on a CPU
     "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 1024,
-        "vocab_size": 64,
+        **{"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64, "max_position_embeddings": 1024},
+        **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
     },
     # https://huggingface.co/Qwen/Qwen2.5-0.5B/blob/main/config.json
     "0.5b": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32_768,
-        "vocab_size": 151_936,
-        "rope_theta": 1e6,
+        **{"hidden_size": 896, "intermediate_size": 4864, "vocab_size": 151_936, "max_position_embeddings": 32_768},
+        **{"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "rope_theta": 1e6},
     },
 }
 """Shapes that can be asked for by name: `0.5b` is Qwen2.5-0.5B's, 494,032,768 parameters."""
@@ -39,7 +27,7 @@ def make_random_model(folder: str | Path, *, vocabulary: int = 64, seed: int = 0
 
 
 def make_shaped_model(folder: str | Path, shape: str = "0.5b", *, seed: int = 0) -> Path:
-    """Write a loadable model folder of a named shape, in float32: about 2 GB for `0.5b`. Raises `KeyError` for no shape of ours."""
+    """Write a loadable model folder of one of `SHAPES`, in float32: about 2 GB for `0.5b`. Raises `KeyError` for others."""
     return _write(folder, SHAPES[shape], seed)
 
 

@@ -1,4 +1,11 @@
-"""The contract of a reward as tests: inherit `RewardContract`, give `make_reward`."""
+"""Tests that every reward must pass: inherit `RewardContract` and give `make_reward`::
+
+    class TestMyReward(RewardContract):
+        def make_reward(self):
+            return wb.rewards.Reward(my_function)
+
+A failing assertion says what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +14,16 @@ from typing import Any
 
 import torch
 
-from workbench.dataproto import DataProto
-from workbench.rewards import Reward, Score
+from workbench.dataproto.core import DataProto
+from workbench.rewards.reward import Reward
+from workbench.rewards.score import Score
 
 
 def answered(texts: list[str], truths: list[str] | None = None, **columns: Any) -> DataProto:
-    """Rows as they come out of a rollout, with these responses."""
+    """A batch like a rollout's, with these responses; one token per character."""
     number = len(texts)
-    width = max([1, *(len(text) for text in texts)])
-    mask = torch.zeros(number, width, dtype=torch.long)
-    for row, text in enumerate(texts):
-        mask[row, : len(text)] = 1
+    lengths = torch.tensor([len(text) for text in texts])
+    mask = (torch.arange(max([1, *lengths.tolist()])) < lengths[:, None]).long()
     return DataProto.from_single_dict(
         {
             "responses": mask.clone(),
@@ -34,10 +40,10 @@ def answered(texts: list[str], truths: list[str] | None = None, **columns: Any) 
 
 
 class RewardContract:
-    """What every reward must do. Override `make_reward`; it should judge any text."""
+    """Tests of a reward. Override `make_reward`; it should score any text."""
 
     def make_reward(self) -> Reward:
-        """A fresh reward."""
+        """A new reward."""
         raise NotImplementedError
 
     def test_one_record_a_row_in_order_and_the_same_twice(self) -> None:
@@ -47,13 +53,14 @@ class RewardContract:
         first, again = reward.score(batch), reward.score(batch)
         backwards = reward.score(batch[::-1])[::-1]
         reward.close()
-        assert len(first) == 4 and all(isinstance(score, Score) for score in first)
+        assert len(first) == 4 and all(isinstance(score, Score) for score in first), "one Score a row"
         values = [[score.value for score in scores] for scores in (first, again, backwards)]
-        assert values[0] == values[1] == values[2]
+        assert values[0] == values[1] == values[2], "the same rows in any order get the same scores"
 
     def test_records_travel(self) -> None:
         """By pickle and by JSON."""
         reward = self.make_reward()
         score = reward.score(answered(["#### 4"]))[0]
         reward.close()
-        assert pickle.loads(pickle.dumps(score)) == score == Score.from_json(score.to_json())  # noqa: S301 - our own bytes
+        pickled = pickle.loads(pickle.dumps(score))  # noqa: S301 - our own bytes
+        assert pickled == score == Score.from_json(score.to_json()), "a Score survives pickle and JSON"

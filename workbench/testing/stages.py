@@ -1,4 +1,11 @@
-"""The contract of a stage as tests: inherit `StageContract`, give `make_stage` and `make_batch`."""
+"""Tests that every stage must pass: inherit `StageContract`, give `make_stage` and `make_batch`::
+
+    class TestMyStage(StageContract):
+        make_stage = staticmethod(MyStage)
+        make_batch = staticmethod(lambda: wb.DataProto({"reward": torch.ones(4)}))
+
+A failing assertion says what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from workbench.columns import declared
-from workbench.dataproto import DataProto
-from workbench.errors import ColumnMissing
-from workbench.stages import Stage
-from workbench.trace import describe_settings, perform
+from workbench.base.errors import ColumnMissing
+from workbench.dataproto.columns import declared
+from workbench.dataproto.core import DataProto
+from workbench.stages.stage import Stage
+from workbench.steps.trace import describe_settings, perform
 
 
 class StageContract:
-    """What every stage must do. Override `make_stage` and `make_batch`."""
+    """Tests of a stage. Override `make_stage` and `make_batch`."""
 
     def make_stage(self) -> Any:
-        """A fresh stage, the same each time."""
+        """A new stage, the same each time."""
         raise NotImplementedError
 
     def make_batch(self) -> DataProto:
@@ -29,26 +36,28 @@ class StageContract:
     def test_it_is_a_stage_and_says_what_it_reads_and_writes(self) -> None:
         """Known columns, or columns of the data."""
         stage = self.make_stage()
-        assert isinstance(stage, Stage) and stage.name and isinstance(stage.reads, tuple)
-        assert all(declared(name) is not None for name in stage.writes)
+        assert isinstance(stage, Stage), "it has the protocol's members"
+        assert stage.name and isinstance(stage.reads, tuple), "it has a name and a tuple of reads"
+        assert all(declared(name) is not None for name in stage.writes), "every column that it writes is declared"
 
     def test_it_writes_what_it_promised_and_leaves_its_input_alone(self) -> None:
         """And signs it."""
         stage, batch = self.make_stage(), self.make_batch()
         before = pickle.dumps(batch)
         phase = perform(stage, batch)
-        assert pickle.dumps(batch) == before
+        assert pickle.dumps(batch) == before, "it leaves its input alone"
         for name in stage.writes:
-            assert phase.batch.origins[name].stage == stage.name
-        assert set(batch.columns) <= set(phase.batch.columns)
+            assert phase.batch.origins[name].stage == stage.name, "what it writes is signed with its name"
+        assert set(batch.columns) <= set(phase.batch.columns), "it keeps the other columns"
 
     def test_the_same_input_gives_the_same_output(self) -> None:
         """Bit for bit, in columns and metrics."""
         first, second = (perform(self.make_stage(), self.make_batch()) for _ in range(2))
         for name in first.wrote:
             a, b = first.batch[name], second.batch[name]
-            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else len(a) == len(b)
-        assert first.metrics == second.metrics
+            same = torch.equal(a, b) if isinstance(a, torch.Tensor) else len(a) == len(b)
+            assert same, "the same columns the second time"
+        assert first.metrics == second.metrics, "the same metrics the second time"
 
     def test_a_missing_column_is_refused_before_it_runs(self) -> None:
         """By name, whichever it is."""
@@ -60,13 +69,13 @@ class StageContract:
     def test_its_settings_can_be_recorded(self) -> None:
         """Plain values, and the repr shows them."""
         stage = self.make_stage()
-        plain, _ = describe_settings(stage)
-        assert all(isinstance(value, int | float | str | bool | type(None)) for value in plain.values())
-        assert type(stage).__name__ in repr(stage)
+        plain = describe_settings(stage)[0].values()
+        assert all(isinstance(value, int | float | str | bool | None) for value in plain), "settings are plain values"
+        assert type(stage).__name__ in repr(stage), "the repr names the class"
 
     def test_its_state_comes_back(self) -> None:
         """Controllers, where it has any."""
         stage = self.make_stage()
         state = stage.state()
         stage.load_state(state)
-        assert stage.state() == state
+        assert stage.state() == state, "load_state(state()) leaves the state as it is"

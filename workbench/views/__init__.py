@@ -1,25 +1,20 @@
 """Looking: functions from records to text, DataFrame, HTML and matplotlib figures; tested without a browser."""
 
-from workbench.views.curves import panel
-from workbench.views.gaps import sampler_gap
-from workbench.views.paper import figure, save_figure
+from workbench.base import shown
+from workbench.views.comparisons import advantage_figure, advantage_table, values_figure, what_if_figure, what_if_table
+from workbench.views.curves import figure, panel, save_figure
+from workbench.views.faces import FACES
 from workbench.views.samples import groups, samples
-from workbench.views.shelf import estimators, estimators_figure, values_figure, ways, ways_figure
-from workbench.views.tokens import tokens
-from workbench.views.transcripts import transcript
+from workbench.views.tokens import sampler_logprob_diff, tokens, transcript
+
+shown.register(
+    FACES,
+    text="workbench.views.document:text",
+    html="workbench.views.document:html",
+    display="workbench.widgets.layer:show",
+)
 
 __all__ = [
-    "estimators",
-    "estimators_figure",
-    "figure",
-    "groups",
-    "panel",
-    "sampler_gap",
-    "samples",
-    "save_figure",
-    "tokens",
-    "transcript",
-    "values_figure",
-    "ways",
-    "ways_figure",
-]
+    "advantage_figure", "advantage_table", "figure", "groups", "panel", "sampler_logprob_diff", "samples",
+    "save_figure", "tokens", "transcript", "values_figure", "what_if_figure", "what_if_table",
+]  # fmt: skip

@@ -1,333 +1,278 @@
-"""Clusters, plans, worker groups, logs and memory estimates as text and HTML."""
+"""Clusters, plans, worker groups, logs, memory estimates and the calls of workers over time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from itertools import cycle
 from typing import TYPE_CHECKING
 
-from workbench.engines.memory import gib
-from workbench.views.html import bar, escape, fold, pairs_table, table, terminal, text_block
+from workbench.engines.local_engine.memory import gib
+from workbench.views import document as doc
+from workbench.views.curve_axes import bare, colour, label, legend
+from workbench.views.curves import cell_figure, png
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from workbench.cluster.fits import Fit
-    from workbench.cluster.logs import Logs
     from workbench.cluster.pools import Node, Plan
     from workbench.cluster.profiling import Profile
     from workbench.cluster.ranks import RayRanks
     from workbench.cluster.session import Cluster
-    from workbench.cluster.status import CallLine, Status
-
-SHOWN = 200
-"""Lines of a table; a note says how many more there are."""
-
-
-def _lined(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell."""
-    cells = [tuple(header), *rows[:SHOWN]]
-    widths = [max(len(row[place]) for row in cells) for place in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return [f"  {line}" for line in lines] + ([f"  … {len(rows) - SHOWN} more"] if len(rows) > SHOWN else [])
-
-
-def _tabled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    more = f"<div>… {len(rows) - SHOWN} more</div>" if len(rows) > SHOWN else ""
-    return table(header, [[escape(cell, 2000) for cell in row] for row in rows[:SHOWN]]) + more
-
-
-def _title(text: str) -> str:
-    return f"<div><b>{escape(text)}</b></div>"
+    from workbench.cluster.status import Logs, Status
+    from workbench.cluster.timeline import Timeline
 
 
 def _labels(nodes: Sequence[Node]) -> dict[str, str]:
-    """Node id → its host, with the id's end where two nodes share one."""
+    """Node id → its host name, with the end of the id where nodes share one."""
     hosts = [node.host for node in nodes]
     return {node.id: node.host if hosts.count(node.host) == 1 else f"{node.host}/{node.id[-6:]}" for node in nodes}
 
 
-# --- sessions -------------------------------------------------------------------------------
+def cluster(made: Cluster) -> doc.Part:
+    """Its address, what this session has on it, notes."""
+    known = made.environment.variables or made.environment.ray
+    pairs = [("environment", repr(made.environment))] if known else []
+    pairs += [("pool", repr(pool)) for pool in made.pools.values()]
+    pairs += [("group", f"{group.name}: {group.size} workers") for group in made.groups]
+    pairs += [("note", note) for note in made.notes]
+    doors = "status(), plan(…), fits(…), hold(…), ranks(…), timeline, close()"
+    pairs.append(("state", "closed") if made.closed else ("go on", doors))
+    return doc.line(doc.bold(f"Cluster: {made.title}")), doc.pairs(pairs)
 
 
-def _pairs(cluster: Cluster) -> list[tuple[str, str]]:
-    pairs = (
-        [("environment", repr(cluster.environment))] if cluster.environment.variables or cluster.environment.ray else []
-    )
-    pairs += [("pool", repr(pool)) for pool in cluster.pools.values()]
-    pairs += [("group", f"{group.name}: {group.size} workers") for group in cluster.groups]
-    pairs += [("note", note) for note in cluster.notes]
-    end = "closed" if cluster.closed else "status(), plan(…), fits(…), hold(…), ranks(…), timeline, close()"
-    return [*pairs, ("go on" if not cluster.closed else "state", end)]
+# --- plans ----------------------------------------------------------------------------
+
+_COLOURS = ("56,139,253", "46,160,67", "210,153,34", "163,113,247", "207,80,60", "57,197,207")
+_FRAME = "display:inline-block;vertical-align:top;margin:4px;padding:4px 8px;border:1px solid rgba(128,128,128,0.5);border-radius:6px"
+_BOX = "display:inline-block;margin:2px;padding:3px 8px;border-radius:4px"
 
 
-def cluster_text(cluster: Cluster) -> str:
-    """Where it is, what this session has on it, notes."""
-    return terminal([f"Cluster: {cluster.title}", *(f"  {what}: {value}" for what, value in _pairs(cluster))])
-
-
-def cluster_html(cluster: Cluster) -> str:
-    """The same as a table."""
-    return _title(f"Cluster: {cluster.title}") + pairs_table(_pairs(cluster))
-
-
-# --- who sits where ----------------------------------------------------------------------------
-
-
-def _nodes_of(plan: Plan) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """(node, what it has, [(pool, its seats)])."""
-    labels, found = _labels(plan.nodes), []
-    for node in plan.nodes:
+def plan(made: Plan) -> doc.Part:
+    """A frame for each node, in it a line for each pool; on a page a coloured box for each process."""
+    each = f"{made.cpus:g} CPUs" + (f" and {made.gpus:g} GPUs" if made.gpus else "")
+    title = f"Plan: {len(made.seats)} processes with {each} each on {len(made.nodes)} nodes; nothing has started"
+    styles = {name: f"{_BOX};background:rgba({rgb},0.3)" for name, rgb in zip(made.spec, cycle(_COLOURS), strict=False)}
+    labels, lines, frames = _labels(made.nodes), [], []
+    for node in made.nodes:
         has = f"{node.free_cpus:g} of {node.cpus:g} CPUs, {node.free_gpus:g} of {node.gpus:g} GPUs free"
-        seats = [
-            (name, ", ".join(str(seat.rank) for seat in plan.of(name) if seat.node == node.id)) for name in plan.spec
+        ranks = {name: [str(seat.rank) for seat in made.of(name) if seat.node == node.id] for name in made.spec}
+        seats = [_seat(made, name, ", ".join(found)) for name, found in ranks.items() if found]
+        lines += _boxed(f" {labels[node.id]} ({has}) ", seats or ["nobody"])
+        boxes = [
+            doc.line(f"{name} {rank}", style=styles[name], title=_seat(made, name, rank))
+            for name, found in ranks.items()
+            for rank in found
         ]
-        found.append((labels[node.id], has, [(name, ranks) for name, ranks in seats if ranks]))
-    return found
+        head = doc.bold(labels[node.id]), doc.BREAK, doc.small(has), doc.BREAK
+        frames.append(doc.line(head, boxes or "nobody", style=_FRAME))
+    roles = [f"{name}: {', '.join(said)}" for name, said in made.roles.items()]
+    return doc.line(doc.bold(title)), doc.Either(lines, (doc.line(frames), roles))
 
 
-def _seat(plan: Plan, name: str, ranks: str) -> str:
-    roles = ", ".join(plan.roles.get(name, ()))
+def _seat(made: Plan, name: str, ranks: str) -> str:
+    roles = ", ".join(made.roles.get(name, ()))
     return f"{name}: rank {ranks}{f' ({roles})' if roles else ''}"
 
 
-def _plan_title(plan: Plan) -> str:
-    each = f"{plan.cpus:g} CPUs" + (f" and {plan.gpus:g} GPUs" if plan.gpus else "")
-    return f"Plan: {len(plan.seats)} processes with {each} each on {len(plan.nodes)} nodes; nothing has started"
+def _boxed(head: str, inside: Sequence[str]) -> list[str]:
+    width = max(len(head), *(len(one) + 2 for one in inside))
+    framed = (f"  │ {one.ljust(width - 1)}│" for one in inside)
+    return [f"  ┌{head.ljust(width, '─')}┐", *framed, f"  └{'─' * width}┘"]
 
 
-def plan_text(plan: Plan) -> str:
-    """A box a node, a line a pool in it."""
-    lines = [_plan_title(plan)]
-    for label, has, seats in _nodes_of(plan):
-        inside = [_seat(plan, name, ranks) for name, ranks in seats] or ["nobody"]
-        head = f" {label} ({has}) "
-        width = max(len(head), *(len(one) + 2 for one in inside))
-        lines += [
-            f"  ┌{head.ljust(width, '─')}┐",
-            *(f"  │ {one.ljust(width - 1)}│" for one in inside),
-            f"  └{'─' * width}┘",
-        ]
-    return terminal(lines)
-
-
-_COLOURS = ("56,139,253", "46,160,67", "210,153,34", "163,113,247", "207,80,60", "57,197,207")
-
-
-def plan_html(plan: Plan) -> str:
-    """A frame a node, a coloured box a process."""
-    colours = {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(plan.spec)}
-    frames = []
-    for label, has, seats in _nodes_of(plan):
-        boxes = "".join(
-            f'<div style="display:inline-block;margin:2px;padding:3px 8px;border-radius:4px;background:rgba({colours[name]},0.3)" '
-            f'title="{escape(_seat(plan, name, rank))}">{escape(name)} {escape(rank)}</div>'
-            for name, ranks in seats
-            for rank in ranks.split(", ")
-        )
-        frames.append(
-            '<div style="display:inline-block;vertical-align:top;margin:4px;padding:4px 8px;border:1px solid rgba(128,128,128,0.5);'
-            f'border-radius:6px"><b>{escape(label)}</b><br><small>{escape(has)}</small><br>{boxes or "nobody"}</div>'
-        )
-    roles = "".join(f"<div>{escape(name)}: {escape(', '.join(said))}</div>" for name, said in plan.roles.items())
-    return f"{_title(_plan_title(plan))}<div>{''.join(frames)}</div>{roles}"
-
-
-# --- status -------------------------------------------------------------------------------------
+# --- the state of a cluster ------------------------------------------------------------------------------
 
 _NODES = ("node", "address", "state", "CPUs free", "GPUs free", "memory", "object store used")
 _WORKERS = ("group", "rank", "pid", "host", "pool", "GPUs", "memory", "GPU memory", "doing", "for", "waiting")
-_CALLS = ("call out", "of", "for stage", "since")
 
 
-def _node_rows(nodes: Sequence[Node]) -> list[tuple[str, ...]]:
-    labels = _labels(nodes)
-    return [
-        (
-            labels[one.id],
-            one.address,
-            "alive" if one.alive else "dead",
-            f"{one.free_cpus:g} of {one.cpus:g}",
-            f"{one.free_gpus:g} of {one.gpus:g}",
-            gib(one.memory),
-            f"{gib(one.store_used)} of {gib(one.store)}",
-        )
-        for one in nodes
+def status(made: Status) -> doc.Part:
+    """Tables of nodes, pools, workers and calls under way, on a page with bars for what is used."""
+    at = f", {datetime.fromtimestamp(made.at, UTC):%Y-%m-%d %H:%M:%S} UTC" if made.at else ""
+    pools = [[name, str(size), where] for name, size, where in made.pools]
+    calls = [[one.method, one.group, one.stage or "–", f"{one.seconds:.0f} s"] for one in made.calls]
+    tables: list[tuple[Sequence[str], Sequence[Sequence[doc.Part]]]] = [
+        (("pool", "processes", "where"), pools),
+        (_WORKERS, _workers(made)),
+        (("call out", "of", "for stage", "since"), calls),
     ]
-
-
-def _worker_rows(status: Status) -> list[tuple[str, ...]]:
-    return [
-        (
-            one.group,
-            str(one.rank),
-            str(one.pid),
-            one.host,
-            one.pool or "–",
-            one.gpus or "–",
-            gib(one.resident) if one.resident is not None else "–",
-            f"{gib(one.gpu[0])} of {gib(one.gpu[1])}" if one.gpu is not None else "–",
-            one.state,
-            f"{one.seconds:.0f} s" if one.seconds is not None else "–",
-            str(one.waiting),
-        )
-        for one in status.workers
-    ]
-
-
-def _call_rows(calls: Sequence[CallLine]) -> list[tuple[str, ...]]:
-    return [(one.method, one.group, one.stage or "–", f"{one.seconds:.0f} s") for one in calls]
-
-
-def _status_title(status: Status) -> str:
-    at = f", {datetime.fromtimestamp(status.at, UTC):%Y-%m-%d %H:%M:%S} UTC" if status.at else ""
-    return f"Cluster: {status.title}{at}"
-
-
-def status_text(status: Status) -> str:
-    """Tables of nodes, pools, workers and calls that are out."""
-    lines = [_status_title(status), *_lined(_NODES, _node_rows(status.nodes))]
-    if status.pools:
-        lines += [
-            "",
-            *_lined(("pool", "processes", "where"), [(name, str(size), where) for name, size, where in status.pools]),
-        ]
-    if status.workers:
-        lines += ["", *_lined(_WORKERS, _worker_rows(status))]
-    if status.calls:
-        lines += ["", *_lined(_CALLS, _call_rows(status.calls))]
-    return terminal([*lines, *(f"  note: {note}" for note in status.notes)])
-
-
-def status_html(status: Status) -> str:
-    """The same as tables, with bars for what is used."""
-    rows = []
-    for one, cells in zip(status.nodes, _node_rows(status.nodes), strict=True):
-        shown = [escape(cell) for cell in cells]
-        for place, (free, total) in ((3, (one.free_cpus, one.cpus)), (4, (one.free_gpus, one.gpus))):
-            shown[place] = bar((total - free) / total, cells[place]) if total else "–"
-        shown[6] = (
-            bar(one.store_used / one.store, cells[6], good=one.store_used < 0.8 * one.store) if one.store else "–"
-        )
-        rows.append(shown)
-    parts = [_title(_status_title(status)), table(_NODES, rows)]
-    if status.pools:
-        parts.append(
-            _tabled(("pool", "processes", "where"), [(name, str(size), where) for name, size, where in status.pools])
-        )
-    if status.workers:
-        parts.append(_workers_table(status))
-    if status.calls:
-        parts.append(_tabled(_CALLS, _call_rows(status.calls)))
-    return "".join(parts) + "".join(f"<div>{escape(note)}</div>" for note in status.notes)
-
-
-def _workers_table(status: Status) -> str:
-    rows = []
-    for one, cells in zip(status.workers[:SHOWN], _worker_rows(status)[:SHOWN], strict=True):
-        shown = [escape(cell, 2000) for cell in cells]
-        if one.gpu is not None and one.gpu[1]:
-            shown[7] = bar(one.gpu[0] / one.gpu[1], cells[7], good=one.gpu[0] < 0.95 * one.gpu[1])
-        if one.state != "idle":
-            shown[8] = f"<b>{shown[8]}</b>"
-        rows.append(shown)
-    more = f"<div>… {len(status.workers) - SHOWN} more</div>" if len(status.workers) > SHOWN else ""
-    return table(_WORKERS, rows) + more
-
-
-# --- logs ---------------------------------------------------------------------------------------
-
-
-def logs_text(logs: Logs) -> str:
-    """Each worker's lines under its name."""
-    lines: list[str] = []
-    for where, text in logs.parts:
-        lines += [f"--- {where}", *(text.splitlines() or ["(it wrote nothing)"])]
-    return terminal(lines)
-
-
-def logs_html(logs: Logs) -> str:
-    """A fold a worker, the only one open."""
-    return "".join(
-        fold(escape(f"{where}: {len(text.splitlines())} lines"), text_block(text), opened=len(logs.parts) == 1)
-        for where, text in logs.parts
+    return (
+        doc.line(doc.bold(f"Cluster: {made.title}{at}")),
+        doc.Table(_NODES, _nodes(made.nodes)),
+        [(doc.Either(""), doc.Table(header, rows)) for header, rows in tables if rows],
+        [doc.Either(f"  note: {note}", note) for note in made.notes],
     )
 
 
-# --- profiles -----------------------------------------------------------------------------------
+def _nodes(nodes: Sequence[Node]) -> list[list[doc.Part]]:
+    labels, rows = _labels(nodes), list[list[doc.Part]]()
+    for one in nodes:
+        free: list[doc.Part] = [
+            doc.bar((total - left) / total, f"{left:g} of {total:g}") if total else doc.Either(f"{left:g} of 0", "–")
+            for left, total in ((one.free_cpus, one.cpus), (one.free_gpus, one.gpus))
+        ]
+        state, store = "alive" if one.alive else "dead", _used(one.store_used, one.store, 0.8)
+        rows.append([labels[one.id], one.address, state, *free, gib(one.memory), store])
+    return rows
 
 
-def _profile_lines(profile: Profile) -> list[str]:
-    when = f"of steps {', '.join(map(str, sorted(profile.steps)))}" if profile.steps else "of a block"
-    return [f"Profile {when}, {len(profile.files)} traces", *(str(file) for file in profile.files)]
+def _used(used: int, total: int, most: float) -> doc.Part:
+    """A bar of bytes in use, red from `most` of the whole on."""
+    said = f"{gib(used)} of {gib(total)}"
+    return doc.bar(used / total, said, used < most * total) if total else said
 
 
-def profile_text(profile: Profile) -> str:
-    """A line a file."""
-    return terminal(_profile_lines(profile))
+def _workers(made: Status) -> list[list[doc.Part]]:
+    rows: list[list[doc.Part]] = []
+    for one in made.workers:
+        gpu = _used(*one.gpu, 0.95) if one.gpu is not None else "–"
+        resident = gib(one.resident) if one.resident is not None else "–"
+        doing = one.state if one.state == "idle" else doc.bold(one.state)
+        since = f"{one.seconds:.0f} s" if one.seconds is not None else "–"
+        where = [one.host, one.pool or "–", one.gpus or "–"]
+        rows.append([one.group, str(one.rank), str(one.pid), *where, resident, gpu, doing, since, str(one.waiting)])
+    return rows
 
 
-def profile_html(profile: Profile) -> str:
-    """The same."""
-    title, *files = _profile_lines(profile)
-    return _title(title) + "".join(f"<div>{escape(file)}</div>" for file in files)
+def logs(made: Logs) -> doc.Part:
+    """Each worker's lines under its name; on a page a fold for each worker, opened where there is one only."""
+    said = [[f"--- {where}", *(text.splitlines() or ["(it wrote nothing)"])] for where, text in made.parts]
+    alone = len(made.parts) == 1
+    folds = [doc.Fold(f"{where}: {len(text.splitlines())} lines", doc.block(text), alone) for where, text in made.parts]
+    return doc.Either(said, folds)
 
 
-# --- groups -------------------------------------------------------------------------------------
-
-_RANKS = ("rank", "pid", "host", "GPUs")
-
-
-def _rank_rows(group: RayRanks) -> list[tuple[str, ...]]:
-    return [(str(rank), str(one["pid"]), one["host"], one["gpus"] or "–") for rank, one in enumerate(group.facts)]
+def profile(made: Profile) -> doc.Part:
+    """The profiler's files, a line each."""
+    when = f"of steps {', '.join(map(str, sorted(made.steps)))}" if made.steps else "of a block"
+    return doc.line(doc.bold(f"Profile {when}, {len(made.files)} traces")), [str(file) for file in made.files]
 
 
-def _group_title(group: RayRanks) -> str:
-    if group.closed is not None:
-        return f"Group {group.name!r} of {group.size} workers, gone: {group.closed}"
-    pool = f" on pool {group.pool.name!r}" if group.pool is not None else ""
-    return f"Group {group.name!r}: {group.size} workers{pool}, {', '.join(group.out) or 'idle'}"
+def group(made: RayRanks) -> doc.Part:
+    """The workers of a group, a line each."""
+    pool = f" on pool {made.pool.name!r}" if made.pool is not None else ""
+    title = f"Group {made.name!r}: {made.size} workers{pool}, {', '.join(made.out) or 'idle'}"
+    if made.closed is not None:
+        title = f"Group {made.name!r} of {made.size} workers, gone: {made.closed}"
+    rows = [[str(rank), str(one["pid"]), one["host"], one["gpus"] or "–"] for rank, one in enumerate(made.facts)]
+    return doc.line(doc.bold(title)), doc.Table(["rank", "pid", "host", "GPUs"], rows)
 
 
-def group_text(group: RayRanks) -> str:
-    """A line a rank."""
-    return terminal([_group_title(group), *_lined(_RANKS, _rank_rows(group))])
+def fit(made: Fit) -> doc.Part:
+    """Whether a model fits, and a line for each kind of memory, on a page with bars for its share of the memory."""
+    rows, verdict = list[list[doc.Part]](), "fits" if made.fits else "does not fit"
+    how = "all roles in one process" if made.colocated else "each role in processes of its own"
+    shape, room = made.shape, max(made.available, 1)
+    rows += [[part.role, part.what, doc.bar(part.size / room, gib(part.size), made.fits)] for part in made.parts]
+    rows += [[role, "together", gib(size)] for role, size in made.by_role.items()]
+    title = f"{made.model} {verdict}: {gib(made.needed)} of {gib(made.available)} ({made.source}), {how}"
+    model = f"{shape.parameters:,} parameters ({shape.counted}), {shape.layers} layers of {shape.hidden}"
+    table = doc.Table(["role", "what", "bytes a process"], rows)
+    return doc.line(doc.bold(title)), f"  {model}, learner over {made.ranks} ranks", table
 
 
-def group_html(group: RayRanks) -> str:
-    """The same as a table."""
-    return _title(_group_title(group)) + _tabled(_RANKS, _rank_rows(group))
+# --- over time ----------------------------------------------------------------------------------
+
+LANE = 60
+"""Width of a worker's lane in the text form, in characters."""
+WORKERS = 64
+"""Workers in the picture; a saved trace has all."""
+METHODS = 12
+"""Method names in the picture's key."""
+FINE = 2000
+"""Bars of one method less than this fraction of the whole apart are drawn as one bar."""
+Span = tuple[str, float, float]
+"""(name, began, ended), in seconds since the first call."""
+_FAILED, _STAGE = "#c8553d", "#9aa3ad"
 
 
-# --- memory -----------------------------------------------------------------------------------------
-
-_MEMORY = ("role", "what", "bytes a process")
-
-
-def _fit_title(fit: Fit) -> str:
-    verdict = "fits" if fit.fits else "does not fit"
-    how = "all roles in one process" if fit.colocated else "each role in processes of its own"
-    return f"{fit.model} {verdict}: {gib(fit.needed)} of {gib(fit.available)} ({fit.source}), {how}"
-
-
-def _fit_rows(fit: Fit) -> list[tuple[str, str, str]]:
-    rows = [(part.role, part.what, gib(part.size)) for part in fit.parts]
-    return [*rows, *((role, "together", gib(size)) for role, size in fit.by_role.items())]
-
-
-def _model(fit: Fit) -> str:
-    shape = fit.shape
-    return f"{shape.parameters:,} parameters ({shape.counted}), {shape.layers} layers of {shape.hidden}, learner over {fit.ranks} ranks"
+def timeline(made: Timeline) -> doc.Part:
+    """A lane for each worker, with the total seconds of each of its methods; on a page the picture."""
+    if not len(made):
+        return doc.line(doc.bold("Timeline: nothing has run"))
+    whole, lanes, stages = _times(made)
+    width = max(len(name) for name in lanes)
+    lines = []
+    for name, spans in lanes.items():
+        drawn = [" "] * LANE
+        for _, began, ended in spans:
+            first = int(began / whole * LANE)
+            for place in range(first, min(max(int(ended / whole * LANE), first + 1), LANE)):
+                drawn[place] = "█"
+        lines.append(f"  {name.ljust(width)} │{''.join(drawn)}│ {_totals(spans)}")
+    lines += [f"  stages: {_totals(span for spans in stages.values() for span in spans)}"] if stages else []
+    title = f"Timeline: {doc.counted(len(made), 'call')} in {whole:.2f} s; .save(path) writes a Chrome trace"
+    return doc.line(doc.bold(title)), doc.Either(lines, doc.Image(lambda: png(timeline_figure(made)), title))
 
 
-def fit_text(fit: Fit) -> str:
-    """The verdict, and a line for each kind of memory."""
-    return terminal([_fit_title(fit), f"  {_model(fit)}", *_lined(_MEMORY, _fit_rows(fit))])
+def _totals(spans: Iterable[Span]) -> str:
+    totals: dict[str, float] = defaultdict(float)
+    for name, began, ended in spans:
+        totals[name] += ended - began
+    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in totals.items())
 
 
-def fit_html(fit: Fit) -> str:
-    """The same, with bars for shares of what a process has."""
-    rows = [
-        [escape(part.role), escape(part.what), bar(part.size / max(fit.available, 1), gib(part.size), good=fit.fits)]
-        for part in fit.parts
-    ]
-    totals = table(["role", "together"], [[escape(role), escape(gib(size))] for role, size in fit.by_role.items()])
-    return f"{_title(_fit_title(fit))}<div>{escape(_model(fit))}</div>{table(_MEMORY, rows)}{fold('by role', totals)}"
+def _times(made: Timeline) -> tuple[float, dict[str, list[Span]], dict[str, list[Span]]]:
+    """(seconds of the whole, worker → its calls, stage → its times)."""
+    start = min((one.began for one in made.events), default=0.0)
+    lanes: dict[tuple[str, int], list[Span]] = defaultdict(list)
+    stages: dict[str, list[Span]] = defaultdict(list)
+    for one in made.events:
+        name = one.name if one.outcome == "done" else f"{one.name} ({one.outcome})"
+        lanes[one.group, one.rank].append((name, one.began - start, one.ended - start))
+    for stage, began, ended in made.stages():
+        stages[stage].append((stage, began - start, ended - start))
+    whole = max((one.ended for one in made.events), default=0.0) - start
+    return max(whole, 1e-9), {f"{group} {rank}": lanes[group, rank] for group, rank in sorted(lanes)}, stages
+
+
+def timeline_figure(made: Timeline) -> Figure:
+    """Calls over time: a row for each stage, then for each worker, bars coloured by method, red edges where calls failed."""
+    from matplotlib.patches import Patch
+
+    whole, lanes, stages = _times(made)
+    kept = dict(list(lanes.items())[:WORKERS])
+    methods = list(dict.fromkeys(one.name for one in made.events))
+    colours = {name: colour(place) for place, name in enumerate(methods)}
+    rows = [*stages, *kept]
+    figure = cell_figure(10.5, 0.27 * max(len(rows), 2) + 1.0, layout="constrained")
+    axes = figure.subplots()
+    above = dict.fromkeys(stages, _STAGE)
+    for place, spans in enumerate([*stages.values(), *kept.values()]):
+        _bars(axes, place, _merged(spans, whole), above if place < len(stages) else colours)
+    if stages:
+        axes.axhline(len(stages) - 0.5, color="#666666", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [label(row, 30) for row in rows], fontsize=8, parse_math=False)
+    axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
+    axes.set_xlim(0, whole)
+    more = f"; {len(lanes) - WORKERS} more workers are left out" if len(lanes) > WORKERS else ""
+    axes.set_xlabel(f"seconds since the first call{more}", fontsize=8)
+    axes.set_axisbelow(True)
+    bare(axes, grid="x")
+    names = methods[:METHODS]
+    patches = [Patch(facecolor=colours[name]) for name in names]
+    words = [label(name, 30) for name in names]
+    legend(figure, patches, words, loc="outside upper center", ncols=6, fontsize=8, frameon=False)
+    return figure
+
+
+def _bars(axes: Axes, row: int, spans: Sequence[Span], colours: dict[str, str]) -> None:
+    known = [colours.get(name) or colours.get(name.rsplit(" (", 1)[0], _STAGE) for name, _, _ in spans]
+    edges = ["none" if name in colours else _FAILED for name, _, _ in spans]
+    pieces = [(began, max(ended - began, 0.0)) for _, began, ended in spans]
+    axes.broken_barh(pieces, (row - 0.38, 0.76), facecolors=known, edgecolors=edges, linewidths=1.4)
+
+
+def _merged(spans: Sequence[Span], whole: float) -> list[Span]:
+    """Join bars that the eye could not tell apart."""
+    found: list[Span] = []
+    for name, began, ended in spans:
+        if found and found[-1][0] == name and began - found[-1][2] < whole / FINE:
+            found[-1] = (name, found[-1][1], max(found[-1][2], ended))
+        else:
+            found.append((name, began, max(ended, began + whole / FINE)))
+    return found

@@ -1,125 +1,369 @@
-"""Two traces beside each other: what a change would have changed."""
+"""Two traces or updates compared, where two traces first differ; estimators and losses compared on one batch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from workbench.views.html import escape, fold, table, terminal, text_block
-from workbench.views.traces import number
+import numpy as np
+import torch
+
+from workbench import functional as F
+from workbench.base.errors import PipelineError
+from workbench.dataproto import DataProto
+from workbench.stages import Advantage
+from workbench.views import document as doc
+from workbench.views.curve_axes import bare
+from workbench.views.curves import WORDS, cell_figure
+from workbench.views.samples import object_at
 
 if TYPE_CHECKING:
-    from workbench.compare import Comparison, RowChange
+    import pandas as pd
+    from matplotlib.figure import Figure
 
-HEADLINES = {
-    "critic/score/mean": "mean reward",
-    "actor/pg_loss": "policy loss",
-    "actor/pg_clipfrac": "clip fraction",
-    "actor/ppo_kl": "KL from before the update",
-    "actor/kl_loss": "KL to the reference",
-    "actor/grad_norm": "gradient norm",
-    "actor/entropy": "entropy",
-    "critic/vf_loss": "value loss",
-}
-"""The numbers that people ask for first, in this order, and their names."""
+    from workbench.steps.compare import Comparison, RowChange
+    from workbench.steps.differences import Beside, Divergence, Spread
+    from workbench.steps.what_if import WhatIf
+
+_RED = "background:rgba(207,80,60,0.18);padding:0 4px"
 
 
 def _sides(pair: tuple[float, float] | None) -> str:
-    return "–" if pair is None else f"{number(pair[0])} → {number(pair[1])}"
+    return "–" if pair is None else f"{doc.number(pair[0])} → {doc.number(pair[1])}"
 
 
-def _title(comparison: Comparison) -> str:
-    moved = sum(row.reward is not None and row.reward[0] != row.reward[1] for row in comparison.rows)
+def comparison(found: Comparison) -> doc.Part:
+    """What differs between two traces: main metrics, the rows that changed most, then columns and metrics, folded."""
+    if found.identical:
+        return doc.Either("Comparison: nothing differs", "Nothing differs.")
+    main = {key: pair for key in WORDS if (pair := found.metrics.get(key))}
+    said = [[WORDS[key], _sides(pair)] for key, pair in main.items()]
+    changes = [[WORDS[key], *map(doc.number, pair), _change(*pair)] for key, pair in main.items()]
+    sides = zip(("first", "second"), found.only, strict=True)
+    only = [f"only in the {side}: {', '.join(names)}" for side, names in sides if names]
+    rows = [_row(found, row) for row in found.rows[:12]]
+    left, reused = len(found.rows) - len(rows), _reused(found)
     return (
-        f"Comparison: {_many(len(comparison.columns), 'column differs', 'columns differ')}, "
-        f"{_many(len(comparison.rows), 'row', 'rows')} changed ({moved} in reward), "
-        f"{_many(comparison.sign_flips, 'advantage', 'advantages')} changed sign"
+        doc.line(doc.bold(_title(found))),
+        doc.Either(page=doc.small(reused)),
+        doc.Either(doc.Table([""] * 2, said), doc.Table(["", "first", "second", "change"], changes)),
+        doc.Either([_row_line(row) for row in found.rows[:8]], doc.Table(["row", "reward", "advantage", ""], rows)),
+        doc.Either(page=doc.small(f"and {left} more rows: .rows has them") if left else ()),
+        [doc.Either(f"  {one}", one) for one in only],
+        _others(found),
+        doc.Either([reused] if reused else ()),
     )
 
 
-def _many(number: int, one: str, more: str) -> str:
-    return f"{number} {one if number == 1 else more}"
+def _others(found: Comparison) -> doc.Part:
+    """Columns and metrics that differ; in a terminal at most eight metrics that are not among the main ones."""
+    columns = [[one.name, str(one.rows), doc.number(one.largest)] for one in found.columns]
+    metrics = [[key, *map(doc.number, pair)] for key, pair in found.metrics.items()]
+    said = [[f"column {name}", f"{rows} rows" + f", by up to {by}" * (by != "–")] for name, rows, by in columns]
+    said += [[key, _sides(pair)] for key, pair in found.metrics.items() if key not in WORDS][:8]
+    first = doc.Fold("columns that differ", doc.Table(["column", "rows", "largest difference"], columns))
+    then = doc.Fold("metrics that differ", doc.Table(["metric", "first", "second"], metrics))
+    return doc.Either(doc.Table([""] * 2, said), (first, then))
 
 
-def _headlines(comparison: Comparison) -> list[tuple[str, float, float]]:
-    return [(what, *comparison.metrics[key]) for key, what in HEADLINES.items() if key in comparison.metrics]
+def _title(found: Comparison) -> str:
+    moved = sum(row.reward is not None and row.reward[0] != row.reward[1] for row in found.rows)
+    return (
+        f"Comparison: {doc.counted(len(found.columns), 'column differs', 'columns differ')}, "
+        f"{doc.counted(len(found.rows), 'row')} changed ({moved} in reward), "
+        f"{doc.counted(found.sign_flips, 'advantage')} changed sign"
+    )
 
 
-def _reused(comparison: Comparison) -> str:
-    """Which phases of the second side were taken over from the first."""
-    first, second = comparison.traces
-    shared = [id(phase) for phase in first]
-    names = [phase.stage for phase in second if phase.reused or id(phase) in shared]
+def _reused(found: Comparison) -> str:
+    """Which phases of the second trace were reused from the first."""
+    first, second = found.traces
+    names = [phase.stage for phase in second if phase.reused or any(phase is one for one in first)]
     return f"not run again: {', '.join(names)}" if names else ""
 
 
-def comparison_text(comparison: Comparison, rows: int = 8) -> str:
-    """What differs: the main numbers, columns, the rows that changed most, other metrics."""
-    if comparison.identical:
-        return "Comparison: nothing differs"
-    lines = [_title(comparison)]
-    lines += [f"  {what:<26} {_sides((a, b))}" for what, a, b in _headlines(comparison)]
-    for change in comparison.columns:
-        largest = "" if change.largest is None else f", by up to {number(change.largest)}"
-        lines.append(f"  column {change.name:<20} {change.rows} rows{largest}")
-    for side, names in zip(("first", "second"), comparison.only, strict=True):
-        if names:
-            lines.append(f"  only in the {side}: {', '.join(names)}")
-    for row in comparison.rows[:rows]:
-        flip = "  sign flipped" if row.flipped else ""
-        lines.append(f"  row {row.row:<4} reward {_sides(row.reward):<18} advantage {_sides(row.advantage)}{flip}")
-    for key, pair in [item for item in comparison.metrics.items() if item[0] not in HEADLINES][:rows]:
-        lines.append(f"  {key:<34} {_sides(pair)}")
-    return terminal([*lines, *([_reused(comparison)] if _reused(comparison) else [])])
+def _change(a: float, b: float) -> str:
+    return f"{b - a:+.4g}" + (f" ({(b - a) / abs(a):+.1%})" if a else "")
 
 
-def comparison_html(comparison: Comparison, rows: int = 12) -> str:
-    """The same as tables: the main numbers, then rows that changed most, with prompt, response and both verdicts folded."""
-    if comparison.identical:
-        return "<div>Nothing differs.</div>"
-    metrics = [[escape(key), number(a), number(b)] for key, (a, b) in comparison.metrics.items()]
-    columns = [
-        [escape(change.name), str(change.rows), "" if change.largest is None else number(change.largest)]
-        for change in comparison.columns
-    ]
-    main = [[escape(what), number(a), number(b), _change(a, b)] for what, a, b in _headlines(comparison)]
-    changed = [_row(comparison, row) for row in comparison.rows[:rows]]
-    only = [
-        f"<div>only in the {side}: {escape(', '.join(names))}</div>"
-        for side, names in zip(("first", "second"), comparison.only, strict=True)
-        if names
-    ]
-    left = len(comparison.rows) - rows
+def _row_line(row: RowChange) -> str:
+    flip = "  sign flipped" if row.flipped else ""
+    return f"  row {row.row:<4} reward {_sides(row.reward):<18} advantage {_sides(row.advantage)}{flip}"
+
+
+def _row(found: Comparison, row: RowChange) -> list[doc.Part]:
+    text = object_at(found.traces[0].batch, "response_text", row.row)
+    said = [doc.block(text)] if text is not None else []
+    for side, trace in zip(("first", "second"), found.traces, strict=True):
+        if (score := object_at(trace.batch, "score", row.row)) is not None:
+            said.append(doc.line(doc.bold(side), " ", doc.cut(score, 400)))
+    advantage = _sides(row.advantage) + (" sign flipped" if row.flipped else "")
+    marked = doc.Span(advantage, _RED if row.flipped else "")
+    return [str(row.row), _sides(row.reward), marked, doc.Fold("response and verdicts", said) if said else ""]
+
+
+# --- where two part ---------------------------------------------------------------------------
+
+_TEXT = 60
+_MARK = "background:rgba(207,80,60,0.30)"
+
+
+def divergence(found: Divergence) -> doc.Part:
+    """Where two traces first differ; a few tokens around it, later differences, notes on what may explain it."""
+    later = [[f"{spread.phase or '':<13}", spread.column or "", _extent(spread)] for spread in found.later]
+    following = f"what differs from there on: {len(later)}"
+    table = doc.Table(["phase", "column", "by"], later, most=len(later))
+    said = f"{following} columns and metrics", doc.Table([""] * 3, later, most=12)
+    texts = doc.Table(["first", "second"], [[doc.block(found.first), doc.block(found.second)]])
+    notes = doc.Table(["notes"], [[doc.cut(note, 400)] for note in found.notes])
     return (
-        f"<div><b>{escape(_title(comparison))}</b></div>"
-        + f"<small>{escape(_reused(comparison))}</small>"
-        + (table(["", "first", "second", "change"], main) if main else "")
-        + (table(["row", "reward", "advantage", ""], changed) if changed else "")
-        + (f"<small>and {left} more rows: .rows has them</small>" if left > 0 else "")
-        + "".join(only)
-        + fold("columns that differ", table(["column", "rows", "largest difference"], columns))
-        + fold("metrics that differ", table(["metric", "first", "second"], metrics))
+        doc.line(doc.bold(title(found))),
+        _tokens(found.beside) if found.beside else (),
+        doc.Fold("both texts", texts) if found.character is not None else (),
+        doc.Either(said, doc.Fold(following, table, opened=True)) if len(later) > 1 else (),
+        doc.Either(["notes", *(f"  {note}" for note in found.notes)], notes) if found.notes else (),
     )
 
 
-def _change(a: float, b: float) -> str:
-    share = f" ({(b - a) / abs(a):+.1%})" if a else ""
-    return f"{b - a:+.4g}{share}"
+def _tokens(beside: Sequence[Beside]) -> doc.Part:
+    lines, rows = [f"  {'token':>7}  {'id':<15} {'first':>14} {'second':>14}"], []
+    for one in beside:
+        first, second = apart(one.first, one.second)
+        mark = "→" if one.here else "*" if one.differs else " "
+        lines.append(f"{mark} {one.token:>7}  {_ids(one):<15} {first:>14} {second:>14}")
+        cells: list[doc.Part] = [str(one.token), _ids(one), first, second]
+        cells = [doc.Span(cell, _MARK) for cell in cells] if one.differs else cells
+        rows.append([doc.bold(cell) for cell in cells] if one.here and one.differs else cells)
+    return doc.Either(lines, doc.Table(["token", "id", "first", "second"], rows))
 
 
-def _row(comparison: Comparison, row: RowChange) -> list[str]:
-    flip = "background:rgba(207,80,60,0.18);padding:0 4px" if row.flipped else ""
-    said = []
-    batches = [trace.batch for trace in comparison.traces]
-    if "response_text" in batches[0]:
-        said.append(text_block(batches[0].non_tensor_batch.part("response_text", row.row, row.row + 1)[0]))
-    for side, batch in zip(("first", "second"), batches, strict=True):
-        if "score" in batch:
-            score = batch.non_tensor_batch.part("score", row.row, row.row + 1)[0]
-            said.append(f"<div><b>{side}</b> {escape(str(score), 400)}</div>")
-    flipped = " sign flipped" if row.flipped else ""
-    return [
-        str(row.row),
-        _sides(row.reward),
-        f'<span style="{flip}">{_sides(row.advantage)}{flipped}</span>',
-        fold("response and verdicts", "".join(said)) if said else "",
-    ]
+def title(found: Divergence) -> str:
+    """`first divergence: phase old_log_prob, column old_log_probs, row 3 (uid …), token 17: -0.4213 against -0.4209`."""
+    kinds = zip(found.compared, ("phase", "column", "metric"), strict=True)
+    amount = ", ".join(doc.counted(count, word) for count, word in kinds if count)
+    if found.identical:
+        return f"identical: {amount} compared" if amount else "nothing was compared"
+    return f"first divergence: {_place(found)}: {_what(found)}" + (f" (the same before: {amount})" if amount else "")
+
+
+def _place(found: Divergence) -> str:
+    parts = [f"phase {found.phase}"] if found.phase else []
+    if found.column is not None:
+        parts.append(f"{'metric' if found.why == 'metric' else 'column'} {found.column}")
+    if found.row is not None:
+        other = "" if found.other_row in (None, found.row) else f" (row {found.other_row} of the second)"
+        parts.append(f"row {found.row}{other}" + (f" (uid {found.uid})" if found.uid is not None else ""))
+    parts += [f"token {found.token}"] if found.token is not None else []
+    parts += [found.inside] if found.inside and found.why == "values" else []
+    parts += [f"character {found.character}"] if found.character is not None else []
+    return ", ".join(parts)
+
+
+def _what(found: Divergence) -> str:
+    if found.why in ("phase", "column"):
+        return f"only the {'first' if found.second is None else 'second'} has it"
+    if found.why == "rows":
+        counts = f" ({found.inside})" if found.inside else ""
+        return f"other rows, {_said(found.first)} against {_said(found.second)}{counts}"
+    if found.character is not None:
+        return " against ".join(_excerpt(text, found.character) for text in (found.first, found.second))
+    if found.why == "order":
+        return f"the phases are in another order, {found.first} against {found.second}"
+    kind = f"{found.why} " if found.why in ("shape", "dtype") else ""
+    first, second = apart(found.first, found.second)
+    ids = found.token_ids
+    said = f"{kind}{first} against {second}"
+    if ids is None or ids[0] == ids[1] or ids == (found.first, found.second):
+        return said
+    return f"{said}, token id {doc.number(ids[0], 'd')} against {doc.number(ids[1], 'd')}"
+
+
+def apart(first: Any, second: Any) -> tuple[str, str]:
+    """Both values in the fewest digits, at least four, that show a difference."""
+    if isinstance(first, float) and isinstance(second, float):
+        pairs = [(f"{first:.{digits}g}", f"{second:.{digits}g}") for digits in range(4, 18)]
+        return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
+    return _said(first), _said(second)
+
+
+def _said(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return doc.cut(value if isinstance(value, str | int | tuple) else repr(value), _TEXT)
+
+
+def _excerpt(text: str, character: int) -> str:
+    start, end = max(character - _TEXT // 2, 0), character + _TEXT // 2
+    return f"{'…' if start else ''}{text[start:end]!r}{'…' if end < len(text) else ''}"
+
+
+def _ids(one: Beside) -> str:
+    if one.ids == (None, None):
+        return ""
+    first, second = (doc.number(token, "d") for token in one.ids)
+    return first if first == second else f"{first} | {second}"
+
+
+def _extent(spread: Spread) -> str:
+    rows = [doc.counted(spread.rows, "row")] if spread.rows else []
+    if spread.largest is None:
+        return "".join(rows)
+    largest = f"by {'up to ' if rows else ''}{spread.largest:.3g}"
+    return ", ".join([*rows, "a side has no number" if math.isinf(spread.largest) else largest])
+
+
+# --- another update ------------------------------------------------------------------------------
+
+
+def what_if(made: WhatIf) -> doc.Part:
+    """Both updates beside each other, the cosine between them, the rows that differ most."""
+    rows = []
+    for row in made.rows():
+        reward = f"{float(made.batch['reward'][row]):g}" if "reward" in made.batch else ""
+        token, moved = int(made.difference[row].abs().argmax()), f"{float(made.difference[row].sum()):+.4f}"
+        rows.append([str(row), reward, moved, f"token {token} ({float(made.difference[row][token]):+.4f})"])
+    movers = doc.Table(["row", "reward", "Δ log-prob", "most moved token"], rows)
+    return (
+        doc.line(doc.bold(f"What if {made.other.name}: cosine between the updates {made.cosine:.4f}")),
+        doc.Table(["", "as it is", "otherwise"], _both(made)),
+        doc.Fold("rows that part most", movers, opened=True),
+    )
+
+
+def _both(made: WhatIf) -> list[list[str]]:
+    """(what, as it is, otherwise): the last update's metrics, then the probe."""
+    sides = made.actual, made.other
+    found = [["updates", *(str(len(side.metrics)) for side in sides)]]
+    names = dict.fromkeys(name for side in sides for name in side.metrics[-1])
+    found += [[name, *(doc.number(side.metrics[-1].get(name), ".5g") for side in sides)] for name in names]
+    found.append(["mean ratio after", *(f"{_ratios(made, side.new_log_probs).mean():.5g}" for side in sides)])
+    for name, value in made.before.items():
+        found.append([f"held-out {name}", *(f"{value:.5g} → {side.probe[name]:.5g}" for side in sides)])
+    return found
+
+
+def _ratios(made: WhatIf, after: torch.Tensor) -> torch.Tensor:
+    return (after - made.batch["old_log_probs"])[made.batch["response_mask"].bool()].exp()
+
+
+# --- several on one batch --------------------------------------------------------------------------
+
+ESTIMATORS: Mapping[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "grpo": (F.grpo, {}), "dr_grpo": (F.grpo, {"norm_by_std": False}), "rloo": (F.rloo, {}), "opo": (F.opo, {}),
+    "gpg": (F.gpg, {}), "grpo_passk": (F.grpo_passk, {}),
+    "reinforce_plus_plus_baseline": (F.reinforce_plus_plus_baseline, {}),
+    "reinforce_plus_plus": (F.reinforce_plus_plus, {}), "optimal_token_baseline": (F.optimal_token_baseline, {}),
+    "remax": (F.remax, {}), "gae": (F.gae, {"lam": 0.95}),
+}  # fmt: skip
+"""Name → estimator and its settings."""
+
+
+def advantage_table(batch: DataProto, names: Sequence[str] | None = None) -> pd.DataFrame:
+    """The advantages of every estimator on one batch: a DataFrame with a line for each row.
+
+    Columns: group, reward, tokens, and for each estimator the mean advantage of the row's tokens. Estimators whose inputs
+    the batch lacks (values, a greedy baseline, Σπ²) are left out, but raise `PipelineError` if `names` has them.
+
+    Example:
+        >>> wb.views.advantage_figure(wb.views.advantage_table(batch, ["grpo", "rloo"]))  # doctest: +SKIP
+    """
+    import pandas as pd
+
+    mask = batch["response_mask"]
+    lengths = mask.sum(-1)
+    groups, _ = pd.factorize(np.array(batch["uid"], dtype=object))
+    columns: dict[str, Any] = {"group": groups, "reward": batch["reward"].tolist(), "tokens": lengths.tolist()}
+    for name in names or ESTIMATORS:
+        function, settings = ESTIMATORS[name]
+        stage = Advantage(function, **settings)
+        missing = [column for column in stage.reads if column not in batch]
+        if missing and names is not None:
+            raise PipelineError(f"{name} reads {', '.join(missing)}", do="the batch lacks these columns")
+        if missing:
+            continue
+        kept = batch.without(*(column for column in stage.writes if column in batch))
+        advantages = stage(kept).batch["advantages"]
+        columns[name] = ((advantages * mask).sum(-1) / lengths.clamp(min=1)).tolist()
+    return pd.DataFrame(columns)
+
+
+def advantage_figure(frame: pd.DataFrame) -> Figure:
+    """An `advantage_table` as a picture: a line of colours for each estimator, scaled by its own largest advantage.
+
+    Red is negative, blue positive, white 0. Rows are sorted by group, in it the best reward first.
+    """
+    ordered = frame.sort_values(["group", "reward"], ascending=[True, False])
+    names = [name for name in frame.columns if name not in ("group", "reward", "tokens")]
+    grid = torch.tensor(ordered[["reward", *names]].to_numpy(dtype=float).T)
+    grid[1:] = grid[1:] / grid[1:].abs().amax(1, keepdim=True).clamp(min=1e-12)
+    figure = cell_figure(10, 0.32 * len(names) + 1.2, layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(grid.numpy(), cmap="RdBu", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
+    axes.set_yticks(range(len(names) + 1), ["reward", *names], fontsize=9)
+    edges = np.flatnonzero(np.diff(ordered["group"]))
+    for edge in edges:
+        axes.axvline(edge + 0.5, color="#666666", linewidth=0.8)
+    axes.set_xticks([])
+    axes.set_xlabel(f"{len(ordered)} samples in {len(edges) + 1} groups")
+    axes.spines[:].set_visible(False)
+    return figure
+
+
+def what_if_table(asked: Mapping[str, WhatIf]) -> pd.DataFrame:
+    """Several answers of `what_if` as a DataFrame, a line for each.
+
+    Columns: the cosine to the actual update, how far the weights moved, and the metrics of the last scratch update.
+    """
+    import pandas as pd
+
+    lines = {}
+    for name, made in asked.items():
+        last = made.other.metrics[-1]
+        lines[name] = {
+            "cosine": made.cosine,
+            "way": float(made.other.moved.norm()),
+            "loss": last.get("actor/pg_loss"),
+            "clip fraction": last.get("actor/pg_clipfrac"),
+            "KL of the update": last.get("actor/ppo_kl"),
+            "gradient norm": last.get("actor/grad_norm"),
+            "largest ratio": float(_ratios(made, made.other.new_log_probs).max()),
+            **{f"held-out {key}": value for key, value in made.other.probe.items()},
+        }
+    return pd.DataFrame.from_dict(lines, orient="index")
+
+
+def what_if_figure(
+    asked: Mapping[str, WhatIf], keys: Sequence[str] = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm")
+) -> Figure:
+    """Metrics over the scratch updates of several answers of `what_if`, a curve for each."""
+    figure = cell_figure(10, 2.6, layout="constrained")
+    grid = figure.subplots(1, len(keys), squeeze=False)[0]
+    for axes, key in zip(grid, keys, strict=True):
+        for name, made in asked.items():
+            values = [metrics.get(key) for metrics in made.other.metrics]
+            axes.plot(range(1, len(values) + 1), values, marker=".", linewidth=1.2, label=name)
+        axes.set_title(key, fontsize=9, loc="left")
+        axes.set_xlabel("scratch update", fontsize=8)
+        bare(axes)
+    handles, labels = grid[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
+    return figure
+
+
+def values_figure(batch: DataProto, rows: int = 24) -> Figure:
+    """The critic's values over the response tokens of the first rows: blue where the reward is above the mean, red below."""
+    figure = cell_figure(10, 2.8, layout="constrained")
+    axes = figure.subplots()
+    mean = float(batch["reward"].mean())
+    for row in range(min(rows, len(batch))):
+        inside = batch["response_mask"][row].bool()
+        good = float(batch["reward"][row]) > mean
+        axes.plot(batch["values"][row][inside].tolist(), color="#2f6db5" if good else "#c8553d", alpha=0.5, linewidth=1)
+    axes.axhline(mean, color="#666666", linewidth=0.8, linestyle=":")
+    axes.set_xlabel("response token", fontsize=8)
+    axes.set_ylabel("value", fontsize=8)
+    bare(axes)
+    return figure

@@ -1,18 +1,21 @@
-"""One plot of curves: lines, bands, held-out dots, a stack of phases, its scale, its key, marks on its time axis."""
+"""One plot of curves: lines, bands, held-out dots or stacked phases, with scale, key and marks on the time axis."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import cycle
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle, pairwise
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from workbench.views.curve_parts import BINS, PHASES, Array, Series, colour, label, number_text, smooth, stretches, thin
+from workbench.runs.folder import STEP
+from workbench.runs.symptoms import Rows, Symptom
+from workbench.views.document import cut, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
 
 WORDS = {
     "critic/score/mean": "training batch",
@@ -22,9 +25,10 @@ WORDS = {
     "actor/lr": "policy",
     "critic/lr": "critic",
     "response_length/mean": "mean",
+    "timing_s/step": "the whole step",
 }
 EXACT = {"actor/lr", "critic/lr"}
-"""Settings, not measurements: a running mean of them would show what never was."""
+"""Settings, not measurements: they are drawn without a running mean."""
 GREY = "#666666"
 MARK = "#a3341f"
 _DASHES = ("-", (0, (1, 1.2)), (0, (4, 1.5)))
@@ -33,25 +37,9 @@ _PHASES = (
 )  # fmt: skip
 
 
-class Mark(Protocol):
-    """What is marked on the time axis; a `runs.symptoms.Symptom` is one."""
-
-    @property
-    def name(self) -> str:
-        """What looks wrong."""
-
-    @property
-    def found(self) -> str:
-        """The numbers."""
-
-    @property
-    def since(self) -> int:
-        """The step that it is marked at."""
-
-
 @dataclass(frozen=True)
 class Look:
-    """Sizes, in points, and how much a running mean remembers (0: nothing)."""
+    """Sizes in points, and the weight of the past in the running mean (0: the values themselves)."""
 
     line: float = 1.8
     faint: float = 1.0
@@ -61,49 +49,80 @@ class Look:
 
 
 class Plotted(NamedTuple):
-    """What was drawn into one plot."""
+    """What one plot shows."""
 
     key: dict[str, Any]
-    """What a line, a band or a dot stands for → one of them; empty where nothing is recorded."""
+    """Words for a line, a band or a dot → one such artist; empty where nothing is recorded."""
     last: float | None
-    """Where the only curve ends; None where there are more."""
+    """The last value of the only curve; None where there are more."""
     stacked: bool = False
-    """Whether it is a stack of phases, which has its names beside it."""
+    """Whether it is a stack of phases, whose names are beside it."""
 
 
 # --- curves ---------------------------------------------------------------------------------------
 
 
-def plot(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Look) -> Plotted:
-    """Draw the metrics of a plot, those of them that any run has, and scale it."""
-    if PHASES in wanted:
-        alone = len(runs) == 1 and bool(runs[0].phases())
-        return _stack(axes, runs[0], look) if alone else _seconds(axes, runs, look)
-    drawn = [name for name in wanted if any(len(run.points(name)[0]) for run in runs)]
+def draw(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Look, marks: Sequence[Symptom]) -> Plotted:
+    """Draw the metrics of a plot, a key where its title does not name them all, and its marks."""
+    alone = PHASES in wanted and len(runs) == 1 and bool(runs[0].phases())
+    plotted = _stack(axes, runs[0], look) if alone else _curves(axes, wanted, runs, look)
+    # several things, or one of several that the title could mean
+    one_of = (len(wanted) > 1 and not EXACT.issuperset(wanted)) or PHASES in wanted
+    if plotted.key and not plotted.stacked and (len(plotted.key) > 1 or one_of):
+        pale = {"labelcolor": GREY, "framealpha": 0.6, "edgecolor": "none", "handlelength": 1.4, "borderaxespad": 0.3}
+        names, corner = [label(name, 40) for name in plotted.key], _free_corner(axes, below=bool(marks))
+        legend(axes, plotted.key.values(), names, loc=corner, fontsize=look.text, **pale)
+    for place, one in enumerate(marks):  # neighbours' numbers are at different heights
+        axes.axvline(one.since, color=MARK, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.7, zorder=1.5)
+        axes.text(one.since, 0.99 - 0.1 * (place % 4), f" {place + 1}", transform=axes.get_xaxis_transform(),
+                  color=MARK, fontsize=look.text, va="top", zorder=6)  # fmt: skip
+    return plotted
+
+
+def _curves(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Look) -> Plotted:
+    """Draw those metrics of a plot that any run has, and scale it; whole steps where phases cannot be stacked."""
+    names = ["timing_s/step" if name == PHASES else name for name in wanted]
+    drawn = [name for name in names if any(len(run.points(name)[0]) for run in runs)]
     key: dict[str, Any] = {}
     for name, dashes in zip(drawn, cycle(_DASHES), strict=False):
-        for run in runs:
-            if len(run.points(name)[0]):
-                line = _curve(axes, run, name, dashes, look, faint=len(runs) <= 4)
-                key.setdefault(WORDS.get(name, name), line)
+        there = [run for run in runs if len(run.points(name)[0])]
+        lines = [_curve(axes, run, name, dashes, look, faint=len(runs) <= 4) for run in there]
+        key[WORDS.get(name, name)] = lines[0]
     if "critic/score/mean" in wanted:
         dots = [_held_out(axes, run, look) for run in runs if len(run.points("val/reward")[0])]
         key |= {"held out, 95 %": dots[0]} if dots else {}
-    if not key:
-        return Plotted({}, None)
-    low, high = axes.dataLim.y0, axes.dataLim.y1
-    band = _band(runs[0], drawn[0]) if len(runs) == len(drawn) == 1 else None
-    if band is not None:
-        at, lows, highs, word = band
-        key[word] = axes.fill_between(at, lows, highs, color=runs[0].colour, alpha=0.12, linewidth=0, zorder=1)
-        low, high = _with_band(low, high, float(lows.min()), float(highs.max()))
+    if len(runs) == len(drawn) == 1:
+        return Plotted(key | _banded(axes, runs[0], drawn[0]), float(lines[0].get_ydata()[-1]))
+    if key:
+        _scale(axes, axes.dataLim.y0, axes.dataLim.y1)
+    return Plotted(key, None)
+
+
+def _banded(axes: Axes, run: Series, name: str) -> dict[str, Any]:
+    """Scale the plot of a single curve, draw the spread recorded beside its `x/mean`, `x/std` or else `x/min` and `x/max`.
+
+    Returns {what the band is: the band}. The axis fits the means: a wide band has at most three quarters of the height.
+    """
+    stem = name.removesuffix("mean")
+    mean, deviation, lowest, highest = (run.column(stem + of) for of in ("mean", "std", "min", "max"))
+    # never beyond what there was: rewards of 0 and 1 have no spread above 1
+    lows, highs, word = np.fmax(mean - deviation, lowest), np.fmin(mean + deviation, highest), "± one deviation"
+    if not np.isfinite(deviation).any():
+        lows, highs, word = lowest, highest, "lowest to highest"
+    there = np.isfinite(lows) & np.isfinite(highs)
+    low, high, key = axes.dataLim.y0, axes.dataLim.y1, dict[str, Any]()
+    if name.endswith("/mean") and there.any():
+        steps, lows, highs = run.steps[there], lows[there], highs[there]
+        if len(steps) > 2 * BINS:
+            starts = stretches(len(steps))
+            steps, lows, highs = steps[starts], np.minimum.reduceat(lows, starts), np.maximum.reduceat(highs, starts)
+        key[word] = axes.fill_between(steps, lows, highs, color=run.colour, alpha=0.12, linewidth=0, zorder=1)
+        below, above = max(low - float(lows.min()), 0.0), max(float(highs.max()) - high, 0.0)
+        room = 3 * max(high - low, 0.1 * max(abs(low), abs(high)))
+        share = min(room / (below + above), 1.0) if below + above else 0.0
+        low, high = low - below * share, high + above * share
     _scale(axes, low, high)
-    last = _smooth(runs[0].points(drawn[0])[1], drawn[0], look)[-1] if len(runs) == len(drawn) == 1 else None
-    return Plotted(key, last)
-
-
-def _smooth(values: Array, name: str, look: Look) -> Array:
-    return np.array(smooth(values.tolist(), 0.0 if name in EXACT else look.smoothing))
+    return key
 
 
 def _curve(axes: Axes, run: Series, name: str, dashes: Any, look: Look, *, faint: bool) -> Any:
@@ -114,7 +133,8 @@ def _curve(axes: Axes, run: Series, name: str, dashes: Any, look: Look, *, faint
     strong: dict[str, Any] = {"color": run.colour, "linewidth": look.line, "linestyle": dashes}
     if len(values) == 1:
         strong |= {"marker": "o", "ms": look.dot - 1}
-    return axes.plot(*thin(steps, _smooth(values, name, look)), **strong)[0]
+    means = smooth(values, 0.0 if name in EXACT else look.smoothing)
+    return axes.plot(*thin(steps, means), **strong)[0]
 
 
 def _held_out(axes: Axes, run: Series, look: Look) -> Any:
@@ -130,56 +150,14 @@ def _held_out(axes: Axes, run: Series, look: Look) -> Any:
     )  # fmt: skip
 
 
-def _band(run: Series, name: str) -> tuple[Array, Array, Array, str] | None:
-    """(steps, lower, upper, what it is) of a metric `x/mean` with a spread beside it: `x/std`, else `x/min` and `x/max`."""
-    base = name.removesuffix("/mean")
-    if base == name:
-        return None
-    mean, deviation = run.column(name), run.column(f"{base}/std")
-    lowest, highest = run.column(f"{base}/min"), run.column(f"{base}/max")
-    # never beyond what there was: rewards of 0 and 1 have no spread above 1
-    low, high, word = np.fmax(mean - deviation, lowest), np.fmin(mean + deviation, highest), "± one deviation"
-    if not np.isfinite(deviation).any():
-        low, high, word = lowest, highest, "lowest to highest"
-    there = np.isfinite(low) & np.isfinite(high)
-    if not there.any():
-        return None
-    steps, low, high = run.steps[there], low[there], high[there]
-    if len(steps) > 2 * BINS:
-        starts = stretches(len(steps))
-        steps, low, high = steps[starts], np.minimum.reduceat(low, starts), np.maximum.reduceat(high, starts)
-    return steps, low, high, word
-
-
-def _with_band(low: float, high: float, lowest: float, highest: float) -> tuple[float, float]:
-    """The scale belongs to the means: a wide band takes at most three quarters of the height, and runs out of the plot."""
-    room = 3 * max(high - low, 0.1 * max(abs(low), abs(high)))
-    below, above = max(low - lowest, 0.0), max(highest - high, 0.0)
-    share = min(room / (below + above), 1.0) if below + above else 0.0
-    return low - below * share, high + above * share
-
-
 def _scale(axes: Axes, low: float, high: float) -> None:
-    """From 0 where the numbers come near it; a constant gets a band, not digits of noise."""
+    """Start the axis at 0 where the numbers come near it; a constant gets ±10 %, not digits of noise."""
     if low == high:
         low, high = low - abs(low) * 0.1, high + (abs(high) * 0.1 or 0.1)
     if 0 <= low <= high / 2:
         low = 0.0
     margin = 0.05 * (high - low)
     axes.set_ylim(low - margin, high + margin)
-
-
-# --- seconds --------------------------------------------------------------------------------------
-
-
-def _seconds(axes: Axes, runs: Sequence[Series], look: Look) -> Plotted:
-    """Several runs, or one that does not tell its phases: a line each for the whole step."""
-    there = [run for run in runs if len(run.points("timing_s/step")[0])]
-    lines = [_curve(axes, run, "timing_s/step", "-", look, faint=len(runs) <= 4) for run in there]
-    if not lines:
-        return Plotted({}, None)
-    _scale(axes, axes.dataLim.y0, axes.dataLim.y1)
-    return Plotted({"the whole step": lines[0]}, None)
 
 
 def _stack(axes: Axes, run: Series, look: Look) -> Plotted:
@@ -190,7 +168,7 @@ def _stack(axes: Axes, run: Series, look: Look) -> Plotted:
     if not there.any():  # phases of no time at all
         there[:] = True
     steps = run.steps[there]
-    means = np.stack([np.array(smooth(row.tolist(), look.smoothing)) for row in numbers[:, there]])
+    means = np.stack([smooth(row, look.smoothing) for row in numbers[:, there]])
     ends = means[:, -1]
     if len(steps) > 2 * BINS:
         starts = stretches(len(steps))
@@ -208,7 +186,7 @@ def _stack(axes: Axes, run: Series, look: Look) -> Plotted:
 
 
 def _name_phases(axes: Axes, names: Sequence[str], ends: Array, colours: Sequence[str], look: Look) -> None:
-    """Beside each area its name and seconds, pushed apart where they would lie on each other."""
+    """Write each area's name and seconds beside it, pushed apart where they would overlap."""
     bottom, top = axes.get_ylim()
     centres = (np.cumsum(ends) - ends / 2 - bottom) / (top - bottom)
     figure: Any = axes.get_figure(root=True)
@@ -231,7 +209,7 @@ def _name_phases(axes: Axes, names: Sequence[str], ends: Array, colours: Sequenc
 
 
 def dress(axes: Axes, span: tuple[float, float], ticks: float) -> None:
-    """Ticks, grid and spines, as every plot of curves has them."""
+    """Set the ticks, grid and spines that every plot of curves has."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.tick_params(labelsize=ticks, colors=GREY, length=0)
@@ -241,55 +219,29 @@ def dress(axes: Axes, span: tuple[float, float], ticks: float) -> None:
     axes.set_xlim(span)
     axes.grid(True, color="#ececec", linewidth=0.8)
     axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color("#cccccc")
 
 
-def wipe(axes: Axes, span: tuple[float, float]) -> None:
-    """Take away what was drawn, and keep what is slow to make: the axes with their ticks."""
-    from matplotlib.transforms import Bbox
-
-    for artist in [*axes.lines, *axes.collections, *axes.texts]:
-        artist.remove()
-    axes.containers.clear()
-    axes.dataLim.set_points(Bbox.null().get_points())
-    axes.ignore_existing_data_limits = True
-    legend = axes.get_legend()
-    if legend is not None:
-        legend.remove()
-    axes.set_title("", loc="right")
-    axes.tick_params(labelleft=True)
-    axes.grid(True)
-    axes.set_xlim(span)
+def bare(axes: Axes, grid: Literal["both", "x"] | None = "both") -> None:
+    """Set small tick labels, a light grid, and no frame above and to the right: for pictures other than curves."""
+    axes.tick_params(labelsize=8)
+    if grid is not None:
+        axes.grid(axis=grid, alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def recorded(runs: Sequence[Series], wanted: Sequence[str]) -> bool:
     """Whether any run has a number for a plot of these metrics."""
-    asked = [*wanted]
-    asked += ["val/reward"] if "critic/score/mean" in wanted else []
-    asked += ["timing_s/step"] if PHASES in wanted else []
+    more = {"critic/score/mean": "val/reward", PHASES: "timing_s/step"}
+    asked = [*wanted, *(more[name] for name in wanted if name in more)]
     alone = len(runs) == 1 and PHASES in wanted and bool(runs[0].phases())
     return alone or any(len(run.points(key)[0]) for run in runs for key in asked)
 
 
-def needs_key(wanted: Sequence[str], plotted: Plotted) -> bool:
-    """Whether a plot shows more than its title says, or one of the things that it could mean."""
-    one_of = len(wanted) > 1 and not EXACT.issuperset(wanted)
-    return bool(plotted.key) and not plotted.stacked and (len(plotted.key) > 1 or one_of or PHASES in wanted)
-
-
-def explain(axes: Axes, key: Mapping[str, Any], look: Look, *, below: bool = False) -> None:
-    """A small key, for plots that show more than their title says; rather `below`, where marks have their numbers above."""
-    legend = axes.legend(
-        list(key.values()), ["·"] * len(key), loc=_free_corner(axes, below), fontsize=look.text, labelcolor=GREY,
-        framealpha=0.6, edgecolor="none", handlelength=1.4, borderaxespad=0.3,
-    )  # fmt: skip
-    say(legend, [label(name, 40) for name in key])
-
-
 def _free_corner(axes: Axes, below: bool) -> Any:
-    """Where the fewest points of the lines are: matplotlib's own "best" takes as long as all lines together."""
+    """The corner with the fewest points of the lines, rather a lower one if `below`, since marks have numbers at the top."""
+    # matplotlib's own "best" takes as long as drawing all lines
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     points = np.concatenate([np.asarray(line.get_xydata(), dtype=float) for line in axes.lines])
     across, up = (points[:, 0] - left) / (right - left), (points[:, 1] - bottom) / (top - bottom)
@@ -302,16 +254,123 @@ def _free_corner(axes: Axes, below: bool) -> Any:
     return min(corners, key=lambda corner: corners[corner] + extra * corner.startswith("upper"))
 
 
-def say(legend: Any, names: Sequence[str]) -> None:
-    """Names into a legend as they stand: matplotlib would read `$` as mathematics and leave out what begins with `_`."""
-    for text, name in zip(legend.get_texts(), names, strict=True):
+def legend(owner: Any, handles: Iterable[Any], names: Sequence[str], **options: Any) -> None:
+    """Draw a legend, the names unchanged: matplotlib would read `$` as mathematics and leave out what begins with `_`."""
+    drawn = owner.legend(list(handles), ["·"] * len(names), **options)
+    for text, name in zip(drawn.get_texts(), names, strict=True):
         text.set_parse_math(False)
         text.set_text(name)
 
 
-def mark(axes: Axes, marks: Sequence[Mark], look: Look) -> None:
-    """A thin line at the step of each mark, with its number; neighbours' numbers stand at different heights."""
-    for number, one in enumerate(marks):
-        axes.axvline(one.since, color=MARK, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.7, zorder=1.5)
-        axes.text(one.since, 0.99 - 0.1 * (number % 4), f" {number + 1}", transform=axes.get_xaxis_transform(),
-                  color=MARK, fontsize=look.text, va="top", zorder=6)  # fmt: skip
+Array: TypeAlias = "np.ndarray[Any, Any]"
+PHASES = "timing_s/*"
+"""In a list of metrics: the seconds of every phase that a run has."""
+_COLOURS = ("#2f6db5", "#c8553d", "#3a8f5d", "#8a5fb0", "#b8862b", "#3c9aa5", "#a04668", "#6b7280")
+_TWICE = {"gen": "rollout", "ref": "ref_log_prob", "adv": "advantage"}
+"""verl's names of phases → workbench's, which are recorded too."""
+_NO_PHASE = {"step", "testing", "*"}
+BINS = 400
+
+
+@dataclass
+class Series:
+    """The metrics of one run, with its name and colour; each column is read once."""
+
+    name: str
+    rows: Rows
+    colour: str
+    _columns: dict[str, Array] = field(default_factory=dict)
+
+    def column(self, key: str) -> Array:
+        """The metric at every row, [rows] float64; NaN where it is missing or not a number."""
+        import pandas as pd
+
+        if key not in self._columns:
+            values = pd.Series([row.get(key) for row in self.rows], dtype=object)
+            self._columns[key] = pd.to_numeric(values, errors="coerce").to_numpy(dtype=float)
+        return self._columns[key]
+
+    @property
+    def steps(self) -> Array:
+        """The step of every row, [rows]; a row without one counts from 0."""
+        steps = self.column(STEP)
+        return np.where(np.isfinite(steps), steps, np.arange(len(steps)))
+
+    def points(self, key: str) -> tuple[Array, Array]:
+        """(steps, values), both [points], where the metric is a finite number."""
+        values = self.column(key)
+        there = np.isfinite(values)
+        return self.steps[there], values[there]
+
+    def phases(self) -> list[str]:
+        """Phases with seconds of their own, in the order in which they run."""
+        # a phase may come late (a critic's warm-up), but not for one step in hundreds
+        some = [*self.rows[:: max(len(self.rows) // 200, 1)], *self.rows[-1:]]
+        names = dict.fromkeys(name for row in some for name in row if name.startswith("timing_s/"))
+        found = [name.removeprefix("timing_s/") for name in names]
+        own = [name for name in found if "/" not in name and name not in _NO_PHASE and _TWICE.get(name) not in found]
+        return [name for name in own if len(self.points(f"timing_s/{name}")[0])]
+
+
+def colour(place: int) -> str:
+    """A colour for the n-th run or phase: eight, then the same paler, and paler again."""
+    base = _COLOURS[place % len(_COLOURS)]
+    white = (place // len(_COLOURS)) % 3 * 0.33
+    parts = [int(base[start : start + 2], 16) for start in (1, 3, 5)]
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
+
+
+def label(text: object, limit: int = 60) -> str:
+    """A name for a picture: on one line, invisible characters made visible, cut to `limit` characters.
+
+    Pass it to artists with `parse_math=False`: a `$` in it is a dollar.
+    """
+    seen = plain(str(text).encode("utf-8", "backslashreplace").decode())
+    return cut(seen.replace("\n", "\\n").replace("\t", "\\t"), limit)
+
+
+def smooth(values: Iterable[float], weight: float = 0.7) -> Array:
+    """A running mean, unbiased from the start: Σ wⁱ·v / Σ wⁱ over the past; `weight` 0 gives the values themselves."""
+    import pandas as pd
+
+    return pd.Series(values, dtype=float).ewm(alpha=1 - weight).mean().to_numpy()
+
+
+def thin(steps: Array, values: Array, bins: int = BINS) -> tuple[Array, Array]:
+    """A line that looks the same with at most 2·`bins` + 2 points: the lowest and the highest of each stretch, and both ends."""
+    if len(values) <= 2 * bins + 2:
+        return steps, values
+    edges = np.linspace(0, len(values), bins + 1).astype(int)
+    kept = {0, len(values) - 1}
+    for start, end in pairwise(edges.tolist()):
+        stretch = values[start:end]
+        kept.update((start + int(stretch.argmin()), start + int(stretch.argmax())))
+    places = np.array(sorted(kept))
+    return steps[places], values[places]
+
+
+def stretches(length: int) -> Array:
+    """First places of `BINS` stretches of a long column, [≤ BINS] int64."""
+    return np.unique(np.linspace(0, length, BINS + 1).astype(int)[:-1])
+
+
+def memory(runs: Sequence[Series]) -> float:
+    """The weight of the past in a running mean: 0.7, in long runs so much that it spans a fiftieth of the steps."""
+    longest = max((len(run.steps) for run in runs), default=0)
+    return max(0.7, 1 - 50 / max(longest, 1))
+
+
+def span_of(runs: Sequence[Series]) -> tuple[float, float]:
+    """From the first step to the last of any run, with a margin: the same for every plot."""
+    steps = np.concatenate([run.steps for run in runs])
+    low, high = (float(steps.min()), float(steps.max())) if len(steps) else (0.0, 0.0)
+    margin = max(0.02 * (high - low), 0.5)
+    return low - margin, high + margin
+
+
+def number_text(value: float, place: int | None = None) -> str:
+    """A number in three digits, as short as possible: 0.25, 12, 2.05e-4."""
+    if value and abs(value) < 1e-3:
+        digits, power = f"{value:.2e}".split("e")
+        return f"{float(digits):g}e{int(power)}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.4g}"

@@ -1,75 +1,209 @@
-"""The samples of a batch: one row each, worst first, with what the reward saw; and the groups they belong to."""
+"""The samples of a batch as a table with orders, filters and search, worst first; one in full; the groups of one prompt."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from workbench.views.html import bar, escape, fold, table, terminal, text_block
-from workbench.views.sample_index import SampleIndex, Where, batch_of, groups_table, line
+import numpy as np
+
+from workbench.base.errors import message, unknown
+from workbench.dataproto import DataProto
+from workbench.rewards.dry_run import span_of
+from workbench.rewards.score import Status
+from workbench.runs.evaluate import Evaluation
+from workbench.views import document as doc
+from workbench.views.rewards import BAD, CUT, extras, question, traceback, unfolding, verdict
 
 if TYPE_CHECKING:
-    import numpy as np
     import pandas as pd
 
-    from workbench.views.sample_card import SampleCard
-
-_CUT = 110
-_EXTRA = 4000
+ORDERS = ("worst", "best", "surprising", "index")
+Where: TypeAlias = "Mapping[str, Any] | Callable[[pd.DataFrame], Any] | None"
 
 
-def samples_text(thing: Any, rows: int = 8, order: str = "worst", by_group: bool = False) -> str:
-    """`rows` samples, three lines each; `by_group` keeps the samples of a prompt together."""
-    return samples(thing, rows, order, by_group).text()
+def batch_of(thing: Any) -> DataProto:
+    """The batch of a batch, a trace, a phase, a stepper, or a run (its last trace); `TypeError` for anything else."""
+    if isinstance(thing, DataProto):
+        return thing
+    traces = getattr(thing, "traces", None)
+    if isinstance(traces, Mapping) and len(traces):
+        thing = traces[max(traces)]
+    found = getattr(thing, "batch", None)
+    if isinstance(found, DataProto):
+        return found
+    expected = "a DataProto, or what has one: a trace, a phase, a stepper, a run with traces"
+    raise TypeError(message("samples", expected=expected, found=type(thing).__name__))
 
 
-def samples_html(thing: Any, rows: int = 8, order: str = "worst", by_group: bool = False) -> str:
-    """`rows` samples as a table; the full text, the parts and a failure's traceback are folded in each row.
+def object_at(batch: DataProto, name: str, row: int) -> Any:
+    """What an object column has in one row, of a column on disk nothing else is read; None where there is no such column."""
+    return batch.non_tensor_batch.part(name, row, row + 1)[0] if name in batch.non_tensor_batch else None
 
-    `by_group` keeps the samples of a prompt together, under a line with the group's numbers.
+
+def samples_table(batch: DataProto) -> pd.DataFrame:
+    """A DataFrame with a line for each row: group, prompt (its last user text), response, truth, reward and its parts, answer, status, why,
+    advantage (mean over the response's tokens), sampler_logprob_diff, tokens, finish.
+
+    A row that was not scored has no reward (NaN). What the batch does not have (yet) is left out. Columns that lie on disk
+    are read, and not kept.
     """
-    return samples(thing, rows, order, by_group).html()
+    import pandas as pd
+
+    held, objects = batch.batch, batch.non_tensor_batch
+    found: dict[str, Any] = {"group": np.arange(len(batch))}
+    if "uid" in batch:  # numbered by first appearance
+        found["group"] = pd.factorize(pd.Series(list(objects.passing("uid")), dtype=object), use_na_sentinel=False)[0]
+    if "step" in held:  # a dump of several
+        found["step"] = held.passing("step").numpy()
+    if "reward" in batch:
+        reward = held.passing("reward").double()
+        found["reward"] = (reward.masked_fill(~held.passing("scored"), np.nan) if "scored" in batch else reward).numpy()
+        found |= {name: held.passing(name).numpy() for name in held if name.startswith("reward/")}
+    for name, (column, read) in _READ.items():
+        if column in batch:  # as objects: pandas' own text type would make NaN of a text that is not there
+            found[name] = pd.Series([read(one) for one in objects.passing(column)], dtype=object)
+    found |= _of_tokens(batch)
+    in_order = sorted(found, key=lambda name: _COLUMNS.index(name.partition("/")[0]))
+    return pd.DataFrame({name: found[name] for name in in_order})
 
 
-def _row_lines(number: Any, row: Any) -> list[str]:
-    said = [f"row {number} (group {int(row['group'])})"]
-    if "reward" in row:
-        said.append(f"reward {row['reward']:g}" if row["reward"] == row["reward"] else "not scored")
-    if row.get("why"):
-        said.append(line(row["why"]))
-    if "tokens" in row:
-        said.append(f"{int(row['tokens'])} tokens" + (f", {line(row['finish'])}" if row.get("finish") else ""))
-    texts = [f"  {line(row['prompt'])}"] if "prompt" in row else []
-    return ["  ".join(said), *texts, f"  → {line(_response(row))}"]
+def _of_tokens(batch: DataProto) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if "response_mask" not in batch:  # a dump of another library: at most one number a row
+        return {"advantage": batch.batch.passing("advantage").numpy()} if "advantage" in batch.batch else {}
+    mask = batch.batch.passing("response_mask")
+    tokens = mask.sum(-1)
+    if "advantages" in batch:
+        own = batch.batch.passing("advantages").float().masked_fill(mask == 0, 0.0)  # padding may be NaN
+        found["advantage"] = (own.sum(-1) / tokens.clamp(min=1)).double().numpy()
+    if "sampler_logprob_diff" in batch:
+        found["sampler_logprob_diff"] = batch.batch.passing("sampler_logprob_diff").numpy()
+    return {**found, "tokens": tokens.numpy()}
 
 
-def _response(row: Any) -> str:
-    said = row.get("response")
-    return "" if said is None else str(said)
+_COLUMNS = (
+    "group", "step", "prompt", "response", "truth", "reward", "answer", "status", "why", "advantage",
+    "sampler_logprob_diff", "tokens", "finish",
+)  # fmt: skip
+_READ: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "prompt": ("raw_prompt", question),
+    "response": ("response_text", lambda text: text),
+    "truth": ("reward_model", lambda judged: (judged or {}).get("ground_truth")),
+    "answer": ("score", lambda score: score.answer),
+    "status": ("score", lambda score: score.status.value),
+    "why": ("score", lambda score: score.why),
+    "finish": ("finish_reason", lambda reason: reason),
+}
+"""Column of a table of samples → the batch's column, and what is read of each of its objects."""
 
 
-def _cells(index: SampleIndex, number: Any, row: Any, top: float, by_group: bool) -> list[str]:
-    batch = index.batch
-    score = batch.non_tensor_batch.part("score", number, number + 1)[0] if "score" in batch else None
-    reward = row.get("reward")
-    return [
-        f"{number}" if by_group else f"{number}<br><small>group&nbsp;{int(row['group'])}</small>",
-        _text_cell(row, with_prompt=not by_group),
-        "" if reward is None else bar(abs(reward) / top, f"{reward:g}", good=reward >= 0) if reward == reward else "–",
-        _judgement(row, score),
-        f"{row['advantage']:+.3f}" if "advantage" in row else "",
-        f"{int(row['tokens']) if 'tokens' in row else ''}<br><small>{escape(row.get('finish') or '')}</small>",
-    ]
+class SampleIndex:
+    """The table of a batch's samples, made once, with its orders, filters and search.
+
+    10,000 rows are sorted or filtered in milliseconds; a first search of their texts takes some tens of them.
+    """
+
+    def __init__(self, batch: DataProto) -> None:
+        self.batch = batch
+        self.frame = samples_table(batch)
+
+    @cached_property
+    def groups(self) -> pd.DataFrame:
+        """A line for each prompt, as the function `groups` says; its prompts are in full."""
+        rows = self.frame.groupby("group", sort=True)
+        asked = {"prompt": ("prompt", "first"), "samples": ("group", "size"), "scored": ("reward", "count")}
+        asked |= {"mean": ("reward", "mean"), "std": ("reward", "std")}
+        asked |= {"worst": ("reward", "min"), "best": ("reward", "max")}
+        found = rows.agg(**{name: one for name, one in asked.items() if one[0] in self.frame})
+        if "advantage" in self.frame:
+            found["spread"] = rows["advantage"].max() - rows["advantage"].min()
+        return found.round(4)
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        parts = [self.frame[name] for name in ("prompt", "response", "why", "answer") if name in self.frame]
+        rows = zip(*parts, strict=True) if parts else [()] * len(self.frame)
+        return ["\n".join("" if text is None else str(text) for text in row).casefold() for row in rows]
+
+    @cached_property
+    def surprise(self) -> np.ndarray:
+        """How far each reward is from the mean of the other samples of its prompt; NaN where there is none."""
+        if "reward" not in self.frame:
+            return np.full(len(self.frame), np.nan)
+        reward = self.frame["reward"]
+        rows = self.frame.assign(reward=reward.fillna(0.0), counted=reward.notna().astype(float)).groupby("group")
+        others = rows["counted"].transform("sum") - 1
+        mean = (rows["reward"].transform("sum") - reward) / others.where(others > 0)
+        return (reward - mean).abs().to_numpy()
+
+    def select(self, order: str, *, where: Where = None, search: str = "", by_group: bool = False) -> np.ndarray:
+        """Row numbers, filtered and in order; `samples` has the arguments and what it raises."""
+        rows = np.flatnonzero(self._kept(where, search))
+        rank = self._rank(order)[rows]
+        if by_group:
+            group = self.frame["group"].to_numpy()[rows]
+            first = self._rank_of_groups(order)[group]
+            return rows[np.lexsort((rank, group, first))]
+        return rows[rank.argsort(kind="stable")]
+
+    def _kept(self, where: Where, search: str) -> np.ndarray:
+        kept = np.ones(len(self.frame), dtype=bool)
+        if callable(where):
+            kept &= np.asarray(where(self.frame), dtype=bool)
+        else:
+            for name, wanted in (where or {}).items():
+                if name not in self.frame:
+                    raise ValueError(unknown("column of samples", name, self.frame.columns))
+                kept &= _matching(self.frame[name], wanted)
+        if search:
+            needle = search.casefold()
+            kept &= np.fromiter((needle in text for text in self._texts), dtype=bool, count=len(self.frame))
+        return kept
+
+    def _rank(self, order: str) -> np.ndarray:
+        """A number for each row, the smallest first; `worst` begins with rows whose scoring failed, unscored rows are last."""
+        if order in ("worst", "best") and "reward" in self.frame:
+            sign = 1 if order == "worst" else -1
+            rank = (sign * self.frame["reward"]).fillna(float("inf"))
+            if order == "worst" and "status" in self.frame:
+                rank = rank.mask(self.frame["status"] == Status.INFRA_ERROR.value, float("-inf"))
+            return rank.to_numpy()
+        if order == "surprising":
+            return np.nan_to_num(-self.surprise, nan=np.inf)
+        name, descending = order.removeprefix("-"), order.startswith("-")
+        if order in ORDERS or name == "row":
+            return np.arange(len(self.frame)) * (-1 if descending else 1)
+        if name not in self.frame:
+            raise ValueError(unknown("sample order", order, (*ORDERS, *self.frame.columns)))
+        ranks = self.frame[name].map(str) if self.frame[name].dtype == object else self.frame[name]
+        return ranks.rank(method="dense", ascending=not descending, na_option="bottom").to_numpy()
+
+    def _rank_of_groups(self, order: str) -> np.ndarray:
+        name, sign = {"worst": ("mean", 1), "best": ("mean", -1), "surprising": ("std", -1)}.get(order, ("", 1))
+        if name not in self.groups:
+            return np.arange(len(self.groups))
+        return np.nan_to_num(sign * self.groups[name].to_numpy(), nan=np.inf)
 
 
-def _grouped(index: SampleIndex, frame: pd.DataFrame) -> Iterator[tuple[str, list[Any]]]:
-    """For each group of `frame`, in its order: a line about the whole group, and its rows shown."""
-    for group in dict.fromkeys(frame["group"]):
-        line_ = f"<b>group {group}</b> · {group_line(index, group)}"
-        if "prompt" in frame:
-            line_ += f"<br>{escape(index.groups.loc[group]['prompt'], 4 * _CUT)}"
-        yield f'<div style="margin-top:8px">{line_}</div>', list(frame.index[frame["group"] == group])
+def _matching(column: pd.Series, wanted: Any) -> np.ndarray:
+    if isinstance(wanted, tuple):
+        low, high = wanted
+        above, below = low is None or column >= low, high is None or column <= high
+        return np.ones(len(column), dtype=bool) & above & below
+    if isinstance(wanted, list | set | frozenset):
+        return column.isin(list(wanted)).to_numpy()
+    return (column == wanted).to_numpy()
+
+
+# --- the views ----------------------------------------------------------------------------------------
+
+
+def _tokens(row: Any) -> tuple[str, str]:
+    """(number of tokens, finish reason) of a response, each "" where it is not known."""
+    return str(int(row["tokens"])) if "tokens" in row else "", row.get("finish") or ""
 
 
 def group_line(index: SampleIndex, group: int) -> str:
@@ -79,70 +213,17 @@ def group_line(index: SampleIndex, group: int) -> str:
     if "mean" in numbers:
         said += [f"mean reward {numbers['mean']:g}"] if numbers["scored"] else ["none scored"]
         said += [f"deviation {numbers['std']:g}"] if numbers["scored"] > 1 else []
-    if "spread" in numbers:
-        said.append(f"advantages over {numbers['spread']:g}")
-    return ", ".join(said)
+    return ", ".join([*said, *([f"advantages over {numbers['spread']:g}"] if "spread" in numbers else [])])
 
 
-def _unjudged(index: SampleIndex) -> str:
-    """How many rows have no judgement, and why."""
-    if "status" not in index.frame:
-        return ""
-    counts = Counter(status for status in index.frame["status"] if status not in ("scored", "model failed"))
-    return "".join(f"; {number} {status}" for status, number in counts.items())
+class Samples(doc.View):
+    """The table that `samples(batch)` returns; in a live notebook it can be sorted, filtered, and rows can be picked."""
 
-
-def _text_cell(row: Any, with_prompt: bool = True) -> str:
-    """The response's start, unfolding to all of it, under the prompt's."""
-    response = _response(row)
-    start = response.replace("\n", " ⏎ ")[:_CUT]
-    if not with_prompt or "prompt" not in row:
-        return fold(start, text_block(response))
-    full = text_block(row["prompt"]) + "<hr>" + text_block(response)
-    return escape(row["prompt"], _CUT) + fold(start, full)
-
-
-def _judgement(row: Any, score: Any) -> str:
-    if score is None:
-        return ""
-    lines = [escape(score.why, 2 * _CUT)] if score.why else []
-    if score.answer is not None:
-        lines.append(f"answer <b>{escape(score.answer, 40)}</b>, truth {escape(row.get('truth'), 40)}")
-    if score.parts:
-        lines.append(escape(", ".join(f"{name} {value:g}" for name, value in score.parts.items())))
-    if not score.scored:
-        lines.append(f'<b style="color:rgb(190,70,50)">{escape(score.status.value)}</b>')
-    text = "<br>".join(lines)
-    more = "".join(f"<b>{escape(name, 60)}</b>{text_block(shown(value))}" for name, value in score.extra.items())
-    return (
-        text
-        + (fold(", ".join(score.extra), more) if more else "")
-        + (fold("traceback", text_block(score.error)) if score.error else "")
-    )
-
-
-def shown(value: Any) -> str:
-    """An extra for people: text as it stands, records a line each, cut."""
-    if isinstance(value, dict):
-        value = "\n".join(f"{key}: {one}" for key, one in value.items())
-    elif isinstance(value, list):
-        value = "\n".join(str(one) for one in value)
-    return str(value)[:_EXTRA]
-
-
-class Samples:
-    """What `samples(batch)` shows: a cell can end in it. In a live notebook it can be sorted, filtered and picked from."""
-
-    def __init__(
-        self, thing: Any, rows: int, order: str, by_group: bool = False, where: Where = None, search: str = ""
-    ) -> None:
+    def __init__(self, thing: Any, rows: int, order: str, by_group: bool, where: Where, search: str) -> None:
         self.index = SampleIndex(batch_of(thing))
-        self.rows = rows
-        self.order = order
-        self.by_group = by_group
+        self.rows, self.order, self.by_group, self.where, self.search = rows, order, by_group, where, search
         self.picked: int | None = None
         """The row that was last clicked in the live table."""
-        self.where, self.search = where, search
         self.selected: np.ndarray = self.index.select(order, where=where, search=search, by_group=by_group)
         """Row numbers that pass the filters, in order; in a live notebook those that the table shows."""
 
@@ -153,73 +234,194 @@ class Samples:
 
     def row(self, number: int) -> SampleCard:
         """One sample in full, the other samples of its prompt beside it."""
-        from workbench.views.sample_card import SampleCard
-
         return SampleCard(self.index, number)
 
-    def text(self) -> str:
-        """As `samples_text`."""
-        lines = [text for number, row in self.frame.head(self.rows).iterrows() for text in _row_lines(number, row)]
-        return terminal(lines)
-
-    def html(self) -> str:
-        """As `samples_html`."""
+    def document(self) -> doc.Part:
+        """The first `rows` samples, three lines each; on a page a table, texts folded, of each group where `by_group`."""
         frame = self.frame.head(self.rows)
+        lines = [text for row, values in frame.iterrows() for text in _said(row, values)]
+        return doc.Either(lines, lambda: self._page(frame))
+
+    def _page(self, frame: pd.DataFrame) -> doc.Part:
         top = max(float(frame["reward"].abs().fillna(0).max()), 1e-9) if "reward" in frame and len(frame) else 1.0
-        header = ["row", "prompt → response", "reward", "judged", "advantage", "tokens"]
-        body = {number: _cells(self.index, number, row, top, self.by_group) for number, row in frame.iterrows()}
+        texts = "response" if self.by_group else "prompt → response"
+        header = ["row", texts, "reward", "score", "advantage", "tokens"]
+
+        def table(part: pd.DataFrame) -> doc.Part:
+            return doc.Table(header, [self._cells(row, one, top) for row, one in part.iterrows()], most=len(part))
+
+        shown = table(frame)
         if self.by_group:
-            header[1] = "response"
-            groups = _grouped(self.index, frame)
-            shown = "".join(line_ + table(header, [body[row] for row in rows]) for line_, rows in groups)
-        else:
-            shown = table(header, list(body.values()))
-        first = f", {escape(self.order)} first" if self.order != "index" else ""
-        all_ = len(self.index.frame)
-        of = (
-            f"{len(frame)} of {all_} samples"
-            if len(self.frame) == all_
-            else f"{len(frame)} of {len(self.frame)} (of {all_})"
-        )
+            shown = [(self._over(group), table(part)) for group, part in frame.groupby("group", sort=False)]
+        first = f", {self.order} first" if self.order != "index" else ""
+        all_, selected = len(self.index.frame), len(self.frame)
+        of = f"{all_} samples" if selected == all_ else f"{selected} (of {all_})"
         step = self.index.batch.meta_info.get("step")
-        which = "" if step is None else f"step {escape(step)}: "
-        return shown + f"<small>{which}{of}{first}{escape(_unjudged(self.index))}</small>"
+        which = "" if step is None else f"step {step}: "
+        counts = Counter(self.index.frame.get("status", ()))
+        unscored = "".join(f"; {counts[one]} {one}" for one in ("infra_error", "not_applicable") if counts[one])
+        return shown, doc.small(f"{which}{len(frame)} of {of}{first}{unscored}")
 
-    def __repr__(self) -> str:
-        return self.text()
+    def _over(self, group: int) -> doc.Part:
+        numbers = self.index.groups.loc[group]
+        prompt = (doc.BREAK, doc.cut(numbers["prompt"], 4 * CUT)) if "prompt" in numbers else ()
+        said = f" · {group_line(self.index, group)}"
+        return doc.line(doc.bold(f"group {group}"), said, prompt, style="margin-top:8px")
 
-    def _repr_html_(self) -> str:
-        return self.html()
+    def _cells(self, number: Any, row: Any, top: float) -> list[doc.Part]:
+        reward, prompt = row.get("reward"), row.get("prompt")
+        scored: doc.Part = "" if reward is None else "–"
+        if reward is not None and reward == reward:
+            scored = doc.bar(abs(reward) / top, f"{reward:g}", reward >= 0)
+        tokens, finish = _tokens(row)
+        return [
+            f"{number}" if self.by_group else (f"{number}", doc.BREAK, doc.small(f"group\u00a0{int(row['group'])}")),
+            unfolding(None if self.by_group else prompt, _response(row)),
+            scored,
+            _judgement(row, object_at(self.index.batch, "score", number)),
+            f"{row['advantage']:+.3f}" if "advantage" in row else "",
+            (tokens, doc.BREAK, doc.small(finish)),
+        ]
 
-    def _ipython_display_(self) -> None:
-        from workbench.widgets.layer import show
-        from workbench.widgets.samples import SamplesTable
 
-        show(self, lambda: SamplesTable(self))
+def _said(number: Any, row: Any) -> list[str]:
+    said = [f"row {number} (group {int(row['group'])})"]
+    if "reward" in row:
+        said.append(f"reward {row['reward']:g}" if row["reward"] == row["reward"] else "not scored")
+    said += [doc.one_line(row["why"])] if row.get("why") else []
+    tokens, finish = _tokens(row)
+    said += [f"{tokens} tokens" + (f", {doc.one_line(finish)}" if finish else "")] if tokens else []
+    texts = [f"  {doc.one_line(row['prompt'])}"] if "prompt" in row else []
+    return ["  ".join(said), *texts, f"  → {doc.one_line(_response(row))}"]
+
+
+def _response(row: Any) -> str:
+    said = row.get("response")
+    return "" if said is None else str(said)
+
+
+def _judgement(row: Any, score: Any) -> doc.Part:
+    if score is None:
+        return ""
+    said: list[doc.Part] = [doc.cut(score.why, 2 * CUT)] if score.why else []
+    if score.answer is not None:
+        said.append(("answer ", doc.bold(doc.cut(score.answer, 40)), f", truth {doc.cut(row.get('truth'), 40)}"))
+    if score.parts:
+        said.append(", ".join(f"{name} {value:g}" for name, value in score.parts.items()))
+    if not score.scored:
+        said.append(doc.bold(score.status.value, style=BAD))
+    more = [(doc.bold(doc.cut(name, 60)), doc.block(text)) for name, text in extras(score)]
+    return (
+        doc.stacked(said),
+        doc.Fold(", ".join(score.extra), more) if more else (),
+        [doc.Fold(name, doc.block(text)) for name, text in traceback(score)],
+    )
 
 
 def samples(
-    thing: Any,
-    rows: int = 8,
-    order: str = "worst",
-    by_group: bool = False,
-    *,
-    where: Where = None,
-    search: str = "",
+    thing: Any, rows: int = 8, order: str = "worst", by_group: bool = False, *, where: Where = None, search: str = ""
 ) -> Samples:
-    """Look at the samples of a batch, trace, stepper or run.
+    """The samples of a batch, trace, stepper or run as a table: `.frame` is the DataFrame, `.row(7)` one sample in full.
 
-    `order` is `worst`, `best`, `surprising` (furthest from the mean of the prompt's other samples), `index`, or a column
-    (`-tokens`: the largest first). `where` filters: column → value, list of values, or (low, high); or a function of the
-    frame. `search` must stand in a row's texts. `by_group` keeps the samples of a prompt together. `.frame` has them
-    all as a DataFrame, `.row(7)` one in full.
+    Args:
+        rows: how many samples are shown; `.frame` has all.
+        order: `worst`, `best`, `surprising` (furthest from the mean reward of the prompt's other samples), `index`, or a
+            column (`-tokens`: the largest first).
+        by_group: keep the samples of a prompt together.
+        where: column → a value, a list of values, or (low, high) with None for no bound; or a function of the frame.
+        search: text that a row's prompt, response, answer or explanation must contain, in any case.
 
-    Raises `ValueError` for an order or a column that there is not.
+    Raises `ValueError` for an order or a column that does not exist.
+
+    Example:
+        >>> wb.views.samples(s, order="best", where={"tokens": (100, None)})  # doctest: +SKIP
     """
     return Samples(thing, rows, order, by_group, where, search)
 
 
 def groups(thing: Any) -> pd.DataFrame:
-    """The groups of a batch: see `groups_table`. Prompts are cut and made plain: a frame shows them as they are."""
-    frame = groups_table(batch_of(thing))
-    return frame.assign(prompt=[line(prompt) for prompt in frame["prompt"]]) if "prompt" in frame else frame
+    """A DataFrame with a line for each prompt of a batch, trace, stepper or run.
+
+    Columns: its samples, how many were scored; mean, deviation (n−1), worst and best of their rewards; the range of their
+    advantages (`spread`). A group without a spread teaches GRPO nothing. Prompts are cut to one line.
+    """
+    frame = SampleIndex(batch_of(thing)).groups
+    return frame.assign(prompt=list(map(doc.one_line, frame["prompt"]))) if "prompt" in frame else frame
+
+
+MARK = "background:rgba(191,135,0,0.35);padding:1px 2px"
+_SIBLINGS = 16
+
+
+class SampleCard(doc.View):
+    """One sample in full, as `samples(batch).row(7)` returns it. Raises `IndexError` for a row that does not exist."""
+
+    def __init__(self, index: SampleIndex, row: int) -> None:
+        if not 0 <= row < len(index.frame):
+            raise IndexError(f"row {row}: this batch has rows 0 to {len(index.frame) - 1}")
+        self.index = index
+        self.row = row
+        self.values = index.frame.iloc[row]
+        self.score = object_at(index.batch, "score", row)
+
+    @property
+    def siblings(self) -> list[int]:
+        """The other rows of its prompt, the best reward first."""
+        frame = self.index.frame
+        others = frame[(frame["group"] == self.values["group"]) & (frame.index != self.row)]
+        if "reward" in others:
+            others = others.sort_values("reward", ascending=False, kind="stable")
+        return [int(row) for row in others.index]
+
+    def facts(self) -> list[tuple[str, str]]:
+        """(name, value) of the score and the numbers, as text."""
+        row, score = self.values, self.score
+        reward = row.get("reward")
+        found = [] if reward is None else [("reward", f"{reward:g}" if reward == reward else "not scored")]
+        found += verdict(score) if score is not None else []
+        found += [("truth", str(row["truth"]))] if row.get("truth") is not None else []
+        found += [("advantage", f"{row['advantage']:+.4g} (mean over its tokens)")] if "advantage" in row else []
+        found += [("tokens", ", ".join(filter(None, _tokens(row))))] if "tokens" in row else []
+        return found + ([("scored in", f"{score.seconds:.3g} s")] if score is not None and score.seconds else [])
+
+    def pieces(self) -> tuple[str, str, str]:
+        """The response before, in and after the extracted answer; the first piece is all of it where there is none."""
+        text = _response(self.values)
+        whole = len(text), len(text)
+        first, end = span_of(self.score.answer if self.score is not None else None, text) or whole
+        return text[:first], text[first:end], text[end:]
+
+    def more(self) -> list[tuple[str, str]]:
+        """(name, text) of a traceback, then of the scorer's extra values."""
+        return [*traceback(self.score), *extras(self.score)] if self.score is not None else []
+
+    def document(self) -> doc.Part:
+        """Prompt, response with the extracted answer marked, score, extra values; on a page the prompt's other samples."""
+        group, name = int(self.values["group"]), f"row {self.row}"
+        numbers = group_line(self.index, group)
+        before, marked, after = self.pieces()
+        response = before, doc.Either(f"⟦{marked}⟧", doc.Span(marked, MARK)) if marked else (), after
+        text: list[doc.Part] = [f"{name} (group {group}: {numbers})"]
+        page: list[doc.Part] = [doc.line(doc.bold(name), f" · group {group}")]
+        if (prompt := self.values.get("prompt")) is not None:
+            text.append(f"  {doc.one_line(prompt, 400)}")
+            page.append(doc.line(doc.block(prompt), style="opacity:0.6"))
+        text += [doc.Span(("  → ", *response)), doc.pairs(self.facts())]
+        page += [doc.wrapped(*response), doc.pairs(self.facts())]
+        for what, said in self.more():
+            text.append(f"  {what}: {doc.one_line(said, 400)}")
+            page.append(doc.Fold(what, doc.block(said)))
+        return doc.Either(text, [*page, lambda: self._others(numbers)])
+
+    def _others(self, numbers: str) -> doc.Part:
+        cells: list[list[doc.Part]] = []
+        for row, one in self.index.frame.loc[self.siblings].iterrows():
+            said = [doc.number(one.get("reward"), "g"), doc.number(one.get("advantage"), "+.3f")]
+            cells.append([str(row), *said, unfolding(None, _response(one))])
+        table = doc.Table(["row", "reward", "advantage", "response"], cells, most=_SIBLINGS)
+        return doc.Fold(f"the prompt's other samples ({numbers})", table, opened=True) if cells else ()
+
+
+def evaluation(made: Evaluation) -> doc.Part:
+    """The numbers, and the worst samples."""
+    return doc.line(doc.bold(repr(made))), lambda: samples(made.batch, rows=6).document()

@@ -1,111 +1,303 @@
-"""The tokens of a response, coloured by a number, with all their numbers on hover; two of them one above the other."""
+"""The tokens of a response with every number that a batch has for them, coloured by one; and a row turn by turn."""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import message
-from workbench.views.html import escape, plain, terminal
-from workbench.views.token_values import QUANTITIES, Quantity, TokenRow, colour_of, span_of_values
+import torch
+
+from workbench.agents import AgentLoopBase, Turn
+from workbench.agents.stepping import call_text
+from workbench.base.errors import BatchError, message, unknown
+from workbench.dataproto import DataProto
+from workbench.dataproto.columns import declared
+from workbench.engines.local_engine.loading import open_tokenizer
+from workbench.engines.protocol import Late
+from workbench.views import document as doc
+from workbench.views.curve_axes import GREY, bare
+from workbench.views.curves import cell_figure
+from workbench.views.document import plain
+from workbench.views.samples import batch_of, object_at
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
+
+    from workbench.agents import EpisodeStepper
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number for each token: the columns it is computed from, and how it is coloured."""
+
+    name: str
+    what: str
+    columns: tuple[str, ...]
+    """The first of these that the batch has is read; with `make`, all of them are."""
+    make: Callable[..., torch.Tensor] | None = None
+    """Computes the number, [T], from the columns, each [T] float64."""
+    centre: float | None = None
+    """The value without colour: green above, red below; None: one colour from the lowest to the highest."""
+    inverted: bool = False
+    """The lowest values have the strongest colour."""
+
+    def read(self, part: Callable[[str], torch.Tensor | None]) -> torch.Tensor | None:
+        """The number, [T], where `part(column)` is the column, [T], or None; None where columns are missing."""
+        found = [one for one in map(part, self.columns) if one is not None]
+        if self.make is None or len(found) < len(self.columns):
+            return found[0] if found and self.make is None else None
+        return self.make(*(one.double() for one in found))
+
+
+QUANTITIES: Mapping[str, Quantity] = {one.name: one for one in (
+    Quantity("log_prob", "log-prob under the policy, nats", ("old_log_probs", "rollout_log_probs"), inverted=True),
+    Quantity("ref_log_prob", "log-prob under the reference, nats", ("ref_log_prob",), inverted=True),
+    Quantity("kl", "log-prob under the policy less under the reference (k1), nats", ("old_log_probs", "ref_log_prob"),
+             torch.sub, centre=0.0),
+    Quantity("ratio", "probability after the update over before", ("new_log_probs", "old_log_probs"),
+             lambda after, before: (after - before).exp(), centre=1.0),
+    Quantity("clipped", "whether the surrogate was clipped", ("clipped",)),
+    Quantity("advantage", "how much better than expected", ("advantages",), centre=0.0),
+    Quantity("return", "return from the token on", ("returns",), centre=0.0),
+    Quantity("value", "the critic's value", ("values",), centre=0.0),
+    Quantity("entropy", "entropy of the next-token distribution, nats", ("entropys",)),
+    Quantity("reward", "reward on the token, KL penalty included", ("token_level_rewards", "token_level_scores"),
+             centre=0.0),
+    Quantity("mask", "1: the model's own token", ("response_mask",)),
+    Quantity("sampler_difference", "log-prob by the sampler less by the trainer, nats",
+             ("rollout_log_probs", "old_log_probs"), torch.sub, centre=0.0),
+    Quantity("influence", "influence on the probe", ("influence",), centre=0.0),
+)}  # fmt: skip
+_SHOWN_ALREADY = {"responses", *(column for one in QUANTITIES.values() for column in one.columns)}
+
+
+class TokenRow:
+    """The tokens of one row: texts, ids, which are the model's own, and every number that the batch has for them.
+
+    Only this row is read of a batch on disk. Raises `IndexError` for a row that does not exist, and `ValueError` where the
+    batch has no token ids.
+    """
+
+    def __init__(self, thing: Any, row: int, tokenizer: Any = None) -> None:
+        self.batch = batch_of(thing)
+        self.row = row
+        if not 0 <= row < len(self.batch):
+            raise IndexError(f"row {row}: this batch has rows 0 to {len(self.batch) - 1}")
+        if "responses" not in self.batch:
+            raise ValueError(f"this batch has no token ids (`responses`), only {', '.join(self.batch.columns)}")
+        tokenizer = tokenizer or _tokenizer_of(thing, self.batch)
+        ids: Any = self._part("responses")
+        own, attention = self._part("response_mask"), self._part("attention_mask")
+        # text of tools or users is not the model's own, and no padding either
+        real = attention[-len(ids) :] if attention is not None else own if own is not None else torch.ones_like(ids)
+        self.length = int(real.nonzero().max()) + 1 if real.any() else 0
+        self.ids = ids[: self.length].tolist()
+        self.own = (own[: self.length] > 0).tolist() if own is not None else [True] * self.length
+        self.texts = token_texts(tokenizer, self.ids)
+        prompt, mask = self._part("prompts"), self._part("prompt_mask")
+        kept = [] if prompt is None else prompt[mask.bool()].tolist() if mask is not None else prompt.tolist()
+        self.prompt = token_texts(tokenizer, kept)
+        self.values = self._values()
+
+    def _part(self, name: str) -> torch.Tensor | None:
+        return self.batch.batch.part(name, self.row, self.row + 1)[0] if name in self.batch.batch else None
+
+    def _values(self) -> dict[str, list[float]]:
+        found = {name: quantity.read(self._part) for name, quantity in QUANTITIES.items()}
+        width = self.batch.batch.raw()["responses"].shape[1]
+        for name, raw in self.batch.batch.raw().items():
+            if name not in _SHOWN_ALREADY and declared(name) is None and tuple(raw.shape[1:]) == (width,):
+                found[name] = self._part(name)
+        return {name: value[: self.length].double().tolist() for name, value in found.items() if value is not None}
+
+    def quantity(self, name: str) -> Quantity:
+        """The quantity of this name. Raises `ValueError` for one that this row does not have."""
+        if name not in self.values:
+            raise ValueError(unknown("per-token quantity", name, self.values))
+        return QUANTITIES.get(name) or Quantity(name, name, (name,), centre=0.0)
+
+
+def _tokenizer_of(thing: Any, batch: DataProto) -> Any:
+    """That of the model in the batch's `meta_info`, if its folder exists; else a stepper's, for which no engine is opened."""
+    path = batch.meta_info.get("model")
+    found = open_tokenizer(path) if isinstance(path, str) else None
+    for stage in getattr(thing, "pipeline", None) or ():
+        sampler = getattr(stage, "sampler", None)
+        if found is None and not (isinstance(sampler, Late) and not sampler.opened):
+            found = getattr(sampler, "tokenizer", None)
+    return found
+
+
+def span_of_values(quantity: Quantity, rows: list[list[float]]) -> tuple[float, float]:
+    """(low, high) of the colours: of the values, or equally far from the centre on both sides; low < high."""
+    values = [value for row in rows for value in row if math.isfinite(value)] or [0.0]
+    low, high = min(values), max(values)
+    if quantity.centre is not None:
+        reach = max(abs(low - quantity.centre), abs(high - quantity.centre)) or 1.0
+        return quantity.centre - reach, quantity.centre + reach
+    return (low, high) if low < high else (low - 0.5, high + 0.5)
+
+
+def stops(quantity: Quantity, span: tuple[float, float]) -> list[str]:
+    """The colours of the lowest, the middle and the highest value."""
+    low, high = span
+    middle = (low + high) / 2 if quantity.centre is None else quantity.centre
+    return [colour_of(value, quantity, span) for value in (low, middle, high)]
+
+
+UP, DOWN, ONE_WAY = (46, 160, 67), (207, 80, 60), (130, 80, 223)
+
+
+def colour_of(value: float, quantity: Quantity, span: tuple[float, float]) -> str:
+    """A translucent rgba over the page's own background: green above the centre, red below, violet for one-way scales."""
+    if not math.isfinite(value):
+        return "rgba(255,0,255,0.6)"
+    low, high = span
+    if quantity.centre is not None:
+        share = (value - quantity.centre) / (high - quantity.centre)
+        shade = UP if share > 0 else DOWN
+    else:
+        share = (value - low) / (high - low)
+        share = 1 - share if quantity.inverted else share
+        shade = ONE_WAY
+    return f"rgba({shade[0]},{shade[1]},{shade[2]},{min(abs(share), 1) * 0.65:.2f})"
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+_BROKEN = "\ufffd"
+_LONGEST = 12
+"""Tokens after which bytes that are not a character yet are taken to be invalid."""
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text of each token, special tokens included; `⟨id⟩` without a tokenizer.
+
+    A token that is a part of a character (byte-level vocabularies) has the empty text, and the token that ends the
+    character has all of it; bytes that never become one have the replacement character.
+    """
+    if tokenizer is None:
+        return [f"⟨{number}⟩" for number in ids]
+    ids = list(ids)
+    whole = _decoded(tokenizer, ids)
+    single = {token: _decoded(tokenizer, [token]) for token in set(ids)}
+    texts: list[str] = []
+    for broken, run in itertools.groupby(ids, lambda token: _BROKEN in single[token]):
+        # most tokens read alone as they do in the text; runs of parts of characters are read together
+        tokens = list(run)
+        texts += _step_by_step(tokenizer, tokens) if broken else [single[token] for token in tokens]
+    return texts if "".join(texts) == whole else _step_by_step(tokenizer, ids)
+
+
+def _decoded(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _step_by_step(tokenizer: Any, ids: list[int]) -> list[str]:
+    """What each token adds to the text before it: for vocabularies in which that depends on what came before."""
+    texts: list[str] = []
+    begin = done = 0  # decoding from `begin`, everything before `done` has been given out
+    known = ""
+    for place in range(len(ids)):
+        fresh = _decoded(tokenizer, ids[begin : place + 1])[len(known) :]
+        if fresh.endswith(_BROKEN) and place - done < _LONGEST:
+            texts.append("")
+            continue
+        texts.append(fresh)
+        # a few tokens of context stay, since what a token reads as can depend on the one before it
+        begin, done = done, place + 1
+        known = _decoded(tokenizer, ids[begin:done])
+    if done < len(ids) and texts:
+        texts[-1] = _decoded(tokenizer, ids[begin:])[len(known) :]
+    return texts
+
+
+# --- the view ----------------------------------------------------------------------------------------
 
 CAP = 2000
 """Response tokens in a static form: 130 bytes each stay in the notebook. A live view has them all."""
 _PROMPT = 400
 _PREFERRED = ("advantage", "kl", "log_prob")
-_BOX = "white-space:pre-wrap;word-break:break-word;font-family:monospace;line-height:1.7;font-size:95%"
+BOX = "white-space:pre-wrap;word-break:break-word;font-family:monospace;line-height:1.7;font-size:95%"
 
 
-class Tokens:
-    """What `tokens(batch, row)` shows: a cell can end in it. In a live notebook the colouring can be switched."""
+class Tokens(doc.View):
+    """The view that `tokens(batch, row)` returns; in a live notebook the colouring can be switched."""
 
     def __init__(self, rows: list[TokenRow], labels: list[str], colour: str | None) -> None:
-        self.rows = rows
-        self.labels = labels
-        self.quantities = [name for name in (*QUANTITIES, *rows[0].values) if any(name in row.values for row in rows)]
-        self.quantities = list(dict.fromkeys(self.quantities))
+        self.rows, self.labels = rows, labels
+        names = dict.fromkeys([*QUANTITIES, *rows[0].values])
+        self.quantities = [name for name in names if any(name in row.values for row in rows)]
         if not self.quantities:
-            found = ", ".join(rows[0].batch.columns)
-            raise ValueError(
-                message("tokens", expected="at least one number for each token (a [B, T] column)", found=found)
-            )
+            expected, found = "at least one number for each token (a [B, T] column)", ", ".join(rows[0].batch.columns)
+            raise ValueError(message("tokens", expected=expected, found=found))
         if colour is None:
             colour = next((name for name in _PREFERRED if name in self.quantities), self.quantities[0])
-        if not any(colour in row.values for row in rows):
-            rows[0].quantity(colour)  # says which there are
-        self.colour = colour
+        self.colour = self.quantity(colour)[0].name
 
     @property
     def frame(self) -> pd.DataFrame:
-        """One line a response token of the first row: token, id, text, whether it is the model's own, every quantity."""
+        """A line for each response token of the first row: id, text, whether it is the model's own, every quantity."""
         import pandas as pd
 
         row = self.rows[0]
         return pd.DataFrame({"id": row.ids, "text": row.texts, "own": row.own, **row.values})
 
-    def quantity(self) -> tuple[Quantity, tuple[float, float]]:
-        """What colours, and the range over all rows' own tokens."""
-        having = [row for row in self.rows if self.colour in row.values]
-        quantity = having[0].quantity(self.colour)
-        return quantity, span_of_values(quantity, [_own(row, self.colour) for row in having])
+    def quantity(self, name: str | None = None) -> tuple[Quantity, tuple[float, float]]:
+        """The quantity that colours, or that of a name, and its range over the rows' own tokens."""
+        name = name or self.colour
+        having = [row for row in self.rows if name in row.values]
+        quantity = (having or self.rows)[0].quantity(name)  # raises where no row has it
+        values = [list(itertools.compress(row.values[name], row.own)) for row in having]
+        return quantity, span_of_values(quantity, values)
 
-    def __repr__(self) -> str:
-        quantity, (low, high) = self.quantity()
-        lines = [f"{self.colour}: {quantity.what}, {low:.4g} to {high:.4g}"]
-        for label, row in zip(self.labels, self.rows, strict=True):
-            values = row.values.get(self.colour)
-            lines.append(f"{label}, {row.length} tokens")
-            pieces = [
-                f"{text!r}" + (f" {values[place]:+.3g}" if values is not None and row.own[place] else "")
-                for place, text in enumerate(row.texts[:60])
-            ]
-            lines.append("  " + " · ".join(pieces) + (" …" if row.length > 60 else ""))
-        return terminal(lines)
-
-    def _repr_html_(self) -> str:
+    def document(self) -> doc.Part:
+        """Each row's tokens, coloured; in a terminal each with its number."""
         quantity, span = self.quantity()
-        parts = [legend(quantity, span)]
+        said: list[doc.Part] = [f"{self.colour}: {quantity.what}, {span[0]:.4g} to {span[1]:.4g}"]
+        page: list[doc.Part] = [legend(quantity, span)]
         for label, row in zip(self.labels, self.rows, strict=True):
-            parts.append(f"<div><b>{escape(label)}</b> · {row.length} tokens</div>{_row_html(row, quantity, span)}")
-        return "".join(parts)
-
-    def _ipython_display_(self) -> None:
-        from workbench.widgets.layer import show
-        from workbench.widgets.tokens import TokenView
-
-        show(self, lambda: TokenView(self))
+            said += [f"{label}, {row.length} tokens", _row_text(row, self.colour)]
+            page += [doc.line(doc.bold(label), f" · {row.length} tokens"), _row_page(row, quantity, span)]
+        return doc.Either(said, page)
 
 
-def _own(row: TokenRow, name: str) -> list[float]:
-    return [value for value, own in zip(row.values[name], row.own, strict=True) if own]
+def legend(quantity: Quantity, span: tuple[float, float]) -> doc.Part:
+    """A quantity's name, what it is, and its colours with the numbers at both ends."""
+    colours = f"linear-gradient(90deg, {', '.join(stops(quantity, span))})"
+    swatch = doc.Span("", f"display:inline-block;width:140px;height:11px;border-radius:3px;background:{colours}")
+    scale = f" \u00a0 {span[0]:.4g} ", swatch, f" {span[1]:.4g} \u00a0 "
+    marks = doc.faint(doc.small("underlined: clipped · dotted: not the model's own · grey: prompt"))
+    return doc.line(doc.bold(quantity.name), " ", doc.small(quantity.what), scale, marks)
 
 
-def legend(quantity: Quantity, span: tuple[float, float]) -> str:
-    """Name, what it is, and the colours with their numbers."""
-    low, high = span
-    middle = (low + high) / 2 if quantity.centre is None else quantity.centre
-    stops = ", ".join(colour_of(value, quantity, span) for value in (low, middle, high))
-    swatch = f'<span style="display:inline-block;width:140px;height:11px;border-radius:3px;background:linear-gradient(90deg, {stops})"></span>'
-    marks = "underlined: clipped · dotted: not the model's own · grey: prompt"
-    return (
-        f"<div><b>{escape(quantity.name)}</b> <small>{escape(quantity.what)}</small> &nbsp; {low:.4g} {swatch} {high:.4g} "
-        f'&nbsp; <small style="opacity:0.7">{marks}</small></div>'
-    )
+def _row_text(row: TokenRow, colour: str) -> str:
+    values = row.values.get(colour)
+    pieces = [
+        f"{text!r}" + (f" {values[place]:+.3g}" if values is not None and row.own[place] else "")
+        for place, text in enumerate(row.texts[:60])
+    ]
+    return "  " + " · ".join(pieces) + (" …" if row.length > 60 else "")
 
 
-def _row_html(row: TokenRow, quantity: Quantity, span: tuple[float, float]) -> str:
+def _row_page(row: TokenRow, quantity: Quantity, span: tuple[float, float]) -> doc.Part:
     prompt = "".join(row.prompt)
-    cut = f"… {prompt[-_PROMPT:]}" if len(prompt) > _PROMPT else prompt
+    before = doc.Span(f"… {prompt[-_PROMPT:]}" if len(prompt) > _PROMPT else prompt, "opacity:0.5")
     left = row.length - CAP
-    tail = f'<div style="opacity:0.7">{left:,} more tokens: a live notebook shows them</div>' if left > 0 else ""
-    spans = "".join(token_html(row, place, quantity, span) for place in range(min(row.length, CAP)))
-    return f'<div style="{_BOX}"><span style="opacity:0.5">{escape(cut)}</span>{spans}</div>{tail}'
+    tail = doc.line(f"{left:,} more tokens: a live notebook shows them", style="opacity:0.7") if left > 0 else ()
+    return doc.line(before, coloured(row, range(min(row.length, CAP)), quantity, span), style=BOX), tail
 
 
-def token_html(row: TokenRow, place: int, quantity: Quantity, span: tuple[float, float]) -> str:
-    """One token, coloured, with its numbers on hover."""
+def coloured(row: TokenRow, places: Iterable[int], quantity: Quantity, span: tuple[float, float]) -> doc.Part:
+    """The tokens at these places, coloured, each with its numbers on hover."""
+    return [_token(row, place, quantity, span) for place in places]
+
+
+def _token(row: TokenRow, place: int, quantity: Quantity, span: tuple[float, float]) -> doc.Span:
     style = ""
     if row.own[place] and quantity.name in row.values:
         style = f"background:{colour_of(row.values[quantity.name][place], quantity, span)}"
@@ -113,18 +305,13 @@ def token_html(row: TokenRow, place: int, quantity: Quantity, span: tuple[float,
         style += ";border-bottom:2px dotted rgba(128,128,128,0.9)"
     elif row.values.get("clipped") and row.values["clipped"][place]:
         style += ";border-bottom:2px solid rgba(190,70,50,0.95)"
-    return f'<span style="{style}" title="{escape(hover(row, place))}">{escape(visible(row.texts[place]))}</span>'
+    numbers = "  ".join(f"{name} {values[place]:.4g}" for name, values in row.values.items())
+    return doc.Span(visible(row.texts[place]), style, title=f"{place}  id {row.ids[place]}  {numbers}")
 
 
 def visible(text: str) -> str:
-    """A token's text as it can be seen: an empty one as a dot, a line end with its sign."""
+    """A token's text made visible: an empty one is a dot, a line end has its sign."""
     return "·" if text == "" else plain(text).replace("\n", "⏎\n")
-
-
-def hover(row: TokenRow, place: int) -> str:
-    """`17 id 264  advantage +0.71  log_prob -0.02 …`."""
-    numbers = "  ".join(f"{name} {values[place]:.4g}" for name, values in row.values.items())
-    return f"{place}  id {row.ids[place]}  {numbers}"
 
 
 def tokens(
@@ -136,14 +323,21 @@ def tokens(
     against_row: int | None = None,
     tokenizer: Any = None,
 ) -> Tokens:
-    """The tokens of one response of a batch, trace, stepper or run, coloured by `colour`.
+    """The tokens of one response of a batch, trace, stepper or run, coloured by a number; `.frame` has all numbers.
 
-    `colour` is one of `log_prob, ref_log_prob, kl, ratio, clipped, advantage, return, value, entropy, reward, mask,
-    sampler_difference, influence`, or any [B, T] column of your own; those that the batch has. `against` (another batch or
-    trace, the same row) or `against_row` (another row) is shown beneath on the same scale. `.frame` has all numbers.
-    Token texts come from `tokenizer`, a stepper's own, or that of the model which the batch names; else ids are shown.
+    Args:
+        colour: one of `log_prob, ref_log_prob, kl, ratio, clipped, advantage, return, value, entropy, reward, mask,
+            sampler_difference, influence`, as far as the batch has them, or any [B, T] column of your own.
+        against: another batch or trace, whose same row is shown beneath on the same scale.
+        against_row: another row (of `against`, if given) to show beneath.
+        tokenizer: gives the texts; by default that of the model in the batch's `meta_info`, or a stepper's. Without one,
+            ids are shown.
 
-    Raises `ValueError` for a quantity that there is not, or a batch without token ids; `IndexError` for such a row.
+    Raises `ValueError` for a quantity that the row does not have or a batch without token ids, `IndexError` for a row that
+    does not exist.
+
+    Example:
+        >>> wb.views.tokens(s, 3, "advantage", against_row=5)  # doctest: +SKIP
     """
     rows, labels = [TokenRow(thing, row, tokenizer)], [f"row {row}"]
     if against is not None or against_row is not None:
@@ -155,3 +349,189 @@ def tokens(
             same = rows[0].prompt == rows[1].prompt
             labels = [f"row {row}, first", f"row {other}, second" + ("" if same else " (another prompt)")]
     return Tokens(rows, labels, colour)
+
+
+DRAWN = 20_000
+"""Tokens that are drawn as points; of more, evenly spaced ones."""
+
+
+def sampler_logprob_diff(batch: DataProto) -> Figure:
+    """A picture of the difference between the sampler's and the trainer's log-probs of the same tokens.
+
+    Left, each response token of the batch [B, T]: by the sampler (x) and by the trainer (y), in nats; on the line they agree.
+    Right, a histogram of the differences, a line for each policy version that sampled rows. Raises `BatchError` where the
+    batch has no log-probs by the trainer yet.
+    """
+    lacking = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name not in batch]
+    if lacking:
+        expected, found = "rows with log-probs by sampler and trainer", f"no {', '.join(lacking)}"
+        raise BatchError("sampler_logprob_diff", expected=expected, found=found, do="run the step until 'old_log_prob'")
+    inside = batch["response_mask"].bool()
+    sampled, scored = (batch[name].float()[inside] for name in ("rollout_log_probs", "old_log_probs"))
+    gaps = scored - sampled
+    written = batch["policy_version"] if "policy_version" in batch else torch.zeros(len(batch), dtype=torch.long)
+    versions = written[:, None].expand(inside.shape)[inside]
+    figure = cell_figure(9, 3.2, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    every = max(len(gaps) // DRAWN, 1)
+    left.scatter(sampled[::every], scored[::every], s=4, color="#4269d0", alpha=0.4, linewidths=0)
+    low = float(min(sampled.min(), scored.min(), -1e-6)) if len(gaps) else -1.0
+    left.plot([low, 0], [low, 0], color=GREY, linewidth=0.8)
+    left.set(xlabel="log-prob by the sampler, nats", ylabel="by the trainer")
+    edge = max(float(gaps.abs().max()) if len(gaps) else 0.0, 1e-7)
+    for version in versions.unique().tolist():
+        counts, edges = torch.histogram(gaps[versions == version].double(), bins=61, range=(-edge, edge))
+        right.stairs(counts.numpy(), edges.numpy(), label=f"version {version}")
+    right.set(xlabel="trainer less sampler, nats", ylabel="tokens", yscale="symlog")
+    right.legend(fontsize=8, frameon=False)
+    mean = float(gaps.abs().mean()) if len(gaps) else 0.0
+    title = f"{len(gaps):,} tokens: largest difference {edge:.2g} nats, mean {mean:.2g}"
+    figure.suptitle(title, fontsize=10, color=GREY)
+    for axes in (left, right):
+        bare(axes, grid=None)
+    return figure
+
+
+# --- turn by turn ----------------------------------------------------------------------------------
+
+TURN_CAP = 1000
+"""Tokens of one turn in a static form."""
+_EDGES = {"assistant": "rgba(130,80,223,0.7)", "tool": "rgba(46,160,67,0.7)", "user": "rgba(212,140,30,0.8)"}
+_OTHER = "rgba(128,128,128,0.5)"
+
+
+class TranscriptView(doc.View):
+    """The view that `transcript(batch, row)` returns."""
+
+    def __init__(self, tokens: Tokens, turns: Sequence[Turn], prompt: Sequence[Any]) -> None:
+        self.tokens = tokens
+        self.turns = tuple(turns)
+        self.prompt = [one if isinstance(one, dict) else {"role": "user", "content": one} for one in prompt]
+        self._row = tokens.rows[0]
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """A line for each turn: role, text, places of its first and last token, mask, calls, score, what was cut, by hand or not."""
+        import pandas as pd
+
+        columns = ["role", "text", "first", "last", "mask", "calls", "score", "cut", "edited"]
+        rows = [vars(turn) for turn in self.turns]
+        calls = ["; ".join(map(call_text, turn.calls)) for turn in self.turns]
+        mask = [int(turn.role == "assistant") for turn in self.turns]
+        return pd.DataFrame(rows).assign(mask=mask, calls=calls).reindex(columns=columns)
+
+    def head(self) -> str:
+        """One line: how many turns, calls and tokens, and how many of the tokens are the model's own."""
+        calls = sum(len(turn.calls) for turn in self.turns)
+        edited = [str(place) for place, turn in enumerate(self.turns) if turn.edited]
+        said = [doc.counted(len(self.turns), "turn"), *([doc.counted(calls, "call")] if calls else [])]
+        said += [f"{sum(self._row.own)} of {self._row.length} tokens are the model's own"]
+        said += [f"turn{'s' * (len(edited) > 1)} {', '.join(edited)} written by hand"] if edited else []
+        return " · ".join(said)
+
+    def document(self) -> doc.Part:
+        """The prompt and the turns, on a page in coloured tokens."""
+        row, places = self._row, range(len(self.turns))
+        said = [f"  {one['role']:9} (prompt) {doc.one_line(one['content'], 300)}" for one in self.prompt]
+        page = [_block(_OTHER, f"{one['role']} · prompt", doc.block(one["content"])) for one in self.prompt]
+        read = doc.Fold(f"the prompt as the model reads it: {len(row.prompt)} tokens", doc.block("".join(row.prompt)))
+        head = doc.line(doc.bold(f"row {row.row}"), f" · {self.head()}"), legend(*self.tokens.quantity())
+        text = [f"row {row.row}: {self.head()}", said, *map(self._said, places)]
+        return doc.Either(text, [head, page, read, lambda: [self._turn(place) for place in places]])
+
+    def _said(self, place: int) -> list[str]:
+        turn = self.turns[place]
+        lines = [f"{place:3} {turn.role:9} {_facts(turn, self._row)}  {doc.one_line(turn.text, 300)}"]
+        lines += [f"      {call_text(call)}" for call in turn.calls]
+        return lines + [f"      {doc.one_line(note, 300)}" for note in (turn.cut, turn.error) if note]
+
+    def _turn(self, place: int) -> doc.Part:
+        turn, (quantity, span) = self.turns[place], self.tokens.quantity()
+        shown = range(turn.first, min(turn.last + 1, turn.first + TURN_CAP, self._row.length))
+        left = turn.last + 1 - turn.first - len(shown)
+        body: list[doc.Part] = [
+            doc.line(coloured(self._row, shown, quantity, span), style=BOX) if shown else doc.block(turn.text),
+            doc.line(doc.faint(f"{left:,} more tokens")) if left > 0 else (),
+            _calls(turn),
+            [doc.line(doc.faint(note)) for note in (turn.cut, turn.error) if note],
+        ]
+        title = f"{place} · ", doc.bold(turn.role), f" · {_facts(turn, self._row)}"
+        return _block(_EDGES.get(turn.role, _OTHER), title, body)
+
+
+def transcript(thing: Any, row: int = 0, colour: str | None = None, *, tokenizer: Any = None) -> TranscriptView:
+    """The transcript of one row of a batch, trace, stepper or run (or of a stepped episode), turn by turn.
+
+    Its tokens are coloured by `colour`, and have the same places, as in `tokens`; a dotted line means mask 0, not the
+    model's own. A row without `turns` is one turn of the model. `.frame` has a line for each turn. Raises as `tokens` does.
+
+    Example:
+        >>> wb.views.transcript(s, 3, "advantage").frame  # doctest: +SKIP
+    """
+    one = TokenRow(thing, row, tokenizer)
+    shown = Tokens([one], [f"row {row}"], colour)
+    said, text, prompt = (object_at(one.batch, name, row) for name in ("turns", "response_text", "raw_prompt"))
+    # without turns it is one response, or of a loop that keeps no transcript
+    alone = Turn("assistant", str(text or "".join(one.texts)), 0, one.length - 1)
+    turns = [Turn.from_dict(turn) for turn in said or ()] or [alone]
+    return TranscriptView(shown, turns, [] if prompt is None else [prompt] if isinstance(prompt, str) else list(prompt))
+
+
+def episode(made: EpisodeStepper) -> doc.Part:
+    """A stepped episode: its transcript, and what comes next."""
+    view = transcript(made.batch, 0, tokenizer=made.tokenizer)
+    view._row.row = made.row
+    return view.document(), doc.line(doc.bold(_upcoming(made)))
+
+
+def _upcoming(made: EpisodeStepper) -> str:
+    if (who := made.next_role) is None:
+        return f"over: {made.output.finish_reason}"
+    if who == "tool":
+        return f"next: the tool, {'; '.join(f'{one.name}({doc.one_line(one.arguments, 200)})' for one in made.asked)}"
+    return "next: the model" if who == "assistant" else "next: the user"
+
+
+def _facts(turn: Turn, row: TokenRow) -> str:
+    count = turn.last + 1 - turn.first
+    places = f"tokens {turn.first} to {turn.last}" if count > 0 else "no tokens"
+    own = row.own[turn.first : turn.last + 1]
+    said = [places, *([f"mask {int(all(own))}" if len(set(own)) == 1 else "mask mixed"] if own else [])]
+    said += [f"score {turn.score:g}"] if turn.score is not None else []
+    said += ["written by hand"] if turn.edited else []
+    return " · ".join(said)
+
+
+def _calls(turn: Turn) -> doc.Part:
+    rows: list[list[doc.Part]] = []
+    for call in turn.calls:
+        notes = "; ".join(filter(None, (call.why, call.cut)))
+        reward = "" if call.reward is None else doc.number(call.reward, "g")
+        rows.append([call.name, doc.block(call.arguments), call.status, doc.block(call.result), reward, notes])
+    return doc.Table(["call", "arguments", "status", "answer", "reward", "note"], rows)
+
+
+def _block(edge: str, title: doc.Part, body: doc.Part) -> doc.Part:
+    head = doc.line(title, style="opacity:0.8;font-size:90%")
+    return doc.line(head, body, style=f"border-left:3px solid {edge};padding:1px 0 3px 8px;margin:5px 0")
+
+
+def agent_loop(made: AgentLoopBase) -> doc.Part:
+    """An agent's tools with their arguments, simulated users, parser and limits."""
+    said = dict(made.describe())
+    tools = [one.get("function", {}) for one in said.pop("tools", [])]
+    rows = [[one.get("name", ""), _arguments(one), doc.block(one.get("description", ""))] for one in tools]
+    users = said.pop("interactions", [])
+    return (
+        doc.line(doc.bold(type(made).__name__), " ", str(said.pop("name", ""))),
+        doc.Table(["tool", "arguments", "what it says of itself"], rows),
+        doc.line(f"users: {', '.join(users)}") if users else (),
+        doc.Fold("settings", doc.pairs([(name, str(value)) for name, value in said.items()])),
+    )
+
+
+def _arguments(function: Mapping[str, Any]) -> str:
+    parameters = function.get("parameters") or {}
+    needed = set(parameters.get("required") or ())
+    kinds = {name: str(one.get("type", "any")) for name, one in (parameters.get("properties") or {}).items()}
+    return ", ".join(f"{name}: {kind}" + ("" if name in needed else " (optional)") for name, kind in kinds.items())

@@ -1,180 +1,442 @@
-"""Traces, their phases, steppers and comparisons as text and HTML."""
+"""Batches as tables of columns (`f32[256,1024]`, which stage wrote it, first values); phases, traces, steppers, pipelines, runs."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from workbench.definitions import outdated
-from workbench.views.batches import kind_of
-from workbench.views.fields import fields_html, fields_text
-from workbench.views.html import escape, fold, table, terminal
+import torch
+
+from workbench.base.metrics import reduce
+from workbench.dataproto.columns import declared
+from workbench.runs.folder import STEP
+from workbench.runs.symptoms import Symptoms, Watch, shown_by
+from workbench.runs.trackers import KL
+from workbench.steps.stepper import outdated
+from workbench.views import document as doc
+from workbench.views.curves import WORDS, figure, panel
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from workbench.dataproto import DataProto
-    from workbench.stepper import Stepper
-    from workbench.trace import Phase, Trace
+    from workbench.datasets import Report, Rows
+    from workbench.replay.rebuild import Counterfactual
+    from workbench.replay.run import Run, Summary, Traces
+    from workbench.replay.stepping import Replayed
+    from workbench.runs.preflight import Preflight
+    from workbench.stages import Outcome, Pipeline
+    from workbench.steps.stepper import Stepper
+    from workbench.steps.trace import Phase, Trace
+
+
+PREVIEW_ITEMS = 4
+PREVIEW_TEXT = 48
+
+
+def kind_of(batch: DataProto, name: str) -> str:
+    """A column's dtype and shape, `f32[256,1024]` or `obj[256]`; nothing is read from disk for it."""
+    if name not in batch.batch:
+        return f"obj[{len(batch)}]"
+    raw: Any = batch.batch.raw()[name]
+    dtype = str(raw.dtype).removeprefix("torch.").replace("float", "f").replace("uint", "u").replace("int", "i")
+    return f"{dtype}[{','.join(map(str, raw.shape))}]"
+
+
+def preview(batch: DataProto, name: str) -> str:
+    """First values of the first row (or of the first rows, where a column is flat)."""
+    if not len(batch):
+        return ""
+    if name in batch.batch:
+        tensor = batch.batch.part(name, 0, PREVIEW_ITEMS)
+        flat = (tensor if tensor.dim() == 1 else tensor[0].reshape(-1))[:PREVIEW_ITEMS]
+        text = " ".join(f"{value:.3g}" if isinstance(value, float) else str(value) for value in flat.tolist())
+        total = len(batch) if tensor.dim() == 1 else tensor[0].numel()
+        return text + (" …" if total > PREVIEW_ITEMS else "")
+    return doc.one_line(doc.cut(batch.non_tensor_batch.part(name, 0, 1)[0], PREVIEW_TEXT).replace("\n", "⏎"))
+
+
+def _title(batch: DataProto) -> str:
+    """`DataProto of 64 rows (P=8 G=8 B=64 S=41 T=40)`: those of the house's letters that the batch shows."""
+    found = {"B": len(batch)}
+    if "uid" in batch and len(batch):
+        prompts = len(set(batch["uid"]))
+        found = {"P": prompts, "G": len(batch) // prompts, **found}
+    for name, raw in batch.batch.raw().items():
+        column = declared(name)
+        if column is not None and len(column.dims) == 2 and column.dims[1] in ("S", "T"):
+            found.setdefault(column.dims[1], int(raw.shape[1]))
+    letters = " ".join(f"{letter}={size}" for letter, size in found.items())
+    return f"DataProto of {len(batch)} rows ({letters})"
+
+
+def batch(made: DataProto) -> doc.Part:
+    """A line a column: name, dtype and shape, which stage wrote it, first values; `meta_info` folded."""
+    rows = []
+    for name in made.columns:
+        origin, by = made.origins.get(name), doc.Span("–")
+        if origin is not None:
+            when = f"step {origin.step}, policy version {origin.policy_version}, settings {origin.settings}"
+            by = doc.Span(origin.stage, title=when)
+        rows.append([_named(name), doc.Span(kind_of(made, name), tag="code"), by, doc.faint(preview(made, name))])
+    meta = [(key, doc.cut(repr(value), 1000)) for key, value in made.meta_info.items()]
+    header, most = ["column", "kind", "written by", "first values"], len(rows)
+    columns = doc.Either(doc.Table([""] * 4, rows, most=most), doc.Table(header, rows, most=most))
+    return doc.Fold(_title(made), columns, opened=True), doc.Fold("meta_info", doc.pairs(meta))
+
+
+def _named(name: str) -> doc.Part:
+    column = declared(name)
+    return doc.bold(doc.cut(name, doc.CELL), title=column.doc if column else "not one of the declared columns")
+
+
+def outcome(made: Outcome) -> doc.Part:
+    """The batch, and the stage's metrics, on a page folded."""
+    metrics = [(name, doc.number(value)) for name, value in reduce([made.metrics]).items()]
+    moved = doc.small(f"{len(made.rows)} rows made of the batch's") if made.rows is not None else ()
+    title = f"{len(metrics)} metrics"
+    said = [title, *(f"  {name} {value}" for name, value in metrics)]
+    return batch(made.batch), doc.Either(said, (moved, doc.Fold(title, doc.pairs(metrics))))
+
+
+def data(made: Rows | Report) -> doc.Part:
+    """Rows (number, columns, the first one), or what was found in them: a line a fact."""
+    return doc.pairs(made.lines())
+
+
+# --- phases in a word ----
 
 HEADLINES = {
-    "rollout": ("response_length/mean", "tokens a response"),
-    "reward": ("critic/score/mean", "mean reward"),
-    "old_log_prob": ("actor/entropy", "nats entropy"),
-    "values": ("critic/values/mean", "mean value"),
-    "advantage": ("critic/advantages/max", "largest advantage"),
-    "update_critic": ("critic/vf_loss", "value loss"),
-    "update_actor": ("actor/grad_norm", "gradient norm"),
+    "rollout": "response_length/mean",
+    "reward": "critic/score/mean",
+    "old_log_prob": "actor/entropy",
+    "values": "critic/values/mean",
+    "advantage": "critic/advantages/max",
+    "update_critic": "critic/vf_loss",
+    "update_actor": "actor/grad_norm",
 }
-"""Stage → the one metric that says most about it, and what it is."""
+"""Stage → its one main metric."""
 
 
-def number(value: float) -> str:
-    """Four significant digits, no needless zeros."""
-    if math.isnan(value):
-        return "–"
-    return f"{value:.4g}"
+def headline(made: Phase) -> str:
+    """The phase's main metric as `0.4062 mean reward`, and whether the step teaches nothing; empty where it has none."""
+    key = HEADLINES.get(made.stage) or next(iter(made.metrics), "")
+    said = [f"{doc.number(made.metrics[key])} {WORDS.get(key, key)}"] if key in made.metrics else []
+    said += ["no row was scored"] if made.metrics.get("reward/scored_ratio") == 0 else []
+    said += ["every advantage is 0: nothing to learn"] if made.metrics.get("advantage/zero_share") == 1 else []
+    return "; ".join(said)
 
 
-def headline(phase: Phase) -> str:
-    """The phase's most telling metric as `0.4062 mean reward`; empty where there is none."""
-    key, what = HEADLINES.get(phase.stage, (None, ""))
-    if key is None:
-        key = next(iter(phase.metrics), None)
-        what = key or ""
-    said = f"{number(phase.metrics[key])} {what}" if key in phase.metrics else ""
-    return "; ".join(part for part in (said, _warning(phase)) if part)
-
-
-def _warning(phase: Phase) -> str:
-    """What makes a step teach nothing."""
-    if phase.metrics.get("reward/scored_ratio") == 0:
-        return "no row was judged"
-    if phase.metrics.get("advantage/zero_share") == 1:
-        return "every advantage is 0: nothing to learn"
-    return ""
-
-
-def _seconds(phase: Phase) -> str:
-    return "reused" if phase.reused else f"{phase.seconds:.2f} s"
-
-
-def _wrote(phase: Phase) -> str:
-    return ", ".join(f"{name} {kind_of(phase.batch, name)}" for name in phase.wrote)
+def _seconds(made: Phase) -> str:
+    return "reused" if made.reused else f"{made.seconds:.2f} s"
 
 
 # --- traces -------------------------------------------------------------------------------
 
 
-def _title(trace: Trace) -> str:
-    step = f" of step {trace.step}" if trace.step is not None else ""
-    return f"Trace{step}: {len(trace)} phases, {len(trace.batch)} rows, {trace.metrics['timing_s/step']:.2f} s"
+def trace(made: Trace) -> doc.Part:
+    """A line for each phase: seconds, main metric, columns written; on a page its metrics and settings folded."""
+    step = f" of step {made.step}" if made.step is not None else ""
+    title = f"Trace{step}: {len(made)} phases, {len(made.batch)} rows, {made.metrics['timing_s/step']:.2f} s"
+    return doc.line(doc.bold(title)), phases(made)
 
 
-def trace_text(trace: Trace) -> str:
-    """One line a phase: seconds, headline metric, columns written."""
-    lines = [_title(trace)]
-    for phase in trace:
-        lines.append(f"  {phase.stage:<14} {_seconds(phase):>8}  {headline(phase)}")
-        lines.append(f"  {'':<14} {'':>8}  → {_wrote(phase)}")
-    return terminal(lines)
+def phases(made: Trace) -> doc.Part:
+    """The phases of a trace as a table."""
+    said, page = list[list[doc.Part]](), list[list[doc.Part]]()
+    for one in made:
+        wrote = ", ".join(f"{name} {kind_of(one.batch, name)}" for name in one.wrote)
+        seconds, told, more = _seconds(one), headline(one), doc.line(_beneath(one), style="white-space:nowrap")
+        said += [[one.stage, seconds, told], ["", "", f"→ {wrote}"]]
+        page.append([doc.bold(one.stage), seconds.replace(" ", "\u00a0"), told, wrote, more])
+    return doc.Either(doc.Table([""] * 3, said), doc.Table(["phase", "time", "headline", "wrote", ""], page))
 
 
-def trace_html(trace: Trace) -> str:
-    """A table of phases, each with all its metrics and settings folded beneath."""
-    return f"<div><b>{escape(_title(trace))}</b></div>" + _phase_table(trace)
-
-
-def _phase_table(trace: Trace) -> str:
-    rows = [
-        [
-            f"<b>{escape(phase.stage)}</b>",
-            escape(_seconds(phase)).replace(" ", "&nbsp;"),
-            escape(headline(phase)),
-            escape(_wrote(phase)),
-            f'<div style="white-space:nowrap">{fold(f"{len(phase.metrics)} metrics", _pairs(phase.metrics))}'
-            f"{fold('settings', _settings(phase))}</div>",
-        ]
-        for phase in trace
-    ]
-    return table(["phase", "time", "headline", "wrote", ""], rows)
-
-
-def _pairs(metrics: dict[str, float]) -> str:
-    return table(["metric", "value"], [[escape(key), number(value)] for key, value in metrics.items()])
-
-
-def _settings(phase: Phase) -> str:
-    rows = [[escape(name), escape(str(value))] for name, value in phase.settings.items()]
-    sources = "".join(
-        fold(f"source of {escape(name)}", f"<pre>{escape(text)}</pre>") for name, text in phase.source.items()
-    )
-    return table(["setting", "value"], rows) + sources
+def _beneath(made: Phase) -> doc.Part:
+    numbers = [[key, doc.number(value)] for key, value in made.metrics.items()]
+    metrics = doc.Table(["metric", "value"], numbers, most=len(numbers))
+    settings = doc.Table(["setting", "value"], [[name, str(value)] for name, value in made.settings.items()])
+    sources = [doc.Fold(f"source of {name}", doc.Span(text, tag="pre")) for name, text in made.source.items()]
+    return doc.Fold(f"{len(made.metrics)} metrics", metrics), doc.Fold("settings", (settings, sources))
 
 
 # --- steppers -----------------------------------------------------------------------------
 
-
-def _strip(stepper: Stepper) -> list[tuple[str, str]]:
-    """Every phase with its mark: ● done, ○ to come, ▶ next."""
-    marks = []
-    for position, name in enumerate(stepper.pipeline.names):
-        mark = "●" if position < stepper.position else "▶" if position == stepper.position else "○"
-        marks.append((mark, name))
-    return marks
+_MARKS = {"●": "rgba(46,160,67,0.20)", "▶": "rgba(56,139,253,0.25)", "○": "rgba(128,128,128,0.12)"}
+"""● done, ▶ next, ○ to come → its colour."""
+_STEP = "display:inline-block;padding:3px 9px;margin:2px;border-radius:5px;text-align:center;vertical-align:top"
 
 
-def stepper_text(stepper: Stepper) -> str:
-    """The strip of phases, and what the last one wrote, before and after."""
-    lines = ["  ".join(f"{mark} {name}" for mark, name in _strip(stepper)), *outdated(stepper.pipeline)]
-    if not len(stepper.trace):
-        return terminal([*lines, f"nothing has run yet; {len(stepper.batch)} prompts are waiting"])
-    phase = stepper.trace.phases[-1]
-    return terminal([*lines, *_phase_lines(phase, stepper.trace.before(phase.stage))])
-
-
-def stepper_html(stepper: Stepper) -> str:
-    """The strip of phases (done, the last one framed, to come); beneath it what the last one wrote, before and after."""
-    trace = stepper.trace
-    boxes = "".join(_box(stepper, place, mark, name) for place, (mark, name) in enumerate(_strip(stepper)))
-    boxes += "".join(f"<div><b>{escape(said)}</b></div>" for said in outdated(stepper.pipeline))
-    if not len(trace):
-        return f"<div>{boxes}</div>" + escape(stepper_text(stepper).splitlines()[-1])
-    phase = trace.phases[-1]
-    earlier = fold(f"all {len(trace)} phases: metrics and settings", _phase_table(trace))
-    return f"<div>{boxes}</div>{phase_html(phase, trace.before(phase.stage))}{earlier}"
-
-
-def _box(stepper: Stepper, place: int, mark: str, name: str) -> str:
-    colour = {"●": "rgba(46,160,67,0.20)", "▶": "rgba(56,139,253,0.25)", "○": "rgba(128,128,128,0.12)"}[mark]
-    below = ""
-    if mark == "●":
-        phase = stepper.trace.phases[place]
-        below = f"<br><small>{escape(_seconds(phase))}<br>{escape(headline(phase))}</small>"
-    frame = "2px solid rgba(46,160,67,0.75)" if place == stepper.position - 1 else "2px solid rgba(0,0,0,0)"
-    return (
-        f'<div style="display:inline-block;padding:3px 9px;margin:2px;border-radius:5px;text-align:center;'
-        f'vertical-align:top;border:{frame};background:{colour}">{mark} {escape(name)}{below}</div>'
-    )
+def stepper(made: Stepper) -> doc.Part:
+    """The phases in a row (done, the last one framed, to come); beneath what the last one wrote, before and after."""
+    past, boxes, strip = made.trace, [], []
+    for place, name in enumerate(made.pipeline.names):
+        mark = "●" if place < made.position else "▶" if place == made.position else "○"
+        strip.append(f"{mark} {name}")
+        frame = "rgba(46,160,67,0.75)" if place == made.position - 1 else "rgba(0,0,0,0)"
+        below: doc.Part = ()
+        if mark == "●":
+            below = doc.BREAK, doc.small(_seconds(past.phases[place]), doc.BREAK, headline(past.phases[place]))
+        boxes.append(doc.line(strip[-1], below, style=f"{_STEP};border:2px solid {frame};background:{_MARKS[mark]}"))
+    head = doc.Either("  ".join(strip), doc.line(boxes)), [doc.line(doc.bold(said)) for said in outdated(made.pipeline)]
+    if not len(past):
+        return head, f"nothing has run yet; {doc.counted(len(made.batch), 'prompt')} are waiting"
+    last = past.phases[-1]
+    earlier = doc.Fold(f"all {len(past)} phases: metrics and settings", lambda: phases(past))
+    return head, phase(last, past.before(last.stage)), earlier
 
 
 # --- phases -------------------------------------------------------------------------------
 
 
-def _phase_lines(phase: Phase, before: DataProto | None) -> list[str]:
-    said = ", ".join(part for part in (headline(phase), "wrote") if part)
-    return [f"{phase.stage} ({_seconds(phase)}): {said}", *fields_text(phase, before).splitlines()]
+def phase(made: Phase, before: DataProto | None = None) -> doc.Part:
+    """Its main metric, and each column that it wrote; on a page its metrics and settings folded."""
+    told = headline(made)
+    said = f"{made.stage} ({_seconds(made)}): {', '.join(filter(None, (told, 'wrote')))}"
+    title = doc.Either(said, doc.line(doc.bold(made.stage), f" · {_seconds(made)} · {told}"))
+    return title, fields(made, before), doc.Either(page=_beneath(made))
 
 
-def phase_text(phase: Phase, before: DataProto | None = None) -> str:
-    """Its headline, and each column that it wrote: kind, histogram, mean ± deviation, range."""
-    return terminal(_phase_lines(phase, before))
+_BOX = "display:inline-block;vertical-align:middle;padding:4px 10px;margin:3px;border-radius:6px;text-align:center"
+_ARROW = "display:inline-block;vertical-align:middle;font-size:80%;opacity:0.75;max-width:150px;margin:3px"
 
 
-def phase_html(phase: Phase, before: DataProto | None = None) -> str:
-    """The same as a table, with metrics and settings folded."""
-    title = f"<div><b>{escape(phase.stage)}</b> · {escape(_seconds(phase))} · {escape(headline(phase))}</div>"
+def pipeline(made: Pipeline) -> doc.Part:
+    """The stages as boxes joined by arrows; on an arrow the columns that the stage before it writes and a later one reads."""
+    stages = list(made)
+    boxes: list[doc.Part] = []
+    for place, stage in enumerate(stages):
+        colour = "rgba(207,120,40,0.22)" if stage.updates else "rgba(56,139,253,0.16)"
+        moves = f"reads {', '.join(stage.reads)}; writes {', '.join(stage.writes)}"
+        said = doc.bold(stage.name), doc.BREAK, doc.small(type(stage).__name__)
+        boxes.append(doc.line(said, style=f"{_BOX};background:{colour}", title=moves))
+        if place + 1 < len(stages):
+            later = {name for one in stages[place + 1 :] for name in one.reads}
+            used = [doc.cut(name, 40) for name in stage.writes if name in later]
+            boxes.append(doc.line(doc.stacked(used), " →", style=_ARROW))
+    rows = list[list[doc.Part]]()
+    for one in stages:
+        rows.append([doc.bold(one.name), ", ".join(one.reads), ", ".join(one.writes), repr(one)])
+    beside = ", rewards beside the rollout" if made.overlap else ""
     return (
-        title
-        + fields_html(phase, before)
-        + fold(f"{len(phase.metrics)} metrics", _pairs(phase.metrics))
-        + fold("settings", _settings(phase))
+        f"Pipeline of {len(made)} stages{beside}",
+        doc.Either(page=doc.line(boxes)),
+        doc.Fold("reads, writes, settings", doc.Table(["stage", "reads", "writes", "settings"], rows)),
     )
+
+
+# --- columns that a phase wrote -----------------------------------------------------------------
+
+ENOUGH = 1 << 20
+"""Elements of one column that are read; of a larger column evenly spaced rows are, and the view says so."""
+_PIECES = 16
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_IDS = ("prompts", "responses", "input_ids", "position_ids")
+
+
+def field_of(batch: DataProto, name: str) -> tuple[int, str, str]:
+    """A column summed up: rows that were read, `0.41 ± 0.49  [0, 1]`, twelve bars from the lowest to the highest number.
+
+    Only response tokens count where it has a number for each. Ids have a range and no mean, objects what is common. Nothing
+    that is read stays in memory.
+    """
+    if name not in batch.batch:
+        shown = min(len(batch), 4096)
+        return shown, _common(list(batch.non_tensor_batch.part(name, 0, shown))), ""
+    shape = batch.batch.raw()[name].shape
+    pieces = _pieces(shape[0], max(math.prod(shape[1:]), 1))
+    values = torch.cat([torch.empty(0), *(_values(batch, name, start, stop) for start, stop in pieces)])
+    finite, said, histogram = values[values.isfinite()], [], ""
+    if len(finite):
+        low, high = finite.min().item(), finite.max().item()
+        histogram = spark(finite, low, high)
+        mean, deviation = doc.number(finite.mean().item(), ".3g"), doc.number(finite.std(correction=0).item(), ".3g")
+        said = [*([] if name in _IDS else [f"{mean} ± {deviation}"]), f"[{low:.3g}, {high:.3g}]"]
+    said += [f"{len(values) - len(finite)} not finite"] if len(finite) < len(values) else []
+    return sum(stop - start for start, stop in pieces), "  ".join(said), histogram
+
+
+def _pieces(rows: int, width: int) -> list[tuple[int, int]]:
+    """Evenly spaced ranges of rows with at most `ENOUGH` elements."""
+    if rows * width <= ENOUGH:
+        return [(0, rows)] if rows else []
+    pieces = min(_PIECES, rows)
+    each = max(ENOUGH // width // pieces, 1)
+    return [(start, start + each) for start in (place * rows // pieces for place in range(pieces))]
+
+
+def _values(batch: DataProto, name: str, start: int, stop: int) -> torch.Tensor:
+    """The values of some rows, flat float64; padding of response-shaped columns is left out."""
+    tensor = batch.batch.part(name, start, stop)
+    column = declared(name)
+    per_token = column is not None and column.dims == ("B", "T") and not name.endswith("mask")
+    if per_token and "response_mask" in batch:
+        tensor = tensor[batch.batch.part("response_mask", start, stop).bool()]
+    return tensor.reshape(-1).double()
+
+
+def spark(values: torch.Tensor, low: float, high: float) -> str:
+    """A histogram in twelve characters; of one value a single full bar."""
+    if low == high:
+        return _BLOCKS[-1]
+    if not math.isfinite(high - low):
+        return ""
+    counts = torch.histc(values, 12, low, high)
+    levels = (counts / counts.max() * (len(_BLOCKS) - 1)).ceil().int().tolist()
+    return "".join(_BLOCKS[level] for level in levels)
+
+
+def _common(values: list[Any]) -> str:
+    if not values:
+        return ""
+    if all(isinstance(value, str) for value in values):
+        counts = Counter(values)
+        if len(counts) > 8 or max(map(len, counts)) > 40:
+            lengths = torch.tensor([float(len(value)) for value in values])
+            return f"{len(counts)} texts of {lengths.min():.0f} to {lengths.max():.0f} characters"
+        return ", ".join(f"{doc.cut(doc.one_line(value), 24)} ×{count}" for value, count in counts.most_common(4))
+    statuses = Counter(str(value.status.value) for value in values if hasattr(value, "status"))
+    if statuses:
+        return ", ".join(f"{count} {status}" for status, count in statuses.most_common(4))
+    kinds = Counter(type(value).__name__ for value in values)
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(3))
+
+
+def fields(made: Phase, before: DataProto | None = None) -> doc.Part:
+    """The columns that a phase wrote, beside their values `before` it, and whether only a part of one was read."""
+    rows, page, partial = list[list[doc.Part]](), list[list[doc.Part]](), False
+    for name in made.wrote:
+        kind, (read, numbers, histogram) = kind_of(made.batch, name), field_of(made.batch, name)
+        partial = partial or read < len(made.batch)
+        cells: list[doc.Part] = [_named(name), doc.Span(kind, tag="code"), _bars(histogram), numbers]
+        rows.append(cells)
+        if before is not None and name in before:
+            kind, (_, numbers, histogram) = kind_of(before, name), field_of(before, name)
+            rows.append(["", f"was {kind}", histogram, numbers])
+            beneath = [doc.small("was"), doc.faint(kind), _bars(histogram), doc.faint(numbers)]
+            cells = [(above, doc.BREAK, below) for above, below in zip(cells, beneath, strict=True)]
+        page.append(cells)
+    header = ["wrote", "kind", "spread", "mean ± deviation, [range]"]
+    note = doc.small(f"summed up from a part of {len(made.batch):,} rows") if partial else ()
+    return doc.Either(doc.Table([""] * 4, rows) if rows else (), (doc.Table(header, page, most=len(page)), note))
+
+
+def _bars(histogram: str) -> doc.Part:
+    return doc.Span(histogram, "font-family:monospace;white-space:pre;color:rgb(56,139,253)")
+
+
+# --- a run -----------------------------------------------------------------------------------------
+
+_REWARD = "critic/score/mean"
+
+
+def run(made: Run) -> doc.Part:
+    """The run's main numbers, files, symptoms and next calls; on a page the recorded steps folded beneath."""
+    rows = made.rows
+    step = rows[-1][STEP] if rows else 0
+    title = f"Run {made.path}: {made.state}, step {step} of {made.settings.get('train', {}).get('steps')}"
+    steps = doc.Fold("recorded steps", lambda: traces(made.traces)) if len(made.traces) else ()
+    rewards = [row[_REWARD] for row in rows if row.get(_REWARD) is not None]
+    kept = ", ".join(f"{step} ({why})" for step, why in made.traces.reasons().items())
+    saved = ", ".join(map(str, made.checkpoints))
+    pairs = list(made.summary.pairs())
+    if rewards:
+        pairs.append(("training reward", f"{doc.number(rewards[0])} → {doc.number(rewards[-1])}"))
+    pairs += [("checkpoints", f"of steps {saved}" if saved else "none")]
+    pairs += [("exact weights", f"of steps {made.restorable_steps}"), ("traces", kept or "none")]
+    if made.stopped is not None:
+        pairs.append(("stopped", f"before the update of step {made.stopped.trace.step}: look at .stopped"))
+    pairs += [("symptom", str(one)) for one in shown_by(rows)] + [("note", note) for note in made.notes]
+    calls = ["run.curves()", "run.traces", *(f'run.stepper(step={last}, at="reward")' for last in [*made.traces][-1:])]
+    pairs.append(("go on", ", ".join([*calls, *(["run.checkpoint()"] if saved else [])])))
+    return doc.line(doc.bold(title)), doc.pairs(pairs), steps
+
+
+_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "reward": (_REWARD,), "KL": KL, "entropy": ("actor/entropy",), "tokens": ("response_length/mean",),
+    "clipped": ("actor/pg_clipfrac",), "grad norm": ("actor/grad_norm",), "seconds": ("timing_s/step",),
+}  # fmt: skip
+"""Title → metrics; the first that a step has is shown."""
+
+
+def traces(made: Traces) -> doc.Part:
+    """A line for each recorded step: its main metrics, and why its trace was kept."""
+    metrics = {row[STEP]: row for row in made.rows}
+    lines = []
+    for step, kept in made.reasons().items():
+        row = metrics.get(step, {})
+        found = (next((row[key] for key in keys if row.get(key) is not None), None) for keys in _COLUMNS.values())
+        lines.append([str(step), *map(doc.number, found), str(kept)])
+    if not lines:
+        return "no recorded steps"
+    title = f"{len(lines)} recorded steps; run.traces[step] opens one, run.stepper(step, at=…) steps it"
+    return title, doc.Table(["step", *_COLUMNS, "kept because"], lines, right=True, most=len(lines))
+
+
+def replayed(made: Replayed) -> doc.Part:
+    """The stepper, and notes on where its step comes from and what of it is recorded."""
+    style = "font-size:90%;opacity:0.75"
+    return stepper(made), [doc.Either(f"  · {note}", doc.line(f"· {note}", style=style)) for note in made.notes]
+
+
+def summary(made: Summary) -> doc.Part:
+    """The main numbers: in a line, on a page as a table."""
+    said = "; ".join(f"{what} {value}" for what, value in made.pairs())
+    return doc.Either(said or "no summary yet", doc.pairs(made.pairs()))
+
+
+def symptoms(made: Symptoms) -> doc.Part:
+    """Each symptom: its name, since which step, what was found, what people do."""
+    if not made:
+        return "no symptoms"
+    rows: list[list[doc.Part]] = [[doc.bold(one.name), str(one.since), one.found, one.do] for one in made]
+    table = doc.Table(["symptom", "since step", "found", "what people do"], rows)
+    return doc.Either([f"· {one}" for one in made], table)
+
+
+def preflight(made: Preflight) -> doc.Part:
+    """What was checked before training and what was found."""
+    return doc.pairs(list(made.findings))
+
+
+def counterfactual(made: Counterfactual) -> doc.Part:
+    """How far the weights differ; for each step its metrics as they were → as they would have been, or one number."""
+    moved = ", ".join(f"{role} by {share:.1%}" for role, share in made.distance.items())
+    title = (
+        f"Step {made.step} without {len(made.left_out)} rows, the later updates as recorded to step {made.until}: the final "
+        f"weights differ ({moved} of the distance trained since then)"
+    )
+    names = [name for name in WORDS if any(name in pairs for pairs in made.metrics.values())]
+    rows = [[str(step), *(_was_would(pairs.get(name)) for name in names)] for step, pairs in made.metrics.items()]
+    return (
+        doc.line(doc.bold(title)),
+        doc.Fold(f"{len(made.left_out)} rows left out", ", ".join(map(str, made.left_out))),
+        doc.Table(["step", *(name.split("/")[-1] for name in names)], rows, right=True, most=len(rows)),
+    )
+
+
+def _was_would(pair: tuple[float, float] | None) -> str:
+    was, would = map(doc.number, pair or (None, None))
+    return was if was == would else f"{was} → {would}"
+
+
+# --- its curves -----------------------------------------------------------------------------------
+
+
+def run_curves(run: Run, *, marks: bool = True, others: Mapping[str, Run] | None = None) -> Figure:
+    """The panel of a run, with other runs by name over it; with `marks`, its symptoms are on the time axis."""
+    return panel(run.rows, title=run.path.name, empty=False, **_beside(run, others, marks))
+
+
+def run_figure(
+    run: Run, *keys: str, others: Mapping[str, Run] | None = None, marks: bool = False, **options: Any
+) -> Figure:
+    """`figure` of a run's rows: see `Run.figure`."""
+    return figure(run.rows, keys or ("reward",), **{"name": run.path.name, **_beside(run, others, marks), **options})
+
+
+def _beside(run: Run, others: Mapping[str, Run] | None, marks: bool) -> dict[str, Any]:
+    named = {name: other.rows for name, other in (others or {}).items()}
+    return {"others": named, "marks": Watch(run.rows).marks if marks else None}

@@ -1,1 +1,1 @@
-"""Thin shells over `views`: what a person can press. Each leaves a static rendering in the executed notebook."""
+"""Widgets over the views of `views`, with buttons and filters; the executed notebook keeps the static form."""

@@ -1,70 +1,73 @@
-"""How a widget lies over the static form of the same thing.
+"""The widgets over the views, and how one is displayed over the static form of the same object.
 
-The static form (HTML and text, made by `views`) is an output of its own, and so is the widget; where the widget's script runs
-it hides the static output above it. One mimebundle with both would be tidier, but a front end that trusts the notebook
-draws the widget's half alone, and when the kernel has gone that is an error message in place of the table
-(docs/decisions/012).
+The static form (HTML and text, made by `views`) is an output of its own, and so is the widget, whose script hides the static
+output above it. One mimebundle with both would be simpler, but a front end that trusts the notebook shows only the widget,
+and without a kernel that is an error message in place of the table (docs/decisions/012).
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anywidget
+import numpy as np
+import traitlets
 from IPython.display import display
 
-from workbench.errors import first_line
-from workbench.runs.display import in_notebook
+from workbench.base.errors import EngineError, first_line
+from workbench.views.document import plain
+from workbench.views.samples import group_line
+from workbench.views.tokens import Quantity, TokenRow, colour_of, stops, visible
+from workbench.widgets.display import in_notebook
 
-STATIC = "workbench-static"
-"""Class of the wrapper that the scripts look for."""
+if TYPE_CHECKING:
+    from workbench.cluster.status import Status
+    from workbench.steps.stepper import Stepper
+    from workbench.views.samples import Samples
+    from workbench.views.tokens import Tokens
+
 MOST = 24
-"""Widgets that are alive at once: each holds what it shows, a stepper with its snapshots, say."""
+"""Widgets that are alive at once: each keeps its object in memory, for example a stepper with its snapshots."""
 _alive: deque[Layer] = deque()
-_SCRIPTS = Path(__file__).parent / "static"
-
-
-def static_bundle(thing: Any) -> dict[str, str]:
-    """The mimebundle that needs no kernel and no script."""
-    return {"text/html": f'<div class="{STATIC}">{thing._repr_html_()}</div>', "text/plain": repr(thing)}
-
-
-def live() -> bool:
-    """Whether somebody may click: a kernel, and not a job of ours."""
-    return in_notebook() and not os.environ.get("WORKBENCH_JOB")
 
 
 def show(thing: Any, widget: Callable[[], Any]) -> None:
-    """Display the static form, and in a live notebook the widget over it."""
+    """Display an object's static form, and its widget over it where somebody may click: in a kernel, but not in a job."""
     if not in_notebook():
         display({"text/plain": repr(thing)}, raw=True)
         return
-    display(static_bundle(thing), raw=True)
-    if live():
+    static = f'<div class="workbench-static">{thing._repr_html_()}</div>'  # by this class the scripts find it
+    display({"text/html": static, "text/plain": repr(thing)}, raw=True)
+    if not os.environ.get("WORKBENCH_JOB"):
         layer = widget()
         _alive.append(layer)
         if len(_alive) > MOST:
-            _alive.popleft().close()  # the static form beneath it comes back
+            _alive.popleft().close()  # its static form is shown again
         view = {"version_major": 2, "version_minor": 0, "model_id": layer.model_id}
-        # nothing beside the view: what cannot draw it has the static form above
+        # no other form beside the view: a front end without widgets shows the static form above
         display({"application/vnd.jupyter.widget-view+json": view, "text/html": "", "text/plain": ""}, raw=True)
 
 
 class Layer(anywidget.AnyWidget):
-    """A widget whose script asks and whose `answer` replies: pages of data travel as messages, never as state."""
+    """A widget whose script sends questions that `answer` answers: data travels as messages, never as widget state."""
 
     _esm: Any = ""
     _css: Any = ""
 
     def __init_subclass__(cls, script: str = "", **options: Any) -> None:
         if script:
-            cls._esm = script_text("common.js") + script_text(f"{script}.js")
-            cls._css = script_text("style.css")
+            folder = Path(__file__).parent / "static"
+            cls._esm = (folder / "common.js").read_text() + (folder / f"{script}.js").read_text()
+            cls._css = (folder / "style.css").read_text()
         super().__init_subclass__(**options)
 
     def __init__(self, **traits: Any) -> None:
@@ -74,24 +77,304 @@ class Layer(anywidget.AnyWidget):
     def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
         try:
             reply = self.answer(dict(content))
-        except KeyboardInterrupt:  # said, so that nobody waits for an answer, and then let through
+        except KeyboardInterrupt:  # answered, so that the page does not wait, and raised again
             self.send({"kind": "error", "text": "interrupted", "asked": content.get("asked")})
             raise
-        except Exception as error:  # noqa: BLE001 - said where the person looks
+        except Exception as error:  # noqa: BLE001 - shown in the widget
             reply = {"kind": "error", "text": first_line(error, 400)}
         self.send({**reply, "asked": content.get("asked")})
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """What to say to a message."""
+        """The reply to a message."""
         raise NotImplementedError
 
 
-def script_text(name: str) -> str:
-    """A file of `widgets/static`."""
-    return (_SCRIPTS / name).read_text()
-
-
 def name_of(thing: Any, otherwise: str) -> str:
-    """What the notebook calls it; `otherwise` where it has no name."""
+    """The name of an object in the notebook; `otherwise` where it has none."""
     names = vars(sys.modules["__main__"]).items()
     return next((name for name, value in names if value is thing and not name.startswith("_")), otherwise)
+
+
+# --- samples ---------------------------------------------------------------------------------------
+
+_CELL = 160
+_MOST = 200
+_FIRST = (
+    "row", "step", "group", "reward", "advantage", "answer", "truth", "response", "tokens", "finish", "status", "prompt",
+)  # fmt: skip
+
+
+class SamplesTable(Layer, script="samples"):
+    """Answers `rows` (a page of the selection), `pick` (a row in full) and `pin` (add it to the pinned rows)."""
+
+    columns: Any = traitlets.List().tag(sync=True)
+    statuses: Any = traitlets.List().tag(sync=True)
+    query: Any = traitlets.Dict().tag(sync=True)
+    picked = traitlets.Int(None, allow_none=True).tag(sync=True)
+
+    def __init__(self, samples: Samples) -> None:
+        frame = samples.index.frame
+        shown = [name for name in ("row", *frame) if name.partition("/")[0] in _FIRST]
+        self._samples = samples
+        self._rows = samples.selected
+        super().__init__(
+            columns=sorted(shown, key=lambda name: _FIRST.index(name.partition("/")[0])),
+            statuses=sorted(set(frame["status"])) if "status" in frame else [],
+            query={"order": samples.order, "search": samples.search, "by_group": samples.by_group},
+        )
+        self.observe(lambda change: setattr(samples, "picked", change["new"]), "picked")
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """A page of rows, one row in full, or the note that a row was pinned."""
+        if asked["kind"] == "rows":
+            return self._page(asked)
+        row = int(asked["row"])
+        if asked["kind"] == "pick":
+            return {"kind": "card", "html": self._samples.row(row)._repr_html_()}
+        return {"kind": "pinned", "text": self._pin(row, str(asked.get("expected", "")), str(asked.get("note", "")))}
+
+    def _select(self, asked: dict[str, Any]) -> np.ndarray:
+        """Rows that pass Python's and the page's filters, in the page's order."""
+        filters: dict[str, Any] = {"status": asked["status"]} if asked.get("status") else {}
+        if asked.get("low") is not None or asked.get("high") is not None:
+            filters["reward"] = (asked.get("low"), asked.get("high"))
+        order, search, by_group = str(asked["order"]), str(asked.get("search") or ""), bool(asked.get("by_group"))
+        rows = self._samples.index.select(order, where=self._samples.where, search=search, by_group=by_group)
+        return rows[np.isin(rows, self._samples.index.select("index", where=filters))]
+
+    def _page(self, asked: dict[str, Any]) -> dict[str, Any]:
+        start = int(asked["start"])
+        if start == 0:  # later pages continue the same selection, also if the view has another one by then
+            self._rows = self._select(asked)
+            self._samples.selected = self._rows
+        whole = self._samples.index.frame
+        frame = whole.iloc[self._rows[start : start + min(int(asked["count"]), _MOST)]]
+        records = frame.assign(row=frame.index)[self.columns].to_dict("records")
+        rows = [{"row": int(one["row"]), "cells": {name: _cell(one[name]) for name in one}} for one in records]
+        grouped = frame["group"].unique() if asked.get("by_group") else ()
+        groups = {str(group): self._group(int(group)) for group in grouped}
+        return {"kind": "rows", "rows": rows, "total": len(self._rows), "of": len(whole), "groups": groups}
+
+    def _group(self, group: int) -> str:
+        index = self._samples.index
+        prompt = index.groups.loc[group].get("prompt") or ""
+        return f"group {group} · {group_line(index, group)} · {_cell(str(prompt))}"
+
+    def _pin(self, row: int, expected: str, note: str) -> str:
+        from workbench.rewards.pins import pins
+
+        score: Any = expected.strip()  # `add` refuses a text other than `unscored`
+        with contextlib.suppress(ValueError):
+            score = float(expected)
+        kept = pins()
+        kept.add(self._samples.index.batch, row=row, expected=score, note=note)
+        return f"pinned, {len(kept)} in {kept.path}"
+
+
+def _cell(value: Any) -> Any:
+    """A number, or text on one line."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return None
+    if isinstance(value, bool | int | float):
+        return value
+    return plain(str(value)[:_CELL]).replace("\n", " ⏎ ")
+
+
+# --- tokens ----------------------------------------------------------------------------------------
+
+_PROMPT = 2000
+
+
+class TokenView(Layer, script="tokens"):
+    """Answers `tokens` (texts and all numbers of the rows, once) and `colours` (of one quantity)."""
+
+    quantities: Any = traitlets.List().tag(sync=True)
+    labels: Any = traitlets.List().tag(sync=True)
+    colour = traitlets.Unicode().tag(sync=True)
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        super().__init__(quantities=tokens.quantities, labels=tokens.labels, colour=tokens.colour)
+        self.observe(lambda change: setattr(tokens, "colour", change["new"]), "colour")
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The rows, or the colours of one quantity with its range."""
+        if asked["kind"] == "tokens":
+            return {"kind": "tokens", "rows": [_row(row) for row in self._tokens.rows]}
+        quantity, span = self._tokens.quantity(str(asked["colour"]))
+        self._tokens.colour = quantity.name
+        scale = {"what": quantity.what, "low": span[0], "high": span[1], "stops": stops(quantity, span)}
+        return {"kind": "colours", **scale, "colours": [_colours(row, quantity, span) for row in self._tokens.rows]}
+
+
+def _colours(row: TokenRow, quantity: Quantity, span: tuple[float, float]) -> list[str]:
+    pairs = zip(row.values.get(quantity.name, ()), row.own, strict=False)
+    return [colour_of(value, quantity, span) if own else "" for value, own in pairs]
+
+
+def _row(row: TokenRow) -> dict[str, Any]:
+    return {
+        "prompt": visible("".join(row.prompt)[-_PROMPT:]) if row.prompt else "",
+        "texts": [visible(text) for text in row.texts],
+        "ids": row.ids,
+        "own": row.own,
+        "clipped": [bool(value) for value in row.values.get("clipped", ())],
+        "values": {name: [_short(value) for value in column] for name, column in row.values.items()},
+    }
+
+
+def _short(value: float) -> float | None:
+    """JSON has no NaN, and nobody reads sixteen digits."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+# --- a step, an episode ----------------------------------------------------------------------------
+
+
+class Face(Layer):
+    """Buttons over the view of a stepper or an episode; they move the object that the notebook has."""
+
+    face: Any = traitlets.Dict().tag(sync=True)
+    """The view when the cell ended."""
+    noun = ""
+    ahead = "next_stage"
+    """The attribute of the stepped object that names what comes next; None at the end."""
+
+    def __init__(self, stepped: Any, **traits: Any) -> None:
+        self._stepped = stepped
+        super().__init__(face=self._face(), **traits)
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Do what was asked, and return the new view.
+
+        Where a cell or another widget has moved the object meanwhile, only the view is refreshed.
+        """
+        if asked["kind"] != "look" and asked.get("stands") != self._stands():
+            return self._face(note=f"the {self.noun} is elsewhere by now")
+        return self._face(self._move(asked))
+
+    def _face(self, code: str = "", note: str = "") -> dict[str, Any]:
+        said = {"kind": "face", "html": self._stepped._repr_html_(), "code": code, "note": note}
+        return {**said, "stands": self._stands(), "next_stage": getattr(self._stepped, self.ahead)}
+
+    def _stands(self) -> Any:
+        """A value that differs between places of the stepped object."""
+        raise NotImplementedError
+
+    def _move(self, asked: dict[str, Any]) -> str:
+        """Do what was asked, and return the line of code for it."""
+        raise NotImplementedError
+
+
+class StepperFace(Face, script="stepping"):
+    """Buttons for the phases of a step: next, back, run until, back to."""
+
+    names: Any = traitlets.List().tag(sync=True)
+    noun = "stepper"
+
+    def __init__(self, stepper: Stepper) -> None:
+        super().__init__(stepper, names=list(stepper.pipeline.names))
+
+    def _stands(self) -> int:
+        return int(self._stepped.position)
+
+    def _move(self, asked: dict[str, Any]) -> str:
+        kind = asked["kind"]
+        if kind not in ("next", "back", "run", "back to"):
+            return ""
+        method, argument = kind.split()[0], {"run": "until", "back to": "to"}.get(kind)
+        options = {argument: str(asked["phase"])} if argument else {}
+        getattr(self._stepped, method)(**options)
+        said = ", ".join(f'{name}="{value}"' for name, value in options.items())
+        return f"{name_of(self._stepped, 's')}.{method}({said})"
+
+
+class EpisodeFace(Face, script="episodes"):
+    """Buttons for the turns of an episode: next, back, run, say."""
+
+    noun = "episode"
+    ahead = "next_role"
+
+    def _face(self, code: str = "", note: str = "") -> dict[str, Any]:
+        turns = [{"role": turn.role, "text": turn.text} for turn in self._stepped.turns]
+        return {**super()._face(code, note), "turns": turns}
+
+    def _stands(self) -> str:
+        episode = self._stepped
+        return f"{episode.next_role} {hash(episode.output.response_ids)} {len(episode.turns)}"
+
+    def _move(self, asked: dict[str, Any]) -> str:
+        episode, name, kind = self._stepped, name_of(self._stepped, "e"), asked["kind"]
+        if kind in ("next", "run"):
+            getattr(episode, kind)()
+            return f"{name}.{kind}()"
+        if kind == "back":
+            to = int(asked["turn"])
+            episode.back(to=to)
+            return f"{name}.back(to={to})"
+        if kind == "say":
+            text, turn = str(asked["text"]), asked.get("turn")
+            if turn is not None:
+                episode.back(to=int(turn))
+            # answers to several calls: a line each
+            said = text.split("\n") if len(episode.asked) > 1 else text
+            episode.say(said)
+            return f"{name}.say({said!r})" if turn is None else f"{name}.replace({turn}, {said!r})"
+        return ""
+
+
+# --- a cluster -------------------------------------------------------------------------------------
+
+EVERY = 2.0
+"""Seconds between two reads."""
+CALM = 20
+"""The pause is at least so many times as long as the read before it: a cluster that answers slowly is asked seldom."""
+
+
+class ClusterTable(Layer, script="cluster"):
+    """`cluster.status()`, live."""
+
+    face: Any = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, status: Status, every: float = EVERY) -> None:
+        self._again = status.again
+        self._every = every
+        self._over = threading.Event()
+        self._views: int | None = None
+        super().__init__(face={"html": status._repr_html_(), "note": "", "live": True})
+        self._thread = threading.Thread(target=self._work, name="workbench-cluster-table", daemon=True)
+        self._thread.start()
+
+    def look(self) -> bool:
+        """Read the state once and send it; False where the cluster is closed or cannot be read again. Never raises."""
+        html, note, live = self.face["html"], "", self._again is not None
+        try:
+            if self._again is not None:
+                html = self._again()._repr_html_()
+        except EngineError:
+            note, live = "the cluster is closed; this is its last state", False
+        except Exception as error:  # noqa: BLE001 - a worker may be busy or dying: shown in the table, and tried again
+            note = f"no answer: {first_line(error, 200)}"
+        if not self._over.is_set():
+            self.face = {"html": html, "note": note, "live": live}
+        return live
+
+    def _work(self) -> None:
+        wait = self._every
+        while not self._over.wait(wait):
+            if self._views == 0:  # no view is open
+                continue
+            began = time.monotonic()
+            if not self.look():
+                self._over.set()
+            wait = max(self._every, CALM * (time.monotonic() - began))
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Note that a view was opened or closed; without a view nothing is read."""
+        self._views = max((self._views or 0) + (1 if asked["kind"] == "opened" else -1), 0)
+        return {"kind": "heard"}
+
+    def close(self) -> None:
+        """End the thread, and the widget."""
+        self._over.set()
+        super().close()

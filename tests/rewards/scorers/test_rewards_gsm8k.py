@@ -64,7 +64,7 @@ def test_records_say_what_and_why() -> None:
     right, wrong, none = gsm8k("#### 4", "4"), gsm8k("#### 5", "4"), gsm8k("four", "4")
     assert (right.answer, right.status) == ("4", Status.SCORED) and "right" in right.why
     assert wrong.answer == "5" and wrong.why == "the answer is 4" and wrong.scored
-    assert none.status is Status.MODEL_FAILED and none.scored and none.answer is None
+    assert none.status is Status.NO_ANSWER and none.scored and none.answer is None
 
 
 def test_reference_answers_and_methods() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import workbench as wb
-from workbench.errors import SettingError
+from workbench.base.errors import SettingError
 from workbench.rewards import Rubric, Score, as_reward, gsm8k, load_function
 from workbench.rewards.score import Status
 from workbench.rewards.scorers.episodes import code_that_ran, episode, task_minus_calls, task_minus_flat
@@ -133,12 +133,12 @@ def call(result: str, status: str = "ok", name: str = "python", why: str = "") -
         ([call("so\n12.0\n")], 1.0, Status.SCORED),
         ([call("11")], 0.5, Status.SCORED),
         ([call("12"), call("11")], 0.5, Status.SCORED),  # the last one counts
-        ([call("Traceback", "refused", why="error while running: NameError")], 0.0, Status.MODEL_FAILED),
-        ([], 0.0, Status.MODEL_FAILED),
-        ([call("12", name="calculator")], 0.0, Status.MODEL_FAILED),
+        ([call("Traceback", "refused", why="error while running: NameError")], 0.0, Status.CRASHED),
+        ([], 0.0, Status.NO_ANSWER),
+        ([call("12", name="calculator")], 0.0, Status.NO_ANSWER),
         ([call("12"), call("11", "ignored")], 1.0, Status.SCORED),
-        ([call("", "late")], 0.0, Status.MACHINERY_FAILED),
-        ([call("Error", "error", why="sandbox error: no room")], 0.0, Status.MACHINERY_FAILED),
+        ([call("", "late")], 0.0, Status.INFRA_ERROR),
+        ([call("Error", "error", why="sandbox error: no room")], 0.0, Status.INFRA_ERROR),
     ],
 )
 def test_partial_credit_for_code_that_ran(calls: list[dict[str, Any]], value: float, status: Status) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.errors import SettingError
+from workbench.base.errors import SettingError
 from workbench.rewards import Status, as_reward, geometry3k, search_em, search_f1, shaping
 from workbench.rewards.scorers import search
 from workbench.testing.rewards import answered
@@ -31,11 +31,11 @@ def test_search_as_verl_scores_it(text: str, target: Any, value: float) -> None:
 
 
 def test_search_details() -> None:
-    assert search_em("Paris", ["Paris"]).status is Status.MODEL_FAILED
+    assert search_em("Paris", ["Paris"]).status is Status.NO_ANSWER
     assert search_em("<answer>Rome</answer>", "Paris", format_score=0.2).value == 0.2
     assert search_em("<answer>in Paris, France</answer>", "Paris", substring=True).value == 1
     assert search_f1("<answer>the big cat</answer>", ["big dog", "cat"]).value == pytest.approx(2 / 3)
-    assert search_f1("no tags", "x").status is Status.MODEL_FAILED
+    assert search_f1("no tags", "x").status is Status.NO_ANSWER
 
 
 @given(st.text(), st.text())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests_patience import LONG, patience
 
 from workbench.rewards import Status, math_dapo, math_string, math_verify, numeric
 from workbench.rewards.scorers import math_dapo as dapo
@@ -44,7 +45,7 @@ def test_which_box_counts() -> None:
     assert strings.compute_score(r"so $\boxed 7$ it is", "7") == 1
     assert strings.compute_score(r"\fbox{7}", "7") == 0
     nothing = math_string("it is 7", "7")
-    assert nothing.status is Status.MODEL_FAILED and "no closed" in nothing.why and nothing.scored
+    assert nothing.status is Status.NO_ANSWER and "no closed" in nothing.why and nothing.scored
 
 
 @pytest.mark.parametrize(
@@ -105,22 +106,23 @@ def test_equivalence_as_mathematics(answer: str, truth: str, value: int, verifie
 
 @pytest.fixture(scope="module")
 def verifier() -> Any:
-    made = math_verify(workers=1, timeout=20)
+    made = math_verify(workers=1, timeout=LONG)
     yield made
     made.close()
 
 
 @pytest.mark.slow
 def test_a_tower_of_powers_loses_its_row_and_an_unreadable_truth_says_so() -> None:
-    reward = math_verify(workers=1, timeout=2.0)
+    limit = patience(2.0)
+    reward = math_verify(workers=1, timeout=limit)
     reward.score(answered([r"\boxed{1}"], ["1"]))  # warm: sympy takes its time to import
     rows = answered([r"\boxed{10^{10^{10^{10}}}}", r"\boxed{4}", r"\boxed{5}"], ["5", "4", ""])
     scores = reward.score(rows)
-    assert [score.status for score in scores] == [Status.MACHINERY_FAILED, Status.SCORED, Status.MACHINERY_FAILED]
-    assert "2 s" in scores[0].why and scores[1].value == 1 and "cannot be read as mathematics" in scores[2].why
-    strict = math_verify(strict=True, workers=1, timeout=20)
+    assert [score.status for score in scores] == [Status.INFRA_ERROR, Status.SCORED, Status.INFRA_ERROR]
+    assert f"{limit:g} s" in scores[0].why and scores[1].value == 1 and "cannot be read as mathematics" in scores[2].why
+    strict = math_verify(strict=True, workers=1, timeout=LONG)
     boxed, plain = strict.score(answered([r"\boxed{7}", "so it is 7"], ["7", "7"]))
-    assert boxed.value == 1 and plain.value == 0 and plain.status is Status.MODEL_FAILED
+    assert boxed.value == 1 and plain.value == 0 and plain.status is Status.NO_ANSWER
 
 
 # --- hostile text -------------------------------------------------------------------------------
@@ -139,9 +141,9 @@ def test_no_scorer_runs_an_answer_or_lingers_over_it(tmp_path: Path) -> None:
     for text in hostile(marker):
         for wrapped in (text, f"\\boxed{{{text}}}", f"Answer: {text}", f"the answer is ({text}, 2)"):
             for scorer in (math_string, math_dapo, numeric):
-                began = time.perf_counter()
+                began = time.process_time()
                 assert scorer(wrapped, "7").value <= 0, text[:40]
-                assert time.perf_counter() - began < 2
+                assert time.process_time() - began < 4
     assert not marker.exists()
 
 

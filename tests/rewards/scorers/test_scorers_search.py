@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.errors import SettingError
+from workbench.base.errors import SettingError
 from workbench.rewards import Status, geometry3k, search_em, search_f1
 from workbench.rewards.scorers import search
 from workbench.rewards.scorers.numeric import same_answer
@@ -110,8 +110,8 @@ def test_records_say_what_and_why() -> None:
     right, wrong, none = (search_em(text, "Rome") for text in ("<answer> Rome </answer>", "<answer>x</answer>", "Rome"))
     assert (right.answer, right.status) == ("Rome", Status.SCORED)
     assert wrong.scored and "Rome" in wrong.why
-    assert none.status is Status.MODEL_FAILED and none.answer is None and none.why
-    assert search_f1("Rome", "Rome").status is Status.MODEL_FAILED
+    assert none.status is Status.NO_ANSWER and none.answer is None and none.why
+    assert search_f1("Rome", "Rome").status is Status.NO_ANSWER
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def test_f1_by_hand(answer: str, target: Any, value: float) -> None:
 
 def test_open_tags_cost_no_more_than_their_length() -> None:
     """The scorer is `bounded`: it runs where nothing can stop it."""
-    began = time.perf_counter()
-    assert search_em("<answer>" * 12_000, "x").status is Status.MODEL_FAILED
-    assert time.perf_counter() - began < 1
+    began = time.process_time()
+    assert search_em("<answer>" * 12_000, "x").status is Status.NO_ANSWER
+    assert time.process_time() - began < 2
 
 
 def test_a_right_answer_is_called_right_whatever_it_is_worth() -> None:
@@ -237,7 +237,7 @@ def test_geometry(text: str, truth: str, accuracy: float, form: float) -> None:
     score = geometry3k(text, truth)
     assert score.parts == {"accuracy": accuracy, "format": form}
     assert score.value == pytest.approx(0.9 * accuracy + 0.1 * form)
-    assert score.why and (score.status is Status.MODEL_FAILED) == (score.answer is None)
+    assert score.why and (score.status is Status.NO_ANSWER) == (score.answer is None)
 
 
 @pytest.mark.parametrize(("answer", "truth"), [("10001", "10000"), ("12346", "12345"), ("99999", "100000")])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.errors import SettingError
+from workbench.base.errors import SettingError
 from workbench.rewards import Reward, Score, Status, as_reward, shaping
 from workbench.testing.rewards import answered
 
@@ -85,7 +85,7 @@ def test_a_pattern_that_never_ends_costs_its_row_alone() -> None:
     reward = Reward(shaping.matches("(a+)+$"), workers=1, timeout=2.0)
     stuck, fine = reward.score(answered(["a" * 40 + "b", "aaa"]))
     reward.close()
-    assert stuck.status is Status.MACHINERY_FAILED and fine.value == 1
+    assert stuck.status is Status.INFRA_ERROR and fine.value == 1
 
 
 def test_a_full_match_is_of_the_whole_response() -> None:

@@ -1,32 +1,15 @@
-"""Tools: a base class by verl's names, plain functions, those that are shipped, MCP servers', yaml files."""
+"""Tools that a model can call: the base class with verl's names, functions, shipped tools, MCP servers, yaml files."""
 
+from workbench.agents.files import by_name, load_tools
 from workbench.agents.tools.arithmetic import CalculationError, Calculator, calculate
 from workbench.agents.tools.base import BaseTool
-from workbench.agents.tools.files import by_name, load_tools
 from workbench.agents.tools.functions import FunctionTool, function_tool, tool
-from workbench.agents.tools.gsm8k import Gsm8kAnswer
 from workbench.agents.tools.mcp_servers import MCPServer, MCPTool, mcp_tools
-from workbench.agents.tools.python import PythonTool
 from workbench.agents.tools.schema import check_arguments, tool_schema
-from workbench.agents.tools.search import Corpus, Search
+from workbench.agents.tools.shipped import Corpus, Gsm8kAnswer, PythonTool, Search
 
 __all__ = [
-    "BaseTool",
-    "CalculationError",
-    "Calculator",
-    "Corpus",
-    "FunctionTool",
-    "Gsm8kAnswer",
-    "MCPServer",
-    "MCPTool",
-    "PythonTool",
-    "Search",
-    "by_name",
-    "calculate",
-    "check_arguments",
-    "function_tool",
-    "load_tools",
-    "mcp_tools",
-    "tool",
-    "tool_schema",
-]
+    "BaseTool", "CalculationError", "Calculator", "Corpus", "FunctionTool", "Gsm8kAnswer", "MCPServer", "MCPTool",
+    "PythonTool", "Search", "by_name", "calculate", "check_arguments", "function_tool", "load_tools", "mcp_tools",
+    "tool", "tool_schema",
+]  # fmt: skip

@@ -1,8 +1,9 @@
-"""Arithmetic by a small recursive-descent parser: exact where it can be, bounded everywhere, and never `eval`."""
+"""The tool `calculator`: a small recursive-descent parser, exact where possible, with limits, and without `eval`."""
 
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -11,19 +12,23 @@ from typing import Any, ClassVar
 from workbench.agents.tools.base import BaseTool, Executed, answered, refused
 
 MAX_LENGTH = 500
-"""Characters of an expression."""
+"""Limit of an expression's characters."""
 MAX_DEPTH = 50
-"""Brackets, signs and powers inside one another."""
+"""Limit of nested brackets, signs and powers."""
 MAX_BITS = 1024
-"""Of any numerator or denominator on the way: numbers have up to 308 digits."""
+"""Limit of every intermediate numerator and denominator: numbers have up to 308 digits."""
 _TOKEN = re.compile(
     r"\s*(?:(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)|([A-Za-z_]\w*)|(\*\*|//|[-+*/%(),]))"
+)
+_LEVELS: tuple[dict[str, Callable[[Fraction, Fraction], Any]], ...] = (
+    {"+": operator.add, "-": operator.sub},
+    {"*": operator.mul, "/": operator.truediv, "//": operator.floordiv, "%": operator.mod},
 )
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})
 
 
 class CalculationError(ValueError):
-    """An expression that has no value here; the text is for the model."""
+    """An expression that cannot be computed; the text is for the model."""
 
 
 def calculate(expression: str) -> Fraction:
@@ -34,7 +39,11 @@ def calculate(expression: str) -> Fraction:
     """
     if len(expression) > MAX_LENGTH:
         raise CalculationError(f"the expression has {len(expression)} characters; at most {MAX_LENGTH} are read")
-    return _Reader(expression.translate(_SIGNS)).whole()
+    reader = _Reader(expression.translate(_SIGNS))
+    value = reader.value()
+    if (left := reader.next()) is not None:
+        raise CalculationError(f"unexpected {left!r}")
+    return value
 
 
 def shown(value: Fraction) -> str:
@@ -48,12 +57,6 @@ class _Reader:
         self.place = 0
         self.depth = 0
 
-    def whole(self) -> Fraction:
-        value = self.sum()
-        if self.place < len(self.tokens):
-            raise CalculationError(f"unexpected {self.tokens[self.place]!r}")
-        return value
-
     def next(self, *wanted: str) -> str | None:
         """The next token, if it is one of these."""
         found = self.tokens[self.place] if self.place < len(self.tokens) else None
@@ -66,38 +69,37 @@ class _Reader:
         if self.next(sign) is None:
             raise CalculationError(f"a {sign!r} is missing")
 
-    def sum(self) -> Fraction:
-        value = self.product()
-        while sign := self.next("+", "-"):
-            right = self.product()
-            value = _kept(value + right if sign == "+" else value - right)
-        return value
-
-    def product(self) -> Fraction:
-        value = self.signed()
-        while sign := self.next("*", "/", "//", "%"):
-            value = _kept(_multiplied(sign, value, self.signed()))
+    def value(self, level: int = 0) -> Fraction:
+        """The value of the next terms joined by operators of this level, or of tighter ones, from the left."""
+        if level == len(_LEVELS):
+            return self.signed()
+        value = self.value(level + 1)
+        while sign := self.next(*_LEVELS[level]):
+            right = self.value(level + 1)
+            if right == 0 and sign in ("/", "//", "%"):
+                raise CalculationError("division by zero")
+            value = _kept(Fraction(_LEVELS[level][sign](value, right)))
         return value
 
     def signed(self) -> Fraction:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise CalculationError(f"the expression is nested more than {MAX_DEPTH} deep")
-        sign = self.next("+", "-")
-        value = self.signed() if sign else self.power()
+        if sign := self.next("+", "-"):
+            value = -self.signed() if sign == "-" else self.signed()
+        else:
+            value = self.atom()
+            if self.next("**"):
+                value = _kept(_raised(value, self.signed()))
         self.depth -= 1
-        return -value if sign == "-" else value
-
-    def power(self) -> Fraction:
-        base = self.atom()
-        return _kept(_raised(base, self.signed())) if self.next("**") else base
+        return value
 
     def atom(self) -> Fraction:
         found = self.next()
         if found is None:
             raise CalculationError("the expression ends too early")
         if found == "(":
-            value = self.sum()
+            value = self.value()
             self.expect(")")
             return value
         if found[0].isdigit() or found[0] == ".":
@@ -109,9 +111,9 @@ class _Reader:
 
     def call(self, name: str) -> Fraction:
         self.expect("(")
-        arguments = [self.sum()]
+        arguments = [self.value()]
         while self.next(","):
-            arguments.append(self.sum())
+            arguments.append(self.value())
         self.expect(")")
         function, most = FUNCTIONS[name]
         if len(arguments) > most:
@@ -120,16 +122,10 @@ class _Reader:
 
 
 def _tokens(text: str) -> list[str]:
-    found, place = [], 0
-    text = text.rstrip()
-    while place < len(text):
-        match = _TOKEN.match(text, place)
-        if match is None:
-            sign = text[place:].lstrip()[:1]
-            raise CalculationError(f"unexpected {sign!r}" + ("; powers are written **" if sign == "^" else ""))
-        found.append(match[match.lastindex or 0])
-        place = match.end()
-    return found
+    if left := _TOKEN.sub("", text).strip():
+        hint = "; powers are written **" if left[0] == "^" else ""
+        raise CalculationError(f"unexpected {left[0]!r}{hint}")
+    return [found[found.lastindex or 0] for found in _TOKEN.finditer(text)]
 
 
 def _number(text: str) -> Fraction:
@@ -145,14 +141,6 @@ def _kept(value: Fraction) -> Fraction:
     return value
 
 
-def _multiplied(sign: str, left: Fraction, right: Fraction) -> Fraction:
-    if sign == "*":
-        return left * right
-    if right == 0:
-        raise CalculationError("division by zero")
-    return left / right if sign == "/" else Fraction(left // right) if sign == "//" else left % right
-
-
 def _raised(base: Fraction, exponent: Fraction) -> Fraction:
     if base == 0 and exponent < 0:
         raise CalculationError("division by zero")
@@ -163,11 +151,12 @@ def _raised(base: Fraction, exponent: Fraction) -> Fraction:
             return _root(base)
         return _from_float(lambda: float(base) ** float(exponent))
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-    if base not in (0, 1, -1) and (bits - 1) * abs(exponent.numerator) > MAX_BITS:  # before the power is made
+    steps = exponent.numerator
+    if base in (0, 1, -1):  # even powers are alike, and so are odd ones
+        steps = steps and 2 - steps % 2
+    elif (bits - 1) * abs(steps) > MAX_BITS:  # before the power is made
         raise CalculationError("the power is too large")
-    if base in (0, 1, -1):
-        return Fraction(base ** (exponent.numerator % 2) if exponent else 1) if base else Fraction(exponent == 0)
-    return Fraction(base**exponent.numerator)
+    return Fraction(base**steps)
 
 
 def _root(value: Fraction) -> Fraction:
@@ -201,7 +190,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 class Calculator(BaseTool):
-    """`calculator`: evaluates an arithmetic expression. An expression without a value is an error text and the model's."""
+    """`calculator`: evaluates an arithmetic expression; for one that cannot be computed the model gets an error text."""
 
     SCHEMA: ClassVar[Mapping[str, Any]] = {
         "name": "calculator",
@@ -210,7 +199,7 @@ class Calculator(BaseTool):
     }
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        """The value as text."""
+        """Evaluate the expression; the answer is its value as text."""
         if wrong := self.refusal(parameters):
             return wrong
         try:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from workbench.errors import RewardError, message
-from workbench.rewards.score import Score, Status, bounded
+from workbench.base.errors import RewardError
+from workbench.rewards.score import Score, bounded, no_answer
 
 WINDOW = 300
 """Characters at the end of a response that are searched."""
@@ -21,10 +21,7 @@ _FLEXIBLE = re.compile(r"(\-?[0-9\.\,]+)")
 
 
 def extract_answer(solution: str, method: str = "strict") -> str | None:
-    """The answer as it is compared, or None.
-
-    Raises `ValueError` for a method that is neither `strict` nor `flexible`.
-    """
+    """The answer as it is compared, or None. Raises `ValueError` for a method other than `strict` and `flexible`."""
     tail = solution[-WINDOW:]
     if method == "strict":
         found = _STRICT.findall(tail)
@@ -36,11 +33,11 @@ def extract_answer(solution: str, method: str = "strict") -> str | None:
 
 
 def reference_answer(worked: str) -> str:
-    """The ground truth of a worked reference answer: what follows the first `#### `, commas dropped."""
-    found = re.search(r"#### (\-?[0-9\.\,]+)", worked)
+    """The ground truth in a worked reference answer: what follows the first `#### `, without commas."""
+    found = _STRICT.search(worked)
     if found is None:
-        raise RewardError(message("a reference answer", expected="a line '#### <number>'", found=repr(worked[-60:])))
-    return found.group(1).replace(",", "")
+        raise RewardError("a reference answer", expected="a line '#### <number>'", found=repr(worked[-60:]))
+    return found[1].replace(",", "")
 
 
 def compute_score(
@@ -48,21 +45,18 @@ def compute_score(
 ) -> float:
     """verl's number: `score` where right, `format_score` where wrong, 0 where nothing was found."""
     answer = extract_answer(solution_str, method)
-    if answer is None:
-        return 0.0
-    return score if answer == ground_truth else format_score
+    return 0.0 if answer is None else score if answer == ground_truth else format_score
 
 
 @bounded
 def gsm8k(
     response: str, ground_truth: Any, *, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> Score:
-    """The same number as a record, with the answer and the reason."""
+    """GSM8K's rule as a `Score`, with the extracted answer and the reason."""
     answer = extract_answer(response, method)
-    value = compute_score(response, ground_truth, method, format_score, score)
     if answer is None:
         wanted = "no '#### <number>'" if method == "strict" else "no number"
-        return Score(value=value, status=Status.MODEL_FAILED, why=f"{wanted} in the last {WINDOW} characters")
-    right = answer == ground_truth
-    why = "the answer is right" if right else f"the answer is {ground_truth}"
+        return no_answer(f"{wanted} in the last {WINDOW} characters")
+    value = compute_score(response, ground_truth, method, format_score, score)
+    why = "the answer is right" if answer == ground_truth else f"the answer is {ground_truth}"
     return Score(value=value, answer=answer, why=why)

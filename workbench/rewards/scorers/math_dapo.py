@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from workbench.rewards.score import Score, bounded, no_truth
-from workbench.rewards.scorers.boxes import last_box
+from workbench.rewards.score import Score, bounded, compared, no_truth
+from workbench.rewards.scorers.math_string import last_box
 
 WINDOW, BOX_WINDOW = 300, 100
 """Characters at the end that are searched for a line, and for a box."""
@@ -20,36 +20,12 @@ _REPLACED = (
     ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
 )  # fmt: skip
-_UNITS = [
-    "square",
-    "ways",
-    "integers",
-    "dollars",
-    "mph",
-    "inches",
-    "hours",
-    "km",
-    "units",
-    "\\ldots",
-    "sue",
-    "points",
-    "feet",
-    "minutes",
-    "digits",
-    "cents",
-    "degrees",
-    "cm",
-    "gm",
-    "pounds",
-    "meters",
-    "meals",
-    "edges",
-    "students",
-    "childrentickets",
-    "multiples",
-]
+_UNITS = r"""
+    square ways integers dollars mph inches hours km units \ldots sue points feet minutes digits cents degrees cm gm pounds
+    meters meals edges students childrentickets multiples
+"""
 _DROPPED = (
-    *_UNITS, "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}",
+    *_UNITS.split(), "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}",
     "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
 )  # fmt: skip
 _LATEX = (
@@ -64,7 +40,7 @@ _LATEX = (
 
 
 def normalise(answer: str) -> str:
-    """Minerva's rules on what follows the last `=`."""
+    """What follows the last `=`, normalised by Minerva's rules."""
     text = answer.split("=")[-1]
     for before, after in _REPLACED:
         text = text.replace(before, after)
@@ -78,7 +54,7 @@ def normalise(answer: str) -> str:
 
 
 def compute_score(solution_str: str, ground_truth: str, strict_box_verify: bool = False) -> dict[str, Any]:
-    """verl's dict: `score` ±1.0, `acc`, `pred`. `strict_box_verify` counts boxes alone."""
+    """verl's dict: `score` ±1.0, `acc`, `pred`. With `strict_box_verify` only boxes count."""
     tail = solution_str[-WINDOW:]
     boxed = last_box(tail[-BOX_WINDOW:])
     lines = _LINE.findall(tail)
@@ -93,19 +69,14 @@ def compute_score(solution_str: str, ground_truth: str, strict_box_verify: bool 
 
 @bounded
 def math_dapo(response: str, ground_truth: Any, *, strict_box_verify: bool = False) -> Score:
-    """The same as a record: value ±1, part `acc`. No answer is −1, as DAPO trains."""
+    """DAPO's rule as a `Score`: value ±1, part `acc`. A response without an answer scores −1, as DAPO trains."""
     if ground_truth is None:
         return no_truth()
     result = compute_score(response, str(ground_truth), strict_box_verify)
-    found = result["pred"] not in (None, _NOTHING)
     right = bool(result["acc"])
-    wanted = "box" if strict_box_verify else "line 'Answer: …'"
-    why = (
-        "the answer is right"
-        if right
-        else f"expected {str(ground_truth)[:100]}"
-        if found
-        else f"no {wanted} near the end"
-    )
-    answer = str(result["pred"])[:200] if found else None
-    return Score(value=result["score"], parts={"acc": float(right)}, answer=answer, why=why)
+    if result["pred"] in (None, _NOTHING):
+        wanted = "box" if strict_box_verify else "line 'Answer: …'"
+        score = Score(why=f"no {wanted} near the end")
+    else:
+        score = compared(right, str(result["pred"]), ground_truth)
+    return score.with_value(result["score"], acc=float(right))

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench.rewards.score import Score, Status, bounded, no_truth
-from workbench.rewards.scorers.boxes import last_box
+from workbench.rewards.score import Score, bounded, compared, no_answer, no_truth
 
 _REMOVED = ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
 
@@ -25,28 +24,23 @@ def box(text: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """The string that is compared. Raises `ValueError` for what the rules cannot read; then strings count as they are."""
+    """The string that is compared. Raises `ValueError` for an answer that the rules cannot read."""
     text = answer.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac")
     for part in _REMOVED:
         text = text.replace(part, "")
-    text = _without_unit(text).replace("\\\\%", "").replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    text, *units = text.split("\\text{ ")
+    if len(units) > 1:
+        raise ValueError("two units")
+    text = text.replace("\\\\%", "").replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
     if not text:
         return text
-    if text.startswith("."):
-        text = "0" + text
+    text = "0" + text if text.startswith(".") else text
     sides = text.split("=")
     if len(sides) == 2 and len(sides[0]) <= 2:
         text = sides[1]
     text = _fractions(_roots(text).replace(" ", ""))
     return _slash("\\frac{1}{2}" if text == "0.5" else text)
-
-
-def _without_unit(text: str) -> str:
-    parts = text.split("\\text{ ")
-    if len(parts) > 2:
-        raise ValueError("two units")
-    return parts[0]
 
 
 def _roots(text: str) -> str:
@@ -78,7 +72,7 @@ def _fractions(text: str) -> str:
 
 
 def _slash(text: str) -> str:
-    """`1/2` → `\\frac{1}{2}`, for whole numbers as they are printed."""
+    """`1/2` → `\\frac{1}{2}`, for whole numbers as Python prints them."""
     sides = text.split("/")
     if len(sides) != 2:
         return text
@@ -90,7 +84,7 @@ def _slash(text: str) -> str:
 
 
 def same(one: str, other: str) -> bool:
-    """Equal after normalisation; as they are where that fails."""
+    """Whether two answers are equal after normalisation, or unchanged where one cannot be normalised."""
     try:
         return normalise(one) == normalise(other)
     except ValueError:
@@ -105,15 +99,24 @@ def compute_score(solution_str: str, ground_truth: str) -> float:
 
 @bounded
 def math_string(response: str, ground_truth: Any) -> Score:
-    """The same number as a record."""
+    """verl's `math_reward` as a `Score`."""
     if ground_truth is None:
         return no_truth()
     answer = box(response)
     if answer is None:
-        return Score(status=Status.MODEL_FAILED, why="no closed \\boxed{…} in the response")
-    right = same(answer, str(ground_truth))
-    return Score(
-        value=float(right),
-        answer=answer[:200],
-        why="the box is right" if right else f"expected {str(ground_truth)[:100]}",
-    )
+        return no_answer("no closed \\boxed{…} in the response")
+    return compared(same(answer, str(ground_truth)), answer, ground_truth, "the box")
+
+
+def last_box(text: str) -> str | None:
+    r"""What the last `\boxed{` holds up to its matching brace; None without one, or where it is never closed."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    inside = start + len("\\boxed{")
+    depth = 1
+    for place in range(inside, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[inside:place]
+    return None

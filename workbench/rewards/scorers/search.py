@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from workbench.rewards.score import Score, Status, bounded, no_truth
+from workbench.rewards.score import Score, bounded, no_answer, no_truth
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -23,14 +23,9 @@ def normalise(text: str) -> str:
 
 def extract_answer(text: str) -> str | None:
     """What the last pair of tags holds."""
-    # by hand: a lazy pattern is quadratic in opening tags that are never closed
-    found, place = None, 0
-    while True:
-        start = text.find("<answer>", place)
-        end = text.find("</answer>", start + 8) if start >= 0 else -1
-        if end < 0:
-            return found
-        found, place = text[start + 8 : end].strip(), end + 9
+    # each piece ends at a closing tag; a lazy pattern would be quadratic in opening tags that are never closed
+    pieces = text.split("</answer>")[:-1]
+    return next((piece.split("<answer>", 1)[1].strip() for piece in reversed(pieces) if "<answer>" in piece), None)
 
 
 def targets(ground_truth: Any) -> list[str]:
@@ -48,12 +43,13 @@ def compute_score(
     score: float = 1.0,
     substring: bool = False,
 ) -> float:
-    """verl's number (`method` changes nothing, there either). An answer that normalises to nothing equals a target that does: its quirk."""
+    """Search-R1's number, as verl computes it: `score`, `format_score` or 0; `method` has no effect, in verl neither.
+
+    A quirk of verl is kept: an answer that normalises to nothing equals a target that does.
+    """
     answer = extract_answer(solution_str)
-    if answer is None:
-        return 0.0
-    if not is_right(answer, ground_truth, substring):
-        return format_score
+    if answer is None or not is_right(answer, ground_truth, substring):
+        return 0.0 if answer is None else format_score
     many = max(solution_str.count("<answer>"), solution_str.count("</answer>")) > MANY_TAGS
     return score / 4 if many and not substring else score
 
@@ -67,12 +63,12 @@ def is_right(answer: str, ground_truth: Any, substring: bool = False) -> bool:
 
 @bounded
 def search_em(response: str, ground_truth: Any, *, substring: bool = False, format_score: float = 0.0) -> Score:
-    """Exact match (or a target within the answer) as a record."""
+    """Search-R1's exact match (with `substring`: a target within the answer) as a `Score`."""
     if not targets(ground_truth):
         return no_truth()
     answer = extract_answer(response)
     if answer is None:
-        return Score(status=Status.MODEL_FAILED, why="no <answer>…</answer> in the response")
+        return no_answer("no <answer>…</answer> in the response")
     value = compute_score(response, ground_truth, format_score=format_score, substring=substring)
     right = is_right(answer, ground_truth, substring)
     return Score(value=value, answer=answer, why="a target is met" if right else f"expected {_some(ground_truth)}")
@@ -80,18 +76,18 @@ def search_em(response: str, ground_truth: Any, *, substring: bool = False, form
 
 @bounded
 def search_f1(response: str, ground_truth: Any) -> Score:
-    """Token F1 with the best target, in [0, 1] (SQuAD's; Rajpurkar et al. 2016)."""
+    """Token F1 of the answer with its best target, in [0, 1] (SQuAD's; Rajpurkar et al. 2016)."""
     if not targets(ground_truth):
         return no_truth()
     answer = extract_answer(response)
     if answer is None:
-        return Score(status=Status.MODEL_FAILED, why="no <answer>…</answer> in the response")
-    value = max((f1(answer, target) for target in targets(ground_truth)), default=0.0)
+        return no_answer("no <answer>…</answer> in the response")
+    value = max(f1(answer, target) for target in targets(ground_truth))
     return Score(value=value, answer=answer, why=f"F1 {value:.2f} with {_some(ground_truth)}")
 
 
 def f1(answer: str, target: str) -> float:
-    """Of normalised words; two texts without any are equal."""
+    """Token F1 of two texts after `normalise`; two texts without a word are equal."""
     ours, theirs = normalise(answer).split(), normalise(target).split()
     if not ours or not theirs:
         return float(ours == theirs)

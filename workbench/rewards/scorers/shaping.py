@@ -1,4 +1,4 @@
-"""Rewards for the form of a response: format, length, repetition. Weigh them into a `Rubric`."""
+"""Rewards for the form of a response: format, length, repetition; meant as weighted parts of a `Rubric`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from workbench.config import require
-from workbench.errors import SettingError, message
+from workbench.base.config import require
+from workbench.base.errors import SettingError
 from workbench.rewards.score import Score, bounded
-from workbench.rewards.scorers.boxes import last_box
+from workbench.rewards.scorers.math_string import last_box
 
 LONGEST = 20_000
 """Characters that a pattern is run on: a pattern's time can grow faster than its text."""
@@ -35,20 +35,22 @@ def boxed_format(response: str) -> Score:
 
 
 def matches(pattern: str, *, full: bool = False) -> Callable[[str], Score]:
-    """A scorer that is 1 where a regular expression is found in the first 20,000 characters (`full`: fits the whole, which
-    a longer response cannot).
+    """A scorer: 1 where a regular expression is found in the first 20,000 characters, or with `full` matches all of a
+    response that is no longer than that; else 0.
 
-    The expression runs in a worker, for some never end on some texts. Raises `SettingError` for one that is none.
+    It runs in a worker process with a time limit, because some expressions never end on some texts. Raises
+    `SettingError` for a pattern that is not a regular expression.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as cause:
-        raise SettingError(message("pattern", expected="a regular expression", found=cause)) from cause
+        raise SettingError("pattern", expected="a regular expression", found=cause) from cause
 
     def scorer(response: str) -> dict[str, object]:
-        text = response[:LONGEST]
-        fits = len(response) <= LONGEST and compiled.fullmatch(text) is not None
-        good = fits if full else compiled.search(text) is not None
+        if full:
+            good = len(response) <= LONGEST and compiled.fullmatch(response) is not None
+        else:
+            good = compiled.search(response[:LONGEST]) is not None
         return {"score": float(good), "why": "matches" if good else f"does not match {compiled.pattern!r}"}
 
     scorer.__name__ = "matches"
@@ -65,7 +67,6 @@ def length_penalty(*, minimum: int = 10, maximum: int = 1000, per_character: flo
         outside = max(minimum - len(response), 0) + max(len(response) - maximum, 0)
         return Score(value=0.0 - per_character * outside, why=f"{len(response)} characters")
 
-    scorer.__name__ = "length_penalty"
     return scorer
 
 
@@ -86,13 +87,9 @@ def overlong(
     def scorer(response_ids: Sequence[int]) -> Score:
         penalty = overlong_penalty(len(response_ids), max_response_length, buffer, factor)
         value = penalty if floor is None else max(penalty, floor)
-        return Score(
-            value=value,
-            parts={"overlong_reward": value, "overlong": float(value < 0)},
-            why=f"{len(response_ids)} tokens",
-        )
+        parts = {"overlong_reward": value, "overlong": float(value < 0)}
+        return Score(value=value, parts=parts, why=f"{len(response_ids)} tokens")
 
-    scorer.__name__ = "overlong"
     return scorer
 
 
@@ -116,5 +113,4 @@ def repetition(*, n: int = 3, max_penalty: float = -1.0) -> Callable[[str], Scor
         share = 1.0 - len(set(grams)) / len(grams) if grams else 0.0
         return Score(value=share * max_penalty + 0.0, why=f"{share:.0%} of {len(grams)} {n}-grams repeat")
 
-    scorer.__name__ = "repetition"
     return scorer

@@ -64,3 +64,24 @@ function said(value, digits = 3) {
   if (typeof value !== "number") return String(value);
   return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(digits)));
 }
+
+// What a button asks: all wait, the face is drawn anew, and what failed is said beside what then stands. `draw` gets a face,
+// which says where it stands; another place than the object's moves nothing.
+function mover(talk, problem, buttons, draw) {
+  let stands = null;
+  const drawn = (face) => {
+    stands = face.stands;
+    draw(face);
+  };
+  async function ask(question) {
+    buttons.forEach((button) => { button.disabled = true; });
+    try {
+      drawn(await talk.ask({ ...question, stands }));
+    } catch (text) {
+      if (question.kind !== "look") await ask({ kind: "look" });  // what ran before it failed did run
+      problem.textContent = text;
+      buttons.forEach((button) => { button.disabled = false; });
+    }
+  }
+  return { ask, drawn };
+}

@@ -14,6 +14,7 @@ function render({ model, el }) {
   const say = press("say", "this turn is the text beside; what came after it is gone",
     () => ({ kind: "say", turn: chosen(), text: text.value }));
   const buttons = [back, next, run, say];
+  const { ask, drawn } = mover(talk, problem, buttons, draw);
   let face = model.get("face");
   el.append(make("div", { class: "wb" },
     make("div", { class: "wb-bar" }, back, next, run, code, problem),
@@ -29,26 +30,16 @@ function render({ model, el }) {
     if (face.code) code.textContent = face.code;
     fromViews(body, face.html);
     const said = face.turns.map((one, place) => make("option", { value: place }, `turn ${place}, ${one.role}`));
-    if (face.upcoming !== null) said.push(make("option", { value: "next" }, `next, ${face.upcoming}`));
+    if (face.next_stage !== null) said.push(make("option", { value: "next" }, `next, ${face.next_stage}`));
     turn.replaceChildren(...said);
     turn.selectedIndex = said.length - 1;
     fill();
-    next.disabled = run.disabled = face.upcoming === null;
+    next.disabled = run.disabled = face.next_stage === null;
     back.disabled = face.turns.length === 0;
     say.disabled = false;
   }
-  async function ask(question) {
-    buttons.forEach((button) => { button.disabled = true; });
-    try {
-      draw(await talk.ask({ ...question, stands: face.stands }));
-    } catch (text) {
-      if (question.kind !== "look") await ask({ kind: "look" });  // what ran before it failed did run
-      problem.textContent = text;
-      buttons.forEach((button) => { button.disabled = false; });
-    }
-  }
   // what stood here when the cell ended: the episode may have moved on since, and a button says so
-  draw(face);
+  drawn(face);
   requestAnimationFrame(below.hide);
   return () => { talk.end(); below.restore(); };
 }

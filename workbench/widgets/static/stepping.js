@@ -13,31 +13,20 @@ function render({ model, el }) {
   const backTo = press("back to", () => ({ kind: "back to", phase: phase.value }));
   phase.value = names[names.length - 1];
   const buttons = [back, next, run, backTo];
-  let position = null;
+  const { ask, drawn } = mover(talk, problem, buttons, draw);
   el.append(make("div", { class: "wb" }, make("div", { class: "wb-bar" }, buttons, phase, code, problem), body));
 
   function draw(face) {
-    position = face.position;
     problem.textContent = face.note || "";
     if (face.code) code.textContent = face.code;
     fromViews(body, face.html);
-    next.disabled = face.upcoming === null;
-    back.disabled = position === 0;
+    next.disabled = face.next_stage === null;
+    back.disabled = face.stands === 0;
     run.disabled = backTo.disabled = false;
-    next.title = face.upcoming ? `run ${face.upcoming}` : "";
-  }
-  async function ask(question) {
-    buttons.forEach((button) => { button.disabled = true; });
-    try {
-      draw(await talk.ask({ ...question, position }));
-    } catch (text) {
-      if (question.kind !== "look") await ask({ kind: "look" });  // what ran before it failed did run
-      problem.textContent = text;
-      buttons.forEach((button) => { button.disabled = false; });
-    }
+    next.title = face.next_stage ? `run ${face.next_stage}` : "";
   }
   // what stood here when the cell ended: the stepper may have moved on since, and a button says so
-  draw(model.get("face"));
+  drawn(model.get("face"));
   requestAnimationFrame(below.hide);
   return () => { talk.end(); below.restore(); };
 }

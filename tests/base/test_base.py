@@ -1,0 +1,146 @@
+"""Layer 0: errors, columns, settings, metrics, seeds, the background loop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+import time
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.base import errors, metrics, runtime
+from workbench.base.config import Settings, coerce, settings_hash
+from workbench.base.errors import (
+    ColumnMissing,
+    ForeignError,
+    Interrupted,
+    SettingError,
+    WorkbenchError,
+    boundary,
+    message,
+)
+from workbench.base.metrics import Count, Max, Mean, Min, Sum
+from workbench.base.seeds import derive
+from workbench.dataproto.columns import COLUMNS, declared
+
+
+def test_every_error_survives_pickling_and_is_in_the_tree() -> None:
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, WorkbenchError)]
+    assert len(kinds) > 12
+    for kind in kinds:
+        again = pickle.loads(pickle.dumps(kind("what went wrong")))
+        assert type(again) is kind and str(again) == "what went wrong"
+        assert kind.__name__ in (errors.__doc__ or "")
+
+
+def test_message_says_what_expected_found_do() -> None:
+    assert message("x", expected=1, found=2, do="y") == "x; expected 1; found 2; y"
+
+
+def test_a_missing_column_is_key_and_attribute_error() -> None:
+    assert issubclass(ColumnMissing, KeyError) and issubclass(ColumnMissing, AttributeError)
+
+
+def test_boundary_names_the_place_and_keeps_the_cause() -> None:
+    with pytest.raises(ForeignError, match="the judge raised ZeroDivisionError") as caught, boundary("the judge"):
+        _ = 1 / 0
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(SettingError), boundary("the judge"):
+        raise SettingError("ours passes")
+
+
+def test_columns_are_declared_once_and_fully() -> None:
+    for name, column in COLUMNS.items():
+        assert column.name == name and column.doc.endswith(".") and column.dims[0] == "B"
+        assert column.dtype in ("float", "int", "bool", "object")
+    part = declared("reward/format")
+    assert part is not None and part.dtype == "float" and declared("nobody") is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example(Settings):
+    lr: float = 1e-3
+    steps: int = 10
+    on: bool = True
+    name: str | None = None
+    stop: tuple[str, ...] = ()
+
+
+def test_settings_coerce_and_refuse() -> None:
+    found = Example.from_parameters({"lr": "1e-6", "steps": "3", "on": "false", "name": "None", "stop": ["a"]})
+    assert found == Example(lr=1e-6, steps=3, on=False, name=None, stop=("a",))
+    with pytest.raises(SettingError, match="did you mean 'steps'"):
+        Example.from_parameters({"step": 3})
+    for name, wrong in (("steps", 1.5), ("steps", "many"), ("on", "maybe"), ("lr", True), ("steps", True)):
+        with pytest.raises(SettingError, match=name):
+            Example.from_parameters({name: wrong})
+    assert found.replace(steps=4).steps == 4
+
+
+def test_coerce_lists_and_dicts() -> None:
+    assert coerce("x", [1, "2"], list[int]) == [1, 2]
+    assert coerce("x", {"a": 1}, dict[str, int]) == {"a": 1}
+
+
+def test_settings_hash_changes_with_any_value() -> None:
+    assert settings_hash({"a": 1}) != settings_hash({"a": 2}) and len(settings_hash({})) == 8
+
+
+@given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.integers(1, 50)), min_size=1), st.integers(0, 10))
+def test_joining_metrics_does_not_depend_on_the_cut(values: list[tuple[float, int]], where: int) -> None:
+    rows = [{"m": Mean.of(v, w), "x": Max(v), "n": Min(v), "s": Sum(v), "c": Count(w)} for v, w in values]
+    whole = metrics.reduce(rows)
+    halves = [metrics.join(rows[:where]), metrics.join(rows[where:])]
+    assert metrics.reduce(halves) == pytest.approx(whole, rel=1e-9, abs=1e-6)
+    assert whole["c"] == sum(w for _, w in values) and whole["x"] == max(v for v, _ in values)
+
+
+def test_metrics_of_two_kinds_do_not_join() -> None:
+    with pytest.raises(SettingError, match="two kinds"):
+        metrics.reduce([{"a": Sum(1)}, {"a": Mean(1)}])
+
+
+@given(st.lists(st.one_of(st.integers(), st.text()), min_size=1), st.lists(st.one_of(st.integers(), st.text())))
+def test_seeds_differ_where_their_parts_do(a: list[object], b: list[object]) -> None:
+    assert (derive(*a) == derive(*b)) == (a == b)
+    assert 0 <= derive(*a) < 2**63
+
+
+def test_background_runs_beside_a_running_loop() -> None:
+    async def double(x: int) -> int:
+        await asyncio.sleep(0)
+        return 2 * x
+
+    async def inside() -> int:
+        return await asyncio.to_thread(runtime.run, double(4))
+
+    assert runtime.run(double(3)) == 6
+    assert asyncio.run(inside()) == 8
+
+
+def test_cancelling_work_beside_asks_it_to_stop_and_waits() -> None:
+    left = []
+
+    def work() -> None:
+        try:
+            while True:
+                runtime.check()
+                time.sleep(0.01)
+        except Interrupted:
+            left.append("stopped")
+            raise
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(runtime.beside(work))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert left == ["stopped"]
+    runtime.check()  # the flag is down again

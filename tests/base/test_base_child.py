@@ -1,0 +1,147 @@
+"""The one machine for child processes: whole messages, deadlines that end a child with all that it started, and no orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests_patience import LONG, within
+
+from workbench.base.child import Child, Questions, importing
+
+ROOT = Path(__file__).parents[2]
+MAIN = """
+import os, subprocess, sys, time
+
+def main(parent):
+    while True:
+        asked = bytes(parent.frames.get())
+        if asked == b"modules":
+            parent.send(" ".join(sys.modules).encode())
+        elif asked == b"leave":
+            print("last words", flush=True)
+            os._exit(3)
+        elif asked == b"hang":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            parent.send(str(child.pid).encode())
+            while True:
+                pass
+        else:
+            parent.send(asked)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "echo.py"
+    path.write_text(MAIN)
+    return path
+
+
+@pytest.fixture
+def child(file: Path, tmp_path: Path) -> Iterator[Child]:
+    made = Child(file, env=importing(os.environ), folder=tmp_path)
+    yield made
+    made.close()
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_messages_of_any_size_come_whole_and_in_order(child: Child) -> None:
+    for body in (b"", b"x", os.urandom(3 << 20)):
+        assert child.exchange(body, LONG) == body
+    bodies = [bytes([number]) * number * 1000 for number in range(1, 40)]
+    threading.Thread(target=child.line.send, args=bodies).start()
+    assert [child.line.receive(LONG) for _ in bodies] == bodies
+
+
+def test_a_child_starts_with_the_standard_library_alone(child: Child) -> None:
+    names = child.exchange(b"modules", LONG).decode().split()
+    assert not {name.split(".")[0] for name in names} & {"workbench", "torch", "numpy", "cloudpickle"}
+
+
+def test_past_its_deadline_a_child_is_ended_with_all_that_it_started(child: Child) -> None:
+    grandchild = int(child.exchange(b"hang", LONG))
+    with pytest.raises(TimeoutError):
+        child.exchange(b"x", 0.5)
+    assert not child.alive
+    assert gone(child.pid) and within(lambda: gone(grandchild))
+    with pytest.raises(OSError, match="gone|closed"):
+        child.exchange(b"x", 1)
+
+
+def test_a_stopped_child_does_not_hold_who_sends_to_it(child: Child) -> None:
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        child.exchange(bytes(10 << 20), 0.5)
+    assert gone(child.pid)
+
+
+def test_how_it_ended_is_said_in_words_with_the_end_of_its_log(child: Child, file: Path) -> None:
+    with pytest.raises(ConnectionError):
+        child.exchange(b"leave", LONG)
+    assert child.how() == "exit code 3" and child.tail() == "last words"
+    child.close()
+    other = Child(file, env=importing(os.environ))
+    assert other.alive and other.how(0) == "" and other.tail() == ""
+    os.kill(other.pid, signal.SIGKILL)
+    assert other.how(LONG) == "SIGKILL" and not other.alive
+    other.close()
+
+
+def test_a_child_ends_with_the_object_that_holds_it(file: Path) -> None:
+    made = Child(file, env=importing(os.environ))
+    assert made.exchange(b"x", LONG) == b"x"
+    pid = made.pid
+    del made
+    assert gone(pid)
+
+
+PARENT = """
+import os, sys, time
+from pathlib import Path
+from workbench.base.child import Child, importing
+folder = Path(sys.argv[2])
+folder.mkdir()
+child = Child(sys.argv[1], env=importing(os.environ), folder=folder)
+print(child.pid, bytes(child.exchange(b"hang", 600)).decode(), flush=True)
+time.sleep(3600)
+"""
+
+
+def test_nothing_is_left_of_a_child_whose_parent_was_killed(file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PARENT, str(file), str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as parent:
+        assert parent.stdout
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2 and folder.is_dir()
+        parent.kill()
+    assert within(lambda: all(gone(pid) for pid in pids)) and not folder.exists()
+
+
+def test_questions_are_answered_failed_or_given_up_once() -> None:
+    questions = Questions()
+    (first, one), (second, two), (third, three) = (questions.open() for _ in range(3))
+    assert questions.numbers() == {first, second, third}
+    questions.answer(first, "yes")
+    questions.answer(first, "again")
+    assert one.result(0) == "yes"
+    two.cancel()
+    assert questions.given_up() == [second] and questions.given_up() == []
+    error = ValueError("no")
+    questions.fail(error, questions.numbers() | {first, second})
+    assert three.exception(0) is not error and str(three.exception(0)) == "no" and not questions.numbers()

@@ -1,0 +1,85 @@
+"""A fork of the warm server is, to whoever started it, the process that was asked for; and where no server answers it is one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tests_warm
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(os.environ.get("WORKBENCH_TESTS_COLD")), reason="every process is an ordinary one"),
+]
+CHILD = "# runpy.run_path(sys.argv[1])['_serve']\n"
+"""What makes the words of a command those of a child of ours."""
+
+
+def words(code: str) -> list[str]:
+    return [sys.executable, "-c", CHILD + code, "child.py", "3", "processes.py"]
+
+
+def run(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words(code), capture_output=True, text=True, check=False, **options)
+
+
+def test_it_is_a_process_of_its_own_with_what_it_was_given(tmp_path: Path) -> None:
+    done = run(
+        "import os, sys; print(os.getpid(), os.getppid(), 'torch' in sys.modules, sys.argv[1:], os.getcwd(), os.environ['A'], sys.stdin.read())",
+        cwd=tmp_path, env={**os.environ, "A": "b"}, input="said",
+    )  # fmt: skip
+    pid, parent, warm, *rest = done.stdout.split()
+    assert (int(parent), warm) == (os.getpid(), "True") and int(pid) not in (0, os.getpid()), done
+    assert rest == ["['child.py',", "'3',", "'processes.py']", str(tmp_path), "b", "said"]
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        ("import sys; sys.exit(143)", 143, ""),
+        ("import sys; sys.exit('no')", 1, "no\n"),
+        ("1/0", 1, "ZeroDivisionError"),
+        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
+    ],
+)
+def test_its_end_is_told(code: str, status: int, said: str) -> None:
+    done = run(code)
+    assert done.returncode == status and said in done.stderr and "tests_warm" not in done.stderr
+
+
+def test_what_is_to_be_done_at_the_end_is_done() -> None:
+    code = "import atexit, threading; atexit.register(print, 'bye'); threading.Timer(0.1, print, ['thread']).start()"
+    assert run(code).stdout == "thread\nbye\n"
+
+
+def test_it_can_be_signalled_waited_for_and_given_up() -> None:
+    sleeps = "import time; time.sleep(3600)"
+    one = subprocess.Popen(words(sleeps), start_new_session=True)
+    assert one.poll() is None and os.getpgid(one.pid) == one.pid
+    os.killpg(one.pid, signal.SIGKILL)
+    assert one.wait() == -signal.SIGKILL
+    with pytest.raises(subprocess.TimeoutExpired):
+        run(sleeps, timeout=0.2)
+
+
+def test_without_a_server_and_for_other_programs_it_is_an_ordinary_process(cold: None) -> None:
+    assert "torch" not in run("import sys; print(*sys.modules)").stdout.split()
+
+
+def test_it_ends_with_its_server() -> None:
+    before = os.environ.get(tests_warm.WHERE)
+    servers = tests_warm.Servers((("main", ("torch",), {}),))
+    try:
+        one = subprocess.Popen(words("import time; time.sleep(3600)"))
+        assert one.poll() is None
+    finally:
+        servers.close()
+        if before is not None:
+            os.environ[tests_warm.WHERE] = before
+    assert one.wait() == -signal.SIGKILL

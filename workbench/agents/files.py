@@ -1,0 +1,238 @@
+"""Tools and interactions from yaml files: shipped classes by short names, your own from below an allowed folder."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from workbench.agents.interactions import Gsm8kInteraction, default_name
+from workbench.agents.tools.arithmetic import Calculator
+from workbench.agents.tools.base import BaseTool
+from workbench.agents.tools.mcp_servers import MCPTool, mcp_tools
+from workbench.agents.tools.schema import same_arguments, tool_schema
+from workbench.agents.tools.shipped import Gsm8kAnswer, PythonTool, Search
+from workbench.base.errors import SettingError, WorkbenchError, boundary, describe, first_line, unknown
+from workbench.rewards.files import MAX_BYTES, ROOTS, allowed_roots, check_roots
+from workbench.sandbox.protocol import Sandbox
+
+TOOLS: Mapping[str, type] = {
+    "calculator": Calculator,
+    "python": PythonTool,
+    "gsm8k_answer": Gsm8kAnswer,
+    "search": Search,
+    "verl.tools.gsm8k_tool.Gsm8kTool": Gsm8kAnswer,
+    "verl.tools.sandbox_fusion_tools.SandboxFusionTool": PythonTool,
+    "verl.tools.search_tool.SearchTool": Search,
+    "verl.tools.mcp_base_tool.MCPBaseTool": MCPTool,
+    "verl.tools.mcp_search_tool.MCPSearchTool": MCPTool,
+}
+"""Names that need no import: those of the shipped tools, and those of verl's examples."""
+INTERACTIONS: Mapping[str, type] = {
+    "gsm8k": Gsm8kInteraction,
+    "verl.interactions.gsm8k_interaction.Gsm8kInteraction": Gsm8kInteraction,
+}
+
+
+def _read_yaml(path: str | Path) -> Mapping[str, Any]:
+    import yaml
+
+    file = Path(path)
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise SettingError(f"{str(path)!r}", expected=f"at most {MAX_BYTES >> 20} MiB of yaml")
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as cause:
+        raise SettingError(f"{str(path)!r} cannot be read as yaml", found=first_line(cause)) from cause
+    if not isinstance(found, Mapping):
+        raise SettingError(f"{str(path)!r}", expected="a mapping", found=type(found).__name__)
+    return found
+
+
+def _entries(
+    path: str | Path, key: str, kind: str, make: Callable[[Mapping[str, Any]], Iterable[Any]], *, alone: bool = False
+) -> dict[str, Any]:
+    """What `make` makes of each entry of the list under `key`, by name; `alone`: a mapping may be there instead.
+
+    Raises `SettingError` that names the entry, for two of one name as well.
+    """
+    entries = _read_yaml(path).get(key)
+    entries = [entries] if alone and isinstance(entries, Mapping) else entries
+    if not isinstance(entries, list) or not entries:
+        expected = f"{'a mapping or ' if alone else ''}a list under {key!r}"
+        raise SettingError(f"{str(path)!r}", expected=expected, found=describe(entries))
+    made: list[Any] = []
+    for number, entry in enumerate(entries):
+        try:
+            if not isinstance(entry, Mapping):
+                raise SettingError("its entry", expected="a mapping", found=describe(entry))
+            with boundary("its code", SettingError):
+                made += make(entry)
+        except WorkbenchError as error:
+            raise SettingError(f"{kind} {number} of {str(path)!r}: {error}") from error
+    return by_name(made, kind)
+
+
+def by_name(made: Iterable[Any], kind: str = "tool") -> dict[str, Any]:
+    """Tools, or interactions, by name. Raises `SettingError` where two have one name."""
+    found: dict[str, Any] = {}
+    for one in made:
+        if one.name in found:
+            raise SettingError(f"two {kind}s are named {one.name!r}", do="give one of them another name")
+        found[one.name] = one
+    return found
+
+
+def load_interactions(path: str | Path, *, roots: Sequence[str | Path] = ()) -> dict[str, Any]:
+    """The interactions of a yaml file by name: `interaction` is a mapping `{class_name, config, name}` or a list of them.
+
+    Without `name` it is the class's name without `Interaction`, in lower case. Your own classes must be below an allowed
+    root (`find_class`). Raises `SettingError` that names the entry, also for duplicates.
+    """
+
+    def made(entry: Mapping[str, Any]) -> Iterator[Any]:
+        cls = find_class(entry.get("class_name"), "interaction", INTERACTIONS, roots)
+        config = dict(entry.get("config") or {})
+        name = str(entry.get("name") or config.get("name") or default_name(cls))
+        one = cls({**config, "name": name})
+        one.name = name
+        yield one
+
+    return _entries(path, "interaction", "interaction", made, alone=True)
+
+
+def load_tools(
+    path: str | Path, *, sandbox: Sandbox | None = None, roots: Sequence[str | Path] = ()
+) -> dict[str, BaseTool]:
+    """The tools of a yaml file by name.
+
+    Each entry of `tools` has verl's form (`class_name`, `config: {type: native | mcp, …}`, `tool_schema`; for MCP `mcp:
+    {mcp_servers_config_path, tool_selected_list}`), or the short form of a shipped tool (`name`, `description`,
+    `parameters`, `config`). Raises `SettingError` that names the entry.
+
+    Args:
+        path: of the yaml file.
+        sandbox: where a `python` tool runs its code.
+        roots: further folders for classes of your own (`find_class`).
+    """
+    return _entries(path, "tools", "tool", lambda entry: _tools(entry, sandbox, roots, Path(path).parent))
+
+
+def _tools(
+    entry: Mapping[str, Any], sandbox: Sandbox | None, roots: Sequence[str | Path], folder: Path
+) -> list[BaseTool]:
+    config = dict(entry.get("config") or {})
+    schema = entry.get("tool_schema")
+    cls = find_class(entry.get("class_name", entry.get("name")), "tool", TOOLS, roots)
+    if "class_name" not in entry:
+        given = {key: entry[key] for key in ("name", "description", "parameters") if entry.get(key) is not None}
+        schema = {**getattr(cls, "SCHEMA", {}), **given}
+    kind = config.pop("type", "mcp" if cls is MCPTool else "native")
+    if kind not in ("native", "mcp"):
+        raise SettingError("config.type of a tool", expected="native or mcp", found=describe(kind))
+    if kind == "mcp":
+        return list(_from_servers(entry, config, folder))
+    made: BaseTool
+    if issubclass(cls, PythonTool):
+        if sandbox is None:
+            raise SettingError("a tool that runs code needs a sandbox", do="pass sandbox=sandbox.local()")
+        made = cls(sandbox, config, schema)
+    else:  # a tool's own arguments come first (Search's corpus); the two that every tool has are given by name
+        made = cls(config=config, tool_schema=schema if schema is not None else getattr(cls, "SCHEMA", None))
+    if cls in TOOLS.values() and cls.SCHEMA is not None:
+        same_arguments(tool_schema(cls.SCHEMA), made.tool_schema)
+    return [made]
+
+
+def _from_servers(entry: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> list[MCPTool]:
+    given = {**(entry.get("mcp") or {}), **(config.get("mcp") or {})}
+    servers = given.get("mcp_servers_config_path") or given.get("mcpServers") or config.get("mcpServers")
+    if servers is None:
+        raise SettingError("an MCP tool", expected="mcp.mcp_servers_config_path", found=sorted(given))
+    if isinstance(servers, str):
+        servers = folder / servers if (folder / servers).is_file() else Path(servers)
+    timeout = float(config.get("timeout", 30.0))
+    return mcp_tools(servers, selected=given.get("tool_selected_list"), timeout=timeout)
+
+
+def find_class(name: Any, kind: str, aliases: Mapping[str, type], roots: Sequence[str | Path] = ()) -> type[Any]:
+    """The class with this name: an alias, a class of `__main__` or of workbench, or `package.module.Class`.
+
+    A module is imported, and so run in this process, only from below an allowed root: the folder that Python was started
+    in, those in `WORKBENCH_CODE_ROOTS`, and `roots`. Raises `SettingError`, naming module and folders, where the module is
+    not there, lies elsewhere, does not import, or has no such class.
+    """
+    if not isinstance(name, str) or not name:
+        raise SettingError(f"class_name of a {kind}", expected="package.module.Class", found=repr(name))
+    if name in aliases:
+        return aliases[name]
+    dotted, _, last = name.rpartition(".")
+    if not dotted:
+        raise SettingError(unknown(kind, name, [one for one in aliases if "." not in one]))
+    if dotted == "__main__":
+        module = sys.modules["__main__"]
+    elif dotted.startswith("workbench.agents."):
+        with boundary(f"importing {dotted}", SettingError):
+            module = importlib.import_module(dotted)
+    else:
+        module = _imported(dotted, kind, roots)
+    found = getattr(module, last, None)
+    if not isinstance(found, type):
+        classes = [one for one, value in vars(module).items() if isinstance(value, type)]
+        raise SettingError(f"{dotted}: " + unknown(f"class of that module ({kind})", last, classes))
+    return found
+
+
+def _imported(dotted: str, kind: str, roots: Sequence[str | Path]) -> ModuleType:
+    parts = dotted.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise SettingError(f"class_name of a {kind}", expected="package.module.Class", found=dotted)
+    allowed = allowed_roots(roots)
+    if (loaded := sys.modules.get(dotted)) is not None:
+        return _below(loaded, dotted, allowed)
+    for root in allowed:
+        file = root.joinpath(*parts)
+        if file.with_suffix(".py").is_file() or (file / "__init__.py").is_file():
+            return _from(root, parts, allowed)
+    expected = f"{'/'.join(parts)}.py below {', '.join(map(str, allowed))}"
+    do = f"start Python in its folder, pass roots=[…], or name the folder in {ROOTS}"
+    raise SettingError(f"module {dotted!r} of a {kind} is not there", expected=expected, do=do)
+
+
+def _from(root: Path, parts: Sequence[str], allowed: Sequence[Path]) -> ModuleType:
+    """Import package by package from this root alone: no other entry of sys.path can answer to the name."""
+    folders, name, module = [str(root)], "", ModuleType("")
+    for part in parts:
+        name = f"{name}.{part}" if name else part
+        if name in sys.modules:
+            module = _below(sys.modules[name], name, allowed)
+        else:
+            spec = PathFinder.find_spec(name, folders)
+            if spec is None:
+                raise SettingError(f"module {name!r} in {folders[0]}", expected="Python")
+            module = module_from_spec(spec)
+            if spec.submodule_search_locations is not None:  # a folder without __init__ would look along sys.path again
+                module.__path__ = list(spec.submodule_search_locations)
+            _below(module, name, allowed)
+            sys.modules[name] = module
+            try:
+                with boundary(f"importing {name} from {folders[0]}", SettingError):
+                    if spec.loader is not None:
+                        spec.loader.exec_module(module)
+            except BaseException:
+                sys.modules.pop(name, None)
+                raise
+        folders = list(getattr(module, "__path__", []))
+    return module
+
+
+def _below(module: ModuleType, name: str, allowed: Sequence[Path]) -> ModuleType:
+    places = [module.__file__] if getattr(module, "__file__", None) else list(getattr(module, "__path__", []))
+    found = [Path(str(one)).resolve() for one in places]
+    check_roots(f"module {name!r}", found, allowed, SettingError, "rename yours")
+    return module

@@ -1,0 +1,1 @@
+"""What every room stands on: errors, settings, metrics, seeds, the background event loop, HTTP. No tensors."""

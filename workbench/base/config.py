@@ -1,0 +1,217 @@
+"""Settings: frozen, keyword-only, typed; unknown names are refused with the nearest one.
+
+A settings class is a dataclass that inherits `Settings`::
+
+    @dataclass(frozen=True, kw_only=True)
+    class SamplingSettings(Settings):
+        temperature: float = 1.0
+        \"\"\"Divides the logits; 0 is greedy.\"\"\"
+
+`SamplingSettings.from_parameters({"temperature": "0.7"})` coerces by annotation and refuses
+what it does not know. Checks of values go into `__post_init__` by `require`.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+import linecache
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from workbench.base.errors import SettingError, describe, unknown
+
+_TRUE = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def require(condition: bool, what: str, *, expected: object, found: object, do: str | None = None) -> None:
+    """Raise `SettingError` unless the condition holds; `found` is shown by its repr."""
+    if not condition:
+        raise SettingError(what, expected=expected, found=describe(found), do=do)
+
+
+def coerce(name: str, value: Any, annotation: Any) -> Any:
+    """`value` as the annotated type: `"false"` → False, `"1e-6"` → 1e-6. Raises `SettingError` where it cannot be.
+
+    Understands int, float, bool, str, Literal, Optional and unions of these, and lists, tuples and dicts of them.
+    """
+    what = f"setting {name!r}"
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any or isinstance(annotation, str):
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return _coerce_union(name, value, args)
+    if origin is typing.Literal:
+        require(value in args, what, expected=f"one of {args}", found=value)
+        return value
+    if origin in (list, tuple):
+        require(isinstance(value, list | tuple), what, expected="a list", found=value)
+        kind = args[0] if args else Any
+        return origin(coerce(name, item, kind) for item in value)
+    if origin is dict:
+        require(isinstance(value, dict), what, expected="a dict", found=value)
+        return {coerce(name, key, args[0]): coerce(name, item, args[1]) for key, item in value.items()}
+    if annotation not in (bool, int, float, str):
+        return value
+    if (found := _scalar(value, annotation)) is None:
+        expected = {float: "a number", int: "a whole number"}.get(annotation, annotation.__name__)
+        raise SettingError(what, expected=expected, found=describe(value))
+    return found
+
+
+def _coerce_union(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
+    nothing = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
+    if nothing and type(None) in kinds:
+        return None
+    for kind in kinds:
+        if kind is not type(None):
+            with contextlib.suppress(SettingError):  # the next member of the union may take it
+                return coerce(name, value, kind)
+    kinds_text = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+    raise SettingError(f"setting {name!r}", expected=kinds_text, found=describe(value))
+
+
+def _whole(value: Any) -> int | None:
+    if isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
+        return int(value)  # not through a float: seeds have more digits
+    return int(float(value)) if float(value).is_integer() else None  # "1e3" is a whole number
+
+
+def _scalar(value: Any, kind: type) -> Any:
+    """The value as a bool, int, float or str; None where it is none."""
+    if isinstance(value, kind) and isinstance(value, bool) == (kind is bool):  # to Python a bool is an int
+        return value
+    if kind is bool and isinstance(value, str):
+        return _TRUE.get(value.lower())
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if kind is int and not isinstance(value, bool):
+            return _whole(value)
+        if kind is float and isinstance(value, int | str) and not (isinstance(value, bool) or math.isnan(float(value))):
+            return float(value)
+    return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of all settings classes: frozen, keyword-only dataclasses."""
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """The names of its settings, in the order of their definition."""
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, Any]) -> Self:
+        """Settings from names and values, as a notebook or a command line gives them (`"1e-6"` for a number).
+
+        Raises `SettingError` for a name that it does not have, and for a value that is not of the setting's type.
+        """
+        hints = typing.get_type_hints(cls)
+        for name in parameters:
+            if name not in cls.field_names():
+                raise SettingError(unknown(f"setting of {cls.__name__}", name, cls.field_names()))
+        return cls(**{name: coerce(name, value, hints[name]) for name, value in parameters.items()})
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some settings changed; unknown names are refused."""
+        return type(self).from_parameters({**self.to_dict(), **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name → value, one level deep."""
+        return {name: getattr(self, name) for name in self.field_names()}
+
+
+def settings_hash(settings: Mapping[str, Any]) -> str:
+    """Eight hex digits that change when any setting does.
+
+    Values count by their repr; functions and classes by name and source text, so that a function that is defined again under
+    its old name changes the hash.
+    """
+
+    def written(value: Any) -> str:
+        text, name = source_of(value), getattr(value, "__qualname__", None)
+        if text is None:
+            return repr(value)
+        # the repr of a function is an address: another one in every process
+        return f"{name if isinstance(name, str) else repr(value)}\n{text}"
+
+    text = json.dumps({key: written(value) for key, value in settings.items()}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+class Remembering:
+    """Base of classes whose constructors keep their arguments, so that a run can record how to make an object again."""
+
+    _made_with: Mapping[str, Any] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = _remembering(vars(cls)["__init__"])  # type: ignore[method-assign]
+
+    @property
+    def made_with(self) -> Mapping[str, Any]:
+        """The arguments of its constructor by name, `**keywords` among them."""
+        return self._made_with
+
+
+def _remembering(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor, wrapped so that it also keeps its arguments by name in `_made_with` (`**settings` one by one)."""
+    signature = inspect.signature(init)
+    mine, *others = signature.parameters.values()
+    starred = [one.name for one in others if one.kind is inspect.Parameter.VAR_KEYWORD]
+
+    @functools.wraps(init)
+    def remembers(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        given = dict(signature.bind(self, *args, **kwargs).arguments)
+        del given[mine.name]
+        extra = given.pop(starred[0], {}) if starred else {}
+        self._made_with = given | extra
+
+    return remembers
+
+
+def source_of(value: Any) -> str | None:
+    """Source text of a function, a partial, a class, or an object with a text `source`; None where there is none.
+
+    A callable object of the user's is represented by its class.
+    """
+    text = getattr(value, "source", None)
+    if isinstance(text, str):
+        return text
+    if isinstance(value, functools.partial):
+        return source_of(value.func)
+    if not isinstance(value, Callable):  # type: ignore[arg-type]
+        return None
+    if not (inspect.isroutine(value) or inspect.isclass(value)):
+        value = type(value)
+        if value.__module__.startswith("workbench."):
+            return None
+    try:
+        return inspect.getsource(value)
+    except (OSError, TypeError):  # a builtin, or a cell whose text is gone
+        return _class_in_a_cell(value) if inspect.isclass(value) else None
+
+
+def _class_in_a_cell(kind: type) -> str | None:
+    """Python looks for a class in its module's file, and a notebook has none; its methods know their cell."""
+    found = [inspect.unwrap(one) for one in vars(kind).values() if inspect.isfunction(one)]
+    own = [one.__code__ for one in found if one.__qualname__.rpartition(".")[0] == kind.__qualname__]
+    for code in own:
+        lines = linecache.getlines(code.co_filename)
+        with contextlib.suppress(SyntaxError):  # a cell with magics
+            for node in ast.walk(ast.parse("".join(lines))):
+                if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
+                    first, last = node.lineno, node.end_lineno or node.lineno
+                    if first <= code.co_firstlineno <= last:
+                        return "".join(lines[first - 1 : last])
+    return None

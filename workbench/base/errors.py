@@ -1,0 +1,186 @@
+"""Exceptions of workbench, and the form of their messages.
+
+The tree (each error is also the builtin exception in brackets, and can be pickled)::
+
+    WorkbenchError
+    ├── BatchError (ValueError)            a DataProto cannot be what it was asked to be
+    │   ├── ColumnMissing (KeyError, AttributeError)
+    │   ├── ColumnInvalid                  dtype, dims or length do not fit the declaration
+    │   └── UnionConflict                  two batches disagree about a column
+    ├── PipelineError (ValueError)         a chain of stages cannot work
+    ├── SettingError (ValueError, TypeError)  a setting is unknown, missing or impossible
+    ├── DataError (ValueError)             a data file or a row of it
+    ├── EngineError (RuntimeError)         sampling, scoring, learning
+    │   ├── OutOfMemory (MemoryError)
+    │   ├── VersionMismatch                weights are not those that a stepper needs
+    │   ├── WorkerLost                     a process of a group died: which, how, and the end of its log
+    │   └── NonFinite                      NaN or infinity where a number must be
+    ├── RewardError (RuntimeError)         scoring could not be done, or broke its contract
+    ├── SandboxError (RuntimeError)        model code cannot be run safely here
+    ├── RunError (RuntimeError)            a run folder
+    │   └── CheckpointError                incomplete, corrupt or of another format
+    ├── ForeignError (RuntimeError)        the user's or a library's code raised; says where
+    └── Interrupted (RuntimeError)         the work was asked to stop
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class WorkbenchError(Exception):
+    """Base of every error that workbench raises on purpose: what, what was expected, what was found, what to do.
+
+    Example:
+        >>> raise SettingError("'step' is no setting of grpo", do="did you mean 'steps'?")  # doctest: +SKIP
+    """
+
+    def __init__(self, what: str = "", *, expected: object = None, found: object = None, do: str | None = None) -> None:
+        super().__init__(message(what, expected=expected, found=found, do=do))
+
+    def __str__(self) -> str:  # KeyError would print the repr of its argument
+        return str(self.args[0]) if self.args and self.args[0] else type(self).__name__
+
+
+class BatchError(WorkbenchError, ValueError):
+    """A `DataProto` cannot be made or changed as asked."""
+
+
+class ColumnMissing(BatchError, KeyError, AttributeError):
+    """A column was asked for that the batch does not have.
+
+    It is an `AttributeError` too, so that `hasattr`, `copy` and completion work on a batch.
+    """
+
+
+class ColumnInvalid(BatchError):
+    """A column's dtype, dims or length do not fit its declaration or its siblings."""
+
+
+class UnionConflict(BatchError):
+    """Two batches hold different values under one name."""
+
+
+class PipelineError(WorkbenchError, ValueError):
+    """A chain of stages cannot work, for example because a stage reads a column that none writes."""
+
+
+class SettingError(WorkbenchError, ValueError, TypeError):
+    """A setting is unknown, missing, of the wrong type or impossible."""
+
+
+class DataError(WorkbenchError, ValueError):
+    """A data file, or a row of it, cannot be used."""
+
+
+class EngineError(WorkbenchError, RuntimeError):
+    """An engine could not sample, score or learn."""
+
+
+class OutOfMemory(EngineError, MemoryError):
+    """Memory ran out, or an estimate says that it would."""
+
+
+class VersionMismatch(EngineError):
+    """The weights in the engine are not those that were asked for, and no snapshot has them."""
+
+
+class WorkerLost(EngineError):
+    """A worker process of a group died: which rank, how it ended, the end of its log. The others were ended, too."""
+
+    def __init__(self, what: str = "", *, rank: int | None = None, exit: str = "", log: str = "", **told: Any) -> None:
+        super().__init__(what, **told)
+        self.rank = rank
+        self.exit = exit
+        """How it ended: `SIGKILL`, `exit code 3`."""
+        self.log = log
+        """The last lines that it wrote."""
+
+
+class NonFinite(EngineError):
+    """A NaN or infinity where only a number makes sense; the weights were not changed."""
+
+
+class RewardError(WorkbenchError, RuntimeError):
+    """A reward could not be computed, or its function broke the contract."""
+
+
+class SandboxError(WorkbenchError, RuntimeError):
+    """Model code cannot be run with the isolation that was asked for."""
+
+
+class RunError(WorkbenchError, RuntimeError):
+    """A run folder is missing, locked, or not what its settings say."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint is incomplete, corrupt, or of another format."""
+
+
+class ForeignError(WorkbenchError, RuntimeError):
+    """The user's or a library's code raised. Its exception is `__cause__`."""
+
+
+class Interrupted(WorkbenchError, RuntimeError):
+    """The work was asked to stop and stopped at a safe place."""
+
+
+def message(what: str, *, expected: object = None, found: object = None, do: str | None = None) -> str:
+    """An error text in workbench's order: what, what was expected, what was found, what to do.
+
+    >>> message("'step' is no setting of grpo", found="step", do="did you mean 'steps'?")
+    "'step' is no setting of grpo; found step; did you mean 'steps'?"
+    """
+    parts = [what]
+    if expected is not None:
+        parts.append(f"expected {expected}")
+    if found is not None:
+        parts.append(f"found {found}")
+    if do is not None:
+        parts.append(do)
+    return "; ".join(parts)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that looks most like `name`, or None when none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """The message for a name that is not among the known ones: the list, and the nearest of it."""
+    names = list(known)
+    close = nearest(name, names)
+    hint = f"did you mean {close!r}?" if close else None
+    return message(f"{name!r} is not a {kind}", expected=f"one of {', '.join(names) or '(none)'}", do=hint)
+
+
+@contextmanager
+def boundary(place: str, error: type[WorkbenchError] = ForeignError) -> Iterator[None]:
+    """A context around the user's or a library's code: exceptions are raised as `error`, with the name of the place.
+
+    Errors of ours, `KeyboardInterrupt` and `SystemExit` pass unchanged. The cause is kept. There is no time limit here, because
+    a thread cannot be killed: see `rewards.runner`.
+    """
+    try:
+        yield
+    except WorkbenchError:
+        raise
+    except Exception as cause:
+        raise error(f"{place} raised {type(cause).__name__}: {cause}") from cause
+
+
+def first_line(error: BaseException, limit: int = 200) -> str:
+    """`TypeName: first line of the message`, cut to `limit` characters, for tables and records."""
+    text = str(error).strip().splitlines()
+    line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def describe(value: Any, limit: int = 80) -> str:
+    """The repr of a value for an error message, cut to `limit` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,127 @@
+"""JSON over HTTP with retries and deadlines: one client for remote sandboxes, judges and reward models."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+from workbench.base.config import require
+from workbench.base.errors import ForeignError
+
+T = TypeVar("T")
+
+AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+"""HTTP statuses after which a request is sent again."""
+MAX_REPLY = 64 << 20
+"""Most bytes of a reply; a longer one is refused."""
+
+
+class Unreachable(ForeignError):
+    """The service gave no usable reply within the attempts and the deadline."""
+
+
+class Refused(ForeignError):
+    """The service refused the request (a 4xx status); it is not sent again."""
+
+
+class Client:
+    """Posts and reads JSON, and tries again after errors that may pass.
+
+    At most `max_concurrent` posts at a time, each with `attempts` tries within `deadline` seconds. The pauses between tries
+    double from `wait` seconds with full jitter, or are as long as `Retry-After`. Errors name the host and the last cause.
+    """
+
+    def __init__(
+        self,
+        *,
+        attempts: int = 5,
+        deadline: float = 300.0,
+        wait: float = 0.5,
+        max_concurrent: int = 64,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        require(max_concurrent >= 1, "max_concurrent", expected="≥ 1", found=max_concurrent)
+        require(attempts >= 1, "attempts", expected="≥ 1", found=attempts)
+        require(deadline > 0, "deadline", expected="seconds > 0", found=deadline)
+        self.attempts, self.deadline, self.wait = attempts, deadline, wait
+        self._headers = dict(headers or {})
+        self.max_concurrent = max_concurrent
+        # connections and places belong to the loop that made them
+        self._clients: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+
+    async def post(self, url: str, body: Any, *, timeout: float, read: Callable[[Any], T]) -> T:
+        """Post JSON; returns `read(reply)` of the first usable reply. A `ValueError` of `read` means that it is not usable.
+
+        Raises `Refused` for a status that does not pass, `Unreachable` where no try gave a usable reply.
+        """
+        async with self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrent)):
+            return await self._until_read("POST", url, body, timeout, read)
+
+    async def get(self, url: str, *, timeout: float) -> Any:
+        """The JSON at a URL. Raises as `post`."""
+        return await self._until_read("GET", url, None, timeout, lambda reply: reply)
+
+    async def _until_read(self, method: str, url: str, body: Any, timeout: float, read: Callable[[Any], T]) -> T:
+        import httpx
+
+        end = time.monotonic() + self.deadline
+        cause: Exception = TimeoutError("no time was left")
+        for attempt in range(self.attempts):
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            pause = random.uniform(0, self.wait * 2**attempt)
+            try:
+                reply = await asyncio.wait_for(self._send(method, url, body), min(timeout, left))
+                if reply.status_code < 400:
+                    return read(reply.json())
+                if reply.status_code not in AGAIN:
+                    raise Refused(f"{httpx.URL(url).host} answered {reply.status_code}: {reply.text[:300]}")
+                cause = RuntimeError(f"status {reply.status_code}: {reply.text[:200]}")
+                pause = max(pause, _retry_after(reply.headers.get("Retry-After")))
+            except TimeoutError:
+                cause = TimeoutError(f"no reply in {min(timeout, left):.3g} s")
+            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:  # cut, dropped or not JSON
+                cause = error
+            if attempt + 1 < self.attempts:
+                await asyncio.sleep(min(pause, max(end - time.monotonic(), 0.0)))
+        host = httpx.URL(url).host
+        raise Unreachable(f"{host} gave no usable reply in {self.attempts} attempts: {type(cause).__name__}: {cause}")
+
+    async def _send(self, method: str, url: str, body: Any) -> Any:
+        import httpx
+
+        loop = asyncio.get_running_loop()
+        client = self._clients.get(loop)
+        if client is None:
+            # our own time limit covers the whole exchange; httpx's are per read, and a drip outlives them
+            client = httpx.AsyncClient(timeout=None, headers=self._headers, limits=httpx.Limits(max_connections=None))
+            self._clients[loop] = client
+        async with client.stream(method, url, **({} if body is None else {"json": body})) as reply:
+            size, parts = 0, []
+            async for part in reply.aiter_bytes():
+                size += len(part)
+                if size > MAX_REPLY:
+                    raise ValueError(f"a reply of more than {MAX_REPLY >> 20} MiB")
+                parts.append(part)
+        headers = reply.headers.copy()
+        for name in ("content-encoding", "content-length"):  # the body is decoded already
+            headers.pop(name, None)
+        return httpx.Response(reply.status_code, headers=headers, content=b"".join(parts))
+
+
+def _retry_after(text: str | None) -> float:
+    """Seconds that a service asks for; 0 where it does not."""
+    text = (text or "").strip()
+    if text.isdigit():
+        return float(text)
+    with suppress(TypeError, ValueError):
+        return max(parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
+    return 0.0

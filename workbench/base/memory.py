@@ -1,0 +1,106 @@
+"""Memory that an error keeps: after an interrupt the prompt still holds all local variables of the traceback's frames.
+
+Python keeps the last error that reached the prompt (`sys.last_value`), IPython keeps its traceback once more, and a
+traceback keeps its frames: a gigabyte that a cell held when it was stopped is held until something else raises. `%debug`
+needs it, so nothing is dropped before the next stage runs, or `free_memory()` is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from traceback import walk_tb
+from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
+
+_RUNS_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_FRAMES = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
+_forgotten: BaseException | None = None
+
+
+def free_memory() -> int:
+    """Free what the last error of a cell holds, collect garbage, and return unused memory to the system.
+
+    Returns the bytes by which this process has become smaller (0 without /proc). Values that still have a name, and results
+    that IPython keeps in `Out`, stay. `%debug` of that error has no local variables to show any more.
+    """
+    before = _resident()
+    forget_last_error()
+    gc.collect()
+    _trim()
+    return max(before - _resident(), 0)
+
+
+def forget_last_error() -> bool:
+    """Empty the frames of the last error that reached the prompt; returns whether there was a new one.
+
+    Its message and lines stay, and so do frames that still run. Then garbage is collected.
+    """
+    global _forgotten
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None or error is _forgotten:
+        return False
+    _forgotten = error  # only its lines: the frames are empty
+    frames = {id(frame): frame for one in _chain(error) for frame, _ in walk_tb(one.__traceback__)}
+    alive = _suspended() if any(frame.f_code.co_flags & _RUNS_ON for frame in frames.values()) else set()
+    for number, frame in frames.items():
+        if number not in alive:  # clearing a suspended coroutine would end it
+            _empty(frame)
+    del frames
+    gc.collect()
+    _trim()
+    return True
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it came from, and the members of groups, each once."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        waiting += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions
+
+
+def _suspended() -> set[int]:
+    """Ids of the frames of all generators and coroutines that will go on."""
+    return {id(getattr(one, _FRAMES[type(one)])) for one in gc.get_objects() if type(one) in _FRAMES}
+
+
+def _empty(frame: FrameType) -> None:
+    with contextlib.suppress(RuntimeError):  # it still runs: what it holds is in use
+        frame.clear()
+        # a debugger that looked has left a second dict of a function's locals; a module's is the namespace itself
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(frame.f_locals, dict):
+            frame.f_locals.clear()
+
+
+def _trim() -> None:
+    """glibc keeps freed blocks for later; elsewhere there is nothing to do."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def available() -> int:
+    """Bytes of memory that are free, as the kernel estimates it; 4 EiB where /proc is not there."""
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 1 << 62
+
+
+def _resident() -> int:
+    """Bytes of this process in memory; 0 where /proc is not there."""
+    with contextlib.suppress(OSError), open("/proc/self/statm") as sizes:
+        return int(sizes.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0

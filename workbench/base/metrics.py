@@ -1,0 +1,106 @@
+"""Metrics as values that know how they are joined: Mean, Max, Min, Sum, Count; `reduce` joins dicts of them.
+
+A stage, a micro-batch or a rank returns a dict of metrics. Joining is associative and means carry their weight, so that
+cutting a batch differently cannot change a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from operator import add
+from typing import Any, ClassVar, Self
+
+from workbench.base.errors import SettingError
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A weighted mean: `total` is Σ weight·value; with a weight of 0 the result is NaN."""
+
+    total: float
+    weight: float = 1.0
+
+    @classmethod
+    def of(cls, value: float, weight: float = 1.0) -> Mean:
+        """The mean `value` of something that counts `weight` times."""
+        return cls(value * weight if weight else 0.0, weight)
+
+    def join(self, other: Mean) -> Mean:
+        """Both together."""
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+    def result(self) -> float:
+        """Σ weight·value / Σ weight."""
+        return self.total / self.weight if self.weight else float("nan")
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A plain number; `_both` makes one of two."""
+
+    value: float
+    _both: ClassVar[Callable[..., float]]
+
+    def join(self, other: Self) -> Self:
+        """Both together."""
+        return type(self)(self._both(self.value, other.value))
+
+    def result(self) -> float:
+        """The plain number, as a float."""
+        return float(self.value)
+
+
+class Max(_Number):
+    """The largest of the values that are joined."""
+
+    _both: ClassVar[Callable[..., float]] = max
+
+
+class Min(_Number):
+    """The smallest of the values that are joined."""
+
+    _both: ClassVar[Callable[..., float]] = min
+
+
+class Sum(_Number):
+    """The sum of the values that are joined."""
+
+    _both: ClassVar[Callable[..., float]] = add
+
+
+@dataclass(frozen=True)
+class Count(Sum):
+    """How many: a sum of whole numbers, 1 by default."""
+
+    value: int = 1
+
+
+Metric = Mean | _Number
+"""A number that can be joined with others of its kind."""
+
+
+def join(groups: Iterable[Mapping[str, Metric | float]]) -> dict[str, Metric]:
+    """Dicts of metrics into one dict of metrics, key by key; a plain number counts as a mean of weight one.
+
+    Raises `SettingError` where one key has metrics of two kinds.
+    """
+    joined: dict[str, Metric] = {}
+    for group in groups:
+        for key, value in group.items():
+            metric: Any = value if isinstance(value, Metric) else Mean(float(value))
+            before = joined.get(key)
+            if before is not None and type(before) is not type(metric):
+                kinds, do = f"{type(before).__name__} and {type(metric).__name__}", "give every part the same kind"
+                raise SettingError(f"metric {key!r} comes in two kinds", found=kinds, do=do)
+            joined[key] = metric if before is None else before.join(metric)
+    return joined
+
+
+def reduce(groups: Iterable[Mapping[str, Metric | float]]) -> dict[str, float]:
+    """Dicts of metrics, of stages, micro-batches or ranks, joined into one dict of plain floats.
+
+    >>> reduce([{"a": Mean.of(1.0, 3)}, {"a": Mean.of(5.0, 1)}])
+    {'a': 2.0}
+    """
+    return {key: metric.result() for key, metric in join(groups).items()}

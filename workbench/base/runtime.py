@@ -1,0 +1,199 @@
+"""Synchronous calls of async code, by one event loop on a background thread of the process, and the interrupt flag.
+
+Engines and rewards are async inside; stages are called synchronously, from a script, a cell or a worker thread. `run` takes a
+coroutine to the background loop and waits for it, which works under Jupyter's own running loop without patching asyncio.
+
+An interrupt is a flag: `interrupt()` sets it, and long work calls `check()` between decode steps and micro-batches, where
+stopping is safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from workbench.base.errors import Interrupted
+
+Q = TypeVar("Q")
+T = TypeVar("T")
+PATIENCE = 4.0
+"""Seconds that an interrupt waits for work to stop: the prompt is back within five."""
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_stop = threading.Event()
+_here = threading.local()
+_under_way: list[Callable[[], bool]] = []
+
+
+def loop() -> asyncio.AbstractEventLoop:
+    """The background event loop, started on first use; its thread is a daemon."""
+    global _loop
+    with _lock:
+        if _loop is None or _loop.is_closed():
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="workbench-loop", daemon=True).start()
+        return _loop
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on the background loop and wait for its result.
+
+    A `KeyboardInterrupt` while waiting sets the interrupt flag, cancels the work, waits until it has stopped, and is raised
+    again. Raises `RuntimeError` on the background loop's own thread.
+    """
+    if threading.current_thread().name == "workbench-loop":
+        work.close()
+        raise RuntimeError("runtime.run was called on the background loop itself; await the coroutine instead")
+    future = asyncio.run_coroutine_threadsafe(work, loop())
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        with interrupting():
+            future.cancel()
+            _settle()
+        raise
+
+
+def run_all(ask: Callable[[Q], Coroutine[Any, Any, T]], questions: Iterable[Q]) -> list[T]:
+    """Run `ask(question)` for all questions at once and wait; answers in order."""
+
+    async def together() -> list[T]:
+        return list(await asyncio.gather(*map(ask, questions)))
+
+    return run(together())
+
+
+def _settle() -> None:
+    """Wait, for `PATIENCE` seconds at most, until threads have stopped the work that was cancelled."""
+    end = time.monotonic() + PATIENCE
+    try:
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop()).result(timeout=PATIENCE)
+    except TimeoutError:
+        return
+    while time.monotonic() < end and any(given_up() for given_up in tuple(_under_way)):
+        time.sleep(0.002)
+
+
+def interrupt() -> None:
+    """Ask all work of this process to stop at its next safe place."""
+    _stop.set()
+
+
+def clear() -> None:
+    """Take the request to stop back."""
+    _stop.clear()
+
+
+@contextmanager
+def interrupting() -> Iterator[None]:
+    """A context in which the interrupt flag is set; it is cleared at the end."""
+    interrupt()
+    try:
+        yield
+    finally:
+        clear()
+
+
+def check() -> None:
+    """Raises `Interrupted` where the work was asked to stop, or nobody waits for this thread's work any more (`unless`)."""
+    given_up: Callable[[], bool] | None = getattr(_here, "given_up", None)
+    if _stop.is_set() or (given_up is not None and given_up()):
+        raise Interrupted("the work was interrupted; everything finished before is kept")
+
+
+@contextmanager
+def unless(given_up: Callable[[], bool]) -> Iterator[None]:
+    """A context in which `check()` on this thread also raises once `given_up()` is true: for work that was cancelled."""
+    before, _here.given_up = getattr(_here, "given_up", None), given_up
+    _under_way.append(given_up)
+    try:
+        yield
+    finally:
+        _under_way.remove(given_up)
+        _here.given_up = before
+
+
+async def beside(function: Callable[..., T], *args: Any) -> T:
+    """Run blocking work in a thread, so that the caller's loop (buttons, displays) goes on.
+
+    When the awaiting task is cancelled (an interrupted cell) the work is asked to stop and waited for before the cancellation
+    goes on.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        with interrupting():
+            await asyncio.wait([work])
+        raise
+
+
+GRACE = 4.0
+"""Seconds that an interrupted cell may take to end its step: a prompt must be back soon."""
+JOB_GRACE = 15.0
+"""The same in a job: schedulers give half a minute or more after SIGTERM."""
+
+
+class Control:
+    """Stop and pause flags of a training loop: `stop` ends it after the present step, `pause` holds it until `resume`."""
+
+    def __init__(self, grace: float | None = None) -> None:
+        self.grace = (JOB_GRACE if os.environ.get("WORKBENCH_JOB") else GRACE) if grace is None else grace
+        self.paused = False
+        self.holding = False
+        """Whether the loop waits because of `pause`: the last step has ended."""
+        self.stopping = False
+        self.interrupted = False
+        """Whether the stop came from an interrupt: `CancelledError` is raised to the caller in the end."""
+
+    def stop(self) -> None:
+        """End the loop after the present step."""
+        self.stopping = True
+
+    def pause(self) -> None:
+        """Hold the loop after the present step."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Let a paused loop go on."""
+        self.paused = False
+
+    async def gate(self) -> bool:
+        """Between steps: wait while paused; returns whether there shall be another step."""
+        try:
+            while self.paused and not self.stopping:
+                self.holding = True
+                await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            self.interrupted = self.stopping = True
+        finally:
+            self.holding = False
+        return not self.stopping
+
+    async def carry(self, function: Callable[..., T], *args: object) -> T:
+        """Run blocking work in a thread, so that the caller's loop (buttons, displays) goes on.
+
+        A cancellation (an interrupted cell, a SIGTERM of a job) stops the loop after this work, where that ends within
+        `grace` seconds and the caller does not cancel again; else the work is asked to stop at its next safe place and waited
+        for, and the cancellation goes on.
+        """
+        work = asyncio.ensure_future(asyncio.to_thread(function, *args))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            self.interrupted = self.stopping = True
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([work], timeout=self.grace)
+            if not work.done():
+                with interrupting():
+                    await asyncio.wait([work])
+            if isinstance(work.exception(), Interrupted | KeyboardInterrupt):
+                raise
+            return work.result()

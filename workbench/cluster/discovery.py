@@ -1,0 +1,166 @@
+"""What runs on this machine: clusters that could be attached to, and what a killed kernel of ours left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process; its start time distinguishes it from a later one with the same id."""
+
+    pid: int
+    born: float
+    name: str
+
+    def alive(self) -> bool:
+        """Whether it is still that process, and not a zombie."""
+        try:
+            now = psutil.Process(self.pid)
+            return abs(now.create_time() - self.born) < 0.1 and now.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+
+def process(pid: int) -> Process:
+    """The process that has this id now."""
+    found = psutil.Process(pid)
+    return Process(pid, found.create_time(), found.name())
+
+
+def of_session(session: str) -> list[Process]:
+    """Every process of a Ray session on this machine: those that name it, and their descendants."""
+    return _with_descendants(psutil.process_iter(), "ray", session)
+
+
+def half_started() -> list[Process]:
+    """Ray's processes that a start of ours which failed has left: Ray itself ends them only when this process ends."""
+    return _with_descendants(psutil.Process().children(), "/ray/", "session_")
+
+
+def _with_descendants(processes: Iterator[psutil.Process] | list[psutil.Process], *words: str) -> list[Process]:
+    """Those whose command line has all of these words, and what they have started."""
+    found: dict[int, Process] = {}
+    for one in processes:
+        with suppress(psutil.Error):
+            command = " ".join(one.cmdline())
+            if one.pid != os.getpid() and all(word in command for word in words):
+                for member in (one, *one.children(recursive=True)):
+                    with suppress(psutil.Error):
+                        found[member.pid] = process(member.pid)
+    return list(found.values())
+
+
+def end(processes: Sequence[Process], seconds: float = 5.0) -> list[Process]:
+    """Wait until they are gone, then kill those that are not; the killed."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and any(one.alive() for one in processes):
+        time.sleep(0.05)
+    late = [one for one in processes if one.alive()]
+    for one in late:
+        with suppress(psutil.Error):
+            psutil.Process(one.pid).kill()
+    return late
+
+
+# --- records of what we started -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Record:
+    """A local cluster that a process of ours started, and the file that says so."""
+
+    driver: Process
+    session: str
+    processes: tuple[Process, ...]
+    path: Path
+
+    def members(self) -> list[Process]:
+        """The processes that were written down, and those that are of the session now."""
+        return [*{*self.processes, *of_session(self.session)}]
+
+
+def _folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"workbench-clusters-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    return folder
+
+
+def remember(session: str, processes: Sequence[Process]) -> Record:
+    """Write down what this process has started."""
+    path = _folder() / f"{session}.json"
+    made = Record(process(os.getpid()), session, tuple(processes), path)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(asdict(made), default=str), encoding="utf-8")
+    part.replace(path)
+    return made
+
+
+def records() -> Iterator[Record]:
+    """All that are written down; one that cannot be read is passed over."""
+    for path in sorted(_folder().glob("*.json")):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            facts = json.loads(path.read_text(encoding="utf-8"))
+            members = tuple(Process(**one) for one in facts["processes"])
+            yield Record(Process(**facts["driver"]), str(facts["session"]), members, path)
+
+
+def clear_left() -> list[str]:
+    """End what killed kernels have left of clusters that they started; a sentence for each kernel."""
+    notes = []
+    for record in records():
+        if record.driver.alive():
+            continue
+        if late := end(record.members(), 0.0):
+            names = ", ".join(sorted({one.name for one in late}))
+            who = f"a killed kernel (pid {record.driver.pid}) had left"
+            notes.append(f"ended {len(late)} processes ({names}) that {who}")
+        record.path.unlink(missing_ok=True)
+    return notes
+
+
+# --- clusters that could be attached to ------------------------------------------------------------
+
+
+def running() -> list[str]:
+    """Addresses of the Ray heads whose nodes run on this machine."""
+    from ray._private.services import _find_address_from_flag  # Ray's own public look-up remembers what it found once
+
+    return sorted(_find_address_from_flag("--gcs-address"))
+
+
+def known() -> dict[str, str]:
+    """Address → how it is known: a cluster runs there, or a variable or a file names it."""
+    named = {address: f"{where} names {address}" for where, address in pointed_at().items()}
+    return named | {address: f"a cluster runs at {address}" for address in running()}
+
+
+def pointed_at() -> dict[str, str]:
+    """Where an address is written → the address: the environment's `RAY_ADDRESS`, Ray's own pointer file."""
+    found = {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS", "")}
+    file = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    with suppress(OSError, UnicodeDecodeError):
+        found[str(file)] = file.read_text(encoding="utf-8").strip()
+    return {where: address for where, address in found.items() if address}
+
+
+def answers(address: str, seconds: float = 3.0) -> str | None:
+    """None where something listens at `host:port`, else why not."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds):
+            return None
+    except (OSError, ValueError) as error:
+        return str(error)

@@ -1,0 +1,187 @@
+"""Declares every column that workbench knows: dtype, dims, meaning, and the stage that writes it.
+
+Shape letters, everywhere: **P** prompts, **G** samples per prompt, **B = P·G** rows,
+**S** prompt tokens, **T** response tokens, **V** vocabulary. A letter has one size within a
+batch. Other columns are allowed (data sets and custom stages bring them); declared names are
+reserved and checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from workbench.base.errors import ColumnInvalid, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """The declaration of one column."""
+
+    name: str
+    """Its name in batches, widgets and plots."""
+    dtype: str
+    """`float` (any floating type), `int`, `bool`, or `object` (one Python object per row)."""
+    dims: tuple[str, ...]
+    """Shape letters, rows first. Object columns have `("B",)`."""
+    doc: str
+    """One sentence: what the numbers mean, and their unit."""
+    writer: str
+    """The stage that writes it, in a recipe."""
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it lives in `DataProto.batch` (else in `non_tensor_batch`)."""
+        return self.dtype != "object"
+
+
+def _declare(**stages: Mapping[str, tuple[str, str]]) -> Mapping[str, Column]:
+    """Stage → its columns: name → ("dtype and dims", sentence)."""
+    every = [(name, *said, stage) for stage, columns in stages.items() for name, said in columns.items()]
+    return MappingProxyType({name: _column(name, kind, stage, doc) for name, kind, doc, stage in every})
+
+
+def _column(name: str, kind: str, writer: str, doc: str) -> Column:
+    dtype, *dims = kind.split()
+    return Column(name=name, dtype=dtype, dims=tuple(dims) or ("B",), doc=doc, writer=writer)
+
+
+COLUMNS: Mapping[str, Column] = _declare(
+    dataset={
+        "raw_prompt": ("object", "The prompt as a chat: a list of {role, content}."),
+        "uid": ("object", "The prompt a row belongs to; rows with one uid are a group."),
+        "data_source": ("object", "Where the row comes from; chooses the scorer."),
+        "reward_model": ("object", "How the row is scored: {style, ground_truth}."),
+        "extra_info": ("object", "Whatever else the row brings, as a dict."),
+        "ability": ("object", "The kind of task, as the data set names it."),
+        "agent_name": ("object", "The agent loop that runs the row, by its registered name."),
+    },
+    rollout={
+        "prompts": ("int B S", "Prompt token ids, left-padded."),
+        "prompt_mask": ("int B S", "1 on prompt tokens, 0 on padding."),
+        "responses": ("int B T", "Response token ids, right-padded."),
+        "response_mask": ("int B T", "1 on the model's own tokens, 0 on padding and tool or user text."),
+        "input_ids": ("int B S+T", "Prompt and response ids side by side."),
+        "attention_mask": ("int B S+T", "1 on real tokens, 0 on padding."),
+        "position_ids": ("int B S+T", "Position of each real token in its row, from 0."),
+        "rollout_log_probs": ("float B T", "Log-prob of each response token when it was sampled, in nats."),
+        "finish_reason": ("object", "Why the response ended: stop, length or abort; of an episode also turns."),
+        "policy_version": ("int B", "Version of the policy that sampled the row."),
+        "greedy": ("bool B", "Whether the row is its prompt's greedy response, sampled as a baseline."),
+        "num_turns": ("object", "Turns of the row's episode: the model's, those put to it, and 1, as verl counts."),
+        "num_tool_calls": ("object", "Calls of tools that were run in the row's episode, failed ones among them."),
+        "turns": ("object", "The episode's transcript: a dict a turn, with places of tokens, calls, scores, cuts."),
+        "turn_scores": ("object", "The simulated user's scores of the row's turns, in order."),
+        "tool_rewards": ("object", "The tools' own rewards of the row's calls, in order; 0 for calls that failed."),
+        "agent_extra": ("object", "What else the row's agent loop gave, as a dict."),
+        "response_text": ("object", "The response decoded, special tokens left out."),
+    },
+    reward={
+        "token_level_scores": ("float B T", "The reward on the last valid response token, 0 elsewhere."),
+        "reward": ("float B", "The scalar reward; never NaN, 0 where not scored."),
+        "scored": ("bool B", "Whether the row has a score; False where scoring failed."),
+        "score": ("object", "The Score record of the row: value, parts, answer, why, status."),
+    },
+    old_log_prob={
+        "old_log_probs": ("float B T", "Log-prob of each response token under the policy before the update, in nats."),
+        "entropys": ("float B T", "Entropy of the next-token distribution at each response token, in nats."),
+        "sampler_logprob_diff": ("float B", "Largest |trainer's − sampler's log-prob| of the row's tokens, in nats."),
+        "sum_pi_squared": ("float B T", "Σ over the vocabulary of squared next-token probabilities at each token."),
+    },
+    rollout_correction={
+        "rollout_is_weights": (
+            "float B T",
+            "Importance weight of each token: trainer over sampler, truncated or masked.",
+        ),
+    },
+    baseline={"reward_baselines": ("float B", "The reward of the prompt's greedy response.")},
+    ref_log_prob={
+        "ref_log_prob": ("float B T", "Log-prob of each response token under the frozen reference, in nats."),
+    },
+    exact_kl={"full_kl": ("float B T", "KL of the whole next-token distribution from the reference's, in nats.")},
+    values={"values": ("float B T", "The critic's estimate of the return from each response token.")},
+    advantage={
+        "token_level_rewards": ("float B T", "token_level_scores less the KL penalty, where one is in the reward."),
+        "advantages": ("float B T", "How much better than expected each response token was."),
+        "returns": ("float B T", "The return from each response token: the critic's target."),
+    },
+    influence={"influence": ("float B T", "How much a small step on the token would raise a held-out objective.")},
+    update_actor={
+        "new_log_probs": ("float B T", "Log-prob of each response token in the update's last pass over its row."),
+        "clipped": ("bool B T", "Whether the surrogate was clipped there in the last pass over the row."),
+    },
+)
+
+REWARD_PREFIX = "reward/"
+"""Named parts of a reward are float columns `reward/<part>` [B]."""
+
+
+def declared(name: str) -> Column | None:
+    """The declaration of a column, or None for a name that is not declared."""
+    known = COLUMNS.get(name)
+    if known is None and name.startswith(REWARD_PREFIX):
+        part = name.removeprefix(REWARD_PREFIX)
+        return _column(name, "float B", "reward", f"The part {part!r} of the reward; NaN where a row has none.")
+    return known
+
+
+def writer_of(name: str) -> str | None:
+    """The stage that would write `name` in a recipe, or None."""
+    column = declared(name)
+    return column.writer if column else None
+
+
+def nearest_column(name: str, present: tuple[str, ...] = ()) -> str | None:
+    """The declared or present column that looks most like `name`."""
+    return nearest(name, (*present, *COLUMNS))
+
+
+def check_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises `ColumnInvalid` where a declared column has another dtype or number of dims."""
+    column = declared(name)
+    if column is None:
+        return
+    if not column.is_tensor:
+        raise ColumnInvalid(f"column {name!r}", expected="one object per row", found=f"a tensor {tuple(shape)}")
+    kinds = {
+        "float": dtype.is_floating_point,
+        "int": not dtype.is_floating_point and dtype != torch.bool and not dtype.is_complex,
+        "bool": dtype == torch.bool,
+    }
+    # a mask may come as bool, int or float: all of them count
+    if not kinds[column.dtype] and not (name.endswith("mask") and not dtype.is_complex):
+        raise ColumnInvalid(f"column {name!r}", expected=f"dtype {column.dtype}", found=str(dtype))
+    if len(shape) != len(column.dims):
+        dims = f"dims [{', '.join(column.dims)}]"
+        raise ColumnInvalid(f"column {name!r}", expected=dims, found=f"shape {tuple(shape)}")
+
+
+def check_objects(name: str) -> None:
+    """Raises `ColumnInvalid` where a column that is declared as a tensor comes as objects."""
+    column = declared(name)
+    if column is not None and column.is_tensor:
+        expected = f"a {column.dtype} tensor [{', '.join(column.dims)}]"
+        raise ColumnInvalid(f"column {name!r}", expected=expected, found="objects")
+
+
+def letter_sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Letter → size over all declared tensor columns. Raises `ColumnInvalid` for a letter with two sizes.
+
+    A compound such as `S+T` is a letter of its own, checked against its parts where both are there.
+    """
+    sizes: dict[str, int] = {}
+    named: dict[str, str] = {}
+    for name, shape in shapes.items():
+        column = declared(name)
+        if column is None or not column.is_tensor:
+            continue
+        for letter, size in zip(column.dims[1:], shape[1:], strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise ColumnInvalid(f"{name!r} has {letter}={size} but {named[letter]!r} has {letter}={sizes[letter]}")
+            named.setdefault(letter, name)
+    if {"S", "T", "S+T"} <= sizes.keys() and sizes["S"] + sizes["T"] != sizes["S+T"]:
+        raise ColumnInvalid("input_ids", expected=f"S+T = {sizes['S']}+{sizes['T']} tokens", found=f"{sizes['S+T']}")
+    return sizes

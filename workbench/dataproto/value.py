@@ -1,0 +1,241 @@
+"""The immutable value under `DataProto`: read-only columns, `meta_info`, origins, and values with other columns."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from workbench.base.errors import BatchError, ColumnInvalid, ColumnMissing, describe
+from workbench.dataproto.columns import check_objects, check_tensor, letter_sizes, nearest_column, writer_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Who wrote a column."""
+
+    stage: str
+    """Name of the stage, or `dataset`."""
+    step: int | None = None
+    """Training step, from 1."""
+    policy_version: int | None = None
+    """Version of the policy's weights then."""
+    settings: str | None = None
+    """Hash of the stage's settings."""
+
+
+@dataclass(eq=False)
+class Lazy:
+    """A column on disk that is read at its first use: `read()` all of it, `part(start, stop)` some rows."""
+
+    read: Callable[[], Any]
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    part: Callable[[int, int], Any]
+
+
+class Columns(Mapping[str, Any]):
+    """Name → column, read-only. `ColumnMissing` for a missing name says what there is and which stage would write it."""
+
+    def __init__(self, columns: dict[str, Any], rows: int) -> None:
+        self._columns, self._rows = columns, rows
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            value = self._columns[name]
+        except KeyError:
+            raise missing(name, tuple(self._columns)) from None
+        if isinstance(value, Lazy):
+            value = self._columns[name] = value.read()
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns  # asked often: it must neither read a column nor look for the nearest name
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """`torch.Size([B])`, as of a TensorDict."""
+        return torch.Size([self._rows])
+
+    def part(self, name: str, start: int, stop: int) -> Any:
+        """Rows `start` to `stop` of a column; of one on disk only these are read, and nothing is cached."""
+        value = self.held(name)
+        return value.part(start, stop) if isinstance(value, Lazy) else self[name][start:stop]
+
+    def passing(self, name: str) -> Any:
+        """A whole column for one use: one on disk is read and not cached."""
+        value = self.held(name)
+        return value.read() if isinstance(value, Lazy) else self[name]
+
+    def held(self, name: str) -> Any:
+        """A column without reading it: `Lazy` where it is on disk; None where there is none."""
+        return self._columns.get(name)
+
+    def raw(self) -> dict[str, Any]:
+        """All columns in a new dict, without reading those on disk."""
+        return dict(self._columns)
+
+    def __repr__(self) -> str:
+        return f"Columns({', '.join(self._columns)})"
+
+
+def missing(name: str, present: tuple[str, ...]) -> ColumnMissing:
+    """The error for a column that is not there, with the stage that writes it and the nearest name."""
+    writer, close = writer_of(name), nearest_column(name, present)
+    advice = [f"stage {writer!r} writes it"] if writer else []
+    advice += [f"did you mean {close!r}?"] if close and close != name else []
+    found = ", ".join(present) or "no columns"
+    return ColumnMissing(f"this batch has no {name!r}", found=found, do="; ".join(advice) or None)
+
+
+def as_objects(name: str, values: Any) -> np.ndarray:
+    """One Python object per row, as a one-dimensional object array."""
+    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
+        return values
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+        raise ColumnInvalid(f"column {name!r}", expected="one object per row", found=type(values).__name__)
+    array = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        array[row] = value
+    return array
+
+
+def apart(columns: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(the tensors, everything else) of some columns; one on disk is a tensor where it has a dtype."""
+
+    def is_tensor(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) or (isinstance(value, Lazy) and value.dtype is not None)
+
+    tensors = {name: value for name, value in columns.items() if is_tensor(value)}
+    return tensors, {name: value for name, value in columns.items() if name not in tensors}
+
+
+class Value:
+    """B rows of columns that are never changed: methods return another value, which shares them."""
+
+    def __init__(
+        self,
+        batch: Mapping[str, torch.Tensor] | None = None,
+        non_tensor_batch: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        *,
+        origins: Mapping[str, Origin] | None = None,
+    ) -> None:
+        tensors = dict(batch.items()) if batch is not None else {}
+        objects = {name: as_objects(name, values) for name, values in (non_tensor_batch or {}).items()}
+        twice = tensors.keys() & objects.keys()
+        if twice:
+            raise ColumnInvalid("a column is a tensor or objects, not both", found=", ".join(sorted(twice)))
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
+                raise ColumnInvalid(f"column {name!r}", expected="a tensor [B, …]", found=describe(tensor))
+            check_tensor(name, tuple(tensor.shape), tensor.dtype)
+        for name in objects:
+            check_objects(name)
+        check_letters(tensors)
+        self._set(tensors, objects, dict(meta_info or {}), origins or {})
+
+    def _set(
+        self, tensors: dict[str, Any], objects: dict[str, Any], meta: dict[str, Any], origins: Mapping[str, Origin]
+    ) -> None:
+        self._rows = _rows({**tensors, **objects})
+        self._names = dict.fromkeys((*tensors, *objects))  # asked for very often: one look into one dict
+        self._batch = Columns(tensors, self._rows)
+        self._objects = Columns(objects, self._rows)
+        self._meta = copy.deepcopy(meta)
+        self._origins = {name: made for name, made in origins.items() if name in self._names}
+
+    def _new(
+        self,
+        *columns: Mapping[str, Any],
+        meta: Mapping[str, Any] | None = None,
+        origins: Mapping[str, Origin] | None = None,
+    ) -> Self:
+        """A value made of columns that were checked before: only lengths are looked at again."""
+        new = object.__new__(type(self))
+        parts = apart({name: value for part in columns for name, value in part.items()})
+        new._set(*parts, dict(self._meta if meta is None else meta), self._origins if origins is None else origins)
+        return new
+
+    def _raw(self) -> dict[str, Any]:
+        """All columns in a new dict, without reading those on disk."""
+        return {**self._batch.raw(), **self._objects.raw()}
+
+    # --- parts ----------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> Columns:
+        """Name → tensor [B, …], read-only."""
+        return self._batch
+
+    @property
+    def non_tensor_batch(self) -> Columns:
+        """Name → object array [B], read-only."""
+        return self._objects
+
+    @property
+    def meta_info(self) -> Mapping[str, Any]:
+        """Facts about the whole batch (step, epoch, …); this value's own copy, read-only."""
+        return MappingProxyType(self._meta)
+
+    @property
+    def origins(self) -> Mapping[str, Origin]:
+        """Column → the stage, step and policy version that wrote it, where known."""
+        return MappingProxyType(self._origins)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All names, in the order in which they came."""
+        return tuple(self._names)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    # --- new values with other columns ------------------------------------------------------
+
+    def with_columns(self, columns: Mapping[str, Any], *, origin: Origin | None = None) -> Self:
+        """The batch with columns added or replaced: tensors go to `batch`, everything else to objects."""
+        fresh = Value(*apart(columns))
+        kept = {name: value for name, value in self._raw().items() if name not in columns}
+        origins = {name: made for name, made in self._origins.items() if name not in columns}
+        check_letters({**apart(kept)[0], **fresh.batch.raw()})
+        return self._new(kept, fresh._raw(), origins={**origins, **(dict.fromkeys(columns, origin) if origin else {})})
+
+    def with_meta(self, **items: Any) -> Self:
+        """The batch with some items of `meta_info` set."""
+        return self._new(self._raw(), meta={**self._meta, **items})
+
+    def without(self, *names: str) -> Self:
+        """The batch without these columns. Raises `ColumnMissing` for a name that it does not have."""
+        for name in names:
+            if name not in self:
+                raise missing(name, self.columns)
+        return self._new({name: value for name, value in self._raw().items() if name not in names})
+
+
+def check_letters(tensors: Mapping[str, Any]) -> None:
+    """Raises `ColumnInvalid` where a shape letter has two sizes among the tensors."""
+    letter_sizes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+
+
+def _rows(columns: Mapping[str, Any]) -> int:
+    lengths = {name: int(value.shape[0]) for name, value in columns.items()}
+    if len(set(lengths.values())) > 1:
+        first = next(iter(lengths))
+        wrong = {name: size for name, size in lengths.items() if size != lengths[first]}
+        raise BatchError("columns of one batch have one length", expected=f"{lengths[first]} rows", found=wrong)
+    return next(iter(lengths.values()), 0)

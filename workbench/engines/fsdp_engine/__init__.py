@@ -1,0 +1,1 @@
+"""The same model sharded over processes with FSDP2."""

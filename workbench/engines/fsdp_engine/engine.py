@@ -1,0 +1,406 @@
+"""The FSDP engine: one transformers model sharded over ranks by FSDP2; this is the driver's side, over a `Ranks`.
+
+Rows are shared out by their tokens and results come back in order; counts are global, so ranks and micro-batches change no
+loss. The ranks are processes of this machine or Ray actors on a cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from workbench.base.errors import CheckpointError, EngineError, NonFinite, WorkerLost
+from workbench.base.metrics import Mean, join
+from workbench.dataproto.core import DataProto
+from workbench.engines.fsdp_engine.group import Group, ShardedSnapshot, local_group, shared_out
+from workbench.engines.local_engine.engine import FrozenModel, ModelEngine, new_id
+from workbench.engines.local_engine.learning import INFINITE_LOSS, INFINITE_NORM
+from workbench.engines.local_engine.loading import load_model, load_tokenizer, resolve
+from workbench.engines.local_engine.memory import learning_estimate
+from workbench.engines.local_engine.scoring import check_ids
+from workbench.engines.local_engine.states import read_record
+from workbench.engines.protocol import Loss, LossCounts, StepResult
+from workbench.engines.settings import FsdpSettings
+
+log = logging.getLogger("workbench")
+GRACE = 10.0
+"""Seconds past a save's deadline that the ranks have to say so; who has not is hung, and the group is ended."""
+_SCORED = ("input_ids", "attention_mask", "position_ids", "response_mask")
+
+
+class FsdpEngine(ModelEngine):
+    """Scores with and trains one transformers model that is sharded over ranks; made by `fsdp`.
+
+    It is a `LogProbModel` and a `Learner` of `engines.protocol`. It does not sample: pair it with an engine that does.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        group: Group,
+        settings: FsdpSettings,
+        *,
+        shown: str = "",
+        head: bool = False,
+        source: str | None = None,
+        scratch: str | None = None,
+        **switches: Any,
+    ) -> None:
+        shape = load_model(path, settings, empty=True)
+        tokenizer = load_tokenizer(path, shape, settings)
+        super().__init__(shape, tokenizer, settings, path=shown or path, head=head, **switches)
+        self._settings: FsdpSettings = settings
+        self._source = path
+        self._group = group
+        self._start: ShardedSnapshot | None = None
+        self._scratch = scratch
+        self._name = new_id()
+        self._taught = False
+        self._saving: _Save | None = None
+        self._open(source)
+        weakref.finalize(self, group.let_go, self._name)
+
+    # --- the ranks --------------------------------------------------------------------------
+
+    def _open(self, source: str | None) -> None:
+        """Load the model on the ranks."""
+        given = (self._name, self._source, self._settings.to_dict(), self._critic, source)
+        self._group.call("open", *given, timeout=self._settings.deadline)
+        self._generation = self._group.generation
+
+    @property
+    def lost(self) -> bool:
+        """Whether the processes that held the weights are gone."""
+        return not self._group.alive or self._generation != self._group.generation
+
+    def _call(self, method: str, *shared: Any, each: Any = None, seconds: float | None = None) -> list[Any]:
+        if self.lost:
+            if self._taught:
+                what = "the ranks that held these weights have ended"
+                found = f"version {self.version}, state {self.state_id}"
+                do = "restore a snapshot or load a checkpoint: new workers are started then"
+                raise EngineError(what, found=found, do=do)
+            self._open(self._start.folder if self._start is not None else None)
+        self._look_at_save()
+        try:
+            return self._group.call(method, *shared, each=each, timeout=seconds or self._settings.deadline)
+        except (WorkerLost, TimeoutError) as error:
+            self._save_lost(error)
+            raise
+
+    def _on(self, method: str, *shared: Any, each: Any = None) -> list[Any]:
+        """`method` of each rank's model, with its own arguments of `each` first."""
+        return self._call("on", *(() if each is not None else (None,)), self._name, method, *shared, each=each)
+
+    def _on_rows(self, method: str, batch: DataProto, *shared: Any) -> tuple[list[Any], list[torch.Tensor]]:
+        """`method` of each rank's model with its share of the rows: results by rank, and the row numbers of each share."""
+        check_ids(self._model, batch)
+        rows = DataProto(dict(batch.batch.items()), None, batch.meta_info)
+        places = shared_out(batch["attention_mask"].sum(-1).tolist(), self._group.size)
+        return self._on(method, *shared, each=[(rows.select_idxs(place),) for place in places]), places
+
+    # --- LogProbModel -----------------------------------------------------------------------
+
+    def _collected(self, method: str, batch: DataProto, want: Sequence[str], *shared: Any) -> dict[str, torch.Tensor]:
+        parts, places = self._on_rows(method, batch.select(list(_SCORED), []), *shared)
+        back = torch.argsort(torch.cat(places))
+        return {name: torch.cat([part[name] for part in parts])[back] for name in want}
+
+    def _scored(
+        self, batch: DataProto, want: Sequence[str], temperature: float, base: bool = False
+    ) -> dict[str, torch.Tensor]:
+        self._check_want(want)
+        return self._collected("compute_log_probs", batch, want, tuple(want), temperature, base)
+
+    def full_kl(self, batch: DataProto, reference: FrozenModel, temperature: float = 1.0) -> torch.Tensor:
+        """[B, T] exact KL(policy‖reference) per response token, in nats; the reference must be on the same ranks."""
+        other = reference._engine
+        if not isinstance(other, FsdpEngine) or other._group is not self._group:
+            raise EngineError("the exact KL", expected="a reference on the same ranks", found=repr(reference))
+        other._steps()  # it is there, on new ranks, too
+        return self._collected("full_kl", batch, ("kl",), other._name, reference._base, temperature)["kl"]
+
+    # --- Learner ----------------------------------------------------------------------------
+
+    def learn(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0) -> StepResult:
+        """Take one optimizer step on one mini-batch. Raises `NonFinite`, with nothing changed, for a NaN or infinite loss."""
+        steps = self._steps()
+        before, self.state_id = (self.state_id, self._taught), new_id()
+        self._taught = True
+        try:
+            return self._backward("learn", batch, loss, loss_counts, temperature)
+        except BaseException:
+            # an interrupt may come before the step or after it: the ranks know, where they are still there
+            with suppress(WorkerLost):
+                if not self.lost and self._steps() == steps:
+                    self.state_id, self._taught = before
+            raise
+
+    def _steps(self) -> int:
+        return int(self._on("steps")[0])
+
+    def probe(
+        self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0, per_row: bool = False
+    ) -> StepResult:
+        """Loss and gradient norm without a step; `per_row` adds the column `row_grad_norm` [B], one backward pass a row."""
+        found = self._backward("probe", batch, loss, loss_counts, temperature)
+        columns = dict(found.columns)
+        if per_row:
+            rows = DataProto(dict(batch.batch.items()), None, batch.meta_info)
+            norms = self._on("row_norms", rows, loss, loss_counts, temperature, _seed())[0]
+            columns["row_grad_norm"] = torch.tensor(norms)
+        return StepResult(found.metrics, columns)
+
+    def gradient(
+        self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """Gradient of the loss by parameter name, whole tensors on the CPU; no step is taken and nothing is clipped."""
+        reports, places = self._on_rows("gradient", batch, loss, loss_counts, temperature, _seed())
+        _refuse(reports, places)
+        return dict(reports[0]["gradient"])
+
+    @contextmanager
+    def perturbed(self, direction: Mapping[str, torch.Tensor], scale: float) -> Iterator[None]:
+        """A context in which the weights are moved by `scale`·direction; after it they are as before, bit for bit."""
+        self._on("nudge", dict(direction), scale)
+        try:
+            yield
+        finally:
+            self._on("still")
+
+    def _backward(
+        self, method: str, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float
+    ) -> StepResult:
+        reports, places = self._on_rows(method, batch, loss, loss_counts, temperature, _seed())
+        _refuse(reports, places)
+        columns: dict[str, torch.Tensor] = {}
+        for report, place in zip(reports, places, strict=True):
+            for name, part in report["columns"].items():
+                if name not in columns:
+                    columns[name] = torch.zeros(len(batch), part.shape[1], dtype=part.dtype)
+                columns[name][place] = part
+        both = {name: Mean(reports[0][name]) for name in ("grad_norm", "lr")}
+        return StepResult({**join(report["metrics"] for report in reports), **both}, columns)
+
+    # --- weights ----------------------------------------------------------------------------
+
+    def full_weights(self) -> dict[str, torch.Tensor]:
+        """All weights by Hugging Face's names, whole tensors on the CPU: adapters merged, a tied head under both of its names."""
+        found = dict(self._on("weights")[0])
+        every = self._model.named_parameters(remove_duplicate=False)
+        named = [(name.replace(".base_layer.", "."), id(one)) for name, one in every if "lora_" not in name]
+        first = {one: name for name, one in reversed(named)}
+        return found | {name: found[first[one]] for name, one in named}
+
+    def snapshot(self) -> ShardedSnapshot:
+        """A copy of weights, optimizer, schedule and version in a scratch folder, one file a rank."""
+        folder = tempfile.mkdtemp(prefix="workbench-snapshot-", dir=self._scratch)
+        snapshot = ShardedSnapshot(folder, self.state_id, self.version, self._taught)
+        self.save_sharded(Path(folder))
+        return snapshot
+
+    def restore(self, snapshot: ShardedSnapshot) -> None:
+        """Put a snapshot's state back, bit for bit; on new workers where the old ones are gone."""
+        self.state_id = new_id()  # half-way there is no state that anybody knows
+        self.load_sharded(Path(snapshot.folder))
+        self.state_id, self._taught = snapshot.state_id, snapshot.taught
+
+    def save_sharded(self, path: Path, wait: bool = True) -> None:
+        """Write weights, optimizer, schedule and version as a distributed checkpoint, each rank its part, to a new folder.
+
+        The folder appears when all ranks have written all of it, or not at all. With `wait=False` the state is copied to host
+        memory and written in the background; the next save, `finish_saving`, `close` and the interpreter's end wait for it,
+        and the next call raises where it failed (setting `failed_save`). Raises `CheckpointError`.
+        """
+        self._save_shards(Path(path), weights=True, wait=wait)
+
+    def _save_shards(self, path: Path, *, weights: bool, wait: bool) -> None:
+        self.finish_saving()
+        key, seconds = new_id(), self._settings.save_deadline
+        end = time.monotonic() + seconds
+        record = {"version": self.version, "settings": self._settings.to_dict(), "path": self.path, "id": key}
+        given = (self._name, str(path.absolute()), record, weights, seconds, wait)
+        failure = self._call("save_shards", *given, seconds=seconds + GRACE)[0]
+        if not wait:
+            self._saving = _Save(path, key, end, self._group.generation)
+            self._group.waits(self.finish_saving)
+        elif failure:
+            raise _failed(path, failure)
+
+    def finish_saving(self) -> None:
+        """Wait for a save in the background. Raises `CheckpointError` where it failed."""
+        if self._saving is not None:
+            self._look_at_save(max(self._saving.end - time.monotonic(), 0.0) + 0.1)
+
+    def _save_lost(self, error: BaseException) -> None:
+        """The ranks have ended with this error: add a note about a save that was not finished."""
+        one, self._saving = self._saving, None
+        if one is not None and not one.is_there():
+            error.add_note(f"the state that was being saved to {one.path} was not finished and is not there")
+
+    def _look_at_save(self, seconds: float = 0.0) -> None:
+        """Ask for the save in the background, waiting for `seconds`: a failure is raised, or logged, by `failed_save`."""
+        one = self._saving
+        if one is None:
+            return
+        if not self._group.alive or self._group.generation != one.generation:
+            failure = "" if one.is_there() else "the ranks ended before all of it was written"
+        else:
+            timeout = max(one.end - time.monotonic(), 0.0) + GRACE
+            try:
+                # rank 0 publishes, and answers for all; it waits for the others
+                failure = self._group.call("save_answer", one.key, seconds, timeout=timeout)[0]
+            except Exception as error:
+                self._save_lost(error)
+                raise
+            if failure is None:
+                return
+            self._group.waits_no_more(self.finish_saving)
+        self._saving = None
+        if failure and self._settings.failed_save == "raise":
+            raise _failed(one.path, failure)
+        if failure:
+            log.warning("the state could not be saved to %s: %s; the run goes on", one.path, failure)
+
+    def load_sharded(self, path: Path) -> None:
+        """Read what `save_sharded` wrote with any number of ranks. Raises `CheckpointError` where it is incomplete."""
+        self._fill(read_record(path), "load_state", path)
+
+    def _write(self, path: Path, merged: bool) -> None:
+        self._call("save_plain", self._name, self._source, str(path), self.path, merged)
+
+    def save_state(self, path: Path) -> None:
+        """Write optimizer (a distributed checkpoint), schedule and version; no pickle."""
+        self._save_shards(Path(path), weights=False, wait=True)
+
+    def load_state(self, model_path: Path, state_path: Path) -> None:
+        """Read what `save` and `save_state` of a local or FSDP engine wrote, with any number of ranks."""
+        record = read_record(state_path)
+        self._fill(record, "load", model_path, True)
+        self._fill(record, "load_state", state_path)
+
+    def _fill(self, record: Mapping[str, Any], method: str, path: Path, *shared: Any) -> None:
+        if self.lost:
+            self._open(None)
+        folder = str(Path(path).absolute())
+        self._group.call("on", None, self._name, method, folder, *shared, timeout=self._settings.deadline)
+        self.version, self.state_id, self._taught = int(record["version"]), new_id(), True
+
+    def critic(self, **changes: Any) -> FsdpEngine:
+        """A separate learner on the same ranks with these weights and a value head that starts at 0."""
+        return self._copy(self._settings.replace(**changes), head=True)
+
+    def _untouched(self) -> bool:
+        return self.version == 0 and not self._taught
+
+    def _copy(self, settings: FsdpSettings | None = None, head: bool = False) -> FsdpEngine:
+        """Another engine on the same ranks with these weights; a snapshot keeps them, should new ranks be needed."""
+        kept = None if self._untouched() else self.snapshot()
+        if self.lost:
+            self._steps()  # raises, or starts again from the path
+        named: dict[str, Any] = {"shown": self.path, "source": self._name, "scratch": self._scratch, "head": head}
+        copy = FsdpEngine(self._source, self._group, settings or self._settings, **named, **self.template_switches)
+        copy._start = kept
+        return copy
+
+    # --- what it is -------------------------------------------------------------------------
+
+    def memory_needed(self) -> tuple[torch.device, dict[str, int]]:
+        """(device, bytes by part) that learning will take on one device of this machine; on a CPU for all of its ranks."""
+        here = self._group.here()
+        device = torch.device(here[0]["device"] if here else "cpu")
+        sharing = len(here) if device.type == "cpu" else min(len(here), 1)
+        offload = self._settings.offload if device.type == "cuda" else "none"
+        away = {"none": (), "optimizer": ("optimizer",), "all": ("gradients", "optimizer")}[offload]
+        parts = learning_estimate(self._model, self._settings)
+        ranks = {name: 1 if name == "activations" else self._group.size for name in parts}
+        return device, {name: size // ranks[name] * sharing for name, size in parts.items() if name not in away}
+
+    def memory(self) -> list[dict[str, int]]:
+        """Bytes of each rank: `weights`, `optimizer`, and the device's `peak`."""
+        return self._on("memory")
+
+    def describe(self) -> dict[str, Any]:
+        """Path, number of ranks and settings by name, for a run's record."""
+        return {"path": self.path, "ranks": self._group.size, **self._settings.to_dict()}
+
+    def close(self) -> None:
+        """Finish what is being saved, and end the workers, those of every engine on the same ranks."""
+        self._group.close()
+
+    def _place(self) -> str:
+        return "ranks have ended" if self.lost else f"{self._group.size} ranks"
+
+
+class _Save(NamedTuple):
+    """A save in the background: to which folder, by which of its ranks' workers, and when it is overdue."""
+
+    path: Path
+    key: str
+    end: float
+    generation: int
+
+    def is_there(self) -> bool:
+        """Whether this very save was published."""
+        with suppress(CheckpointError):
+            return bool(read_record(self.path).get("id") == self.key)
+        return False
+
+
+def _failed(path: Path, why: str) -> CheckpointError:
+    do = "nothing of it was kept, and the engine is unchanged: save again, elsewhere or later"
+    return CheckpointError(f"the state could not be saved to {path}", found=why, do=do)
+
+
+def _seed() -> int:
+    """The seed that the caller gave torch's generator for the step (`stages.update.seeded`); the generator is not advanced."""
+    return torch.initial_seed() % 2**62
+
+
+def _refuse(reports: Sequence[Mapping[str, Any]], places: Sequence[torch.Tensor]) -> None:
+    """Raises `EngineError` where a loss raised on a rank, `NonFinite` where a loss or the gradient norm is NaN or infinite."""
+    if not any(report["failed"] for report in reports):
+        return
+    for rank, (report, place) in enumerate(zip(reports, places, strict=True)):
+        trouble = report["trouble"]
+        if trouble is None:
+            continue
+        rows = place[torch.tensor(trouble["rows"])].tolist()[:8]
+        if trouble["traceback"] is not None:
+            raise EngineError(f"the loss raised on rank {rank}, rows {rows}: {trouble['what']}\n{trouble['traceback']}")
+        raise NonFinite(INFINITE_LOSS, found=trouble["what"], do=f"look at rows {rows}")
+    raise NonFinite(INFINITE_NORM, found=reports[0]["grad_norm"])
+
+
+def fsdp(
+    path: str | Path,
+    *,
+    ranks: int = 2,
+    on: Group | None = None,
+    threads: int | None = None,
+    scratch: str | Path | None = None,
+    template_switches: Any = None,
+    **settings: Any,
+) -> FsdpEngine:
+    """Open a transformers model sharded over ranks by FSDP2: `fsdp("data/tiny-arith", ranks=2, lr=1e-3)`.
+
+    `path` as for `local`. The ranks are processes of this machine, on its GPUs or (gloo) its cores, or those of the `Group`
+    `on`; engines on one group share its workers. `scratch` is the folder for snapshots: with several machines one that all
+    see. Other settings: `FsdpSettings`; unknown names are refused. Raises `EngineError` where there is no such model, or the
+    workers cannot start.
+    """
+    chosen = FsdpSettings.from_parameters(settings)
+    folder = str(resolve(path))
+    if Path(folder).exists():
+        folder = str(Path(folder).absolute())  # a worker may have another working directory
+    group = on or local_group(ranks, device=chosen.device, threads=threads)
+    place = str(scratch) if scratch is not None else None
+    return FsdpEngine(folder, group, chosen, shown=str(path), scratch=place, **(template_switches or {}))

@@ -1,0 +1,161 @@
+"""A group of ranks that engines share, snapshots, and how rows are shared out to ranks."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from workbench.base.errors import WorkerLost
+from workbench.engines.local_engine.states import read_record, read_weights
+from workbench.engines.workers.processes import Ranks, processes
+from workbench.functional.balancing import balanced, workload
+
+
+class Group:
+    """Ranks in one process group, shared by the engines on them; started again when needed after a worker was lost.
+
+    `make` starts the workers with `worker.shards` as their factory and returns a `Ranks`.
+    """
+
+    def __init__(self, make: Callable[[], Ranks]) -> None:
+        self._make = make
+        self._ranks: Ranks | None = None
+        self._unused: list[str] = []
+        self._waiting: list[Callable[[], None]] = []
+        self._lock = threading.RLock()
+        self.generation = 0
+        """How often the workers were started."""
+        self.workers: list[dict[str, Any]] = []
+        """Rank, pid, host and device of each."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the workers run."""
+        return self._ranks is not None
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return self.start().size
+
+    def start(self) -> Ranks:
+        """The workers, started where there are none."""
+        with self._lock:
+            if self._ranks is None:
+                ranks = self._make()
+                try:
+                    self.workers = ranks.call("join", *ranks.call("reserve")[0])
+                except BaseException:
+                    ranks.close()
+                    raise
+                self._ranks, self.generation = ranks, self.generation + 1
+                self._unused.clear()
+            return self._ranks
+
+    def call(
+        self, method: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """As `Ranks.call`; where a worker is lost or overdue, the group is gone until it is needed again."""
+        with self._lock:
+            ranks = self.start()
+            try:
+                while self._unused:
+                    ranks.call("drop", self._unused.pop(), timeout=timeout)
+                return ranks.call(method, *shared, each=each, timeout=timeout)
+            except (WorkerLost, TimeoutError):
+                self._end()
+                raise
+
+    def here(self) -> list[dict[str, Any]]:
+        """Rank, pid, host and device of the workers on this machine; starts them where there are none."""
+        self.start()
+        return [worker for worker in self.workers if worker["host"] == socket.gethostname()]
+
+    def let_go(self, name: str) -> None:
+        """Have a model that nobody uses any more dropped before the next call. Safe in a finaliser."""
+        self._unused.append(name)
+
+    def waits(self, finish: Callable[[], None]) -> None:
+        """Have `finish` called before the workers, or the interpreter, end: it waits for a save in the background."""
+        self._waiting.append(finish)
+        # the newest is called first: before anything that started workers ends them
+        atexit.unregister(self.finish)
+        atexit.register(self.finish)
+
+    def waits_no_more(self, finish: Callable[[], None]) -> None:
+        """Take back what `waits` was given."""
+        self._waiting = [one for one in self._waiting if one != finish]
+        if not self._waiting:
+            atexit.unregister(self.finish)
+
+    def finish(self) -> None:
+        """Call all that `waits` was given, the newest first. Raises an error of theirs when all were called."""
+        waiting, self._waiting = self._waiting, []
+        atexit.unregister(self.finish)
+        with contextlib.ExitStack() as stack:  # calls them all, and raises when the last was called
+            for one in waiting if self.alive else ():
+                stack.callback(one)
+
+    def close(self) -> None:
+        """Finish what is being written, and end the workers."""
+        try:
+            self.finish()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
+
+
+class ShardedSnapshot:
+    """A learner's state in a scratch folder, one file a rank. It outlives the workers; the folder is removed with this object."""
+
+    def __init__(self, folder: str, state_id: str, version: int, taught: bool) -> None:
+        self.folder = folder
+        self.state_id = state_id
+        self.version = version
+        self.taught = taught
+        self._gone = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+
+    def __getitem__(self, name: str) -> Any:
+        """`weights` (whole tensors, read now), `version`, `state_id`, `steps`: the keys of a local engine's snapshot."""
+        if name == "weights":
+            return read_weights(self.folder)
+        return {"version": self.version, "state_id": self.state_id, **read_record(self.folder)}[name]
+
+    def __repr__(self) -> str:
+        return f"ShardedSnapshot({self.state_id}, version {self.version})"
+
+
+def shared_out(lengths: Sequence[int], ranks: int) -> list[torch.Tensor]:
+    """Row numbers of each rank's share, with nearly equal loads; empty shares where there are fewer rows than ranks."""
+    if len(lengths) < ranks:
+        parts = [[row] for row in range(len(lengths))] + [[] for _ in range(ranks - len(lengths))]
+    else:
+        parts = balanced([workload(length) for length in lengths], ranks)
+    return [torch.tensor(part, dtype=torch.long) for part in parts]
+
+
+def local_group(
+    ranks: int, *, device: str = "auto", threads: int | None = None, env: Mapping[str, str] | None = None
+) -> Group:
+    """A group of `ranks` processes on this machine, with `threads` each (default: cores divided by ranks): `fsdp(path, on=…)`."""
+    each = threads or max((os.cpu_count() or 1) // ranks, 1)
+
+    def start() -> Ranks:
+        from workbench.engines.fsdp_engine.worker import shards  # torch's sharding, half a second of imports
+
+        return processes(shards, ranks, env=env, device=device, threads=each)
+
+    return Group(start)

@@ -1,0 +1,434 @@
+"""One rank's part of a model that is sharded over all ranks by FSDP2 (`torch.distributed.fsdp.fully_shard`).
+
+Zhao et al. 2023, https://arxiv.org/abs/2304.11277. Every rank must make the same forward and backward passes in the same
+order, because each gathers weights from all: a rank with fewer micro-batches than others makes empty passes to the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from workbench.base import runtime
+from workbench.base.errors import CheckpointError, EngineError, Interrupted, first_line
+from workbench.base.metrics import join
+from workbench.dataproto.core import DataProto
+from workbench.engines.fsdp_engine.sharding import build, read_head, read_plain
+from workbench.engines.local_engine import lora
+from workbench.engines.local_engine.learning import Account, Optimizer
+from workbench.engines.local_engine.loading import check_fit
+from workbench.engines.local_engine.memory import memory_errors
+from workbench.engines.local_engine.scoring import collect, divergence, micro_batches, packs, trimmed
+from workbench.engines.local_engine.states import read_optimizer, read_record
+from workbench.engines.protocol import Loss, LossCounts, LossOutput
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+# --- what ranks must agree on, so that none waits for ever in a collective -----------------------
+
+
+def largest(mine: float) -> float:
+    """The largest of all ranks' numbers."""
+    number = torch.tensor(float(mine))
+    distributed.all_reduce(number, distributed.ReduceOp.MAX)
+    return float(number)
+
+
+def agreed(mine: bool) -> bool:
+    """Whether it is so on any rank."""
+    return largest(mine) > 0
+
+
+def together(told: str | None, kind: type[Exception] = EngineError) -> None:
+    """All ranks raise a `kind` with rank 0's text, where it has one: so no rank waits for another."""
+    box = [told]
+    distributed.broadcast_object_list(box, 0)
+    if box[0] is not None:
+        raise kind(box[0])
+
+
+class RankAccount(Account):
+    """Results of the micro-batches of one rank, and the first failure of a loss."""
+
+    trouble: dict[str, Any] | None = None
+
+    def loss(self, make: Callable[[], LossOutput], indices: torch.Tensor | None, t: int) -> torch.Tensor | None:
+        """The loss of one micro-batch; None for an empty pass, and once a loss has failed."""
+        if indices is None or self.trouble is not None:
+            return None
+        try:
+            result = make()
+            value = result.loss.item()
+            if math.isfinite(value):
+                self.add(result, value, indices, t)
+                return result.loss
+            self.trouble = {"rows": indices.tolist(), "what": value, "traceback": None}
+        except Exception as error:  # noqa: BLE001 - the driver raises it, when all ranks have come to the end
+            text = "".join(traceback.format_exception(error))
+            self.trouble = {"rows": indices.tolist(), "what": first_line(error), "traceback": text}
+        return None
+
+
+# --- a model ------------------------------------------------------------------------------------
+
+
+class ShardedOptimizer(Optimizer):
+    """The local engine's optimizer over shards; with `offload="optimizer"` its moments wait in host memory."""
+
+    def step(self) -> None:
+        """Take one step at the scheduled rate."""
+        self._move(None)
+        super().step()
+        self._move("cpu")
+
+    def _move(self, device: str | None) -> None:
+        for parameter, state in self._adam.state.items() if self._settings.offload == "optimizer" else ():
+            for name, value in state.items():
+                if isinstance(value, DTensor):
+                    state[name] = value.to(device or parameter.device.type)
+
+    @property
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Adam's state by parameter name, not copied."""
+        return {name: self._adam.state[p] for name, p in self.named.items() if p in self._adam.state}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
+        """Load what `tensors` returned after `steps` steps: whole tensors of a local engine, or this rank's parts."""
+        super().load(tensors, steps)
+        self._move("cpu")
+
+    def _placed(self, parameter: Any, kind: str, value: torch.Tensor) -> torch.Tensor:
+        if kind == "step" or isinstance(value, DTensor):
+            return value
+        there = value.to(parameter.device)
+        return distribute_tensor(there, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+class ShardedModel:
+    """One rank's part of one model; its methods are called on all ranks together."""
+
+    def __init__(self, path: str, settings: Any, mesh: Any, head: bool, siblings: Mapping[str, ShardedModel]) -> None:
+        self.settings = settings
+        self.mesh = mesh
+        self._siblings = siblings
+        self.whole = build(path, settings, mesh, head)
+        self._optimizer: ShardedOptimizer | None = None
+        self._held: dict[str, torch.Tensor] = {}
+
+    @property
+    def named(self) -> dict[str, DTensor]:
+        """Parameters by the local engine's names, this rank's part of each."""
+        found: Any = self.whole.named_parameters()
+        return {name.removeprefix("causal."): parameter for name, parameter in found}
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers by name, which every rank has whole; also those that no file holds (rotary frequencies)."""
+        return {name.removeprefix("causal."): buffer for name, buffer in self.whole.named_buffers()}
+
+    @property
+    def learning(self) -> dict[str, DTensor]:
+        """The parameters that are trained: all, or the adapters and a head."""
+        return {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
+
+    @property
+    def adapted(self) -> bool:
+        """Whether it has LoRA adapters."""
+        return lora.config_in(self.whole.causal) is not None
+
+    @property
+    def plain(self) -> dict[str, torch.Tensor]:
+        """Parameters, and those buffers that its files hold."""
+        kept = self.whole.causal.state_dict().keys()
+        return {**self.named, **{name: buffer for name, buffer in self.buffers.items() if name in kept}}
+
+    @property
+    def stored(self) -> dict[str, torch.Tensor]:
+        """Weights that a saved state holds: with adapters those alone, as nothing else can change."""
+        return dict(self.learning) if self.adapted else self.plain
+
+    @property
+    def optimizer(self) -> ShardedOptimizer:
+        """Made when learning starts."""
+        if self._optimizer is None:
+            self._optimizer = ShardedOptimizer(self.learning, self.settings)  # type: ignore[arg-type]
+        return self._optimizer
+
+    def steps(self) -> int:
+        """Optimizer steps taken."""
+        return self._optimizer.steps if self._optimizer is not None else 0
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of this rank: `weights` and `optimizer`, and the device's `peak` so far (0 on a CPU)."""
+        state = self.optimizer.state.values() if self.steps() else ()
+        held = {"weights": self.named.values(), "optimizer": [value for one in state for value in one.values()]}
+        local = {name: [one.to_local() if isinstance(one, DTensor) else one for one in held[name]] for name in held}
+        peak = torch.cuda.max_memory_allocated() if self.mesh.device_type == "cuda" else 0
+        return {**{name: sum(one.nbytes for one in local[name]) for name in local}, "peak": peak}
+
+    # --- filling ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, folder: str, again: bool = False) -> None:
+        """Load a Hugging Face folder: rank 0 reads it, every rank gets its part; a head that is not there is 0.
+
+        With `again` the model has been loaded before: with LoRA the folder is then peft's, and the base stays.
+        """
+        adapters = again and self.adapted
+        parameters, buffers = (self.learning, {}) if adapters else (self.named, self.buffers)
+        plain, told = None, None
+        if distributed.get_rank() == 0:
+            try:
+                plain = lora.stored(Path(folder)) if adapters else read_plain(folder, self.settings)
+                if self.whole.value_head is not None:
+                    plain |= read_head(folder, self.whole.causal.config.hidden_size)
+                check_fit(f"weights of {folder}", plain, {**parameters, **buffers})
+            except Exception as error:  # noqa: BLE001 - all ranks raise it
+                told = first_line(error)
+        together(told)
+        for name, parameter in parameters.items():
+            source = plain[name] if plain is not None else torch.empty(parameter.shape)
+            parameter.copy_(distribute_tensor(source, parameter.device_mesh, parameter.placements))
+        for name, buffer in buffers.items():
+            value = plain[name].clone() if plain is not None else torch.empty(buffer.shape, dtype=buffer.dtype)
+            distributed.broadcast(value, 0)
+            buffer.copy_(value)
+
+    @torch.no_grad()
+    def copy(self, other: ShardedModel) -> None:
+        """Copy another model's weights, part by part; a head that it does not have is 0."""
+        theirs = {**other.named, **other.buffers}
+        mine = {**self.named, **self.buffers}
+        wrong = [name for name in mine if name not in theirs and not name.startswith("value_head.")]
+        if wrong:
+            raise EngineError("a model on the same ranks", expected=wrong[0], found="other adapters")
+        for name, one in mine.items():
+            one.copy_(theirs[name]) if name in theirs else one.zero_()
+
+    @torch.no_grad()
+    def weights(self, merged: bool = True) -> dict[str, torch.Tensor] | None:
+        """Rank 0: whole weights on the CPU by Hugging Face's names, adapters merged, or those of `stored`; elsewhere None."""
+        held: dict[str, torch.Tensor] = {}
+        for name, value in (self.plain if merged else self.stored).items():
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            if distributed.get_rank() == 0:
+                held[name] = full.detach().cpu().clone()
+        if merged and self.adapted and held:
+            held = lora.merged(self.whole.causal, held)
+        return held if distributed.get_rank() == 0 else None
+
+    # --- states -----------------------------------------------------------------------------
+
+    def state(self, weights: bool) -> tuple[dict[str, Any], dict[str, float]]:
+        """(this rank's part of the optimizer's state, and of the weights where asked for, by name; Adam's steps)."""
+        tensors: dict[str, Any] = {f"weights/{name}": value for name, value in self.stored.items()} if weights else {}
+        steps: dict[str, float] = {}
+        for name, state in (self.optimizer.state if self.steps() else {}).items():
+            steps[name] = float(state["step"])
+            tensors |= {f"optimizer/{name}|{key}": value for key, value in state.items() if key != "step"}
+        return {name: value.detach() for name, value in tensors.items()}, steps
+
+    @torch.no_grad()
+    def load_state(self, folder: str, steps: bool = True) -> None:
+        """Load a sharded state of any number of ranks, or a local engine's optimizer; without `steps` its weights alone."""
+        record = read_record(folder)
+        tensors = read_optimizer(folder)[0] if record["whole"] else self._read_shards(folder, record)
+        self._optimizer = None
+        if steps and record["steps"]:
+            self.optimizer.load(tensors, record["steps"])
+
+    def _read_shards(self, folder: str, record: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Load the weights in place, where the state has any; returns this rank's part of the optimizer's tensors."""
+        reader = HuggingFaceStorageReader(folder)
+        there = reader.read_metadata().state_dict_metadata if record["files"] else {}
+        tensors: dict[str, Any] = {}
+        if record["weights"]:
+            tensors |= {f"weights/{name}": value.detach() for name, value in self.stored.items()}
+            for name in [name for name in tensors if name.startswith("weights/value_head.") and name not in there]:
+                tensors.pop(name).zero_()  # a policy's state, into a critic
+        named, steps = self.named, record["adam_steps"]
+        moments = {f"{name}|{kind}": torch.zeros_like(named[name]) for name in steps for kind in _MOMENTS}
+        tensors |= {f"optimizer/{key}": value for key, value in moments.items()}
+        if tensors:
+            try:
+                dcp.load(tensors, storage_reader=reader)
+            except dcp.api.CheckpointException as cause:  # no Exception: it would end the worker
+                do = "load another step: files of this one are missing or damaged"
+                raise CheckpointError(f"the sharded state at {folder} could not be read: {cause}", do=do) from cause
+        return {f"{name}|step": torch.tensor(step) for name, step in steps.items()} | moments
+
+    # --- passes -----------------------------------------------------------------------------
+
+    @property
+    def _packed(self) -> bool:
+        return packs(self.whole.causal, self.settings)
+
+    def _cut(self, share: DataProto) -> Iterator[tuple[torch.Tensor | None, DataProto, int]]:
+        """(row numbers, rows, T) of each micro-batch, then (None, one short row, 1) until every rank has made as many.
+
+        Before each the ranks agree to go on: an interrupt stops all of them at the same place.
+        """
+        device = self.mesh.device_type
+        groups = micro_batches(share, self.settings.micro_batch_tokens, self._packed) if len(share) else []
+        for number in range(int(largest(max(len(groups), 1)))):
+            if agreed(_interrupted()):
+                raise Interrupted("the work was interrupted; everything finished before is kept")
+            if number < len(groups):
+                rows, t = trimmed(share.select_idxs(groups[number]))
+                yield groups[number], rows.to(device), t
+            else:
+                yield None, _nothing().to(device), 1
+
+    def compute_log_probs(
+        self, share: DataProto, want: Sequence[str], temperature: float, base: bool
+    ) -> dict[str, torch.Tensor]:
+        """As a local engine's, of this rank's rows; with `base` the adapters are switched off."""
+        self.whole.eval()
+        try:
+            with lora.switched_off(self.whole.causal) if base else nullcontext():
+                return collect(self._cut(share), lambda rows: self._scored(rows, want, temperature), share, want)
+        finally:
+            self.whole.reshard()  # type: ignore[operator]  # the root keeps what it gathered, and weights may change
+
+    def _scored(self, rows: DataProto, want: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
+        with memory_errors("scoring", rows):
+            return self.whole(rows, want, temperature, self._packed)
+
+    def full_kl(self, share: DataProto, sibling: str, base: bool, temperature: float) -> dict[str, torch.Tensor]:
+        """`kl` of this rank's rows, as a local engine's: to another model here, or to this one without its adapters."""
+        off: Any = lora.switched_off if base else nullcontext
+        other = self._siblings[sibling]
+
+        def head(states: torch.Tensor) -> Any:
+            with off(other.whole.causal):
+                return other.whole.causal.get_output_embeddings()(states)
+
+        def found(rows: DataProto) -> dict[str, torch.Tensor]:
+            mine = self._scored(rows, ("hidden",), temperature)["hidden"]
+            with off(other.whole.causal):
+                theirs = other._scored(rows, ("hidden",), temperature)["hidden"]
+            # the roots have kept their heads gathered after the forward
+            heads = (self.whole.causal.get_output_embeddings(), head)
+            return divergence((mine, theirs), heads, self.whole.causal, rows, temperature)
+
+        self.whole.eval()
+        try:
+            return collect(self._cut(share), found, share, ("kl",))
+        finally:
+            for model in (self, other):
+                model.whole.reshard()  # type: ignore[operator]
+
+    def backward(
+        self, share: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float, seed: int
+    ) -> dict[str, Any]:
+        """Compute gradients of all ranks' rows together; returns this rank's metrics and columns, and what failed.
+
+        A loss that raises or is not finite on one rank must not leave the others waiting in a collective: its passes are
+        made to the end with a loss of 0, and then all ranks know.
+        """
+        account = RankAccount(len(share), share["response_mask"].shape[1])
+        self.optimizer.zero()
+        self.whole.train()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed + distributed.get_rank())  # dropout is a function of the step and the rank
+                for indices, rows, t in self._cut(share):
+                    with memory_errors("learn", rows):
+                        found = self.whole(rows, loss.want, temperature, self._packed)
+                        value = account.loss(functools.partial(loss, found, rows, loss_counts), indices, t)
+                        if value is None:  # a pass with a gradient of 0, for the other ranks' sake
+                            value = torch.stack([one.sum() for one in found.values()]).sum() * 0.0
+                        value.backward()
+        except BaseException:
+            self.optimizer.zero()
+            raise
+        finally:
+            self.whole.eval()
+            self.whole.reshard()  # type: ignore[operator]
+        failed = agreed(account.trouble is not None)
+        if failed:
+            self.optimizer.zero()
+        results = {"metrics": join(account.parts), "columns": account.columns}
+        return {**results, "trouble": account.trouble, "failed": failed}
+
+    def learn(self, share: DataProto, *given: Any) -> dict[str, Any]:
+        """`backward`, and one optimizer step by all ranks unless `failed` is true; `grad_norm` before clipping, `lr`."""
+        report = self.probe(share, *given, keep=True)
+        report["failed"] = report["failed"] or not math.isfinite(report["grad_norm"])
+        if not report["failed"]:
+            self.optimizer.step()
+        self.optimizer.zero()
+        return report
+
+    def probe(self, share: DataProto, *given: Any, keep: bool = False) -> dict[str, Any]:
+        """`backward` with `grad_norm` and `lr`, without a step; `keep` leaves the clipped gradients."""
+        report = self.backward(share, *given)
+        if not report["failed"]:
+            report |= {"grad_norm": self.optimizer.clip(), "lr": self.optimizer.lr}
+            if not keep:
+                self.optimizer.zero()
+        return report
+
+    def gradient(self, share: DataProto, *given: Any) -> dict[str, Any]:
+        """`backward` with a `gradient`: on rank 0 by name, whole, on the CPU."""
+        report = self.backward(share, *given)
+        found = {name: p.grad.full_tensor().cpu() for name, p in self.named.items() if p.grad is not None}  # type: ignore[attr-defined]
+        self.optimizer.zero()
+        return {**report, "gradient": found if distributed.get_rank() == 0 else None}
+
+    @torch.no_grad()
+    def nudge(self, direction: Mapping[str, torch.Tensor], scale: float) -> None:
+        """Move the weights by `scale`·direction (whole tensors by name) until `still`."""
+        named = self.named
+        self._held = {name: named[name].detach().clone() for name in direction}
+        for name, values in direction.items():
+            part = distribute_tensor(values, named[name].device_mesh, named[name].placements)
+            named[name].add_(part, alpha=scale)
+
+    @torch.no_grad()
+    def still(self) -> None:
+        """Put the weights back to where `nudge` found them, bit for bit."""
+        held, self._held = self._held, {}
+        for name, values in held.items():
+            self.named[name].copy_(values)
+
+    def row_norms(self, batch: DataProto, *given: Any) -> list[float]:
+        """Gradient norm of each row's share of the loss (`backward`): every rank has the whole batch, and takes its turn."""
+        norms = []
+        size, rank = distributed.get_world_size(), distributed.get_rank()
+        for row in range(len(batch)):
+            mine = batch.slice(row, row + (1 if row % size == rank else 0))
+            report = self.backward(mine, *given)
+            gradients: list[Any] = [p.grad for p in self.named.values() if p.grad is not None]
+            square = torch.tensor(sum(float(one.to_local().double().square().sum()) for one in gradients))
+            distributed.all_reduce(square)
+            norms.append(math.nan if report["failed"] else math.sqrt(float(square)))
+        self.optimizer.zero()
+        return norms
+
+
+def _interrupted() -> bool:
+    try:
+        runtime.check()
+    except Interrupted:
+        return True
+    return False
+
+
+def _nothing() -> DataProto:
+    """One row of two tokens, for an empty pass."""
+    one = torch.ones(1, 2, dtype=torch.long)
+    columns = {"input_ids": one * 0, "attention_mask": one, "position_ids": torch.tensor([[0, 1]])}
+    return DataProto({**columns, "response_mask": one[:, :1]})

@@ -1,0 +1,265 @@
+"""The worker's side of an FSDP group: one rank, with its part of each model by name, and its part of each save."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from workbench.base.errors import CheckpointError, first_line, message
+from workbench.base.files import fsync
+from workbench.engines.fsdp_engine.sharded import ShardedModel, together
+from workbench.engines.fsdp_engine.sharding import write_plain
+from workbench.engines.local_engine.loading import chosen_device
+from workbench.engines.local_engine.states import write_record
+from workbench.engines.settings import FsdpSettings
+
+_WAIT = datetime.timedelta(minutes=10)
+"""Longest that a rank waits for another inside torch."""
+STAGING = ".staging-"
+_PAUSE = 0.02
+"""Seconds between two looks at who has written."""
+
+
+class Shards:
+    """One rank of an FSDP group: `reserve` on rank 0 and then `join` on all make the process group.
+
+    `host` is the address on which rank 0 waits for the others; `auto` takes the one that other machines see.
+    """
+
+    def __init__(
+        self, rank: int, size: int, *, device: str = "auto", threads: int = 1, host: str = "127.0.0.1"
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._host = host
+        self._store: Any = None
+        self._models: dict[str, ShardedModel] = {}
+        self._savings: dict[str, Saving] = {}
+        self.device = chosen_device(device)
+        torch.set_num_threads(threads)
+        if self.device == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+
+    def reserve(self) -> tuple[str, int] | None:
+        """Rank 0 opens the store where all ranks meet, on a free port that it keeps; returns its host and port."""
+        if self.rank:
+            return None
+        host = _own_address() if self._host == "auto" else self._host
+        listening = socket.create_server((host, 0))
+        port = listening.getsockname()[1]
+        # the store takes the socket over: it listens on that address alone
+        taken: dict[str, Any] = {"is_master": True, "master_listen_fd": listening.detach()}
+        self._store = distributed.TCPStore(host, port, timeout=_WAIT, wait_for_workers=False, **taken)
+        return host, port
+
+    def join(self, host: str, port: int) -> dict[str, Any]:
+        """Join the process group of all ranks; returns this one's rank, pid, host and device."""
+        if self._store is None:
+            self._store = distributed.TCPStore(host, port, timeout=_WAIT, wait_for_workers=False)
+        backend = "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
+        distributed.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=_WAIT)
+        self._mesh = distributed.init_device_mesh(self.device, (self.size,))
+        return {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "device": self.device}
+
+    # --- models -----------------------------------------------------------------------------
+
+    def open(self, name: str, path: str, settings: Mapping[str, Any], head: bool, source: str | None) -> None:
+        """Load a model under a name: the structure of `path`, and weights of it, or of `source`, a model here or a state."""
+        model = ShardedModel(path, FsdpSettings(**settings), self._mesh, head, self._models)
+        if source is None:
+            model.load(path)
+        elif source in self._models:
+            model.copy(self._models[source])
+        else:
+            if model.adapted:
+                model.load(path)  # a state has the adapters alone
+            model.load_state(source, steps=False)
+        self._models[name] = model
+
+    def drop(self, name: str) -> None:
+        """Free a model."""
+        self._models.pop(name, None)
+
+    def on(self, mine: Any, name: str, method: str, *shared: Any) -> Any:
+        """Call a model's method with `(mine, *shared)`, without `mine` where it is None."""
+        return getattr(self._models[name], method)(*(() if mine is None else (mine,)), *shared)
+
+    def save_shards(
+        self, name: str, folder: str, record: Mapping[str, Any], weights: bool, seconds: float, wait: bool
+    ) -> str | None:
+        """Save a model's state to a new folder within `seconds` (`Saving`): what went wrong, or without `wait` None."""
+        model = self._models[name]
+        tensors, adam_steps = model.state(weights)
+        whole = {**record, "steps": model.steps(), "adam_steps": adam_steps, "weights": weights}
+        self._savings[record["id"]] = Saving(tensors, folder, whole, self._store, seconds, copy=not wait)
+        return self.save_answer(record["id"], seconds + 0.5) if wait else None
+
+    def save_answer(self, key: str, seconds: float) -> str | None:
+        """`Saving.answer` of a save that was begun."""
+        saving = self._savings.get(key)
+        outcome = saving.answer(seconds) if saving is not None else ""
+        if outcome is not None:
+            self._savings.pop(key, None)
+        return outcome
+
+    def save_plain(self, name: str, source: str, folder: str, shown: str, merged: bool) -> None:
+        """Write a Hugging Face folder by rank 0; of a model with adapters a peft folder, unless they are to be `merged`."""
+        model = self._models[name]
+        weights = model.weights(merged)
+        told = None
+        if weights is not None:
+            try:
+                write_plain(weights, source, folder, model.settings, shown)
+            except Exception as error:  # noqa: BLE001 - all ranks raise it
+                told = first_line(error)
+        together(told)
+
+
+shards = Shards
+"""The factory for `Ranks`: one rank that has not joined the others yet."""
+
+
+def _own_address() -> str:
+    if os.environ.get("WORKBENCH_ADDRESS"):  # who started this worker knows
+        return os.environ["WORKBENCH_ADDRESS"]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # a documentation address; a datagram socket sends nothing to connect
+        return str(probe.getsockname()[0])
+
+
+class Saving:
+    """One save of a model's state: planned by all ranks at once, written by each in a thread, published by rank 0.
+
+    The plan is that of torch's distributed checkpoint (`SavePlanner`, `StorageWriter`), made while the ranks wait for each
+    other anyway; after it no rank needs a collective, so that writing can go on while the model learns (with `copy`, from a
+    copy in host memory). The files are written to `.staging-<name>` beside the folder; only rank 0 renames it, and not after
+    the deadline.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Any], folder: str, record: Mapping[str, Any], store: Any, seconds: float, copy: bool
+    ) -> None:
+        self._path = Path(folder)
+        self._staging = self._path.with_name(f"{STAGING}{self._path.name}")
+        self._rank, self._size = distributed.get_rank(), distributed.get_world_size()
+        self._store, self._record = store, record
+        self._seconds, self._end = seconds, time.monotonic() + seconds
+        self._lock = threading.Lock()
+        self._outcome: str | None = None  # None while it goes on, empty after success, else what went wrong
+        together(self._begin() if self._rank == 0 else None, CheckpointError)
+        held = {name: value.to("cpu", copy=True) if copy else value for name, value in tensors.items()}
+        self._planned = _planned(held, str(self._staging)) if held else None
+        # in a thread even where it is waited for: a disk that hangs must not hold the rank beyond the deadline
+        self._thread = threading.Thread(target=self._run, name="workbench-saving", daemon=True)
+        self._thread.start()
+
+    def _begin(self) -> str | None:
+        """Rank 0: make an empty staging folder; returns what is wrong with it or with the folder to be written."""
+        if self._path.is_dir() and any(self._path.iterdir()):
+            return message("a saved state is never overwritten", found=self._path, do="save to another folder")
+        try:
+            shutil.rmtree(self._staging, ignore_errors=True)  # of a driver that was killed while it saved
+            self._staging.mkdir(parents=True)
+        except OSError as error:
+            return first_line(error)
+        return None
+
+    def _run(self) -> None:
+        """Write this rank's part and report it to the others; rank 0 waits for them and publishes."""
+        outcome = "the worker was ended"
+        try:
+            outcome = self._written()
+            self._store.set(self._name(self._rank), outcome)
+            if self._rank == 0:
+                outcome = self._published()
+        except RuntimeError as error:  # the store went with rank 0
+            outcome = first_line(error)
+        finally:
+            with self._lock:
+                self._outcome = self._outcome or outcome
+
+    def answer(self, seconds: float) -> str | None:
+        """What went wrong ("" for nothing) after waiting for at most `seconds`; None where the save still goes on.
+
+        Past the deadline it has failed, and nothing is published any more.
+        """
+        self._thread.join(max(seconds, 0.0))
+        with self._lock:
+            if self._outcome is None and time.monotonic() > self._end:
+                self._outcome = self._overdue([self._rank])
+            return self._outcome
+
+    # --- inside -----------------------------------------------------------------------------
+
+    def _written(self) -> str:
+        planned, self._planned = self._planned, None
+        try:
+            if planned is not None:
+                writer, plan, planner = planned
+                writer.write_data(plan, planner).wait()
+        except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised by the driver
+            return f"rank {self._rank} could not write: {first_line(error)}"
+        return ""
+
+    def _published(self) -> str:
+        """Rank 0: when all ranks have written, write the record and rename the folder; else remove it."""
+        names = [self._name(rank) for rank in range(self._size)]
+        while not self._store.check(names) and time.monotonic() < self._end:
+            time.sleep(_PAUSE)
+        late = [rank for rank, name in enumerate(names) if not self._store.check([name])]
+        if late:
+            return self._failed(self._overdue(late))
+        found = [self._store.get(name).decode() for name in names]
+        for name in names:
+            self._store.delete_key(name)
+        if any(found):
+            return self._failed("; ".join(filter(None, found)))
+        try:
+            write_record(self._staging, self._record)
+            with self._lock:
+                if self._outcome is not None or time.monotonic() > self._end:
+                    return self._failed(self._overdue([self._rank]))
+                os.rename(self._staging, self._path)
+            fsync(self._path.parent)
+        except OSError as error:
+            return self._failed(f"rank 0 could not publish it: {first_line(error)}")
+        return ""
+
+    def _overdue(self, late: list[int]) -> str:
+        return f"ranks {late} of {self._size} had not written after {self._seconds:g} seconds"
+
+    def _failed(self, why: str) -> str:
+        shutil.rmtree(self._staging, ignore_errors=True)
+        return why
+
+    def _name(self, rank: int) -> str:
+        return f"saving/{self._record['id']}/{rank}"
+
+
+def _planned(tensors: dict[str, Any], folder: str) -> tuple[Any, Any, Any]:
+    """All ranks: plan who writes what; torch's own steps of a save, up to the one that writes."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    planner, writer = DefaultSavePlanner(), HuggingFaceStorageWriter(folder, save_distributed=True)
+    planner.set_up_planner(tensors, is_coordinator=rank == 0)
+    writer.reset(folder)
+    writer.set_up_storage_writer(rank == 0)
+    plans: list[Any] = [None] * size
+    distributed.all_gather_object(plans, writer.prepare_local_plan(planner.create_local_plan()))
+    box: list[Any] = [None]
+    if rank == 0:
+        box[0] = writer.prepare_global_plan(planner.create_global_plan(plans)[0])
+    distributed.broadcast_object_list(box, 0)
+    return writer, planner.finish_plan(box[0][rank]), planner

@@ -1,0 +1,123 @@
+"""Chat models for judges: a sampler of ours with its chat template, or any OpenAI-compatible service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from workbench.base.config import require
+from workbench.base.http import Client
+from workbench.engines.http.sampler import RemoteSampler
+from workbench.engines.http.server import authorization
+from workbench.engines.protocol import Classified, Completion, Located, Request, Sampler, SamplingSettings, switches_of
+
+
+class SamplerChat:
+    """A sampler (a local engine, a run's, …) as a chat model, by its own chat template. Made by `engines.chat(engine)`."""
+
+    def __init__(self, sampler: Sampler, **switches: Any) -> None:
+        self._sampler = sampler
+        self._switches = {**switches_of(sampler), **switches}
+
+    @property
+    def tokenizer(self) -> Any:
+        """The sampler's own tokenizer."""
+        return self._sampler.tokenizer
+
+    def describe(self) -> str:
+        """The model's path, and where it is served, for a record."""
+        if isinstance(self._sampler, RemoteSampler):
+            return f"{self._sampler.path} at {urlsplit(self._sampler.url).netloc}"
+        path = self._sampler.path if isinstance(self._sampler, Located) else ""
+        return f"local {path or type(self._sampler).__name__}"
+
+    async def complete(
+        self, messages: Sequence[Mapping[str, str]], *, max_tokens: int, temperature: float, seed: int
+    ) -> Completion:
+        """Sample one answer to the messages."""
+        switches = {"add_generation_prompt": True, **self._switches}
+        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, **switches)
+        ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        settings = SamplingSettings(max_tokens=max_tokens, temperature=temperature)
+        sample = await self._sampler.sample(Request(ids, settings, seed))
+        answer = self.tokenizer.decode(list(sample.ids), skip_special_tokens=True)
+        return Completion(answer, text, len(ids), len(sample.ids), sample.finish_reason)
+
+
+class _Service:
+    """A model behind HTTP. After errors that may pass a request is tried again (`base.http.Client`).
+
+    `api_key_env` names the environment variable with the key. `tokenizer` is for cutting texts by tokens; without one a
+    token counts as four characters.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        api_key_env: str | None = None,
+        tokenizer: Any = None,
+        timeout: float = 120.0,
+        max_concurrent: int = 32,
+        attempts: int = 5,
+        deadline: float = 300.0,
+    ) -> None:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.netloc)
+        require(good, "url", expected="http(s)://host[:port][/path]", found=url)
+        self.url = url.rstrip("/")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.timeout = timeout
+        headers = authorization(api_key_env)  # kept nowhere else: not in settings, traces or errors
+        self._client = Client(attempts=attempts, deadline=deadline, max_concurrent=max_concurrent, headers=headers)
+
+    def describe(self) -> str:
+        """Model and host, for a record."""
+        return f"{self.model} at {urlsplit(self.url).netloc}"
+
+
+class OpenAIChat(_Service):
+    """A chat model behind `/chat/completions` of vLLM, SGLang or any service like them.
+
+    Made by `engines.openai("http://host:8000/v1", model)`. `body` has further fields of the request (`{"top_p": 0.9}`).
+    """
+
+    def __init__(self, url: str, model: str, *, body: Mapping[str, Any] | None = None, **service: Any) -> None:
+        super().__init__(url, model, **service)
+        self._body = dict(body or {})
+
+    async def complete(
+        self, messages: Sequence[Mapping[str, str]], *, max_tokens: int, temperature: float, seed: int
+    ) -> Completion:
+        """Ask for one answer to the messages. Raises `base.http.Unreachable` or `Refused`."""
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        body = {"model": self.model, "messages": [dict(message) for message in messages], **sampling, **self._body}
+        return await self._client.post(f"{self.url}/chat/completions", body, timeout=self.timeout, read=_completion)
+
+
+def _completion(reply: Any) -> Completion:
+    choice = reply["choices"][0]
+    text = choice["message"]["content"]
+    if not isinstance(text, str):
+        raise ValueError(f"no text in the reply, but {type(text).__name__}")
+    usage = reply.get("usage") or {}
+    asked, written = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
+    return Completion(text, "", asked, written, str(choice.get("finish_reason") or "stop"))
+
+
+class ClassifyEndpoint(_Service):
+    """A reward model behind vLLM's `POST /classify`, raw logits. Made by `engines.classify("http://host:8000", model)`."""
+
+    async def classify(self, text: str) -> Classified:
+        """Score one text: the last of the last item's `probs`, which without activation are logits."""
+        body = {"model": self.model, "input": text, "use_activation": False}
+        url = f"{self.url.removesuffix('/classify')}/classify"
+        return await self._client.post(url, body, timeout=self.timeout, read=_classified)
+
+
+def _classified(reply: Any) -> Classified:
+    usage = reply.get("usage") or {}
+    return Classified(float(reply["data"][-1]["probs"][-1]), int(usage.get("prompt_tokens") or 0))

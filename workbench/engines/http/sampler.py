@@ -1,0 +1,375 @@
+"""A vLLM or SGLang server that was started elsewhere, as a sampler: token ids in, token ids and log-probs out.
+
+Nothing about the server is assumed. Before the first sample it is asked which kind it is and which model it has, and probed
+whether its tokens are ours, its log-probs those of a trainer, and its seeds repeatable. What it cannot do exactly is refused.
+With `weights="vllm"` or `"sglang"` weights are pushed to it; each row carries the version of the last push that succeeded, and
+after one that failed nothing is sampled until the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from workbench.base import runtime
+from workbench.base.errors import EngineError, Interrupted
+from workbench.base.http import Client, Refused, Unreachable
+from workbench.engines.http import server
+from workbench.engines.http.server import SGLANG, VLLM, About, Findings, RemoteSettings, Reply, checked
+from workbench.engines.local_engine import lora
+from workbench.engines.local_engine.loading import resolve
+from workbench.engines.protocol import Request, Sample, SamplingSettings
+from workbench.engines.vllm_server.engine import check_prompt, tokenizer_of
+from workbench.engines.weights import Pushed, in_memory, write_to
+
+log = logging.getLogger("workbench")
+_LOOK_SECONDS = 0.2
+_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+UNTOUCHED = "default"
+"""The servers' name for weights that nobody pushed."""
+_PUSH_AGAIN = "push weights again (a pair does so by itself)"
+
+
+class RemoteSampler(Pushed):
+    """A sampler that is a vLLM or SGLang server behind HTTP. Made by `engines.remote`; pair it by `engines.paired`.
+
+    To take weights a vLLM server needs its development endpoints and our worker extension (start it as `engines.server_command`
+    says); an SGLang server needs nothing, since each has `/update_weights_from_disk`.
+    """
+
+    def __init__(self, url: str, folder: str | Path, settings: RemoteSettings, *, path: str, **switches: Any) -> None:
+        self._folder, self.path, self._settings, s = folder, path, settings, settings
+        self.url = server.base_of(url)
+        if s.weights and s.weights_folder is None and urlsplit(self.url).hostname not in server.HERE:
+            expected = "weights_folder, a folder that both machines see under one path"
+            raise EngineError(f"weights for {self.url}, which is another machine", expected=expected, do="name one")
+        self.template_switches = switches
+        self.version = s.version
+        self.starts = 1
+        """One more than the times that the server is known to have lost the weights that were pushed; see `engines.paired`."""
+        self._headers = key = server.authorization(s.api_key_env)
+        self.tokenizer, ends, self._rows = tokenizer_of(folder, s.trust_remote_code)
+        self._ends = tuple(sorted(ends))
+        self._client = Client(attempts=s.attempts, deadline=s.deadline, max_concurrent=s.max_concurrent, headers=key)
+        # no second attempt: what fails half-way must be pushed again as a whole, by the caller
+        self._pusher = Client(attempts=1, deadline=s.push_seconds, max_concurrent=4, headers=key)
+        self._tag: str | None = None
+        self._refusal = ""
+        self._under_way = 0
+        self._idle, self._open = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+        self._open.set()
+        self._turn, self._look = asyncio.Lock(), asyncio.Lock()
+        self._looked = 0.0
+        with self._named("cannot sample from the server"):
+            runtime.run(self._begin())
+
+    # --- the start --------------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        s, self._refusal = self._settings, ""
+        self._about: About = await server.about(self._client, self.url, self._folder, s)
+        kind = self._about.dialect.kind
+        if s.weights not in (None, kind):
+            raise EngineError("weights", expected=f"{kind!r}, which serves there, or None", found=s.weights)
+        if s.weights == "vllm":
+            await self._prepare()
+        prompts = await server.same_tokens(
+            self._client, self.url, self.tokenizer, self._about, self._probe, s.ask_seconds
+        )
+        self._findings: Findings = await server.examine(self._probe, prompts)
+        if not self._findings.seeded:
+            do = ": start SGLang with --enable-deterministic-inference" if self._about.dialect is SGLANG else ""
+            log.warning("%s: its samples do not follow their seeds, so that no step can be repeated%s", self, do)
+        if s.weights is not None:
+            one = Request(prompts[0], SamplingSettings(max_tokens=1), 0)
+            self._tag = await self._served() if kind == "vllm" else (await self._probe(one, 0)).tag
+            if self._tag not in (None, UNTOUCHED):
+                self._refusal = f"the server's weights are not its model's: somebody pushed {self._tag!r}"
+
+    async def _prepare(self) -> None:
+        """Make a vLLM server ready for pushes, and for log-probs before top-k and top-p."""
+        try:
+            if (await self._get("/is_paused"))["is_paused"]:
+                found = "a push that failed half-way, or another that goes on"
+                do = "push again from where it came, or start the server again"
+                raise EngineError("the server is paused", found=found, do=do)
+            await self._post("/collective_rpc", {"method": "workbench_prepare"})
+        except (Refused, Unreachable) as error:
+            do = "start it as engines.server_command(model, extension_folder) says, or pass weights=None"
+            raise EngineError("weights cannot be pushed to the server", found=self._plain(error), do=do) from None
+
+    async def _probe(self, request: Request, tops: int) -> Reply:
+        return await self._asked(request, tops, min(self._settings.ask_seconds * 2, self._settings.timeout))
+
+    # --- Sampler ----------------------------------------------------------------------------
+
+    async def sample(self, request: Request) -> Sample:
+        """Sample one response; the server batches requests that are out together.
+
+        Raises `EngineError` for what the server refuses, in its own words, for a server that gives no usable reply in
+        `attempts` and `deadline`, and after a push that failed; `Interrupted` where the work is asked to stop.
+        """
+        runtime.check()
+        self._check(request)
+        # what holds requests back during a push belongs to one loop
+        if asyncio.get_running_loop() is not runtime.loop():
+            there = asyncio.run_coroutine_threadsafe(self.sample(request), runtime.loop())
+            return await asyncio.wrap_future(there)
+        with self._named("no response"):
+            return await _unless_interrupted(self._sample(request))
+
+    async def _sample(self, request: Request) -> Sample:
+        while not self._open.is_set():
+            await self._open.wait()
+        if self._refusal:
+            raise EngineError(self._refusal, do=_PUSH_AGAIN)
+        version, tag = self.version, self._tag
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            longest = self.max_length - len(request.ids)
+            settings = replace(request.settings, max_tokens=min(request.settings.max_tokens, longest))
+            reply = await self._asked(replace(request, settings=settings), 0, self._settings.timeout)
+            if tag is not None:
+                await self._held_weights(reply, tag)
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+        return Sample(reply.ids, reply.log_probs, reply.finish_reason, version)
+
+    async def _asked(self, request: Request, tops: int, timeout: float) -> Reply:
+        dialect = self._about.dialect
+
+        def read(reply: Any) -> Reply:
+            return checked(dialect.read(reply, request, tops), request, tops, self._rows)
+
+        body = dialect.body(request, self._about.name, self._ends, tops)
+        return await self._client.post(f"{self.url}{dialect.path}", body, timeout=timeout, read=read)
+
+    async def _held_weights(self, reply: Reply, tag: str) -> None:
+        """Raises `EngineError` where the server was started again since the push, or another client pushed."""
+        found = reply.tag
+        if found is None and self._about.dialect is VLLM:
+            arrived = time.monotonic()
+            async with self._look:  # one question is enough for all rows that arrived before it
+                if self._looked < arrived:
+                    began = time.monotonic()
+                    found = await self._served()
+                    if found == tag:
+                        self._looked = began
+        if found is not None and found != tag:
+            if not self._refusal:
+                why = "it was started again, or another pushed"
+                self._refusal = f"the server no longer has the weights that were pushed: {why}"
+                self.starts += 1
+            raise EngineError(self._refusal, do=_PUSH_AGAIN)
+
+    def _check(self, request: Request) -> None:
+        s, found, dialect = request.settings, self._findings, self._about.dialect
+        check_prompt(request.ids, self._rows, self.max_length, "the server", "the server's longest")
+        if s.temperature and not dialect.coldest <= s.temperature <= dialect.hottest:
+            expected = f"0, or {dialect.coldest:g} to {dialect.hottest:g}, as the server takes it"
+            raise EngineError("temperature", expected=expected, found=s.temperature)
+        warm = s.temperature not in (0, 1)
+        if warm and not found.follows_temperature:
+            what = f"temperature {s.temperature:g}: the server's log-probs are those of temperature 1"
+            raise EngineError(what, do=f"sample at temperature 1, or start the server with {dialect.remedy}")
+        if warm and s.top_k == 1 and dialect is SGLANG:  # which is then greedy, with log-probs of temperature 1
+            what = "SGLang cannot sample with top_k=1 at a temperature other than 1"
+            raise EngineError(what, do="pass temperature=0")
+        if (s.top_p < 1 or s.top_k > 0) and not found.before_filters:
+            what = "top_p and top_k: the server does not give the log-probs before them, which a trainer needs"
+            do = "sample without, or start a vLLM as engines.server_command says, and pass weights='vllm'"
+            raise EngineError(what, do=do)
+
+    # --- weights ----------------------------------------------------------------------------
+
+    @property
+    def stale(self) -> bool:
+        """Whether rows may be older than the learner's weights (`max_staleness`): True where weights are never pushed."""
+        return self._settings.weights is None
+
+    def check_paired(self) -> None:
+        """Raises `EngineError` where weights are never pushed and no `max_staleness` was given."""
+        if self.stale and self._settings.max_staleness is None:
+            expected = "weights='vllm' or 'sglang', or max_staleness, by how many updates its rows may lag behind"
+            raise EngineError(f"a learner beside {self!r}, whose weights never change", expected=expected)
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> float:
+        """Replace all weights of the server's model, by their Hugging Face names; returns the seconds that it took.
+
+        Requests made before it are waited for and answered by the old weights, those after it by the new ones, which are
+        `version`. With `weights=None` nothing is pushed: rows keep their version, up to `max_staleness` behind this one.
+        Raises `EngineError` where the push fails, or the learner is further ahead than that.
+        """
+        began = time.perf_counter()
+        if self.stale:
+            self.check_paired()
+            behind, allowed = version - self.version, self._settings.max_staleness or 0
+            if abs(behind) > allowed:
+                what = "the learner is too far from a server whose weights never change"
+                found = f"{behind} updates from the server's version {self.version}"
+                raise EngineError(what, expected=f"at most {allowed}", found=found)
+            return 0.0
+        what = "the push of weights failed; the server is not sampled from until one succeeds"
+        with self._named(what), self._written(weights) as path:
+            runtime.run(self._push(path, version))
+        return time.perf_counter() - began
+
+    async def _push(self, path: str, version: int) -> None:
+        async with self._turn:
+            self._open.clear()
+            try:
+                await self._idle.wait()
+                self._refusal, self._tag = "the last push of weights failed", None
+                tag = f"{uuid.uuid4().hex[:12]}:{version}"
+                await self._load(path, tag)
+                self._refusal, self._tag, self.version = "", tag, version
+            finally:
+                self._open.set()
+
+    async def _load(self, path: str, tag: str) -> None:
+        """Make the server load new weights, drop what the old ones computed, and call them `tag`.
+
+        Raises `Refused` or `Unreachable`; a vLLM that was paused then stays so until a push succeeds, since a request to half
+        of a model would end it for good.
+        """
+        if self._about.dialect is SGLANG:  # it waits for the requests that are out, and drops its cache
+            body = {"model_path": path, "weight_version": tag, "flush_cache": True}
+            return await self._post("/update_weights_from_disk", body, _successful)
+        await self._post("/pause?mode=wait")
+        seconds = self._settings.push_seconds
+        await self._post("/collective_rpc", {"method": "workbench_load", "args": [path], "timeout": seconds})
+        await self._post("/reset_prefix_cache", None, _successful)
+        await self._post("/update_weight_version", {"new_version": tag})
+        await self._post("/resume")
+
+    @contextmanager
+    def _written(self, weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
+        """Inside the block the weights can be read by the server at the path: a file for vLLM, a model's folder for SGLang."""
+        s, whole = self._settings, self._about.dialect is SGLANG
+        dtype = getattr(torch, s.weights_dtype) if s.weights_dtype else None
+        if not whole and s.weights_folder is None:
+            with in_memory(weights, dtype) as path:
+                yield path
+            return
+        if s.weights_folder is not None:
+            Path(s.weights_folder).mkdir(parents=True, exist_ok=True)
+        kept: dict[str, Any] = {"dir": s.weights_folder, "ignore_cleanup_errors": True}
+        with tempfile.TemporaryDirectory(prefix="workbench-weights-", **kept) as name:
+            folder = Path(name)
+            folder.chmod(0o755)  # so that a server of another user can read it
+            if whole:
+                weights = self._as_folder(folder, weights)
+            with (folder / "model.safetensors").open("wb") as file:
+                write_to(file, weights, dtype)
+                file.flush()
+                os.fsync(file.fileno())  # in a network folder other machines see it only then
+            yield name if whole else file.name
+
+    def _as_folder(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Copy the model's small files beside the weights; a tied head is left out, as in every Hugging Face folder."""
+        for one in Path(self._folder).glob("*.json"):
+            if not one.name.endswith(".index.json"):
+                shutil.copy(one, folder)
+        head, embeddings = weights.get(_HEAD), weights.get(_EMBEDDINGS)
+        if head is not None and embeddings is not None and torch.equal(head, embeddings):
+            return {name: tensor for name, tensor in weights.items() if name != _HEAD}
+        return weights
+
+    async def _served(self) -> str:
+        """A vLLM server's name for its present weights; SGLang has it in every reply."""
+        return str((await self._get("/weight_info"))["weight_version"])
+
+    async def _get(self, path: str) -> Any:
+        return await self._pusher.get(f"{self.url}{path}", timeout=self._settings.ask_seconds)
+
+    async def _post(self, path: str, body: Any = None, read: Any = lambda reply: None) -> None:
+        await self._pusher.post(f"{self.url}{path}", body, timeout=self._settings.push_seconds, read=read)
+
+    def restart(self) -> None:
+        """Ask and probe the server afresh, after it was started again elsewhere; a pair then pushes its weights again."""
+        with self._named("cannot sample from the server"):
+            runtime.run(self._begin())
+        self.version = self._settings.version
+        self.starts += 1
+
+    # --- what it is -------------------------------------------------------------------------
+
+    @property
+    def max_length(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return self._about.max_length
+
+    def describe(self) -> dict[str, Any]:
+        """Path, server, settings and findings for a run's record; without the API key."""
+        known = self._about
+        where = {"url": self.url, "kind": known.dialect.kind, "server": known.version, "served": known.name}
+        longest = {"max_model_len": known.max_length}
+        return {"path": self.path, **self._settings.to_dict(), **where, **longest, **asdict(self._findings)}
+
+    def _plain(self, error: Exception) -> str:
+        """An error's words without the key, which a server may have echoed."""
+        words = str(error)
+        for value in self._headers.values():
+            words = words.replace(value, "…").replace(value.removeprefix("Bearer "), "…")
+        return words
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (Refused, Unreachable) as error:
+            raise EngineError(what, found=f"{self._plain(error)} ({self.url})") from None
+
+    def __repr__(self) -> str:
+        kind = f"{self._about.dialect.kind} {self._about.version}, "
+        how = "never change" if self.stale else "are pushed"
+        return f"RemoteSampler({self.path!r}: {kind}{self.url}, version {self.version}, its weights {how})"
+
+
+async def _unless_interrupted(work: Coroutine[Any, Any, Sample]) -> Sample:
+    """The work's result; when this process or the caller is asked to stop, the connection is closed, so that the server stops."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait([task], timeout=_LOOK_SECONDS))[0]:
+            runtime.check()
+        return task.result()
+    except (asyncio.CancelledError, Interrupted):
+        task.cancel()
+        await asyncio.wait([task])
+        raise
+
+
+def remote(url: str, model: str | Path, *, template_switches: Any = None, **settings: Any) -> RemoteSampler:
+    """Use a running vLLM or SGLang server as a sampler: `remote("http://host:8000", "data/tiny-arith", weights="vllm")`.
+
+    `model` is the same model here, as for `engines.local`: its tokenizer is used, and compared with the server's. Settings:
+    `RemoteSettings`; unknown names are refused. As a judge: `engines.chat(remote(...))`. Raises `EngineError` where the
+    server does not answer, is neither vLLM nor SGLang, has another model or tokenizer, or its log-probs are of no known kind.
+    """
+    chosen = RemoteSettings.from_parameters(settings)
+    folder = resolve(model)
+    if lora.base_of(Path(folder)) is not None:
+        raise EngineError(f"{str(model)!r} is an adapter", expected="a whole model", do="name its base")
+    return RemoteSampler(url, folder, chosen, path=str(model), **(template_switches or {}))
+
+
+def _successful(reply: Any) -> None:
+    if not reply["success"]:
+        raise ValueError(f"no success, but {str(reply)[:200]}")

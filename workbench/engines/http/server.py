@@ -1,0 +1,447 @@
+"""How vLLM and SGLang servers are asked and read, what they report, probes for what they do not, and a command that starts one.
+
+vLLM is asked at `/v1/completions` (OpenAI's, with token ids in and out); SGLang, which gives no token ids there, at `/generate`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import shutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from workbench.base.config import Settings, require
+from workbench.base.errors import EngineError
+from workbench.base.http import Client
+from workbench.engines.local_engine.loading import resolve
+from workbench.engines.protocol import Request, SamplingSettings
+from workbench.engines.vllm_server import process
+from workbench.engines.vllm_server.engine import VllmSettings, arguments_of, environment_of, on_cpu_of, sampling_fields
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One response, as read from either kind of server."""
+
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    finish_reason: str
+    text: str
+    tops: tuple[Mapping[int, float], ...] = ()
+    """Per token, the likeliest and their log-probs."""
+    tag: str | None = None
+    """The server's name for its weights, where a reply has it."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one kind of server is asked, and what it can do."""
+
+    kind: str
+    path: str
+    body: Callable[[Request, str, Sequence[int], int], dict[str, Any]]
+    """Of a request, the server's name for the model, the ids that end a response, and how many of the likeliest are wanted."""
+    read: Callable[[Any, Request, int], Reply]
+    """Raises `ValueError`, `LookupError` or `TypeError` for a reply that it cannot read."""
+    coldest: float
+    """Smallest temperature above 0 that it takes; `hottest` is the largest."""
+    hottest: float
+    remedy: str
+    """The flag or variable that makes its log-probs follow the temperature."""
+
+
+def _sampling(s: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
+    """Fields that both kinds call by one name; those that a server's own defaults could change are always sent."""
+    return {**sampling_fields(s, ends), "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}
+
+
+def _vllm_body(request: Request, model: str, ends: Sequence[int], tops: int) -> dict[str, Any]:
+    return {
+        **_sampling(request.settings, ends),
+        "model": model,
+        "prompt": list(request.ids),
+        "max_tokens": request.settings.max_tokens,
+        "top_k": max(request.settings.top_k, 0),
+        "seed": request.seed,
+        "include_stop_str_in_output": True,
+        "logprobs": tops,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def _vllm_read(reply: Any, request: Request, wanted: int) -> Reply:
+    choice = reply["choices"][0]
+    if "token_ids" not in choice:
+        raise ValueError("no token ids in the reply, which vLLM gives since 0.10.2")
+    if choice.get("prompt_token_ids") not in (None, list(request.ids)):
+        raise ValueError("the reply is to another prompt")
+    held = choice["logprobs"]
+    places = held.get("top_logprobs") or () if wanted else ()
+    tops = tuple({int(key.removeprefix("token_id:")): float(value) for key, value in place.items()} for place in places)
+    ids, values = tuple(choice["token_ids"]), tuple(held["token_logprobs"])
+    return Reply(ids, values, choice["finish_reason"], choice["text"], tops)
+
+
+def _sglang_body(request: Request, model: str, ends: Sequence[int], tops: int) -> dict[str, Any]:
+    return {
+        "input_ids": list(request.ids),
+        "sampling_params": {
+            **_sampling(request.settings, ends),
+            "max_new_tokens": request.settings.max_tokens,
+            "top_k": request.settings.top_k,
+            "sampling_seed": request.seed % 2**31,  # its kernels want a small one
+            "no_stop_trim": True,
+            "spaces_between_special_tokens": False,
+        },
+        "return_logprob": True,
+        "logprob_start_len": -1,  # of the response alone
+        "top_logprobs_num": tops,
+        "stream": False,
+    }
+
+
+def _sglang_read(reply: Any, request: Request, wanted: int) -> Reply:
+    about = reply["meta_info"]
+    values, ids = [tuple(one[place] for one in about["output_token_logprobs"]) for place in (0, 1)]
+    given = reply.get("output_ids")
+    if given is not None and tuple(given) != ids:
+        raise ValueError("its output_ids are not the tokens of its output_token_logprobs")
+    places = about.get("output_top_logprobs") or () if wanted else ()
+    tops = tuple({int(token): float(value) for value, token, *_ in place} for place in places)
+    tag = about.get("weight_version")
+    return Reply(ids, values, about["finish_reason"]["type"], reply["text"], tops, None if tag is None else str(tag))
+
+
+VLLM = Dialect("vllm", "/v1/completions", _vllm_body, _vllm_read, 0.01, 2.0, "--logprobs-mode processed_logprobs")
+_UNSET = "SGLANG_RETURN_ORIGINAL_LOGPROB unset"
+SGLANG = Dialect("sglang", "/generate", _sglang_body, _sglang_read, 1e-5, math.inf, _UNSET)
+DIALECTS: dict[str, Dialect] = {one.kind: one for one in (VLLM, SGLANG)}
+
+
+def checked(reply: Reply, request: Request, tops: int, rows: int) -> Reply:
+    """Check a reply against its request; `rows` is the number of token ids the model has. Raises `ValueError`."""
+    count = len(reply.ids)
+    if count != len(reply.log_probs):
+        raise ValueError(f"{count} tokens and {len(reply.log_probs)} log-probs")
+    if count > request.settings.max_tokens:
+        raise ValueError(f"{count} tokens, {request.settings.max_tokens} were asked for")
+    if reply.finish_reason not in ("stop", "length", "abort"):
+        raise ValueError(f"finish_reason {reply.finish_reason!r}")
+    if not count and reply.finish_reason != "abort":
+        raise ValueError("a response of no token")
+    if tops and len(reply.tops) != count:
+        raise ValueError(f"{count} tokens and {len(reply.tops)} lists of the likeliest")
+    for token, value in zip(reply.ids, reply.log_probs, strict=True):
+        if not isinstance(token, int) or not 0 <= token < rows:
+            raise ValueError(f"token id {token!r}, the model has 0 to {rows - 1}")
+        if not isinstance(value, int | float) or not math.isfinite(value) or value > 1e-3:
+            raise ValueError(f"{value!r} as a log-prob")
+    return reply
+
+
+_TEXT = "What is 12 + 34? Think: <answer>46</answer>\n\tZürich, naïve, 北京, 3.14e-5 "
+_PROMPTS = 24
+
+
+@dataclass(frozen=True)
+class About:
+    """A server's kind and version, and which of its models is used."""
+
+    dialect: Dialect
+    version: str
+    name: str
+    """The server's name for the model."""
+    max_length: int
+    """Longest prompt and response together, in tokens."""
+
+
+async def about(client: Client, base: str, folder: str | Path, settings: RemoteSettings) -> About:
+    """Ask a server what it is. Raises `EngineError` for another kind or model, `Refused` or `Unreachable` without an answer."""
+    seconds = settings.ask_seconds
+    models = await client.get(f"{base}/v1/models", timeout=seconds)
+    served = models.get("data") if isinstance(models, dict) else None
+    if not served or not all(isinstance(one, dict) and isinstance(one.get("id"), str) for one in served):
+        raise EngineError(f"the models of {base}", expected="a list of them", found=str(models)[:200])
+    chosen = _chosen(served, folder, settings.served_name)
+    dialect = DIALECTS.get(str(chosen.get("owned_by")))
+    if dialect is None:
+        expected = "vllm or sglang as owned_by, whose token ids and log-probs are known"
+        owner, do = repr(chosen.get("owned_by")), "as a judge it can be used through engines.openai"
+        raise EngineError(f"the kind of server at {base}", expected=expected, found=owner, do=do)
+    reply = await client.get(f"{base}/{'version' if dialect is VLLM else 'get_server_info'}", timeout=seconds)
+    facts = reply if isinstance(reply, dict) else {}
+    version = str(facts.get("version", "of unknown version"))
+    theirs = chosen.get("max_model_len") or facts.get("context_length")
+    return About(dialect, version, chosen["id"], _longest(chosen["id"], theirs, folder, settings))
+
+
+def _longest(name: str, theirs: Any, folder: str | Path, settings: RemoteSettings) -> int:
+    """The server's longest text, or that of the model here where the server does not report it."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=settings.trust_remote_code)
+    mine = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if theirs is not None and mine is not None and int(theirs) > mine:
+        expected = f"at most {mine} tokens, the longest of {str(folder)!r}"
+        raise EngineError(f"the server's model {name!r}", expected=expected, found=theirs, do="name the same model")
+    if theirs is None and mine is None:
+        raise EngineError("the longest text", expected="a number from the server, or in config.json", found="none")
+    return int(theirs or mine or 0)
+
+
+def _chosen(served: list[dict[str, Any]], folder: str | Path, name: str | None) -> dict[str, Any]:
+    names = [one["id"] for one in served]
+    if name is not None:
+        if name not in names:
+            raise EngineError(f"the model {name!r}", expected=f"one of the server's: {', '.join(names)}")
+        return served[names.index(name)]
+    mine = Path(folder).resolve().name if Path(folder).is_dir() else str(folder).rpartition("/")[2]
+    fitting = [one for one in served if mine in (Path(one["id"]).name, Path(str(one.get("root") or "")).name)]
+    if len(fitting) != 1:
+        what, expected = f"which of the server's models is {str(folder)!r}", f"one that is called {mine!r}"
+        raise EngineError(what, expected=expected, found=", ".join(names), do="say which: served_name=...")
+    return fitting[0]
+
+
+Ask = Callable[[Request, int], Awaitable[Reply]]
+"""`(request, how many of the likeliest tokens are wanted with their log-probs)`."""
+
+
+async def same_tokens(
+    client: Client, base: str, tokenizer: Any, known: About, ask: Ask, seconds: float
+) -> Sequence[tuple[int, ...]]:
+    """Check that the server's tokenizer is ours, and return short prompts for probes. Raises `EngineError` where it is not.
+
+    vLLM is given a text to tokenize; of SGLang, which may not offer that, the texts of samples are compared with ours.
+    """
+    size = len(tokenizer)
+    text = _TEXT + tokenizer.decode(list(range(0, size, max(size // 64, 1))), skip_special_tokens=True)
+    while len(mine := tokenizer.encode(text, add_special_tokens=False)) >= known.max_length:
+        text = text[: len(text) // 2]
+    theirs: Any = mine
+    if known.dialect is VLLM:
+        body = {"model": known.name, "prompt": text, "add_special_tokens": False}
+        theirs = await client.post(f"{base}/tokenize", body, timeout=seconds, read=lambda reply: list(reply["tokens"]))
+    else:
+        for seed in (1, 2):
+            settings = SamplingSettings(max_tokens=12, ignore_eos=True)
+            reply = await ask(Request(tuple(mine[:8]), settings, seed), 0)
+            mine_of_it = tokenizer.decode(list(reply.ids), skip_special_tokens=False)
+            if _bare(mine_of_it) != _bare(reply.text):
+                mine, theirs = mine_of_it, reply.text
+                break
+    if mine != theirs:
+        what = f"the server's tokenizer is not that of {known.name!r} here"
+        shown = {"expected": str(mine)[:120], "found": str(theirs)[:120]}
+        raise EngineError(what, **shown, do="name the model that the server was started with")
+    return [(token,) for token in dict.fromkeys(mine)][:_PROMPTS]
+
+
+def _bare(text: str) -> str:
+    """Without what depends on where a text was cut: halves of characters, and space at its ends."""
+    return text.replace("\N{REPLACEMENT CHARACTER}", "").strip()
+
+
+HERE = ("localhost", "127.0.0.1", "::1")
+"""Hosts that are this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteSettings(Settings):
+    """Settings of `engines.remote`, a sampler behind HTTP."""
+
+    served_name: str | None = None
+    """The server's name for the model; None: the one that has the name of the folder."""
+    weights: str | None = None
+    """How weights are pushed: `vllm` or `sglang`, the kind of the server. None: they never change."""
+    weights_folder: str | None = None
+    """A folder that this process and the server see under one path, for weights that are pushed. None: this machine's memory
+    or temporary folder, which a server of the same user on this machine can read."""
+    weights_dtype: str | None = None
+    """`float32` or `bfloat16` for pushed weights; None: as the learner has them."""
+    max_staleness: int | None = None
+    """With `weights=None`, paired with a learner: by how many updates its rows may lag behind. None: it cannot be paired."""
+    version: int = 0
+    """Policy version of the weights that the server was started with."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the API key; the key itself is kept in no setting or record."""
+    timeout: float = 600.0
+    """Seconds for one attempt at one response."""
+    deadline: float = 1800.0
+    """Seconds for one response, all attempts together."""
+    attempts: int = 5
+    """Attempts at a request, where it fails in a way that may pass."""
+    max_concurrent: int = 256
+    """Most requests that are out at a time."""
+    ask_seconds: float = 30.0
+    """Seconds for a question that the server answers at once."""
+    push_seconds: float = 900.0
+    """Seconds for a push of weights, and for the responses before it."""
+    trust_remote_code: bool = False
+    """Run code that comes with the tokenizer."""
+
+    def __post_init__(self) -> None:
+        pushed, dtype, stale = self.weights, self.weights_dtype, self.max_staleness
+        require(pushed in (None, "vllm", "sglang"), "weights", expected="'vllm', 'sglang' or None", found=pushed)
+        dtypes = "float32, bfloat16 or None"
+        require(dtype in (None, "float32", "bfloat16"), "weights_dtype", expected=dtypes, found=dtype)
+        require(stale is None or stale >= 0, "max_staleness", expected="≥ 0", found=stale)
+        require(stale is None or pushed is None, "max_staleness", expected="weights=None beside it", found=pushed)
+        for name in ("timeout", "deadline", "ask_seconds", "push_seconds"):
+            require(getattr(self, name) > 0, name, expected="seconds > 0", found=getattr(self, name))
+
+
+def base_of(url: str) -> str:
+    """`http://host:port` without `/v1`. Raises `SettingError` for anything else, and for keys in the URL."""
+    parts = urlsplit(url)
+    good = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query and not parts.fragment
+    require(good, "url", expected="http(s)://host[:port][/path]", found=url)
+    bare = "@" not in parts.netloc
+    require(bare, "url", expected="no user or key in it", found="one", do="name a variable in api_key_env")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def authorization(name: str | None) -> dict[str, str]:
+    """The header with the key in the environment variable `name`. Raises `EngineError` where that holds no usable key."""
+    if name is None:
+        return {}
+    key = os.environ.get(name, "")
+    if not key or not key.isascii() or not key.isprintable():  # HTTP's own error would show it
+        found = "nothing" if not key else "characters that no header can hold"
+        raise EngineError(f"the API key in {name}", expected="a value", found=found, do="set it")
+    return {"Authorization": f"Bearer {key}"}
+
+
+_TOPS = 5
+_WARM = 2.0
+_SAME = 0.05
+"""Nats by which the same log-prob may differ from request to request, in bfloat16."""
+_PLAIN = SamplingSettings(max_tokens=1, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What probes found out about a server's log-probs and seeds."""
+
+    follows_temperature: bool
+    """Log-probs are those of logits / temperature; else those of the logits."""
+    before_filters: bool
+    """Log-probs are those before top-k and top-p; False also where the model is too sure for a test."""
+    seeded: bool
+    """The same seed gives the same tokens."""
+
+
+async def examine(ask: Ask, prompts: Sequence[tuple[int, ...]]) -> Findings:
+    """Probe a server, prompt by prompt, until the answers decide what its log-probs are.
+
+    Raises `EngineError` where log-probs are of neither kind, or the model is too sure of every answer to decide.
+    """
+    follows: bool | None = None
+    before: bool | None = None
+    for prompt in prompts:
+        each = [Request(prompt, replace(_PLAIN, temperature=temperature), 1) for temperature in (1.0, _WARM)]
+        plain, warm = [(await ask(request, _TOPS)).tops[0] for request in each]
+        decided = _follows(plain, warm)
+        follows = decided if follows is None else follows
+        if follows is not None and before is None:
+            before = await _before_filters(ask, prompt, _WARM if follows else 1.0, warm if follows else plain)
+        if follows is not None and before is not None:
+            break
+    if follows is None:
+        what = "whether the server's log-probs follow the temperature"
+        found = f"{len(prompts)} prompts after which it is"
+        raise EngineError(what, expected="a prompt after which the model is not sure", found=found)
+    settings = replace(_PLAIN, max_tokens=12, temperature=_WARM)
+    ids = [(await ask(Request(prompts[0], settings, seed), 0)).ids for seed in (11, 11, 12)]
+    return Findings(follows, bool(before), seeded=ids[0] == ids[1] != ids[2])
+
+
+def _follows(plain: Mapping[int, float], warm: Mapping[int, float]) -> bool | None:
+    """Compare the distance of two tokens' log-probs, which the temperature divides; None where it is too small or too large."""
+    both = sorted((plain[token], warm[token]) for token in plain.keys() & warm.keys() if plain[token] > -20)
+    if len(both) < 2 or both[-1][0] - both[0][0] < 4 * _SAME:
+        return None
+    share = (both[-1][1] - both[0][1]) / (both[-1][0] - both[0][0])
+    for value, expected in ((True, 1 / _WARM), (False, 1.0)):
+        if abs(share - expected) < 0.2:
+            return value
+    kinds = f"distances of 1 (raw logits) or {1 / _WARM:.2f} (after temperature) at temperature {_WARM:g}"
+    raise EngineError("the server's log-probs are of no known kind", expected=kinds, found=f"{share:.2f}")
+
+
+async def _before_filters(
+    ask: Ask, prompt: tuple[int, ...], temperature: float, free: Mapping[int, float]
+) -> bool | None:
+    """Whether a token's log-prob stays what it is when others are cut off; None where too little is cut off to decide."""
+    if max(free.values()) > -4 * _SAME:
+        return None
+    for settings in (replace(_PLAIN, top_k=2), replace(_PLAIN, top_p=1e-3)):
+        reply = await ask(Request(prompt, replace(settings, temperature=temperature), 2), 0)
+        if reply.ids[0] not in free or abs(reply.log_probs[0] - free[reply.ids[0]]) > _SAME:
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """A command that starts a server: `str(command)` is a line for a shell, `argv` and `env` are for `subprocess`."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    """Environment variables to set, over those that are set."""
+
+    def __str__(self) -> str:
+        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.argv)])
+
+
+def server_command(
+    model: str | Path,
+    extension_folder: str | Path | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    served_name: str | None = None,
+    cpu: bool | None = None,
+    **settings: Any,
+) -> ServerCommand:
+    """The command that starts vLLM's HTTP server with a trainer's log-probs: `print(server_command("data/tiny-arith", "ext"))`.
+
+    With `extension_folder` weights can be pushed to the server: the module of the worker extension is written there (for a
+    server on another machine, copy the folder), and vLLM's development endpoints are on. Those ask for no key, whatever
+    VLLM_API_KEY is: whoever reaches the port can change the model, so it belongs on a private network. `cpu=None`: on a CPU
+    where this machine has no GPU. Other settings: `VllmSettings` (`python` is the interpreter on the server's machine, by
+    default `python`).
+    """
+    chosen = VllmSettings.from_parameters(settings)
+    folder = resolve(model, elsewhere=True)
+    cpu = not torch.cuda.is_available() if cpu is None else cpu
+    arguments = arguments_of(folder, chosen) | (on_cpu_of(chosen) if cpu else {})
+    env = environment_of(folder, chosen) | {"PYTHONSAFEPATH": "1"}
+    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING")  # only for an engine without a server
+    if cpu and arguments["enforce_eager"]:
+        env["TORCHDYNAMO_DISABLE"] = "1"
+    arguments |= {"host": host, "port": port, "served_model_name": served_name}
+    if extension_folder is not None:
+        inside = Path(extension_folder).absolute()
+        inside.mkdir(parents=True, exist_ok=True)
+        shutil.copy(process.__file__, inside / f"{process.MODULE}.py")
+        arguments["worker_extension_cls"] = f"{process.MODULE}.{process.WeightSync.__name__}"
+        env |= {"PYTHONPATH": str(inside), "VLLM_SERVER_DEV_MODE": "1"}
+    flags = [flag for name, value in arguments.items() for flag in _flags(name, value)]
+    python = chosen.python or "python"
+    return ServerCommand((python, "-m", "vllm.entrypoints.openai.api_server", *flags), env)
+
+
+def _flags(name: str, value: Any) -> list[str]:
+    option = f"--{name.replace('_', '-')}"
+    if value is None or value is False:  # off by default, and trust_remote_code has no flag for off
+        return [f"--no-{option[2:]}"] if name == "enable_chunked_prefill" and value is False else []
+    return [option] if value is True else [option, str(value)]

@@ -1,0 +1,98 @@
+"""A reward model in this process: a transformers sequence classifier with one label, behind `Classifier`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.base import runtime
+from workbench.base.config import require
+from workbench.base.errors import EngineError, boundary
+from workbench.engines.local_engine.loading import chosen_device, resolve
+from workbench.engines.local_engine.sampling import Early, Waves
+from workbench.engines.protocol import Classified
+
+
+class LocalClassifier:
+    """A reward model in this process: a transformers sequence classifier with one label, in float32; made by `classifier`.
+
+    Texts that wait together are batched, at most `batch_size`.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, path: str, batch_size: int = 32, max_length: int = 8192) -> None:
+        require(batch_size >= 1, "batch_size", expected="≥ 1", found=batch_size)
+        self._model = model
+        self.tokenizer = tokenizer
+        self.path = path
+        self.batch_size = batch_size
+        self.max_length = min(max_length, getattr(model.config, "max_position_embeddings", None) or max_length)
+        self._waves: Waves[str, Classified] = Waves(self._classified, batch_size, "workbench-classifier")
+
+    def describe(self) -> str:
+        """`local` and its path."""
+        return f"local {self.path}"
+
+    async def classify(self, text: str) -> Classified:
+        """Score one text. Raises `EngineError` for an empty text and for one longer than `max_length` tokens."""
+        return await self._waves.ask(text)
+
+    def _classified(self, texts: list[str], early: Early[Classified]) -> list[Classified | Exception]:
+        rows = [self.tokenizer.encode(text) for text in texts]
+        wrong = [refusal(len(ids), self.max_length) for ids in rows]  # a text that is too long fails alone
+        fit = [ids for ids, error in zip(rows, wrong, strict=True) if error is None]
+        values = iter(self._forward(fit) if fit else ())
+        return [error or Classified(next(values), len(ids)) for ids, error in zip(rows, wrong, strict=True)]
+
+    @torch.inference_mode()
+    def _forward(self, rows: list[list[int]]) -> list[float]:
+        runtime.check()
+        width = max(map(len, rows))
+        pad = self._model.config.pad_token_id
+        ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows], device=self._model.device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self._model.device)
+        # on the last real token by the mask: a pad id inside the text would be taken for the end by the model's own rule
+        hidden = self._model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+        logits = self._model.score(hidden.hidden_states[-1][torch.arange(len(rows)), mask.sum(-1) - 1])
+        return logits[:, 0].float().cpu().tolist()
+
+
+def refusal(count: int, limit: int) -> EngineError | None:
+    """The error for a text of so many tokens; None where it fits."""
+    if 0 < count <= limit:
+        return None
+    what, do = "the text for the reward model", "lower prompt_length or response_length"
+    return EngineError(what, expected=f"1 to {limit} tokens", found=f"{count} tokens", do=do)
+
+
+def classifier(
+    path: str | Path,
+    *,
+    device: str = "auto",
+    batch_size: int = 32,
+    max_length: int = 8192,
+    trust_remote_code: bool = False,
+) -> LocalClassifier:
+    """Open a reward model in this process: `classifier("data/tiny-reward-model")`.
+
+    `path` is a Hugging Face folder or name; longer texts than `max_length` tokens are refused. Raises `EngineError` where there
+    is no such model, or it has not exactly one label.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    found, trust = str(resolve(path)), {"trust_remote_code": trust_remote_code}
+    with boundary(f"loading the reward model {str(path)!r}", EngineError):
+        model = AutoModelForSequenceClassification.from_pretrained(found, dtype=torch.float32, **trust)
+        tokenizer = AutoTokenizer.from_pretrained(found, **trust)
+    if model.config.num_labels != 1 or not hasattr(model, "score"):
+        expected = "a sequence classifier with one label and a head called 'score'"
+        found = f"{model.config.num_labels} labels, {type(model).__name__}"
+        do = "a judge that writes text goes into rewards.Judge"
+        raise EngineError(f"the reward model {str(path)!r}", expected=expected, found=found, do=do)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    model = model.to(chosen_device(device)).eval()
+    return LocalClassifier(model, tokenizer, path=str(path), batch_size=batch_size, max_length=max_length)

@@ -1,0 +1,426 @@
+"""The local engine: one transformers model in this process, on the CPU or one GPU, that samples, scores and learns.
+
+`ModelEngine` is what it has in common with the FSDP engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.base.errors import EngineError, NonFinite
+from workbench.base.metrics import Mean
+from workbench.dataproto.core import DataProto
+from workbench.engines.local_engine import loading, lora, scoring
+from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, backward
+from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
+from workbench.engines.local_engine.sampling import Waves, decode_wave
+from workbench.engines.local_engine.states import read_optimizer, write_whole
+from workbench.engines.protocol import Loss, LossCounts, Request, Sample, SampleMany, StepResult
+from workbench.engines.settings import LocalSettings
+
+_KINDS = ("log_probs", "entropy", "sum_pi_squared", "values")
+
+
+def new_id() -> str:
+    """A name for a state of the weights that no other has: twelve hex digits."""
+    return uuid.uuid4().hex[:12]
+
+
+class ModelEngine:
+    """Base of `LocalEngine` and `FsdpEngine`; `model` is the transformers model, or its structure on the meta device."""
+
+    _scored: Callable[..., dict[str, torch.Tensor]]
+    """`compute_log_probs`; with `base=True` the LoRA adapters are switched off."""
+    _write: Callable[..., None]
+    """Writes a model folder (`save`)."""
+    _untouched: Callable[[], bool]
+    """Whether the weights are those of the path, as far as is known."""
+    _copy: Callable[[], Any]
+    """Another engine with the present weights."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, settings: LocalSettings, *, path: str, head: bool, **switches: Any
+    ) -> None:
+        self._model = model
+        self._settings = settings
+        self._critic = head
+        self.tokenizer = tokenizer
+        self.path = path
+        self.template_switches = switches
+        self.version = 0
+        self.state_id = new_id()
+
+    def commit(self) -> int:
+        """End an update: the policy version rises by one and is returned."""
+        self.version += 1
+        return self.version
+
+    @property
+    def _adapted(self) -> bool:
+        return lora.config_in(self._model) is not None
+
+    def compute_log_probs(
+        self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """Score the response tokens of a batch: each of `want` as [B, T] float32 on the CPU, 0 outside `response_mask`.
+
+        `want` out of `log_probs`, `entropy`, `sum_pi_squared` and, of a critic, `values`. Raises `EngineError` for another
+        name, and for token ids that the model does not have.
+        """
+        return self._scored(batch, want, temperature)
+
+    def _check_want(self, want: Sequence[str]) -> None:
+        known = _KINDS if self._critic else _KINDS[:-1]
+        if not set(want) <= set(known):
+            have = ", ".join(known) + ("" if self._critic else "; values need engine.critic()")
+            raise EngineError("compute_log_probs", expected=have, found=", ".join(want))
+
+    # --- frozen -----------------------------------------------------------------------------
+
+    def reference(self) -> FrozenModel:
+        """The present weights, frozen, as a model that only scores. With LoRA it is the base model, without a second copy."""
+        if self._adapted:
+            return FrozenModel(self, as_loaded=True, base=True)
+        return FrozenModel(self._copy(), as_loaded=self._untouched())
+
+    # --- weights ----------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Write a Hugging Face folder (with LoRA a peft folder); a critic has `value_head.safetensors` beside the weights."""
+        self._write(Path(path).absolute(), merged=False)
+
+    def save_merged(self, path: str | Path) -> Path:
+        """Write a plain Hugging Face folder with the LoRA adapters merged into the weights."""
+        self._write(Path(path).absolute(), merged=True)
+        return Path(path)
+
+    # --- what it is -------------------------------------------------------------------------
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest sequence of the model in tokens (`max_position_embeddings`); None where its configuration has none."""
+        return getattr(self._model.config, "max_position_embeddings", None)
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint: weights and Adam's two moments, of all ranks together."""
+        return 3 * sum(one.numel() * one.element_size() for one in self._model.parameters())
+
+    def describe(self) -> dict[str, Any]:
+        """Path and settings by name, for a run's record."""
+        return {"path": self.path, **self._settings.to_dict()}
+
+    def _place(self) -> str:
+        return str(self._model.device)
+
+    def __repr__(self) -> str:
+        kind, size = "critic" if self._critic else "policy", sum(one.numel() for one in self._model.parameters())
+        what = f"{kind}, {type(self._model).__name__}, {size:,} parameters, {self._place()}"
+        return f"{type(self).__name__}({self.path!r}: {what}, version {self.version})"
+
+
+class FrozenModel:
+    """A reference: weights that never change and `compute_log_probs` alone, by an engine of its own or one's LoRA base."""
+
+    def __init__(self, engine: ModelEngine, *, as_loaded: bool = False, base: bool = False) -> None:
+        self._engine = engine
+        self._as_loaded = as_loaded
+        self._base = base
+
+    def describe(self) -> dict[str, Any]:
+        """Path and settings, and whether the weights are still those of the path."""
+        return {**self._engine.describe(), **({"lora_rank": 0} if self._base else {}), "as_loaded": self._as_loaded}
+
+    @contextmanager
+    def model(self) -> Iterator[Any]:
+        """A context that gives the transformers model; with LoRA the adapters are switched off inside."""
+        with lora.switched_off(self._engine._model) if self._base else nullcontext():
+            yield self._engine._model
+
+    def compute_log_probs(
+        self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """As `ModelEngine.compute_log_probs`, with the frozen weights."""
+        return self._engine._scored(batch, want, temperature, self._base)
+
+    def __repr__(self) -> str:
+        return f"FrozenModel({self._engine!r})"
+
+
+class LocalEngine(ModelEngine, SampleMany):
+    """Samples, scores and trains one transformers model in this process, on the CPU or one GPU; made by `local`.
+
+    It is a `Sampler`, a `LogProbModel` and a `Learner` of `engines.protocol`.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, settings: LocalSettings, *, path: str = "", head: Any = None, **switches: Any
+    ) -> None:
+        super().__init__(model, tokenizer, settings, path=path, head=head is not None, **switches)
+        self._head = head
+        self._optimizer: Optimizer | None = None
+        self._waves = Waves(self._decode, settings.max_wave, "workbench-sampler")
+        self._eos = loading.eos_ids_of(model.generation_config, model.config, tokenizer)
+        if settings.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+
+    # --- Sampler ----------------------------------------------------------------------------
+
+    async def sample(self, request: Request) -> Sample:
+        """Sample one response. Requests that wait together are decoded as one batch; each is answered when it is finished."""
+        return await self._waves.ask(request)
+
+    def _decode(self, requests: list[Request], finished: Callable[[int, Sample], None]) -> list[Sample]:
+        shape = f"{len(requests)} rows of {max(len(request.ids) for request in requests)} prompt tokens"
+        with memory_errors("sampling", shape, "max_wave"), self._autocast():
+            self._model.eval()
+            return decode_wave(self._model, self.tokenizer, requests, self._eos, self.version, finished)
+
+    # --- LogProbModel -----------------------------------------------------------------------
+
+    def _scored(
+        self, batch: DataProto, want: Sequence[str], temperature: float, base: bool = False
+    ) -> dict[str, torch.Tensor]:
+        self._check_want(want)
+        scoring.check_ids(self._model, batch)
+        self._model.eval()
+        guard = memory_errors("scoring", f"micro-batches of {self._settings.micro_batch_tokens} tokens")
+        with guard, self._autocast(), lora.switched_off(self._model) if base else nullcontext():
+            return scoring.collect(self._passes(batch), self._outputs(want, temperature), batch, want)
+
+    def full_kl(self, batch: DataProto, reference: FrozenModel, temperature: float = 1.0) -> torch.Tensor:
+        """[B, T] exact KL(policy‖reference) per response token, in nats, over the whole vocabulary: two forward passes."""
+        scoring.check_ids(self._model, batch)
+        self._model.eval()
+
+        def head(states: torch.Tensor) -> torch.Tensor:
+            with reference.model() as other:
+                return other.get_output_embeddings()(states.to(other.device))
+
+        def found(rows: DataProto) -> dict[str, torch.Tensor]:
+            mine = scoring.response_hidden(self._model, rows, self._packed)
+            with reference.model() as other:
+                theirs = scoring.response_hidden(other, rows.to(other.device), self._packed)
+            heads = (self._model.get_output_embeddings(), head)
+            return scoring.divergence((mine, theirs), heads, self._model, rows, temperature)
+
+        with memory_errors("the exact KL", f"micro-batches of {self._settings.micro_batch_tokens} tokens"):
+            return scoring.collect(self._passes(batch), found, batch, ("kl",))["kl"]
+
+    # --- Learner ----------------------------------------------------------------------------
+
+    def learn(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0) -> StepResult:
+        """Take one optimizer step on one mini-batch. Raises `NonFinite`, with nothing changed, for a NaN or infinite loss."""
+        optimizer = self._ready()
+        optimizer.zero()  # an interrupt may have left gradients of a step that was not taken
+        learned = self._backward(batch, loss, loss_counts, temperature)
+        norm, lr = optimizer.clip(), optimizer.lr
+        if not math.isfinite(norm):
+            optimizer.zero()
+            raise NonFinite(INFINITE_NORM, found=norm)
+        # while the weights move nobody may take them for the old ones: an interrupt can come between two of them
+        self.state_id = new_id()
+        optimizer.step()
+        optimizer.zero()
+        return StepResult({**learned.metrics, "grad_norm": Mean(norm), "lr": Mean(lr)}, learned.columns)
+
+    def probe(
+        self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0, per_row: bool = False
+    ) -> StepResult:
+        """Loss and gradient norm without a step; `per_row` adds the column `row_grad_norm` [B]."""
+        optimizer = self._ready()
+        learned = self._backward(batch, loss, loss_counts, temperature)
+        norm = optimizer.clip()
+        columns = dict(learned.columns)
+        if per_row:
+            norms = []
+            for row in range(len(batch)):
+                optimizer.zero()
+                self._backward(batch.slice(row, row + 1), loss, loss_counts, temperature)
+                gradients = [p.grad.norm() for p in optimizer.named.values() if p.grad is not None]
+                norms.append(torch.stack(gradients).norm().item() if gradients else 0.0)
+            columns["row_grad_norm"] = torch.tensor(norms)
+        optimizer.zero()
+        return StepResult({**learned.metrics, "grad_norm": Mean(norm), "lr": Mean(optimizer.lr)}, columns)
+
+    def _backward(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float) -> StepResult:
+        scoring.check_ids(self._model, batch)
+        self._model.train()
+        try:
+            with self._autocast():
+                found = self._outputs(loss.want, temperature)
+                return backward(self._passes(batch), lambda rows: loss(found(rows), rows, loss_counts), batch)
+        except BaseException:
+            self._ready().zero()
+            raise
+        finally:
+            self._model.eval()
+
+    def _ready(self) -> Optimizer:
+        """The optimizer, made when learning starts: an engine that only samples has none."""
+        if self._optimizer is None:
+            preflight(self._model, self._settings)
+            self._optimizer = Optimizer(self._parameters(), self._settings)
+        return self._optimizer
+
+    @property
+    def _steps(self) -> int:
+        return self._optimizer.steps if self._optimizer is not None else 0
+
+    def _moments(self) -> dict[str, torch.Tensor]:
+        return self._optimizer.tensors() if self._optimizer is not None else {}
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        named = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        if self._head is not None:
+            # a critic's language head takes no part in its loss unless it is tied to the embeddings
+            named |= {f"value_head.{name}": p for name, p in self._head.named_parameters()}
+        return named
+
+    def gradient(
+        self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        """Gradient of the loss by parameter name, copies; no step is taken and nothing is clipped."""
+        optimizer = self._ready()
+        optimizer.zero()
+        self._backward(batch, loss, loss_counts, temperature)
+        found = {name: p.grad.detach().clone() for name, p in optimizer.named.items() if p.grad is not None}
+        optimizer.zero()
+        return found
+
+    @contextmanager
+    def perturbed(self, direction: Mapping[str, torch.Tensor], scale: float) -> Iterator[None]:
+        """A context in which the weights are moved by `scale`·direction; after it they are as before, bit for bit."""
+        named = self._parameters()
+        held = {name: named[name].detach().clone() for name in direction}
+        try:
+            for name, values in direction.items():
+                named[name].detach().add_(values, alpha=scale)
+            yield
+        finally:
+            for name, values in held.items():
+                named[name].detach().copy_(values)
+
+    # --- what it needs ----------------------------------------------------------------------
+
+    def memory_needed(self) -> tuple[torch.device, dict[str, int]]:
+        """(device, bytes by part) that learning will take beyond what is held now."""
+        held = ("gradients", "optimizer") if self._steps else ()
+        parts = learning_estimate(self._model, self._settings)
+        return self._model.device, {name: size for name, size in parts.items() if name not in held}
+
+    # --- weights ----------------------------------------------------------------------------
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """The weights that learning can change: with LoRA those of the adapters alone."""
+        weights = lora.tensors(self._model) if self._adapted else dict(self._model.state_dict())
+        if self._head is not None:
+            weights |= {f"value_head.{name}": tensor for name, tensor in self._head.state_dict().items()}
+        return weights
+
+    @torch.no_grad()
+    def full_weights(self) -> dict[str, torch.Tensor]:
+        """All weights by Hugging Face's names, copies on the CPU: adapters merged, a tied head under both of its names."""
+        held = self._model.state_dict()
+        if self._adapted:
+            held = lora.merged(self._model, held)
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in held.items()}
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Take over another learner's `full_weights`; the optimizer starts anew. Raises `EngineError` where they do not fit."""
+        mine = self._model.state_dict()
+        loading.check_fit("load_weights", weights, mine)
+        self.state_id = new_id()  # half-way there is no state that anybody knows
+        for name, tensor in mine.items():
+            tensor.copy_(weights[name])
+        self._optimizer = None
+        self.version, self.state_id = version, new_id()
+
+    def snapshot(self) -> Any:
+        """A copy of weights, optimizer, schedule and version in host memory."""
+        weights = {name: tensor.detach().cpu().clone() for name, tensor in self._weights().items()}
+        names = {"steps": self._steps, "version": self.version, "state_id": self.state_id}
+        return {"weights": weights, "optimizer": self._moments(), **names}
+
+    @torch.no_grad()
+    def restore(self, snapshot: Any) -> None:
+        """Put a snapshot's state back, bit for bit."""
+        self.state_id = new_id()  # half-way there is no state that anybody knows
+        for name, tensor in self._weights().items():
+            tensor.copy_(snapshot["weights"][name])
+        self._optimizer = None
+        if snapshot["steps"]:
+            self._ready().load(snapshot["optimizer"], snapshot["steps"])
+        self.version = snapshot["version"]
+        self.state_id = snapshot["state_id"]
+
+    def _write(self, path: Path, merged: bool) -> None:
+        loading.save_model(self._model, None if merged else self._head, self.tokenizer, path, merged=merged)
+
+    def save_state(self, path: Path) -> None:
+        """Write optimizer, schedule and version as safetensors and JSON."""
+        record = {"version": self.version, "steps": self._steps, "settings": self._settings.to_dict()}
+        write_whole(Path(path), self._moments(), record)
+
+    def load_state(self, model_path: Path, state_path: Path) -> None:
+        """Read what `save` and `save_state` of a local or FSDP engine wrote, bit for bit."""
+        loading.load_into(self._model, self._head, Path(model_path), self._settings)
+        tensors, record = read_optimizer(state_path)
+        self._ready().load(tensors, record["steps"])
+        self.version, self.state_id = int(record["version"]), new_id()
+
+    def _untouched(self) -> bool:
+        return self.version == 0 and not self._steps
+
+    def _copy(self) -> LocalEngine:
+        model = copy.deepcopy(self._model).requires_grad_(False)
+        return LocalEngine(model, self.tokenizer, self._settings, path=self.path, **self.template_switches)
+
+    def critic(self, **changes: Any) -> LocalEngine:
+        """A separate learner with these weights and a value head that starts at 0; `changes` are settings."""
+        settings = self._settings.replace(**changes)
+        head = loading.value_head(self._model)
+        return LocalEngine(copy.deepcopy(self._model), self.tokenizer, settings, path=self.path, head=head)
+
+    # --- inside -----------------------------------------------------------------------------
+
+    @property
+    def _packed(self) -> bool:
+        return scoring.packs(self._model, self._settings)
+
+    def _passes(self, batch: DataProto) -> Iterator[tuple[torch.Tensor, DataProto, int]]:
+        return scoring.passes(self._model, batch, self._settings.micro_batch_tokens, self._packed)
+
+    def _outputs(self, want: Sequence[str], temperature: float) -> Callable[[DataProto], dict[str, torch.Tensor]]:
+        return lambda rows: scoring.outputs(self._model, self._head, rows, want, temperature, self._packed)
+
+    def _autocast(self) -> Any:
+        device = self._model.device.type
+        return torch.autocast(device, dtype=torch.bfloat16, enabled=scoring.halves(self._settings, device))
+
+
+def local(
+    path: str | Path, *, threads: int | None = None, template_switches: Any = None, **settings: Any
+) -> LocalEngine:
+    """A transformers model in this process: `local("data/tiny-arith", lr=1e-3)`.
+
+    `path` is a Hugging Face folder or name, a checkpoint folder (its `actor/`), or a run folder (its newest
+    checkpoint). `threads` sets torch's CPU threads for the process. `template_switches` go to the chat
+    template (`{"enable_thinking": False}`). Other settings: `LocalSettings`; unknown names are refused.
+    Raises `EngineError` where there is no such model, or tokenizer and model do not fit.
+    """
+    chosen = LocalSettings.from_parameters(settings)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    folder = loading.resolve(path)
+    model = loading.load_model(folder, chosen, named=str(path))
+    tokenizer = loading.load_tokenizer(folder, model, chosen)
+    return LocalEngine(model, tokenizer, chosen, path=str(path), **(template_switches or {}))

@@ -1,0 +1,214 @@
+"""Models and tokenizers from folders and the Hugging Face hub, and models written as folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.base.errors import EngineError, boundary, first_line
+from workbench.engines.local_engine import lora
+
+
+def resolve(path: str | Path, *, elsewhere: bool = False) -> str | Path:
+    """The model folder of a path: the path itself, a checkpoint's `actor/`, or a run's newest checkpoint; else a hub name.
+
+    A hub name is checked at once (`check_hub`), unless the model is loaded `elsewhere`. Raises `EngineError` where there is
+    no such model.
+    """
+    folder = Path(path)
+    for inside in (folder, folder / "actor"):
+        if (inside / "config.json").is_file() or (inside / lora.CONFIG).is_file():
+            return inside
+    checkpoints = sorted(folder.glob("checkpoints/step_*/actor/*config.json"))
+    if checkpoints:
+        return checkpoints[-1].parent
+    if folder.exists() or not is_hub_name(str(path)):
+        expected = "a folder with config.json, or one that holds actor/ or checkpoints/"
+        found = "a folder without them" if folder.is_dir() else "no such folder"
+        do = "check the path; relative paths start where Python was started"
+        raise EngineError(f"no model at {str(path)!r}", expected=expected, found=found, do=do)
+    if not elsewhere:
+        check_hub(str(path))
+    return str(path)
+
+
+HUB_SECONDS = 5.0
+"""How long the hub has to say whether it has a model; transformers itself tries for more than a minute."""
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether a text can be `owner/model`: a name that the hub allows, and whose first part is no folder here."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    owner, slash, _ = text.partition("/")
+    with suppress(HFValidationError):
+        validate_repo_id(text)
+        return bool(slash) and not Path(owner).is_dir()
+    return False
+
+
+def check_hub(name: str) -> None:
+    """Raises `EngineError`, saying why, where a model is neither in the local cache nor on the hub.
+
+    One request without retries, and none for what is cached or where `HF_HUB_OFFLINE` is set.
+    """
+    import huggingface_hub as hub
+    from huggingface_hub.errors import EntryNotFoundError
+
+    if any(isinstance(hub.try_to_load_from_cache(name, file), str) for file in ("config.json", "adapter_config.json")):
+        return
+    try:
+        hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
+    except EntryNotFoundError:
+        return  # an adapter alone, or weights in another form: transformers says what it can do with them
+    except Exception as error:  # there are as many kinds of error as ways to have no network
+        found, do = _why(error)
+        expected = f"a folder with config.json (paths start in {str(Path.cwd())!r}), or a name on the Hugging Face hub"
+        raise EngineError(f"no model {name!r}", expected=expected, found=found, do=do) from error
+
+
+def _why(error: Exception) -> tuple[str, str]:
+    """(what was found, what to do)."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):  # a kind of RepositoryNotFoundError
+        return "a gated model on the hub", "ask for access there, then log in: `hf auth login`"
+    if isinstance(error, RepositoryNotFoundError):
+        absent = "no such folder, and no such model on the hub (or a private one)"
+        return absent, "check the name; for a private model log in: `hf auth login`"
+    if isinstance(error, OfflineModeIsEnabled):
+        absent = "no such folder, and no such model in the local cache (HF_HUB_OFFLINE is set)"
+        return absent, "check the path, or download the model first: `hf download`"
+    if isinstance(error, HfHubHTTPError):
+        return f"no such folder; the hub answered {first_line(error)}", "check the path, or try again"
+    absent = f"no such folder, and the hub cannot be reached from here ({first_line(error, 120)})"
+    return absent, "check the path, or bring the model here as a folder"
+
+
+def chosen_device(device: str) -> str:
+    """A device by name; `auto` is `cuda` where torch finds a GPU, else `cpu`."""
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool = False) -> Any:
+    """The causal model of a folder or hub name in float32, on its device, in eval mode; of a peft folder base and adapter.
+
+    Where the settings ask for new adapters they are added, with `named` as their base. An `empty` model is on the meta device:
+    shapes and configuration without memory.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    base, there = lora.base_of(Path(path)), torch.device("meta") if empty else nullcontext()
+    if base is not None:
+        model = load_model(resolve(base), settings.replace(lora_rank=0), empty=empty)
+        with there:
+            lora.add(model, json.loads((Path(path) / lora.CONFIG).read_text(encoding="utf-8")))
+        if not empty:
+            _fill(lora.tensors(model), lora.stored(Path(path)), f"adapter {path}")
+        return model
+    trust = {"trust_remote_code": settings.trust_remote_code}
+    given = trust | ({"attn_implementation": settings.attn_implementation} if settings.attn_implementation else {})
+    with boundary(f"loading the model {str(path)!r}", EngineError):
+        if empty:
+            with there, torch.random.fork_rng(devices=[]):
+                config = AutoConfig.from_pretrained(str(path), **trust)
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **given)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, **given)
+    model = model.to("meta" if empty else chosen_device(settings.device))
+    if settings.lora_rank:
+        with there:
+            lora.add(model, lora.config_of(settings, named or str(path)))
+    return model.eval()
+
+
+def load_tokenizer(path: str | Path, model: Any, settings: Any) -> Any:
+    """The tokenizer in the model's folder. Raises `EngineError` where it has more ids than the model has embeddings."""
+    from transformers import AutoTokenizer
+
+    with boundary(f"loading the tokenizer {str(path)!r}", EngineError):
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=settings.trust_remote_code)
+    rows = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > rows:
+        what, found = f"tokenizer and model of {str(path)!r} do not fit", f"{len(tokenizer)} in the tokenizer"
+        expected = f"at most {rows} token ids, the model's embeddings"
+        raise EngineError(what, expected=expected, found=found, do="use the tokenizer that came with the model")
+    return tokenizer
+
+
+@lru_cache(maxsize=4)
+def open_tokenizer(path: str) -> Any | None:
+    """The tokenizer of a model folder on this machine; None where the folder has none."""
+    if not (Path(path) / "tokenizer_config.json").is_file():
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+
+
+def eos_ids_of(*sources: Any) -> frozenset[int]:
+    """All token ids that end a response, by the model's generation config, its config and the tokenizer."""
+    found: set[int] = set()
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return frozenset(found)
+
+
+def value_head(model: Any) -> torch.nn.Linear:
+    """A linear layer from [H] to a scalar with zero weights, on the model's device: a new critic predicts 0."""
+    head = torch.nn.Linear(model.config.hidden_size, 1).to(model.device)
+    torch.nn.init.zeros_(head.weight)
+    torch.nn.init.zeros_(head.bias)
+    return head
+
+
+def save_model(model: Any, head: torch.nn.Module | None, tokenizer: Any, path: Path, *, merged: bool = False) -> None:
+    """Write a Hugging Face folder; with adapters a peft folder, unless `merged`; a head goes to `value_head.safetensors`."""
+    from safetensors.torch import save_file
+
+    if lora.config_in(model) is None:
+        model.save_pretrained(path)
+    elif merged:
+        model.save_pretrained(path, state_dict=lora.merged(model, model.state_dict()))
+    else:
+        lora.save(model, path)
+    tokenizer.save_pretrained(path)
+    if head is not None:
+        save_file({k: v.contiguous() for k, v in head.state_dict().items()}, str(path / "value_head.safetensors"))
+
+
+def load_into(model: Any, head: torch.nn.Module | None, path: Path, settings: Any) -> None:
+    """Read what `save_model` wrote into a model that is loaded already. Raises `EngineError` where it does not fit."""
+    from safetensors.torch import load_file
+
+    adapted = lora.config_in(model) is not None
+    mine = lora.tensors(model) if adapted else model.state_dict()
+    found = lora.stored(path) if adapted else load_model(path, settings).state_dict()
+    _fill(mine, found, f"weights of {path}")
+    if head is not None:
+        head.load_state_dict(load_file(str(path / "value_head.safetensors")))
+
+
+@torch.no_grad()
+def _fill(mine: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], what: str) -> None:
+    check_fit(what, found, mine)
+    for name, tensor in mine.items():
+        tensor.copy_(found[name])
+
+
+def check_fit(what: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    """Raises `EngineError` naming the first tensor of `wanted` that is not in `found`, or has another shape there."""
+    for name, one in wanted.items():
+        if name not in found or found[name].shape != one.shape:
+            there = f"shape {tuple(found[name].shape)}" if name in found else "no tensor of that name"
+            raise EngineError(what, expected=f"{name} of shape {tuple(one.shape)}", found=there)

@@ -1,0 +1,121 @@
+"""LoRA through peft: adapters in the model's own layers, the base frozen; the reference is the base with them switched off.
+
+Adapters are saved as a peft folder (`adapter_config.json`, `adapter_model.safetensors`) that other libraries open, too.
+Hu et al. 2021, https://arxiv.org/abs/2106.09685.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.base.errors import EngineError, boundary
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX, _OURS = "base_model.model.", ".default."
+
+
+def config_of(settings: Any, base: str) -> dict[str, Any]:
+    """peft's configuration of `adapter_config.json` for our settings and a base model."""
+    kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
+    size = {"r": settings.lora_rank, "lora_alpha": settings.lora_alpha, "lora_dropout": settings.lora_dropout}
+    return {**kind, **size, "target_modules": list(settings.lora_targets), "bias": "none"}
+
+
+def add(model: Any, config: Mapping[str, Any]) -> None:
+    """Put adapters that change nothing yet (B = 0) into the target layers, and freeze everything else.
+
+    Raises `EngineError` where peft is not installed, or no layer has such a name.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as cause:
+        raise EngineError("LoRA needs peft", do="pip install peft") from cause
+    known = {key: config[key] for key in ("r", "lora_alpha", "lora_dropout", "target_modules", "bias")}
+    with torch.random.fork_rng(devices=[]), boundary("adding LoRA adapters", EngineError):
+        torch.manual_seed(0)  # A is random: the same for the same model, whatever was sampled before
+        inject_adapter_in_model(LoraConfig(**known, task_type="CAUSAL_LM"), model)
+    model.workbench_lora = dict(config)
+
+
+def config_in(model: Any) -> dict[str, Any] | None:
+    """The configuration of a model's adapters; None for a plain model."""
+    return getattr(model, "workbench_lora", None)
+
+
+def tensors(model: Any) -> dict[str, torch.Tensor]:
+    """Adapter weights by name in the model."""
+    return {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
+
+
+@contextmanager
+def switched_off(model: Any) -> Iterator[None]:
+    """A context in which the model is its base. `requires_grad` stays as it was inside, too: FSDP reads it in a forward."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    trainable = {name: p.requires_grad for name, p in model.named_parameters()}
+
+    def turn(on: bool) -> None:
+        for layer in layers:
+            layer.enable_adapters(enabled=on)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trainable[name])
+
+    try:
+        turn(False)
+        yield
+    finally:
+        turn(True)
+
+
+def save(model: Any, path: Path) -> None:
+    """Write the adapters as a peft folder."""
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    named = {_PREFIX + name.replace(_OURS, "."): tensor.contiguous() for name, tensor in tensors(model).items()}
+    save_file(named, str(path / WEIGHTS))
+    (path / CONFIG).write_text(json.dumps(config_in(model), indent=1))
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    """Adapter weights of a peft folder by their names in our model."""
+    from safetensors.torch import load_file
+
+    def ours(name: str) -> str:
+        owner, _, leaf = name.removeprefix(_PREFIX).rpartition(".")
+        return f"{owner}{_OURS}{leaf}"
+
+    return {ours(name): tensor for name, tensor in load_file(str(path / WEIGHTS)).items()}
+
+
+@torch.no_grad()
+def merged(model: Any, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of a plain model from those of a model with adapters (`held`, by its names): base + scale·B·A.
+
+    Of `model` only the structure is read. Raises `EngineError` for adapters of other than linear layers.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    plain = {name.replace(".base_layer.", "."): value for name, value in held.items() if "lora_" not in name}
+    for name, layer in model.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            one: Any = layer
+            if f"{name}.lora_A{_OURS}weight" not in held:
+                raise EngineError(f"adapter of {name}", expected="a linear layer", found=type(one).__name__)
+            a, b = (held[f"{name}.lora_{letter}{_OURS}weight"] for letter in "AB")
+            delta = (b @ a) * one.scaling["default"]
+            plain[f"{name}.weight"] = held[f"{name}.base_layer.weight"] + (delta.T if one.fan_in_fan_out else delta)
+    return plain
+
+
+def base_of(folder: Path) -> str | None:
+    """The base model that a peft folder names; None where the folder is no adapter's."""
+    there = (folder / CONFIG).is_file()
+    return str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]) if there else None

@@ -1,0 +1,81 @@
+"""Settings of the local and the FSDP engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from workbench.base.config import Settings, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSettings(Settings):
+    """Settings of a local engine: optimizer and schedule, memory, device and LoRA."""
+
+    lr: float = 1e-6
+    """AdamW learning rate."""
+    betas: tuple[float, ...] = (0.9, 0.999)
+    """AdamW betas."""
+    weight_decay: float = 0.01
+    """AdamW weight decay."""
+    grad_clip: float = 1.0
+    """Largest gradient norm; 0 does not clip."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """`constant` or `cosine` (needs total_steps)."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    total_steps: int | None = None
+    """Optimizer steps of the whole schedule."""
+    micro_batch_tokens: int = 16_384
+    """Token budget of one forward pass: changes memory alone, no result."""
+    max_wave: int = 256
+    """Most rows that are sampled together."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    pack: Literal["auto", "yes", "no"] = "auto"
+    """Rows without padding: `yes`, `no`, or `auto` (with flash attention alone: sdpa attends over the square of the pack)."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`float32`, `bfloat16`, or `auto` (autocast to bfloat16 on a GPU, weights stay float32)."""
+    attn_implementation: str | None = None
+    """Passed to transformers (`sdpa`, `flash_attention_2` …)."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    lora_rank: int = 0
+    """Rank of LoRA adapters on a frozen base; 0 trains all weights."""
+    lora_alpha: float = 32.0
+    """Adapters are scaled by alpha / rank."""
+    lora_dropout: float = 0.0
+    """Dropout before the adapters."""
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Names of the layers that get adapters."""
+
+    def __post_init__(self) -> None:
+        require(self.lr >= 0, "lr", expected="≥ 0", found=self.lr)
+        require(self.micro_batch_tokens > 0, "micro_batch_tokens", expected="≥ 1", found=self.micro_batch_tokens)
+        require(self.max_wave > 0, "max_wave", expected="≥ 1", found=self.max_wave)
+        needs_total = self.schedule == "cosine" and not self.total_steps
+        require(not needs_total, "total_steps", expected="a number with schedule='cosine'", found=self.total_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpSettings(LocalSettings):
+    """Settings of an FSDP engine: those of a local engine (`max_wave` has no effect), and sharding, offload and saving."""
+
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What is kept in host memory: `none`, `optimizer` (Adam's moments between steps), or `all` (weights, gradients and
+    moments; the step is done on the CPU)."""
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward, and gather them again in the backward: less memory, more traffic."""
+    deadline: float = 1_800.0
+    """Seconds that any one call on the ranks may take; after that the group is ended, and the error has each rank's stack."""
+    save_deadline: float = 600.0
+    """Seconds that a sharded save may take; after that nothing of it is published."""
+    failed_save: Literal["raise", "warn"] = "raise"
+    """A background save (`wait=False`) that failed is raised by the next call (`raise`), or logged (`warn`)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.deadline > 0, "deadline", expected="seconds > 0", found=self.deadline)
+        require(self.save_deadline > 0, "save_deadline", expected="seconds > 0", found=self.save_deadline)

@@ -1,0 +1,1 @@
+"""vLLM as a sampler in a process of its own."""

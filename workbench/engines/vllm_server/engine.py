@@ -1,0 +1,362 @@
+"""vLLM as a sampler: prompt ids in, token ids and log-probs out, weights pushed in place; and as a reward model.
+
+vLLM runs in a process of its own (`vllm_server.process`), since in the notebook's it would reset seeds and threads. The log-probs
+are those that the trainer computes: after temperature, before top-k and top-p. Nothing of vLLM is imported here, so that another
+interpreter can run it (`python=`, or WORKBENCH_VLLM_PYTHON).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from workbench.base.config import Settings, require
+from workbench.base.errors import EngineError, boundary
+from workbench.engines.local_engine import lora
+from workbench.engines.local_engine.classifier import refusal
+from workbench.engines.local_engine.loading import eos_ids_of, resolve
+from workbench.engines.protocol import Classified, Closing, Request, Sample, SamplingSettings
+from workbench.engines.vllm_server.link import Answer, Link
+from workbench.engines.weights import Pushed, in_memory
+
+PYTHON_VARIABLE = "WORKBENCH_VLLM_PYTHON"
+"""Environment variable that names the interpreter that has vLLM, where it is not this one."""
+_MEBI = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSettings(Settings):
+    """Settings of `engines.vllm` and `engines.vllm_classifier`."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`float32`, `bfloat16`, or `auto` (float32 on a CPU, the model's own on a GPU)."""
+    max_model_len: int | None = None
+    """Longest prompt and response together, in tokens; None: the model's own limit."""
+    tensor_parallel_size: int = 1
+    """GPUs (on a CPU: processes) that share one model."""
+    gpu_memory_utilization: float = 0.5
+    """Share of the GPU's memory for weights and cache; vLLM alone on its GPU takes 0.9."""
+    kv_cache_memory_mb: int | None = None
+    """MiB of key-value cache; None: by `gpu_memory_utilization`, on a CPU 256."""
+    enforce_eager: bool | None = None
+    """True: no compiled graphs, which is slower on a GPU and starts sooner. None: True on a CPU only."""
+    max_num_seqs: int = 256
+    """Rows that are sampled together at most."""
+    multiprocess: bool | None = None
+    """True: scheduler and model run in a process beside the one that answers. None: True on a GPU only."""
+    sleep_mode: bool = False
+    """Whether `sleep()` can give the GPU's memory back."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+    python: str | None = None
+    """Interpreter that has vLLM; None: WORKBENCH_VLLM_PYTHON, or this one."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables for its processes, over ours and the defaults."""
+    start_seconds: float = 900.0
+    """Longest time to start: compiling a large model takes minutes."""
+    stall_seconds: float = 300.0
+    """A process that should work and reports nothing for so long counts as dead."""
+
+    def __post_init__(self) -> None:
+        require(self.max_model_len is None or self.max_model_len > 1, "max_model_len", expected="≥ 2", found=self.max_model_len)  # fmt: skip
+        require(self.tensor_parallel_size > 0, "tensor_parallel_size", expected="≥ 1", found=self.tensor_parallel_size)
+        share = self.gpu_memory_utilization
+        require(0 < share <= 1, "gpu_memory_utilization", expected="a share in (0, 1]", found=share)
+        require(self.max_num_seqs > 0, "max_num_seqs", expected="≥ 1", found=self.max_num_seqs)
+
+
+class Served(Closing):
+    """Base of the vLLM engines: one process, its tokenizer, and what it reports about itself."""
+
+    def __init__(self, folder: str | Path, settings: VllmSettings, *, path: str, **arguments: Any) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._arguments = arguments
+        self.path = path
+        self.starts = 0
+        """How often its process was started: one that was started again has lost the weights that were pushed."""
+        self._about: Mapping[str, Any] = {}
+        self._start()
+
+    def _start(self) -> None:
+        """Start a process; the tokenizer is loaded meanwhile."""
+        python, s = interpreter(self._settings), self._settings
+        if python == sys.executable and not importable(python):
+            expected = f"it beside workbench, or an interpreter that has it named in {PYTHON_VARIABLE}"
+            raise EngineError("vLLM is not installed", expected=expected, do="pip install 'workbench[vllm]'")
+        first = {"arguments": {**arguments_of(self._folder, s), **self._arguments}, "on_cpu": on_cpu_of(s)}
+        env = {**os.environ, **environment_of(self._folder, s)}
+        link = Link(python, env, first, stall_seconds=s.stall_seconds)
+        try:
+            if not hasattr(self, "tokenizer"):
+                self.tokenizer, self._eos, self._rows = tokenizer_of(self._folder, s.trust_remote_code)
+            self._about = wait(link.ready, s.start_seconds, "vLLM has not started")
+        except BaseException:
+            link.close()
+            raise
+        self._link = link
+        self.starts += 1
+        self.version = 0  # of the weights in the folder
+        self._end = weakref.finalize(self, link.close)
+
+    def restart(self) -> None:
+        """Start a new process with the weights of the folder, whatever became of the old one."""
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        """End the process and everything that it started; closing twice is fine."""
+        self._end()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None when closed."""
+        return self._link.pid if self._end.alive else None
+
+    def log(self, lines: int = 40) -> str:
+        """The last lines that vLLM's processes wrote."""
+        return self._link.tail(lines)
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest prompt and response together, in tokens."""
+        return self._about.get("max_model_len")
+
+    def about(self) -> str:
+        """The version of vLLM, its dtype, device and process, in a line."""
+        place = f"process {self.pid}" if self.pid else "closed"
+        return f"vLLM {self._about.get('vllm')}, {self._about.get('dtype')} on {self._about.get('platform')}, {place}"
+
+
+def wait(answer: Answer, seconds: float, late: str) -> dict[str, Any]:
+    """Wait for an answer. Raises `EngineError` saying what is `late`, else what the answer raises."""
+    try:
+        return answer.result(timeout=seconds)
+    except TimeoutError as cause:
+        raise EngineError(late, found=f"no answer in {seconds:g} s") from cause
+
+
+def interpreter(settings: VllmSettings) -> str:
+    """The Python interpreter that runs vLLM."""
+    return settings.python or os.environ.get(PYTHON_VARIABLE) or sys.executable
+
+
+def importable(python: str) -> bool:
+    """Whether an interpreter finds vLLM."""
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    return subprocess.run([python, "-P", "-c", look], capture_output=True, check=False).returncode == 0
+
+
+def arguments_of(folder: str | Path, s: VllmSettings) -> dict[str, Any]:
+    """Arguments of vLLM's engine on a GPU."""
+    return {
+        "model": str(folder),
+        "dtype": s.dtype,
+        "max_model_len": s.max_model_len,
+        "tensor_parallel_size": s.tensor_parallel_size,
+        "gpu_memory_utilization": s.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if s.kv_cache_memory_mb is None else s.kv_cache_memory_mb * _MEBI,
+        "enforce_eager": bool(s.enforce_eager),
+        "max_num_seqs": s.max_num_seqs,
+        "enable_sleep_mode": s.sleep_mode,
+        "trust_remote_code": s.trust_remote_code,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # each request says which ids end a response
+        "seed": 0,
+    }
+
+
+def on_cpu_of(s: VllmSettings) -> dict[str, Any]:
+    """Arguments of vLLM's engine that differ on a CPU."""
+    return {
+        "dtype": "float32" if s.dtype == "auto" else s.dtype,
+        "enforce_eager": True if s.enforce_eager is None else s.enforce_eager,
+        "kv_cache_memory_bytes": (s.kv_cache_memory_mb or 256) * _MEBI,
+        "enable_sleep_mode": False,
+        # a seeded request whose prompt is read in two pieces kills 0.32's CPU engine ("CPU Generator does not use offset")
+        "enable_chunked_prefill": False,
+    }
+
+
+def environment_of(folder: str | Path, s: VllmSettings) -> dict[str, str]:
+    """Environment variables of vLLM's processes, over those of this one."""
+    gpu = torch.cuda.is_available()
+    many = gpu if s.multiprocess is None else s.multiprocess
+    eager = not gpu if s.enforce_eager is None else s.enforce_eager
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(many)),
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose sampler gives log-probs before top-k and top-p
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its workers must not fight for the same cores
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        **({"TORCHDYNAMO_DISABLE": "1"} if eager else {}),  # eager does not cover the sampler
+        **({"HF_HUB_OFFLINE": "1"} if Path(folder).is_dir() else {}),
+        **s.env,
+    }
+
+
+def tokenizer_of(folder: str | Path, trust: bool) -> tuple[Any, frozenset[int], int]:
+    """The model's tokenizer, the ids that end a response, and the number of ids that the model knows."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    with boundary(f"loading the tokenizer {str(folder)!r}", EngineError):
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust)
+    try:
+        generation = GenerationConfig.from_pretrained(str(folder))
+    except OSError:  # many models have none
+        generation = GenerationConfig()
+    text = config.get_text_config()
+    return tokenizer, eos_ids_of(generation, text, tokenizer), int(text.vocab_size)
+
+
+def check_prompt(ids: Sequence[int], rows: int, longest: int | None, where: str, limit: str) -> None:
+    """Raises `EngineError` for a prompt that vLLM could not survive: ids that the model has not, no token, or too many."""
+    wrong = [token for token in ids if not 0 <= token < rows]
+    if wrong:
+        raise EngineError(f"token id {wrong[0]} in a prompt", expected=f"0 to {rows - 1}")
+    if not ids or (longest is not None and len(ids) >= longest):
+        expected = f"1 to {(longest or 0) - 1} tokens, {limit} less one"
+        raise EngineError(f"a prompt for {where}", expected=expected, found=len(ids))
+
+
+def sampling_fields(s: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
+    """Fields of a request that vLLM and SGLang call by one name; `ends` are the ids that end a response."""
+    ending = {"stop": list(s.stop), "stop_token_ids": [] if s.ignore_eos else list(ends), "ignore_eos": s.ignore_eos}
+    return {"temperature": s.temperature, "top_p": s.top_p, **ending}
+
+
+class VllmEngine(Served, Pushed):
+    """A vLLM sampler whose weights are pushed to it. Made by `engines.vllm`; pair it with a learner by `engines.paired`."""
+
+    def __init__(self, folder: str | Path, settings: VllmSettings, *, path: str, **switches: Any) -> None:
+        self.template_switches = switches
+        super().__init__(folder, settings, path=path)
+
+    # --- Sampler ----------------------------------------------------------------------------
+
+    async def sample(self, request: Request) -> Sample:
+        """Sample one response; vLLM batches requests that are out together.
+
+        Raises `EngineError` for a request that vLLM refuses, `WorkerLost` where its process dies, `Interrupted` where
+        the work is asked to stop; the requests that are out are then aborted.
+        """
+        self._check(request)
+        asked = self._link.ask("sample", stoppable=True, ids=list(request.ids), params=self._parameters(request))
+        reply = await asyncio.wrap_future(asked)
+        reason = reply["finish_reason"]
+        if reason not in ("stop", "length", "abort"):
+            raise EngineError("vLLM did not finish a response", expected="finish_reason stop or length", found=reason)
+        return Sample(tuple(reply["ids"]), tuple(reply["log_probs"]), reason, reply["version"])
+
+    def _check(self, request: Request) -> None:
+        s = request.settings
+        check_prompt(request.ids, self._rows, self.max_length, "vLLM", "max_model_len")
+        if 0 < s.temperature < 0.01:
+            raise EngineError("temperature", expected="0 or ≥ 0.01, vLLM's smallest", found=s.temperature)
+        if (s.top_p < 1 or s.top_k > 0) and not self._about["exact"]:
+            what = "top_p and top_k: this vLLM does not give the log-probs before them, which a trainer needs"
+            raise EngineError(what, do="sample without, or set env={'VLLM_USE_V2_MODEL_RUNNER': '0'}")
+
+    def _parameters(self, request: Request) -> dict[str, Any]:
+        s = request.settings
+        own = {"top_k": max(s.top_k, 0), "max_tokens": s.max_tokens, "seed": request.seed, "detokenize": bool(s.stop)}
+        return {**sampling_fields(s, sorted(self._eos)), **own}
+
+    # --- weights ----------------------------------------------------------------------------
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> float:
+        """Replace all weights of the model, by their Hugging Face names; returns the seconds that it took.
+
+        Requests made before it are answered by the old weights, those after it by the new ones, which are `version`.
+        Tied weights are in `weights` under both names. Raises `EngineError` where it fails; the engine then refuses to
+        sample until another push succeeds.
+        """
+        began = time.perf_counter()
+        dtype = getattr(torch, self._about["dtype"])
+        with in_memory(weights, dtype) as file:
+            asked = self._link.ask("load", path=file, version=version)
+            wait(asked, self._settings.start_seconds, "the push has not ended")
+        self.version = version
+        return time.perf_counter() - began
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the GPU's memory: level 1 keeps the weights in host memory, level 2 drops them (push after waking).
+
+        Raises `EngineError` on a CPU, which has no sleep mode, and where it was not asked for (`sleep_mode=True`).
+        """
+        if self._about["platform"] == "cpu":
+            raise EngineError("sleep", expected="a GPU", found="vLLM on a CPU, which has no sleep mode")
+        if not self._settings.sleep_mode:
+            raise EngineError("sleep", expected="sleep_mode=True when the engine is made", found=False)
+        wait(self._link.ask("sleep", level=level), self._settings.stall_seconds, "vLLM does not fall asleep")
+
+    def wake(self) -> None:
+        """Take the GPU's memory again; nothing happens where it does not sleep."""
+        if self._about["platform"] != "cpu" and self._settings.sleep_mode:
+            wait(self._link.ask("wake"), self._settings.stall_seconds, "vLLM does not wake")
+
+    def describe(self) -> dict[str, Any]:
+        """Path, settings and version for a run's record; without the environment, which may hold secrets."""
+        chosen = {name: value for name, value in self._settings.to_dict().items() if name not in ("env", "python")}
+        about = {name: self._about.get(name) for name in ("vllm", "platform", "dtype")}
+        return {"path": self.path, **chosen, **about}
+
+    def __repr__(self) -> str:
+        return f"VllmEngine({self.path!r}: {self.about()}, version {self.version})"
+
+
+def vllm(path: str | Path, *, template_switches: Any = None, **settings: Any) -> VllmEngine:
+    """Start a sampler that is vLLM in a process of its own: `vllm("data/tiny-arith", max_model_len=256)`.
+
+    `path` as for `engines.local`. `template_switches` go to the chat template. Other settings: `VllmSettings`; unknown names
+    are refused. Pair it with a learner: `engines.paired(learner, sampler)`. Raises `EngineError` where there is no such
+    model, vLLM is not installed, or does not start, with vLLM's own error.
+    """
+    chosen = VllmSettings.from_parameters(settings)
+    folder = resolve(path)
+    if lora.base_of(Path(folder)) is not None:
+        do = "open its base, and pair it with a learner on the adapter: merged weights are pushed"
+        raise EngineError(f"{str(path)!r} is an adapter", expected="a whole model", do=do)
+    return VllmEngine(folder, chosen, path=str(path), **(template_switches or {}))
+
+
+class VllmClassifier(Served):
+    """A sequence classifier with one label, served by vLLM, before any activation. Made by `engines.vllm_classifier`."""
+
+    def describe(self) -> str:
+        """The model's path, for a record."""
+        return f"vLLM {self.path}"
+
+    async def classify(self, text: str) -> Classified:
+        """Score one text; vLLM batches texts that are out together. Raises `EngineError` for a text longer than the model takes."""
+        ids = self.tokenizer.encode(text)
+        if (error := refusal(len(ids), self.max_length or 0)) is not None:
+            raise error
+        reply = await asyncio.wrap_future(self._link.ask("classify", stoppable=True, ids=ids))
+        if reply["count"] != 1:
+            raise EngineError(f"the reward model {self.path!r}", expected="one label", found=f"{reply['count']} labels")
+        return Classified(reply["value"], len(ids))
+
+    def __repr__(self) -> str:
+        return f"VllmClassifier({self.path!r}: {self.about()})"
+
+
+def vllm_classifier(path: str | Path, **settings: Any) -> VllmClassifier:
+    """Start a reward model in vLLM, from a folder or a hub name: `rewards.RewardModel(engines.vllm_classifier(path))`.
+
+    Settings: `VllmSettings`. Raises `EngineError` where vLLM is not installed or does not start, with vLLM's own error.
+    """
+    chosen = VllmSettings.from_parameters(settings)
+    return VllmClassifier(resolve(path), chosen, path=str(path), runner="pooling")

@@ -1,0 +1,1 @@
+"""Processes, hosts and replicas that engines are placed in, without Ray."""

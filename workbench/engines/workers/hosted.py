@@ -1,0 +1,241 @@
+"""An engine in a worker: a process of this machine or a Ray actor holds it (`Host`), and the driver's `Hosted` asks it.
+
+Every question is a future of its own, so that agent loops, groups and judges share one engine; while any is unanswered, one
+thread carries questions and answers. A worker that is started again after it was lost has the weights of its folder until
+weights are pushed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from workbench.base import runtime
+from workbench.base.child import Questions
+from workbench.base.errors import EngineError, Interrupted, WorkbenchError, WorkerLost, first_line
+from workbench.engines.local_engine.classifier import classifier
+from workbench.engines.local_engine.engine import local
+from workbench.engines.protocol import Classified, Closing, Request, Sample, SampleMany, switches_of
+from workbench.engines.vllm_server.engine import vllm, vllm_classifier
+from workbench.engines.workers.processes import Ranks
+
+KINDS: dict[str, Any] = {"local": local, "vllm": vllm, "classifier": classifier, "vllm_classifier": vllm_classifier}
+EXCHANGE_SECONDS = 0.03
+"""Longest that a question waits before it is sent while others are unanswered."""
+GATHER_SECONDS = 0.005
+"""Answers that come so soon after the first are sent with it."""
+LEAVE_SECONDS = 5.0
+DEADLINE = 1800.0
+"""Seconds that any call of the worker may take, and that it may work without answering a single question."""
+
+
+Question = tuple[int, str, Any]
+"""Number, method of the engine, its argument."""
+Answer = tuple[int, Any]
+"""Number, and the value or the exception."""
+
+
+def host(rank: int, size: int, *, kind: str, path: str, settings: Mapping[str, Any], threads: int = 0) -> Host:
+    """The factory for `Ranks`: a `Host` with one engine of `KINDS`."""
+    if threads:
+        torch.set_num_threads(threads)
+    return Host(KINDS[kind](path, **settings))
+
+
+class Host:
+    """The worker's side: takes questions and returns answers as they are ready, so that none waits for the slowest."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._out: dict[int, asyncio.Task[Any]] = {}
+
+    def about(self) -> tuple[Any, ...]:
+        """The engine's tokenizer, template arguments, longest sequence, record and repr."""
+        one = self._engine
+        return one.tokenizer, switches_of(one), one.max_length, one.describe(), repr(one)
+
+    def exchange(self, asked: Sequence[Question], given_up: Sequence[int], seconds: float) -> list[Answer]:
+        """Ask questions and cancel others; returns what has been answered, at once where something has, else after `seconds`."""
+        return runtime.run(self._exchange(asked, given_up, seconds))
+
+    async def _exchange(self, asked: Sequence[Question], given_up: Sequence[int], seconds: float) -> list[Answer]:
+        for number in given_up:
+            if number in self._out:
+                self._out.pop(number).cancel()
+        # all in one go: an engine that gathers waves must see those that come together together
+        self._out |= {number: asyncio.create_task(self._answer(method, it)) for number, method, it in asked}
+        if self._out and (await asyncio.wait(self._out.values(), timeout=seconds, return_when="FIRST_COMPLETED"))[0]:
+            await asyncio.wait(self._out.values(), timeout=GATHER_SECONDS)
+        ended = [number for number, task in self._out.items() if task.done()]
+        return [(number, self._out.pop(number).result()) for number in ended]
+
+    async def _answer(self, method: str, argument: Any) -> Any:
+        try:
+            return await getattr(self._engine, method)(argument)
+        except Exception as error:  # noqa: BLE001 - the driver raises it to whoever asked
+            return error if isinstance(error, WorkbenchError) else EngineError(first_line(error))
+
+    def do(self, method: str, *arguments: Any) -> None:
+        """Call a method of the engine that returns nothing, where the engine has it."""
+        getattr(self._engine, method, lambda: None)(*arguments)
+
+
+class Hosted(SampleMany, Closing):
+    """The driver's side of one engine in one worker: a `Sampler` and a `Classifier` that asks it.
+
+    `make` starts the worker with `host` as its factory and returns a `Ranks` of one.
+    """
+
+    def __init__(
+        self, make: Callable[[], Ranks], *, name: str = "engine", deadline: float = DEADLINE, start: bool = True
+    ) -> None:
+        self._make = make
+        self.name = name
+        self._deadline = deadline
+        self._ranks: Ranks | None = None
+        self._record: Any = None
+        self._text = "not started"
+        self._lock = threading.Lock()
+        self._call = threading.Lock()
+        self._asked: list[tuple[int, str, Any]] = []
+        self._out = Questions()
+        self._carrier: threading.Thread | None = None
+        self.starts = 0
+        """How often its worker was started; a new worker does not have the weights that were pushed to the old one."""
+        self.version = 0
+        """Policy version of the weights that it was given last."""
+        if start:
+            self.restart()
+
+    # --- its worker ---------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether its worker runs, as far as is known."""
+        return self._ranks is not None
+
+    def restart(self) -> None:
+        """Start a new worker with the weights of the model's folder, whatever happened to the old one."""
+        self.close()
+        ranks = self._make()
+        try:
+            self.tokenizer, self.template_switches, self.max_length, self._record, self._text = ranks.call("about")[0]
+        except BaseException:
+            ranks.close()
+            raise
+        self._ranks = ranks
+        self.starts += 1
+        self.version = 0
+
+    def close(self) -> None:
+        """End the worker; unanswered questions fail. May be called twice."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            self._fail(EngineError(f"{self.name} was closed", do="call restart(), or make a new one"))
+            with contextlib.suppress(EngineError, TimeoutError), self._call:
+                ranks.call("do", "close", timeout=LEAVE_SECONDS)
+            ranks.close()
+
+    def _end(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
+
+    def _do(self, method: str, *shared: Any) -> Any:
+        """Call the worker; one that is lost or late is ended."""
+        with self._call:
+            ranks = self._ranks
+            if ranks is None:
+                raise WorkerLost(f"the worker of {self.name} is gone", do="call restart()")
+            try:
+                return ranks.call(method, *shared, timeout=self._deadline)[0]
+            except (WorkerLost, TimeoutError) as error:
+                self._end()
+                if isinstance(error, WorkerLost):
+                    raise
+                raise WorkerLost(str(error), exit="past its deadline") from error
+
+    # --- questions ----------------------------------------------------------------------------
+
+    async def _ask(self, method: str, argument: Any) -> Any:
+        runtime.check()
+        with self._lock:
+            number, future = self._out.open()
+            self._asked.append((number, method, argument))
+            if self._carrier is None:
+                self._carrier = threading.Thread(target=self._carry, name=f"workbench-{self.name}", daemon=True)
+                self._carrier.start()
+        return await asyncio.wrap_future(future)
+
+    def _carry(self) -> None:
+        """In a thread, while any question is unanswered. A worker that reacts, but answers none, is taken for dead."""
+        finished = time.monotonic()
+        try:
+            while True:
+                with self._lock:
+                    out, given_up = self._out.numbers(), self._out.given_up()
+                    if not out and not given_up:
+                        self._carrier = None
+                        return
+                    asked, self._asked = self._asked, []
+                wanted = [one for one in asked if one[0] in out]
+                try:
+                    answers = self._do("exchange", wanted, given_up, EXCHANGE_SECONDS)
+                except Interrupted as error:
+                    # questions that were asked after the interrupt must not fail with it
+                    self._out.fail(error, out)
+                    continue
+                for number, outcome in answers:
+                    self._out.answer(number, outcome)
+                if answers:
+                    finished = time.monotonic()
+                elif time.monotonic() - finished > self._deadline:
+                    self._end()
+                    how = f"answers, and has finished nothing for {self._deadline:g} s"
+                    raise WorkerLost(f"the worker of {self.name} {how}", do="call restart()", exit=how)
+        except BaseException as error:  # noqa: BLE001 - raised where the questions were asked
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Raise the error for all questions, and stop carrying."""
+        with self._lock:
+            failed = self._out.numbers()
+            self._asked.clear()
+            self._carrier = None
+        self._out.fail(error, failed)
+
+    # --- Sampler and Classifier ---------------------------------------------------------------
+
+    async def sample(self, request: Request) -> Sample:
+        """Sample one response. Raises `WorkerLost` where the worker dies or is late, else what the engine raises."""
+        return await self._ask("sample", request)
+
+    async def classify(self, text: str) -> Classified:
+        """Score one text. Raises as `sample`."""
+        return await self._ask("classify", text)
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Load all weights of a model by their Hugging Face names; the next samples carry `version`."""
+        self._do("do", "load_weights", dict(weights), version)
+        self.version = version
+
+    def sleep(self) -> None:
+        """Free the device's memory."""
+        self._do("do", "sleep")
+
+    def wake(self) -> None:
+        """Take the device's memory again."""
+        self._do("do", "wake")
+
+    def describe(self) -> Any:
+        """The engine's own record."""
+        return self._record
+
+    def __repr__(self) -> str:
+        return f"Hosted({self.name}: {self._text}{'' if self.alive else ', worker gone'})"

@@ -1,0 +1,234 @@
+"""The papermill engine behind `--engine workbench` and `workbench train`. What it adds to papermill's own:
+
+- The output notebook is current on disk: saved a few seconds after each output, also while a cell goes on silently, with
+  the widgets' state and one output per stream; written to a temporary file and renamed, so that a kill leaves a whole file.
+- SIGINT and SIGTERM interrupt the kernel, whose loop ends its step and saves a checkpoint; a second one ends the kernel.
+  Cells that never ran are marked `skipped`, not `completed`.
+- A kernel that dies leaves an error in its cell.
+- Cells tagged `look` can be left out (`skip_look=True`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+from nbclient.util import run_sync
+from papermill.clientwrap import PapermillNotebookClient
+from papermill.engines import NotebookExecutionManager
+from papermill.iorw import LocalHandler, papermill_io
+
+from workbench.base.files import write_text
+
+SAVE_EVERY = 3.0
+"""Seconds between saves of a notebook that has changed."""
+LAST_RESORT = 120.0
+"""Seconds that an interrupted kernel has to end before it is killed: it may be saving a checkpoint of a large model."""
+LOOK = "look"
+SKIPPED = "skipped"
+DEAD = "DeadKernel"
+_UNUSED = ("input_path", "start_timeout", "execution_timeout", "autosave_cell_every")
+"""papermill's options that this engine does not use, or takes as arguments of their own."""
+
+
+class JobStopped(Exception):
+    """A signal ended the job and no cell raised: papermill would call that completed."""
+
+
+class AtomicFile(LocalHandler):
+    """papermill's handler for one local path: the old file or the new one is there, never half of one."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def write(self, text: str, _: str) -> None:
+        """Write to a temporary file beside it, then rename."""
+        write_text(self._path, text)
+
+
+class Manager(NotebookExecutionManager):
+    """papermill's record of an execution; it saves the widgets' state too, and marks cells that never ran `skipped`."""
+
+    client: Client | None = None
+    changed = False
+
+    def save(self, **kwargs: Any) -> None:
+        """Write the notebook as it is now, with the widgets' state."""
+        if self.client is not None:
+            self.client.set_widgets_metadata()
+        self.changed = False
+        super().save(**kwargs)
+
+    def autosave_cell(self) -> None:
+        """Note that an output came; the client's timer saves it, also when no other output follows."""
+        self.changed = True
+
+    def notebook_complete(self, **kwargs: Any) -> None:
+        """Mark cells that have not run, before papermill marks all others completed."""
+        for cell in self.nb.cells:
+            ran = cell.cell_type != "code" or cell.execution_count is not None or not cell.source.strip()
+            pending = cell.metadata.papermill["status"] == self.PENDING
+            if pending and not (ran and cell.metadata.papermill["start_time"] is not None):
+                cell.metadata.papermill["status"] = SKIPPED
+        super().notebook_complete(**kwargs)
+
+
+class Client(PapermillNotebookClient):
+    """nbclient's execution with saves on a timer, one output per stream, and signals passed on to the kernel."""
+
+    def __init__(self, nb_man: Manager, *, skip_look: bool = False, **options: Any) -> None:
+        super().__init__(nb_man, **options)
+        self._skip_look = skip_look
+        self.received: list[int] = []
+        """Numbers of the signals so far, in order."""
+        self._last_resort = threading.Timer(LAST_RESORT, self._send, [signal.SIGKILL])
+        self._last_resort.daemon = True
+        nb_man.client = self
+
+    def papermill_execute_cells(self) -> None:
+        """Run cell by cell until one raises, the kernel dies, or a signal comes."""
+        for index, cell in enumerate(self.nb.cells):
+            if self._skip_look and LOOK in cell.metadata.get("tags", []):
+                cell.metadata.papermill["status"] = SKIPPED
+                continue
+            if self._run(index, cell) or self.received:
+                return
+
+    def _run(self, index: int, cell: Any) -> bool:
+        """Whether the job ends with this cell."""
+        self.nb_man.cell_start(cell, index)
+        try:
+            self.execute_cell(cell, index)
+        except CellExecutionError as error:
+            self.nb_man.cell_exception(self.nb.cells[index], cell_index=index, exception=error)
+            return True
+        except DeadKernelError:
+            self.nb.cells[index].outputs.append(self._obituary())
+            self.nb_man.cell_exception(self.nb.cells[index], cell_index=index)
+            return True
+        finally:
+            self.nb_man.cell_complete(self.nb.cells[index], cell_index=index)
+        return False
+
+    def _obituary(self) -> Any:
+        """The error output of a cell whose kernel died: how, as far as its exit status says."""
+        process = self._process()
+        code = process.poll() if process is not None else None
+        if self.received:
+            why = f"it did not end in time after {signal.Signals(self.received[0]).name} and was killed"
+        elif code is not None and code < 0:
+            why = f"killed by {signal.Signals(-code).name}"
+            why += ": often for lack of memory (see the system's log)" if code == -signal.SIGKILL else ""
+        else:
+            why = f"it exited with status {code}"
+        text = f"the kernel died in this cell: {why}. What was shown before is above; the run folder has the rest."
+        return nbformat.v4.new_output("error", ename=DEAD, evalue=text, traceback=[text])
+
+    def execute(self, **kwargs: Any) -> Any:
+        """Run the notebook and return it; a dead kernel is an error in a cell, not an exception."""
+        self.reset_execution_trackers()
+        with self.setup_kernel(**kwargs), self._signals():
+            self.papermill_execute_cells()
+            self.set_widgets_metadata()
+        return self.nb
+
+    async def async_execute_cell(self, cell: Any, *args: Any, **options: Any) -> Any:
+        """As nbclient does, and save what changes meanwhile."""
+        clock = asyncio.create_task(self._keep_current())
+        try:
+            return await super().async_execute_cell(cell, *args, **options)
+        finally:
+            clock.cancel()
+
+    execute_cell = run_sync(async_execute_cell)  # the base class's is bound to its own coroutine
+
+    async def _keep_current(self) -> None:
+        while True:
+            await asyncio.sleep(SAVE_EVERY)
+            if self.nb_man.changed:
+                self.nb_man.save()
+
+    def output(self, outs: list[Any], msg: Any, display_id: Any, cell_index: int) -> Any:
+        """Join outputs of one stream that follow each other: a printing loop leaves one output, not thousands."""
+        out = super().output(outs, msg, display_id, cell_index)
+        if out is not None and out.output_type == "stream" and len(outs) > 1 and outs[-2].get("name") == out.name:
+            outs[-2].text = _returned(outs[-2].text + out.text)
+            outs.pop()
+        return out
+
+    # --- signals --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Pass SIGINT and SIGTERM to the kernel as an interrupt; a second one, or `LAST_RESORT` seconds, kills it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            self._last_resort.cancel()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        self.received.append(number)
+        self._send(signal.SIGINT if len(self.received) == 1 else signal.SIGKILL)
+        if len(self.received) == 1:
+            self._last_resort.start()
+
+    def _process(self) -> Any:
+        return getattr(getattr(self.km, "provisioner", None), "process", None)
+
+    def _send(self, number: int) -> None:
+        """To the kernel's process group, as Jupyter's interrupt does."""
+        process = self._process()
+        if process is not None and process.poll() is None:
+            os.killpg(os.getpgid(process.pid), number)
+
+
+def _returned(text: str) -> str:
+    """Lines as a terminal shows them: what comes before a lone carriage return is overwritten."""
+    if "\r" not in text:
+        return text
+    return "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
+
+
+def execute_notebook(
+    nb: Any,
+    kernel_name: str,
+    *,
+    output_path: str | None = None,
+    progress_bar: bool = True,
+    log_output: bool = False,
+    **options: Any,
+) -> Any:
+    """Run a notebook's cells for papermill. Raises `JobStopped` where a signal ended the job and no cell raised."""
+    if output_path is not None and "://" not in str(output_path):
+        base = getattr(papermill_io.get_handler("local"), "_cwd", None) or os.getcwd()
+        papermill_io.register(str(output_path), AtomicFile(Path(base) / output_path))
+    manager = Manager(nb, output_path=output_path, progress_bar=progress_bar, log_output=log_output)
+    passed = {key: value for key, value in options.items() if key not in _UNUSED}
+    startup = options.get("start_timeout", 60)
+    client = Client(manager, kernel_name=kernel_name, startup_timeout=startup, log_output=log_output, **passed)
+    manager.notebook_start()
+    try:
+        client.execute()
+    finally:
+        manager.cleanup_pbar()
+        received = [signal.Signals(number).name for number in client.received]
+        manager.nb.metadata.papermill["signals"] = received
+        manager.notebook_complete()
+    if received and not manager.nb.metadata.papermill["exception"]:
+        raise JobStopped(", ".join(received))
+    return manager.nb

@@ -1,0 +1,263 @@
+"""Run a notebook as a job: papermill executes it with our engine, progress goes to the terminal, results at the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.base.errors import RunError, SettingError
+from workbench.base.files import write_text
+from workbench.jobs.parameters import declared_parameters, resolve, table
+from workbench.replay.run import Run, number
+from workbench.runs.folder import check_place, crc32_of, read_json, write_json
+
+OK, FAILED, REFUSED, STOPPED, DIED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 130, 143
+"""Exit codes: done; a cell raised; refused before any work; `break_if` stopped the run; the kernel died; SIGINT; SIGTERM."""
+JOB = "job.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job ended: its exit code, and where its files are."""
+
+    code: int
+    output: Path
+    """The executed notebook."""
+    run: Path | None
+    """The run folder, where the notebook has a `run` parameter."""
+    error: str = ""
+    """Cell and traceback where a cell raised, one sentence where the kernel died."""
+
+
+def run_notebook(
+    notebook: str | Path,
+    parameters: Mapping[str, Any],
+    *,
+    output: str | Path | None = None,
+    kernel: str | None = None,
+    skip_look: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Result:
+    """Run a notebook with parameters; the executed copy goes into its run folder, or to `output`.
+
+    The run folder is the notebook's `run` parameter; where it is empty or not declared, a new folder in `runs` with the
+    notebook's name and the time. The kernel starts in the present folder and sees WORKBENCH_JOB=1; each line that it
+    appends to the file named by WORKBENCH_PROGRESS is passed to `say` while it runs. `skip_look` leaves out cells tagged
+    `look`. SIGINT and SIGTERM finish the current step, save a checkpoint and end the job.
+    Raises `SettingError` before anything starts where a parameter is unknown or of the wrong type.
+
+    Example:
+        >>> wb.run_notebook("notebooks/201_train_grpo.ipynb", {"steps": 5, "run": "runs/a"}).code  # doctest: +SKIP
+        0
+    """
+    source = Path(notebook)
+    values = resolve(source, parameters)
+    run = _run_folder(source, values)
+    target = Path(output) if output is not None else (run or _fresh(source)) / "notebook.ipynb"
+    for place in (run, target.parent):
+        if place is not None:
+            check_place(place)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _set_aside(target)
+    say(f"{source.name} → {target}")
+    say(table(source, values))
+    with _job(say), _recorded(run, {"notebook": str(source), "crc32": crc32_of(source), "parameters": values}):
+        code, error = _execute(source, target, values, kernel, skip_look)
+    return Result(code, target, run, error)
+
+
+@contextmanager
+def _recorded(run: Path | None, job: Mapping[str, Any]) -> Iterator[None]:
+    """`job.json` in the run folder, for --resume. A job that was refused before it trained leaves the earlier one."""
+    if run is None:
+        yield
+        return
+    run.mkdir(parents=True, exist_ok=True)
+    path, settings = run / JOB, run / "settings.json"
+    before = path.read_text(encoding="utf-8") if path.is_file() else None
+    written = settings.stat().st_mtime_ns if settings.is_file() else None
+    write_json(path, job)
+    yield
+    if before is not None and settings.is_file() and settings.stat().st_mtime_ns == written:
+        write_text(path, before)
+
+
+def _execute(
+    source: Path, target: Path, values: Mapping[str, Any], kernel: str | None, skip_look: bool
+) -> tuple[int, str]:
+    """(exit code, the error's text, empty where every cell ran)."""
+    import papermill
+    from papermill.engines import papermill_engines
+    from papermill.exceptions import PapermillExecutionError
+
+    from workbench.jobs.engine import DEAD, JobStopped
+    from workbench.jobs.entry import JobEngine
+
+    papermill_engines.register("workbench", JobEngine)  # as the entry point does, also where we are not installed
+    try:
+        papermill.execute_notebook(
+            str(source),
+            str(target.absolute()),
+            parameters=dict(values),
+            engine_name="workbench",
+            kernel_name=kernel,
+            progress_bar=False,
+            cwd=str(Path.cwd()),
+            skip_look=skip_look,
+            # the kernel warns at every start that its loopback sockets, signed by a key, are not encrypted too
+            extra_arguments=["--log-level=ERROR"],
+        )
+    except JobStopped as stopped:
+        return _signal_code([str(stopped)]), f"stopped by {stopped}; cells after that are marked skipped"
+    except PapermillExecutionError as error:
+        if signals := read_json(target)["metadata"]["papermill"].get("signals"):
+            return _signal_code(signals), f"stopped by {signals[0]} in cell {error.cell_index}: {error.evalue}"
+        if error.ename == DEAD:
+            return DIED, error.evalue
+        return (STOPPED if error.ename == "RunStopped" else FAILED), _told(error)
+    return OK, ""
+
+
+def _signal_code(names: list[str]) -> int:
+    return TERMINATED if names[0].startswith("SIGTERM") else INTERRUPTED
+
+
+def _set_aside(target: Path) -> None:
+    """Rename the executed notebook of an earlier attempt: it is kept beside the new one."""
+    if target.exists():
+        names = re.findall(r"\.(\d{3})\.ipynb$", "\n".join(os.listdir(target.parent)), re.MULTILINE)
+        target.rename(target.with_suffix(f".{max(map(int, names), default=0) + 1:03d}.ipynb"))
+
+
+def job_of(run: str | Path) -> tuple[Path, dict[str, Any], str]:
+    """(notebook, parameters, a note or "") of the job that wrote a run folder, to resume it.
+
+    `resume` and `run` are set where the notebook has such parameters. Raises `RunError` where no job wrote the folder, or
+    its notebook is gone, and `SettingError` where the notebook has no parameter `resume`.
+    """
+    folder = Path(run)
+    if not (folder / JOB).is_file():
+        do = "start it with `workbench train NOTEBOOK -p run=…`; a script's run goes on with resume='auto'"
+        raise RunError(f"no job at {str(run)!r}", expected=f"a run folder with {JOB}", do=do)
+    job = read_json(folder / JOB)
+    notebook = Path(job["notebook"])
+    if not notebook.is_file():
+        do = "run it from the folder it began in"
+        raise RunError("the job's notebook is gone", found=f"no file {notebook}", do=do)
+    names = {parameter.name for parameter in declared_parameters(notebook)}
+    values = {name: value for name, value in job["parameters"].items() if name in names}
+    values |= {name: value for name, value in (("run", str(run)), ("resume", "auto")) if name in names}
+    if "resume" not in names:
+        raise SettingError(f"{notebook.name} has no parameter 'resume'", do="declare one and pass it to wb.train")
+    changed = crc32_of(notebook) != job["crc32"]
+    return notebook, values, f"note: {notebook} has changed since the job began" if changed else ""
+
+
+def check_notebook(
+    notebook: str | Path, parameters: Mapping[str, Any], *, kernel: str | None = None
+) -> tuple[int, str]:
+    """Run a notebook up to the start of its training, without `look` cells: (0, findings) or (2, what was refused).
+
+    Files are written in a temporary folder only, and no model samples.
+    """
+    source = Path(notebook)
+    values = resolve(source, parameters)
+    with tempfile.TemporaryDirectory(prefix="workbench-") as folder, _job(lambda line: None, WORKBENCH_CHECK="1"):
+        target = Path(folder) / source.name
+        code, told = _execute(source, target, values, kernel, skip_look=True)
+        outputs = [one for cell in read_json(target)["cells"] for one in cell.get("outputs", [])]
+    errors = [one for one in outputs if one["output_type"] == "error"]
+    if code == OK:
+        return OK, "every cell ran; none of them trains"
+    if errors and errors[0]["ename"] == "Checked":
+        return OK, errors[0]["evalue"]
+    return (REFUSED if code == FAILED else code), f"{errors[0]['ename']}: {errors[0]['evalue']}" if errors else told
+
+
+def _fresh(source: Path) -> Path:
+    return Path("runs") / f"{source.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _run_folder(source: Path, values: dict[str, Any]) -> Path | None:
+    """The folder in the notebook's `run` parameter; an empty one is filled in, in `values`."""
+    declared = {parameter.name: parameter.default for parameter in declared_parameters(source)}
+    if "run" not in declared:
+        return None
+    named = values.get("run", declared["run"])
+    if not named:
+        named = values["run"] = str(_fresh(source))
+    return Path(named)
+
+
+def _told(error: Any) -> str:
+    """Which cell, what it raised, and the end of the traceback without colours."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in "\n".join(error.traceback).splitlines()]
+    return f"cell {error.cell_index} raised {error.ename}: {error.evalue}\n" + "\n".join(lines[-12:])
+
+
+@contextmanager
+def _job(say: Callable[[str], None], **environment: str) -> Iterator[None]:
+    """Set the kernel's environment, and pass the loop's progress lines to `say` from a thread.
+
+    Other libraries' progress bars are off: in a saved notebook they are blank, or a line for every refresh.
+    """
+    with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
+        path = Path(folder) / "progress"
+        path.touch()
+        ours = {"WORKBENCH_JOB": "1", "WORKBENCH_PROGRESS": str(path), "TQDM_DISABLE": "1", **environment}
+        before = {name: os.environ[name] for name in ours if name in os.environ}
+        os.environ.update(ours)
+        done = threading.Event()
+        tail = threading.Thread(target=_follow, args=(path, say, done), daemon=True)
+        tail.start()
+        try:
+            yield
+        finally:
+            done.set()
+            tail.join()
+            for name in ours:
+                del os.environ[name]
+            os.environ.update(before)
+
+
+def _follow(path: Path, say: Callable[[str], None], done: threading.Event) -> None:
+    with path.open() as file:
+        waiting = ""
+        while True:
+            last = done.wait(0.1)
+            waiting += file.read()
+            *lines, waiting = waiting.split("\n")
+            for line in lines:
+                say(line)
+            if last:
+                return
+
+
+def closing_lines(result: Result) -> list[str]:
+    """Lines to print when a job has ended: held-out rewards before and after, symptoms, and where the files are."""
+    lines, run = list[str](), result.run
+    if run is not None and (run / "summary.json").is_file():
+        summary = read_json(run / "summary.json")
+        for when in ("before", "after"):
+            if f"reward_{when}" in summary:
+                low, high = (number(bound) for bound in summary[f"interval_{when}"])
+                lines.append(
+                    f"mean held-out reward {when:<6} {number(summary[f'reward_{when}'])}   95 % in [{low}, {high}]"
+                    f"   greedy {number(summary[f'greedy_{when}'])}   ({summary['num_eval_rows']} prompts)"
+                )
+        if summary.get("stopped"):
+            lines.append(f"stopped: {summary['stopped']}")
+        if (run / "settings.json").is_file():
+            lines += [f"symptom: {one}" for one in Run(run).symptoms]
+    lines.append(f"executed notebook  {result.output}")
+    kept = {"metrics": "metrics.jsonl", "TensorBoard": "tensorboard", "curves": "curves.png", "summary": "summary.json"}
+    there = {what: run / name for what, name in kept.items() if (run / name).exists()} if run is not None else {}
+    return lines + [f"{what:<18} {path}" for what, path in there.items()]

@@ -1,0 +1,69 @@
+"""`workbench notebooks DIR`: write the notebooks, and the data and tiny models that they use, into a folder.
+
+A wheel has them in `workbench/starter` (setup.py puts them there); a checkout has them in its own folders. `[tool.workbench]`
+in pyproject.toml lists them.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+from workbench.base.errors import SettingError
+
+PACKAGE = Path(__file__).parents[1]
+NOTEBOOKS = "notebooks"
+
+
+def files() -> dict[str, Path]:
+    """The files to write: path in the new folder → where the file is."""
+    packed, project = PACKAGE / "starter", PACKAGE.parent / "pyproject.toml"
+    if packed.is_dir():
+        found = [path for path in packed.rglob("*") if path.is_file()]
+        return {path.relative_to(packed).as_posix(): path for path in sorted(found)}
+    if not project.is_file():
+        what = f"no notebooks came with {str(PACKAGE)!r}"
+        raise SettingError(what, expected="an installed wheel, or a checkout", do="install workbench again")
+    patterns = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["workbench"]["starter"]
+    found = [path for pattern in patterns for path in project.parent.glob(pattern) if path.is_file()]
+    return {path.relative_to(project.parent).as_posix(): path for path in sorted(found)}
+
+
+def write(folder: str | Path, say: Callable[[str], None] = lambda line: None) -> Path:
+    """Write `notebooks/` and `data/` into a folder; files that exist with the same content are left.
+
+    Raises `SettingError`, before anything is written, where a file exists with another content.
+    """
+    target = Path(folder)
+    if target.resolve().name == NOTEBOOKS:  # the notebooks' first cell goes one folder up from a folder of this name
+        expected = "a folder that is to have a folder 'notebooks' in it"
+        do = f"name another one: workbench notebooks {target.parent / 'bench'}"
+        raise SettingError(f"folder {str(folder)!r}", expected=expected, do=do)
+    places = {target / name: source for name, source in files().items()}
+    blocked = {path for place in places for path in place.parents if path.exists() and not path.is_dir()}
+    changed = {place for place, source in places.items() if _differs(source, place)}
+    if names := sorted(map(str, blocked | changed)):
+        what, do = f"nothing was written to {str(folder)!r}", "name another folder, or move these away"
+        expected = "a folder without files of these names, or with the same ones"
+        found = f"{len(names)} changed: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
+        raise SettingError(what, expected=expected, found=found, do=do)
+    missing = [place for place in places if not place.exists()]
+    for place in missing:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(places[place], place)
+    say(f"{target}: {len(missing)} files written, {len(places) - len(missing)} were there already")
+    say(f"in {target.resolve()}: jupyter lab {NOTEBOOKS}/101_one_step.ipynb, or workbench train 201_train_grpo.ipynb")
+    return target
+
+
+def _differs(source: Path, place: Path) -> bool:
+    return place.exists() and not (place.is_file() and filecmp.cmp(source, place, shallow=False))
+
+
+def find_notebook(name: str) -> str:
+    """The path of a notebook: as given, or in `notebooks/` where a bare name is found there alone."""
+    beside = Path(NOTEBOOKS) / name
+    return str(beside) if not Path(name).exists() and Path(name).name == name and beside.is_file() else name

@@ -1,0 +1,212 @@
+"""`train`: the training loop with its run folder, and its display in a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+import warnings
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+from workbench.base.config import require
+from workbench.base.errors import RunError, message
+from workbench.base.files import write_bytes
+from workbench.base.runtime import Control
+from workbench.datasets import Rows
+from workbench.replay.run import Run
+from workbench.runs.folder import RunFolder, check_place, read_metrics, write_json
+from workbench.runs.loop import Condition, Ending, Observer, Session, write_summary
+from workbench.runs.preflight import Checked, preflight
+from workbench.runs.resume import Start, begin, check_resumable
+from workbench.runs.settings import Plan, resolved, with_history
+from workbench.runs.trackers import append_line, check_trackers
+from workbench.stages.pipeline import Pipeline
+from workbench.steps.execute import MOST
+from workbench.views.curves import panel, png
+from workbench.widgets.display import open_display
+
+
+class RunStopped(RunError):
+    """Raised in a job where `break_if` stopped it before a step's update; the run folder has the trace and a checkpoint."""
+
+
+class Training(Coroutine[Any, Any, Run]):
+    """What `train` returns: await it. Until then nothing has been checked, written or trained.
+
+    It can be awaited, made a task, or passed to `asyncio.run`, as any coroutine; using it as if it were the finished run
+    raises an `AttributeError` that says to await it.
+    """
+
+    def __init__(self, begin: Callable[[], Coroutine[Any, Any, Run]]) -> None:
+        self._begin = begin
+        self._work: Coroutine[Any, Any, Run] | None = None
+
+    def __await__(self) -> Generator[Any, Any, Run]:
+        return (yield from self._started().__await__())
+
+    def send(self, value: Any) -> Any:
+        """Start, or go on."""
+        return self._started().send(value)
+
+    def throw(self, *raised: Any) -> Any:
+        """Raise where the training is waiting."""
+        return self._started().throw(*raised)
+
+    def close(self) -> None:
+        """End it where it is waiting."""
+        self._started().close()
+
+    def _started(self) -> Coroutine[Any, Any, Run]:
+        self._work = self._work or self._begin()
+        return self._work
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_not_begun(f"a training has no {name!r}, the run that it ends in may have"))
+
+    def __repr__(self) -> str:
+        return _not_begun("a training") if self._work is None else "a training under way"
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_begin") is not None and self._work is None:
+            warnings.warn(_not_begun("a training was dropped"), RuntimeWarning, stacklevel=2)
+
+
+def _not_begun(what: str) -> str:
+    do = "run = await wb.train(…) in a notebook, run = wb.train_blocking(…) in a script"
+    return message(what, found="it has not been awaited", do=do)
+
+
+def train(
+    pipeline: Pipeline,
+    rows: Rows,
+    *,
+    steps: int,
+    run: str | Path | None = None,
+    batch_size: int = 16,
+    seed: int = 0,
+    ahead: int = 0,
+    eval_rows: Rows | None = None,
+    test_freq: int = 0,
+    val_samples: int = 1,
+    save_freq: int = 0,
+    trace_freq: int = 10,
+    keep_traces: int = 3,
+    keep_checkpoints: int = 2,
+    keep_updates: int = 1024,
+    break_if: Condition | None = None,
+    resume: str = "never",
+    allow_changes: Sequence[str] = (),
+    trackers: Sequence[str] = ("tensorboard",),
+    display: str | None = "auto",
+    observers: Sequence[Observer] = (),
+) -> Training:
+    """Train with the stages of a pipeline; settings, metrics, traces and checkpoints are kept in a run folder.
+
+    In a notebook: `await train(…)`; progress, curves, and buttons to pause and stop are in the cell, unless `display` is
+    None. In a script: `train_blocking(…)`.
+
+    Args:
+        batch_size: prompts per step.
+        ahead: with 1, a step's responses are sampled while the step before is trained on, by weights one version older:
+            see `workbench.steps.execute`.
+        eval_rows, test_freq, val_samples: validate on these rows every so many steps, with so many samples per prompt.
+        save_freq, trace_freq: save a checkpoint, record a trace, every so many steps. 0 means after the last step only, as
+            for `test_freq`; validation also comes before the first step.
+        keep_updates: MiB of recorded update inputs, from which any step's weights can be computed again (`run.stepper`,
+            `run.engine`); 0 records none.
+        break_if: gets a step's metrics; where it returns true the loop stops before that step's update. The returned
+            run's `.stopped` is a Stepper at that place; a job saves the trace and raises `RunStopped`.
+        resume: `"auto"` continues exactly from the newest good checkpoint; settings that differ are refused unless
+            `allow_changes` names them (`["engines.actor.micro_batch_tokens"]`).
+
+    Returns:
+        An awaitable whose result is the `Run`.
+
+    An interrupt (or SIGTERM, in a job) lets the current step end if that takes seconds only, leaves a checkpoint of the
+    last whole step, and raises `CancelledError`. A stage that raises leaves a checkpoint too, and its step's batch in
+    `failed/`.
+
+    Example:
+        >>> run = await wb.train(wb.recipes.grpo(engine), rows, steps=50, run="runs/a")  # doctest: +SKIP
+    """
+    return Training(functools.partial(_trained, **locals()))
+
+
+async def _trained(
+    pipeline: Pipeline,
+    rows: Rows,
+    *,
+    run: str | Path | None,
+    eval_rows: Rows | None,
+    break_if: Condition | None,
+    resume: str,
+    allow_changes: Sequence[str],
+    trackers: Sequence[str],
+    display: str | None,
+    observers: Sequence[Observer],
+    **planned: Any,
+) -> Run:
+    plan = Plan(**planned)
+    _check_arguments(plan, resume, display, trackers)
+    path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    check_place(path)
+    found = preflight(pipeline, rows, eval_rows, plan, path)
+    settings = resolved(pipeline, rows, plan, eval_rows, trackers, found.prompts)
+    if os.environ.get("WORKBENCH_CHECK"):
+        check_resumable(path, settings, resume, allow_changes)
+        raise Checked(repr(found))
+    folder = RunFolder(path)
+    try:
+        start = begin(folder, pipeline, rows, settings, resume=resume, allow_changes=allow_changes)
+        if start.step > plan.steps:
+            return _nothing_to_do(path, start, plan.steps, eval_rows)
+        write_json(path / "settings.json", with_history(settings, start.old, start.step, start.changes))
+        control = Control()
+        live = open_display(plan.steps, read_metrics(folder.metrics), control, path) if display == "auto" else None
+        session = Session(folder, pipeline, found, plan, settings, start, control=control, display=live, draw=_draw)
+        ending = await session.run(observers, break_if)
+    finally:
+        folder.lock.release()
+    return _result(path, ending, start.notes, break_if)
+
+
+def train_blocking(pipeline: Pipeline, rows: Rows, **settings: Any) -> Run:
+    """`train` for scripts, without an event loop: the arguments of `train`, the finished `Run`."""
+    return asyncio.run(train(pipeline, rows, **settings))
+
+
+def _draw(path: Path) -> None:
+    write_bytes(path / "curves.png", png(panel(read_metrics(path / "metrics.jsonl"), title=path.name)))
+
+
+def _result(path: Path, ending: Ending, notes: tuple[str, ...], limit: Any) -> Run:
+    if ending.stopped is not None and os.environ.get("WORKBENCH_JOB"):
+        why = f"{limit.why(ending.stopped.trace.metrics)}; " if hasattr(limit, "why") else ""
+        what = f"break_if was met at step {ending.stopped.trace.step}; the run stopped before its update"
+        raise RunStopped(what, found=f"{why}the trace and a checkpoint of step {ending.step} in {path}")
+    return Run(path, stopped=ending.stopped, notes=notes)
+
+
+def _nothing_to_do(path: Path, start: Start, steps: int, eval_rows: Rows | None) -> Run:
+    """Note it; a run that was killed after its last checkpoint gets the curves and the summary that it lacks."""
+    note = f"nothing left to do: {start.step - 1} of {steps} steps are done"
+    append_line(note)
+    if not (path / "summary.json").is_file():
+        write_summary(path, eval_rows, None, _draw)
+    return Run(path, notes=(*start.notes, note))
+
+
+def _check_arguments(plan: Plan, resume: str, display: str | None, trackers: Sequence[str]) -> None:
+    least = {"steps": 1, "batch_size": 1, "val_samples": 1, "keep_checkpoints": 2, "keep_traces": 1}
+    least |= dict.fromkeys(("test_freq", "save_freq", "trace_freq", "keep_updates"), 0)
+    for name, lowest in least.items():
+        found = getattr(plan, name)
+        require(isinstance(found, int) and found >= lowest, name, expected=f"≥ {lowest}", found=found)
+    whole = isinstance(plan.ahead, int) and not isinstance(plan.ahead, bool)
+    require(whole and 0 <= plan.ahead <= MOST, "ahead", expected=f"0 or {MOST} steps", found=plan.ahead)
+    require(resume in ("never", "auto"), "resume", expected="'never' or 'auto'", found=repr(resume))
+    require(display in ("auto", None), "display", expected="'auto' or None", found=repr(display))
+    check_trackers(trackers)

@@ -1,0 +1,469 @@
+"""Makes a run's pipeline again from its settings.json, with the exact weights of any of its steps.
+
+Stages, losses, estimators, controllers and scorers of this package are looked up by name: no recorded source text is
+executed. Engines are opened from their recorded paths, of their recorded kind where this machine can run it. What the
+folder has by name alone comes back as `Missing`, which says so and can be replaced.
+
+A step's weights need no checkpoint of their own: they are the newest checkpoint before it and the recorded updates since.
+No rollout and no reward is run again: `standing_after(run, 137)` is checkpoint 120 and 17 updates. On the CPU, with as many
+threads as the run had, the weights are those of the run bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench import rewards, stages
+from workbench.base.errors import PipelineError, RunError, WorkbenchError, first_line, unknown
+from workbench.base.metrics import Metric
+from workbench.base.shown import Shown
+from workbench.dataproto import DataProto
+from workbench.dataproto.same import same, unchanged
+from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
+from workbench.engines.local_engine.engine import LocalEngine, local
+from workbench.engines.paired import Paired, paired
+from workbench.engines.protocol import Sampler
+from workbench.engines.settings import FsdpSettings, LocalSettings
+from workbench.runs import checkpoint, updates
+from workbench.runs.folder import read_settings, step_folder
+from workbench.runs.settings import MADE_AGAIN, OURS, WORDS, files_crc32
+from workbench.stages.pipeline import Pipeline
+from workbench.stages.stage import BaseStage, Outcome, Stage
+from workbench.steps.trace import Phase, Trace, perform
+
+
+class Missing(BaseStage):
+    """Takes the place of a stage that cannot be made again here.
+
+    With the record of its step it returns the recorded outputs while its inputs are the recorded ones; otherwise it must be
+    replaced.
+    """
+
+    _phase: Phase | None = None
+    _before: DataProto | None = None
+
+    def __init__(
+        self, record: Mapping[str, Any], what: str, learner: Any = None, remake: Callable[..., Stage] | None = None
+    ) -> None:
+        self.name, self.what = record["name"], what
+        self.reads, self.writes = tuple(record["reads"]), tuple(record["writes"])
+        self.updates = learner is not None
+        self._record, self._learner, self._remake = record, learner, remake
+
+    def recorded(self, trace: Trace) -> Missing:
+        """The same, with its outputs in a recorded step; an update has none that would do."""
+        if self.updates or self.name not in trace.names:
+            return self
+        twin = copy.copy(self)
+        twin._phase, twin._before = trace[self.name], trace.before(self.name)
+        return twin
+
+    @property
+    def has_record(self) -> bool:
+        """Whether it has recorded outputs."""
+        return self._phase is not None
+
+    def settings(self) -> dict[str, Any]:
+        """What it was made with, and whether its outputs are the recorded ones."""
+        return {"made_with": self.what, **({"outputs": "recorded, not run again"} if self.has_record else {})}
+
+    def learners(self) -> tuple[Any, ...]:
+        """The learner that the stage would update."""
+        return (self._learner,) if self.updates else ()
+
+    def with_function(self, function: Callable[..., Any]) -> Stage:
+        """The stage with another function: a reward, an estimator with its own defaults, or a rollout's agent loop."""
+        if self._record["class"] == "EpisodeRollout":
+            return self.with_settings(agent=function)
+        if self._record["class"] not in ("Reward", "Advantage"):
+            return super().with_function(function)
+        return getattr(stages, self._record["class"])(function)
+
+    def with_settings(self, **changes: Any) -> Stage:
+        """The stage as it was made, with the missing parts given: `replace("rollout", agent=mine)`.
+
+        Raises `PipelineError` where a part is still missing.
+        """
+        what = self.what
+        if self._remake is not None:
+            try:
+                return self._remake(changes)
+            except _Gone as gone:
+                what = str(gone)
+        found = f"it was made with {what}, which the run folder has by name alone"
+        raise PipelineError(f"settings of stage {self.name!r} cannot be changed", found=found, do=self._advice())
+
+    def _advice(self) -> str:
+        lacks = [key for key, one in self._record["arguments"].items() if _lacks(one)]
+        again = f"replace({self.name!r}, {', '.join(f'{key}=…' for key in lacks)})" if lacks and self._remake else ""
+        return " or ".join(filter(None, (again, f"replace({self.name!r}, …) with what should stand there")))
+
+    def __call__(self, batch: DataProto) -> Outcome:
+        """The recorded outputs, where the batch is the recorded one, with the metric `recorded/<stage>` = 1."""
+        differing = self._differing(batch)
+        if self._phase is None or differing:
+            what, found = f"stage {self.name!r} of the run cannot be run again here", f"it was made with {self.what}"
+            expected = f"the recorded {', '.join(differing)}, for its recorded outputs" if differing else None
+            found += ", which the run folder has by name alone"
+            raise PipelineError(what, expected=expected, found=found, do=self._advice())
+        metrics: dict[str, Metric | float] = {**self._phase.metrics, f"recorded/{self.name}": 1.0}
+        if self._phase.rows is not None:
+            return Outcome(self._phase.batch, metrics, self._phase.rows)
+        return Outcome(self._phase.written_into(batch), metrics)
+
+    def _differing(self, batch: DataProto) -> list[str]:
+        """Columns that differ from the recorded ones, of those that it reads and those of the data, which it may have read."""
+        before = self._before
+        if self._phase is None or before is None:
+            return []
+        if len(batch) != len(before):
+            return ["rows"]
+        every, origins = self._phase.rows is not None, before.origins
+        read = [name for name in before.columns if every or name not in origins or origins[name].stage == "dataset"]
+        moved = [name for name in dict.fromkeys((*self.reads, *read)) if not unchanged(name, before, batch)]
+        return [name for name in moved if name not in batch or not same(before[name], batch[name])]
+
+
+class _Gone(Exception):
+    """An argument cannot be made again here; carries its name."""
+
+
+def rebuilt(records: list[dict[str, Any]], learners: Mapping[str, Any], open_frozen: Callable[..., Any]) -> Pipeline:
+    """The recorded pipeline on these learners. `open_frozen(record)` opens a frozen model.
+
+    Raises `RunError` where there are no records: a run of an old version wrote none.
+    """
+    if not records:
+        raise RunError("the run does not say how its pipeline was made", do="pass pipeline=…")
+    maker, made = _Maker(learners, open_frozen), []
+    for record in records:
+        remake = functools.partial(maker.stage, record)
+        learner = learners.get(record["updates"])
+        try:
+            made.append(remake({}))
+        except _Gone as gone:
+            made.append(Missing(record, str(gone), learner, remake))
+        except (TypeError, WorkbenchError) as error:  # this version's stage does not take that version's arguments
+            made.append(Missing(record, f"arguments of its time ({first_line(error)})", learner, remake))
+    return Pipeline(made)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes objects from the plain values of `runs.settings.written_down`. Raises `_Gone` for what cannot be made."""
+
+    learners: Mapping[str, Any]
+    open_frozen: Callable[..., Any]
+
+    def stage(self, record: Mapping[str, Any], given: Mapping[str, Any]) -> Stage:
+        """One stage from its record, with some arguments or settings replaced by those given."""
+        if record["class"] not in stages.__all__:
+            raise _Gone(f"a stage of another package ({record['name']})")
+        of_it = record["arguments"]
+        arguments = {key: given[key] if key in given else self.value(one) for key, one in of_it.items()}
+        stage: Stage = getattr(stages, record["class"])(**arguments)
+        rest = {key: one for key, one in given.items() if key not in of_it}
+        return stage.with_settings(**rest) if rest else stage
+
+    def value(self, plain: Any) -> Any:
+        """One argument."""
+        if isinstance(plain, list):
+            return tuple(map(self.value, plain))
+        if not isinstance(plain, dict):
+            return plain
+        for word, inside in WORDS.items():
+            if word in plain:
+                return self.part(plain[word], plain[inside])
+        if "mapping" in plain:
+            return {key: self.value(one) for key, one in plain["mapping"].items()}
+        if "engine" in plain:
+            return self.learners[plain["engine"]]
+        if "frozen" in plain:
+            return self.open_frozen(plain["frozen"])
+        if "reward" in plain:
+            return rewards.by_data_source(**plain["reward"])
+        if "function" in plain:
+            return _function(plain["function"])
+        raise _Gone(plain["missing"])
+
+    def part(self, name: str, given: Mapping[str, Any]) -> Any:
+        """An object of one of the classes of `MADE_AGAIN`."""
+        kind = next((one for one in MADE_AGAIN if one.__name__ == name), None)
+        if kind is None:
+            raise _Gone(name)
+        try:
+            return kind(**{key: self.value(one) for key, one in given.items()})
+        except _Gone as gone:
+            raise _Gone(f"{gone} in a {name}") from gone
+
+
+def _lacks(plain: Any) -> bool:
+    """Whether some part of a recorded argument was recorded by its name alone."""
+    if isinstance(plain, list):
+        return any(map(_lacks, plain))
+    return isinstance(plain, dict) and ("missing" in plain or any(map(_lacks, plain.values())))
+
+
+def _function(place: str) -> Any:
+    """A function of this package by `module:name`; nothing else is imported because a file names it."""
+    module, _, name = place.partition(":")
+    if not module.startswith(OURS):
+        raise _Gone(place)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):  # moved since, and not in `base.formats`
+        raise _Gone(place) from None
+
+
+# --- engines ------------------------------------------------------------------------------------
+
+_BESIDE = {"path", "files_crc32", "ranks", "sampler"}
+"""Keys of an engine's record that are not settings."""
+
+
+def sharded_here(record: Mapping[str, Any]) -> bool:
+    """Whether a recorded engine was sharded, and this machine has as many devices; else a local one takes its place."""
+    ranks, device = record.get("ranks"), record.get("device", "auto")
+    if ranks is None:
+        return False
+    on_gpus = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    return int(ranks) <= (torch.cuda.device_count() if on_gpus else os.cpu_count() or 1)
+
+
+def opened(path: str | Path, record: Mapping[str, Any]) -> Any:
+    """A learner from a folder with a recorded engine's settings, of its recorded kind where this machine can run it.
+
+    Raises `RunError` for a setting that no such engine has: it would be ignored silently.
+    """
+    whole = FsdpSettings if "ranks" in record else LocalSettings
+    strange = [name for name in record if name not in _BESIDE and name not in whole.field_names()]
+    if strange:
+        raise RunError(unknown("setting of a recorded engine", strange[0], whole.field_names()))
+    kind = FsdpSettings if sharded_here(record) else LocalSettings
+    known = {name: one for name, one in record.items() if name in kind.field_names()}
+    values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in known.items()}
+    return fsdp(path, ranks=record["ranks"], **values) if kind is FsdpSettings else local(path, **values)
+
+
+def learner_of(role: str, path: Path, record: Mapping[str, Any]) -> Any:
+    """A role's learner from a folder; one that cannot sample gets a local sampler beside it. A critic of the model that a
+    run began with is made from the policy, as the recipe made it."""
+    engine = opened(path, record)
+    engine.path = str(record["path"])
+    if role == "critic":
+        return engine.critic()
+    if isinstance(engine, Sampler):
+        return engine
+    alike = {name: record[name] for name in ("device", "dtype", "attn_implementation") if name in record}
+    return paired(engine, local(path, **alike))
+
+
+def kinds_of(record: Mapping[str, Any]) -> tuple[type, ...]:
+    """The classes whose methods the learner of a record has."""
+    return (Paired, FsdpEngine) if sharded_here(record) else (LocalEngine,)
+
+
+class LateFrozen:
+    """A frozen model, such as a reference, that is opened when it first computes log-probs.
+
+    It raises `RunError` then, where the folder is not there or its files are not those of the run.
+    """
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self._record = dict(record)
+        self._made: Any = None
+
+    def describe(self) -> dict[str, Any]:
+        """Path and settings; the weights are those of the path."""
+        return {**self._record, "as_loaded": True}
+
+    def _opened(self) -> Any:
+        if self._made is None:
+            if wrong := wrong_files(self._record):
+                raise RunError("the frozen model of the run is needed from here on", found=wrong)
+            self._made = opened(self._record["path"], self._record).reference()
+        return self._made
+
+    def compute_log_probs(self, *args: Any, **options: Any) -> Any:
+        """Log-probs of the frozen model, which is opened for it."""
+        return self._opened().compute_log_probs(*args, **options)
+
+    @contextmanager
+    def model(self) -> Iterator[Any]:
+        """The frozen model's module, opened for it."""
+        with self._opened().model() as model:
+            yield model
+
+    def __repr__(self) -> str:
+        return repr(self._made) if self._made is not None else f"LateFrozen({self._record['path']!r}, not opened)"
+
+
+def frozen_of(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], LateFrozen]:
+    """Record → frozen model, opened at its first use; where the run recorded the folder's files they must be the same."""
+    known = {str(one["path"]): one.get("files_crc32") for one in settings["engines"].values()}
+    return lambda record: LateFrozen({"files_crc32": known.get(str(record["path"])), **record})
+
+
+def wrong_files(record: Mapping[str, Any]) -> str | None:
+    """What is wrong with the model folder of an engine's record; None where its files are the recorded ones, if any."""
+    path = Path(str(record["path"]))
+    if not path.is_dir():
+        return f"no folder at {path}"
+    if record.get("files_crc32") not in (None, files_crc32(path)):
+        return f"other files than the run's at {path}"
+    return None
+
+
+# --- weights ------------------------------------------------------------------------------------
+
+
+def standing_after(folder: Path, step: int) -> Pipeline:
+    """The run's pipeline with its weights, optimizers and controllers after `step` (0: before training).
+
+    Raises `RunError` where checkpoints and recorded updates do not reach that step, naming the steps that can be restored.
+    """
+    settings, recorded = read_settings(folder), updates.steps(folder / "updates")
+    why = []
+    before = [one for one in checkpoint.steps(folder / "checkpoints") if one <= step]
+    for base in (*reversed(before), 0):  # 0: the model that the run began with
+        lacking = [number for number in range(base + 1, step + 1) if number not in recorded]
+        place = f"checkpoint {base}" if base else "the model that the run began with"
+        if lacking:
+            why.append(f"from {place}: the update of step {lacking[0]} is not recorded any more")
+            continue
+        try:
+            engines = _opened(folder, settings, base)
+        except RunError as error:
+            why.append(f"from {place}: {first_line(error)}")
+            continue
+        pipeline = rebuilt(settings.get("pipeline", []), engines, frozen_of(settings))
+        if base:
+            pipeline.load_state(checkpoint.read_state(step_folder(folder / "checkpoints", base))["controllers"])
+        for number in range(base + 1, step + 1):
+            update = updates.read(folder / "updates", number)
+            apply(pipeline, update)
+            pipeline.load_state(update.controllers)
+        return pipeline
+    what, do = f"the weights after step {step} of {folder} cannot be made again", restorable_steps(folder)
+    raise RunError(what, found="; ".join(why), do=f"steps that can: {do}")
+
+
+def restorable_steps(folder: Path) -> str:
+    """The steps whose weights can be restored, as text. Of a model's folder it only checks that it exists."""
+    settings = read_settings(folder)
+    began_in_memory = any(settings.get("began", {}).get("versions", {}).values())
+    there = all(Path(str(one.get("path", ""))).is_dir() for one in settings.get("engines", {}).values())
+    found = {*checkpoint.steps(folder / "checkpoints"), *([0] if there and not began_in_memory else [])}
+    for step in updates.steps(folder / "updates"):
+        if step - 1 in found:
+            found.add(step)
+    return updates.ranges(sorted(found))
+
+
+def apply(pipeline: Pipeline, update: updates.Update, inputs: DataProto | None = None) -> list[Phase]:
+    """Run the update stages alone on a recorded step's inputs (or others in their place)."""
+    batch = update.inputs if inputs is None else inputs
+    return [perform(stage, batch) for stage in pipeline if stage.updates]
+
+
+def _opened(folder: Path, settings: Mapping[str, Any], base: int) -> dict[str, Any]:
+    """Role → engine, from the checkpoint of step `base`, or for 0 from the model that the run began with."""
+    records = settings["engines"]
+    if base:
+        place = step_folder(folder / "checkpoints", base)
+        checkpoint.verify(place)
+        engines = {role: learner_of(role, place / role, record) for role, record in records.items()}
+        for role, engine in engines.items():
+            engine.load_state(place / role, place / f"{role}_state")
+        return engines
+    if any(settings["began"]["versions"].values()):
+        raise RunError("the run began with weights that had been trained before in memory")
+    for role, record in records.items():
+        if wrong := wrong_files(record):
+            raise RunError(f"the model that {role!r} began with", expected="its files as the run began", found=wrong)
+    return {role: learner_of(role, Path(record["path"]), record) for role, record in records.items()}
+
+
+def start_of(folder: Path, step: int) -> DataProto:
+    """A step's batch before its first phase, from its recorded update or its trace. Raises `RunError` without both."""
+    if step in updates.steps(folder / "updates"):
+        return updates.read(folder / "updates", step).start
+    saved = step_folder(folder / "traces", step) / "start"
+    if saved.is_dir():
+        return DataProto.load(saved)
+    expected = f"a recorded update or a trace; updates of steps {updates.ranges(updates.steps(folder / 'updates'))}"
+    raise RunError(f"the batch of step {step} was not kept", expected=expected)
+
+
+# --- what if it had not been there ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class Counterfactual(Shown):
+    """A run's updates done again without some rows of one of them."""
+
+    step: int
+    """The step that rows were left out of."""
+    until: int
+    left_out: tuple[int, ...]
+    """Rows of that step's batch."""
+    metrics: dict[int, dict[str, tuple[float, float]]] = field(repr=False)
+    """Step → metric → (as it was, as it would have been)."""
+    distance: dict[str, float]
+    """Role → L2 distance between the two weights after `until`, over the distance that training went since `step`."""
+    actual: dict[str, Any] = field(repr=False)
+    """Role → engine as it was after `until`."""
+    without: dict[str, Any] = field(repr=False)
+    """Role → engine as it would have been."""
+
+
+def counterfactual(
+    folder: Path, step: int, *, uids: Sequence[str] = (), rows: Sequence[int] = (), until: int | None = None
+) -> Counterfactual:
+    """See `Run.counterfactual`. It measures what the rows of that one batch did to the weights through these updates, not
+    what the other policy would have sampled."""
+    recorded = updates.steps(folder / "updates")
+    last = until if until is not None else max(recorded, default=0)
+    update = updates.read(folder / "updates", step)
+    chosen = _chosen(update.inputs, uids, rows, step)
+    kept = torch.tensor([row for row in range(len(update.inputs)) if row not in chosen])
+    actual, other = standing_after(folder, step - 1), standing_after(folder, step - 1)
+    before = _weights(actual)
+    metrics = {}
+    for number in range(step, last + 1):
+        update = updates.read(folder / "updates", number)
+        inputs = update.inputs.select_idxs(kept) if number == step else None
+        pairs = zip(apply(actual, update), apply(other, update, inputs), strict=True)
+        both = [(a.metrics, b.metrics) for a, b in pairs]
+        metrics[number] = {key: (value, b[key]) for a, b in both for key, value in a.items() if key in b}
+    one, two = _weights(actual), _weights(other)
+    distance = {role: _norm(one[role], two[role]) / max(_norm(one[role], before[role]), 1e-30) for role in one}
+    return Counterfactual(step, last, tuple(sorted(chosen)), metrics, distance, actual.learners(), other.learners())
+
+
+def _chosen(inputs: DataProto, uids: Sequence[str], rows: Sequence[int], step: int) -> set[int]:
+    present = list(inputs["uid"])
+    strange = [uid for uid in uids if uid not in present] + [row for row in rows if not 0 <= row < len(inputs)]
+    chosen = {row for row, uid in enumerate(present) if uid in set(uids)} | set(rows)
+    if strange or not chosen or len(chosen) == len(inputs):
+        expected = f"some of its {len(inputs)} rows, or uids of {list(dict.fromkeys(present))[:4]}…, and not all"
+        raise RunError(f"rows to leave out of step {step}", expected=expected, found=strange or sorted(chosen))
+    return chosen
+
+
+def _weights(pipeline: Pipeline) -> dict[str, dict[str, torch.Tensor]]:
+    return {role: learner.snapshot()["weights"] for role, learner in pipeline.learners().items()}
+
+
+def _norm(one: Mapping[str, torch.Tensor], two: Mapping[str, torch.Tensor]) -> float:
+    return sum(float((one[name].double() - two[name].double()).pow(2).sum()) for name in one) ** 0.5

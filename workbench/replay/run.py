@@ -1,0 +1,296 @@
+"""Opens run folders for reading, also while another process is writing them, and lists them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.base import formats
+from workbench.base.errors import RunError, first_line
+from workbench.base.shown import Shown, shows
+from workbench.replay import rebuild
+from workbench.replay.stepping import Replayed, stepper_at
+from workbench.runs import checkpoint
+from workbench.runs.folder import STEP, held, read_json, read_metrics, read_settings, step_folder, step_folders
+from workbench.runs.kept_traces import Kept, read_kept
+from workbench.runs.symptoms import Symptoms, shown_by
+from workbench.steps.stepper import Stepper
+from workbench.steps.trace import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Traces(Shown, Mapping[int, Trace]):
+    """Step → recorded trace, opened on access; displayed as a table with each step's main metrics."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The run's metrics rows."""
+        return read_metrics(self._folder.parent / "metrics.jsonl")
+
+    def why(self, step: int) -> Kept:
+        """Why the trace of a step was kept: it was due, or a symptom began in it."""
+        return read_kept(self._path(step))
+
+    def reasons(self) -> dict[int, Kept]:
+        """Step → why its trace was kept; traces that are pruned meanwhile are left out."""
+        found = {step: (path, read_kept(path)) for step, path in self._there().items()}
+        return {step: kept for step, (path, kept) in found.items() if path.is_dir()}
+
+    def _there(self) -> dict[int, Path]:
+        return {step: path for step, path in step_folders(self._folder).items() if (path / "trace.json").is_file()}
+
+    def _path(self, step: int) -> Path:
+        path = step_folder(self._folder, step)
+        if not (path / "trace.json").is_file():
+            raise RunError(f"no trace of step {step}", expected=f"one of {list(self._there())}")
+        return path
+
+    def __getitem__(self, step: int) -> Trace:
+        return Trace.load(self._path(step))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._there())
+
+    def __len__(self) -> int:
+        return len(self._there())
+
+
+class Run(Shown):
+    """A run folder: metrics, curves, traces, checkpoints, settings, summary. Each access reads the disk again."""
+
+    def __init__(self, path: str | Path, *, stopped: Stepper | None = None, notes: tuple[str, ...] = ()) -> None:
+        self.path = Path(path)
+        self.stopped = stopped
+        self.notes = notes
+        if not (self.path / "settings.json").is_file():
+            raise RunError(f"no run at {str(path)!r}", expected="a folder with settings.json", do="check the path")
+        read_settings(self.path)  # one of a newer format is refused here, not in the middle of something
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Metrics rows as they are on disk."""
+        return read_metrics(self.path / "metrics.jsonl")
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """One line a step, by `training/global_step`; step 0 is the validation before training."""
+        import pandas as pd
+
+        frame = pd.DataFrame(self.rows)
+        return frame.set_index(STEP, drop=False) if len(frame) else frame
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the run was started with."""
+        return read_settings(self.path)
+
+    @property
+    def summary(self) -> Summary:
+        """Rewards before and after, steps and seconds, from summary.json; empty while the run goes on."""
+        path = self.path / "summary.json"
+        return Summary(formats.keys("fact", read_json(path)) if path.is_file() else {})
+
+    @property
+    def traces(self) -> Traces:
+        """Step → recorded trace."""
+        return Traces(self.path / "traces")
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Steps with a checkpoint."""
+        return checkpoint.steps(self.path / "checkpoints")
+
+    def checkpoint(self, step: int | None = None) -> Path:
+        """The folder of a checkpoint (the newest by default), verified; `engines.local` opens it.
+
+        Raises `CheckpointError` where it is damaged: another one never takes its place.
+        """
+        return checkpoint.verified(self.path, step)
+
+    @property
+    def symptoms(self) -> Symptoms:
+        """What looks wrong in the metrics, with advice; empty when nothing does."""
+        traces = self.traces
+        return Symptoms(shown_by(self.rows, traces[max(traces)].batch if len(traces) else None))
+
+    @property
+    def restorable_steps(self) -> str:
+        """Steps whose exact weights can be restored, from checkpoints and recorded updates, such as `0, 3–6`."""
+        return rebuild.restorable_steps(self.path)
+
+    # --- any step again -------------------------------------------------------------------------
+
+    def stepper(self, step: int, at: str | None = None, engines: Mapping[str, Any] | None = None) -> Replayed:
+        """A Stepper on a recorded step, before its first phase or before the phase `at`.
+
+        Without `at` the weights are opened at once: those of the newest checkpoint before, and the recorded updates
+        since. Running it gives the run's own numbers, bit for bit on the CPU with the run's thread count.
+
+        With `at` the step's trace must be on disk. The phases before are the recorded ones; no engine is opened until a
+        stage needs one, and later log-probs and values are the recorded ones while the tokens are the same:
+        `run.stepper(137, at="reward").replace("reward", other).run(until="advantage")` needs no model at all.
+
+        A stage made with something that the folder has by name alone (a reward from a cell) returns its recorded outputs,
+        and `notes` say so; where its input has changed it must be replaced. `engines` (role → engine) replace the run's,
+        with the weights that they have. Raises `RunError` where the step cannot be reached, naming those that can.
+        """
+        return stepper_at(self.path, step, at, engines or {})
+
+    def engine(self, step: int, role: str = "actor") -> Any:
+        """A new engine with exactly the weights and optimizer after a step (0: before training)."""
+        return rebuild.standing_after(self.path, step).learners()[role]
+
+    def counterfactual(
+        self, step: int, *, uids: Sequence[str] = (), rows: Sequence[int] = (), until: int | None = None
+    ) -> rebuild.Counterfactual:
+        """Leave groups or rows out of one recorded update, do the later ones as recorded, and compare.
+
+        `until` is the last update to do (the last recorded one by default). The later updates use the recorded tokens and
+        advantages. Raises `RunError` where no such row is in the batch, or nothing would be left.
+        """
+        return rebuild.counterfactual(self.path, step, uids=uids, rows=rows, until=until)
+
+    # --- while it goes on -----------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """`running`, `finished`, `stopped` (its summary says why), or `died`: no process writes it and it has no summary."""
+        if held(self.path / "lock.json"):
+            return "running"
+        if not (summary := self.summary):
+            return "died"
+        return "stopped" if summary.get("stopped") else "finished"
+
+    async def follow(self, every: float = 2.0) -> Run:
+        """Show progress and curves of a run that is going on elsewhere until it ends: `await run.follow()`."""
+        steps = int(self.settings["train"]["steps"])
+        live, seen = shows(self, "live", steps), 0
+        while True:
+            over, rows = self.state != "running", self.rows
+            for row in rows[seen:]:
+                live.on_row(row, row.get("timing_s/step", 0.0) * (steps - row[STEP]))
+            seen = len(rows)
+            if over:
+                live.close(self.summary.get("stopped") if self.summary else self.state)
+                return self
+            await asyncio.sleep(every)
+
+    def curves(self, *, marks: bool = True, **others: Run | str | Path) -> Any:
+        """The curves as a matplotlib figure; other runs (or their folders) by name are overlaid.
+
+        `marks`: symptoms of this run are numbered on the time axis and listed beneath.
+        """
+        opened = {name: run if isinstance(run, Run) else Run(run) for name, run in others.items()}
+        return shows(self, "curves", marks=marks, others=opened)
+
+    def figure(self, *keys: str, others: Mapping[str, Run] | None = None, marks: bool = False, **options: Any) -> Any:
+        """Curves for a paper in one call: `run.figure("reward", "KL", path="curves.pdf", others={"DAPO": other})`.
+
+        `options`: `path` (pdf, svg or png), `width` ("column", "page" or inches), `height`, `name`, `smooth`: see
+        `views.figure`. `marks`: symptoms are numbered on the time axis; the caption says what they are.
+        """
+        return shows(self, "figure", *keys, others=others, marks=marks, **options)
+
+    def tensorboard(self) -> str:
+        """TensorBoard on this run, in the cell; elsewhere the command line. Needs a browser that reaches its local port."""
+        return str(shows(self, "tensorboard"))
+
+
+class Summary(Shown, dict[str, Any]):
+    """summary.json as a dict, displayed as a table."""
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """(name, text) of the main numbers."""
+        found = []
+        for when in ("before", "after"):
+            if f"reward_{when}" in self:
+                low, high = (number(bound) for bound in self[f"interval_{when}"])
+                text = f"{number(self[f'reward_{when}'])}  (95 % in [{low}, {high}], greedy {number(self[f'greedy_{when}'])})"
+                found.append((f"held-out reward {when}", text))
+        return found + [
+            (key, str(self[key]))
+            for key in ("num_eval_rows", "steps", "seconds", "stopped")
+            if self.get(key) is not None and (key, self[key]) != ("num_eval_rows", 0)
+        ]
+
+
+def number(value: float | None) -> str:
+    """Four decimals; a dash where there is no number (the interval of one prompt)."""
+    return "–" if value is None else f"{value:.4f}"
+
+
+def load_run(path: str | Path) -> Run:
+    """Open a run folder, finished or going on elsewhere. Raises `RunError` where there is none."""
+    return Run(path)
+
+
+_ALWAYS = ("state", "steps", "reward before", "reward after", "training reward", "seconds", "changed")
+
+
+def find_runs(folder: str | Path = "runs") -> list[Path]:
+    """Run folders in a folder and in the folders in it, the newest last. Raises `RunError` where there is no such folder."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise RunError(f"no folder {str(root)!r}", do="name the folder that your runs are in")
+    found = {path.parent for depth in ("", "*/", "*/*/") for path in root.glob(f"{depth}settings.json")}
+    return sorted(found, key=lambda path: (path / "settings.json").stat().st_mtime)
+
+
+def list_runs(folder: str | Path = "runs", *, settings: bool = True) -> pd.DataFrame:
+    """One line a run: state, steps, held-out reward before and after, seconds; then the settings in which they differ.
+
+    A run that cannot be read has its error as state.
+    """
+    import pandas as pd
+
+    lines, differing = {}, {}
+    for path in find_runs(folder):
+        name = str(path.relative_to(folder)) if path != Path(folder) else path.name
+        try:
+            run = Run(path)
+            lines[name], differing[name] = _line(run), dict(_flat(run.settings))
+        except RunError as error:
+            lines[name], differing[name] = {"state": first_line(error)}, {}
+    frame = pd.DataFrame.from_dict(lines, orient="index", columns=list(_ALWAYS))
+    if settings and len(frame) > 1:
+        for key in dict.fromkeys(key for one in differing.values() for key in one):
+            values = [one.get(key) for one in differing.values()]
+            if len({repr(value) for value in values}) > 1:
+                frame[key] = values
+    return frame
+
+
+def _line(run: Run) -> dict[str, Any]:
+    rows, summary, plan = run.rows, run.summary, run.settings.get("train", {})
+    metrics = ("val/reward", "critic/score/mean")
+    held, training = ([row[name] for row in rows if row.get(name) is not None] for name in metrics)
+    changed = time.strftime("%Y-%m-%d %H:%M", time.localtime((run.path / "settings.json").stat().st_mtime))
+    state = run.state
+    return {
+        "state": f"stopped: {summary['stopped']}"[:60] if state == "stopped" else state,
+        "steps": f"{rows[-1][STEP] if rows else 0}/{plan.get('steps', '?')}",
+        "reward before": held[0] if held else None,
+        "reward after": held[-1] if len(held) > 1 else None,
+        "training reward": training[-1] if training else None,
+        "seconds": round(sum(row.get("timing_s/step", 0.0) + row.get("timing_s/testing", 0.0) for row in rows), 1),
+        "changed": changed,
+    }
+
+
+def _flat(settings: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Settings that a person chose, as (`actor.lr`, value); what follows from others is left out."""
+    train = settings.get("train") or {}
+    pairs = [("data", settings.get("data")), ("seed", train.get("seed"))]
+    left_out = {"files_crc32", "trackers", "steps", "seed"}
+    groups = [*(settings.get("stages") or {}).items(), *(settings.get("engines") or {}).items(), ("train", train)]
+    for group, values in groups:
+        pairs += [(f"{group}.{key}", value) for key, value in values.items() if key not in left_out]
+    return pairs

@@ -1,0 +1,389 @@
+"""The training loop: take the next prompts, run the stages, let observers look at the trace; and the session of one call of
+`train`, the observer that writes the run folder, from restoring random generators to the summary.
+
+The stages run in order (rollout, reward, log-probs, values, advantage, updates). With `ahead` a step's rows were sampled
+during the update of the step before. Each step writes its metrics row first, then the update, the trace and the checkpoint
+as planned: nothing on disk belongs to a step without a row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from workbench.base import runtime
+from workbench.base.errors import Interrupted, WorkbenchError, first_line
+from workbench.base.runtime import Control
+from workbench.dataproto import DataProto
+from workbench.datasets import Rows
+from workbench.runs import checkpoint, updates
+from workbench.runs.batch_metrics import data_metrics, lag_metrics, timing_metrics
+from workbench.runs.evaluate import validated
+from workbench.runs.folder import STEP, RunFolder, read_metrics, read_settings, step_folder, strict, write_json
+from workbench.runs.kept_traces import Kept, keep, prune
+from workbench.runs.preflight import Preflight
+from workbench.runs.resume import Start
+from workbench.runs.settings import Plan
+from workbench.runs.symptoms import Watch
+from workbench.runs.trackers import TRACKERS, append_line, progress_line
+from workbench.stages.pipeline import Pipeline
+from workbench.steps.execute import Ahead, loaded, phases
+from workbench.steps.stepper import Stepper, states
+from workbench.steps.trace import Trace
+
+log = logging.getLogger("workbench")
+
+
+def run_step(pipeline: Pipeline, batch: DataProto | Trace) -> Trace:
+    """One training step: every stage once, in order. An error of a stage carries the trace before it as `.trace`."""
+    *_, trace = phases(pipeline, batch)
+    return trace
+
+
+def run_step_unless(
+    pipeline: Pipeline, batch: DataProto, met: Condition | None, ahead: Ahead | None = None
+) -> tuple[Trace, Stepper | None]:
+    """One training step that is taken back to before its first update where its metrics meet a condition."""
+    sampled = Trace(batch) if ahead is None else ahead.take(batch)
+    if met is None:
+        return run_step(pipeline, sampled), None
+    stepper = Stepper(pipeline, sampled.start).from_trace(sampled).run()
+    trace = stepper.trace
+    try:
+        stops = bool(met(trace.metrics))
+    except KeyError:  # a metric that the step has not measured yet
+        stops = False
+    return trace, stepper.back(to=next(stage.name for stage in pipeline if stage.updates)) if stops else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """A finished step, as observers get it."""
+
+    step: int
+    epoch: int
+    metrics: dict[str, float]
+    trace: Trace
+
+
+class Observer(Protocol):
+    """Watches a training loop. An error that it raises ends the loop."""
+
+    def on_start(self, start: int, steps: int) -> None:
+        """Before step `start`; the last will be `steps`."""
+
+    def on_step(self, report: StepReport) -> None:
+        """After every step."""
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Once at the end; `error` is what ended the loop early."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a loop ended: after its last step, or stopped before the update of one."""
+
+    step: int
+    """The last step whose update is in the weights."""
+    stopped: Stepper | None = None
+    """A stepper before the update of the step that met `break_if`."""
+
+
+Condition = Callable[[Mapping[str, float]], bool]
+"""From a step's metrics: whether the loop stops before its update."""
+
+
+# --- one call of `train` --------------------------------------------------------------------------
+
+
+class Session:
+    """Runs the training loop, and as its observer writes the run folder; `display` is a `widgets.display.Live`."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        pipeline: Pipeline,
+        data: Preflight,
+        plan: Plan,
+        settings: Mapping[str, Any],
+        start: Start,
+        *,
+        control: Control,
+        display: Any,
+        draw: Callable[[Path], None],
+    ) -> None:
+        self._folder, self._plan, self._start, self._hash = folder, plan, start, settings["settings_hash"]
+        self._pipeline, self._rows, self._eval_rows = pipeline, data.rows, data.eval_rows
+        self._control, self._display, self._draw = control, display, draw
+        self._began = time.perf_counter()
+        past = read_metrics(folder.metrics)
+        self._trackers = [TRACKERS[name](folder.path) for name in settings["train"]["trackers"]]
+        for row in past:  # a resumed run's events are written again: the old files were moved aside
+            for tracker in self._trackers:
+                tracker.log({key: value for key, value in row.items() if isinstance(value, int | float)}, row[STEP])
+        self._ahead = None
+        if plan.ahead:
+            pending = loaded(start.pending) if start.pending is not None else None
+            self._ahead = Ahead(pipeline, self._batch, last=plan.steps, pending=pending)
+        self._last: StepReport | None = None
+        """The last step of this process whose row is on disk."""
+        self._state: dict[str, Any] = {}
+        self._before: Mapping[str, Mapping[str, float]] = {}
+        self._sizes: dict[int, int] = {}
+        self._watch = Watch(past, looks=1)
+        self._weights = states(pipeline.learners())
+
+    async def run(self, observers: Sequence[Observer], break_if: Condition | None) -> Ending:
+        """Restore the random generators, now that everything is built, and loop. The summary says why a run ended early.
+
+        Raises `CancelledError`, with the step and the checkpoint in its message, where an interrupt stopped it.
+        """
+        if self._start.rng is not None:
+            checkpoint.restore_rng(self._start.rng)
+        watching = asyncio.create_task(self._display.watch()) if self._display is not None else None
+        try:
+            ending = await self._loop([self, *observers], break_if)
+        except BaseException as error:
+            why = await runtime.beside(self._broke, error)
+            if isinstance(error, asyncio.CancelledError):
+                raise asyncio.CancelledError(why) from None
+            raise
+        finally:
+            if watching is not None:
+                watching.cancel()
+        why = await runtime.beside(self._finish, ending, getattr(break_if, "why", None))
+        if self._control.interrupted:
+            raise asyncio.CancelledError(why)
+        return ending
+
+    async def _loop(self, observers: Sequence[Observer], break_if: Condition | None) -> Ending:
+        """Do the plan's steps, each in a thread beside the caller's event loop; `control` pauses or stops between two."""
+        plan, control, start = self._plan, self._control, self._start.step
+        error: BaseException | None = None
+        try:
+            for observer in observers:
+                await control.carry(observer.on_start, start, plan.steps)
+            for step in range(start, plan.steps + 1):
+                if not await control.gate():
+                    return Ending(step - 1)
+                batch = self._batch(step)
+                trace, stopped = await control.carry(run_step_unless, self._pipeline, batch, break_if, self._ahead)
+                if stopped is not None:
+                    return Ending(step - 1, stopped)
+                report = StepReport(step=step, epoch=batch.meta_info["epoch"], metrics=trace.metrics, trace=trace)
+                for observer in observers:
+                    await control.carry(observer.on_step, report)
+            return Ending(plan.steps)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            for observer in observers:
+                observer.on_end(error)
+
+    def _batch(self, step: int) -> DataProto:
+        """A step's prompts: a function of the step, so that a resumed loop sees the same."""
+        return self._rows.batch(self._plan.batch_size, step=step, seed=self._plan.seed)
+
+    # --- the loop's observer --------------------------------------------------------------------
+
+    def on_start(self, start: int, steps: int) -> None:
+        """Before the first step of a run, validate the policy as it is."""
+        self._state = self._present_state(start - 1)
+        if start == 1 and self._eval_rows is not None:
+            self._write(0, {STEP: 0, "training/epoch": 0, **self._validated(self._eval_rows)})
+
+    def on_step(self, report: StepReport) -> None:
+        """Write the metrics, then the update, the trace, the checkpoint.
+
+        A trace is kept every k-th step, of the last one, and of a step in which a symptom begins.
+        """
+        step, plan = report.step, self._plan
+        metrics = self._measured(report)
+        self._write(step, metrics)
+        begun = [one.name for one in self._watch.look(strict(metrics))]
+        self._before = self._state.get("controllers", {})
+        self._last, self._state, self._weights = report, self._present_state(step), states(self._pipeline.learners())
+        if plan.keep_updates:
+            updates.write(self._folder.updates, step, report.trace, self._pipeline)
+            oldest = min(checkpoint.steps(self._folder.checkpoints), default=0)
+            updates.prune(self._folder.updates, oldest, plan.keep_updates << 20, self._sizes)
+        due = plan.due(plan.trace_freq, step)
+        if begun:
+            log.warning("step %d: %s; its trace is kept", step, ", ".join(begun))
+        if due or begun:
+            self._save_trace(due, begun)
+        if plan.due(plan.save_freq, step):
+            self._save()
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Let trackers write what is waiting."""
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _measured(self, report: StepReport) -> dict[str, Any]:
+        """All metrics of a step, those of held-out rows included where validation is due."""
+        batch = report.trace.batch
+        metrics: dict[str, Any] = {STEP: report.step, "training/epoch": report.epoch, **report.metrics}
+        metrics |= data_metrics(batch)
+        metrics = lag_metrics(batch, self._state["versions"].get("actor")) | metrics
+        metrics |= timing_metrics(report.metrics, batch)
+        if self._eval_rows is not None and self._plan.due(self._plan.test_freq, report.step):
+            if self._ahead is not None:
+                self._ahead.pending(report.step)  # rows that are being sampled ahead use the same reward
+            metrics |= self._validated(self._eval_rows)
+        return metrics
+
+    def _validated(self, eval_rows: Rows) -> dict[str, float]:
+        return validated(self._pipeline, eval_rows, self._plan.seed, self._plan.val_samples)
+
+    def _write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Write a row to the run folder, the trackers, the log and the display."""
+        if lost := self._folder.append_metrics(metrics):
+            log.warning("step %d: %s is NaN or infinite, written as null", step, ", ".join(lost))
+        for tracker in self._trackers:
+            tracker.log(metrics, step)
+        done = max(step - self._start.step + 1, 1)
+        eta = (time.perf_counter() - self._began) / done * (self._plan.steps - step)
+        line = progress_line(metrics, self._plan.steps, eta)
+        append_line(line)
+        log.info(line)
+        if self._display is not None:
+            self._display.on_row(metrics, eta)
+
+    def _present_state(self, step: int) -> dict[str, Any]:
+        """The present state that the next step depends on, but for the weights: state.json of a checkpoint."""
+        return {
+            "step": step,
+            "cursor": self._rows.cursor(step, self._plan.batch_size, self._plan.seed).to_json(),
+            "controllers": self._pipeline.state(),
+            "versions": {role: learner.version for role, learner in self._pipeline.learners().items()},
+            "settings_hash": self._hash,
+            "rng": checkpoint.rng_state(),
+        }
+
+    def _save_trace(self, due: str, flagged: Sequence[str] = ()) -> None:
+        """The trace of the last step, where it is not on disk yet, with the reason for it."""
+        if self._last is None:
+            return
+        target = step_folder(self._folder.traces, self._last.step)
+        if not target.exists():
+            around = {"before": self._before, "after": self._state["controllers"]}
+            keep(self._last.trace, target, Kept(due=due, flagged=tuple(flagged), **around))
+            prune(self._folder.traces, self._plan.keep_traces)
+
+    def _save(self) -> int | None:
+        """Write a checkpoint of the last step with a row, unless there is one, and return its step.
+
+        None where a later step has begun to change the weights: those of the last step are gone, and a resumed run does
+        that step again from the checkpoint before.
+        """
+        learners = self._pipeline.learners()
+        if not self._state or states(learners) != self._weights:
+            return None
+        step = int(self._state["step"])
+        if step in checkpoint.steps(self._folder.checkpoints):
+            return step
+        pending = self._ahead.pending(step) if self._ahead is not None else None
+
+        def fill(staging: Path) -> None:
+            if pending is not None:
+                pending.save(staging / checkpoint.PENDING)
+            for role, learner in learners.items():
+                learner.save(staging / role)
+                learner.save_state(staging / f"{role}_state")
+
+        checkpoint.write(self._folder.checkpoints, step, fill, self._state, keep=self._plan.keep_checkpoints)
+        return step
+
+    # --- ends -----------------------------------------------------------------------------------
+
+    def _finish(self, ending: Ending, why: Callable[[Mapping[str, float]], str] | None) -> str:
+        """Write curves and summary; where the loop was stopped, also the last trace and a checkpoint. `why` explains a
+        `break_if` from the metrics."""
+        stopped = None
+        if ending.stopped is not None:
+            trace, step = ending.stopped.trace, ending.step + 1
+            stopped = f"break_if at step {step}" + (f": {why(trace.metrics)}" if why is not None else "")
+            target = step_folder(self._folder.traces, step)
+            if not target.exists():
+                around = {"before": self._state["controllers"], "after": self._pipeline.state()}
+                keep(trace, target, Kept(due="break_if was met", **around))
+            self._end_draw(ending.step)
+            self._save()
+        elif ending.step < self._plan.steps:
+            stopped = f"{'interrupted' if self._control.interrupted else 'stopped by hand'} after step {ending.step}"
+            stopped += self._keep()
+        return self._closed(stopped)
+
+    def _broke(self, error: BaseException) -> str:
+        """After an error of the loop, keep the last complete step where possible, and the failed one for inspection."""
+        interrupted = isinstance(error, KeyboardInterrupt | asyncio.CancelledError | Interrupted)
+        step = self._done()
+        why = f"interrupted after step {step}" if interrupted else first_line(error)
+        trace = getattr(error, "trace", None)
+        if trace is not None and not interrupted:
+            target = step_folder(self._folder.path / "failed", step + 1)
+            if not target.exists():
+                trace.save(target)
+            error.add_note(f"the batch of step {step + 1} up to there: Trace.load({str(target)!r})")
+        return self._closed(why + self._keep())
+
+    def _done(self) -> int:
+        return self._last.step if self._last is not None else self._start.step - 1
+
+    def _keep(self) -> str:
+        """Keep trace and checkpoint of the last complete step; returns a sentence about it. A full disk hides no other error."""
+        note = self._end_draw(self._done())
+        if self._last is None:
+            return note
+        try:
+            self._save_trace("the run ended here")
+            step = self._save()
+        except (OSError, WorkbenchError) as error:
+            return f"; it could not be kept: {first_line(error)}"
+        found = checkpoint.steps(self._folder.checkpoints)
+        if step is None and not found:
+            return f"; no checkpoint yet{note}"
+        return f"; checkpoint {found[-1]}, go on with resume='auto'{note}"
+
+    def _end_draw(self, last: int) -> str:
+        """End the sampling of rows ahead when the loop has ended; an interrupt does not wait long for it."""
+        patience = self._control.grace if self._control.interrupted else None
+        return "" if self._ahead is None else self._ahead.close(last, patience)
+
+    def _closed(self, stopped: str | None) -> str:
+        write_summary(self._folder.path, self._eval_rows, stopped, self._draw)
+        if stopped is not None:
+            append_line(stopped)
+        if self._display is not None:
+            self._display.close(stopped)
+        return stopped or "done"
+
+
+def write_summary(path: Path, eval_rows: Rows | None, stopped: str | None, draw: Callable[[Path], None]) -> None:
+    """Write summary.json from what is in the folder, after `draw` has put the curves there: steps, seconds, why the run
+    stopped, and rewards of held-out rows before and after."""
+    draw(path)
+    rows = read_metrics(path / "metrics.jsonl")
+    found: dict[str, Any] = {
+        "steps": rows[-1][STEP] if rows else 0,
+        "seconds": round(sum(row.get("timing_s/step", 0.0) + row.get("timing_s/testing", 0.0) for row in rows), 2),
+        "stopped": stopped,
+        "num_eval_rows": len(eval_rows) if eval_rows is not None else 0,
+    }
+    held = [row for row in rows if row.get("val/reward") is not None]
+    for when, row in zip(("before", "after"), (*held[:1], *held[-1:]), strict=False):
+        found[f"reward_{when}"] = row["val/reward"]
+        found[f"interval_{when}"] = [row["val/reward_low"], row["val/reward_high"]]
+        found[f"greedy_{when}"] = row["val/greedy"]
+    found["settings_hash"] = read_settings(path).get("settings_hash")
+    found["checkpoints"] = checkpoint.steps(path / "checkpoints")
+    places = ("metrics.jsonl", "tensorboard", "traces", "updates", "checkpoints", "curves.png", "notebook.ipynb")
+    found["paths"] = {name.split(".")[0]: str(path / name) for name in places if (path / name).exists()}
+    write_json(path / "summary.json", found)

@@ -1,0 +1,252 @@
+"""Describes a run's plan, pipeline, engines and data as the plain values of settings.json.
+
+From it `replay.rebuild` makes the pipeline again without executing recorded source text: stages, losses, estimators,
+controllers and parts of agents of this package by name, engines by role. Everything else (a reward function from a cell, a
+model that was only in memory) is recorded by its name alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import platform
+import subprocess
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from workbench import agents
+from workbench.base.config import Settings, settings_hash
+from workbench.base.errors import describe
+from workbench.base.formats import FORMAT
+from workbench.datasets import Rows
+from workbench.engines.protocol import Described, SamplingSettings
+from workbench.functional import AdaptiveKL, FixedKL
+from workbench.rewards.base import BaseReward
+from workbench.runs.folder import crc32_of
+from workbench.stages.pipeline import Pipeline
+from workbench.stages.update import PolicyLoss, ValueLoss
+from workbench.steps.trace import describe_settings
+
+OURS = "workbench."
+_VERSIONS = ("torch", "transformers", "numpy", "tokenizers", "safetensors")
+_first_seen: WeakKeyDictionary[Pipeline, dict[str, Any]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How long a run is, and when it writes what."""
+
+    steps: int
+    batch_size: int
+    seed: int
+    test_freq: int
+    val_samples: int
+    save_freq: int
+    trace_freq: int
+    keep_traces: int
+    keep_checkpoints: int
+    keep_updates: int = 1024
+    """MiB."""
+    ahead: int = 0
+    """Steps that rows are sampled ahead."""
+
+    def due(self, every: int, step: int) -> str:
+        """Why something due every n-th step and after the last (0: only the last) is due now, in words; empty where it is not."""
+        if every > 0 and step % every == 0:
+            return f"every {every} steps" if every > 1 else "every step"
+        return "the last step" if step == self.steps else ""
+
+
+def resolved(
+    pipeline: Pipeline,
+    rows: Rows,
+    plan: Plan,
+    eval_rows: Rows | None,
+    trackers: Sequence[str],
+    prompts: Mapping[str, int],
+) -> dict[str, Any]:
+    """All that a run is started with, as plain values; `prompts` are lengths that `preflight` measured, kept for resuming."""
+    described = {stage.name: describe_settings(stage) for stage in pipeline}
+    stages = {name: settings for name, (settings, _) in described.items()}
+    engines = described_engines(pipeline)
+    return {
+        "format": FORMAT,
+        "stages": stages,
+        "sources": {name: source for name, (_, source) in described.items() if source},
+        "engines": engines,
+        "train": {**vars(plan), "trackers": list(trackers)},
+        "pipeline": _with_files(written_down(pipeline), engines),
+        "settings_hash": settings_hash(stages),
+        "began": {"versions": first_seen(pipeline)["versions"]},
+        "data_hash": rows.data_hash,
+        "data": rows.source,
+        "prompts": dict(prompts),
+        "eval_rows": None if eval_rows is None else {"source": eval_rows.source, "data_hash": eval_rows.data_hash},
+        "code": code_revision(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in _VERSIONS}},
+    }
+
+
+def with_history(
+    settings: Mapping[str, Any], old: Mapping[str, Any] | None, step: int, changes: Sequence[str]
+) -> dict[str, Any]:
+    """The settings to write at the beginning of `step`, with a `history` of what was changed since the run began and by
+    which code it went on. `old` is the present settings.json."""
+    entry = {"at": time.strftime("%Y-%m-%d %H:%M:%S"), "from_step": step, "changes": list(changes)}
+    entry |= {name: settings[name] for name in ("code", "versions")}
+    there = old or {}
+    return {**settings, "began": there.get("began", settings["began"]), "history": [*there.get("history", []), entry]}
+
+
+def code_revision() -> str | None:
+    """The git commit of the package's folder, with `+changes` where files differ; None outside git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+changes", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+# --- engines ------------------------------------------------------------------------------------
+
+
+def described_engines(pipeline: Pipeline) -> dict[str, Any]:
+    """Role → the engine's settings, with a crc32 over the files of the model that it was loaded from.
+
+    A resumed run makes the frozen reference from the same files.
+    """
+    found = {}
+    for role, learner in pipeline.learners().items():
+        record = dict(learner.describe()) if isinstance(learner, Described) else {}
+        path = Path(str(record.get("path", "")))
+        if record.get("path") and path.is_dir():
+            record["files_crc32"] = files_crc32(path)
+        found[role] = record
+    return found
+
+
+def files_crc32(model: Path) -> int:
+    """One number over the names and contents of a model folder's files."""
+    value = 0
+    for path in sorted(model.iterdir()):
+        if path.is_file() and path.suffix in (".safetensors", ".json", ".jinja", ".txt", ".model"):
+            value = crc32_of(path, zlib.crc32(path.name.encode(), value))
+    return value
+
+
+def _with_files(records: list[dict[str, Any]], engines: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Adds the crc32 of their files to frozen models, so that a replay does not use others."""
+    known = {record["path"]: record["files_crc32"] for record in engines.values() if "files_crc32" in record}
+    for record in records:
+        for value in record["arguments"].values():
+            frozen = value.get("frozen") if isinstance(value, dict) else None
+            if frozen is not None and Path(str(frozen.get("path", ""))).is_dir():
+                path = frozen["path"]
+                frozen["files_crc32"] = known[path] if path in known else files_crc32(Path(str(path)))
+    return records
+
+
+def first_seen(pipeline: Pipeline) -> dict[str, Any]:
+    """Role → version and role → `state_id`, when a pipeline first met a run in this process.
+
+    Its frozen reference was made from those weights, or from earlier ones; later ones cannot be in it.
+    """
+    learners = pipeline.learners().items()
+    versions = {role: learner.version for role, learner in learners}
+    states = {role: learner.state_id for role, learner in learners}
+    return _first_seen.setdefault(pipeline, {"versions": versions, "states": states})
+
+
+# --- the pipeline -------------------------------------------------------------------------------
+
+
+def _of_controller(one: Any) -> Mapping[str, Any]:
+    held = {"coef": getattr(one, "initial", one.value), **vars(one)}
+    return {name: held[name] for name in inspect.signature(type(one)).parameters}
+
+
+WORDS = {"settings": "values", "controller": "arguments", "part": "arguments"}
+"""Key under which an object of this package is recorded → key of the arguments that make an equal one."""
+MADE_AGAIN: Mapping[type, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
+    **dict.fromkeys((SamplingSettings, PolicyLoss, ValueLoss), ("settings", Settings.to_dict)),
+    **dict.fromkeys((FixedKL, AdaptiveKL), ("controller", _of_controller)),
+    **dict.fromkeys((agents.ToolAgent, agents.SingleTurn), ("part", lambda one: one.made_with)),
+    **dict.fromkeys(
+        (agents.Calculator, agents.Gsm8kAnswer),
+        ("part", lambda one: {"config": one.config, "tool_schema": one.tool_schema}),
+    ),
+    agents.Gsm8kInteraction: ("part", lambda one: {"config": one.config}),
+    **dict.fromkeys(
+        (agents.HermesParser, agents.Qwen3CoderParser, agents.ReActParser, agents.ToolArgsParser),
+        ("part", lambda one: {}),
+    ),
+}
+"""Class (subclasses do not count) → its key in `WORDS`, and the arguments that make an equal object."""
+
+
+def written_down(pipeline: Pipeline) -> list[dict[str, Any]]:
+    """One plain record for each stage: class, arguments, columns that it reads and writes, and whether it updates."""
+    roles = {id(learner): role for role, learner in pipeline.learners().items()}
+    records = []
+    for stage in pipeline:
+        made: Mapping[str, Any] = getattr(stage, "made_with", {})
+        records.append(
+            {
+                "name": stage.name,
+                "class": type(stage).__name__ if type(stage).__module__.startswith(OURS) else None,
+                "arguments": {name: _plain(value, roles) for name, value in made.items()},
+                "reads": list(stage.reads),
+                "writes": list(stage.writes),
+                "updates": stage.name.removeprefix("update_") if stage.updates else None,
+            }
+        )
+    return records
+
+
+def _plain(value: Any, roles: Mapping[int, str]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item, roles) for item in value]
+    if id(value) in roles:
+        return {"engine": roles[id(value)]}
+    if type(value) in MADE_AGAIN:
+        word, arguments = MADE_AGAIN[type(value)]
+        given = {key: _plain(one, roles) for key, one in arguments(value).items()}
+        return {word: type(value).__name__, WORDS[word]: given}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {"mapping": {key: _plain(one, roles) for key, one in value.items()}}
+    return _reward(value) if isinstance(value, BaseReward) else _named(value)
+
+
+def _named(value: Any) -> dict[str, Any]:
+    """A record of a frozen model that is as it was loaded, or of a function of this package; of anything else the name."""
+    frozen: dict[str, Any] = value.describe() if isinstance(value, Described) else {}
+    if frozen.get("as_loaded"):
+        return {"frozen": {key: one for key, one in frozen.items() if key != "as_loaded"}}
+    place = _place(value)
+    if place and place.partition(":")[2].isidentifier():
+        return {"function": place}
+    if isinstance(value, agents.AgentLoopBase):
+        return {"missing": f"agent loop {value.name or type(value).__name__!r}"}
+    return {"missing": getattr(value, "__name__", None) or describe(value, 60)}
+
+
+def _reward(value: BaseReward) -> dict[str, Any]:
+    """A record of a reward: its name, and the place of a function of this package, by which a resumed run recognises it."""
+    if value.name == "by data_source":
+        return {"reward": value.settings()}
+    place = _place(getattr(value, "function", None))
+    return {"missing": value.name, **({"of": place} if place else {})}
+
+
+def _place(value: Any) -> str | None:
+    """`module:name` of a function of this package, else None."""
+    module, name = getattr(value, "__module__", "") or "", getattr(value, "__qualname__", "")
+    return f"{module}:{name}" if callable(value) and name and module.startswith(OURS) else None

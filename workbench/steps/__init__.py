@@ -1,0 +1,1 @@
+"""One step as values: traces, the stepper, execution, comparison of two steps, what-if."""

@@ -1,0 +1,343 @@
+"""Runs the stages of a step: in order, with the reward beside other stages, or with the rollout one step ahead.
+
+- `phases` runs one stage after the other and yields the trace so far.
+- `Pipeline.streaming_rewards()`: a streaming reward scores rows as the rollout finishes them (`StreamingReward`), and
+  stages that do not read the reward, log-probs mostly, run beside it.
+- `ahead=1` of a training job: during a step's update `Ahead` samples the next step's rows, with the weights of before.
+
+The trace always looks as if the stages had run one after the other. What runs beside the reward reads nothing of it, so
+its numbers are the same; rows sampled ahead are one policy version older, which `policy_version` records.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from workbench.base import runtime
+from workbench.base.errors import SettingError, VersionMismatch, first_line
+from workbench.dataproto.core import DataProto
+from workbench.dataproto.value import Columns, Lazy
+from workbench.engines.protocol import Pin, PinnedWeights, Sample
+from workbench.rewards.base import BaseReward, row_view
+from workbench.rewards.score import Score
+from workbench.stages.filtering import FilterGroups, Overlong
+from workbench.stages.log_prob import RolloutCorrection
+from workbench.stages.pipeline import Pipeline
+from workbench.stages.reward import Reward
+from workbench.stages.rollout import Baseline, Rollout
+from workbench.stages.stage import Stage
+from workbench.steps.trace import Phase, Trace, perform
+
+log = logging.getLogger("workbench")
+T = TypeVar("T")
+
+MOST = 1
+"""Steps that rows may be sampled ahead, and policy versions that they may be behind."""
+DRAWN = "drawn_ahead"
+"""The setting that marks a trace's phase as done during the update of the step before."""
+
+
+def phases(pipeline: Pipeline, batch: DataProto | Trace) -> Iterator[Trace]:
+    """Run a pipeline on a batch and yield the trace after each phase, an empty one first; given a trace, run the stages
+    that it lacks. An error of a stage carries the trace before it as `.trace`."""
+    trace = batch if isinstance(batch, Trace) else Trace(batch)
+    yield trace
+    run = _overlapped if pipeline.overlap else _in_order
+    done = run(list(pipeline)[len(trace) :], trace)
+    try:
+        for trace in done:
+            yield trace
+    except Exception as error:
+        error.trace = trace  # type: ignore[attr-defined]
+        raise
+
+
+def _in_order(stages: list[Stage], trace: Trace) -> Iterator[Trace]:
+    for stage in stages:
+        trace = trace.add(perform(stage, trace.batch))
+        yield trace
+
+
+def _in_thread(name: str, work: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
+    """Call `work` in a daemon thread, which no exit of the process waits for; its result or error is the future's."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever asks for the result
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return future, thread
+
+
+# --- a reward beside the other stages -----------------------------------------------------------
+
+_SAME_ROWS = ("old_log_prob", "ref_log_prob", "values", "exact_kl")
+"""Stages that may run beside a reward: they neither drop nor reorder rows."""
+
+
+class StreamingReward:
+    """Scores rows as they arrive, in a thread of its own; `finish()` returns all records in the rows' order."""
+
+    def __init__(self, reward: BaseReward) -> None:
+        self._reward = reward
+        self._arrived: queue.SimpleQueue[tuple[int, Mapping[str, Any]] | None] = queue.SimpleQueue()
+        self._scores, _ = _in_thread("workbench-early-reward", self._scored)
+
+    def arrive(self, row: int, columns: Mapping[str, Any], sample: Sample) -> None:
+        """Queue a finished row for scoring."""
+        self._arrived.put((row, row_view(columns, columns["response_text"], sample.ids)))
+
+    def end(self) -> None:
+        """Say that no more rows come."""
+        self._arrived.put(None)
+
+    def finish(self) -> list[Score]:
+        """Wait for the last record. Raises what the reward raised."""
+        scores = self._scores.result()
+        return [scores[row] for row in sorted(scores)]
+
+    def _scored(self) -> dict[int, Score]:
+        scores: dict[int, Score] = {}
+        going = True
+        while going:
+            waiting = [self._arrived.get()]
+            while not self._arrived.empty():
+                waiting.append(self._arrived.get())
+            going = None not in waiting
+            if rows := dict(item for item in waiting if item is not None):
+                scores.update(zip(rows, self._reward.judged(list(rows.values())), strict=True))
+        return scores
+
+
+def _overlapped(stages: list[Stage], trace: Trace) -> Iterator[Trace]:
+    """Yields the trace after each phase; a reward runs beside the rollout before it and the log-probs after it."""
+    with ThreadPoolExecutor(1, thread_name_prefix="workbench-reward") as beside:
+        while stages:
+            stage = stages.pop(0)
+            if isinstance(stage, Rollout) and stages and isinstance(stages[0], Reward) and stages[0].function.streams:
+                reward = stages.pop(0)
+                streaming = StreamingReward(reward.function)  # type: ignore[attr-defined]
+                try:
+                    with stage.telling(streaming.arrive):
+                        rolled = perform(stage, trace.batch)
+                finally:
+                    streaming.end()
+                trace = trace.add(rolled)
+                yield trace
+                found = beside.submit(_streamed, reward, streaming, trace.batch)
+            elif isinstance(stage, Reward):
+                reward = stage
+                found = beside.submit(perform, reward, trace.batch)
+            else:
+                trace = trace.add(perform(stage, trace.batch))
+                yield trace
+                continue
+            for grown in _beside(trace, reward, found, stages):
+                trace = grown
+                yield trace
+
+
+def _streamed(reward: Any, streaming: StreamingReward, batch: DataProto) -> Phase:
+    reward.function.check_signature(batch.columns)
+    with reward.given(streaming.finish):
+        return perform(reward, batch)
+
+
+def _beside(trace: Trace, reward: Stage, found: Future[Phase], stages: list[Stage]) -> Iterator[Trace]:
+    """Runs stages that do not read the reward while it works; yields the reward's phase first, then theirs."""
+    batch, done = trace.batch, []
+    while stages and _independent(stages[0], reward, batch):
+        done.append(perform(stages.pop(0), batch))
+        batch = done[-1].batch
+    scored = found.result()
+    trace = trace.add(scored)
+    yield trace
+    columns = scored.delta()
+    for phase in done:
+        trace = trace.add(replace(phase, batch=phase.batch.union(columns.with_meta(**phase.batch.meta_info))))
+        yield trace
+
+
+def _independent(stage: Stage, reward: Stage, batch: DataProto) -> bool:
+    """Whether a stage can run before the reward is known: it reads nothing of it, changes no weights, moves no rows."""
+    ready = all(name in batch and name not in reward.writes and not name.startswith("reward") for name in stage.reads)
+    return ready and not stage.updates and stage.name in _SAME_ROWS
+
+
+# --- a rollout one step ahead -------------------------------------------------------------------
+
+
+def drawn_stages(pipeline: Pipeline) -> Pipeline:
+    """The stages that can run before the step begins: rollout, reward, and those after them that filter and shape."""
+    stages = list(pipeline)
+    known = (Rollout, Reward, Overlong, FilterGroups, Baseline)
+    count = next((place for place, one in enumerate(stages) if not isinstance(one, known) or one.state()), len(stages))
+    return Pipeline(stages[:count], overlap=pipeline.overlap)
+
+
+def sampler_of(pipeline: Pipeline) -> PinnedWeights:
+    """The rollout's engine, where its sampler can hold weights of its own.
+
+    Raises `SettingError` where it cannot: rows sampled while the weights change would belong to no policy version.
+    """
+    first = next(iter(pipeline))
+    engine = first.sampler if isinstance(first, Rollout) else None
+    found = f"stage {first.name!r} at its beginning"
+    if isinstance(engine, PinnedWeights):
+        if not engine.share_device:
+            return engine
+        found = "share_device=True: the sampler sleeps while the learner works"
+    elif engine is not None:
+        found = f"{type(engine).__name__}, which samples with the weights that it learns"
+    expected = "a pipeline that begins with a rollout by a sampler with weights and a device of its own"
+    do = "engines.paired(learner, sampler), each with its own model, or ahead=0"
+    raise SettingError("ahead=1", expected=expected, found=found, do=do)
+
+
+def correction(pipeline: Pipeline) -> str | None:
+    """How a pipeline corrects for rows sampled by older weights, in words; None where it does not."""
+    for stage in pipeline:
+        if not isinstance(stage, RolloutCorrection):
+            continue
+        if stage.bypass:
+            return "the sampler's log-probs are the old ones"
+        if stage.rollout_is is not None and pipeline["update_actor"].settings().get("rollout_is"):
+            return f"{stage.rollout_is} weights, truncated at {stage.rollout_is_threshold}"
+        if stage.rollout_rs:
+            return f"rejection by {', '.join(stage.rollout_rs)}"
+    return None
+
+
+class Ahead:
+    """Returns each step's sampled rows, and samples the next step's in a thread of its own meanwhile."""
+
+    def __init__(
+        self, pipeline: Pipeline, batch_of: Callable[[int], DataProto], *, last: int, pending: Trace | None = None
+    ) -> None:
+        """`batch_of(step)` returns a step's prompts; nothing is sampled beyond step `last`. `pending` is what a checkpoint
+        held. Raises `SettingError` as `sampler_of`."""
+        self._engine, self._stages = sampler_of(pipeline), drawn_stages(pipeline)
+        self._batch_of, self._last = batch_of, last
+        self._drawn: dict[int, Future[Trace]] = {}
+        self._threads: list[threading.Thread] = []
+        if pending is not None and pending.step is not None:
+            self._drawn[pending.step] = Future()
+            self._drawn[pending.step].set_result(pending)
+
+    def take(self, batch: DataProto) -> Trace:
+        """The phases of a step on these prompts that were done ahead; begins those of the next step.
+
+        Raises what the stages raised, with their trace; `VersionMismatch` where rows are older than they may be.
+        """
+        began = time.perf_counter()
+        step = int(batch.meta_info["step"])
+        waiting = self._drawn.get(step)
+        trace = self._draw(batch, self._engine.hold()) if waiting is None else waiting.result()
+        lag = self._lag(trace, step)
+        self._drawn = {number: future for number, future in self._drawn.items() if number >= step}
+        if step < self._last:
+            self._begin(step + 1)
+        if waiting is None:
+            return trace
+        waited = time.perf_counter() - began
+        log.debug("step %d: its rows are %d versions old; waited %.2f s for them", step, lag, waited)
+        return _marked(trace, waited)
+
+    def pending(self, after: int) -> Trace | None:
+        """The rows of the step after `after`, waited for; None where there are none, or sampling failed."""
+        future = self._drawn.get(after + 1)
+        error = future.exception() if future is not None else None
+        if error is not None:
+            log.warning("the rows of step %d are not kept: %s", after + 1, first_line(error))
+        return None if future is None or error is not None else future.result()
+
+    def close(self, after: int, patience: float | None = None) -> str:
+        """End the sampling: of the step after `after`, which a checkpoint keeps, wait `patience` seconds for its rows first
+        (None: as long as it takes). Returns a sentence where those rows were thrown away, else ''."""
+        wanted = self._drawn.get(after + 1)
+        if wanted is not None:
+            wait([wanted], timeout=patience)
+        going = [thread for thread in self._threads if thread.is_alive()]
+        if going and not all(future.done() for future in self._drawn.values()):
+            with runtime.interrupting():
+                wait(self._drawn.values(), timeout=runtime.PATIENCE)
+        for thread in going:
+            thread.join(runtime.PATIENCE)
+        if wanted is None or (wanted.done() and wanted.exception() is None):
+            return ""
+        del self._drawn[after + 1]
+        then = f"a resumed run draws them by the weights of step {after}"
+        return f"; the rows of step {after + 1} were not finished: {then}"
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _begin(self, step: int) -> None:
+        prompts, held = self._batch_of(step), self._engine.hold()
+        self._drawn[step], thread = _in_thread("workbench-ahead", functools.partial(self._draw, prompts, held))
+        self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+
+    def _draw(self, batch: DataProto, held: Pin) -> Trace:
+        try:
+            with held.drawing():
+                *_, trace = phases(self._stages, batch)
+            return trace
+        finally:
+            held.release()
+
+    def _lag(self, trace: Trace, step: int) -> int:
+        """Policy versions between the oldest row and the learner. Raises `VersionMismatch` for more than `MOST`."""
+        versions = trace.batch["policy_version"]
+        if not len(versions):
+            return 0
+        lag = self._engine.version - int(versions.min())
+        if not 0 <= lag <= MOST or int(versions.max()) > self._engine.version:
+            what = f"rows of step {step} were sampled by other weights than they should have been"
+            expected = f"version {self._engine.version}, the learner's, or at most {MOST} older"
+            found = f"versions {int(versions.min())} to {int(versions.max())}"
+            do = "nothing may change the weights between two steps; go on from the last checkpoint, resume='auto'"
+            raise VersionMismatch(what, expected=expected, found=found, do=do)
+        return lag
+
+
+def _marked(trace: Trace, waited: float) -> Trace:
+    """A trace that was sampled ahead, marked as such, with the seconds that ran beside the step before."""
+    first, *others = [replace(one, settings={**one.settings, DRAWN: MOST}) for one in trace.phases]
+    overlapped = sum(one.seconds for one in trace.phases) - waited
+    first = replace(first, metrics={**first.metrics, "timing_s/overlapped": overlapped})
+    return Trace(trace.start, (first, *others))
+
+
+def loaded(path: Path) -> Trace:
+    """A saved trace with every column read, so that its folder may be deleted."""
+    trace = read_once(Trace.load(path))
+    for columns in _held(trace):
+        for name in columns:
+            columns[name]
+    return trace
+
+
+def read_once(trace: Trace) -> Trace:
+    """The trace, with each column on disk read once for all its batches: it is one object in all of them."""
+    for columns in _held(trace):
+        for column in columns.raw().values():
+            if isinstance(column, Lazy) and not hasattr(column.read, "cache_info"):
+                column.read = functools.cache(column.read)
+    return trace
+
+
+def _held(trace: Trace) -> list[Columns]:
+    batches = (trace.start, *(phase.batch for phase in trace))
+    return [columns for batch in batches for columns in (batch.batch, batch.non_tensor_batch)]

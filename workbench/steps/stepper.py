@@ -1,0 +1,425 @@
+"""The Stepper runs one batch through a pipeline a phase at a time: go back, change one thing, run on, compare.
+
+s = Stepper(pipeline, rows.batch(8)).run(until="advantage")
+t = s.fork().back(to="reward").replace("reward", other_reward).run(until="advantage")
+s.compare(t)
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from workbench.agents.stepping import EpisodeStepper
+from workbench.base.config import source_of
+from workbench.base.errors import PipelineError, VersionMismatch
+from workbench.base.memory import forget_last_error
+from workbench.base.metrics import reduce
+from workbench.base.shown import Shown
+from workbench.dataproto.core import DataProto
+from workbench.dataproto.same import unchanged
+from workbench.engines.protocol import Learner, Losable, Stateful
+from workbench.stages.episodes import EpisodeRollout
+from workbench.stages.pipeline import Pipeline
+from workbench.stages.stage import Stage
+from workbench.steps.compare import Comparison, compare
+from workbench.steps.trace import Phase, Trace, perform
+from workbench.steps.what_if import WhatIf, what_if
+
+KEEP = 4
+"""Snapshots kept per learner, in host memory: the last few only."""
+
+
+class Snapshots:
+    """The last few snapshots of each learner by `state_id`, by which a stepper and its forks get their own weights back.
+
+    Learners are shared by all forks of a stepper; each fork remembers, by `state_id`, the weights that it belongs to. Before
+    a stage runs, `align` puts those weights into the engine, or raises.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, OrderedDict[str, Any]] = {}
+
+    def take(self, learner: Learner) -> None:
+        """Keep the learner's present state, once; of more than `KEEP` the oldest is dropped."""
+        held = self._held.setdefault(id(learner), OrderedDict())
+        if learner.state_id not in held:
+            held[learner.state_id] = learner.snapshot()
+        held.move_to_end(learner.state_id)
+        while len(held) > KEEP:
+            held.popitem(last=False)
+
+    def align(self, role: str, learner: Learner, state_id: str) -> None:
+        """Put the weights named `state_id` into the learner; the present ones are kept for other forks.
+
+        A learner whose workers can be `lost` is kept at every state that a phase starts from, and put back after a loss.
+        Raises `VersionMismatch` where no snapshot has them.
+        """
+        lost = learner.lost if isinstance(learner, Losable) else None
+        if learner.state_id == state_id and not lost:
+            if lost is not None:
+                self.take(learner)
+            return
+        held = self._held.get(id(learner), OrderedDict())
+        if state_id not in held:
+            found = f"state {learner.state_id} (version {learner.version}), and no snapshot of the former"
+            do = f"step from a new batch (of a stepper's own updates the last {KEEP} states are kept, of a training run none), "
+            do += "or open a step of a run: run.stepper(step)"
+            what = f"the weights of {role!r} have moved on since this stepper used them"
+            raise VersionMismatch(what, expected=f"state {state_id}", found=found, do=do)
+        wanted = held[state_id]  # `take` may drop it
+        if not lost:
+            self.take(learner)
+        learner.restore(wanted)
+
+
+def states(learners: Mapping[str, Any]) -> dict[str, str]:
+    """Role → the learner's present `state_id`."""
+    return {role: learner.state_id for role, learner in learners.items()}
+
+
+@dataclass(frozen=True)
+class StepState:
+    """A stepper's state before a phase: each role's weights by `state_id`, each stage's controllers by value."""
+
+    weights: dict[str, str]
+    controllers: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Done:
+    """A phase that may be used again: its stage, the batch it read, and the weights (`state_id`) it used."""
+
+    stage: Stage
+    before: DataProto
+    weights: tuple[str, ...]
+    phase: Phase
+
+
+class Stepper(Shown):
+    """Steps one batch through a pipeline. Every method returns the stepper, so that calls chain.
+
+    A stepper owns a policy version: forks share weights until one of them updates, and a stage that
+    runs at another version gets its own weights back first. A stage whose reads have not changed is
+    not run again after `back`: rollouts and log-probs survive a change of reward or estimator.
+    """
+
+    def __init__(self, pipeline: Pipeline | Sequence[Stage], batch: DataProto) -> None:
+        self._pipeline = pipeline if isinstance(pipeline, Pipeline) else Pipeline(pipeline)
+        self._pipeline.check(batch)
+        self._trace = Trace(batch)
+        self._snapshots = Snapshots()
+        self._standings = [self._standing()]
+        self._done: dict[str, Done] = {}
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The stages, with all replacements so far: what `train` would run."""
+        return self._pipeline
+
+    @property
+    def trace(self) -> Trace:
+        """The record of the phases that have run, in order: batch, metrics and seconds after each."""
+        return self._trace
+
+    @property
+    def batch(self) -> DataProto:
+        """The batch after the last phase."""
+        return self._trace.batch
+
+    @property
+    def position(self) -> int:
+        """How many phases have run."""
+        return len(self._trace)
+
+    @property
+    def next_stage(self) -> str | None:
+        """The stage that `next` will run; None after the last."""
+        return self._pipeline.names[self.position] if self.position < len(self._pipeline) else None
+
+    # --- forwards -------------------------------------------------------------------------
+
+    def next(self) -> Stepper:
+        """Run one phase."""
+        if self.next_stage is None:
+            found = f"all {len(self._pipeline)} phases have run"
+            do = "go back(to=…), or make a Stepper of the next batch: rows.batch(n, step=2)"
+            raise PipelineError("this step is over", found=found, do=do)
+        stage = self._pipeline[self.position]
+        forget_last_error()  # an interrupted cell holds its locals, until here
+        self._align()
+        gradients = torch.is_grad_enabled()
+        try:
+            if (phase := self._reusable(stage)) is None:
+                for learner in stage.learners() if stage.updates else ():
+                    self._snapshots.take(learner)
+                phase = perform(stage, self.batch)
+                if not stage.updates:
+                    self._done[stage.name] = Done(stage, self.batch, self._weights(stage), phase)
+            trace, standings = self._trace.add(phase), [*self._standings, self._standing()]
+            # one statement without a call: an interrupt comes before both or after both
+            self._trace, self._standings = trace, standings
+        except BaseException:
+            torch.set_grad_enabled(gradients)  # an interrupt at the end of a `no_grad` leaves them off
+            # an update that stopped half-way has changed weights and controllers; workers that died are started again
+            # when they are needed, not while their error waits to be raised
+            self._align(lost=False)
+            raise
+        return self
+
+    def run(self, until: str | None = None) -> Stepper:
+        """Run on, the phase `until` included; without it, to the end of the step."""
+        last = len(self._pipeline) if until is None else self._pipeline.index(until) + 1
+        while self.position < last:
+            self.next()
+        return self
+
+    def from_trace(self, trace: Trace) -> Stepper:
+        """Take over the phases of a trace of this batch that were done elsewhere (rows that were sampled ahead).
+
+        Going back before them and running on uses them again, as if this step's weights had made them.
+        """
+        if trace.names != self._pipeline.names[: len(trace)]:
+            expected = ", ".join(self._pipeline.names)
+            raise PipelineError("phases of another pipeline", expected=expected, found=trace.names)
+        for stage, phase in zip(self._pipeline, trace, strict=False):
+            self._done[stage.name] = Done(stage, trace.before(stage.name), self._weights(stage), phase)
+        self._trace, self._standings = trace, [self._standings[0]] * (len(trace) + 1)
+        return self
+
+    # --- backwards ------------------------------------------------------------------------
+
+    def back(self, to: str | None = None) -> Stepper:
+        """Go back to before the phase `to` (without it: before the last one that ran).
+
+        Weights, optimizer and controllers are exactly those of that moment.
+        """
+        position = self._pipeline.index(to) if to is not None else self.position - 1
+        if not 0 <= position <= self.position:
+            what, found = f"cannot go back to {to or 'an earlier phase'}", ", ".join(self._trace.names) or "nothing"
+            raise PipelineError(what, found=f"only {found} has run", do="use run(until=…) to go forwards")
+        self._stand(position)
+        self._align()
+        return self
+
+    def _stand(self, position: int) -> None:
+        self._trace = self._trace.first(position)
+        self._standings = self._standings[: position + 1]
+
+    # --- what if --------------------------------------------------------------------------
+
+    def replace(self, name: str, other: Any = None, **settings: Any) -> Stepper:
+        """Use another stage, another function in the same stage, or other settings of it, from here on.
+
+        `s.back(to="reward").replace("reward", mine)`, `s.back().replace("advantage", kl_type="k3")`,
+        `s.replace("update_actor", clip_ratio_high=0.28)`, `s.back(to="rollout").replace("rollout", temperature=0.7)`.
+
+        Raises `PipelineError` where that phase has run already: go back first.
+        """
+        position = self._pipeline.index(name)
+        if position < self.position:
+            raise PipelineError(f"phase {name!r} has run already", do=f"back(to={name!r}).replace({name!r}, …)")
+        self._pipeline = self._pipeline.replace(name, other, **settings)
+        self._pipeline.check(self._trace.start)
+        return self
+
+    def fork(self) -> Stepper:
+        """Another stepper at the same position; the batch, the weights and the snapshots are shared."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin._standings = list(self._standings)
+        twin._done = dict(self._done)
+        return twin
+
+    def compare(self, other: Stepper | Trace) -> Comparison:
+        """This step beside another: columns that differ, rows that changed most, metrics."""
+        return compare(self._trace, other.trace if isinstance(other, Stepper) else other)
+
+    def what_if(self, *, updates: int = 4, probe: Any = None, **changes: Any) -> WhatIf:
+        """Compare updates on this batch as they are with some under another loss, estimator, rows or mask.
+
+        `s.what_if(clip_ratio_high=0.28, updates=4, probe=eval_rows)`: see `workbench.what_if` for what can be changed. It
+        uses scratch weights, those from before the update also where that has run; the stepper stays where it is.
+        """
+        if self.position > self._pipeline.index("update_actor"):
+            return self.fork().back(to="update_actor").what_if(updates=updates, probe=probe, **changes)
+        self._align()
+        return what_if(self._pipeline, self.batch, updates=updates, probe=probe, **changes)
+
+    # --- episodes -------------------------------------------------------------------------
+
+    def episode(self, row: int) -> EpisodeStepper:
+        """Step the episode of one row turn by turn: go back in it, write a turn by hand, run on; see `with_episodes`.
+
+        After the rollout the episode begins at the end of what was sampled, before it at its first turn. The stepper stays
+        where it is; a turn of the model is sampled with the rollout's weights, and the present ones are put back after it.
+        Raises `PipelineError` where the rollout has no agent, and `IndexError` where the batch has no such row.
+        """
+        stage, fork = self._agents(), self.fork()
+        if stage.name not in self._trace.names:
+            return stage.episode(self.batch, row, lent=fork._lent)
+        fork._stand(self._pipeline.index(stage.name))
+        return stage.episode(fork.batch, row, recorded=self._trace[stage.name].batch, lent=fork._lent)
+
+    def with_episodes(self, *episodes: EpisodeStepper) -> Stepper:
+        """A fork after the rollout with these episodes in their rows; run it on, and compare.
+
+        `t = s.with_episodes(s.episode(3).replace(1, "41").run()).run(); s.compare(t)`. Raises `PipelineError` before the
+        rollout, for an episode that is not over, and for one of another batch.
+        """
+        stage = self._agents()
+        if stage.name not in self._trace.names:
+            raise PipelineError("there are no episodes yet", do=f"run(until={stage.name!r}) first")
+        phase, before = self._trace[stage.name], self._trace.before(stage.name)
+        rows = [one.row for one in episodes if isinstance(one, EpisodeStepper)]
+        if len(set(rows)) < len(episodes):
+            expected = "episodes as s.episode(row) returns them, at most one for each row"
+            raise PipelineError("with_episodes", expected=expected, found=episodes)
+        for one in episodes:
+            what = f"the episode of row {one.row}"
+            if one.next_role is not None:
+                raise PipelineError(f"{what} is not over", found=f"next: the {one.next_role}", do="run() it first")
+            if one.row >= len(phase.batch) or one.uid != phase.batch["uid"][one.row]:
+                raise PipelineError(f"{what} is of another batch", do=f"make it here: s.episode({one.row})")
+        outcome = stage.rewritten(before, phase.batch, {one.row: one.output for one in episodes})
+        settings = {**phase.settings, "edited_rows": ", ".join(str(one.row) for one in episodes)}
+        metrics = {**phase.metrics, **reduce([outcome.metrics])}
+        changed = replace(phase, batch=outcome.batch, metrics=metrics, settings=settings)
+        position = self._trace.names.index(stage.name)
+        return self.fork().back(to=stage.name).from_trace(self._trace.first(position).add(changed))
+
+    def _agents(self) -> EpisodeRollout:
+        for stage in self._pipeline:
+            if isinstance(stage, EpisodeRollout):
+                return stage
+        found, do = None, "make the recipe with agent=…"
+        for stage in self._pipeline:
+            if "turns" in stage.writes:
+                found = f"recorded ones, of an agent that is not here ({stage.name})"
+                do = f"s.back(to={stage.name!r}).replace({stage.name!r}, agent=…)"
+        what = "this pipeline has no episodes that can be stepped"
+        raise PipelineError(what, expected="a rollout by agents", found=found, do=do)
+
+    # --- inside ---------------------------------------------------------------------------
+
+    def _standing(self) -> StepState:
+        return StepState(states(self._pipeline.learners()), self._pipeline.state())
+
+    def _align(self, *, lost: bool = True) -> None:
+        """Restore the weights and controllers of this position; `lost=False` leaves learners out whose workers died."""
+        standing = self._standings[-1]
+        for role, learner in self._pipeline.learners().items():
+            if role in standing.weights and (lost or not (isinstance(learner, Losable) and learner.lost)):
+                self._snapshots.align(role, learner, standing.weights[role])
+        for name, values in standing.controllers.items():
+            if self._pipeline[name].state().keys() == values.keys():
+                self._pipeline[name].load_state(values)
+
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
+        """Inside, the weights of this position are in the engines; after it those that were there before."""
+        learners = self._pipeline.learners()
+        present = states(learners)
+        try:
+            for role, state in self._standings[-1].weights.items():
+                self._snapshots.align(role, learners[role], state)
+            yield
+        finally:
+            for role, state in present.items():
+                self._snapshots.align(role, learners[role], state)
+
+    @staticmethod
+    def _weights(stage: Stage) -> tuple[str, ...]:
+        return tuple(one.state_id if isinstance(one, Stateful) else "" for one in stage.learners())
+
+    def _reusable(self, stage: Stage) -> Phase | None:
+        """What the stage would write, where nothing that it reads has changed since it last ran here.
+
+        A stage with a controller is always run: its controller must see the batch.
+        """
+        done = self._done.get(stage.name)
+        if done is None or done.stage is not stage or stage.state() or done.weights != self._weights(stage):
+            return None
+        if not all(unchanged(name, done.before, self.batch) for name in stage.reads):
+            return None
+        batch = done.phase.batch if done.phase.rows is not None else done.phase.written_into(self.batch)
+        return replace(done.phase, batch=batch, seconds=0.0, reused=True)
+
+
+# --- cells that have changed since -----------------------------------------------------------------
+
+_DEPTH = 5
+
+
+def outdated(pipeline: Pipeline) -> list[str]:
+    """One sentence for each stage that was made with a function or class whose cell has changed since.
+
+    It looks at the stage's class and at every function and object among its settings, down into rewards and their parts.
+    A cell that was run again unchanged, or whose name is gone, is not reported.
+    """
+    found = []
+    for stage in pipeline:
+        if _redefined(type(stage)):
+            name = type(stage).__qualname__
+            do = f"make a new {name}(…) and replace({stage.name!r}, …) with it"
+            found.append(f"{stage.name} is of an earlier definition of {name}: {do}")
+        settings = tuple(stage.settings().values())
+        # a function that the stage is built around can replace it; a part of something needs that made anew
+        around = list(_within(settings, 3))
+        for one in filter(_redefined, _within(settings, _DEPTH + 1)):
+            name = one.__qualname__
+            by = name if inspect.isfunction(one) and any(each is one for each in around) else "…"
+            do = f"replace({stage.name!r}, {by}) uses the new one"
+            found.append(f"{stage.name} was made with an earlier definition of {name}: {do}")
+    return list(dict.fromkeys(found))
+
+
+def _within(value: Any, depth: int) -> Iterator[Any]:
+    """Functions and classes of `__main__` in a value: itself, what a partial or method holds, members, attributes."""
+    if depth == 0 or value is None or isinstance(value, str | int | float):
+        return
+    if not (inspect.isfunction(value) or inspect.isclass(value)):
+        for one in _inner(value):
+            yield from _within(one, depth - 1)
+    elif value.__module__ == "__main__":
+        yield value
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
+    if inspect.ismethod(value):
+        return (value.__self__,)
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple):
+        return value
+    kind = type(value)
+    own = kind.__module__ == "__main__"
+    members = getattr(value, "__dict__", {}).values() if own or kind.__module__.startswith("workbench.") else ()
+    return *((kind,) * own), *members
+
+
+def _redefined(held: Any) -> bool:
+    """Whether `__main__` now has something with another source text under this name."""
+    if held.__module__ != "__main__":
+        return False
+    now: Any = sys.modules["__main__"]
+    for part in held.__qualname__.split("."):
+        now = getattr(now, part, None)  # one that was local to a function has no name to be found by
+    if now is None or now is held:
+        return False
+    # a decorator of ours may have put an object around it: what counts is the function inside
+    named = [one for one in _within(now, _DEPTH) if one.__qualname__ == held.__qualname__]
+    if not named or any(one is held for one in named):
+        return False
+    text = source_of(held)
+    return text is None or all(source_of(one) != text for one in named)

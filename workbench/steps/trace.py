@@ -1,0 +1,259 @@
+"""A trace: the batch after every phase of a step, with metrics and settings; saved and loaded without pickle.
+
+Batches share their columns, so keeping every intermediate one costs the new columns only. On disk
+each column is stored once: a phase holds what it wrote, and where it changed the rows, for each row the
+row that it came from (`source_row`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.base import formats
+from workbench.base.config import source_of
+from workbench.base.errors import ColumnMissing, PipelineError, RunError, boundary, describe, unknown
+from workbench.base.memory import forget_last_error
+from workbench.base.metrics import reduce
+from workbench.base.shown import Shown
+from workbench.dataproto import claims
+from workbench.dataproto.core import DataProto
+from workbench.dataproto.same import unchanged
+from workbench.stages.stage import Stage, foreign_class
+
+_SOURCE_ROW = "source_row"
+PHASES_LIMIT = 256
+"""The most phases that a trace on disk may have."""
+_RECORDED = ("stage", "wrote", "metrics", "settings", "source", "seconds")
+"""Fields of a phase that `trace.json` holds under their own names."""
+STAGE: ContextVar[str] = ContextVar("workbench stage", default="")
+"""The stage that is running, for the records of calls to workers."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Phase(Shown):
+    """One stage's part of a trace."""
+
+    stage: str
+    """Name of the stage."""
+    batch: DataProto = field(repr=False)
+    """The batch after it."""
+    wrote: tuple[str, ...]
+    """Columns that it added or changed."""
+    metrics: dict[str, float]
+    """Its metrics, reduced."""
+    settings: dict[str, Any]
+    """Every setting, plain (functions by name)."""
+    source: dict[str, str] = field(default_factory=dict, repr=False)
+    """Source text of the functions among the settings, where it can be had."""
+    seconds: float = 0.0
+    """Wall time."""
+    rows: torch.Tensor | None = field(default=None, repr=False)
+    """For each row of `batch` the row before; None: the same rows."""
+    reused: bool = False
+    """Taken from an earlier pass: nothing that the stage reads had changed."""
+
+    def delta(self) -> DataProto:
+        """Only the columns that it wrote."""
+        return self.batch.without(*(name for name in self.batch.columns if name not in self.wrote))
+
+    def written_into(self, batch: DataProto) -> DataProto:
+        """A batch of the same rows with the columns that this phase wrote."""
+        return batch.without(*(name for name in self.wrote if name in batch)).union(self.delta())
+
+
+@dataclass(frozen=True, repr=False)
+class Trace(Shown):
+    """The phases of a step that have run: `trace["reward"]` is one of them, `trace.batch` the last batch."""
+
+    start: DataProto
+    """The batch before the first phase."""
+    phases: tuple[Phase, ...] = ()
+
+    @property
+    def batch(self) -> DataProto:
+        """The batch after the last phase."""
+        return self.phases[-1].batch if self.phases else self.start
+
+    @property
+    def step(self) -> int | None:
+        """The training step; None where the batch's `meta_info` has none."""
+        return self.start.meta_info.get("step")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Stages that have run, in order."""
+        return tuple(phase.stage for phase in self.phases)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All phases' metrics, and seconds as `timing_s/<stage>` and `timing_s/step`. Of phases that ran beside the step
+        before, `timing_s/step` counts only the waiting (`timing_s/overlapped` is the rest)."""
+        merged: dict[str, float] = {}
+        for phase in self.phases:
+            merged |= {**phase.metrics, f"timing_s/{phase.stage}": phase.seconds}
+        overlapped = (phase.metrics.get("timing_s/overlapped", 0.0) for phase in self.phases if not phase.reused)
+        merged["timing_s/step"] = sum(phase.seconds for phase in self.phases) - sum(overlapped)
+        return merged
+
+    def __getitem__(self, name: str) -> Phase:
+        if name not in self.names:
+            raise PipelineError(unknown("phase of this trace", name, self.names))
+        return self.phases[self.names.index(name)]
+
+    def __len__(self) -> int:
+        return len(self.phases)
+
+    def __iter__(self) -> Iterator[Phase]:
+        return iter(self.phases)
+
+    def before(self, name: str) -> DataProto:
+        """The batch that a stage read."""
+        position = self.names.index(self[name].stage)
+        return self.phases[position - 1].batch if position else self.start
+
+    def add(self, phase: Phase) -> Trace:
+        """A trace with one more phase."""
+        return Trace(self.start, (*self.phases, phase))
+
+    def first(self, count: int) -> Trace:
+        """The first `count` phases."""
+        return Trace(self.start, self.phases[:count])
+
+    # --- disk -----------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> Path:
+        """Write a new folder: `start/`, one folder per phase with what it wrote, and `trace.json` last."""
+        folder = Path(path)
+        if folder.exists():
+            raise RunError("a trace is never overwritten", found=folder)
+        folder.mkdir(parents=True)
+        self.start.save(folder / "start")
+        records = []
+        for number, phase in enumerate(self.phases):
+            name = f"{number:02d}_{re.sub(r'[^A-Za-z0-9_.-]', '_', phase.stage)[:60]}"
+            delta = phase.delta()
+            if phase.rows is not None:
+                delta = delta.with_columns({_SOURCE_ROW: phase.rows})
+            delta.save(folder / name)
+            record = {field: getattr(phase, field) for field in _RECORDED}
+            meta = dict(phase.batch.meta_info)
+            records.append({"folder": name, "rows": phase.rows is not None, **record, "meta_info": meta})
+        text = json.dumps({"format": formats.FORMAT, "phases": records}, indent=1, allow_nan=True)
+        (folder / "trace.json").write_text(text)
+        return folder
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Open what `save` wrote; columns are read when they are looked at."""
+        folder = Path(path)
+        if not (folder / "trace.json").is_file():
+            raise RunError(f"no trace at {folder}", expected="a folder with trace.json", do="check the step")
+        file = claims.inside(folder, "trace.json")
+        with claims.reading(file, RunError):
+            document = claims.document(file, strict=False)
+            old = formats.older(document["format"], f"trace {folder}", RunError)
+            if len(document["phases"]) > PHASES_LIMIT:
+                raise RunError(f"trace {folder}", expected=f"at most {PHASES_LIMIT} phases")
+            records = [_checked(formats.phase(one) if old else one, folder) for one in document["phases"]]
+        trace = cls(DataProto.load(claims.inside(folder, "start")))
+        for record in records:
+            delta = DataProto.load(claims.inside(folder, record["folder"]))
+            with claims.reading(folder / record["folder"], RunError):
+                trace = trace.add(_restored(trace.batch, delta, record))
+        return trace
+
+
+def _checked(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A phase's record with every part converted to its type: the file may come from anybody."""
+    name = record["folder"]
+    if not isinstance(name, str) or Path(name).name != name or name == "..":
+        raise RunError(f"trace {folder}", expected="folders inside it", found=describe(name))
+    return {
+        "folder": name,
+        "rows": bool(record["rows"]),
+        "stage": str(record["stage"]),
+        "wrote": tuple(str(column) for column in record["wrote"]),
+        "metrics": {str(key): float(value) for key, value in record["metrics"].items()},
+        "settings": dict(record["settings"]),
+        "source": {str(key): str(text) for key, text in record["source"].items()},
+        "seconds": float(record["seconds"]),
+        "meta_info": dict(record["meta_info"]),
+    }
+
+
+def _restored(before: DataProto, delta: DataProto, record: dict[str, Any]) -> Phase:
+    rows = _source_rows(before, delta, record["stage"]) if record["rows"] else None
+    base = before if rows is None else before.select_idxs(rows)
+    written = delta if rows is None else delta.without(_SOURCE_ROW)
+    kept = base.without(*(name for name in written.columns if name in base))
+    batch = kept.union(written.with_meta(**kept.meta_info))
+    return Phase(batch=batch.with_meta(**record["meta_info"]), rows=rows, **{name: record[name] for name in _RECORDED})
+
+
+def _source_rows(before: DataProto, delta: DataProto, stage: str) -> torch.Tensor:
+    """For each row of a phase the row it came from, checked: [B] int64 below the number of rows before."""
+    rows: torch.Tensor = delta[_SOURCE_ROW]
+    known = rows.dim() == 1 and rows.dtype == torch.int64
+    if not known or (len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(before)):
+        raise RunError(f"{_SOURCE_ROW} of {stage!r}", expected=f"rows below {len(before)}")
+    shapes = [(column.shape[1:], column.dtype) for column in before.batch.raw().values()]
+    each = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+    claims.check_room(each * len(rows), f"the batch of phase {stage!r}")
+    return rows
+
+
+def perform(stage: Stage, batch: DataProto) -> Phase:
+    """Run one stage on one batch and record what it did.
+
+    Raises `ColumnMissing` before the stage runs where the batch lacks a column of its `reads`, and
+    `PipelineError` after it where a column of its `writes` is missing.
+    """
+    if missing := [name for name in stage.reads if name not in batch]:
+        raise ColumnMissing(f"stage {stage.name!r} reads {missing}", found=", ".join(batch.columns))
+    settings, source = describe_settings(stage)
+    forget_last_error()
+    began = time.perf_counter()
+    running = STAGE.set(stage.name)
+    try:
+        with boundary(f"stage {stage.name!r}"):
+            outcome = stage(batch)
+    finally:
+        STAGE.reset(running)
+    seconds = time.perf_counter() - began
+    if unwritten := [name for name in stage.writes if name not in outcome.batch]:
+        found, do = ", ".join(outcome.batch.columns), "write them, or take them out of the stage's `writes`"
+        raise PipelineError(f"stage {stage.name!r} did not write the columns {unwritten}", found=found, do=do)
+    after = outcome.batch
+    if outcome.rows is not None:  # every column is a new object, so what the stage declares counts
+        wrote = [name for name in after.columns if name in stage.writes or name not in batch]
+    else:
+        wrote = [name for name in after.columns if not unchanged(name, batch, after)]
+    what: dict[str, Any] = {"settings": settings, "source": source, "seconds": seconds, "rows": outcome.rows}
+    return Phase(stage=stage.name, batch=after, wrote=tuple(wrote), metrics=reduce([outcome.metrics]), **what)
+
+
+def describe_settings(stage: Stage) -> tuple[dict[str, Any], dict[str, str]]:
+    """A stage's settings as plain JSON values, and the source text of the functions among them."""
+    plain: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    for name, value in {**stage.settings(), **foreign_class(stage)}.items():
+        if name != "class":
+            plain[name] = value if isinstance(value, int | float | str | bool | type(None)) else _named(value)
+        if (text := source_of(value)) is not None:
+            source[name] = text
+    return plain, source
+
+
+def _named(value: Any) -> str:
+    name = getattr(value, "name", None) or getattr(value, "__name__", None)
+    return name if isinstance(name, str) else repr(value)

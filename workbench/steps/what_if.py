@@ -1,0 +1,176 @@
+"""What would another update do with this batch: the same rows, another loss, estimator or mask, on scratch weights.
+
+On a batch that the present policy sampled every clipped loss has the same first gradient (the ratio is 1), so the
+comparison takes a few updates. The real weights, optimizer and version are restored in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from workbench.base.errors import PipelineError, unknown
+from workbench.base.shown import Shown
+from workbench.dataproto.core import DataProto
+from workbench.stages.advantage import Advantage
+from workbench.stages.episodes import validation_rollout
+from workbench.stages.log_prob import SCORED_COLUMNS
+from workbench.stages.pipeline import Pipeline
+from workbench.stages.update import PolicyLoss, Update
+from workbench.steps.trace import perform
+
+
+@dataclass(frozen=True)
+class Side:
+    """What some updates on the batch with one loss and one set of advantages did."""
+
+    name: str
+    metrics: tuple[dict[str, float], ...] = field(repr=False)
+    """One for each update."""
+    new_log_probs: torch.Tensor = field(repr=False)
+    """[B, T] under the weights after the last update, 0 outside the mask."""
+    moved: torch.Tensor = field(repr=False)
+    """Change of all weights, flat float32."""
+    probe: dict[str, float] = field(default_factory=dict)
+    """Measured on held-out rows: `log_prob` (mean per token) or `reward`."""
+
+
+@dataclass(frozen=True, repr=False)
+class WhatIf(Shown):
+    """The updates as the pipeline does them (`actual`) beside the changed ones (`other`)."""
+
+    changes: dict[str, str]
+    actual: Side
+    other: Side
+    batch: DataProto = field(repr=False)
+    before: dict[str, float] = field(default_factory=dict)
+    """The probe's values before any update."""
+
+    @property
+    def cosine(self) -> float:
+        """Cosine of both changes of the weights: 1 is the same direction. NaN where one did not change them."""
+        a, b = self.actual.moved.double(), self.other.moved.double()
+        norm = float(a.norm() * b.norm())
+        return float(a @ b) / norm if norm else float("nan")
+
+    @property
+    def difference(self) -> torch.Tensor:
+        """[B, T]: log-prob of each token after the other updates, less that after the actual ones."""
+        return self.other.new_log_probs - self.actual.new_log_probs
+
+    def rows(self, number: int = 5) -> list[int]:
+        """The rows whose log-probs differ most between both sides, most first."""
+        apart = self.difference.abs().sum(-1)
+        return apart.topk(min(number, len(apart))).indices.tolist()
+
+
+def what_if(
+    pipeline: Pipeline,
+    batch: DataProto,
+    *,
+    updates: int = 4,
+    probe: Any = None,
+    advantage: Callable[..., Any] | Advantage | None = None,
+    rows: Sequence[int] | None = None,
+    mask: torch.Tensor | None = None,
+    **changes: Any,
+) -> WhatIf:
+    """Update on `batch` `updates` times as the pipeline does, and `updates` times with changes, and compare.
+
+    `advantage` is another estimator; `rows` the only rows to train on; `mask` [B, T] the only tokens to train on; other
+    names are settings of the policy loss (`clip_ratio_high`, `loss_mode`, `kl_coef`, `loss_agg_mode`, …). `probe` is a
+    batch with responses (its mean log-prob per token is measured) or rows of a data set (their greedy responses are
+    sampled and scored, which costs a rollout for each side). Raises `PipelineError` where the batch has no advantages
+    yet, or nothing is changed.
+    """
+    update = _policy_update(pipeline, batch)
+    loss: PolicyLoss = update.made_with["loss"]
+    for name in changes:
+        if name not in loss.field_names():
+            raise PipelineError(unknown("setting of the policy loss", name, loss.field_names()))
+    other, other_loss, named = batch, loss.replace(**changes), {key: str(value) for key, value in changes.items()}
+    if advantage is not None:
+        other = _estimated(pipeline, batch, advantage)
+        named["advantage"] = getattr(advantage, "__name__", repr(advantage))
+    if rows is not None:
+        chosen = torch.zeros(len(batch), dtype=torch.bool)
+        chosen[list(rows)] = True
+        other = other.with_columns({"scored": batch["scored"] & chosen if "scored" in batch else chosen})
+        named["rows"] = f"{len(list(rows))} of {len(batch)}"
+    if mask is not None:
+        whole = batch["response_mask"]
+        other = other.with_columns({"response_mask": whole * mask.to(whole.dtype)})
+        named["mask"] = f"{int(other['response_mask'].sum())} of {int(whole.sum())} tokens"
+    if other is batch and other_loss == loss:
+        raise PipelineError("what_if changes nothing", do="give a setting, advantage=…, rows=… or mask=…")
+    bench = _Bench(pipeline, update, batch, probe)
+    before = bench.probed()
+    try:
+        actual = bench.updated("as it is", loss, batch, updates)
+        changed = bench.updated(", ".join(f"{key}={value}" for key, value in named.items()), other_loss, other, updates)
+    finally:
+        bench.restore()
+    return WhatIf(named, actual, changed, batch, before)
+
+
+def _policy_update(pipeline: Pipeline, batch: DataProto) -> Update:
+    update = next((stage for stage in pipeline if isinstance(stage, Update) and stage.role == "actor"), None)
+    if update is None or not isinstance(update.made_with["loss"], PolicyLoss):
+        raise PipelineError("what_if", expected="a pipeline with an update of the policy")
+    if missing := [name for name in update.reads if name not in batch]:
+        found, do = f"no {', '.join(missing)}", "run(until='advantage') first"
+        raise PipelineError("what_if", expected="a batch with advantages", found=found, do=do)
+    return update
+
+
+def _estimated(pipeline: Pipeline, batch: DataProto, advantage: Callable[..., Any] | Advantage) -> DataProto:
+    """The batch with other advantages; the state of a KL controller of the pipeline stays."""
+    old: Any = pipeline["advantage"]
+    stage = advantage if isinstance(advantage, Advantage) else old.with_function(advantage)
+    state = stage.state()
+    made = perform(stage, batch.without(*(name for name in stage.writes if name in batch))).batch
+    if state:
+        stage.load_state(state)
+    return made
+
+
+class _Bench:
+    """Updates on scratch weights: each starts from the real ones, which `restore` puts back."""
+
+    def __init__(self, pipeline: Pipeline, update: Update, batch: DataProto, probe: Any) -> None:
+        self._pipeline, self._update, self._whole, self._probe = pipeline, update, batch, probe
+        self._learner = update.learners()[0]
+        self._start = self._learner.snapshot()
+
+    def restore(self) -> None:
+        self._learner.restore(self._start)
+
+    def updated(self, name: str, loss: PolicyLoss, batch: DataProto, updates: int) -> Side:
+        """`updates` optimizer passes over the batch from the real weights, and what they changed."""
+        self.restore()
+        stage = Update(**{**self._update.made_with, "loss": loss, "allow_stale": True})
+        metrics = tuple(perform(stage, batch).metrics for _ in range(updates))
+        now, start = self._learner.snapshot()["weights"], self._start["weights"]
+        moved = [(now[key] - start[key]).flatten().float() for key in sorted(start) if start[key].is_floating_point()]
+        return Side(name, metrics, self._log_probs(self._whole), torch.cat(moved), self.probed())
+
+    def _log_probs(self, batch: DataProto) -> torch.Tensor:
+        chosen, temperature = batch.select(list(SCORED_COLUMNS)), self._update.temperature
+        return torch.as_tensor(self._learner.compute_log_probs(chosen, ("log_probs",), temperature)["log_probs"])
+
+    def probed(self) -> dict[str, float]:
+        """The probe under the weights that are in the engine now."""
+        if self._probe is None:
+            return {}
+        if isinstance(self._probe, DataProto):
+            tokens = self._probe["response_mask"].sum().clamp(min=1)
+            return {"log_prob": float(self._log_probs(self._probe).sum() / tokens)}
+        rollout: Any = self._pipeline["rollout"]
+        reward: Any = self._pipeline["reward"]
+        greedy = validation_rollout(rollout, greedy=True)
+        parts = [reward(greedy(batch).batch).batch for batch in self._probe.in_order(256)]
+        values = torch.cat([part["reward"][part["scored"]] for part in parts])
+        return {"reward": float(values.mean())} if len(values) else {}

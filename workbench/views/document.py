@@ -1,0 +1,274 @@
+"""A view's content as a tree of lines, pairs, tables and folds, which is rendered as text and as HTML.
+
+A `str` in the tree is text, whoever wrote it: it is made plain and escaped where it is rendered, and no part of the tree
+takes markup. A closed fold and a picture are in the HTML only; `Either` holds what the two forms show differently.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape as escape_markup
+from typing import Any, TypeAlias
+
+from workbench.base.shown import Shown
+
+TEXT_LIMIT = 20_000
+"""Characters of one foreign text that are shown; a note says how many were left out."""
+CELL = 2000
+"""Characters of one cell or value that are shown."""
+_WRAPPED = "white-space:pre-wrap;word-break:break-word;font-family:monospace;font-size:95%"
+_CELL_STYLE = "padding:2px 8px;text-align:left;vertical-align:top"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Parts beside each other in a line, with a CSS style, and a title on hover."""
+
+    part: Part
+    style: str = ""
+    tag: str = "span"
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Image:
+    """A PNG, made when a page is; nothing in a terminal."""
+
+    png: Callable[[], bytes]
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under a header; in a terminal columns as wide as their widest cell, aligned `right` or left.
+
+    Without rows nothing is shown. Of more than `most` rows the first are shown, and a line says how many are left.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[Part]]
+    right: bool = False
+    most: int = 200
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A part that a click on its summary opens. A terminal shows it only if it is `opened` from the start."""
+
+    summary: str
+    part: Part
+    opened: bool = False
+
+
+@dataclass(frozen=True)
+class Either:
+    """One part for a terminal and another for a page; either may be empty."""
+
+    text: Part = ()
+    page: Part = ()
+
+
+Node: TypeAlias = Span | Image | Table | Fold | Either
+Part: TypeAlias = "str | Node | Sequence[Part] | Callable[[], Part]"
+"""A text, a node, several of them, or a function without arguments that makes one when it is rendered."""
+BREAK, RULE = Span(" ", tag="br"), Span(" ", tag="hr")
+"""A line end or a rule inside a cell; a space in a terminal."""
+
+
+def line(*parts: Part, style: str = "", title: str = "") -> Span:
+    """A block of its own: parts beside each other."""
+    return Span(parts, style, "div", title)
+
+
+def bold(*parts: Part, style: str = "", title: str = "") -> Span:
+    """Parts in bold."""
+    return Span(parts, style, "b", title)
+
+
+def small(*parts: Part) -> Span:
+    """Parts in small print."""
+    return Span(parts, tag="small")
+
+
+def faint(*parts: Part) -> Span:
+    """Parts in a paler colour."""
+    return Span(parts, "opacity:0.65")
+
+
+def wrapped(*parts: Part, style: str = "") -> Span:
+    """A block of text with its line ends, in which places may be marked."""
+    return Span(parts, f"{_WRAPPED};{style}", "div")
+
+
+def block(said: object) -> Span:
+    """Text with its line ends, in a block of its own, wrapped on a page."""
+    return wrapped(str(said), style="margin:2px 0")
+
+
+def bar(share: float, said: str, good: bool = True) -> Span:
+    """A number, on a page over a bar of `share` (0 to 1) of its width."""
+    percent, rgb = max(0.0, min(share, 1.0)) * 100, "46,160,67" if good else "207,80,60"
+    over = f"rgba({rgb},0.35) {percent:.0f}%, rgba(128,128,128,0.08) {percent:.0f}%"
+    return line(said, style=f"background:linear-gradient(90deg, {over});min-width:60px;padding:0 4px;border-radius:3px")
+
+
+def pairs(found: Sequence[tuple[str, str]]) -> Either:
+    """Names and their values, both as text: a line each, on a page a table."""
+    rows: list[list[Part]] = [[faint(what), value] for what, value in found]
+    return Either([f"  {what}: {value}" for what, value in found], Table((), rows, most=len(rows)))
+
+
+def stacked(parts: Sequence[Part]) -> Part:
+    """Parts under each other inside a line or a cell."""
+    return [(BREAK, part) if place else part for place, part in enumerate(parts)]
+
+
+# --- the two forms --------------------------------------------------------------------------------
+
+
+def text(document: Part) -> str:
+    """A document for a terminal: a line for each block."""
+    return "\n".join(map(plain, _lines(document)))
+
+
+def html(document: Part) -> str:
+    """A document as HTML that needs no script and no kernel; whatever a model wrote in it is escaped."""
+    return "".join(f"<div>{escape(one)}</div>" if isinstance(one, str) else _element(one) for one in _flat(document))
+
+
+def _flat(part: Part) -> list[str | Node]:
+    if isinstance(part, str | Node):
+        return [part]
+    return _flat(part()) if callable(part) else [one for inner in part for one in _flat(inner)]
+
+
+def _lines(part: Part) -> list[str]:
+    """Lines for a terminal, not yet plain."""
+    return [line for one in _flat(part) for line in ([one] if isinstance(one, str) else _said(one))]
+
+
+def _said(node: Node) -> list[str]:
+    match node:
+        case Span(part):
+            return ["".join(_lines(part))]
+        case Table():
+            return _columns(node)
+        case Fold(summary, part, opened):
+            return [summary, *_lines(part)] if opened else []
+        case Either(said):
+            return _lines(said)
+    return []
+
+
+def _columns(table: Table) -> list[str]:
+    rows = table.rows[: table.most]
+    cells = [["".join(_lines(cell)).replace("\n", " ⏎ ")[:CELL] for cell in row] for row in rows]
+    cells = [list(table.header), *cells] if cells and any(table.header) else cells
+    # the last column is never padded
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:-1]
+    aligned = str.rjust if table.right else str.ljust
+    padded = [[*map(aligned, row, widths), row[-1]] for row in cells]
+    return [f"  {'  '.join(row)}".rstrip() for row in padded] + [f"  {said}" for said in _left(table)]
+
+
+def _left(table: Table) -> list[str]:
+    left = len(table.rows) - table.most
+    return [f"… and {left} more"] if left > 0 else []
+
+
+def _element(node: Node) -> str:
+    match node:
+        case Span(tag=("br" | "hr") as tag):
+            return f"<{tag}>"
+        case Span(part, style, tag, title):
+            options = (("style", style), ("title", escape(title)))
+            given = "".join(f' {name}="{value}"' for name, value in options if value)
+            return f"<{tag}{given}>{_inline(part)}</{tag}>"
+        case Image(png, title):
+            data = base64.b64encode(png()).decode()
+            return f'<img src="data:image/png;base64,{data}" title="{escape(title)}" style="max-width:100%">'
+        case Table(header, rows, most=most) if rows:
+            head = "".join(f'<th style="{_CELL_STYLE};opacity:0.65">{escape(cell)}</th>' for cell in header)
+            lines = ("".join(f'<td style="{_CELL_STYLE}">{_cell(cell)}</td>' for cell in row) for row in rows[:most])
+            body = "".join(f"<tr>{cells}</tr>" for cells in lines)
+            opening = '<table style="border-collapse:collapse;font-size:90%">'
+            return f"{opening}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{html(_left(node))}"
+        case Fold(summary, part, opened):
+            state, style = " open" if opened else "", "cursor:pointer"
+            return f'<details{state}><summary style="{style}">{escape(summary)}</summary>{html(part)}</details>'
+        case Either(_, page):
+            return html(page)
+    return ""
+
+
+def _inline(part: Part) -> str:
+    return "".join(escape(one) if isinstance(one, str) else _element(one) for one in _flat(part))
+
+
+def _cell(part: Part) -> str:
+    return escape(cut(part, CELL)) if isinstance(part, str) else _inline(part)
+
+
+class View(Shown):
+    """Base of the objects that functions of `views` return; a notebook shows one that a cell ends in."""
+
+    def document(self) -> Part:
+        """The tree of what is shown."""
+        raise NotImplementedError
+
+    def text(self) -> str:
+        """The text form, for a terminal."""
+        return text(self.document())
+
+    def html(self) -> str:
+        """The HTML form, which is kept in an executed notebook."""
+        return html(self.document())
+
+    __repr__ = text
+    _repr_html_ = html
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def escape(text: object) -> str:
+    """Text for a page: markup escaped, and made `plain`."""
+    return escape_markup(plain(str(text)))
+
+
+def plain(text: str) -> str:
+    """Text for a terminal or a page: control characters and direction overrides made visible, lines and tabs kept.
+
+    It is cut to `TEXT_LIMIT` characters.
+    """
+    if len(text) > TEXT_LIMIT:
+        text = f"{text[:TEXT_LIMIT]}… ({len(text) - TEXT_LIMIT:,} more characters)"
+    return re.sub(
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]",
+        lambda found: f"\\x{ord(found[0]):02x}",
+        text,
+    )
+
+
+def number(value: Any, form: str = ".4g") -> str:
+    """A number in a format, by default in four significant digits; `–` where there is none (None, NaN)."""
+    return "–" if value is None or value != value else f"{value:{form}}"
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """`1 row`, `2 rows`; `many` where it is not `one` with an s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def cut(said: object, limit: int) -> str:
+    """At most `limit` characters of a text."""
+    whole = str(said)
+    return whole if len(whole) <= limit else whole[: limit - 1] + "…"
+
+
+def one_line(said: object, limit: int = 110) -> str:
+    """A text on one line: cut to `limit` characters, line ends and control characters made visible."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(said)[:limit])

@@ -1,0 +1,58 @@
+"""The table of which function shows which class: names only, imported when an object is first shown."""
+
+_DOCUMENTS = {
+    "workbench.agents.loop:AgentLoopBase": "tokens:agent_loop",
+    "workbench.agents.stepping:EpisodeStepper": "tokens:episode",
+    "workbench.cluster.fits:Fit": "clusters:fit",
+    "workbench.cluster.pools:Plan": "clusters:plan",
+    "workbench.cluster.profiling:Profile": "clusters:profile",
+    "workbench.cluster.ranks:RayRanks": "clusters:group",
+    "workbench.cluster.session:Cluster": "clusters:cluster",
+    "workbench.cluster.status:Logs": "clusters:logs",
+    "workbench.cluster.status:Status": "clusters:status",
+    "workbench.cluster.timeline:Timeline": "clusters:timeline",
+    "workbench.dataproto.core:DataProto": "traces:batch",
+    "workbench.datasets.rows:Report": "traces:data",
+    "workbench.datasets.rows:Rows": "traces:data",
+    "workbench.replay.run:Run": "traces:run",
+    "workbench.replay.run:Summary": "traces:summary",
+    "workbench.replay.run:Traces": "traces:traces",
+    "workbench.replay.stepping:Replayed": "traces:replayed",
+    "workbench.replay.rebuild:Counterfactual": "traces:counterfactual",
+    "workbench.rewards.dry_run:DryRun": "rewards:dry_run",
+    "workbench.rewards.pins:Pin": "rewards:pin",
+    "workbench.rewards.pins:PinCheck": "rewards:pin_check",
+    "workbench.rewards.pins:Pins": "rewards:pins",
+    "workbench.rewards.rubric:Rubric": "rewards:rubric",
+    "workbench.rewards.score:Score": "rewards:score",
+    "workbench.runs.evaluate:Evaluation": "samples:evaluation",
+    "workbench.runs.preflight:Preflight": "traces:preflight",
+    "workbench.runs.symptoms:Symptoms": "traces:symptoms",
+    "workbench.stages.pipeline:Pipeline": "traces:pipeline",
+    "workbench.stages.stage:Outcome": "traces:outcome",
+    "workbench.steps.compare:Comparison": "comparisons:comparison",
+    "workbench.steps.differences:Divergence": "comparisons:divergence",
+    "workbench.steps.stepper:Stepper": "traces:stepper",
+    "workbench.steps.trace:Phase": "traces:phase",
+    "workbench.steps.trace:Trace": "traces:trace",
+    "workbench.steps.what_if:WhatIf": "comparisons:what_if",
+}
+"""Class → the function, in a module of `views`, that makes its document."""
+
+_WIDGETS = {
+    "workbench.agents.stepping:EpisodeStepper": "EpisodeFace",
+    "workbench.cluster.status:Status": "ClusterTable",
+    "workbench.steps.stepper:Stepper": "StepperFace",
+    "workbench.views.samples:Samples": "SamplesTable",
+    "workbench.views.tokens:Tokens": "TokenView",
+}
+"""Class → its widget."""
+FACES = {name: {"document": f"workbench.views.{function}"} for name, function in _DOCUMENTS.items()}
+for _name, _widget in _WIDGETS.items():
+    FACES.setdefault(_name, {})["widget"] = f"workbench.widgets.layer:{_widget}"
+FACES["workbench.replay.run:Run"] |= {
+    "curves": "workbench.views.traces:run_curves",
+    "figure": "workbench.views.traces:run_figure",
+    "live": "workbench.widgets.display:run_live",
+    "tensorboard": "workbench.widgets.display:run_tensorboard",
+}

@@ -1,0 +1,257 @@
+"""Scores of one row and of pinned rows, rubrics, and dry runs of several scorers with the rows they disagree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+from workbench.rewards.score import Status
+from workbench.views import document as doc
+
+if TYPE_CHECKING:
+    from workbench.rewards import Rubric, Score
+    from workbench.rewards.dry_run import DryRun, Judged
+    from workbench.rewards.pins import Checked, Pin, PinCheck, Pins
+
+CUT = 110
+"""Characters of a prompt or a response before it is unfolded."""
+BAD = "color:rgb(190,70,50)"
+_EXTRA = 4000
+
+
+def score(made: Score) -> doc.Part:
+    """`Score(1, answer '4': the answer is right; parts right 1, short 0.5)`; on a page a table and what is folded."""
+    parts = ", ".join(f"{name} {value:g}" for name, value in made.parts.items())
+    said = f"Score({made}{f'; parts {parts}' if parts else ''})"
+    facts = [("reward", f"{made.value:g}" if made.scored else "no judgement"), *verdict(made)]
+    left = [doc.Fold(name, doc.block(text)) for name, text in [*extras(made), *traceback(made)]]
+    return doc.Either(said, (doc.pairs(facts), left))
+
+
+def verdict(made: Score) -> list[tuple[str, str]]:
+    """(name, value) of everything in a score but its value."""
+    facts = [("status", made.status.value)]
+    facts += [("why", made.why)] if made.why else []
+    facts += [("answer", made.answer)] if made.answer is not None else []
+    return facts + [(f"part {name}", f"{part:g}") for name, part in made.parts.items()]
+
+
+def traceback(made: Score) -> list[tuple[str, str]]:
+    """[("traceback", text)] of a failed score, else []."""
+    return [("traceback", made.error)] if made.error else []
+
+
+def extras(made: Score) -> list[tuple[str, str]]:
+    """(name, text) of the extra values that a scorer returned, cut; lists and dicts have a line per item."""
+    return [(name, _shown(value)) for name, value in made.extra.items()]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        value = "\n".join(f"{key}: {one}" for key, one in value.items())
+    elif isinstance(value, list):
+        value = "\n".join(str(one) for one in value)
+    return str(value)[:_EXTRA]
+
+
+def question(chat: Any) -> str:
+    """The last user text of a chat; a plain prompt as it is."""
+    if not isinstance(chat, list) or not chat:
+        return "" if chat is None else str(chat)
+    users = [turn for turn in chat if turn.get("role") == "user"]
+    said = (users or chat)[-1].get("content", "")
+    if isinstance(said, list):  # parts: text, and a name in brackets for an image or the like
+        said = " ".join(str(part.get("text", f"[{part.get('type')}]")) for part in said)
+    return str(said)
+
+
+def unfolding(prompt: str | None, response: str, *further: doc.Part) -> doc.Part:
+    """The starts of a prompt and a response, which unfold to both in full and to `further` parts."""
+    full: list[doc.Part] = [doc.block(prompt), doc.RULE] if prompt is not None else []
+    start = response.replace("\n", " ⏎ ")[:CUT]
+    return doc.cut(prompt or "", CUT), doc.Fold(start, [*full, doc.block(response), *further])
+
+
+def rubric(made: Rubric) -> doc.Part:
+    """`Rubric(1·right + 0.1·short, gated by safe ≥ 0.5)`; on a page a line for each part, its weight as a bar."""
+    terms = " + ".join(f"{made.weights[part]:g}·{part}" for part in made.parts if made.weights[part])
+    gates = f", gated by {', '.join(f'{part} ≥ {low:g}' for part, low in made.gates.items())}" if made.gates else ""
+    top = max((abs(weight) for weight in made.weights.values()), default=0.0) or 1.0
+    rows: list[list[doc.Part]] = []
+    for part, reward in made.parts.items():
+        weight = made.weights[part]
+        name = doc.bold(part), doc.BREAK, doc.small(f"column reward/{part}")
+        bar = doc.bar(abs(weight) / top, f"{weight:g}", weight >= 0) if weight else "–"
+        gate = f"≥ {made.gates[part]:g}, else {made.gated:g}" if part in made.gates else ""
+        settings = doc.Fold("settings", doc.pairs([(key, str(value)) for key, value in reward.settings().items()]))
+        rows.append([name, bar, gate, f"{type(reward).__name__} {doc.cut(reward.name, 80)}", settings])
+    what = "weighted mean" if made.normalise else "weighted sum"
+    title = doc.line(doc.bold("Rubric"), f" · {what} of {len(made.parts)} parts")
+    return doc.Either(f"Rubric({terms}{gates})", (title, doc.Table(["part", "weight", "gate", "scored by", ""], rows)))
+
+
+# --- a dry run --------------------------------------------------------------------------------
+
+_ROWS = 8
+_AROUND = 160
+_COLOURS = ("rgba(9,105,218,0.28)", "rgba(191,135,0,0.32)", "rgba(130,80,223,0.28)", "rgba(46,160,67,0.30)")
+
+
+def dry_run(made: DryRun) -> doc.Part:
+    """Scorers, reasons, and on a page the rows that they disagree on, each answer marked in the response."""
+    several, failures = len(made.judged) > 1, list(made.failures.iterrows())
+    rows = list(made.disagreements.index) if several else list(range(len(made.rows)))
+    what = f"{len(rows)} rows" + (" that the scorers score differently" if several else "")
+    said = [f"{len(rows)} rows are scored differently"] if several else []
+    said += [f"  {int(counts.sum()):5d} × {doc.cut(reason, 100)}" for reason, counts in failures[:5]]
+    cells = [[doc.cut(reason, 160), *(f"{int(count)}" for count in counts)] for reason, counts in failures[:12]]
+    reasons = doc.Table(["reason", *made.failures], cells)
+    return (
+        doc.line(doc.bold(f"{len(made.rows)} completions")),
+        _scorers(made),
+        doc.Either(said),
+        doc.Fold(f"why rows are not plainly scored ({len(failures)} reasons)", reasons) if cells else (),
+        doc.Either(page=doc.Fold(what, lambda: _rows(made, rows[:_ROWS]), opened=True) if rows else ()),
+    )
+
+
+def _scorers(made: DryRun) -> doc.Part:
+    frame = made.summary
+    statuses = [key for key in frame if key in tuple(Status)]
+    rows, lines = [], []
+    for (name, numbers), colour in zip(frame.iterrows(), cycle(_COLOURS), strict=False):
+        mean, times = float(numbers["mean"]), [_time(numbers["median s"]), _time(numbers["longest s"])]
+        counts = [f"{int(numbers[key])}" for key in (*statuses, "extracted")]
+        bar = doc.bar(abs(mean), f"{mean:.3f}", mean >= 0) if mean == mean else "–"
+        rows.append([doc.Span(str(name), f"background:{colour};padding:0 4px"), bar, *counts, *times])
+        said = [f"mean {mean:.3f}", f"{int(numbers['judged'])} judged"]
+        said += [f"{int(numbers[key])} {key}" for key in ("infra_error", "not_applicable") if key in frame]
+        lines.append(f"  {name!s:<20} {', '.join(said)}, median {times[0]}, longest {times[1]}")
+    return doc.Either(lines, doc.Table(["scorer", "mean", *statuses, "extracted", "median", "longest"], rows))
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
+
+
+def _rows(made: DryRun, numbers: list[int]) -> doc.Part:
+    body = []
+    for row in numbers:
+        kept, found = made.rows[row], {name: judged[row] for name, judged in made.judged.items()}
+        verdicts = doc.stacked([_verdict(name, one) for name, one in found.items()])
+        response = _marked(kept["response"], list(found.values()))
+        body.append([f"{row}", doc.cut(kept["ground_truth"], 60), response, verdicts])
+    return doc.Table(["row", "truth", "response", "scores"], body)
+
+
+def _verdict(name: str, one: Judged) -> doc.Part:
+    value = f"{one.score.value:g}" if one.score.scored else "–"
+    return doc.bold(f"{name} {value}"), " ", doc.small(doc.cut(one.score.why, 120))
+
+
+def _marked(text: str, found: list[Any]) -> doc.Part:
+    """A response around the scorers' answers, each answer on its scorer's colour; the end of it where there is none."""
+    coloured = [(one.span, colour) for one, colour in zip(found, cycle(_COLOURS), strict=False) if one.span]
+    spans = sorted(coloured, key=lambda pair: pair[0])
+    first = min((span[0] for span, _ in spans), default=len(text))
+    start = max(min(first - _AROUND // 2, len(text) - _AROUND), 0)
+    end = max(max((span[1] for span, _ in spans), default=0) + _AROUND, start + _AROUND)
+    out: list[doc.Part] = ["…" if start else ""]
+    place = start
+    for (left, right), colour in spans:
+        if left < place:  # two scorers read the same place: it has the colour of the first
+            continue
+        out += [text[place:left], doc.Span(doc.cut(text[left:right], 200), f"background:{colour}")]
+        place = right
+    return doc.wrapped(*out, text[place:end], "…" if end < len(text) else "", style="max-width:520px")
+
+
+# --- pins -------------------------------------------------------------------------------------
+
+_PINS = 40
+
+
+def pin(made: Pin) -> doc.Part:
+    """Its expected score, note, origin, and the start of the response; on a page everything else is folded."""
+    said = [one for one in (f"expected {_expected(made.expected)}", made.note, _origin(made)) if one]
+    text = ["  ".join([f"pin {made.id}", *map(doc.one_line, said)]), f"  → {doc.one_line(made.response)}"]
+    return doc.Either(text, (doc.line(doc.bold(f"pin {made.id}"), " ", doc.cut(" · ".join(said), 600)), _kept(made)))
+
+
+def pins(made: Pins) -> doc.Part:
+    """A pin's number, expected score, note, origin, and the start of its response; on a page all of it, folded in each row."""
+    lines, rows = list[str](), list[list[doc.Part]]()
+    for place, one in enumerate(made):
+        expected, origin = _expected(one.expected), _origin(one)
+        said = [f"{place:4d}  {one.id}  expected {expected}", doc.one_line(one.note), doc.one_line(origin)]
+        lines += ["  ".join(filter(None, said)), f"      → {doc.one_line(one.response)}"]
+        truth = doc.cut(one.ground_truth, 60) if one.ground_truth is not None else ""
+        further = doc.bold(expected), truth, doc.cut(one.note, 400), doc.small(doc.cut(origin, 160))
+        rows.append([_name(place, one), _kept(one), *further])
+    header = ["pin", "prompt → response", "expected", "truth", "note", "from"]
+    more = [f"… and {len(made) - _PINS} more"] if len(made) > _PINS else []
+    return (
+        doc.line(doc.bold(doc.counted(len(made), "pin")), f" in {doc.cut(made.path, 200)}"),
+        doc.Either([*lines[: 2 * _PINS], *more], doc.Table(header, rows, most=_PINS)),
+    )
+
+
+def pin_check(made: PinCheck) -> doc.Part:
+    """How many pins hold; then each that does not: expected, got, why, note; on a page the others folded."""
+    lines: list[str] = []
+    for one in made.failed[:_PINS]:
+        lines.append(f"  pin {one.number} ({one.pin.id}): expected {_expected(one.pin.expected)}, got {_got(one)}")
+        lines += [f"    {doc.one_line(text)}" for text in (one.why, one.pin.note) if text]
+        lines.append(f"    → {doc.one_line(one.pin.response)}")
+    lines += [f"… and {len(made.failed) - _PINS} more"] if len(made.failed) > _PINS else []
+    holding = [one for one in made.results if one.holds]
+    said = f"{doc.counted(len(holding), 'pin')} that {'holds' if len(holding) == 1 else 'hold'}"
+    return (
+        doc.line(doc.bold(_holds(made), style="" if made else BAD)),
+        doc.Either(lines, _results(made.failed)),
+        doc.Fold(said, _results(holding)) if holding else (),
+    )
+
+
+def _results(results: Sequence[Checked]) -> doc.Part:
+    rows: list[list[doc.Part]] = []
+    for one in results:
+        further = doc.bold(_got(one)), doc.cut(one.why, 2 * CUT), doc.cut(one.pin.note, 400)
+        rows.append([_name(one.number, one.pin), _kept(one.pin), _expected(one.pin.expected), *further])
+    return doc.Table(["pin", "prompt → response", "expected", "got", "why", "note"], rows, most=_PINS)
+
+
+def _name(number: int, pin: Pin) -> doc.Part:
+    return f"{number}", doc.BREAK, doc.small(pin.id)
+
+
+def _holds(made: PinCheck) -> str:
+    total, broken = len(made), len(made.failed)
+    if not total:
+        return f"{made.reward}: no pins in {made.path}"
+    if broken:
+        return f"{made.reward}: {broken} of {doc.counted(total, 'pin')} {'breaks' if broken == 1 else 'break'}"
+    return f"{made.reward}: " + (f"all of {total} pins hold" if total > 1 else "the one pin holds")
+
+
+def _got(one: Checked) -> str:
+    return f"no judgement ({one.status})" if one.got is None else _expected(one.got)
+
+
+def _expected(value: Any) -> str:
+    """A score in at most nine digits; 'unscored' as it is."""
+    return value if isinstance(value, str) else f"{value:.9g}"
+
+
+def _kept(made: Pin) -> doc.Part:
+    further = {"reward_model": dict(made.reward_model), "extra_info": made.extra_info, **made.columns}
+    kept = [(name, str(value)) for name, value in further.items() if value]
+    return unfolding(question(made.prompt), made.response, doc.pairs(kept) if kept else ())
+
+
+def _origin(made: Pin) -> str:
+    return ", ".join(f"{name} {value}" for name, value in made.origin.items() if name not in ("uid", "seed", "epoch"))

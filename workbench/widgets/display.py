@@ -1,0 +1,244 @@
+"""What a training cell shows while it runs: progress as an HTML block (and as text), and the curves as a PNG.
+
+`Live` updates both in place by `display_id`, so that the executed notebook keeps the last state. In a notebook that a
+person looks at it is `TrainingPanel`: the same with buttons, which still work after a page reload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from workbench.base.runtime import Control
+from workbench.replay.run import Run
+from workbench.runs.folder import STEP, strict
+from workbench.runs.symptoms import Watch
+from workbench.runs.trackers import progress_line
+from workbench.views import curves
+from workbench.views.document import Image, Part, View, bar, block, html
+
+log = logging.getLogger("workbench")
+
+CURVES_EVERY = 6.0
+BLOCK_EVERY = 1.0
+STATIC_EVERY = 30.0
+"""Seconds between refreshes of the panel's static form: each makes the front end redraw the widget."""
+HEARTBEAT = 20.0
+"""Seconds after which the block is updated even if no step has ended: a silent cell looks dead, and is not saved."""
+
+
+def in_notebook() -> bool:
+    """Whether this process is a Jupyter kernel; IPython is not imported to find out."""
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module is not None else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def open_display(steps: int, rows: list[dict[str, Any]], control: Control, path: Path) -> Live | None:
+    """The display of a training: None outside notebooks, static blocks in a job, else the panel with buttons."""
+    if not in_notebook():
+        return None
+    return (Live if os.environ.get("WORKBENCH_JOB") else TrainingPanel)(steps, rows, control, path)
+
+
+class Live:
+    """Progress and curves of one run, in a cell. `on_row` may be called on any thread."""
+
+    def __init__(
+        self, steps: int, rows: list[dict[str, Any]], control: Control | None = None, path: Path | None = None
+    ) -> None:
+        self.steps, self.rows, self.path = steps, list(rows), path
+        self.control = control or Control()
+        self.line, self.share = "waiting for the first step", 0.0
+        self._shown = self._drawn = self._since = 0.0
+        self._said = (False, False)
+        self._watch = Watch(self.rows)
+        self.open()
+
+    # --- what comes in --------------------------------------------------------------------------
+
+    def on_row(self, row: Mapping[str, Any], eta: float) -> None:
+        """Add a metrics row; rows of the same and later steps are dropped first."""
+        if self.rows and self.rows[-1][STEP] >= row[STEP]:
+            self.rows = [one for one in self.rows if one[STEP] < row[STEP]]
+            self._watch = Watch(self.rows)
+        self.rows.append(strict(dict(row)))
+        self._watch.look(self.rows[-1])
+        self.line = progress_line(row, self.steps, eta)
+        self.share = row[STEP] / max(self.steps, 1)
+        now = self._since = time.monotonic()
+        last = row[STEP] >= self.steps
+        if last or now - self._shown >= BLOCK_EVERY:
+            self._show(now)
+        if last or now - self._drawn >= CURVES_EVERY:
+            self._draw(now)
+
+    async def watch(self) -> None:
+        """Run beside the loop: show that it is paused, and that a long step is still running."""
+        while True:
+            await asyncio.sleep(0.5)
+            now = time.monotonic()
+            asked = (self.control.paused, self.control.holding)
+            if self._said != asked or now - self._shown >= HEARTBEAT:
+                self._said = asked
+                self._show(now)
+
+    def close(self, stopped: str | None = None) -> None:
+        """Show the last state, and why the run ended if it was stopped."""
+        self._said = (False, False)
+        if stopped is not None:
+            self.line += f"  ·  {stopped}"
+        now = self._since = time.monotonic()
+        self._show(now)
+        self._draw(now)
+
+    # --- what goes out --------------------------------------------------------------------------
+
+    def status(self) -> str:
+        """The progress line, with a pause or a long step noted."""
+        waited = self._shown - self._since
+        paused, holding = self._said
+        if paused:
+            return f"{self.line}  ·  {'paused' if holding else 'pausing after the step in hand'}"
+        return f"{self.line}  ·  the next step is {waited:.0f} s in hand" if waited >= HEARTBEAT else self.line
+
+    def notes(self) -> list[str]:
+        """A line for each symptom so far, with its number in the curves."""
+        return [f"{number}  {one}" for number, one in enumerate(self._watch.marks, 1)]
+
+    def _show(self, now: float) -> None:
+        self._shown = now
+        self._since = self._since or now  # the first step is running
+        self.show(self.status(), self.share)
+
+    def _draw(self, now: float) -> None:
+        self._drawn = now
+        if len(self.rows) < 2:
+            return
+        try:
+            self.draw(curves.png(curves.panel(self.rows, marks=self._watch.marks)))
+        except Exception:  # a picture is no reason to lose a run
+            log.exception("the curves could not be drawn")
+
+    def open(self) -> None:
+        """Display the block and the curves in the cell."""
+        from IPython.display import display
+
+        self._block = display(Block(self.line, 0.0), display_id=True)
+        self._image = display(Block("curves follow", 0.0), display_id=True)
+
+    def show(self, line: str, share: float) -> None:
+        """Update the block."""
+        self._block.update(Block(line, share, self.notes()))
+
+    def draw(self, png: bytes) -> None:
+        """Update the curves."""
+        from IPython import display
+
+        self._image.update(display.Image(png))
+
+
+class TrainingPanel(Live):
+    """Progress and curves with buttons, which set flags of the loop's `Control` and nothing else.
+
+    Its state is in the kernel, so that it works again in a reloaded page. The same mimebundle holds a static form for front
+    ends without widgets; when training ends only the static form is left.
+    """
+
+    def open(self) -> None:
+        """Make the widgets and display them in the cell."""
+        import ipywidgets
+        from IPython.display import display
+
+        self._png = b""
+        self._over = False
+        self._refreshed = time.monotonic()
+        self._pause = ipywidgets.Button(description="pause", tooltip="wait after the step in hand", icon="pause")
+        self._stop = ipywidgets.Button(description="stop", tooltip="end after the step in hand, with a checkpoint")
+        self._pause.on_click(self._on_pause)
+        self._stop.on_click(self._on_stop)
+        self._bar = ipywidgets.HTML(Block(self.line, self.share).html())
+        self._picture = ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="100%", display="none"))
+        buttons = ipywidgets.HBox([self._pause, self._stop])
+        self._box = ipywidgets.VBox([buttons, self._bar, self._picture])
+        self._handle: Any = display(self, display_id=True)
+
+    def _on_pause(self, _: Any) -> None:
+        change = self.control.resume if self.control.paused else self.control.pause
+        change()
+        self._pause.description, self._pause.icon = ("go on", "play") if self.control.paused else ("pause", "pause")
+
+    def _on_stop(self, _: Any) -> None:
+        self.control.stop()
+        self._stop.disabled = self._pause.disabled = True
+        self._stop.description = "stopping"
+
+    def show(self, line: str, share: float) -> None:
+        """Update the bar; now and then the static form as well."""
+        self._bar.value = Block(line, share, self.notes()).html()
+        if self._shown - self._refreshed >= STATIC_EVERY:
+            self._refreshed = self._shown
+            self._handle.update(self)
+
+    def draw(self, png: bytes) -> None:
+        """Update the curves."""
+        self._png = png
+        self._picture.value = png
+        self._picture.layout.display = None
+
+    def close(self, stopped: str | None = None) -> None:
+        """Show the last state, without buttons."""
+        super().close(stopped)
+        self._over = True
+        self._pause.layout.display = self._stop.layout.display = "none"
+        self._handle.update(self)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        """The static form, and the widget while training runs."""
+        shown = Block(self.status(), self.share, self.notes())
+        where = f"wb.load_run({str(self.path)!r})" if self.path is not None else "the run folder"
+        moment = () if self._over else block(f"As of this moment; {where} has the present state.")
+        picture = Image(lambda: self._png, "curves") if self._png else ()
+        static = {"text/html": html((shown.document(), moment, picture)), "text/plain": repr(shown)}
+        if self._over:
+            return static
+        view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
+        return {"application/vnd.jupyter.widget-view+json": view, **static}
+
+
+class Block(View):
+    """A progress bar with its line, and a line for each symptom."""
+
+    def __init__(self, line: str, share: float, notes: Sequence[str] = ()) -> None:
+        self._line, self._share, self._notes = line, share, list(notes)
+
+    def document(self) -> Part:
+        """The bar, and under it the notes."""
+        return bar(self._share, self._line), [block(note) for note in self._notes]
+
+
+def run_tensorboard(run: Run) -> str:
+    """Open TensorBoard on a run's folder, in a cell of a live notebook; return the command line that does the same."""
+    # `%tensorboard` starts the first one in PATH, and there may be none where JupyterLab runs in another environment than
+    # the kernel: it is told of the kernel's own, unless it is told another already
+    own = Path(sys.executable).with_name("tensorboard")
+    if own.is_file():
+        os.environ.setdefault("TENSORBOARD_BINARY", str(own))
+    options = f"--logdir {shlex.quote(str(run.path))}"
+    if in_notebook() and not os.environ.get("WORKBENCH_JOB"):
+        shell = sys.modules["IPython"].get_ipython()
+        shell.run_line_magic("load_ext", "tensorboard")
+        shell.run_line_magic("tensorboard", options)
+    return f"tensorboard {options}"
+
+
+def run_live(run: Run, steps: int) -> Live:
+    """The display of a run that another process trains."""
+    return Live(steps, run.rows)
