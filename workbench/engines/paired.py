@@ -268,7 +268,7 @@ def paired(learner: Policy, sampler: WeightSink, *, share_device: bool = False) 
     """
     if learner is sampler:
         raise EngineError("paired", expected="two engines", found="one engine twice", do="pass the engine itself")
-    if isinstance(sampler, can.Lagging):
+    if isinstance(sampler, can.Pairable):
         sampler.check_paired()
     if share_device and not isinstance(sampler, can.Sleeper):
         raise EngineError("share_device", expected="a sampler with sleep() and wake()", found=repr(sampler))

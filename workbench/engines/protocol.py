@@ -364,6 +364,11 @@ class Lagging(Protocol):
     def stale(self) -> bool:
         """Whether the user agreed to rows of older weights."""
 
+
+@runtime_checkable
+class Pairable(Protocol):
+    """A sampler that knows whether it can be paired. Pairs ask before anything starts."""
+
     def check_paired(self) -> None:
         """Raises `EngineError` where it cannot be paired with a learner."""
 

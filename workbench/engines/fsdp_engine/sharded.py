@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from workbench.base import runtime
-from workbench.base.errors import CheckpointError, EngineError, Interrupted, first_line
+from workbench.base.errors import CheckpointError, EngineError, Interrupted, WorkbenchError, first_line
 from workbench.base.metrics import join
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.sharding import build, read_head, read_plain
@@ -51,9 +51,11 @@ def agreed(mine: bool) -> bool:
     return largest(mine) > 0
 
 
-def together(told: str | None, kind: type[Exception] = EngineError) -> None:
-    """All ranks raise a `kind` with rank 0's text, where it has one: so no rank waits for another."""
-    box = [told]
+def together(trouble: Exception | str | None, kind: type[Exception] = EngineError) -> None:
+    """All ranks raise a `kind` with the text of rank 0's trouble, where it has one: so no rank waits for another."""
+    if isinstance(trouble, Exception):
+        trouble = str(trouble) if isinstance(trouble, WorkbenchError) else first_line(trouble, 1000)
+    box = [trouble]
     distributed.broadcast_object_list(box, 0)
     if box[0] is not None:
         raise kind(box[0])
@@ -188,7 +190,7 @@ class ShardedModel:
         """
         adapters = again and self.adapted
         parameters, buffers = (self.learning, {}) if adapters else (self.named, self.buffers)
-        plain, told = None, None
+        plain, trouble = None, None
         if distributed.get_rank() == 0:
             try:
                 plain = lora.stored(Path(folder)) if adapters else read_plain(folder, self.settings)
@@ -196,8 +198,8 @@ class ShardedModel:
                     plain |= read_head(folder, self.whole.causal.config.hidden_size)
                 check_fit(f"weights of {folder}", plain, {**parameters, **buffers})
             except Exception as error:  # noqa: BLE001 - all ranks raise it
-                told = first_line(error)
-        together(told)
+                trouble = error
+        together(trouble)
         for name, parameter in parameters.items():
             source = plain[name] if plain is not None else torch.empty(parameter.shape)
             parameter.copy_(distribute_tensor(source, parameter.device_mesh, parameter.placements))

@@ -116,13 +116,13 @@ class Shards:
         """Write a Hugging Face folder by rank 0; of a model with adapters a peft folder, unless they are to be `merged`."""
         model = self._models[name]
         weights = model.weights(merged)
-        told = None
+        trouble = None
         if weights is not None:
             try:
                 write_plain(weights, source, folder, model.settings, shown)
             except Exception as error:  # noqa: BLE001 - all ranks raise it
-                told = first_line(error)
-        together(told)
+                trouble = error
+        together(trouble)
 
 
 shards = Shards
