@@ -76,6 +76,8 @@ PROGRAMS = (
     "soak_driver.py",
     "readme.py",
     "hanging.py",
+    "kernel.py",
+    "two_nodes.py",
 )
 """Modules and scripts that begin warm."""
 CHILDREN = {"processes.py": "main", "render_worker.py": "render", "workbench_vllm.py": "vllm"}

@@ -333,10 +333,12 @@ class TestItsProcess:
         with pytest.raises(EngineError, match="closed"):
             engine.sample_many(requests[:1])
 
-    def test_it_ends_with_the_kernel_that_made_it(self) -> None:
+    def test_it_ends_with_the_kernel_that_made_it(self, tmp_path: Path) -> None:
         before = set(Path(tempfile.gettempdir()).glob("workbench-vllm-*"))
         made = f"from workbench.engines import vllm; e = vllm('data/tiny-arith', **{SETTINGS}); print(e.pid, flush=True); input()"
-        with subprocess.Popen([sys.executable, "-c", made], stdin=PIPE, stdout=PIPE, text=True) as kernel:
+        script = tmp_path / "kernel.py"
+        script.write_text(made)
+        with subprocess.Popen([sys.executable, str(script)], stdin=PIPE, stdout=PIPE, text=True) as kernel:
             assert kernel.stdout
             group = int(kernel.stdout.readline())
             assert _members(group)
