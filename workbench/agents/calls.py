@@ -101,7 +101,7 @@ class Toolbox:
         self._seconds, self._limit, self._side = seconds_per_call, limit, truncate_side
 
     def opened(self, episode: str, row: Mapping[str, Any]) -> OpenTools:
-        """The tools for the episode named `episode`; the row's `tools_kwargs` (or `extra_info`'s) are their arguments."""
+        """The tools for the episode named `episode`, with arguments from `tools_kwargs` of the row or its `extra_info`."""
         given = row.get("tools_kwargs") or (row.get("extra_info") or {}).get("tools_kwargs") or {}
         return OpenTools(self, episode, given)
 

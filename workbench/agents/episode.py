@@ -101,7 +101,7 @@ class Episode:
         if turn == 0 and not 0 < len(ids) <= (self.max_prompt_length or len(ids)):
             what = f"prompt of row {self.row} (uid {self.uid}), as its agent loop writes it"
             expected = f"1 to {self.max_prompt_length or 'any number of'} tokens"
-            do = "raise max_prompt_length, or use rows.fitting(tokenizer, overlong='drop'); tools need tokens, too"
+            do = "raise max_prompt_length (tool schemas need room), or use rows.fitting(tokenizer, overlong='drop')"
             raise DataError(what, expected=expected, found=f"{len(ids)} tokens", do=do)
         settings = sampling if isinstance(sampling, SamplingSettings) else SamplingSettings.from_parameters(sampling)
         request = Request(tuple(ids), settings, self.seed(turn, self.attempt))
@@ -148,7 +148,7 @@ class Transcript:
         return self._put("assistant", text, sample.ids, sample.log_probs, 1, cut)
 
     def hear(self, role: str, text: str, ids: Sequence[int], *, cut: str = "") -> bool:
-        """Append a tool's or user's turn, with mask 0. False, and no tokens, if the model has no room left to answer it."""
+        """Append a tool's or user's turn (mask 0). Returns False, without its tokens, if no room is left for an answer."""
         if len(ids) >= self.room:
             left = f"left out: {len(ids)} tokens, and the response has room for {self.room}"
             self._put(role, text, (), (), 0, f"{cut}; {left}" if cut else left)

@@ -174,7 +174,7 @@ class Session:
         self.instance_id = await within(begun, self.seconds) or instance_id
 
     async def ask(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
-        """The user's answer to `messages`. Raises what the user raises, `TimeoutError`, or `ForeignError` (malformed)."""
+        """The user's answer to `messages`. Raises the user's errors, `TimeoutError`, or `ForeignError` for a bad answer."""
         chat = [dict(one) for one in messages]
         answer = self.interaction.generate_response(self.instance_id, chat, **self.kwargs)
         found: Any = await within(answer, self.seconds) if inspect.isawaitable(answer) else answer

@@ -188,11 +188,11 @@ class Loops:
         if self._found[name].lacks:
             what = f"rows name agent {name!r}, which has {self._found[name].lacks}"
             do = f"give agent={{{name!r}: loop}}, with a loop that has them"
-            raise SettingError(what, found=f"agent_name of {place}" if place else None, do=do)
+            raise SettingError(what, found=f"that name in {place}" if place else None, do=do)
         return self._found[name]
 
     def describe(self) -> dict[str, Any]:
-        """The settings of the loops of `agent`, by name."""
+        """The settings of the loops that were given as `agent`, by name."""
         return {name: loop.describe() for name, loop in self._loops.items()}
 
 

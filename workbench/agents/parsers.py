@@ -45,7 +45,7 @@ def tool_parser(name: str) -> ToolParser:
 def checked_parser(parser: Any, *, format: str, tools: bool) -> ToolParser | None:
     """A tool agent's `parser=` (object, name or None) as a parser, or None for an agent without `tools`.
 
-    None gives ReAct's parser in that format. Raises `SettingError` for anything else, and for a parser of another format.
+    None with format `react` gives a `ReActParser`. Raises `SettingError` for others, and for a parser of another format.
     """
     if parser is None:
         if tools and format == "function_calling":
@@ -106,7 +106,7 @@ class HermesParser(_Finds):
 class Qwen3CoderParser(_Finds):
     """Parser of `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>` (Qwen3-Coder).
 
-    The outer tag may be missing. A value is text; it is read as JSON only where the tool's schema has another type.
+    The outer tag may be missing. A value is text, or JSON where the tool's schema has another type than string.
     """
 
     _FUNCTION = re.compile(

@@ -62,7 +62,7 @@ class EpisodeStepper(Shown):
         lent: Callable[[], AbstractContextManager[None]],
     ) -> None:
         if not isinstance(loop, ToolAgent):
-            what = f"episode of row {row_number}: its loop cannot be stepped"
+            what = f"the agent loop of row {row_number} cannot be stepped turn by turn"
             do = "look at the whole transcript: views.transcript(batch, row)"
             raise SettingError(what, expected="a ToolAgent, or a subclass of it", found=loop, do=do)
         self.row = row_number
@@ -197,7 +197,7 @@ class EpisodeStepper(Shown):
             return self
         if not isinstance(to, int) or not 0 <= to < count:
             known = f"one of turns 0 to {count - 1}" if count else "an episode with at least one turn"
-            found = to if count else "no turns"
+            found = f"turn {to!r}" if count else "no turns"
             raise PipelineError("no such turn to go back to in this episode", expected=known, found=found)
         self._now, self._output, self._fits = self._at(self._now.transcript.first(to)), None, False
         return self

@@ -19,7 +19,7 @@ _KEPT = 4096
 
 
 class TurnTokens:
-    """Token ids of prompts and of later turns, by a tokenizer's own chat template.
+    """Makes token ids of prompts and of later turns, by a tokenizer's own chat template.
 
     A delta is the text that the template puts after an assistant's answer when new messages follow: what closes the
     answer (without the end token, where the model wrote it), the messages, and the generation prompt. It is taken from a

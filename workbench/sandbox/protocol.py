@@ -68,7 +68,7 @@ class Program:
 
     @classmethod
     def from_request(cls, body: Mapping[str, Any]) -> Program:
-        """Make a program from a body that `to_request` returned. Raises `SettingError` for a bad one (HTTP status 422)."""
+        """Make a program from the JSON body of a `POST /run_code`. Raises `SettingError` for a bad one (HTTP 422)."""
         code, stdin = body.get("code"), body.get("stdin")
         if not isinstance(code, str):
             raise SettingError("'code' of a /run_code request", expected="text", found=type(code).__name__)
@@ -207,7 +207,7 @@ def ran_out_of_memory(stderr: str) -> bool:
 
 
 def status_of(*phases: Phase | None) -> Status:
-    """A program's status, by SandboxFusion's rule: any Error is SandboxError, any time-out or non-zero code Failed."""
+    """The status by SandboxFusion's rule: any Error is SandboxError, any time-out or non-zero code Failed, else Success."""
     there = [phase for phase in phases if phase is not None]
     if any(phase.status == "Error" for phase in there):
         return "SandboxError"
@@ -224,7 +224,7 @@ class Sandbox(Protocol):
         """The languages that the sandbox can run."""
 
     async def execute(self, program: Program) -> Result:
-        """Run one program; it waits while as many as the sandbox allows are running."""
+        """Run one program; a call waits while the sandbox runs as many as it allows."""
 
     def describe(self) -> str:
         """Where programs run and how they are isolated, in one line."""
@@ -234,7 +234,7 @@ class SyncDoors(Sandbox):
     """Base class of sandboxes: adds the synchronous `run` and `run_many` to the async `execute`."""
 
     def run(self, program: Program | str, **fields: Any) -> Result:
-        """Run one program and wait for its result. A text is the code of a `Program`, `fields` its other fields."""
+        """Run one program and wait for its result. A str is its code, and `fields` are the other fields of `Program`."""
         return self.run_many([program if isinstance(program, Program) else Program(code=program, **fields)])[0]
 
     def run_many(self, programs: Sequence[Program]) -> list[Result]:

@@ -72,7 +72,7 @@ class RemoteSandbox(SyncDoors):
             return False
 
     async def execute(self, program: Program) -> Result:
-        """Run one program at the service. What fails is a result of status `SandboxError`."""
+        """Run one program at the service. If the service fails, the result has status `SandboxError`."""
         if program.memory_limit_mb <= 0:
             program = replace(program, memory_limit_mb=self.memory_limit_mb)
         seconds = program.compile_timeout + program.run_timeout + 10.0

@@ -34,7 +34,7 @@ _OPEN_FILES = 256
 
 
 def limited(limits: Limits, processes: bool = True) -> list[str]:
-    """The `prlimit …` command that sets limits which a program cannot raise; `processes`: of their number, too."""
+    """The `prlimit …` command line that sets a program's limits; `processes`: limit the number of its processes, too."""
     kept = {"as": limits.memory_mb << 20, "fsize": _FILE_MB << 20, "nofile": _OPEN_FILES, "core": 0}
     kept |= {"cpu": int(limits.seconds) + 2, **({"nproc": _PROCESSES} if processes else {})}
     return [_tool("prlimit"), *(f"--{name}={limit}" for name, limit in kept.items()), "--"]
@@ -55,7 +55,7 @@ def missing(tier: str) -> list[str]:
 def command(
     tier: str, *, box: Path, root: Path, limits: Limits, readable: Sequence[str], environment: Mapping[str, str]
 ) -> list[str]:
-    """The command line that isolates a program, to go before its own. `root` is an empty folder, which is mounted over."""
+    """The command line to put before a program's own to isolate it; `root` is an empty folder for `namespaces`' mounts."""
     drop = [_tool("setpriv"), f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "--"] if os.geteuid() == 0 else []
     ends = [_tool("setpriv"), "--pdeathsig=KILL", "--"] if tier == "namespaces" else []  # bwrap sees to it itself
     if tier == "bubblewrap":

@@ -17,7 +17,7 @@ Executed = tuple[ToolResponse, float | None, dict[str, Any]]
 
 
 class BaseTool(Tool):
-    """Base class of tools that a model calls: a subclass defines `execute`, and `create` where an episode has state.
+    """Base class of tools that a model calls: a subclass defines `execute`, and `create` if it needs state.
 
     The third value that `execute` returns, the record, has `status` (a `rewards.score.Status`: *scored*; *no_answer*: the
     call was wrong; *infra_error*: the tool failed), `why` in one line, and anything else worth keeping.
@@ -48,9 +48,9 @@ class BaseTool(Tool):
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Make the state of one episode from these arguments; returns (its id, new if none is given, an empty response).
+        """Make the tool's state for one episode from these arguments; returns (its id, an empty response).
 
-        verl passes a row's arguments in one piece, as `create_kwargs`: both forms work.
+        The id is new if none is given. verl passes a row's arguments in one piece, as `create_kwargs`: both forms work.
         """
         given = kwargs.pop("create_kwargs", None) or {}
         instance_id = instance_id or str(uuid4())

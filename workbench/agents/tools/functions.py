@@ -115,7 +115,7 @@ def _executed(result: Any) -> Executed:
     parts = result if isinstance(result, tuple) else (result,)
     answer, reward, record = (*parts, None, None)[:3] if 1 <= len(parts) <= 3 else (parts, None, None)
     if isinstance(answer, tuple) or isinstance(reward, str | Mapping) or not isinstance(record or {}, Mapping):
-        raise TypeError(f"a tool returned {describe(result)}; expected answer, or (answer, reward), or also a record")
+        raise TypeError(f"a tool returned {describe(result)}; expected (answer, reward, record) or its first parts")
     if isinstance(answer, Mapping) and answer and set(answer) <= {"text", "image", "video"}:
         answer = ToolResponse(**answer)
     if not isinstance(answer, ToolResponse):

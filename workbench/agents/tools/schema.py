@@ -57,7 +57,7 @@ def _parameters(name: str, given: Any) -> dict[str, Any]:
 
 
 def same_arguments(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise `SettingError` unless a tool's `given` schema has the arguments of its `own`, which the tool reads."""
+    """Raise `SettingError` unless the schema `given` for a tool has the same arguments as the tool's `own` schema."""
     wanted, found = (sorted(one["function"]["parameters"]["properties"]) for one in (own, given))
     if wanted != found:
         what = f"the schema of tool {given['function']['name']!r}"

@@ -52,8 +52,8 @@ class PythonTool(BaseTool):
         self.language = str(self.config.get("language", self.config.get("default_language", "python")))
         self.memory_limit_mb = int(self.config.get("memory_limit_mb", -1))
         require(self.timeout > 0, f"timeout of tool {self.name!r}", expected="seconds > 0", found=self.timeout)
-        known = f"one of {sandbox.languages}, the sandbox's"
-        require(self.language in sandbox.languages, "language", expected=known, found=self.language)
+        what, known = f"language of tool {self.name!r}", f"one of {sandbox.languages}"
+        require(self.language in sandbox.languages, what, expected=known, found=self.language)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
         """Run the program `parameters["code"]`; the answer is what it printed."""
