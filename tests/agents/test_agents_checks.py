@@ -18,12 +18,12 @@ def double(number: int) -> str:
 
 
 TOOLS: list[tuple[Any, str]] = [
-    (Adder(), r"tools; expected a list of tools; found <.*Adder.*; tools=\[Adder\]"),
+    (Adder(), r"tools; expected a list of tools; found <.*Adder.*; write tools=\[Adder\]"),
     (double, r"tools; expected a list.*tools=\[double\]"),
     ("calculator", "tools; expected a list of tools; found 'calculator'"),
     (7, "tools; expected a list of tools; found 7"),
     ([double], r"tools\[0\]; expected a tool; .*decorate it with @function_tool, or give function_tool\(double\)"),
-    ([Adder(), Adder], r"tools\[1\]; expected a tool; .*make one: Adder"),
+    ([Adder(), Adder], r"tools\[1\]; expected a tool; .*make an object of it: Adder"),
     (["calculator"], r"tools\[0\]; expected a tool; found 'calculator'; it needs a name and get_openai_tool_schema"),
     ([Adder(), Adder()], "names that differ"),
 ]
@@ -49,7 +49,11 @@ def test_tools_by_name_and_parsers_by_name() -> None:
 PARSERS: list[tuple[Any, str, str]] = [
     (None, "function_calling", "tools and no parser"),
     ("hermse", "function_calling", "did you mean 'hermes'"),
-    (HermesParser, "function_calling", r"parser; expected a name, or an object with .*HermesParser.*make one: Herm"),
+    (
+        HermesParser,
+        "function_calling",
+        r"parser; expected a name, or an object with .*HermesParser.*make an object of it: Herm",
+    ),
     (object(), "function_calling", "parser; expected a name, or an object with extract_tool_calls"),
     (double, "function_calling", "parser; expected a name, or an object with extract_tool_calls"),
     (HermesParser(), "react", "parser of format='react'; expected a ReActParser"),
@@ -78,14 +82,14 @@ class Nameless(User):
 
 
 USERS: list[tuple[Any, str]] = [
-    (User(), r"interactions; expected a list; .*interactions=\[User\]"),
-    (User, r"interactions; expected a list; .*interactions=\[User\(\)\]"),
-    ([User], r"interactions; expected objects; found the class User; make one: User\(\)"),
+    (User(), r"interactions; expected a list of simulated users; .*write \[User\]"),
+    (User, r"interactions; expected a list of simulated users; .*write \[User\(\)\]"),
+    ([User], r"interactions; expected objects, not classes; found the class User; make an object of it: User\(\)"),
     ({"gsm8k": User}, "found the class User"),
     ([Mute()], "interaction Mute has no generate_response of its own; give the class `async def generate_response"),
     ([object()], "interaction object has no generate_response of its own"),
-    ([Plain()], "interaction Plain; expected `async def generate_response`; found a plain one"),
-    ([Nameless()], "interaction Nameless; expected a text as its `name`; found None"),
+    ([Plain()], "interaction Plain; expected `async def generate_response`; found a method that is not async"),
+    ([Nameless()], "name of interaction Nameless; expected a text; found None"),
     ([User(), User()], "names that differ"),
     ("gsm8k", "interactions; expected a list"),
 ]

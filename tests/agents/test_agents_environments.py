@@ -81,7 +81,7 @@ def test_gyms_older_four_a_cut_episode_and_a_wrong_shape() -> None:
             assert [(await session.respond(said(one))).stop for one in "ab"] == [False, True]
             assert await session.score() == 1.0
         async with interacting(GymInteraction(Older), {}) as session:
-            with pytest.raises(ForeignError, match="step of 'gym' returned"):
+            with pytest.raises(ForeignError, match="environment's step in interaction 'gym'"):
                 await session.respond(said("c"))
         game = GymInteraction(Guessing, action=int)
         async with interacting(game, {"interaction_kwargs": {"seed": 0}}) as session:

@@ -222,7 +222,7 @@ def test_a_simulated_user_answers_scores_and_is_let_go(made: dict[str, Any]) -> 
 def test_a_user_that_fails_ends_the_row_alone(made: dict[str, Any]) -> None:
     for word, why in (
         ("!", "the user hung up"),
-        ("?", "interaction 'wants' answered; expected (stop: bool, text: str, sc"),
+        ("?", "the answer of interaction 'wants'; expected (stop: bool, text: str, sc"),
     ):
         user = User()
         found = play(
@@ -256,7 +256,7 @@ def test_whatever_is_wrong_with_a_users_reply_the_record_says_what_one_is(made: 
     row = {"extra_info": {"interaction_kwargs": {"word": "x"}}}
     found = play(ToolAgent(interactions=[Wrong()]), Script(made["own"], ["hm"]), **row)
     shape = "expected (stop: bool, text: str, score: a finite number, extra: dict); found " + type(answer).__name__
-    assert found.extra["errors"][0].startswith(f"generate_response: interaction 'wants' answered; {shape}")
+    assert found.extra["errors"][0].startswith(f"generate_response: the answer of interaction 'wants'; {shape}")
     assert found.finish_reason == "abort" and found.turns[-1].error == found.extra["errors"][0]
 
 
@@ -380,7 +380,7 @@ def test_what_cannot_work_is_refused(made: dict[str, Any]) -> None:
         AgentLoopOutput((1,), (2,), (1, 1), (0.0,))
     tokenizer = tokenizers("data/tiny-arith")["own"]
     tokenizer.chat_template = NO_SYSTEM.replace("message.content | trim", "''")
-    with pytest.raises(SettingError, match="gives no delta"):
+    with pytest.raises(SettingError, match="cannot append a turn of role 'tool'"):
         ToolAgent([Adder()], parser=Tags()).prepare(Script(tokenizer, []))
     assert LLAMA in made["llama"].chat_template
 

@@ -1,4 +1,4 @@
-"""Calls of tools: with a time limit, answered and recorded whatever happens; long answers are cut visibly."""
+"""Runs tool calls with a time limit: each is answered and recorded, whatever happens; long answers are cut with a mark."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CUT = "...(truncated)..."
 
 
 def truncate(text: str, limit: int, side: str) -> tuple[str, str]:
-    """Cut a text: (at most `limit` characters and a mark, a sentence about what was cut).
+    """Cut a text to `limit` characters and a mark; returns (the text, a note on what was cut, empty where nothing was).
 
     `side` is the side that is cut off, as in verl since 0.8: `left` keeps the end, `right` keeps the beginning, `middle`
     keeps both ends. (Up to 0.7 verl's `left` kept the beginning.)
@@ -39,7 +39,7 @@ def truncate(text: str, limit: int, side: str) -> tuple[str, str]:
 
 
 async def within(work: Awaitable[T], seconds: float | None) -> T:
-    """Await foreign work; raises `TimeoutError` after `seconds`, even where the work ignores its cancellation."""
+    """Await `work`; after `seconds` (None: never) raise `TimeoutError`, even where the work ignores its cancellation."""
     task = asyncio.ensure_future(work)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
@@ -50,7 +50,7 @@ async def within(work: Awaitable[T], seconds: float | None) -> T:
         task.cancel()
         # nobody waits for it any more; asyncio would complain of an exception that was never looked at
         task.add_done_callback(lambda late: late.cancelled() or late.exception())
-        raise TimeoutError(f"no answer within {seconds:g} s")
+        raise TimeoutError(f"no answer within {seconds:g} s, the limit for a tool or simulated user")
     return task.result()
 
 
@@ -58,17 +58,17 @@ _TOOL = ("get_openai_tool_schema", "create", "execute", "calc_reward", "release"
 
 
 def checked_tools(tools: Any) -> list[Tool]:
-    """The tools of a list or mapping, as a list. Raises `SettingError`, naming the entry, for anything else."""
+    """An agent's `tools=` (list or mapping) as a list. Raises `SettingError`, naming the entry, for what is no tool."""
     if isinstance(tools, Mapping):
         tools = tools.values()
     alone = isinstance(tools, str | type) or inspect.isroutine(tools) or hasattr(tools, "get_openai_tool_schema")
     if alone or not isinstance(tools, Iterable):
-        what = f"tools=[{named(tools)}]" if alone and not isinstance(tools, str) else None
-        raise SettingError("tools", expected="a list of tools", found=describe(tools), do=what)
+        do = f"write tools=[{named(tools)}]" if alone and not isinstance(tools, str) else None
+        raise SettingError("tools", expected="a list of tools", found=describe(tools), do=do)
     listed = list(tools)
     for place, tool in enumerate(listed):
         if isinstance(tool, type):
-            do = f"make one: {tool.__name__}(…)"
+            do = f"make an object of it: {tool.__name__}(…)"
         elif inspect.isroutine(tool):
             do = f"decorate it with @function_tool, or give function_tool({named(tool)})"
         elif not all(callable(getattr(tool, name, None)) for name in _TOOL) or not getattr(tool, "name", None):
@@ -80,34 +80,34 @@ def checked_tools(tools: Any) -> list[Tool]:
 
 
 def named(one: Any) -> str:
-    """The name of a function or class, or of an object's class."""
+    """The `__name__` of a function or class; of any other object, the name of its class."""
     return str(getattr(one, "__name__", None) or type(one).__name__)
 
 
 class Toolbox:
-    """The tools of a loop, and the limits of their calls."""
+    """The tools of an agent loop, and the limits of each call: seconds, and characters of the answer."""
 
     def __init__(
         self, tools: Sequence[Tool], *, seconds_per_call: float, max_tool_response_length: int, truncate_side: str
     ) -> None:
         limit = max_tool_response_length
         require(seconds_per_call > 0, "seconds_per_call", expected="seconds > 0", found=seconds_per_call)
-        require(limit > 0, "max_tool_response_length", expected="≥ 1", found=limit)
+        require(limit > 0, "max_tool_response_length", expected="≥ 1 character", found=limit)
         require(truncate_side in SIDES, "tool_response_truncate_side", expected=f"one of {SIDES}", found=truncate_side)
         self.tools = {tool.name: tool for tool in tools}
         if len(self.tools) < len(tools):
-            raise SettingError("tools", expected="names that differ", found=[tool.name for tool in tools])
+            raise SettingError("names of the tools", expected="names that differ", found=[tool.name for tool in tools])
         self.schemas = [tool.get_openai_tool_schema() for tool in tools]
         self._seconds, self._limit, self._side = seconds_per_call, limit, truncate_side
 
     def opened(self, episode: str, row: Mapping[str, Any]) -> OpenTools:
-        """The tools of one episode, which `episode` names; `row` may have arguments for them (`tools_kwargs`)."""
+        """The tools for the episode named `episode`, with arguments from `tools_kwargs` of the row or its `extra_info`."""
         given = row.get("tools_kwargs") or (row.get("extra_info") or {}).get("tools_kwargs") or {}
         return OpenTools(self, episode, given)
 
 
 class OpenTools:
-    """One episode's tools: each has an instance, made at its first call and released when the episode is over."""
+    """One episode's tools: a tool's instance is created at its first call, and released when the episode is over."""
 
     def __init__(self, box: Toolbox, episode: str, given: Mapping[str, Mapping[str, Any]]) -> None:
         self._box = box
@@ -118,7 +118,7 @@ class OpenTools:
         self.errors: list[str] = []
 
     async def call(self, call: FunctionCall) -> ToolCall:
-        """Call a tool. Where it fails the model gets an error text and the call reward 0.0; nothing is raised."""
+        """Run one tool call. A tool's exception is not raised: the call gets an error text for the model and reward 0.0."""
         tool = self._box.tools.get(call.name)
         if tool is None:
             close = nearest(call.name, self._box.tools)
@@ -152,7 +152,7 @@ class OpenTools:
         return await tool.execute(self._instances[tool.name], arguments, **self._kwargs(tool, "execute"))
 
     def _kwargs(self, tool: Tool, act: str) -> dict[str, Any]:
-        """The row's arguments for it. A parquet file gives every row the keys of all: those that are None are left out."""
+        """The row's arguments for a tool's method. Parquet gives every row all keys: those that are None are left out."""
         given = (self._given.get(tool.name) or {}).get(f"{act}_kwargs") or {}
         return {key: value for key, value in given.items() if value is not None}
 
@@ -174,7 +174,7 @@ class OpenTools:
         return ToolCall(call.name, call.arguments, status, text, 0.0, cut)
 
     async def close(self) -> dict[str, float]:
-        """Release the instances: tool name → its reward of the whole episode. What fails is in `errors`."""
+        """Release the tools' instances; returns tool name → reward of the whole episode. Failures are kept in `errors`."""
         rewards: dict[str, float] = {}
         for name, instance in self._instances.items():
             tool = self._box.tools[name]
@@ -183,7 +183,7 @@ class OpenTools:
                     asked = tool.calc_reward(instance, **self._kwargs(tool, "calc_reward"))
                     found = float(await within(asked, END_SECONDS))
                     if not math.isfinite(found):
-                        raise ValueError(f"{found} is not a finite number")
+                        raise ValueError(f"the tool's reward of the episode is {found}, not a finite number")
                     rewards[name] = found
             finally:
                 with self._noting(f"release of {name}"):

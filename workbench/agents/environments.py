@@ -19,15 +19,15 @@ from workbench.base.errors import ForeignError, SettingError, describe
 class GymInteraction(BaseInteraction):
     """A Gym-like environment as simulated user: each conversation plays one environment, with `reset` and `step`.
 
-    Takes Gymnasium's results (observation, reward, terminated, truncated, info) and Gym's older four. The score of a turn
-    is its reward, `calculate_score` their sum. The row's `interaction_kwargs` may have `seed` and `options` for `reset`; the
-    first observation belongs in the prompt (`environment_rows`).
+    Takes Gymnasium's step results (observation, reward, terminated, truncated, info) and Gym's older four. The score of a
+    turn is its reward, `calculate_score` their sum. The row's `interaction_kwargs` may have `seed` and `options` for
+    `reset`; the first observation belongs in the prompt (`environment_rows`).
 
     Args:
-        make: builds an environment.
-        name: how rows select it.
-        action: the model's text → an action; its `ValueError` becomes a message to the model, and no step.
-        show: an observation → text.
+        make: function without arguments that returns a new environment.
+        name: the name by which rows select this simulated user.
+        action: function from the model's text to an action; if it raises `ValueError`, the model is told, without a step.
+        show: function from an observation to text.
         threads: run `make`, `reset`, `step` and `close` in threads, one at a time but not always the same; False: in the
             event loop's thread, for an environment that is bound to a thread.
     """
@@ -46,18 +46,18 @@ class GymInteraction(BaseInteraction):
         self._instances: dict[str, dict[str, Any]] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Make an environment and reset it with the row's seed."""
+        """Make an environment and reset it with the row's `seed` and `options`; returns the conversation's id."""
         env, instance_id = await self._run(self._make), instance_id or str(uuid4())
         self._instances[instance_id] = state = {"env": env, "rewards": [], "over": False}
         state["observation"], state["info"] = await self._run(_reset, env, kwargs.get("seed"), kwargs.get("options"))
         return instance_id
 
     def opening(self, instance_id: str) -> str:
-        """The first observation, as text."""
+        """The first observation of the conversation `instance_id`, as text."""
         return self._show(self._instances[instance_id]["observation"])
 
     async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Said:
-        """One step, with the last assistant message as action."""
+        """Step the environment by the last assistant message; returns (whether it is over, observation, reward, extra)."""
         state = self._instances[instance_id]
         if state["over"]:
             return True, "The episode is over.", 0.0, {}
@@ -67,8 +67,9 @@ class GymInteraction(BaseInteraction):
             return False, f"This is no action: {error}", 0.0, {"action": None}
         found = await self._run(state["env"].step, action)
         if not isinstance(found, tuple) or len(found) not in (4, 5):
-            expected = "(observation, reward, terminated, truncated, info)"
-            raise ForeignError(f"step of {self.name!r} returned", expected=expected, found=describe(found))
+            expected = "a tuple (observation, reward, terminated, truncated, info)"
+            what = f"the result of the environment's step in interaction {self.name!r}"
+            raise ForeignError(what, expected=expected, found=describe(found))
         observation, reward, *ended, info = found
         state["rewards"].append(float(reward))
         state["over"] = any(map(bool, ended))
@@ -77,11 +78,11 @@ class GymInteraction(BaseInteraction):
         return state["over"], self._show(observation), float(reward), {**flags, "action": action, "info": info}
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """The sum of the rewards so far."""
+        """The sum of the conversation's rewards so far."""
         return float(sum(self._instances.get(instance_id or "", {}).get("rewards", ())))
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """Close the environment. Twice is fine."""
+        """Close the conversation's environment; a second call does nothing."""
         if state := self._instances.pop(instance_id or "", None):
             await self._run(_close, state["env"])
 
@@ -102,13 +103,13 @@ def environment_rows(
     """Rows in verl's schema for `GymInteraction`: each prompt is the first observation of an environment with its own seed.
 
     Args:
-        make: builds an environment.
-        number: of rows.
-        name: of the interaction.
+        make: function without arguments that returns a new environment.
+        number: how many rows.
+        name: name of the `GymInteraction` that plays them.
         seed: row i is played from `reset(seed=seed + i)`.
-        system: a system message before the observation.
-        show: an observation → text.
-        data_source: of the rows.
+        system: a system message before the observation; empty: none.
+        show: function from an observation to text.
+        data_source: the rows' `data_source`.
     """
     rows = []
     for index in range(number):
@@ -124,10 +125,10 @@ def environment_rows(
 
 
 class VerifiersInteraction(BaseInteraction):
-    """A `MultiTurnEnv` of the `verifiers` package (0.1, its v0 interface) as simulated user; `verifiers_rows` gives its rows.
+    """A `MultiTurnEnv` of the `verifiers` package (0.1, its v0 interface) as simulated user, for rows of `verifiers_rows`.
 
-    `setup_state`, `is_completed`, `env_response`, `rubric.score_rollout` and `cleanup` are called as in its own rollout, in
-    both of their forms (state; messages and state), sync or async. The rubric scores once, at the end or when
+    `setup_state`, `is_completed`, `env_response`, `rubric.score_rollout` and `cleanup` are called as in its own rollout,
+    with either signature, (state) or (messages, state), sync or async. The rubric scores once, at the end or when
     `calculate_score` is called; other turns have score 0. The model's tool calls reach it as text only. Environments of
     verifiers' v1 interface (task sets that drive a harness over HTTP) have no such turns and are refused.
 
@@ -139,12 +140,12 @@ class VerifiersInteraction(BaseInteraction):
         missing = [one for one in ("env_response", "is_completed", "rubric") if not hasattr(env, one)]
         if missing:
             expected = "a MultiTurnEnv of verifiers' v0 interface"
-            raise SettingError(f"{type(env).__name__} has no {', '.join(missing)}", expected=expected)
+            raise SettingError(f"environment {type(env).__name__} has no {', '.join(missing)}", expected=expected)
         self.env = env
         self._instances: dict[str, Any] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Make a state from the row's `prompt`, `answer`, `info`, `task`."""
+        """Make a conversation's state from the row's `prompt`, `answer`, `info` and `task`; returns its id."""
         instance_id = instance_id or str(uuid4())
         self._instances[instance_id] = first = _state(kwargs)
         if callable(setup := getattr(self.env, "setup_state", None)):
@@ -152,7 +153,7 @@ class VerifiersInteraction(BaseInteraction):
         return instance_id
 
     async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Said:
-        """The environment's answer, or its end with the rubric's reward."""
+        """The environment's answer to the last assistant message; at the end of the episode also the rubric's reward."""
         state = self._instances[instance_id]
         reply = _Message(role="assistant", content=last_message(messages))
         before = [*state["prompt"], *state["completion"]]
@@ -175,7 +176,7 @@ class VerifiersInteraction(BaseInteraction):
         return False, text, 0.0, {}
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """The rubric's reward of the conversation; it is computed once."""
+        """The rubric's reward of the conversation, computed at the first call."""
         state = self._instances.get(instance_id or "")
         if state is None:
             return 0.0
@@ -188,7 +189,7 @@ class VerifiersInteraction(BaseInteraction):
         return float(state["reward"])
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """Call the environment's clean-up handlers. Twice is fine."""
+        """Call the environment's clean-up handlers; a second call does nothing."""
         state = self._instances.pop(instance_id or "", None)
         leave = getattr(self.env, "cleanup", None) or getattr(self.env, "_cleanup", None)
         if state is not None and callable(leave):
@@ -258,7 +259,7 @@ class _Message(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(name) from None
+            raise AttributeError(f"the message has no key {name!r}") from None
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:

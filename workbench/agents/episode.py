@@ -1,4 +1,4 @@
-"""What one episode samples with, and the growing record of its turns."""
+"""One episode: its sampler and the seeds of its turns (`Episode`), and the growing record of its turns (`Transcript`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.engines.protocol import Request, Sample, Sampler, SamplingSetting
 
 
 class LockStep:
-    """Makes the episodes of a batch sample their n-th turns in one wave, in the rows' order, before any samples its next.
+    """Makes the episodes of a batch sample in waves: all their n-th turns, in the rows' order, before any turn n + 1.
 
     Which rows share a wave then does not depend on timing, and on a CPU the same seed gives the same bits. An episode that
     ends calls `leave`; one that waits for its tools makes the others wait.
@@ -27,10 +27,10 @@ class LockStep:
         self._waiting: dict[int, list[asyncio.Future[None]]] = {}
         self._sampling = 0
         self.waves: list[int] = []
-        """Requests of each wave so far."""
+        """Number of requests of each wave so far."""
 
     async def sample(self, row: int, request: Request) -> Sample:
-        """One response; it is sampled when every episode that is not over has asked for its own."""
+        """Sample one response for `row`, once every episode that is not over waits for its own."""
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
         self._waiting.setdefault(row, []).append(turn)
@@ -44,7 +44,7 @@ class LockStep:
                 self._start_if_all_wait()
 
     def leave(self, row: int) -> None:
-        """The row's episode is over, however it ended."""
+        """Tell that the episode of `row` is over, however it ended: the others stop waiting for it."""
         self._going.discard(row)
         self._waiting.pop(row, None)
         self._start_if_all_wait()
@@ -78,11 +78,11 @@ class Episode:
     turn: int = 0
     """How many turns were sampled."""
     attempt: int = 0
-    """Of the next turn: another one gives another sample from the same place."""
+    """Number of the try at the next turn: another number gives another seed."""
     opening: int = 0
-    """How often a stepper has opened its tools and its user again."""
+    """How often an `EpisodeStepper` has made its tools and its simulated user anew."""
     seconds: float = 0.0
-    """Spent waiting for the sampler."""
+    """Seconds spent waiting for the sampler."""
     versions: list[int] = field(default_factory=list)
 
     @property
@@ -96,13 +96,13 @@ class Episode:
         return derive(self.run_seed, self.purpose, self.step, self.uid, self.sample, turn, attempt)
 
     async def generate(self, ids: Sequence[int], sampling: SamplingSettings | Mapping[str, Any]) -> Sample:
-        """The episode's next turn after `ids`. Raises `DataError` for a first prompt that is empty or too long."""
+        """Sample the next turn after the token ids `ids`. Raises `DataError` if the first prompt is empty or too long."""
         turn, self.turn = self.turn, self.turn + 1
         if turn == 0 and not 0 < len(ids) <= (self.max_prompt_length or len(ids)):
             what = f"prompt of row {self.row} (uid {self.uid}), as its agent loop writes it"
             expected = f"1 to {self.max_prompt_length or 'any number of'} tokens"
-            do = "raise max_prompt_length, or take rows.fitting(tokenizer, overlong='drop'): tools need room, too"
-            raise DataError(what, expected=expected, found=len(ids), do=do)
+            do = "raise max_prompt_length (tool schemas need room), or use rows.fitting(tokenizer, overlong='drop')"
+            raise DataError(what, expected=expected, found=f"{len(ids)} tokens", do=do)
         settings = sampling if isinstance(sampling, SamplingSettings) else SamplingSettings.from_parameters(sampling)
         request = Request(tuple(ids), settings, self.seed(turn, self.attempt))
         began = time.perf_counter()
@@ -117,11 +117,11 @@ class Episode:
 
 @dataclass
 class Transcript:
-    """A growing episode: ids, mask, log-probs and turns. Turns are only appended, never tokenized again."""
+    """The growing record of an episode: response ids, mask, log-probs, turns. Turns are appended, never tokenized again."""
 
     prompt_ids: tuple[int, ...]
     limit: int
-    """Tokens that the response may have."""
+    """Largest number of tokens of the response."""
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -131,12 +131,12 @@ class Transcript:
 
     @property
     def room(self) -> int:
-        """Tokens that the response may still have."""
+        """How many more tokens the response may have."""
         return self.limit - len(self.ids)
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Prompt and response so far, as ids: what the next turn is sampled after."""
+        """Token ids of the prompt and of the response so far, after which the next turn is sampled."""
         return (*self.prompt_ids, *self.ids)
 
     def count(self, *roles: str) -> int:
@@ -144,11 +144,11 @@ class Transcript:
         return sum(one.role in roles and one.last >= one.first for one in self.turns)
 
     def say(self, sample: Sample, text: str, *, cut: str = "") -> Turn:
-        """Append the model's turn, as it was sampled."""
+        """Append a turn that the model sampled, with mask 1; `text` is its decoded text, `cut` a note on what was cut."""
         return self._put("assistant", text, sample.ids, sample.log_probs, 1, cut)
 
     def hear(self, role: str, text: str, ids: Sequence[int], *, cut: str = "") -> bool:
-        """Append a tool's or user's turn. False, and no tokens are appended, where the model had no room to answer it."""
+        """Append a tool's or user's turn (mask 0). Returns False, without its tokens, if no room is left for an answer."""
         if len(ids) >= self.room:
             left = f"left out: {len(ids)} tokens, and the response has room for {self.room}"
             self._put(role, text, (), (), 0, f"{cut}; {left}" if cut else left)
@@ -157,12 +157,12 @@ class Transcript:
         return True
 
     def copy(self) -> Transcript:
-        """An independent copy."""
+        """An independent copy of the transcript."""
         kept: dict[str, Any] = {name: list(getattr(self, name)) for name in ("ids", "mask", "log_probs", "turns")}
         return replace(self, **kept)
 
     def first(self, count: int) -> Transcript:
-        """The transcript after its first `count` turns, before the last of them was answered."""
+        """A copy that ends after the first `count` turns; a model's turn at its end has no calls or score yet."""
         turns = list(self.turns[:count])
         if turns and turns[-1].role == "assistant" and count < len(self.turns):
             turns[-1] = replace(turns[-1], calls=(), score=None, error="", extra={})
@@ -171,7 +171,7 @@ class Transcript:
         return replace(self, **kept, turns=turns, reason=self.reason if count == len(self.turns) else "stop")
 
     def note(self, **changes: Any) -> None:
-        """Change the record of the last turn: its calls, score, error."""
+        """Change fields of the last `Turn`: `calls`, `score`, `error` and so on."""
         self.turns[-1] = replace(self.turns[-1], **changes)
 
     def _put(self, role: str, text: str, ids: Sequence[int], log_probs: Sequence[float], own: int, cut: str) -> Turn:
@@ -183,7 +183,7 @@ class Transcript:
         return self.turns[-1]
 
     def output(self, episode: Episode, **extra: Any) -> AgentLoopOutput:
-        """The episode as an `AgentLoopOutput`, with verl's stable keys in `extra`, and these."""
+        """The episode as an `AgentLoopOutput`; `extra` is added to `turn_scores`, `tool_rewards` and `num_tool_calls`."""
         calls = [call for one in self.turns for call in one.calls if call.ran]
         said, heard = sum(one.role == "assistant" for one in self.turns), self.count("tool", "user")
         versions = episode.versions or [episode.sampler.version]

@@ -45,12 +45,12 @@ def _read_yaml(path: str | Path) -> Mapping[str, Any]:
     file = Path(path)
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise SettingError(f"{str(path)!r}", expected=f"at most {MAX_BYTES >> 20} MiB of yaml")
+            raise SettingError(f"yaml file {str(path)!r} is too large", expected=f"at most {MAX_BYTES >> 20} MiB")
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as cause:
         raise SettingError(f"{str(path)!r} cannot be read as yaml", found=first_line(cause)) from cause
     if not isinstance(found, Mapping):
-        raise SettingError(f"{str(path)!r}", expected="a mapping", found=type(found).__name__)
+        raise SettingError(f"content of yaml file {str(path)!r}", expected="a mapping", found=type(found).__name__)
     return found
 
 
@@ -65,13 +65,13 @@ def _entries(
     entries = [entries] if alone and isinstance(entries, Mapping) else entries
     if not isinstance(entries, list) or not entries:
         expected = f"{'a mapping or ' if alone else ''}a list under {key!r}"
-        raise SettingError(f"{str(path)!r}", expected=expected, found=describe(entries))
+        raise SettingError(f"content of yaml file {str(path)!r}", expected=expected, found=describe(entries))
     made: list[Any] = []
     for number, entry in enumerate(entries):
         try:
             if not isinstance(entry, Mapping):
-                raise SettingError("its entry", expected="a mapping", found=describe(entry))
-            with boundary("its code", SettingError):
+                raise SettingError(f"entry of {key!r}", expected="a mapping", found=describe(entry))
+            with boundary(f"making this {kind}", SettingError):
                 made += make(entry)
         except WorkbenchError as error:
             raise SettingError(f"{kind} {number} of {str(path)!r}: {error}") from error
@@ -79,7 +79,7 @@ def _entries(
 
 
 def by_name(made: Iterable[Any], kind: str = "tool") -> dict[str, Any]:
-    """Tools, or interactions, by name. Raises `SettingError` where two have one name."""
+    """Tools (or interactions) as a dict by name. Raises `SettingError`, calling them `kind`, if two have the same name."""
     found: dict[str, Any] = {}
     for one in made:
         if one.name in found:
@@ -89,10 +89,11 @@ def by_name(made: Iterable[Any], kind: str = "tool") -> dict[str, Any]:
 
 
 def load_interactions(path: str | Path, *, roots: Sequence[str | Path] = ()) -> dict[str, Any]:
-    """The interactions of a yaml file by name: `interaction` is a mapping `{class_name, config, name}` or a list of them.
+    """Load simulated users from the yaml file `path`; returns name → interaction.
 
-    Without `name` it is the class's name without `Interaction`, in lower case. Your own classes must be below an allowed
-    root (`find_class`). Raises `SettingError` that names the entry, also for duplicates.
+    The file's key `interaction` is a mapping `{class_name, config, name}` or a list of them. The default `name` is that of
+    the class without `Interaction`, in lower case. Your own classes must lie below an allowed root (see `find_class`).
+    Raises `SettingError`, naming the entry, for one that cannot be made and for two with the same name.
     """
 
     def made(entry: Mapping[str, Any]) -> Iterator[Any]:
@@ -109,16 +110,16 @@ def load_interactions(path: str | Path, *, roots: Sequence[str | Path] = ()) -> 
 def load_tools(
     path: str | Path, *, sandbox: Sandbox | None = None, roots: Sequence[str | Path] = ()
 ) -> dict[str, BaseTool]:
-    """The tools of a yaml file by name.
+    """Load tools from a yaml file; returns name → tool.
 
     Each entry of `tools` has verl's form (`class_name`, `config: {type: native | mcp, …}`, `tool_schema`; for MCP `mcp:
     {mcp_servers_config_path, tool_selected_list}`), or the short form of a shipped tool (`name`, `description`,
-    `parameters`, `config`). Raises `SettingError` that names the entry.
+    `parameters`, `config`). Raises `SettingError`, naming the entry, for one that cannot be made.
 
     Args:
-        path: of the yaml file.
+        path: the yaml file.
         sandbox: where a `python` tool runs its code.
-        roots: further folders for classes of your own (`find_class`).
+        roots: further folders from which your own classes may be imported (see `find_class`).
     """
     return _entries(path, "tools", "tool", lambda entry: _tools(entry, sandbox, roots, Path(path).parent))
 
@@ -140,7 +141,7 @@ def _tools(
     made: BaseTool
     if issubclass(cls, PythonTool):
         if sandbox is None:
-            raise SettingError("a tool that runs code needs a sandbox", do="pass sandbox=sandbox.local()")
+            raise SettingError("a tool that runs code needs a sandbox", do="pass sandbox=sandbox.local() to load_tools")
         made = cls(sandbox, config, schema)
     else:  # a tool's own arguments come first (Search's corpus); the two that every tool has are given by name
         made = cls(config=config, tool_schema=schema if schema is not None else getattr(cls, "SCHEMA", None))
@@ -153,7 +154,7 @@ def _from_servers(entry: Mapping[str, Any], config: Mapping[str, Any], folder: P
     given = {**(entry.get("mcp") or {}), **(config.get("mcp") or {})}
     servers = given.get("mcp_servers_config_path") or given.get("mcpServers") or config.get("mcpServers")
     if servers is None:
-        raise SettingError("an MCP tool", expected="mcp.mcp_servers_config_path", found=sorted(given))
+        raise SettingError("keys of an MCP tool", expected="mcp.mcp_servers_config_path", found=sorted(given))
     if isinstance(servers, str):
         servers = folder / servers if (folder / servers).is_file() else Path(servers)
     timeout = float(config.get("timeout", 30.0))
@@ -161,11 +162,11 @@ def _from_servers(entry: Mapping[str, Any], config: Mapping[str, Any], folder: P
 
 
 def find_class(name: Any, kind: str, aliases: Mapping[str, type], roots: Sequence[str | Path] = ()) -> type[Any]:
-    """The class with this name: an alias, a class of `__main__` or of workbench, or `package.module.Class`.
+    """The class called `name`: a key of `aliases`, a class of `__main__` or `workbench.agents`, or `package.module.Class`.
 
-    A module is imported, and so run in this process, only from below an allowed root: the folder that Python was started
-    in, those in `WORKBENCH_CODE_ROOTS`, and `roots`. Raises `SettingError`, naming module and folders, where the module is
-    not there, lies elsewhere, does not import, or has no such class.
+    A module is imported, and so run in this process, only from below an allowed root: the working directory, the folders in
+    `WORKBENCH_CODE_ROOTS`, and `roots`. Raises `SettingError`, naming module and folders, if the module is not found, lies
+    elsewhere, does not import, or has no such class; `kind` (`tool`) is the word for the class in these errors.
     """
     if not isinstance(name, str) or not name:
         raise SettingError(f"class_name of a {kind}", expected="package.module.Class", found=repr(name))
@@ -184,7 +185,7 @@ def find_class(name: Any, kind: str, aliases: Mapping[str, type], roots: Sequenc
     found = getattr(module, last, None)
     if not isinstance(found, type):
         classes = [one for one, value in vars(module).items() if isinstance(value, type)]
-        raise SettingError(f"{dotted}: " + unknown(f"class of that module ({kind})", last, classes))
+        raise SettingError(f"class_name of a {kind}: " + unknown(f"class of module {dotted}", last, classes))
     return found
 
 
@@ -214,7 +215,7 @@ def _from(root: Path, parts: Sequence[str], allowed: Sequence[Path]) -> ModuleTy
         else:
             spec = PathFinder.find_spec(name, folders)
             if spec is None:
-                raise SettingError(f"module {name!r} in {folders[0]}", expected="Python")
+                raise SettingError(f"{name!r} in {folders[0]} cannot be imported", expected="a Python module")
             module = module_from_spec(spec)
             if spec.submodule_search_locations is not None:  # a folder without __init__ would look along sys.path again
                 module.__path__ = list(spec.submodule_search_locations)
@@ -234,5 +235,5 @@ def _from(root: Path, parts: Sequence[str], allowed: Sequence[Path]) -> ModuleTy
 def _below(module: ModuleType, name: str, allowed: Sequence[Path]) -> ModuleType:
     places = [module.__file__] if getattr(module, "__file__", None) else list(getattr(module, "__path__", []))
     found = [Path(str(one)).resolve() for one in places]
-    check_roots(f"module {name!r}", found, allowed, SettingError, "rename yours")
+    check_roots(f"module {name!r}", found, allowed, SettingError, "rename yours if it has the name of another module")
     return module

@@ -23,7 +23,7 @@ Said = tuple[bool, str, float, dict[str, Any]]
 
 
 class BaseInteraction(Interaction):
-    """Base class of simulated users, with the methods of verl up to 0.7. Subclasses give `generate_response`.
+    """Base class of simulated users, with the methods of verl up to 0.7. Subclasses define `generate_response`.
 
     One object serves many conversations at once; the state of each belongs in a dict by its `instance_id`. `name` is
     `config["name"]`, which `load_interactions` fills in; the default is `interaction_agent`.
@@ -43,17 +43,17 @@ class BaseInteraction(Interaction):
         self.name: str = self.config.get("name", "interaction_agent")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin a conversation; returns its id, a new one where none is given."""
+        """Start a conversation; returns its id: `instance_id`, or a new one where that is None."""
         return instance_id or str(uuid4())
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """Called when the conversation is over, however it ended."""
+        """Called when the conversation is over, however it ended; does nothing by default."""
 
 
 class Gsm8kInteraction(BaseInteraction):
-    """`gsm8k`: scores the last assistant message against `ground_truth`, in the strict form `#### <number>`.
+    """Simulated user `gsm8k`: scores the last assistant message by `ground_truth`, in the strict form `#### <number>`.
 
-    It ends the conversation with praise at 1.0; otherwise it asks for another try.
+    A right answer (score 1.0) ends the conversation with praise; after a wrong one the model is asked to try again.
     """
 
     RIGHT = "Your response is correct!"
@@ -64,7 +64,7 @@ class Gsm8kInteraction(BaseInteraction):
         self._instances: dict[str, dict[str, str]] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin a conversation. Raises `SettingError` for a row without `ground_truth`."""
+        """Start a conversation; returns its id. Raises `SettingError` for a row without `ground_truth`."""
         if kwargs.get("ground_truth") is None:
             given = ", ".join(key for key in kwargs if key != "ground_truth") or "nothing"
             raise SettingError("interaction_kwargs of a row for 'gsm8k'", expected="ground_truth", found=given)
@@ -73,18 +73,18 @@ class Gsm8kInteraction(BaseInteraction):
         return instance_id
 
     async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Said:
-        """Praise and an end, or a request to try again."""
+        """Score the last assistant message; returns (stop, praise or a request to try again, score, {})."""
         self._instances[instance_id]["response"] = last_message(messages)
         score = await self.calculate_score(instance_id)
         return (True, self.RIGHT, score, {}) if score == 1.0 else (False, self.WRONG, score, {})
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """1.0 or 0.0, of the last assistant message; 0.0 before the first."""
+        """The score of the last assistant message: 1.0 if it is right, else 0.0; 0.0 before the first."""
         state = self._instances.get(instance_id or "")
         return compute_score(state["response"], state["ground_truth"], method="strict") if state else 0.0
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """Drop the state. Twice is fine."""
+        """Drop the conversation's state; a second call does nothing."""
         self._instances.pop(instance_id or "", None)
 
 
@@ -93,8 +93,8 @@ class RemoteInteraction(BaseInteraction):
 
     `actor` has methods that are called by `method.remote(…)` and return an awaitable: the handle of
     `ray.remote(MyInteraction).options(max_concurrency=64).remote(config)`. All workers with the handle share the state.
-    `name` is how rows select it. An actor may run calls out of order: a conversation whose start was given up on is
-    finalised when the start has been answered, not before.
+    Rows select it by `name`. An actor may run calls out of order: a conversation whose start timed out or was cancelled is
+    finalised only after the actor has answered the start.
     """
 
     def __init__(self, actor: Any, name: str, config: Mapping[str, Any] | None = None) -> None:
@@ -103,7 +103,7 @@ class RemoteInteraction(BaseInteraction):
         self._beginning: dict[str, Any] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Ask the actor."""
+        """Start a conversation in the actor; returns its id."""
         instance_id = instance_id or str(uuid4())
         self._beginning[instance_id] = answer = self.actor.start_interaction.remote(instance_id, **kwargs)
         found = await maybe_awaited(answer)
@@ -111,15 +111,15 @@ class RemoteInteraction(BaseInteraction):
         return str(found or instance_id)
 
     async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Said:
-        """Ask the actor."""
+        """The actor's reply to `messages`: (stop, text, score, extra)."""
         return await maybe_awaited(self.actor.generate_response.remote(instance_id, messages, **kwargs))
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """Ask the actor."""
+        """The actor's score of the conversation."""
         return await maybe_awaited(self.actor.calculate_score.remote(instance_id, **kwargs))
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """Ask the actor."""
+        """End the conversation in the actor, once a start that is still under way has been answered."""
         began = self._beginning.pop(instance_id or "", None)
         try:
             if not (isinstance(began, asyncio.Future) and began.done()):
@@ -131,18 +131,18 @@ class RemoteInteraction(BaseInteraction):
 
 
 async def maybe_awaited(found: Any) -> Any:
-    """The result of what a foreign function returned: awaited where it can be."""
+    """`found`, or what it gives when it is awaitable: the result of a function that may be sync or async."""
     return await found if inspect.isawaitable(found) else found
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A simulated user's answer, checked."""
+    """A simulated user's answer, whose types have been checked."""
 
     stop: bool
     text: str
     score: float | None
-    """None where it gave none."""
+    """None where the user gave none."""
     extra: dict[str, Any]
 
 
@@ -153,38 +153,38 @@ class Session:
     interaction: Any
     kwargs: Mapping[str, Any]
     seconds: float | None = None
-    """Time limit of its start and of each reply."""
+    """Time limit of the start and of each reply, in seconds; None: none."""
     instance_id: str = ""
     open: bool = False
-    """Whether it is to be finalised."""
+    """Whether the conversation still has to be finalised."""
     scores: list[float] = field(default_factory=list)
-    """Of each assistant message so far."""
+    """The scores of the assistant messages so far."""
     trouble: str = ""
-    """What failed when it was finalised, in one line."""
+    """What failed when the conversation was finalised, in one line; else empty."""
 
     @property
     def name(self) -> str:
-        """The simulated user's."""
+        """The simulated user's name."""
         return getattr(self.interaction, "name", type(self.interaction).__name__)
 
     async def start(self, instance_id: str) -> None:
-        """Begin it. What fails or is cancelled half-way has an id, and so is finalised all the same."""
+        """Start the interaction under `instance_id`. One whose start fails or is cancelled is still finalised by `end`."""
         self.instance_id, self.open = instance_id, True
         begun = self.interaction.start_interaction(instance_id, **self.kwargs)
         self.instance_id = await within(begun, self.seconds) or instance_id
 
     async def ask(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
-        """The user's answer. Raises what the user raises, `TimeoutError` after `seconds`, and `ForeignError`."""
+        """The user's answer to `messages`. Raises the user's errors, `TimeoutError`, or `ForeignError` for a bad answer."""
         chat = [dict(one) for one in messages]
         answer = self.interaction.generate_response(self.instance_id, chat, **self.kwargs)
         found: Any = await within(answer, self.seconds) if inspect.isawaitable(answer) else answer
         return _checked(self.name, found)
 
     async def respond(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
-        """The user's answer to the conversation so far.
+        """The simulated user's answer to the conversation so far.
 
-        Raises `ForeignError`, naming the interaction, where it raises, is late, or returns anything but (bool, str, finite
-        number, dict).
+        Raises `ForeignError`, naming the interaction, if it raises, takes more than `seconds`, or does not return (bool,
+        str, finite number, dict).
         """
         with boundary(f"interaction {self.name!r}"):
             reply = await self.ask(messages)
@@ -192,13 +192,13 @@ class Session:
         return reply
 
     async def score(self) -> float:
-        """The interaction's `calculate_score`. Raises `ForeignError` as `respond` does."""
+        """The simulated user's score of the conversation (`calculate_score`). Raises `ForeignError` as `respond` does."""
         with boundary(f"interaction {self.name!r}"):
             found = await within(self.interaction.calculate_score(self.instance_id), self.seconds)
         return _number(self.name, "calculate_score", found)
 
     async def end(self) -> None:
-        """Finalise it, also where that is cancelled; twice is fine. What fails is in `trouble`."""
+        """Finalise the conversation, even when cancelled; a second call does nothing. What fails is in `trouble`."""
         if self.open:
             self.open, work = False, asyncio.ensure_future(self._left())
             try:
@@ -222,16 +222,17 @@ async def interacting(
     instance_id: str | None = None,
     seconds: float | None = None,
 ) -> AsyncIterator[Session]:
-    """Talk to a simulated user: `async with interacting(interactions, row) as session: await session.respond(messages)`.
+    """Async context manager: starts a conversation with a simulated user and yields its `Session`.
 
-    It is finalised however the block ends: after an error, a cancellation, or a start that failed. That may take
-    `LEAVE_SECONDS`; what fails in it is in `session.trouble`, and a note on the error that ended the block.
+    `async with interacting(interactions, row) as session: await session.respond(messages)`. The conversation is finalised
+    however the block ends, also if its start fails. That may take `LEAVE_SECONDS`; a failure of it is in `session.trouble`,
+    and in a note on the error that ended the block.
 
     Args:
-        interaction: one, or a mapping of names to interactions.
-        row: has `extra_info.interaction_kwargs`, or is these kwargs; their `name` selects among several.
-        instance_id: of the conversation; None: a new one.
-        seconds: time limit of the start and of each reply.
+        interaction: an interaction, or a mapping of names to interactions.
+        row: a row with `extra_info.interaction_kwargs`, or these kwargs; their `name` selects among several.
+        instance_id: the conversation's id; None: a new one.
+        seconds: time limit of the start and of each reply; None: none.
 
     Raises `DataError` for a row that selects no interaction.
     """
@@ -254,9 +255,9 @@ async def interacting(
 
 
 def interaction_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
-    """`extra_info.interaction_kwargs` (or `interaction_kwargs`) of a row; a mapping that is not a row is returned itself.
+    """A row's `interaction_kwargs`, from its `extra_info` or the row; a mapping that is no row is taken to be the kwargs.
 
-    A parquet file gives every row the keys of all rows: those that are None are left out.
+    A parquet file gives every row the keys of all rows: keys whose value is None are left out.
     """
     extra = row.get("extra_info")
     for place in (extra if isinstance(extra, Mapping) else {}, row):
@@ -271,10 +272,10 @@ def interaction_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
 def select_interaction(
     interactions: Mapping[str, Any], row: Mapping[str, Any], place: str = "a row", *, needed: bool = False
 ) -> tuple[Any, dict[str, Any]]:
-    """(the simulated user that a row selects, its kwargs without the name).
+    """The simulated user that a row's `interaction_kwargs` name; returns (user, the kwargs without `name`).
 
-    Where there is one user only, the name may be missing. A row without kwargs selects none, (None, {}), unless one is
-    `needed`. Raises `DataError` that calls the row `place` and lists the users, for an unknown name, or a missing one.
+    With a single user the name may be missing. A row without kwargs selects none and gives (None, {}), unless a user is
+    `needed`. Raises `DataError`, which calls the row `place` and lists the users, for an unknown or missing name.
     """
     given = interaction_kwargs(row)
     if not needed and not (interactions and given):
@@ -293,11 +294,11 @@ def select_interaction(
 
 
 def checked_interactions(interactions: Any) -> dict[str, Interaction]:
-    """Name → simulated user, of a list or a mapping. Raises `SettingError` for what is not a simulated user."""
+    """An agent's `interactions=` (list or mapping) as name → simulated user. Raises `SettingError` for anything else."""
     alone = hasattr(interactions, "generate_response")
     if alone or isinstance(interactions, str) or not isinstance(interactions, Iterable):
-        do = f"interactions=[{named(interactions)}{'()' if isinstance(interactions, type) else ''}]" if alone else None
-        raise SettingError("interactions", expected="a list", found=describe(interactions), do=do)
+        do = f"write [{named(interactions)}{'()' if isinstance(interactions, type) else ''}]" if alone else None
+        raise SettingError("interactions", expected="a list of simulated users", found=describe(interactions), do=do)
     if isinstance(interactions, Mapping):
         pairs = list(interactions.items())
     else:
@@ -305,14 +306,14 @@ def checked_interactions(interactions: Any) -> dict[str, Interaction]:
     for name, one in pairs:
         _check_interaction(name, one)
     if len(found := dict(pairs)) < len(pairs):
-        raise SettingError("interactions", expected="names that differ", found=[name for name, _ in pairs])
+        raise SettingError("names of the interactions", expected="names that differ", found=[name for name, _ in pairs])
     return found
 
 
 def _check_interaction(name: Any, one: Any) -> None:
     if isinstance(one, type):
-        do = f"make one: {one.__name__}()"
-        raise SettingError("interactions", expected="objects", found=f"the class {one.__name__}", do=do)
+        do = f"make an object of it: {one.__name__}()"
+        raise SettingError("interactions", expected="objects, not classes", found=f"the class {one.__name__}", do=do)
     kind = type(one).__name__
     asked = getattr(one, "generate_response", None)
     own = getattr(type(one), "generate_response", None) is not BaseInteraction.generate_response
@@ -323,20 +324,20 @@ def _check_interaction(name: Any, one: Any) -> None:
         written = getattr(one, method, None)
         plain = inspect.ismethod(written) or inspect.isfunction(written)
         if not callable(written) or (plain and not inspect.iscoroutinefunction(written)):
-            found = "a plain one" if callable(written) else "none"
+            found = "a method that is not async" if callable(written) else "no such method"
             raise SettingError(f"interaction {kind}", expected=f"`async def {method}`", found=found)
     if not isinstance(name, str) or not name:
-        do = "give it a name: rows choose their user by it (`interaction_kwargs`)"
-        raise SettingError(f"interaction {kind}", expected="a text as its `name`", found=describe(name), do=do)
+        do = "set its `name`: rows choose their simulated user by it (`interaction_kwargs.name`)"
+        raise SettingError(f"name of interaction {kind}", expected="a text", found=describe(name), do=do)
 
 
 def default_name(cls: type) -> str:
-    """The class's name without `Interaction`, in lower case."""
+    """The default name of an interaction: its class's name without `Interaction`, in lower case."""
     return cls.__name__.removesuffix("Interaction").lower() or cls.__name__.lower()
 
 
 def last_message(messages: Sequence[Mapping[str, Any]], role: str = "assistant") -> str:
-    """The text of the last message of a role; empty where there is none."""
+    """The text of the last message with role `role`; empty where there is none."""
     found = next((one.get("content") for one in reversed(messages) if one.get("role") == role), "")
     if isinstance(found, list):  # content in parts
         return "".join(str(part.get("text", "")) for part in found if isinstance(part, Mapping))
@@ -350,12 +351,12 @@ def _checked(name: str, found: Any) -> Reply:
         # 0 or 1, or numpy's bool, from a comparison, are clear; a text such as "False" is not
         good = isinstance(text, str) and not isinstance(stop, str) and stop in (True, False)
         if not good or not isinstance(extra, Mapping | None):
-            raise TypeError(found)
+            raise TypeError("not a tuple (stop, text, score, extra)")
         return Reply(bool(stop), text, None if score is None else _number(name, "the score", score), dict(extra or {}))
     except (TypeError, ValueError, ForeignError) as cause:
         shape = "(stop: bool, text: str, score: a finite number, extra: dict)"
         found = f"{type(found).__name__} {describe(found)}"
-        raise ForeignError(f"interaction {name!r} answered", expected=shape, found=found) from cause
+        raise ForeignError(f"the answer of interaction {name!r}", expected=shape, found=found) from cause
 
 
 def _number(name: str, what: str, value: Any) -> float:

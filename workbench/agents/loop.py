@@ -17,7 +17,7 @@ from workbench.engines.protocol import Sample, Sampler, SamplingSettings, switch
 
 
 class AgentLoopBase(Remembering, Shown):
-    """Base class of agent loops: a subclass gives `async run(sampling_params, **row) -> AgentLoopOutput`.
+    """Base class of agent loops: a subclass defines `async run(sampling_params, **row) -> AgentLoopOutput`.
 
     A loop is made once, with its tools and limits; every row is then run by a shallow copy that is bound to the row's
     `Episode`, so that `run` may keep a row's state in `self`. Inside `run`, `self.generate(ids, sampling_params)` samples the
@@ -55,18 +55,18 @@ class AgentLoopBase(Remembering, Shown):
 
     @property
     def lacks(self) -> str:
-        """What it needs and was made without, in words: then a row's `agent_name` alone cannot choose it. Empty: nothing."""
+        """What the loop needs but was made without (`no tools`), else empty. Such a loop cannot be chosen by name alone."""
         return ""
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
-        """Run one row: `sampling_params` are `SamplingSettings` by name, `row` the row's object columns by name."""
-        raise NotImplementedError
+        """Run one row's episode, with `sampling_params` (`SamplingSettings` as a dict) and the row's object columns."""
+        raise NotImplementedError(f"{type(self).__name__} does not define `async def run`")
 
     def prepare(self, sampler: Sampler) -> None:
-        """Called before any row is run: raise here where the loop cannot work with the sampler's tokenizer."""
+        """Hook, called before any row is run: a subclass raises here if it cannot work with the sampler's tokenizer."""
 
     def describe(self) -> dict[str, Any]:
-        """Its settings, as plain values: by default the public attributes that are plain."""
+        """The loop's settings by name: by default its public attributes that are str, int, float, bool or None."""
         plain = str | int | float | bool | None
         return {key: value for key, value in vars(self).items() if key[0] != "_" and isinstance(value, plain)}
 
@@ -74,17 +74,17 @@ class AgentLoopBase(Remembering, Shown):
         return f"{type(self).__name__}({self.name})"
 
     def bound(self, episode: Episode) -> Self:
-        """A shallow copy of the loop for one row."""
+        """A shallow copy of the loop, bound to one row's `episode`."""
         mine = copy.copy(self)
         mine._episode = episode
         return mine
 
     @property
     def episode(self) -> Episode:
-        """The row's episode. Raises `SettingError` on a loop that is not bound to one."""
+        """The `Episode` of the row that is run. Raises `SettingError` on a loop that is not bound to one."""
         if self._episode is None:
-            what = f"agent loop {self.name or type(self).__name__!r} runs no row"
-            raise SettingError(what, do="run it by bound(Episode(…))")
+            what = f"agent loop {self.name or type(self).__name__!r} is not bound to an episode"
+            raise SettingError(what, do="run the copy that bound(Episode(…)) returns")
         return self._episode
 
     @property
@@ -95,7 +95,7 @@ class AgentLoopBase(Remembering, Shown):
     async def generate(
         self, ids: Sequence[int], sampling_params: SamplingSettings | Mapping[str, Any], **changes: Any
     ) -> Sample:
-        """Sample the next turn after `ids`: token ids in, token ids out. `changes` are sampling settings of this turn."""
+        """Sample the next turn after the token ids `ids`. `changes` are sampling settings of this turn alone."""
         if isinstance(sampling_params, SamplingSettings):
             sampling_params = sampling_params.to_dict()
         return await self.episode.generate(ids, {**sampling_params, **changes})
@@ -112,7 +112,7 @@ C = TypeVar("C", bound=type[AgentLoopBase])
 
 
 def register_agent_loop(name: str, cls: type[AgentLoopBase]) -> None:
-    """Register a loop's class under a name for rows (`agent_name`) and settings; a second class replaces the first.
+    """Register an agent loop's class by name, for rows (`agent_name`) and settings; a later class replaces an earlier one.
 
     Raises `SettingError` for anything but a subclass of `AgentLoopBase` with an async `run` of its own.
     """
@@ -137,7 +137,7 @@ def register(name: str) -> Callable[[C], C]:
 
 
 def agent_loop(name: str) -> type[AgentLoopBase]:
-    """A loop's class by name or alias. Raises `SettingError` with the nearest name."""
+    """The agent loop class registered by this name or alias. Raises `SettingError`, with the nearest name, for others."""
     found = _LOOPS.get(_ALIASES.get(name, name))
     if found is None:
         raise SettingError(unknown("registered agent loop", name, (*_LOOPS, *_ALIASES)))
@@ -145,11 +145,11 @@ def agent_loop(name: str) -> type[AgentLoopBase]:
 
 
 class Loops:
-    """The loops of a rollout, and which of them runs a row.
+    """The agent loops of a rollout; `named` finds the one that runs a row.
 
     Args:
         agent: a loop, or the name of one that needs no arguments: it runs every row, whatever the row's `agent_name`. Or a
-            mapping of names to either: a row's `agent_name` chooses among them and the registered names.
+            mapping of names to loops (or names): a row's `agent_name` chooses among these and the registered names.
         default: the name in the mapping that runs rows without `agent_name`; None: the first.
     """
 
@@ -159,20 +159,20 @@ class Loops:
         given = dict(agent) if isinstance(agent, Mapping) else {own: agent}
         self._loops = {_ALIASES.get(name, name): _made(one) for name, one in given.items()}
         if not self._loops:
-            raise SettingError("agent", expected="at least one agent loop", found="none")
+            raise SettingError("agent", expected="at least one agent loop", found="an empty mapping")
         first = next(iter(self._loops))
         self.default = first if default is None else _ALIASES.get(default, default)
         self._found: dict[str, AgentLoopBase] = {}
         if self._alone and self.default not in self._loops:
-            expected = f"none: an agent given alone ({first!r}) runs every row"
-            do = "give agent= a mapping of names to loops"
+            expected = f"none: the only agent, {first!r}, runs every row"
+            do = "to choose by row, give agent= a mapping of names to loops"
             raise SettingError(f"default_agent {default!r}", expected=expected, do=do)
         self.named(self.default)
 
     def named(self, name: str | None, place: str = "") -> AgentLoopBase:
-        """The loop of a row with this `agent_name`, or None; errors call the row `place`.
+        """The loop for a row with this `agent_name` (None: the default); errors call the row `place`.
 
-        Raises `SettingError` for an unknown name, with the nearest, and for a registered loop that would have no tools.
+        Raises `SettingError` for an unknown name, and for a registered loop that needs tools and was made without.
         """
         if self._alone:
             return next(iter(self._loops.values()))
@@ -187,11 +187,12 @@ class Loops:
             self._found[name] = _made(name)
         if self._found[name].lacks:
             what = f"rows name agent {name!r}, which has {self._found[name].lacks}"
-            raise SettingError(what, found=place or None, do=f"give agent={{{name!r}: loop}}")
+            do = f"give agent={{{name!r}: loop}}, with a loop that has them"
+            raise SettingError(what, found=f"that name in {place}" if place else None, do=do)
         return self._found[name]
 
     def describe(self) -> dict[str, Any]:
-        """Name → settings of each loop that was given."""
+        """The settings of the loops that were given as `agent`, by name."""
         return {name: loop.describe() for name, loop in self._loops.items()}
 
 
@@ -211,10 +212,10 @@ def _made(agent: Any) -> AgentLoopBase:
 
 @register("single_turn")
 class SingleTurn(AgentLoopBase):
-    """The loop of a single answer: samples the same tokens as a rollout without agents."""
+    """Agent loop of a single model turn: samples the same tokens as a rollout without agents."""
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
-        """Reads `raw_prompt`."""
+        """Sample one answer to the row's `raw_prompt`."""
         switches = switches_of(self.episode.sampler)
         prompt = tuple(encode(self.tokenizer, row["raw_prompt"], **switches))
         said = Transcript(prompt, int(sampling_params["max_tokens"]))

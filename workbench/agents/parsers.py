@@ -23,12 +23,12 @@ _PARSERS: dict[str, type[Any]] = {}
 
 
 def register_parser(*names: str) -> Callable[[type[Any]], type[Any]]:
-    """Class decorator that registers a parser under these names. Raises `SettingError` where one is taken."""
+    """Class decorator that registers a parser under these names. Raises `SettingError` if one is taken."""
 
     def register(cls: type[Any]) -> type[Any]:
         for name in names:
             if name in _PARSERS:
-                raise SettingError(f"a tool parser {name!r} is registered already: {_PARSERS[name].__name__}")
+                raise SettingError(f"a tool parser named {name!r} is registered already: {_PARSERS[name].__name__}")
             _PARSERS[name] = cls
         return cls
 
@@ -36,24 +36,24 @@ def register_parser(*names: str) -> Callable[[type[Any]], type[Any]]:
 
 
 def tool_parser(name: str) -> ToolParser:
-    """A parser by name. Raises `SettingError` with the known names and the nearest."""
+    """A new tool parser by its registered name. Raises `SettingError`, which lists the names, for an unknown one."""
     if name not in _PARSERS:
         raise SettingError(unknown("tool parser", name, _PARSERS))
     return _PARSERS[name]()
 
 
 def checked_parser(parser: Any, *, format: str, tools: bool) -> ToolParser | None:
-    """The parser of a tool agent, of an object, a name, or None (ReAct's own for that format; none without `tools`).
+    """A tool agent's `parser=` (object, name or None) as a parser, or None for an agent without `tools`.
 
-    Raises `SettingError` for anything else, and for a parser that does not fit the format.
+    None with format `react` gives a `ReActParser`. Raises `SettingError` for others, and for a parser of another format.
     """
     if parser is None:
         if tools and format == "function_calling":
-            raise SettingError("tool_agent has tools and no parser", do="give parser=, or format='react'")
+            raise SettingError("the tool agent has tools and no parser", do="give parser='hermes', or format='react'")
         return ReActParser() if tools else None
     found = tool_parser(parser) if isinstance(parser, str) else parser
     if isinstance(found, type) or not callable(getattr(found, "extract_tool_calls", None)):
-        do = f"make one: {found.__name__}()" if isinstance(found, type) else None
+        do = f"make an object of it: {found.__name__}()" if isinstance(found, type) else None
         expected = "a name, or an object with extract_tool_calls(text, tools)"
         raise SettingError("parser", expected=expected, found=describe(found), do=do)
     if format == "react" and not isinstance(found, ReActParser):
@@ -64,7 +64,7 @@ def checked_parser(parser: Any, *, format: str, tools: bool) -> ToolParser | Non
 
 
 def parser_names() -> tuple[str, ...]:
-    """The names that `tool_parser` knows."""
+    """The names of the registered tool parsers."""
     return tuple(_PARSERS)
 
 
@@ -72,7 +72,7 @@ class _Finds:
     """Base of the parsers here: a subclass finds the places of the calls; what is between them is the content."""
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
-        """(the text without its calls, the calls in order)."""
+        """Find the tool calls in a model's text; returns (the text without them, the calls in order)."""
         content: list[str] = []
         calls: list[FunctionCall] = []
         place = 0
@@ -84,15 +84,15 @@ class _Finds:
 
     def _calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, FunctionCall]]:
         """(where it begins, where it ends, the call) of each call in the text."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define _calls")
 
 
 @register_parser("hermes", "qwen", "qwen2.5", "qwen3", "function_calling")
 class HermesParser(_Finds):
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: hermes, Qwen 2.5 and Qwen 3.
+    """Parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: the format of Hermes, Qwen 2.5 and Qwen 3.
 
-    Where the close tag is missing a call ends with its JSON, at the next `<tool_call>` or at the end of the text; a close
-    tag inside a string of valid JSON is part of the string.
+    Without a close tag a call ends with its JSON, at the next `<tool_call>` or at the end of the text; a close tag inside
+    a string of valid JSON is part of the string.
     """
 
     def _calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, FunctionCall]]:
@@ -104,9 +104,9 @@ class HermesParser(_Finds):
 
 @register_parser("qwen3_coder", "qwen_xml")
 class Qwen3CoderParser(_Finds):
-    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`; the outer tag may be missing.
+    """Parser of `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>` (Qwen3-Coder).
 
-    A value is text; it is read as JSON only where the tool's schema has another type than string.
+    The outer tag may be missing. A value is text, or JSON where the tool's schema has another type than string.
     """
 
     _FUNCTION = re.compile(
@@ -126,7 +126,7 @@ class Qwen3CoderParser(_Finds):
 
 @register_parser("react")
 class ReActParser(_Finds):
-    """`Action: name` and `Action Input: {…}`, up to `Observation:`.
+    """Parser of ReAct's `Action: name` and `Action Input: {…}`, up to `Observation:`.
 
     An input that is not a JSON object is the value of the tool's only required argument, or of its only argument. No call
     is read from what follows `Observation:`, which the model made up, or `Final Answer:`; it is left in the content.
@@ -147,7 +147,7 @@ class ReActParser(_Finds):
 
 @register_parser("tool_args")
 class ToolArgsParser(_Finds):
-    """`<tool>calculator</tool><args>{"expression": "1 + 1"}</args>`."""
+    """Parser of `<tool>calculator</tool><args>{"expression": "1 + 1"}</args>`."""
 
     _CALL = re.compile(r"<tool>\s*([\w.-]{1,64})\s*</tool>\s*<args>(.*?)(?:</args>|(?=<tool>)|\Z)", re.S)
 
@@ -240,7 +240,7 @@ STOP = "Observation:"
 
 
 def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
-    """ReAct's instructions: the tools, and the format of calls, for the first message."""
+    """The text before the first message that tells a model in ReAct's format about the tools and how to call them."""
     listed = "\n".join(
         f"- {one['function']['name']}: {one['function'].get('description', '')} "
         f"Arguments: {json.dumps((one['function'].get('parameters') or {}).get('properties', {}))}"
@@ -274,8 +274,8 @@ def loose_json(text: str) -> Any:
 
     Valid JSON is read by the standard library. Otherwise these mistakes are repaired, and no others: a ``` fence around it;
     strings in single quotes; extra commas; brackets, and a last string, that are not closed; line breaks inside strings;
-    `True`, `False`, `None`; keys without quotes; text after the end. Only up to `MAX_LENGTH` characters and `MAX_DEPTH`
-    levels, in linear time.
+    `True`, `False`, `None`; keys without quotes; text after the end. Texts of more than `MAX_LENGTH` characters or
+    `MAX_DEPTH` levels are not repaired.
     """
     fenced = _FENCE.match(text)
     text = (fenced[1] if fenced and text.lstrip().startswith("```") else text).strip()
@@ -298,7 +298,7 @@ def _mended(text: str) -> str:
     while place == 0 or (closes and place < len(text)):
         token = _TOKEN.match(text, place)
         if token is None or len(closes) > MAX_DEPTH + 1:
-            raise LookupError("beyond mending")
+            raise LookupError("the text is not JSON, even after the repairs of loose_json")
         place = token.end()
         sign = token[1]
         if sign in ("}", "]"):

@@ -60,7 +60,7 @@ class ToolCall:
 
     @property
     def ran(self) -> bool:
-        """Whether the call has an answer: of a tool, an error text, or written by hand."""
+        """Whether the call was answered: by the tool, by an error text, or by hand."""
         return self.status not in ("ignored", "not run")
 
 
@@ -90,11 +90,11 @@ class Turn:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Turn:
-        """A turn from what `to_dict` gave. Raises `DataError` for anything else."""
+        """Make a turn from the dict that `to_dict` returned. Raises `DataError` for anything else."""
         try:
             return cls(**{**values, "calls": tuple(ToolCall(**call) for call in values.get("calls", ()))})
         except (TypeError, AttributeError) as cause:
-            raise DataError("a turn of a transcript", expected="what Turn.to_dict gives", found=str(cause)) from cause
+            raise DataError("a turn of a transcript", expected="the dict of Turn.to_dict", found=str(cause)) from cause
 
     def to_dict(self) -> dict[str, Any]:
         """The turn as plain values, so that a transcript can be saved, or sent to a reward in another process.
@@ -118,9 +118,9 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class AgentLoopOutput:
-    """One episode: a prompt, and one masked response of model's, tools' and users' tokens. `AgentLoopBase` has an example.
+    """One finished episode: a prompt, and one response of the model's, tools' and users' tokens with a mask over them.
 
-    Raises `DataError` where ids, mask and log-probs differ in length.
+    `AgentLoopBase` has an example. Raises `DataError` where ids, mask and log-probs differ in length.
     """
 
     prompt_ids: tuple[int, ...]
@@ -145,18 +145,18 @@ class AgentLoopOutput:
     def __post_init__(self) -> None:
         if self.response_logprobs is None:
             expected = "a number per response id: `Sample.log_probs` of what was sampled, 0.0 where the mask is 0"
-            do = "return them: losses correct the sampler's numerics by them"
-            raise DataError("response_logprobs of an agent loop's output", expected=expected, do=do)
+            do = "return them: the losses correct by them for differences between sampler and policy"
+            raise DataError("response_logprobs of an agent loop's output", expected=expected, found="None", do=do)
         for name in ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "turns"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         ids, mask, log_probs = map(len, (self.response_ids, self.response_mask, self.response_logprobs))
         if not ids == mask == log_probs or not self.prompt_ids or not set(self.response_mask) <= {0, 1}:
             expected = "a prompt, and response_ids, response_mask (0 or 1) and response_logprobs of one length"
-            found = f"{len(self.prompt_ids)} prompt ids; {ids}, {mask} and {log_probs}"
+            found = f"{len(self.prompt_ids)} prompt ids, {ids} response ids, {mask} mask values, {log_probs} log-probs"
             raise DataError("an agent loop's output", expected=expected, found=found)
 
     def within(self, limit: int) -> AgentLoopOutput:
-        """The episode, cut to `limit` response tokens as in verl; itself where it is not longer."""
+        """The episode with its response cut to `limit` tokens, as in verl; unchanged where it is not longer."""
         if len(self.response_ids) <= limit:
             return self
         why = f"cut: the response has {len(self.response_ids)} tokens, and max_tokens is {limit}"
@@ -175,30 +175,30 @@ class Tool(Protocol):
     name: str
 
     def get_openai_tool_schema(self) -> dict[str, Any]:
-        """`{"type": "function", "function": {"name", "description", "parameters"}}`."""
+        """The tool's schema: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Make the state of one episode; returns its id for the other calls."""
+        """Make the tool's state for one episode; returns (its id, by which the other methods find it, a response)."""
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """One call: response, reward of the call, metrics."""
-        raise NotImplementedError(f"{type(self).__name__}.execute")
+        """Run one call with the model's arguments, `parameters`; returns (response, the call's reward or None, metrics)."""
+        raise NotImplementedError(f"{type(self).__name__} does not define `async def execute`")
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         """The tool's reward of the whole episode; 0 by default."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Drop the state: the episode is over."""
+        """Drop the tool's state: the episode is over."""
 
 
 class ToolParser(Protocol):
     """Finds tool calls in the model's text."""
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[FunctionCall]]:
-        """(content without the calls, calls); broken JSON is repaired, or comes as a call whose arguments do not parse."""
+        """(the text without the calls, the calls); broken JSON is repaired, or kept as arguments that do not parse."""
 
 
 @runtime_checkable
@@ -208,17 +208,17 @@ class Interaction(Protocol):
     name: str
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Make the state of one episode; returns its id for the other calls."""
+        """Start the conversation of one episode; returns its id, by which the other methods find it."""
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """(whether to stop, the user's next message, score of the last assistant turn, anything else)."""
-        raise NotImplementedError(f"{type(self).__name__}.generate_response")
+        """The user's reply: (whether to stop, the next message, score of the last assistant turn, anything else)."""
+        raise NotImplementedError(f"{type(self).__name__} does not define `async def generate_response`")
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """The score so far; 0 by default."""
+        """The score of the conversation so far; 0 by default."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """Drop the state: the episode is over, however it ended."""
+        """Drop the conversation's state: the episode is over, however it ended."""

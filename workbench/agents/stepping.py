@@ -29,23 +29,23 @@ _WHO = {
 
 
 class EpisodeStepper(Shown):
-    """Steps through one row's episode, turn by turn. Methods return it, so that calls chain; a cell shows the transcript.
+    """Steps through one row's episode, turn by turn. Methods return the stepper, so that calls chain.
 
-    `s.episode(row)` makes one: after the rollout it is at the end of the episode that was sampled, before the rollout it is
-    before the first turn. The model's turns are sampled with the rollout's seeds, so the same episode comes out again
-    unless something was changed. After `back`, tools and the simulated user are opened again when they are next needed and
-    asked again what they were asked before, so that their state fits; the transcript keeps its answers.
+    `episode(row)` of a `Stepper` makes one: at the end of the sampled episode if the rollout has run, else before the first
+    turn. A notebook cell shows its transcript. The model's turns are sampled with the rollout's seeds, so the same episode
+    comes out again unless something is changed. After `back`, tools and the simulated user are made anew when they are next
+    needed and get the earlier calls again, so that their state fits; the transcript keeps the earlier answers.
 
     Args:
         loop: the row's `ToolAgent`; other loops have no turns to step and raise `SettingError`.
-        episode: the row's name and sampler.
-        sampling: `SamplingSettings` by name.
+        episode: the row's `Episode`: its sampler and seeds.
+        sampling: `SamplingSettings` as a dict.
         row: the row's object columns.
-        recorded: the episode as it was sampled; None: it begins here.
-        row_number: which of the rollout's rows.
-        batch_of: output → a batch of the one row, with the rollout's columns.
-        log_probs: (context, ids) → the policy's log-probs, in nats, of ids that were written by hand.
-        lent: a context manager in which the engine has the weights that this episode is sampled with.
+        recorded: the episode as it was sampled; None: it has not begun.
+        row_number: the row's number in the rollout.
+        batch_of: function from an output to a batch of the one row, with the rollout's columns.
+        log_probs: function (context, ids) → the policy's log-probs, in nats, of ids that were written by hand.
+        lent: returns a context manager inside which the engine has the weights that this episode is sampled with.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class EpisodeStepper(Shown):
         lent: Callable[[], AbstractContextManager[None]],
     ) -> None:
         if not isinstance(loop, ToolAgent):
-            what = f"episode of row {row_number}: its loop cannot be stepped"
+            what = f"the agent loop of row {row_number} cannot be stepped turn by turn"
             do = "look at the whole transcript: views.transcript(batch, row)"
             raise SettingError(what, expected="a ToolAgent, or a subclass of it", found=loop, do=do)
         self.row = row_number
-        """Which of the rollout's rows."""
+        """The row's number in the rollout."""
         self._batch_of, self._log_probs, self._lent = batch_of, log_probs, lent
         self._openings = itertools.count(1)
         self._loop = loop.bound(episode)
@@ -84,12 +84,12 @@ class EpisodeStepper(Shown):
 
     @property
     def uid(self) -> Any:
-        """The uid of its prompt."""
+        """The `uid` of the episode's prompt."""
         return self._loop.episode.uid
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The transcript so far."""
+        """The turns of the episode so far."""
         return tuple(self._now.transcript.turns)
 
     @property
@@ -99,12 +99,12 @@ class EpisodeStepper(Shown):
 
     @property
     def asked(self) -> tuple[FunctionCall, ...]:
-        """The calls that are run next."""
+        """The tool calls that are run next; empty unless it is the tools' turn."""
         return tuple(self._loop.wanted(self._now)) if self.next_role == "tool" else ()
 
     @property
     def output(self) -> AgentLoopOutput:
-        """The episode so far: ids, mask, log-probs, turns."""
+        """The episode so far, as an `AgentLoopOutput`: ids, mask, log-probs, turns."""
         return self._output or self._now.transcript.output(self._loop.episode)
 
     @property
@@ -120,18 +120,19 @@ class EpisodeStepper(Shown):
     # --- forwards -------------------------------------------------------------------------
 
     def next(self, attempt: int = 0, **sampling: Any) -> EpisodeStepper:
-        """One turn further: the model's turn is sampled, its calls are run, or the simulated user answers.
+        """Go one turn further: sample the model's turn, run its tool calls, or ask the simulated user.
 
         Args:
-            attempt: of the model's turn: another number is another seed.
-            sampling: other settings for the model's turn: `temperature=0.2`, `max_tokens` of this turn.
+            attempt: number of the try at the model's turn; another number is another seed.
+            sampling: sampling settings for this turn of the model: `temperature=0.2`, `max_tokens=100`.
 
-        Raises `PipelineError` when the episode is over, `SettingError` for arguments where it is not the model's turn.
+        Raises `PipelineError` when the episode is over, `SettingError` for arguments when it is not the model's turn.
         """
         self._expect()
         require(isinstance(attempt, int) and attempt >= 0, "attempt", expected="a whole number ≥ 0", found=attempt)
         if (attempt or sampling) and self.next_role != "assistant":
-            raise SettingError("attempt and sampling are for the model's turns", found=f"{self.next_role}'s turn")
+            what = "attempt and sampling settings are for the model's turns only"
+            raise SettingError(what, found=f"the {self.next_role}'s turn", do="call next() without arguments")
         self._loop.episode.attempt = attempt
         whole, self._now.sampling = self._now.sampling, {**self._now.sampling, **sampling}
         try:
@@ -141,7 +142,7 @@ class EpisodeStepper(Shown):
         return self
 
     def run(self) -> EpisodeStepper:
-        """Run to the end of the episode."""
+        """Run the episode to its end."""
         while self.next_role is not None:
             self.next()
         return self
@@ -154,17 +155,17 @@ class EpisodeStepper(Shown):
 
         Args:
             text: the turn; where several calls were made, a list with an answer to each of `asked`.
-            end: put the token that ends an answer behind the model's words; False: the model continues from there.
+            end: append the end-of-sequence token to the model's words; False: the model continues from there.
 
-        Raises `PipelineError` when the episode is over; `SettingError` for words that have no room, or a wrong number of
-        texts.
+        Raises `PipelineError` when the episode is over; `SettingError` for words that do not fit into the response, or a
+        wrong number of texts.
         """
         self._expect()
         texts = [text] if isinstance(text, str) or not isinstance(text, Sequence) else list(text)
         needed = len(self.asked) or 1
         if len(texts) != needed or not all(isinstance(one, str) for one in texts):
             expected = f"{needed} texts, one for each call in .asked" if needed > 1 else "a text"
-            raise SettingError(f"the {self.next_role}'s turn", expected=expected, found=describe(text))
+            raise SettingError(f"words for the {self.next_role}'s turn", expected=expected, found=describe(text))
         said = self._by_hand(texts[0], end) if self.next_role == "assistant" else None
         self._do(lambda: self._put(texts, said, end), samples=said is not None and not end)
         return self
@@ -189,22 +190,22 @@ class EpisodeStepper(Shown):
     # --- backwards ------------------------------------------------------------------------
 
     def back(self, to: int | None = None) -> EpisodeStepper:
-        """Go back to before turn `to` (None: before the last turn). Raises `PipelineError` for a turn that there is not."""
+        """Go back to the place before turn `to` (None: the last turn). Raises `PipelineError` if there is no such turn."""
         count = len(self.turns)
         to = count - 1 if to is None else to
         if to == count and self.next_role is not None:
             return self
         if not isinstance(to, int) or not 0 <= to < count:
-            known = f"turns 0 to {count - 1}" if count else "a turn that was said"
-            found = to if count else "no turn"
-            raise PipelineError("cannot go back in this episode", expected=known, found=found)
+            known = f"one of turns 0 to {count - 1}" if count else "an episode with at least one turn"
+            found = f"turn {to!r}" if count else "no turns"
+            raise PipelineError("no such turn to go back to in this episode", expected=known, found=found)
         self._now, self._output, self._fits = self._at(self._now.transcript.first(to)), None, False
         return self
 
     def replace(self, turn: int, text: str | Sequence[str], *, end: bool = True) -> EpisodeStepper:
         """Go back to turn `turn` and write it by hand (see `say`); later turns are dropped, `run` continues from there.
 
-        The score that a simulated user gave with words that are replaced is kept. Where `say` raises, nothing has changed.
+        If a simulated user's turn is replaced, the score that came with it is kept. If `say` raises, nothing changes.
         """
         kept = self._now, self._output, self._fits
         said = self.turns
@@ -230,7 +231,7 @@ class EpisodeStepper(Shown):
         return twin
 
     def close(self) -> None:
-        """Release tools and simulated user, as the end of an episode does. Stepping on opens them again."""
+        """Release the tools and the simulated user, as at the end of an episode. Later steps make them anew."""
         runtime.run(self._loop.close(self._now))
         self._fits = False
 
@@ -248,8 +249,8 @@ class EpisodeStepper(Shown):
 
     def _expect(self) -> None:
         if self.next_role is None:
-            found = f"{self._now.transcript.reason}, after {len(self.turns)} turns"
-            raise PipelineError("this episode is over", found=found, do="back(to=…), or replace(turn, text)")
+            found = f"finish_reason {self._now.transcript.reason!r} after {len(self.turns)} turns"
+            raise PipelineError("this episode is over", found=found, do="go back by back(to=…) or replace(turn, text)")
 
     def _do(self, work: Callable[[], Any], samples: bool) -> None:
         episode, said = self._loop.episode, self._now.transcript
@@ -319,8 +320,9 @@ class EpisodeStepper(Shown):
         said = self._now.transcript
         ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not 0 < len(ids) < said.room:
-            room = f"1 to {said.room - 1} tokens"
-            raise SettingError("the model's turn", expected=room, found=len(ids), do="shorten it, or raise max_tokens")
+            room, found = f"1 to {said.room - 1} tokens", f"{len(ids)} tokens"
+            do = "shorten it, or raise max_tokens"
+            raise SettingError("text of the model's turn", expected=room, found=found, do=do)
         ids += (self.tokenizer.eos_token_id,) if end else ()
         with self._lent():
             log_probs = self._log_probs(said.context, ids)
@@ -335,7 +337,7 @@ class EpisodeStepper(Shown):
 
 
 def call_text(call: ToolCall) -> str:
-    """`name(arguments) → status, reward: answer`, in a line."""
+    """A tool call as one line of text: `name(arguments) → status, reward: answer`."""
     reward = f", reward {call.reward:g}" if call.reward is not None else ""
     asked, result = (" ".join(text.split())[:200] for text in (call.arguments, call.result))
     return f"{call.name}({asked}) → {call.status}{reward}: {result}"

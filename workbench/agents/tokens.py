@@ -19,7 +19,7 @@ _KEPT = 4096
 
 
 class TurnTokens:
-    """Token ids of prompts and of later turns, by a tokenizer's own chat template.
+    """Makes token ids of prompts and of later turns, by a tokenizer's own chat template.
 
     A delta is the text that the template puts after an assistant's answer when new messages follow: what closes the
     answer (without the end token, where the model wrote it), the messages, and the generation prompt. It is taken from a
@@ -28,8 +28,8 @@ class TurnTokens:
 
     Args:
         tokenizer: with or without a chat template.
-        tools: schemas that the template shows.
-        roles: of later turns, to be checked now.
+        tools: tool schemas that the template shows.
+        roles: roles of later turns (`tool`, `user`), for which the template is checked now.
         switches: further arguments of the template (`enable_thinking=False`).
 
     Raises `SettingError`, naming the template, where no delta can be formed for one of `roles`.
@@ -48,7 +48,7 @@ class TurnTokens:
             self._check(role)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The ids of a chat with the generation prompt, and with the tools, where the template shows them."""
+        """The token ids of a chat with the generation prompt, and with the tools if the template shows them."""
         key = json.dumps(list(messages), default=str, sort_keys=True)
         if key not in self._prompts:
             if len(self._prompts) >= _KEPT:
@@ -59,7 +59,7 @@ class TurnTokens:
     def delta(
         self, messages: Sequence[Message], wrote: Sequence[int] = (), *, generation: bool = True
     ) -> tuple[int, ...]:
-        """The ids to append after an assistant turn with the ids `wrote`, so that the model reads `messages`."""
+        """The token ids to append after an assistant turn with the ids `wrote`, so that the model reads `messages`."""
         text = self.delta_text(messages, generation=generation)
         last = int(wrote[-1]) if len(wrote) else None
         if last is None or last not in {*self._tokenizer.all_special_ids, self._tokenizer.eos_token_id}:
@@ -74,9 +74,9 @@ class TurnTokens:
         return ids[1:] if ids and ids[0] == last else self._encoded(rest)
 
     def delta_text(self, messages: Sequence[Message], *, generation: bool = True) -> str:
-        """All that the template writes between an answer and the answer after `messages`.
+        """The text that the template writes after an assistant's answer, for `messages` and the generation prompt.
 
-        Raises `DataError` for a template that leaves out the answer.
+        Raises `DataError` if the template leaves out the answer.
         """
         if self._plain:
             return "".join(f"\n{one['content']}" for one in messages) + "\n"
@@ -116,8 +116,8 @@ class TurnTokens:
         except DataError as error:
             why = str(error)
         if why:
-            what = f"the chat template of {self._name} gives no delta for a turn of role {role!r}"
-            expected = "new turns that are written after an answer, whatever is before it"
+            what = f"the chat template of {self._name} cannot append a turn of role {role!r} to a conversation"
+            expected = "a new turn that is written after the answer, in the same way whatever comes before"
             do = "give another role for tool answers (tool_role='user'), or the tokenizer another chat_template"
             raise SettingError(what, expected=expected, found=why, do=do)
 

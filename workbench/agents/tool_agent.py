@@ -25,7 +25,7 @@ _TURN_LIMITS = ("max_assistant_turns", "max_user_turns", "max_parallel_calls", "
 
 
 class AgentState(StrEnum):
-    """What an episode does next; verl's names."""
+    """State of a tool agent's episode: what it does next. The names are verl's."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -36,7 +36,7 @@ class AgentState(StrEnum):
 
 @dataclass
 class EpisodeState:
-    """An episode of the tool agent between two states; `ToolAgent.advance` takes it to the next."""
+    """A tool agent's episode between two steps; `ToolAgent.advance` takes it from one `AgentState` to the next."""
 
     row: Mapping[str, Any]
     sampling: Mapping[str, Any]
@@ -54,29 +54,29 @@ class EpisodeState:
 
 @register("tool_agent")
 class ToolAgent(AgentLoopBase):
-    """verl's tool agent loop, made of objects: tools, a parser of calls, simulated users.
+    """Agent loop with tools and simulated users, as verl's `tool_agent`, made of objects instead of configuration files.
 
     An episode ends when a turn makes no call and no user answers it, when the response has no room, and at the limits of
     turns (calls of the turn that reaches one are not run, but a simulated user still scores it). A simulated user that fails
     ends the episode as `abort`, and it is not scored.
 
     Args:
-        tools: a list or mapping.
+        tools: a list of tools, or a mapping of names to tools.
         parser: finds the calls in the model's text: an object, or a name (`tool_parser`).
         format: `function_calling` (the chat template shows the tools, answers have role `tool`) or `react` (the first message
             describes the tools, calls are `Action` lines, answers are user messages that begin `Observation: `).
         interactions: simulated users, a list or mapping; a row's `extra_info.interaction_kwargs` chooses one by `name` (which
             may be missing where there is only one), and is passed to it.
-        max_assistant_turns: limit of the model's turns.
-        max_user_turns: limit of tools' and users' turns.
-        max_parallel_calls: of the calls in one turn so many are run, concurrently; the others are recorded as ignored.
+        max_assistant_turns: limit of the model's turns; None: none.
+        max_user_turns: limit of tools' and users' turns; None: none.
+        max_parallel_calls: how many calls of one turn are run, concurrently; the others are recorded as ignored.
         max_tokens_per_turn: limit of one turn; `max_tokens` of the sampling is for the whole response, tool and user tokens
             included.
-        seconds_per_call: time limit of a tool's or user's answer.
+        seconds_per_call: time limit of a tool's or user's answer, in seconds.
         max_tool_response_length: limit of a tool's text, in characters.
         tool_response_truncate_side: the side that is cut off (see `calls.truncate`).
         tool_role: role of tool answers, for templates that have no `tool`.
-        name: for rows (`agent_name`) and errors.
+        name: the agent's name, for rows (`agent_name`) and errors.
 
     Raises `SettingError` at construction for settings, tools, a parser or users that cannot work, and in `prepare` for a
     chat template with which turns cannot be appended.
@@ -123,7 +123,7 @@ class ToolAgent(AgentLoopBase):
         self._tokens: tuple[Any, TurnTokens] | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Limits, the tools' schemas, the names of parser and interactions."""
+        """The agent's settings by name: limits, the tools' schemas, the names of parser and interactions."""
         parser = type(self._parser).__name__ if self._parser else None
         own = {"tools": self._box.schemas, "parser": parser, "interactions": sorted(self._interactions)}
         return {**super().describe(), **own}
@@ -138,11 +138,11 @@ class ToolAgent(AgentLoopBase):
 
     @property
     def lacks(self) -> str:
-        """`no tools`, where it has no simulated user either."""
+        """`no tools` if the agent has neither tools nor a simulated user, else empty."""
         return "" if self._box.tools or self._interactions else "no tools"
 
     def prepare(self, sampler: Sampler) -> None:
-        """Raises `SettingError`, naming the chat template, where turns cannot be appended with it."""
+        """Check the sampler's chat template. Raises `SettingError`, naming it, if turns cannot be appended with it."""
         if self._tokens is not None and self._tokens[0] is sampler.tokenizer:
             return
         roles = [*([self.tool_role] if self._box.tools else []), *(["user"] if self._interactions else [])]
@@ -152,7 +152,7 @@ class ToolAgent(AgentLoopBase):
 
     @property
     def tokens(self) -> TurnTokens:
-        """How turns become tokens, by the sampler's chat template."""
+        """The `TurnTokens` that turn messages into token ids by the sampler's chat template."""
         if self._tokens is None:
             self.prepare(self.episode.sampler)
         assert self._tokens is not None
@@ -161,7 +161,7 @@ class ToolAgent(AgentLoopBase):
     # --- one episode ---------------------------------------------------------------------------
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
-        """Run one row; of it `raw_prompt`, and `interaction_kwargs` and `tools_kwargs` of `extra_info` are read."""
+        """Run one row's episode; reads `raw_prompt`, and `interaction_kwargs` and `tools_kwargs` of `extra_info`."""
         episode = self.start(sampling_params, **row)
         try:
             while episode.state is not AgentState.TERMINATED:
@@ -174,11 +174,11 @@ class ToolAgent(AgentLoopBase):
         return await self.finish(episode)
 
     def start(self, sampling_params: Mapping[str, Any], **row: Any) -> EpisodeState:
-        """The episode before its first turn. Raises `DataError` for a bad prompt or an unknown interaction."""
+        """A new episode, before its first turn. Raises `DataError` for a bad prompt or an unknown interaction."""
         prompt = row["raw_prompt"]
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not isinstance(chat, Sequence) or not chat:
-            raise DataError("raw_prompt", expected="a chat with a message in it", found=describe(prompt))
+            raise DataError("raw_prompt of a row", expected="text, or a list of messages", found=describe(prompt))
         messages = [dict(one) for one in chat]
         sampling = dict(sampling_params)
         if self.format == "react" and self._box.tools:
@@ -188,14 +188,14 @@ class ToolAgent(AgentLoopBase):
         return EpisodeState(row, sampling, messages, said, *self.opened(row))
 
     def opened(self, row: Mapping[str, Any]) -> tuple[OpenTools, Session | None]:
-        """The episode's own tools, each of which gets its instance when it is first called, and its user, not started."""
+        """The tools and the simulated user (not started; None without one) for one episode of `row`."""
         place = f"row {self.episode.row} (uid {self.episode.uid})"
         user, given = select_interaction(self._interactions, row, place)
         session = None if user is None else Session(user, given, self.seconds_per_call)
         return self._box.opened(self.episode.name, row), session
 
     async def advance(self, episode: EpisodeState) -> AgentState:
-        """Do what `episode.state` says is next; returns the new state and keeps it there."""
+        """Do the next step, which `episode.state` names; returns the new state and stores it there."""
         if episode.state is AgentState.PENDING:
             episode.state = await self.begin(episode)
         elif episode.state is AgentState.GENERATING:
@@ -212,7 +212,7 @@ class ToolAgent(AgentLoopBase):
         return episode.state
 
     async def finish(self, episode: EpisodeState) -> AgentLoopOutput:
-        """The episode's output; its tools and its user are released."""
+        """Release the episode's tools and simulated user; returns its output."""
         rewards = await self.close(episode)
         errors = [*episode.errors, *episode.tools.errors]
         errors += [episode.user.trouble] if episode.user and episode.user.trouble else []
@@ -220,7 +220,7 @@ class ToolAgent(AgentLoopBase):
         return episode.transcript.output(self.episode, tool_totals=rewards, errors=errors)
 
     async def close(self, episode: EpisodeState) -> dict[str, float]:
-        """Release tools and user, also after a cancellation; twice is fine. Returns the tools' rewards of the episode."""
+        """Release an episode's tools and simulated user; returns tool name → reward. A second call does nothing."""
         try:
             return await episode.tools.close()
         finally:
@@ -228,7 +228,7 @@ class ToolAgent(AgentLoopBase):
                 await episode.user.end()
 
     async def begin(self, episode: EpisodeState) -> AgentState:
-        """Start the interaction, where there is one."""
+        """Start the episode's simulated user, if it has one; returns the next state."""
         try:
             if episode.user is not None:
                 await episode.user.start(self.episode.name)
@@ -237,7 +237,7 @@ class ToolAgent(AgentLoopBase):
         return AgentState.GENERATING
 
     async def spoken(self, episode: EpisodeState, sample: Sample, *, edited: bool = False) -> AgentState:
-        """Append the model's turn, sampled or written by hand (`edited`); returns what is next."""
+        """Append the model's turn, sampled or written by hand (`edited`); returns the next state."""
         said = episode.transcript
         text = self.tokenizer.decode(list(sample.ids), skip_special_tokens=True)
         short = sample.finish_reason == "length"
@@ -256,11 +256,11 @@ class ToolAgent(AgentLoopBase):
         return AgentState.INTERACTING if episode.user is not None else AgentState.TERMINATED
 
     def wanted(self, episode: EpisodeState) -> list[FunctionCall]:
-        """The last turn's calls that are run."""
+        """The tool calls of the last turn that are run: the first `max_parallel_calls`."""
         return episode.calls[: self.max_parallel_calls]
 
     def answered(self, episode: EpisodeState, records: Sequence[ToolCall]) -> AgentState:
-        """Append the answers to the calls that were `wanted`; returns what is next."""
+        """Append the answers (`records`) to the `wanted` tool calls; returns the next state."""
         ignored = [ToolCall(call.name, call.arguments, "ignored") for call in episode.calls[len(records) :]]
         episode.transcript.note(calls=(*records, *ignored))
         episode.calls = []
@@ -268,7 +268,7 @@ class ToolAgent(AgentLoopBase):
         return self._heard(episode, "tool", self.messages(records), cut)
 
     def messages(self, records: Sequence[ToolCall]) -> list[dict[str, Any]]:
-        """The messages to the model that answer calls."""
+        """Chat messages that tell the model the results of tool calls (`records`)."""
         if self.format == "react":
             return [{"role": self.tool_role, "content": f"Observation: {one.result}"} for one in records]
         return [{"role": self.tool_role, "content": one.result, "name": one.name} for one in records]
@@ -284,7 +284,7 @@ class ToolAgent(AgentLoopBase):
         return found
 
     def replied(self, episode: EpisodeState, text: str) -> AgentState:
-        """Append the simulated user's reply; returns what is next."""
+        """Append the simulated user's reply; returns the next state."""
         return self._heard(episode, "user", [{"role": "user", "content": text}], "")
 
     def _heard(self, episode: EpisodeState, role: str, messages: list[dict[str, Any]], cut: str) -> AgentState:
@@ -330,7 +330,7 @@ class ToolAgent(AgentLoopBase):
         return AgentState.TERMINATED
 
     def parsed(self, episode: EpisodeState, ids: Sequence[int]) -> list[FunctionCall]:
-        """The calls in the model's turn. What a parser raises goes into the record."""
+        """The tool calls in a model's turn of token ids `ids`. A parser's exception is recorded in the turn, not raised."""
         if self._parser is None or not self._box.tools:
             return []
         # special tokens are kept, because some models write their calls with them; the end token is not

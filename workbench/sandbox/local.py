@@ -33,16 +33,16 @@ class _Language(NamedTuple):
 
 
 class LocalSandbox(SyncDoors):
-    """`sandbox.local()`: runs programs here, isolated by the best tier that passes its probe.
+    """`sandbox.local()`: runs programs on this machine, isolated by the best tier of isolation that passes its probe.
 
     `tier` is `bubblewrap` or `namespaces` (None: the first that works). A tier is used only after its probe, a program
     that tries to escape (`tiers.ESCAPES`), has failed to. Where no tier passes, this raises `SandboxError` with the
     reasons; `allow_unsafe=True` then runs model code as an ordinary process of your own user, with your files and your
     network: only for code that you would run by hand.
 
-    `python` is the interpreter inside (by default ours if another user can reach it, else the system's);
-    `packages` shows it our installed packages, read-only. `memory_limit_mb` holds for each process, and
-    twice that for all of a program's together; `output_limit` is bytes of stdout and of stderr that are kept.
+    `python` is the interpreter of programs (by default this process's if other users can reach it, else the system's);
+    `packages=True` shows it this process's installed packages, read-only. `memory_limit_mb` limits each process, and twice
+    that all of a program's processes together; `output_limit` is how many bytes of stdout and of stderr are kept.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LocalSandbox(SyncDoors):
         disk_limit_mb: int = 64,
         output_limit: int = 1 << 20,
     ) -> None:
-        require(memory_limit_mb >= 64, "memory_limit_mb", expected="≥ 64 (an interpreter's own)", found=memory_limit_mb)
+        require(memory_limit_mb >= 64, "memory_limit_mb", expected="≥ 64 (for Python itself)", found=memory_limit_mb)
         require(output_limit >= 1024, "output_limit", expected="≥ 1024 bytes", found=output_limit)
         self.max_concurrent = max_concurrent or os.cpu_count() or 1
         require(self.max_concurrent >= 1, "max_concurrent", expected="≥ 1", found=max_concurrent)
@@ -96,7 +96,7 @@ class LocalSandbox(SyncDoors):
         return tuple(name for name, tool in tools.items() if name == "python" or Path(tool).exists())
 
     def describe(self) -> str:
-        """Its tier and limits."""
+        """The sandbox's tier of isolation and limits, in one line."""
         note = " (NO ISOLATION)" if self.tier == "unsafe" else ""
         return f"local sandbox, {self.tier}{note}, {self.memory_limit_mb} MiB, {self.max_concurrent} at a time"
 
@@ -104,7 +104,7 @@ class LocalSandbox(SyncDoors):
         return f"LocalSandbox({self.tier!r}, python={self.python!r}, max_concurrent={self.max_concurrent})"
 
     async def execute(self, program: Program) -> Result:
-        """Run one program in a fresh process and folder. Cancelling ends its processes."""
+        """Run one program in a fresh process and folder. A cancellation ends its processes."""
         stop = threading.Event()
         work = asyncio.get_running_loop().run_in_executor(self._threads, self.execute_in, self.tier, program, stop)
         try:
@@ -114,9 +114,9 @@ class LocalSandbox(SyncDoors):
             raise
 
     def execute_in(self, tier: str, program: Program, stop: threading.Event | None = None) -> Result:
-        """Run one program in a given tier and wait for it; the probe calls this."""
+        """Run one program in the given tier of isolation and wait for its result; setting `stop` ends it."""
         if program.language not in self.languages:
-            found = f"{program.language} is not installed here; {', '.join(self.languages)} are"
+            found = f"this sandbox cannot run {program.language}; it runs {', '.join(self.languages)}"
             return Result(status="SandboxError", message=found, where=tier)
         language, stop = self._languages[program.language], stop or threading.Event()
         memory = program.memory_limit_mb if program.memory_limit_mb > 0 else self.memory_limit_mb
@@ -210,7 +210,8 @@ def _interpreter(python: str | None, packages: bool) -> tuple[str, tuple[str, ..
     if packages:
         site = next((path for path in sys.path if path.endswith("site-packages")), None)
         if site is None:
-            raise SandboxError("packages=True", expected="an installed site-packages", found=sys.path)
+            what, do = "packages=True, but Python has no site-packages folder", "set packages=False"
+            raise SandboxError(what, expected="one on sys.path", found=sys.path, do=do)
         if not chosen.is_relative_to(base.parents[1]):
             _same_version(chosen)
         readable.append(site)
@@ -223,5 +224,6 @@ def _same_version(python: Path) -> None:
     asked = [str(python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
     found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     if found != ours:
-        do = "give python= one of the same version that other users can reach"
-        raise SandboxError(f"packages=True with {python}", expected=f"Python {ours}", found=found, do=do)
+        do = "give python= an interpreter of that version that other users can reach, or set packages=False"
+        what = f"packages=True with python={str(python)!r}, which is of another version"
+        raise SandboxError(what, expected=f"Python {ours}", found=f"Python {found}", do=do)

@@ -28,10 +28,10 @@ _OVER = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of one run."""
+    """Limits of one sandboxed process and its children."""
 
     seconds: float
-    """Of wall time; two more of processor time."""
+    """Seconds of wall time; the limit of processor time is two seconds more."""
     output_bytes: int
     """Bytes kept of stdout, and of stderr."""
     memory_mb: int
@@ -64,7 +64,7 @@ class _Pipe:
 
 
 def contained(command: Sequence[str], stdin: bytes, box: Path, limits: Limits, stop: threading.Event) -> Phase:
-    """Run a command to its end, to a limit, or until `stop`. Nothing that it started is left when this returns."""
+    """Run a command until it ends, meets a limit, or `stop` is set; its process group is ended before this returns."""
     began = time.perf_counter()
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     try:  # without an environment: an init's can be read from inside

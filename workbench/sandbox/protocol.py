@@ -40,7 +40,7 @@ class Program:
     code: str
     language: str = "python"
     stdin: str | None = None
-    """What it reads; None is an empty input."""
+    """The program's standard input; None is empty."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Relative path → content, written beside the program before it starts."""
     fetch_files: tuple[str, ...] = ()
@@ -54,26 +54,26 @@ class Program:
 
     def __post_init__(self) -> None:
         if self.language not in LANGUAGES:
-            raise SettingError("language", expected=f"one of {', '.join(LANGUAGES)}", found=self.language)
+            raise SettingError("language of a program", expected=f"one of {', '.join(LANGUAGES)}", found=self.language)
         for name in (*self.files, *self.fetch_files):
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-                raise SettingError("a file of a program", expected="a path inside its folder", found=name)
+                raise SettingError("file of a program", expected="a relative path inside its folder", found=repr(name))
 
     def to_request(self) -> dict[str, Any]:
-        """The body of `POST /run_code`."""
+        """The program as the JSON body of SandboxFusion's `POST /run_code`."""
         body = {**vars(self), "files": _in_base64(self.files), "fetch_files": list(self.fetch_files)}
         body["memory_limit_MB"] = body.pop("memory_limit_mb")
         return body
 
     @classmethod
     def from_request(cls, body: Mapping[str, Any]) -> Program:
-        """The reverse of `to_request`. Raises `SettingError` for what the service would answer with 422."""
+        """Make a program from the JSON body of a `POST /run_code`. Raises `SettingError` for a bad one (HTTP 422)."""
         code, stdin = body.get("code"), body.get("stdin")
         if not isinstance(code, str):
-            raise SettingError("'code'", expected="text", found=type(code).__name__)
+            raise SettingError("'code' of a /run_code request", expected="text", found=type(code).__name__)
         if not isinstance(stdin, str | None):
-            raise SettingError("'stdin'", expected="text or null", found=type(stdin).__name__)
+            raise SettingError("'stdin' of a /run_code request", expected="text or null", found=type(stdin).__name__)
         try:
             given = {str(name): text for name, text in (body.get("files") or {}).items() if text is not None}
             files = {name: base64.b64decode(text, validate=True) for name, text in given.items()}
@@ -83,7 +83,7 @@ class Program:
             language = str(body.get("language"))
             return cls(code=code, language=language, stdin=stdin, files=files, fetch_files=wanted, **limits)
         except (TypeError, ValueError, AttributeError, binascii.Error) as cause:
-            raise SettingError("a /run_code request", found=cause) from cause
+            raise SettingError("a /run_code request has a bad field", found=cause) from cause
 
 
 def _in_base64(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -92,31 +92,31 @@ def _in_base64(files: Mapping[str, bytes]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Compiling or running: one process that ended, or was ended."""
+    """The outcome of compiling or of running a program: one process that has ended."""
 
     status: PhaseStatus
     return_code: int | None = None
-    """None where it was ended by us."""
+    """None where the sandbox ended the process at its time limit."""
     stdout: str = ""
     stderr: str = ""
     seconds: float = 0.0
-    """Wall time."""
+    """Seconds of wall time that it took."""
     limit: Limit | None = None
-    """Which limit it met."""
+    """The limit that it met, or None."""
     truncated: bool = False
-    """Whether output is missing."""
+    """Whether output beyond the limit was dropped."""
     left_behind: bool = False
     """Whether a process that it started lives on (possible only without isolation)."""
 
     def to_reply(self) -> dict[str, Any]:
-        """The phase in a `/run_code` reply."""
+        """The phase as it stands in a `/run_code` reply."""
         kept = {name: getattr(self, name) for name in ("return_code", "stdout", "stderr")}
         return {"status": self.status, "execution_time": self.seconds, **kept}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Result:
-    """What came back for one program."""
+    """The result of running one program in a sandbox."""
 
     status: Status
     run: Phase | None = None
@@ -129,22 +129,22 @@ class Result:
 
     @property
     def stdout(self) -> str:
-        """What the program printed; empty where it did not run."""
+        """What the program printed to stdout; empty where it did not run."""
         return self.run.stdout if self.run else ""
 
     @property
     def limit(self) -> Limit | None:
-        """Which limit ended it, in either phase."""
+        """The limit that the program met while compiling or running, or None."""
         return next((phase.limit for phase in (self.compile, self.run) if phase and phase.limit), None)
 
     @property
     def truncated(self) -> bool:
-        """Whether output of the run is missing."""
+        """Whether output of the run was dropped."""
         return bool(self.run and self.run.truncated)
 
     @property
     def why(self) -> str:
-        """One line: what happened."""
+        """What happened, in one line: `ran`, the limit that was met, or the error."""
         if self.status == "SandboxError":
             return f"sandbox error: {self.message}"
         phase = self.run or self.compile
@@ -161,7 +161,7 @@ class Result:
         return "ran, with its output cut" if phase.truncated else "ran"
 
     def to_reply(self) -> dict[str, Any]:
-        """The service's reply, with `limit` and `truncated`, names that it does not use."""
+        """The result as a reply of SandboxFusion's `/run_code`, with two keys more: `limit` and `truncated`."""
         return {
             "status": self.status,
             "message": self.message,
@@ -196,18 +196,18 @@ def _shortened(text: str, limit: int = 2000) -> str:
 
 
 def last_line(text: str) -> str:
-    """The last line of what a program wrote."""
+    """The last line of a text, without the blank lines after it."""
     return text.strip().rpartition("\n")[2]
 
 
 def ran_out_of_memory(stderr: str) -> bool:
-    """Whether a program that failed says that it got no memory, in Python's words or C++'s."""
+    """Whether the stderr of a failed program says that memory ran out, in Python's words or C++'s."""
     last = last_line(stderr)
     return last.startswith("MemoryError") or "std::bad_alloc" in last
 
 
 def status_of(*phases: Phase | None) -> Status:
-    """The service's rule: any Error is a SandboxError, any time-out or non-zero code Failed, else Success."""
+    """The status by SandboxFusion's rule: any Error is SandboxError, any time-out or non-zero code Failed, else Success."""
     there = [phase for phase in phases if phase is not None]
     if any(phase.status == "Error" for phase in there):
         return "SandboxError"
@@ -217,24 +217,24 @@ def status_of(*phases: Phase | None) -> Status:
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """Runs programs. It never raises for what a program does."""
+    """Protocol of sandboxes, which run programs. A sandbox never raises for what a program does."""
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """What it can run."""
+        """The languages that the sandbox can run."""
 
     async def execute(self, program: Program) -> Result:
-        """Run one program; as many at a time as the sandbox allows."""
+        """Run one program; a call waits while the sandbox runs as many as it allows."""
 
     def describe(self) -> str:
-        """Where it runs and how it is isolated, in a line."""
+        """Where programs run and how they are isolated, in one line."""
 
 
 class SyncDoors(Sandbox):
-    """Base of sandboxes: the synchronous `run` and `run_many` over the async `execute`."""
+    """Base class of sandboxes: adds the synchronous `run` and `run_many` to the async `execute`."""
 
     def run(self, program: Program | str, **fields: Any) -> Result:
-        """Run one program and wait. Text is the code, `fields` the rest of a `Program`."""
+        """Run one program and wait for its result. A str is its code, and `fields` are the other fields of `Program`."""
         return self.run_many([program if isinstance(program, Program) else Program(code=program, **fields)])[0]
 
     def run_many(self, programs: Sequence[Program]) -> list[Result]:

@@ -32,7 +32,7 @@ class RemoteSandbox(SyncDoors):
 
     Connection errors, time-outs, 429, 5xx and malformed replies are tried again, up to `attempts` times and `deadline`
     seconds a program, with growing, jittered waits (`Retry-After` is honoured). What still fails is a result of status
-    `SandboxError`, which says nothing about the program. `max_concurrent` holds for this process.
+    `SandboxError`, which says nothing about the program. `max_concurrent` limits the requests of this process.
     """
 
     languages = LANGUAGES
@@ -49,7 +49,7 @@ class RemoteSandbox(SyncDoors):
     ) -> None:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.netloc)
-        require(good, "sandbox_fusion.url", expected="http(s)://host/run_code", found=url)
+        require(good, "the sandbox service's URL (sandbox_fusion.url)", expected="http(s)://host/run_code", found=url)
         # verl's scripts give URLs that end in /run_code, SandboxFusion's own settings do not
         path = parts.path.rstrip("/").removesuffix("/run_code")
         self.url = urlunsplit((parts.scheme, parts.netloc, path, "", ""))
@@ -58,21 +58,21 @@ class RemoteSandbox(SyncDoors):
         self._client = Client(attempts=attempts, deadline=deadline, max_concurrent=max_concurrent, headers=headers)
 
     def describe(self) -> str:
-        """Which service, and how many requests at a time."""
+        """The service's host and the limit of requests at a time, in one line."""
         return f"remote sandbox {urlsplit(self.url).netloc}, {self.max_concurrent} at a time"
 
     def __repr__(self) -> str:
         return f"RemoteSandbox({self.url!r}, max_concurrent={self.max_concurrent})"
 
     def ping(self) -> bool:
-        """Whether the service answers."""
+        """Whether the service answers within 10 seconds."""
         try:
             return runtime.run(self._client.get(f"{self.url}/v1/ping", timeout=10.0)) == "pong"
         except (Unreachable, Refused):
             return False
 
     async def execute(self, program: Program) -> Result:
-        """Post one program and read the reply."""
+        """Run one program at the service. If the service fails, the result has status `SandboxError`."""
         if program.memory_limit_mb <= 0:
             program = replace(program, memory_limit_mb=self.memory_limit_mb)
         seconds = program.compile_timeout + program.run_timeout + 10.0
@@ -85,9 +85,9 @@ class RemoteSandbox(SyncDoors):
 
 
 def read_reply(reply: Any) -> Result:
-    """A reply of the service as a `Result`. Raises `ValueError` for what is not one."""
+    """A decoded JSON reply of `/run_code` as a `Result`. Raises `ValueError` for what is no such reply."""
     if not isinstance(reply, Mapping) or reply.get("status") not in ("Success", "Failed", "SandboxError"):
-        raise ValueError(f"not a /run_code reply: {json.dumps(reply)[:200]}")
+        raise ValueError(f"the service's answer is not a /run_code reply: {json.dumps(reply)[:200]}")
     files = {str(name): base64.b64decode(text) for name, text in (reply.get("files") or {}).items()}
     built, ran = (_phase(reply.get(f"{one}_result"), bool(reply.get("truncated"))) for one in ("compile", "run"))
     message = str(reply.get("message") or "")
@@ -99,7 +99,7 @@ def _phase(record: Any, cut: bool) -> Phase | None:
         return None
     status, code, seconds = record["status"], record.get("return_code"), float(record.get("execution_time") or 0.0)
     if status not in ("Finished", "Error", "TimeLimitExceeded"):
-        raise ValueError(f"not a phase's status: {status!r}")
+        raise ValueError(f"status {status!r} in a /run_code reply; expected Finished, Error or TimeLimitExceeded")
     out, err = str(record.get("stdout") or ""), str(record.get("stderr") or "")
     truncated = cut or len(out) >= CUT or len(err) >= CUT
     limit: Limit | None = "output" if truncated else None
@@ -115,11 +115,11 @@ def _phase(record: Any, cut: bool) -> Phase | None:
 
 
 def answer(sandbox: Sandbox, body: bytes) -> tuple[int, dict[str, Any]]:
-    """(HTTP status, reply) to the body of a `POST /run_code`: 200 for whatever ran, 422 for a bad request."""
+    """Run the program in the body of a `POST /run_code`; returns (HTTP status, reply): 200, or 422 for a bad request."""
     try:
         request = json.loads(body)
         if not isinstance(request, dict):
-            raise SettingError("a /run_code request is a JSON object")
+            raise SettingError("a /run_code request", expected="a JSON object", found=type(request).__name__)
         program = Program.from_request(request)
     except (ValueError, RecursionError) as error:
         return 422, {"detail": [{"type": "invalid", "loc": ["body"], "msg": str(error)}]}
@@ -128,9 +128,9 @@ def answer(sandbox: Sandbox, body: bytes) -> tuple[int, dict[str, Any]]:
 
 @contextmanager
 def serve(sandbox: Sandbox, *, port: int = 0) -> Iterator[str]:
-    """Serve `/run_code` and `/v1/ping` on the loopback address while the block runs; gives the URL.
+    """Context manager: serves `/run_code` and `/v1/ping` at 127.0.0.1 while the block runs, and yields the URL.
 
-    Anybody who can log in to this machine can reach it: it is for one's own notebooks, not a public service.
+    Anybody who can log in to this machine can reach the server: it is for one's own notebooks, not a public service.
     """
 
     class Handler(BaseHTTPRequestHandler):

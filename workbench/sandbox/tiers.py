@@ -34,7 +34,7 @@ _OPEN_FILES = 256
 
 
 def limited(limits: Limits, processes: bool = True) -> list[str]:
-    """`prlimit …`: soft and hard limits of a process that the program cannot raise; of `processes` in all, unless told not."""
+    """The `prlimit …` command line that sets a program's limits; `processes`: limit the number of its processes, too."""
     kept = {"as": limits.memory_mb << 20, "fsize": _FILE_MB << 20, "nofile": _OPEN_FILES, "core": 0}
     kept |= {"cpu": int(limits.seconds) + 2, **({"nproc": _PROCESSES} if processes else {})}
     return [_tool("prlimit"), *(f"--{name}={limit}" for name, limit in kept.items()), "--"]
@@ -46,7 +46,7 @@ def _tool(name: str) -> str:
 
 
 def missing(tier: str) -> list[str]:
-    """The programs that a tier is made of and this machine lacks."""
+    """The system programs that a tier of isolation needs and this machine lacks."""
     own = {"bubblewrap": ("bwrap",), "namespaces": ("unshare", "setpriv", "mount", "pivot_root", "umount")}
     needed = (*own.get(tier, ()), "prlimit", *(["setpriv"] if os.geteuid() == 0 else []))
     return [name for name in needed if shutil.which(_tool(name)) is None]
@@ -55,7 +55,7 @@ def missing(tier: str) -> list[str]:
 def command(
     tier: str, *, box: Path, root: Path, limits: Limits, readable: Sequence[str], environment: Mapping[str, str]
 ) -> list[str]:
-    """What to put before a program's own command line. `root` is an empty folder that `namespaces` mounts over."""
+    """The command line to put before a program's own to isolate it; `root` is an empty folder for `namespaces`' mounts."""
     drop = [_tool("setpriv"), f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "--"] if os.geteuid() == 0 else []
     ends = [_tool("setpriv"), "--pdeathsig=KILL", "--"] if tier == "namespaces" else []  # bwrap sees to it itself
     if tier == "bubblewrap":
@@ -148,7 +148,7 @@ print(json.dumps(found), flush=True)
 
 
 def failures(sandbox: Any, tier: str) -> list[str]:
-    """What escapes a tier on this machine, or what it lacks; [] where it passes. Probed once per interpreter."""
+    """Why a tier of isolation cannot be used here: the programs that it lacks, or its probe's escapes; [] if it can."""
     if lacking := missing(tier):
         return [f"needs {', '.join(lacking)}"]
     key = (tier, sandbox.python, os.getpid())

@@ -28,7 +28,7 @@ _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})
 
 
 class CalculationError(ValueError):
-    """An expression that cannot be computed; the text is for the model."""
+    """An arithmetic expression cannot be computed; the message is for the model."""
 
 
 def calculate(expression: str) -> Fraction:
@@ -42,12 +42,12 @@ def calculate(expression: str) -> Fraction:
     reader = _Reader(expression.translate(_SIGNS))
     value = reader.value()
     if (left := reader.next()) is not None:
-        raise CalculationError(f"unexpected {left!r}")
+        raise CalculationError(f"unexpected {left!r} in the expression")
     return value
 
 
 def shown(value: Fraction) -> str:
-    """A whole number in full, any other with up to 12 significant digits."""
+    """A value as text: a whole number in full, any other with up to 12 significant digits."""
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
 
 
@@ -67,7 +67,7 @@ class _Reader:
 
     def expect(self, sign: str) -> None:
         if self.next(sign) is None:
-            raise CalculationError(f"a {sign!r} is missing")
+            raise CalculationError(f"a {sign!r} is missing in the expression")
 
     def value(self, level: int = 0) -> Fraction:
         """The value of the next terms joined by operators of this level, or of tighter ones, from the left."""
@@ -107,7 +107,7 @@ class _Reader:
         if found in FUNCTIONS:
             return self.call(found)
         known = f"; known functions: {', '.join(FUNCTIONS)}" if found[0].isalpha() or found[0] == "_" else ""
-        raise CalculationError(f"unexpected {found!r}{known}")
+        raise CalculationError(f"unexpected {found!r} in the expression{known}")
 
     def call(self, name: str) -> Fraction:
         self.expect("(")
@@ -124,7 +124,7 @@ class _Reader:
 def _tokens(text: str) -> list[str]:
     if left := _TOKEN.sub("", text).strip():
         hint = "; powers are written **" if left[0] == "^" else ""
-        raise CalculationError(f"unexpected {left[0]!r}{hint}")
+        raise CalculationError(f"unexpected {left[0]!r} in the expression{hint}")
     return [found[found.lastindex or 0] for found in _TOKEN.finditer(text)]
 
 
@@ -137,7 +137,7 @@ def _number(text: str) -> Fraction:
 
 def _kept(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise CalculationError("the result is too large, or too fine")
+        raise CalculationError("a number in the calculation is too large, or has too many digits")
     return value
 
 
@@ -146,7 +146,7 @@ def _raised(base: Fraction, exponent: Fraction) -> Fraction:
         raise CalculationError("division by zero")
     if exponent.denominator != 1:
         if base < 0:
-            raise CalculationError("a broken power of a negative number is not real")
+            raise CalculationError("a fractional power of a negative number is not real")
         if exponent == Fraction(1, 2):
             return _root(base)
         return _from_float(lambda: float(base) ** float(exponent))
@@ -155,7 +155,7 @@ def _raised(base: Fraction, exponent: Fraction) -> Fraction:
     if base in (0, 1, -1):  # even powers are alike, and so are odd ones
         steps = steps and 2 - steps % 2
     elif (bits - 1) * abs(steps) > MAX_BITS:  # before the power is made
-        raise CalculationError("the power is too large")
+        raise CalculationError("the result of ** is too large")
     return Fraction(base**steps)
 
 
@@ -170,7 +170,7 @@ def _from_float(make: Callable[[], float]) -> Fraction:
     try:
         return Fraction(make())
     except (OverflowError, ValueError, ZeroDivisionError) as cause:
-        raise CalculationError("the result is too large, or too fine") from cause
+        raise CalculationError("the result is too large or too small for a float") from cause
 
 
 def _round(value: Fraction, digits: Fraction = Fraction(0)) -> Fraction:
@@ -190,7 +190,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 class Calculator(BaseTool):
-    """`calculator`: evaluates an arithmetic expression; for one that cannot be computed the model gets an error text."""
+    """Tool `calculator`: evaluates an arithmetic expression; the model gets an error text if it cannot be computed."""
 
     SCHEMA: ClassVar[Mapping[str, Any]] = {
         "name": "calculator",
@@ -199,7 +199,7 @@ class Calculator(BaseTool):
     }
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        """Evaluate the expression; the answer is its value as text."""
+        """Evaluate `parameters["expression"]`; the answer is its value as text."""
         if wrong := self.refusal(parameters):
             return wrong
         try:

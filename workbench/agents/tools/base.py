@@ -17,39 +17,40 @@ Executed = tuple[ToolResponse, float | None, dict[str, Any]]
 
 
 class BaseTool(Tool):
-    """Base class of tools that a model calls: a subclass gives `execute`, and `create` where an instance has state.
+    """Base class of tools that a model calls: a subclass defines `execute`, and `create` if it needs state.
 
-    The record that `execute` returns third has `status` (a `rewards.score.Status`: *scored*; *no_answer*: the call was
-    wrong; *infra_error*: the tool failed), `why` in one line, and anything else worth keeping.
+    The third value that `execute` returns, the record, has `status` (a `rewards.score.Status`: *scored*; *no_answer*: the
+    call was wrong; *infra_error*: the tool failed), `why` in one line, and anything else worth keeping.
 
     Args:
         config: the tool's settings.
-        tool_schema: in OpenAI's form; None: the class's `SCHEMA`.
+        tool_schema: the schema in OpenAI's form; None: the class's `SCHEMA`.
 
-    Raises `SettingError` for a schema that is not one.
+    Raises `SettingError` for a schema that is missing or invalid.
     """
 
     SCHEMA: ClassVar[Mapping[str, Any] | None] = None
-    """The schema where none is given."""
+    """The schema of tools that are made without `tool_schema`."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
         self.config: dict[str, Any] = dict(config or {})
         chosen = tool_schema if tool_schema is not None else self.SCHEMA
         if chosen is None:
-            raise SettingError(f"{type(self).__name__} has no schema", do="give tool_schema=, or a SCHEMA")
+            do = "give tool_schema=, or define SCHEMA in the class"
+            raise SettingError(f"the tool {type(self).__name__} has no schema", do=do)
         self.tool_schema = in_openai_form(chosen)
         self.name: str = self.tool_schema["function"]["name"]
         self.instances: dict[str, dict[str, Any]] = {}
         """Each instance's state, from `create` to `release`."""
 
     def get_openai_tool_schema(self) -> dict[str, Any]:
-        """`{"type": "function", "function": {name, description, parameters}}`."""
+        """The tool's schema: `{"type": "function", "function": {name, description, parameters}}`."""
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Make an instance (with a new id where none is given), whose state starts as these arguments.
+        """Make the tool's state for one episode from these arguments; returns (its id, an empty response).
 
-        verl passes a row's arguments in one piece, as `create_kwargs`: both forms work.
+        The id is new if none is given. verl passes a row's arguments in one piece, as `create_kwargs`: both forms work.
         """
         given = kwargs.pop("create_kwargs", None) or {}
         instance_id = instance_id or str(uuid4())
@@ -57,16 +58,16 @@ class BaseTool(Tool):
         return instance_id, ToolResponse()
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Drop the instance's state. Twice is fine."""
+        """Drop the state of `instance_id`; a second call does nothing."""
         self.instances.pop(instance_id, None)
 
     def refusal(self, parameters: Any) -> Executed | None:
-        """The answer to arguments that do not fit the schema; None where they fit."""
+        """The result of a call whose arguments do not fit the schema; None where they fit."""
         wrong = check_arguments(self.tool_schema, parameters)
         return refused(wrong) if wrong else None
 
     def broken(self, cause: Exception, seconds: float | None) -> Executed:
-        """The answer where the tool raised `cause`, or took more than `seconds`."""
+        """The result of a call in which the tool raised `cause`, or took more than `seconds`."""
         late = isinstance(cause, TimeoutError) and seconds
         why = f"no answer within {seconds:g} s" if late else first_line(cause)
         return broken(f"Error when executing tool {self.name}: {why}", why)
@@ -81,7 +82,7 @@ def answered(text: str, reward: float | None = None, **record: Any) -> Executed:
 
 
 def refused(text: str, reward: float | None = 0.0, **record: Any) -> Executed:
-    """The result of a call that was wrong: the model gets the reason, and reward 0, as in verl."""
+    """The result of a call that was wrong: the model gets the reason as `text`, and the call reward 0, as in verl."""
     return ToolResponse(text=text), reward, {"status": Status.NO_ANSWER.value, "why": text, **record}
 
 

@@ -29,7 +29,7 @@ _threads = threading.BoundedSemaphore(MAX_THREADS)
 
 
 class FunctionTool(BaseTool):
-    """A function that a model calls by name; made by `function_tool`.
+    """A Python function as a tool that a model calls by name; made by `function_tool`.
 
     A synchronous function runs in a thread of its own. **A thread cannot be killed**: a function that never returns keeps
     its thread until the process ends (it does not keep the process alive). Untrusted code, above all a model's, belongs in
@@ -41,10 +41,10 @@ class FunctionTool(BaseTool):
 
     Args:
         function: sync or async, with type hints.
-        name: the tool's; None: the function's.
+        name: the tool's name; None: the function's.
         description: for the model; None: the docstring's first part.
         timeout: limit of a call in seconds; None: the caller's limit alone.
-        tool_schema: in place of the one from hints and docstring, with the same arguments.
+        tool_schema: a schema with the same arguments, in place of the one from hints and docstring.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class FunctionTool(BaseTool):
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function itself."""
+        """Call the Python function itself."""
         return self.function(*args, **kwargs)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        """Call the function, where the arguments fit the schema."""
+        """Call the function with the model's arguments; those that do not fit the schema get an error text."""
         if wrong := self.refusal(parameters):
             return wrong
         arguments = {key: float(value) if key in self._floats else value for key, value in parameters.items()}
@@ -101,7 +101,7 @@ def function_tool(
     """Make a tool of a typed function, sync or async: `@function_tool`, or with settings `@function_tool(timeout=5)`.
 
     Name and description are those of the function and its docstring's first part; the docstring's `Args:` describe the
-    parameters. Raises `SettingError`, naming the parameter, for one without a type hint, or of a type that JSON has not.
+    parameters. Raises `SettingError`, naming the parameter, for one without a type hint, or of a type without JSON form.
     """
     make = functools.partial(FunctionTool, name=name, description=description, timeout=timeout)
     return make if function is None else make(function)
@@ -115,7 +115,7 @@ def _executed(result: Any) -> Executed:
     parts = result if isinstance(result, tuple) else (result,)
     answer, reward, record = (*parts, None, None)[:3] if 1 <= len(parts) <= 3 else (parts, None, None)
     if isinstance(answer, tuple) or isinstance(reward, str | Mapping) or not isinstance(record or {}, Mapping):
-        raise TypeError(f"a tool returned {describe(result)}; expected (answer, reward, record) or a part of it")
+        raise TypeError(f"a tool returned {describe(result)}; expected (answer, reward, record) or its first parts")
     if isinstance(answer, Mapping) and answer and set(answer) <= {"text", "image", "video"}:
         answer = ToolResponse(**answer)
     if not isinstance(answer, ToolResponse):
@@ -125,13 +125,13 @@ def _executed(result: Any) -> Executed:
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Await a function that runs in a daemon thread of its own.
+    """Run a function in a daemon thread of its own, and await its result.
 
     The event loop's executor has few threads: one that hangs would be missing from then on, and keep the process alive.
     Raises what the function raises, and `RuntimeError` where `MAX_THREADS` are running.
     """
     if not _threads.acquire(blocking=False):
-        raise RuntimeError(f"{MAX_THREADS} tool threads are running; a tool that never returns keeps its thread")
+        raise RuntimeError(f"no thread is free for a tool: {MAX_THREADS} are running, or never returned")
     context = contextvars.copy_context()
 
     def work() -> Any:
@@ -146,7 +146,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def schema_of(
     function: Callable[..., Any], *, name: str | None = None, description: str | None = None
 ) -> dict[str, Any]:
-    """The schema of a typed function with a Google-style docstring. Raises `SettingError` naming the parameter."""
+    """The tool schema of a typed function with a Google-style docstring. Raises `SettingError` as `function_tool` does."""
     called = name or getattr(function, "__name__", type(function).__name__)
     summary, described = _documented(inspect.getdoc(function) or "")
     hints = _hints(function)
@@ -155,9 +155,9 @@ def schema_of(
     for key, parameter in inspect.signature(function).parameters.items():
         place = f"parameter {key!r} of {called}"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise SettingError(place, expected="one that is given by name", found=str(parameter))
+            raise SettingError(place, expected="a parameter that can be given by name", found=str(parameter))
         if key not in hints:
-            raise SettingError(place, expected="a type hint", do="write one: the model's schema is made of it")
+            raise SettingError(place, expected="a type hint", do="add one: the tool's schema is made of it")
         properties[key] = _typed(hints[key], place) | ({"description": described[key]} if key in described else {})
         if parameter.default is parameter.empty:
             required.append(key)

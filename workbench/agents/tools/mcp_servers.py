@@ -29,12 +29,12 @@ class MCPServer:
     connection was lost. A command is run as it is written: trust it as you trust the file that names it.
 
     Args:
-        name: for errors.
+        name: the server's name, for errors.
         config: an entry of an `mcpServers` file: `command`, `args`, `env`, `cwd`; or `url`, `headers`, `auth_token` (sent as
             a bearer token).
         timeout: limit of a call in seconds, where `config` has none.
 
-    Raises `SettingError` for other settings, and without exactly one of `command` and `url`.
+    Raises `SettingError` for unknown settings, and unless there is exactly one of `command` and `url`.
     """
 
     def __init__(self, name: str, config: Mapping[str, Any], *, timeout: float = 30.0) -> None:
@@ -42,7 +42,7 @@ class MCPServer:
             if key not in (*_OURS, "transport", "type"):
                 raise SettingError(f"MCP server {name!r}: " + unknown("setting of a server", key, _OURS))
         if ("command" in config) == ("url" in config):
-            raise SettingError(f"MCP server {name!r}", expected="a command or a url", found=sorted(config))
+            raise SettingError(f"settings of MCP server {name!r}", expected="a command or a url", found=sorted(config))
         self.name = name
         self.config = dict(config)
         self.timeout = float(config.get("timeout", timeout))
@@ -51,10 +51,10 @@ class MCPServer:
         self._client: asyncio.Future[Any] | None = None
         self._leave = asyncio.Event()
         self.starts = 0
-        """How often it has connected."""
+        """How often a connection was started."""
 
     async def tools(self) -> list[dict[str, Any]]:
-        """The server's tools: name, description and parameters of each. Raises `ConnectionError`, or what the client raises."""
+        """List the tools: name, description and parameters of each. Raises `ConnectionError`, or what the client raises."""
 
         async def ask(client: Any) -> list[Any]:
             found, cursor = [], None
@@ -71,16 +71,16 @@ class MCPServer:
         ]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Call one tool. Raises `TimeoutError`, and whatever the client raises."""
+        """Call one tool; returns the client's result. Raises `TimeoutError`, and whatever the client raises."""
         given = {"name": name, "arguments": dict(arguments), "read_timeout_seconds": self.timeout}
         return await _in_background(self._asked(lambda client: client.call_tool(**given), self.timeout))
 
     async def aclose(self) -> None:
-        """Disconnect; a command's process ends. Twice is fine."""
+        """Disconnect from the server; a command's process ends. A second call does nothing."""
         await _in_background(self._left())
 
     def close(self) -> None:
-        """Disconnect, from code that is not async."""
+        """Disconnect from the server, as `aclose` does, from code that is not async."""
         runtime.run(self._left())
 
     async def _asked(self, ask: Callable[[Any], Coroutine[Any, Any, Any]], seconds: float) -> Any:
@@ -139,14 +139,14 @@ class MCPServer:
 
 
 class MCPTool(BaseTool):
-    """One tool of an MCP server. What fails becomes a text for the model and a record."""
+    """One tool of an MCP server, as a tool of an agent. A failed call becomes an error text for the model and a record."""
 
     def __init__(self, server: MCPServer, tool_schema: Any, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config, tool_schema)
         self.server = server
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        """Call the server's tool, where the arguments fit its schema."""
+        """Call the server's tool with the model's arguments; those that do not fit its schema get an error text."""
         if wrong := self.refusal(parameters):
             return wrong
         try:
@@ -166,9 +166,9 @@ class MCPTool(BaseTool):
 def mcp_tools(
     servers: str | Path | Mapping[str, Any], *, selected: Sequence[str] | None = None, timeout: float = 30.0
 ) -> list[MCPTool]:
-    """The tools of the servers of an `mcpServers` file (or its content): all, or the `selected` names in their order.
+    """Connect to the servers of an `mcpServers` file (or its content) and return their tools: all, or the `selected` names.
 
-    It connects to the servers and waits for them; `tool.server.close()` disconnects. Raises `SettingError` for a bad file, a
+    `timeout` limits a call, in seconds; `tool.server.close()` disconnects. Raises `SettingError` for a bad file, a
     server that cannot be reached, and a selected name that no server has.
     """
     reached = [MCPServer(str(name), config, timeout=timeout) for name, config in _entries(servers).items()]
@@ -193,7 +193,7 @@ def _entries(servers: str | Path | Mapping[str, Any]) -> Mapping[str, Mapping[st
         try:
             servers = json.loads(Path(servers).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as cause:
-            what = f"MCP servers of {str(servers)!r}"
+            what = f"MCP servers' file {str(servers)!r}"
             raise SettingError(what, expected="a JSON file", found=first_line(cause)) from cause
     entries = servers.get("mcpServers", servers) if isinstance(servers, Mapping) else None
     if not isinstance(entries, Mapping) or not all(isinstance(one, Mapping) for one in entries.values()):
@@ -206,7 +206,7 @@ def _offered(server: MCPServer) -> list[dict[str, Any]]:
         return runtime.run(server.tools())
     except (OSError, TimeoutError, ImportError) as cause:
         do = 'pip install "mcp>=2"' if isinstance(cause, ImportError) else None
-        raise SettingError(f"the tools of MCP server {server.name!r}", found=first_line(cause), do=do) from cause
+        raise SettingError(f"no tools from MCP server {server.name!r}", found=first_line(cause), do=do) from cause
 
 
 @asynccontextmanager

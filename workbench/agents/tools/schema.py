@@ -15,18 +15,18 @@ _TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
 
 
 def tool_schema(given: Any) -> dict[str, Any]:
-    """A schema as `{"type": "function", "function": {name, description, parameters: {type, properties, required}}}`.
+    """A tool's schema in OpenAI's form, `{"type": "function", "function": {name, description, parameters}}`.
 
-    `given` may be that, its inner part, an object with `model_dump` (verl's and MCP's pydantic models), or the short form of
-    a hand-written yaml, where `parameters` are the properties themselves and all of them required.
-    Raises `SettingError` for anything else.
+    `parameters` become `{type, properties, required}`. `given` may be that form, its inner part, an object with
+    `model_dump` (verl's and MCP's pydantic models), or the short form of a hand-written yaml, where `parameters` are the
+    properties themselves and all of them required. Raises `SettingError` for anything else.
     """
     dump = getattr(given, "model_dump", None)
     schema = _mapping("a tool's schema", dump(exclude_none=True) if callable(dump) else given)
     inner = schema["function"] if isinstance(schema.get("function"), Mapping) else schema
     name = inner.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise SettingError("a tool's name", expected="letters, digits, _ . or -, up to 64", found=describe(name))
+        raise SettingError("a tool's name", expected="1 to 64 letters, digits, _ . or -", found=describe(name))
     description = inner.get("description") or ""
     parameters = _parameters(name, inner.get("parameters") or {})
     function = {"name": name, "description": str(description), "parameters": parameters}
@@ -51,13 +51,13 @@ def _parameters(name: str, given: Any) -> dict[str, Any]:
                 raise SettingError(f"type of {place}", expected=f"one of {', '.join(_TYPES)}", found=describe(kind))
     for key in required:
         if key not in properties:
-            raise SettingError(f"tool {name!r} requires {key!r}", expected="one of its properties")
+            raise SettingError(f"required argument {key!r} of tool {name!r}", expected=f"one of {list(properties)}")
     plain = {str(key): dict(value) for key, value in properties.items()}
     return {**({} if short else whole), "type": "object", "properties": plain, "required": required}
 
 
 def same_arguments(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse a schema, `given` for a tool, with other arguments than the tool reads (`own`). Raises `SettingError`."""
+    """Raise `SettingError` unless the schema `given` for a tool has the same arguments as the tool's `own` schema."""
     wanted, found = (sorted(one["function"]["parameters"]["properties"]) for one in (own, given))
     if wanted != found:
         what = f"the schema of tool {given['function']['name']!r}"

@@ -23,18 +23,18 @@ NOTHING = "(no output; print what you want to see)"
 
 
 class PythonTool(BaseTool):
-    """`python`: runs a program in a new process of the sandbox and answers with its stdout and stderr.
+    """Tool `python`: runs a program in a new process of the sandbox and answers with its stdout and stderr.
 
-    The record has `ran` (it ended with exit code 0), `seconds`, `limit` (which one it met) and `truncated`. A program that
-    fails is answered like any other, with status *crashed* or *timeout*; where the sandbox could not run it the status is
-    *infra_error*. A call has no reward of its own, as in verl.
+    A call's record has `ran` (it ended with exit code 0), `seconds`, `limit` (which one it met) and `truncated`. A program
+    that fails is answered like any other, with status *crashed* or *timeout*; where the sandbox could not run it the status
+    is *infra_error*. A call has no reward of its own, as in verl.
 
     Args:
         sandbox: where programs run.
         config: `timeout` (or verl's `default_timeout`), seconds of wall time from the program's start, 10 by default;
             `memory_limit_mb`, by default the sandbox's own; `language` (`default_language`), by default python.
-        tool_schema: in place of `SCHEMA`.
-        settings: keys of `config` by name.
+        tool_schema: a schema in place of `SCHEMA`.
+        settings: keys of `config`, as keyword arguments.
     """
 
     SCHEMA: ClassVar[Mapping[str, Any]] = {
@@ -51,11 +51,12 @@ class PythonTool(BaseTool):
         self.timeout = float(self.config.get("timeout", self.config.get("default_timeout", 10.0)))
         self.language = str(self.config.get("language", self.config.get("default_language", "python")))
         self.memory_limit_mb = int(self.config.get("memory_limit_mb", -1))
-        require(self.timeout > 0, "timeout", expected="seconds > 0", found=self.timeout)
-        require(self.language in sandbox.languages, "language", expected=sandbox.languages, found=self.language)
+        require(self.timeout > 0, f"timeout of tool {self.name!r}", expected="seconds > 0", found=self.timeout)
+        what, known = f"language of tool {self.name!r}", f"one of {sandbox.languages}"
+        require(self.language in sandbox.languages, what, expected=known, found=self.language)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        """Run the program; the answer is what it printed."""
+        """Run the program `parameters["code"]`; the answer is what it printed."""
         if wrong := self.refusal(parameters):
             return wrong
         limits: dict[str, Any] = {"run_timeout": self.timeout, "memory_limit_mb": self.memory_limit_mb}
@@ -85,10 +86,10 @@ NOT_BETTER = -0.05
 
 
 class Gsm8kAnswer(BaseTool):
-    """`gsm8k_answer`: scores a submitted answer against the row's `ground_truth` (passed to `create`), by flexible scoring.
+    """Tool `gsm8k_answer`: scores a submitted answer by the row's `ground_truth` (passed to `create`), by flexible scoring.
 
-    A call's reward is 0 where the submission is better than the one before, else −0.05; `calc_reward` is the score of the
-    last. The instance lives as long as the episode, where verl 0.7 made a new one for each call.
+    A call's reward is 0 if its answer scores higher than the one before, else −0.05; `calc_reward` is the score of the last
+    answer. The state lasts for the whole episode; verl 0.7 made a new one for each call.
     """
 
     SCHEMA: ClassVar[Mapping[str, Any]] = {
@@ -98,7 +99,7 @@ class Gsm8kAnswer(BaseTool):
     }
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        """Score the submission."""
+        """Score the answer `parameters["answer"]`."""
         if isinstance(parameters, dict) and type(parameters.get("answer")) in (int, float):
             parameters = {**parameters, "answer": str(parameters["answer"])}  # as in verl
         if wrong := self.refusal(parameters):
@@ -114,7 +115,7 @@ class Gsm8kAnswer(BaseTool):
         return answered(f"Current parsed {answer=} {reward=}", step, score=reward)
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """The score of the last submission; 0 before the first."""
+        """The score of the last submitted answer; 0 before the first."""
         state = self.instances.get(instance_id, {})
         if "response" not in state:
             return 0.0
@@ -137,7 +138,7 @@ class Corpus:
 
     def __init__(self, documents: Iterable[Any]) -> None:
         self.documents = [_text(number, one) for number, one in enumerate(documents)]
-        require(bool(self.documents), "a corpus", expected="at least one document", found=0)
+        require(bool(self.documents), "documents of a corpus", expected="at least one document", found=0)
         self._postings: dict[str, list[tuple[int, int]]] = {}
         lengths = []
         for number, text in enumerate(self.documents):
@@ -152,7 +153,7 @@ class Corpus:
         return len(self.documents)
 
     def best(self, query: str, topk: int = 3) -> list[tuple[float, str]]:
-        """The `topk` best (score, document) among those that share a word with the query; ties in the corpus's order."""
+        """The `topk` best documents that share a word with the query, as (BM25 score, document), the best first."""
         scores: dict[int, float] = {}
         for word in _WORD.findall(query.lower()):
             found = self._postings.get(word, ())
@@ -165,13 +166,13 @@ class Corpus:
 
 
 class Search(BaseTool):
-    """`search`: finds the best documents for each of several queries; a document's first line is shown as its title.
+    """Tool `search`: finds the best documents for each of several queries; a document's first line is shown as its title.
 
     Args:
         corpus: a `Corpus`, a jsonl or parquet file, or a list of texts or records.
-        config: `corpus` (where it is not given first) and `topk`, 3 by default.
-        tool_schema: in place of `SCHEMA`.
-        settings: keys of `config` by name.
+        config: `corpus` (where the argument is None) and `topk`, documents per query, 3 by default.
+        tool_schema: a schema in place of `SCHEMA`.
+        settings: keys of `config`, as keyword arguments.
     """
 
     SCHEMA: ClassVar[Mapping[str, Any]] = {
@@ -191,15 +192,15 @@ class Search(BaseTool):
         corpus = corpus if corpus is not None else self.config.get("corpus")
         if corpus is None:
             do = "give a jsonl or parquet file, or a list of texts; a retrieval service cannot be used"
-            raise SettingError(f"tool {self.name!r} has no corpus", expected="config.corpus", do=do)
+            raise SettingError(f"tool {self.name!r} has no corpus", expected="corpus=, or config.corpus", do=do)
         if isinstance(corpus, str | Path):
             corpus = read(Path(corpus))
         self.corpus = corpus if isinstance(corpus, Corpus) else Corpus(corpus)
         self.topk = int(self.config.get("topk", 3))
-        require(self.topk >= 1, "topk", expected="≥ 1", found=self.topk)
+        require(self.topk >= 1, f"topk of tool {self.name!r}", expected="≥ 1", found=self.topk)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        """The best documents of each query; searched in a thread, because a large corpus takes long."""
+        """Find the best documents for each query of `parameters["query_list"]`, in a thread: a large corpus takes long."""
         if wrong := self.refusal(parameters):
             return wrong
         queries = parameters["query_list"][:MAX_QUERIES]
