@@ -112,7 +112,7 @@ class Paired(can.SampleMany, can.Closing):
         """Version of the weights that the sampler holds now: the held ones, or the learner's, pushed where they have to be."""
         if held is not None:
             if self._starts() != held.starts:
-                what = f"the held weights of version {held.version}, with which rows were being sampled, are gone"
+                what = f"the held weights of version {held.version} that rows were being sampled with are gone"
                 found = "the sampler's process was restarted meanwhile"
                 raise EngineError(what, found=found, do="continue from the last checkpoint: resume='auto'")
             return held.version

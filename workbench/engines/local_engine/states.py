@@ -62,7 +62,7 @@ def read_record(folder: str | Path) -> dict[str, Any]:
         file = path / name
         if not file.is_file() or file.stat().st_size != size:
             found = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
-            raise CheckpointError(f"the file {path / name} of a sharded state", expected=f"{size} bytes", found=found)
+            raise CheckpointError(f"a file of the sharded state, {path / name}", expected=f"{size} bytes", found=found)
     return {**record, "whole": False}
 
 
