@@ -85,7 +85,7 @@ def test_log_probs_that_are_not_a_trainers_are_refused(server: Server) -> None:
         with pytest.raises(EngineError, match="log-probs before them"):
             engine.sample_many([request(**settings)])
     server.mode = "nonsense"
-    with pytest.raises(EngineError, match=r"of no known kind; expected .* times 1 \(raw logits\) or 0\.50"):
+    with pytest.raises(EngineError, match=r"of no known kind; expected .* 1 \(raw logits\) or 0\.50"):
         remote(server.url, TINY, **QUICK)
 
 

@@ -55,7 +55,7 @@ class RemoteSampler(Pushed):
         self.url = server.base_of(url)
         if s.weights and s.weights_folder is None and urlsplit(self.url).hostname not in server.HERE:
             expected = "weights_folder, a folder that both machines see under one path"
-            raise EngineError(f"weights for {self.url}, another machine", expected=expected, do="pass weights_folder")
+            raise EngineError(f"cannot push weights to {self.url}, another machine", expected=expected, do="pass one")
         self.template_switches = switches
         self.version = s.version
         self.starts = 1
@@ -303,7 +303,7 @@ class RemoteSampler(Pushed):
         await self._pusher.post(f"{self.url}{path}", body, timeout=self._settings.push_seconds, read=read)
 
     def restart(self) -> None:
-        """Connect to the server anew, after it was restarted elsewhere; a pair then pushes its weights again."""
+        """Check and probe the server anew, after it was restarted elsewhere; a pair then pushes its weights again."""
         with self._named("cannot sample from the server"):
             runtime.run(self._begin())
         self.version = self._settings.version

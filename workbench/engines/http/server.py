@@ -314,7 +314,7 @@ def base_of(url: str) -> str:
 
 
 def authorization(name: str | None) -> dict[str, str]:
-    """HTTP header with the API key of the environment variable `name`. Raises `EngineError` where it holds no usable key."""
+    """HTTP header with the API key of environment variable `name`. Raises `EngineError` where it holds no usable key."""
     if name is None:
         return {}
     key = os.environ.get(name, "")
@@ -361,7 +361,7 @@ async def examine(ask: Ask, prompts: Sequence[tuple[int, ...]]) -> Findings:
             break
     if follows is None:
         what = "cannot tell whether the server's log-probs follow the temperature"
-        found = f"{len(prompts)} prompts where they are too close or too far apart"
+        found = f"{len(prompts)} prompts whose likeliest tokens are too close or too far apart"
         raise EngineError(what, expected="a prompt whose likeliest tokens differ in log-prob", found=found)
     settings = replace(_PLAIN, max_tokens=12, temperature=_WARM)
     ids = [(await ask(Request(prompts[0], settings, seed), 0)).ids for seed in (11, 11, 12)]
@@ -377,7 +377,7 @@ def _follows(plain: Mapping[int, float], warm: Mapping[int, float]) -> bool | No
     for value, expected in ((True, 1 / _WARM), (False, 1.0)):
         if abs(share - expected) < 0.2:
             return value
-    kinds = f"log-prob differences times 1 (raw logits) or {1 / _WARM:.2f} (scaled) from temperature 1 to {_WARM:g}"
+    kinds = f"differences at temperature {_WARM:g} to be 1 (raw logits) or {1 / _WARM:.2f} (scaled) times those at 1"
     raise EngineError("the server's log-probs are of no known kind", expected=kinds, found=f"{share:.2f}")
 
 

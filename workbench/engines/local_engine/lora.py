@@ -109,7 +109,7 @@ def merged(model: Any, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
         if isinstance(layer, BaseTunerLayer):
             one: Any = layer
             if f"{name}.lora_A{_OURS}weight" not in held:
-                raise EngineError(f"the adapter of {name}", expected="a linear layer", found=type(one).__name__)
+                raise EngineError(f"LoRA adapter of {name}", expected="a linear layer", found=type(one).__name__)
             a, b = (held[f"{name}.lora_{letter}{_OURS}weight"] for letter in "AB")
             delta = (b @ a) * one.scaling["default"]
             plain[f"{name}.weight"] = held[f"{name}.base_layer.weight"] + (delta.T if one.fan_in_fan_out else delta)
