@@ -198,7 +198,7 @@ class Hosted(SampleMany, Closing):
                 elif time.monotonic() - finished > self._deadline:
                     self._end()
                     how = f"responds, but has finished nothing for {self._deadline:g} s"
-                    raise WorkerLost(f"the worker of engine {self.name!r} {how}", do="call the engine's restart()", exit=how)
+                    raise WorkerLost(f"the worker of engine {self.name!r} {how}", do="restart() the engine", exit=how)
         except BaseException as error:  # noqa: BLE001 - raised where the questions were asked
             self._fail(error)
 
