@@ -116,7 +116,7 @@ def outputs(
     flat: dict[str, torch.Tensor] = {}
     if "values" in want:
         if head is None:
-            raise EngineError("'values'", expected="a critic's value head", found="a policy", do="use engine.critic()")
+            raise EngineError("'values' of a policy", expected="a critic's value head", do="use engine.critic()")
         flat["values"] = head(hidden.float()).squeeze(-1)
     if {"log_probs", "entropy", "sum_pi_squared"} & set(want):
         labels = rows["input_ids"][:, -mask.shape[1] :][mask]
