@@ -169,5 +169,5 @@ def test_weights_go_from_one_engine_to_another(folder: Path) -> None:
     assert torch.equal(one.compute_log_probs(batch)["log_probs"], two.compute_log_probs(batch)["log_probs"])
     one.learn(batch, LikelihoodLoss(), EngineContract.counts(batch))
     assert torch.equal(weights["lm_head.weight"], two.full_weights()["lm_head.weight"])  # copies
-    with pytest.raises(EngineError, match="load_weights; expected model.norm.weight of"):
+    with pytest.raises(EngineError, match="load_weights; expected a tensor model.norm.weight of"):
         two.load_weights({name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}, 8)

@@ -207,7 +207,7 @@ class Busy:
 def test_B5_a_worker_that_answers_and_never_finishes_is_given_up() -> None:
     busy = Busy()
     lone = Hosted(lambda: busy, name="busy", deadline=0.3)
-    with pytest.raises(WorkerLost, match="worker of busy answers, and has finished nothing for 0.3 s"):
+    with pytest.raises(WorkerLost, match="worker of engine 'busy' responds, but has finished nothing for 0.3 s"):
         lone.sample_many(requests(3))
     assert busy.closed and not lone.alive
     both = Replicas([Hosted(Busy, name="busy", deadline=0.3), Fake()])

@@ -31,18 +31,18 @@ _PASSED_ON = (
 
 
 class Policy(Learner, LogProbModel, Protocol):
-    """A pair's learner: it learns and scores, and has the tokenizer that both engines share."""
+    """Protocol of the learner that `paired` takes: an engine that trains, scores log-probs and has a tokenizer."""
 
     @property
     def tokenizer(self) -> Any:
-        """As a sampler's."""
+        """The model's own tokenizer (transformers' interface); the sampler's has the same tokens."""
 
 
 class Paired(can.SampleMany, can.Closing):
-    """A learner and a sampler that follows its weights, as one engine; made by `paired`.
+    """A learner and a sampler used as one engine: the learner's weights are pushed to the sampler. Made by `paired`.
 
-    Sampling is the sampler's, everything else the learner's, attributes that are not listed here (`critic`, `full_kl`,
-    `max_length` …) included.
+    The sampler samples; the learner does everything else. Attributes that are not defined here (`critic`, `full_kl`,
+    `max_length` …) are the learner's.
     """
 
     def __init__(self, learner: Policy, sampler: WeightSink, *, share_device: bool = False) -> None:
@@ -68,7 +68,7 @@ class Paired(can.SampleMany, can.Closing):
 
     @property
     def version(self) -> int:
-        """Policy version recorded on the next sampled response: the learner's, or inside `Held.drawing()` that of older, held weights."""
+        """Policy version of the next sampled response: the learner's, inside `Held.drawing()` that of the held weights."""
         held = present(self)
         return self.learner.version if held is None else held.version
 
@@ -80,8 +80,8 @@ class Paired(can.SampleMany, can.Closing):
     async def sample(self, request: Request) -> Sample:
         """Sample one response with the learner's present weights, or inside `Held.drawing()` with the held ones.
 
-        A sampler whose process was lost is started again and asked again, with the same seed. Raises `WorkerLost` where that
-        does not help, `EngineError` where the sampler's weights are not those that it was given.
+        If the sampler's process dies, it is restarted and the request sent again with the same seed, at most twice. Raises
+        `WorkerLost` where that fails, `EngineError` where the sampler's weights are not those that were pushed to it.
         """
         if asyncio.get_running_loop() is not runtime.loop():  # a caller's own loop: the turn is taken in ours
             there = asyncio.run_coroutine_threadsafe(self.sample(request), runtime.loop())
@@ -112,9 +112,9 @@ class Paired(can.SampleMany, can.Closing):
         """Version of the weights that the sampler holds now: the held ones, or the learner's, pushed where they have to be."""
         if held is not None:
             if self._starts() != held.starts:
-                what = f"the weights of version {held.version} that rows were being sampled with are gone"
-                found = "the sampler's process was started again meanwhile"
-                raise EngineError(what, found=found, do="go on from the last checkpoint, resume='auto'")
+                what = f"the held weights of version {held.version} that rows were being sampled with are gone"
+                found = "the sampler's process was restarted meanwhile"
+                raise EngineError(what, found=found, do="continue from the last checkpoint: resume='auto'")
             return held.version
         if self._behind():
             async with self._turn:
@@ -124,10 +124,13 @@ class Paired(can.SampleMany, can.Closing):
     # --- the sampler's weights --------------------------------------------------------------
 
     def push(self) -> float:
-        """Push the learner's weights to the sampler now, waking it first; returns the seconds that it took."""
+        """Push the learner's weights to the sampler now; returns the seconds taken.
+
+        Raises `EngineError` while weights are held.
+        """
         if self._held is not None:
             found = f"rows are being sampled with the held weights of version {self._held.version}"
-            raise EngineError("push", expected="a sampler whose weights are not held", found=found, do="release() them")
+            raise EngineError("cannot push weights", expected="no held weights", found=found, do="release() them first")
         self._wake()
         held = self._state()[:2]
         self._pushed = None  # half-way nobody knows what it holds
@@ -138,15 +141,15 @@ class Paired(can.SampleMany, can.Closing):
         return self.seconds
 
     def hold(self) -> Held:
-        """Push the learner's present weights where needed, and keep them in the sampler until `release()`.
+        """Push the learner's weights to the sampler if it lacks them, and keep them there until `Held.release()`.
 
-        Waits for weights that are held already. Raises `EngineError` with `share_device=True`: there the sampler sleeps while
-        the learner works.
+        Waits until weights that are held already are released. Raises `EngineError` with `share_device=True`: there the
+        sampler sleeps while the learner works.
         """
         if self.share_device:
             what = "weights cannot be held in the sampler while the learner works"
-            found = "share_device=True: it sleeps while the learner works"
-            do = "paired(learner, sampler) on two devices, or sample and learn in turn (ahead=0)"
+            found = "share_device=True: the sampler sleeps while the learner works"
+            do = "use paired(learner, sampler) on two devices, or sample and learn in turn (ahead=0)"
             raise EngineError(what, expected="a sampler on a device of its own", found=found, do=do)
         return runtime.run(self._hold())
 
@@ -200,18 +203,18 @@ class Paired(can.SampleMany, can.Closing):
 
     @property
     def state_id(self) -> str:
-        """As `Learner.state_id`: the learner's."""
+        """Name of the learner's exact weights and optimizer state; changes with every optimizer step."""
         return self.learner.state_id
 
     @property
     def lost(self) -> bool | None:
-        """Whether the processes that held the learner's weights are gone; None where it has none."""
+        """Whether the processes that held the learner's weights are gone; None where it has no processes."""
         return self.learner.lost if isinstance(self.learner, can.Losable) else None
 
     def compute_log_probs(
         self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
-        """Score tokens with the learner; on a shared device the sampler sleeps meanwhile."""
+        """Score tokens with the learner: each of `want` as [B, T]. On a shared device the sampler sleeps meanwhile."""
         self._make_room()
         return self.learner.compute_log_probs(batch, want, temperature)
 
@@ -223,7 +226,7 @@ class Paired(can.SampleMany, can.Closing):
     def probe(
         self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0, per_row: bool = False
     ) -> StepResult:
-        """The learner's loss and gradient norm without a step; on a shared device the sampler sleeps meanwhile."""
+        """Compute the learner's loss and gradient norm without a step; on a shared device the sampler sleeps meanwhile."""
         self._make_room()
         return self.learner.probe(batch, loss, loss_counts, temperature, per_row)
 
@@ -235,7 +238,7 @@ class Paired(can.SampleMany, can.Closing):
         Raises `EngineError` where the sampler has no process of its own.
         """
         if self._restartable is None:
-            raise EngineError("restart", expected="a sampler in a process of its own", found=repr(self.sampler))
+            raise EngineError("cannot restart", expected="a sampler in a process of its own", found=repr(self.sampler))
         self._restartable.restart()
         self._asleep = False
 
@@ -246,7 +249,7 @@ class Paired(can.SampleMany, can.Closing):
                 engine.close()
 
     def describe(self) -> dict[str, Any]:
-        """The learner's record, with the sampler's under `sampler`."""
+        """Path and settings of the learner by name, for a run's record; those of the sampler are under `sampler`."""
         mine, its = (one.describe() if isinstance(one, can.Described) else {} for one in (self.learner, self.sampler))
         return {**mine, "sampler": its}
 
@@ -263,31 +266,31 @@ def paired(learner: Policy, sampler: WeightSink, *, share_device: bool = False) 
     """Combine an engine that trains and one that samples into one engine: `grpo(paired(local(path, lr=1e-4), vllm(path)))`.
 
     `sampler` takes weights by `load_weights(weights, version)`: vLLM, a remote server, or a local engine. With
-    `share_device=True` it sleeps while the learner works (`sleep`, `wake`). Raises `EngineError` where their tokenizers
-    differ, or the sampler cannot take weights.
+    `share_device=True` the sampler sleeps while the learner works (`sleep`, `wake`). Raises `EngineError` where the
+    tokenizers differ, or the sampler cannot take weights.
     """
     if learner is sampler:
-        raise EngineError("paired", expected="two engines", found="one engine twice", do="pass the engine itself")
+        raise EngineError("paired()", expected="two engines", found="one engine twice", do="use that engine alone")
     if isinstance(sampler, can.Pairable):
         sampler.check_paired()
     if share_device and not isinstance(sampler, can.Sleeper):
-        raise EngineError("share_device", expected="a sampler with sleep() and wake()", found=repr(sampler))
+        raise EngineError("share_device=True", expected="a sampler with sleep() and wake()", found=repr(sampler))
     check_tokens(learner, sampler)
     return Paired(learner, sampler, share_device=share_device)
 
 
 def check_tokens(learner: Policy, sampler: WeightSink) -> None:
-    """Raises `EngineError` where two engines do not have the same tokens under the same ids."""
+    """Check that two engines have the same tokens under the same ids. Raises `EngineError` where they differ."""
     mine, theirs = learner.tokenizer.get_vocab(), sampler.tokenizer.get_vocab()
     if mine != theirs:
         differ = len(mine.items() ^ theirs.items())
         what, expected = "learner and sampler have different tokenizers", "the same tokens under the same ids"
-        found = f"{len(mine)} and {len(theirs)} tokens, {differ} entries that only one has"
+        found = f"{len(mine)} and {len(theirs)} tokens, {differ} entries that only one of them has"
         raise EngineError(what, expected=expected, found=found, do="open both from the same model")
 
 
 class Held:
-    """Weights that stay in a pair's sampler from `Paired.hold()` until `release()`, while the learner goes on.
+    """Weights kept in a pair's sampler from `Paired.hold()` until `release()`, while the learner trains on.
 
     Code inside `drawing()`, on its thread and in what it awaits, samples with these weights and sees their version. Other
     callers that need newer weights wait until these are released.
@@ -298,11 +301,11 @@ class Held:
         self.version = version
         """Policy version of the weights."""
         self.starts = starts
-        """How often the sampler's process had been started when it got them."""
+        """How often the sampler's process had been started when it got the weights."""
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """A context in which the pair samples with these weights."""
+        """Context manager: inside it the pair samples with these weights."""
         before = _present.set(self)
         try:
             yield
@@ -324,6 +327,6 @@ _present: ContextVar[Held | None] = ContextVar("workbench_held", default=None)
 
 
 def present(engine: Paired) -> Held | None:
-    """The held weights that the caller samples with; None outside of `Held.drawing()`."""
+    """The weights whose `Held.drawing()` block the caller is in; None outside of one."""
     held = _present.get()
     return held if held is not None and held.engine is engine else None

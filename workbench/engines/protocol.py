@@ -86,7 +86,7 @@ class Sampler(Protocol):
         """The model's own tokenizer (transformers' interface), chat template included."""
 
     async def sample(self, request: Request) -> Sample:
-        """Sample one response; calls that wait together may be batched."""
+        """Sample one response; concurrent calls may be batched."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ class ChatModel(Protocol):
     async def complete(
         self, messages: Sequence[Mapping[str, str]], *, max_tokens: int, temperature: float, seed: int
     ) -> Completion:
-        """Answer messages; may be called many times at once."""
+        """Answer a chat's messages; may be called concurrently."""
 
     def describe(self) -> str:
-        """Which model it is, and where."""
+        """Name of the model and of the place where it runs, for a record."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,10 @@ class Classifier(Protocol):
         """The model's own tokenizer, or None where this process has none."""
 
     async def classify(self, text: str) -> Classified:
-        """Score one text; calls that wait together may be batched."""
+        """Score one text; concurrent calls may be batched."""
 
     def describe(self) -> str:
-        """Which model it is, and where."""
+        """Name of the model and of the place where it runs, for a record."""
 
 
 @runtime_checkable
@@ -151,16 +151,16 @@ class LogProbModel(Protocol):
     def compute_log_probs(
         self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
-        """Per response token, each [B, T] float32 on CPU, 0 where `response_mask` is 0.
+        """Score the response tokens of a batch: each of `want` as [B, T] float32 on the CPU, 0 where `response_mask` is 0.
 
-        `want` out of `log_probs`, `entropy`, `sum_pi_squared`, `values`. Reads `input_ids, attention_mask,
+        `want` names outputs out of `log_probs`, `entropy`, `sum_pi_squared`, `values`. Reads `input_ids, attention_mask,
         position_ids, response_mask` of the batch.
         """
 
 
 @dataclass(frozen=True)
 class LossCounts:
-    """Counts over one whole mini-batch: a loss divides by them, so that micro-batches and ranks cannot change it."""
+    """Counts over a whole mini-batch. Losses are divided by them, so that micro-batches and ranks do not change the sum."""
 
     tokens: float
     """Response tokens (Σ response_mask)."""
@@ -182,11 +182,11 @@ class LossOutput:
 
 
 class Loss(Protocol):
-    """A loss function as an update stage gives it to a learner."""
+    """Protocol of a loss function that an update stage passes to a learner."""
 
     @property
     def want(self) -> tuple[str, ...]:
-        """The model outputs that it needs: out of `log_probs`, `entropy`, `values`."""
+        """Names of the model outputs that the loss needs: out of `log_probs`, `entropy`, `values`."""
 
     def __call__(self, outputs: Mapping[str, torch.Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
         """Loss of a micro-batch of b rows: `outputs` are [b, T] with gradient, `rows` on the same device."""
@@ -204,7 +204,7 @@ class StepResult:
 
 @runtime_checkable
 class Learner(Protocol):
-    """Owns weights, an optimizer and a schedule, and changes them."""
+    """Trains a model: owns its weights, optimizer and learning-rate schedule."""
 
     @property
     def version(self) -> int:
@@ -212,7 +212,7 @@ class Learner(Protocol):
 
     @property
     def state_id(self) -> str:
-        """A name of the exact weights and optimizer state; changes with every optimizer step."""
+        """Name of the exact weights and optimizer state; changes with every optimizer step."""
 
     def learn(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0) -> StepResult:
         """Take one optimizer step on one mini-batch; its micro-batches save memory and change no result.
@@ -226,13 +226,13 @@ class Learner(Protocol):
     def probe(
         self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0, per_row: bool = False
     ) -> StepResult:
-        """Loss and gradient norm without a step; `per_row=True` adds a column `row_grad_norm` [B]."""
+        """Compute loss and gradient norm without an optimizer step; `per_row=True` adds a column `row_grad_norm` [B]."""
 
     def snapshot(self) -> Any:
-        """A copy of weights, optimizer, schedule and version in host memory."""
+        """Return a copy of weights, optimizer, schedule and version in host memory, for `restore`."""
 
     def restore(self, snapshot: Any) -> None:
-        """Put the state of a snapshot back, bit for bit."""
+        """Restore weights, optimizer, schedule and version of a snapshot, bit for bit."""
 
     def save(self, path: Path) -> None:
         """Write a Hugging Face folder with weights, configuration and tokenizer."""
@@ -241,10 +241,10 @@ class Learner(Protocol):
         """Write what a resume needs beside the weights: optimizer, schedule and version. No pickle."""
 
     def load_state(self, model_path: Path, state_path: Path) -> None:
-        """Read what `save` and `save_state` wrote."""
+        """Load the weights that `save` wrote and the optimizer state that `save_state` wrote."""
 
     def reference(self) -> LogProbModel:
-        """The present weights, frozen, as a model that only scores."""
+        """Return the present weights as a frozen model that only scores log-probs."""
 
 
 # --- what only some engines can do --------------------------------------------------------------
@@ -252,16 +252,16 @@ class Learner(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Weights whose exact state has a name: every learner, no frozen model. Log-prob stages and steppers ask."""
+    """Protocol of models whose exact state has a name: every learner, no frozen model."""
 
     @property
     def state_id(self) -> str:
-        """As `Learner.state_id`."""
+        """Name of the exact weights and optimizer state; changes with every optimizer step."""
 
 
 @runtime_checkable
 class Losable(Protocol):
-    """A learner whose weights are in worker processes that may end (FSDP). Snapshots and steppers ask, and restore them."""
+    """Protocol of learners with weights in worker processes that may die (FSDP); steppers restore such weights."""
 
     @property
     def lost(self) -> bool | None:
@@ -270,16 +270,16 @@ class Losable(Protocol):
 
 @runtime_checkable
 class Late(Protocol):
-    """An engine that is opened when it is first used (a replayed step's learner). Code that can do without it asks."""
+    """Protocol of engines that load their model at first use (a replayed step's learner)."""
 
     @property
     def opened(self) -> bool:
-        """Whether its model is loaded."""
+        """Whether the model is loaded."""
 
 
 @runtime_checkable
 class Differentiable(Protocol):
-    """A learner that returns gradients and can move its weights along them (local, FSDP). `stages.Influence` asks."""
+    """Protocol of learners that return gradients and can shift their weights (local, FSDP): for `stages.Influence`."""
 
     def gradient(
         self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0
@@ -287,12 +287,12 @@ class Differentiable(Protocol):
         """Gradient of the loss by parameter name; no step is taken and nothing is clipped."""
 
     def perturbed(self, direction: Mapping[str, torch.Tensor], scale: float) -> AbstractContextManager[None]:
-        """A context in which the weights are moved by `scale`·direction; after it they are as before, bit for bit."""
+        """Context manager: moves the weights by `scale`·`direction`, and restores them bit for bit at the end."""
 
 
 @runtime_checkable
 class WholeDistributions(Protocol):
-    """A learner that compares whole next-token distributions (local, FSDP). `stages.ExactKL` asks."""
+    """Protocol of learners that compare whole next-token distributions (local, FSDP): for `stages.ExactKL`."""
 
     def full_kl(self, batch: DataProto, reference: Any, temperature: float = 1.0) -> torch.Tensor:
         """[B, T] exact KL(policy‖reference) per response token, in nats; the reference is a `WholeModel`."""
@@ -300,18 +300,18 @@ class WholeDistributions(Protocol):
 
 @runtime_checkable
 class WholeModel(Protocol):
-    """A frozen transformers model in this process (the reference of a local engine). `stages.ExactKL` asks."""
+    """Protocol of a frozen transformers model in this process (a local engine's reference): for `stages.ExactKL`."""
 
     def model(self) -> AbstractContextManager[Any]:
-        """A context that gives the model."""
+        """Context manager: yields the frozen transformers model."""
 
 
 @runtime_checkable
 class Estimates(Protocol):
-    """A learner that estimates its memory and checkpoint size (local, FSDP). The checks before a run ask."""
+    """Protocol of learners that estimate their memory and checkpoint size (local, FSDP), for the checks before a run."""
 
     def memory_needed(self) -> tuple[torch.device, dict[str, int]]:
-        """(device, bytes by part) that learning will take beyond what is held now."""
+        """The device, and the bytes by part that learning will allocate there beyond those in use now."""
 
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: weights and optimizer."""
@@ -319,15 +319,15 @@ class Estimates(Protocol):
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """A learner that returns its weights as tensors (local, FSDP). `weights.weights_of` asks."""
+    """Protocol of learners that return their weights as tensors (local, FSDP), to push them to a sampler."""
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """All weights by Hugging Face's names, copies on the CPU: adapters merged, a tied head under both of its names."""
+        """All weights by Hugging Face names, copied to the CPU: adapters merged, a tied head under both of its names."""
 
 
 @runtime_checkable
 class WeightSink(Sampler, Protocol):
-    """A sampler that takes weights from a learner (local, vLLM, a server, workers): what `engines.paired` needs."""
+    """Protocol of samplers that take weights from a learner (local, vLLM, a server, workers): for `engines.paired`."""
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> Any:
         """Load all weights of a model by their Hugging Face names; the next samples carry `version`."""
@@ -335,11 +335,11 @@ class WeightSink(Sampler, Protocol):
 
 @runtime_checkable
 class Restartable(Protocol):
-    """A sampler in a process that may end (vLLM, a server, workers). Pairs and replicas start it again and push again."""
+    """Protocol of samplers in a process that may die (vLLM, a server, workers); pairs and replicas restart it."""
 
     @property
     def starts(self) -> int:
-        """How often its process was started; a new process does not have the weights that were pushed to the old one."""
+        """How often the sampler's process was started; a new process lacks the weights that were pushed to the old one."""
 
     def restart(self) -> None:
         """Start a new process with the weights of the model's folder, whatever happened to the old one."""
@@ -347,40 +347,40 @@ class Restartable(Protocol):
 
 @runtime_checkable
 class Sleeper(Protocol):
-    """A sampler that can free its device's memory for a while (vLLM, workers). A pair with `share_device` asks."""
+    """Protocol of samplers that can free their device memory (vLLM, workers): for a pair with `share_device`."""
 
     def sleep(self) -> None:
-        """Free the device's memory."""
+        """Free the device memory, until `wake()`."""
 
     def wake(self) -> None:
-        """Take the device's memory again."""
+        """Allocate the device memory again, after `sleep()`."""
 
 
 @runtime_checkable
 class Lagging(Protocol):
-    """A sampler that may serve older weights than the last that were pushed (a remote server). Pairs ask."""
+    """Protocol of samplers that may serve weights older than the learner's (a remote server)."""
 
     @property
     def stale(self) -> bool:
-        """Whether the user agreed to rows of older weights."""
+        """Whether rows may be sampled with weights older than the learner's."""
 
 
 @runtime_checkable
 class Pairable(Protocol):
-    """A sampler that knows whether it can be paired. Pairs ask before anything starts."""
+    """Protocol of samplers that may refuse to be paired with a learner; `paired` calls `check_paired` first."""
 
     def check_paired(self) -> None:
-        """Raises `EngineError` where it cannot be paired with a learner."""
+        """Raises `EngineError` where the sampler cannot be paired with a learner."""
 
 
 class Pin(Protocol):
-    """Weights that stay in the sampler while the learner goes on, so that a whole batch is sampled with them."""
+    """Protocol of weights held in a sampler while the learner trains on, so that a whole batch is sampled with them."""
 
     version: int
     """Policy version of the weights."""
 
     def drawing(self) -> AbstractContextManager[None]:
-        """A context in which the engine samples with these weights."""
+        """Context manager: inside it the engine samples with these weights."""
 
     def release(self) -> None:
         """Let the sampler take the learner's weights again; calling it twice does nothing more."""
@@ -388,51 +388,51 @@ class Pin(Protocol):
 
 @runtime_checkable
 class PinnedWeights(Protocol):
-    """An engine that can sample with weights older than the learner's (a pair). Pipelined rollout asks."""
+    """Protocol of engines that can sample with weights older than the learner's (a pair): for pipelined rollout."""
 
     share_device: bool
     """Whether the sampler sleeps while the learner works: then no weights can be held."""
 
     @property
     def version(self) -> int:
-        """As `Sampler.version`."""
+        """Policy version: how many updates the weights that are sampled with have seen."""
 
     @property
     def sampler(self) -> Sampler:
         """The engine that samples."""
 
     def hold(self) -> Pin:
-        """Keep the present weights in the sampler until they are released."""
+        """Keep the present weights in the sampler until `Pin.release()`."""
 
 
 @runtime_checkable
 class Closable(Protocol):
-    """An engine with processes, files or connections to close. Whoever opened it asks, and closes it."""
+    """Protocol of engines with processes, files or connections to close; whoever opened one closes it."""
 
     def close(self) -> None:
-        """End its processes and free its files and connections; may be called twice."""
+        """End the engine's processes and free its files and connections; may be called twice."""
 
 
 @runtime_checkable
 class Described(Protocol):
-    """An object with a record of what it is (every engine here). Runs and replays store it."""
+    """Protocol of objects that describe themselves for a run's record (every engine here)."""
 
     def describe(self) -> Any:
-        """Path and settings by name; of an LLM judge's or reward model's engine a text."""
+        """Path and settings by name; a text for the engine of an LLM judge or reward model."""
 
 
 @runtime_checkable
 class Located(Protocol):
-    """An engine of a model's folder or hub name. Rollouts write it to the batch for viewers."""
+    """Protocol of engines that know their model's folder or hub name; rollouts write it to the batch for viewers."""
 
     @property
     def path(self) -> str:
-        """The folder or hub name, as it was given."""
+        """The model's folder or hub name, as it was given."""
 
 
 @runtime_checkable
 class Bounded(Protocol):
-    """A sampler with a limit on the sequence length. The checks before a run ask."""
+    """Protocol of samplers with a limit on the sequence length, for the checks before a run."""
 
     @property
     def max_length(self) -> int | None:
@@ -441,7 +441,7 @@ class Bounded(Protocol):
 
 @runtime_checkable
 class Templated(Protocol):
-    """A sampler with arguments for its chat template. Code that renders prompts asks, by `switches_of`."""
+    """Protocol of samplers with extra arguments for their chat template; code that renders prompts reads them."""
 
     @property
     def template_switches(self) -> Mapping[str, Any]:
@@ -449,7 +449,7 @@ class Templated(Protocol):
 
 
 def switches_of(sampler: object) -> dict[str, Any]:
-    """Arguments of a sampler's chat template beside the messages; empty where it has none."""
+    """Extra chat template arguments of a sampler (`Templated`); empty where it has none."""
     return dict(sampler.template_switches) if isinstance(sampler, Templated) else {}
 
 
@@ -457,7 +457,7 @@ def switches_of(sampler: object) -> dict[str, Any]:
 
 
 class SampleMany:
-    """Base of samplers: adds the synchronous `sample_many`."""
+    """Base class of samplers: adds the synchronous `sample_many`."""
 
     def sample_many(self: Any, requests: Sequence[Request]) -> list[Sample]:
         """Sample all requests at once and wait; responses in order. For callers without an event loop."""
@@ -465,7 +465,7 @@ class SampleMany:
 
 
 class Closing:
-    """Base of objects with `close()`: closed at the end of a `with` block."""
+    """Base class of context managers: the object is closed by its `close()` at the end of a `with` block."""
 
     def __enter__(self) -> Self:
         return self

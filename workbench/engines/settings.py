@@ -56,7 +56,7 @@ class LocalSettings(Settings):
         require(self.micro_batch_tokens > 0, "micro_batch_tokens", expected="≥ 1", found=self.micro_batch_tokens)
         require(self.max_wave > 0, "max_wave", expected="≥ 1", found=self.max_wave)
         needs_total = self.schedule == "cosine" and not self.total_steps
-        require(not needs_total, "total_steps", expected="a number with schedule='cosine'", found=self.total_steps)
+        require(not needs_total, "total_steps with schedule='cosine'", expected="a number ≥ 1", found=self.total_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ _NAMES = {
 
 
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
-    """A learner's `full_weights()`; where it has none, it saves a plain folder, which is read back."""
+    """All weights of a learner by Hugging Face names: its `full_weights()`, or else a model folder saved and read back."""
     if isinstance(learner, WeightSource):
         return dict(learner.full_weights())
     with tempfile.TemporaryDirectory(prefix="workbench-weights-") as folder:
@@ -34,16 +34,16 @@ def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 class Pushed(SampleMany):
-    """Base of samplers that weights are pushed to."""
+    """Base class of samplers that take weights from a learner: adds `sync`."""
 
     def sync(self: Any, learner: Learner) -> float:
-        """Load a learner's weights, adapters merged, with its version; returns the seconds that it took."""
+        """Load a learner's weights into the sampler, LoRA adapters merged, under its version; returns the seconds taken."""
         return float(self.load_weights(weights_of(learner), learner.version))
 
 
 @contextmanager
 def in_memory(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> Iterator[str]:
-    """A context that gives the path of a safetensors file of the weights in memory, readable by processes of this user.
+    """Context manager: yields the path of a safetensors file in memory with the weights, readable by this user's processes.
 
     Floating tensors are written as `dtype`. The file is in no folder (`memfd`): a small /dev/shm does not limit it, and a
     killed driver leaves nothing behind. Tensors are written one by one, so that no second copy of the model is held.

@@ -14,7 +14,7 @@ from workbench.engines.protocol import Classified, Completion, Located, Request,
 
 
 class SamplerChat:
-    """A sampler (a local engine, a run's, …) as a chat model, by its own chat template. Made by `engines.chat(engine)`."""
+    """A sampler (a local engine, …) used as a chat model through its own chat template. Made by `engines.chat(engine)`."""
 
     def __init__(self, sampler: Sampler, **switches: Any) -> None:
         self._sampler = sampler
@@ -80,7 +80,7 @@ class _Service:
 
 
 class OpenAIChat(_Service):
-    """A chat model behind `/chat/completions` of vLLM, SGLang or any service like them.
+    """A chat model behind `/chat/completions` of vLLM, SGLang or another OpenAI-compatible service.
 
     Made by `engines.openai("http://host:8000/v1", model)`. `body` has further fields of the request (`{"top_p": 0.9}`).
     """
@@ -92,7 +92,7 @@ class OpenAIChat(_Service):
     async def complete(
         self, messages: Sequence[Mapping[str, str]], *, max_tokens: int, temperature: float, seed: int
     ) -> Completion:
-        """Ask for one answer to the messages. Raises `base.http.Unreachable` or `Refused`."""
+        """Request one answer to the messages. Raises `base.http.Unreachable`, or `Refused` where the service refuses."""
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
         body = {"model": self.model, "messages": [dict(message) for message in messages], **sampling, **self._body}
         return await self._client.post(f"{self.url}/chat/completions", body, timeout=self.timeout, read=_completion)
@@ -102,17 +102,17 @@ def _completion(reply: Any) -> Completion:
     choice = reply["choices"][0]
     text = choice["message"]["content"]
     if not isinstance(text, str):
-        raise ValueError(f"no text in the reply, but {type(text).__name__}")
+        raise ValueError(f"the reply's message content is of type {type(text).__name__}; expected text")
     usage = reply.get("usage") or {}
     asked, written = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
     return Completion(text, "", asked, written, str(choice.get("finish_reason") or "stop"))
 
 
 class ClassifyEndpoint(_Service):
-    """A reward model behind vLLM's `POST /classify`, raw logits. Made by `engines.classify("http://host:8000", model)`."""
+    """A reward model on a vLLM server, asked at `POST /classify`. Made by `engines.classify("http://host:8000", model)`."""
 
     async def classify(self, text: str) -> Classified:
-        """Score one text: the last of the last item's `probs`, which without activation are logits."""
+        """Score one text by its raw logit, without activation. Raises `base.http.Unreachable` or `Refused`."""
         body = {"model": self.model, "input": text, "use_activation": False}
         url = f"{self.url.removesuffix('/classify')}/classify"
         return await self._client.post(url, body, timeout=self.timeout, read=_classified)

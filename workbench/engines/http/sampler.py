@@ -40,14 +40,14 @@ _LOOK_SECONDS = 0.2
 _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 UNTOUCHED = "default"
 """The servers' name for weights that nobody pushed."""
-_PUSH_AGAIN = "push weights again (a pair does so by itself)"
+_PUSH_AGAIN = "push weights again: load_weights() does, and engines.paired() before its next sample"
 
 
 class RemoteSampler(Pushed):
     """A sampler that is a vLLM or SGLang server behind HTTP. Made by `engines.remote`; pair it by `engines.paired`.
 
-    To take weights a vLLM server needs its development endpoints and our worker extension (start it as `engines.server_command`
-    says); an SGLang server needs nothing, since each has `/update_weights_from_disk`.
+    To take weights a vLLM server needs its development endpoints and workbench's worker extension (start it by
+    `engines.server_command`); an SGLang server needs nothing, since each has `/update_weights_from_disk`.
     """
 
     def __init__(self, url: str, folder: str | Path, settings: RemoteSettings, *, path: str, **switches: Any) -> None:
@@ -55,7 +55,7 @@ class RemoteSampler(Pushed):
         self.url = server.base_of(url)
         if s.weights and s.weights_folder is None and urlsplit(self.url).hostname not in server.HERE:
             expected = "weights_folder, a folder that both machines see under one path"
-            raise EngineError(f"weights for {self.url}, which is another machine", expected=expected, do="name one")
+            raise EngineError(f"cannot push weights to {self.url}, another machine", expected=expected, do="pass one")
         self.template_switches = switches
         self.version = s.version
         self.starts = 1
@@ -84,7 +84,7 @@ class RemoteSampler(Pushed):
         self._about: About = await server.about(self._client, self.url, self._folder, s)
         kind = self._about.dialect.kind
         if s.weights not in (None, kind):
-            raise EngineError("weights", expected=f"{kind!r}, which serves there, or None", found=s.weights)
+            raise EngineError(f"weights={s.weights!r}", expected=f"{kind!r}, the kind of the server, or None")
         if s.weights == "vllm":
             await self._prepare()
         prompts = await server.same_tokens(
@@ -98,18 +98,18 @@ class RemoteSampler(Pushed):
             one = Request(prompts[0], SamplingSettings(max_tokens=1), 0)
             self._tag = await self._served() if kind == "vllm" else (await self._probe(one, 0)).tag
             if self._tag not in (None, UNTOUCHED):
-                self._refusal = f"the server's weights are not its model's: somebody pushed {self._tag!r}"
+                self._refusal = f"the server no longer has its model's own weights: somebody pushed {self._tag!r}"
 
     async def _prepare(self) -> None:
         """Make a vLLM server ready for pushes, and for log-probs before top-k and top-p."""
         try:
             if (await self._get("/is_paused"))["is_paused"]:
-                found = "a push that failed half-way, or another that goes on"
-                do = "push again from where it came, or start the server again"
+                found = "a push that failed half-way, or one that is still under way"
+                do = "push again from the process that pushed, or restart the server"
                 raise EngineError("the server is paused", found=found, do=do)
             await self._post("/collective_rpc", {"method": "workbench_prepare"})
         except (Refused, Unreachable) as error:
-            do = "start it as engines.server_command(model, extension_folder) says, or pass weights=None"
+            do = "start it by the command of engines.server_command(model, extension_folder), or pass weights=None"
             raise EngineError("weights cannot be pushed to the server", found=self._plain(error), do=do) from None
 
     async def _probe(self, request: Request, tops: int) -> Reply:
@@ -118,9 +118,9 @@ class RemoteSampler(Pushed):
     # --- Sampler ----------------------------------------------------------------------------
 
     async def sample(self, request: Request) -> Sample:
-        """Sample one response; the server batches requests that are out together.
+        """Sample one response; the server batches concurrent requests.
 
-        Raises `EngineError` for what the server refuses, in its own words, for a server that gives no usable reply in
+        Raises `EngineError` where the server refuses the request (with its message) or gives no usable reply within
         `attempts` and `deadline`, and after a push that failed; `Interrupted` where the work is asked to stop.
         """
         runtime.check()
@@ -129,7 +129,7 @@ class RemoteSampler(Pushed):
         if asyncio.get_running_loop() is not runtime.loop():
             there = asyncio.run_coroutine_threadsafe(self.sample(request), runtime.loop())
             return await asyncio.wrap_future(there)
-        with self._named("no response"):
+        with self._named("no response from the server"):
             return await _unless_interrupted(self._sample(request))
 
     async def _sample(self, request: Request) -> Sample:
@@ -174,16 +174,16 @@ class RemoteSampler(Pushed):
                         self._looked = began
         if found is not None and found != tag:
             if not self._refusal:
-                why = "it was started again, or another pushed"
+                why = "it was restarted, or another client pushed"
                 self._refusal = f"the server no longer has the weights that were pushed: {why}"
                 self.starts += 1
             raise EngineError(self._refusal, do=_PUSH_AGAIN)
 
     def _check(self, request: Request) -> None:
         s, found, dialect = request.settings, self._findings, self._about.dialect
-        check_prompt(request.ids, self._rows, self.max_length, "the server", "the server's longest")
+        check_prompt(request.ids, self._rows, self.max_length, "the server", "its longest sequence")
         if s.temperature and not dialect.coldest <= s.temperature <= dialect.hottest:
-            expected = f"0, or {dialect.coldest:g} to {dialect.hottest:g}, as the server takes it"
+            expected = f"0, or {dialect.coldest:g} to {dialect.hottest:g}, which the server can do"
             raise EngineError("temperature", expected=expected, found=s.temperature)
         warm = s.temperature not in (0, 1)
         if warm and not found.follows_temperature:
@@ -191,10 +191,10 @@ class RemoteSampler(Pushed):
             raise EngineError(what, do=f"sample at temperature 1, or start the server with {dialect.remedy}")
         if warm and s.top_k == 1 and dialect is SGLANG:  # which is then greedy, with log-probs of temperature 1
             what = "SGLang cannot sample with top_k=1 at a temperature other than 1"
-            raise EngineError(what, do="pass temperature=0")
+            raise EngineError(what, do="for greedy decoding pass temperature=0")
         if (s.top_p < 1 or s.top_k > 0) and not found.before_filters:
-            what = "top_p and top_k: the server does not give the log-probs before them, which a trainer needs"
-            do = "sample without, or start a vLLM as engines.server_command says, and pass weights='vllm'"
+            what = "top_p and top_k: the server does not return the log-probs before them, which a trainer needs"
+            do = "pass top_p=1 and top_k=-1, or start vLLM by engines.server_command and pass weights='vllm'"
             raise EngineError(what, do=do)
 
     # --- weights ----------------------------------------------------------------------------
@@ -207,14 +207,14 @@ class RemoteSampler(Pushed):
     def check_paired(self) -> None:
         """Raises `EngineError` where weights are never pushed and no `max_staleness` was given."""
         if self.stale and self._settings.max_staleness is None:
-            expected = "weights='vllm' or 'sglang', or max_staleness, by how many updates its rows may lag behind"
-            raise EngineError(f"a learner beside {self!r}, whose weights never change", expected=expected)
+            expected = "weights='vllm' or 'sglang', or max_staleness=N, the updates by which its rows may lag behind"
+            raise EngineError(f"cannot pair a learner with {self!r}", expected=expected, found="neither")
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> float:
-        """Replace all weights of the server's model, by their Hugging Face names; returns the seconds that it took.
+        """Replace all weights of the server's model, by their Hugging Face names; returns the seconds taken.
 
-        Requests made before it are waited for and answered by the old weights, those after it by the new ones, which are
-        `version`. With `weights=None` nothing is pushed: rows keep their version, up to `max_staleness` behind this one.
+        Requests made before are waited for and answered with the old weights, later ones with the new, which are policy
+        version `version`. With `weights=None` nothing is pushed: rows keep their version, up to `max_staleness` behind it.
         Raises `EngineError` where the push fails, or the learner is further ahead than that.
         """
         began = time.perf_counter()
@@ -224,9 +224,9 @@ class RemoteSampler(Pushed):
             if abs(behind) > allowed:
                 what = "the learner is too far from a server whose weights never change"
                 found = f"{behind} updates from the server's version {self.version}"
-                raise EngineError(what, expected=f"at most {allowed}", found=found)
+                raise EngineError(what, expected=f"at most {allowed} updates (max_staleness)", found=found)
             return 0.0
-        what = "the push of weights failed; the server is not sampled from until one succeeds"
+        what = "the push of weights failed; nothing is sampled from the server until a push succeeds"
         with self._named(what), self._written(weights) as path:
             runtime.run(self._push(path, version))
         return time.perf_counter() - began
@@ -303,7 +303,7 @@ class RemoteSampler(Pushed):
         await self._pusher.post(f"{self.url}{path}", body, timeout=self._settings.push_seconds, read=read)
 
     def restart(self) -> None:
-        """Ask and probe the server afresh, after it was started again elsewhere; a pair then pushes its weights again."""
+        """Check and probe the server anew, after it was restarted elsewhere; a pair then pushes its weights again."""
         with self._named("cannot sample from the server"):
             runtime.run(self._begin())
         self.version = self._settings.version
@@ -317,7 +317,7 @@ class RemoteSampler(Pushed):
         return self._about.max_length
 
     def describe(self) -> dict[str, Any]:
-        """Path, server, settings and findings for a run's record; without the API key."""
+        """Path, server, settings and what probes found, for a run's record; without the API key."""
         known = self._about
         where = {"url": self.url, "kind": known.dialect.kind, "server": known.version, "served": known.name}
         longest = {"max_model_len": known.max_length}
@@ -359,17 +359,17 @@ async def _unless_interrupted(work: Coroutine[Any, Any, Sample]) -> Sample:
 def remote(url: str, model: str | Path, *, template_switches: Any = None, **settings: Any) -> RemoteSampler:
     """Use a running vLLM or SGLang server as a sampler: `remote("http://host:8000", "data/tiny-arith", weights="vllm")`.
 
-    `model` is the same model here, as for `engines.local`: its tokenizer is used, and compared with the server's. Settings:
+    `model` is the server's model as a folder or hub name: its tokenizer is used, and compared with the server's. Settings:
     `RemoteSettings`; unknown names are refused. As a judge: `engines.chat(remote(...))`. Raises `EngineError` where the
     server does not answer, is neither vLLM nor SGLang, has another model or tokenizer, or its log-probs are of no known kind.
     """
     chosen = RemoteSettings.from_parameters(settings)
     folder = resolve(model)
     if lora.base_of(Path(folder)) is not None:
-        raise EngineError(f"{str(model)!r} is an adapter", expected="a whole model", do="name its base")
+        raise EngineError(f"{str(model)!r} is an adapter", expected="a whole model", do="pass its base model")
     return RemoteSampler(url, folder, chosen, path=str(model), **(template_switches or {}))
 
 
 def _successful(reply: Any) -> None:
     if not reply["success"]:
-        raise ValueError(f"no success, but {str(reply)[:200]}")
+        raise ValueError(f"the server reports no success: {str(reply)[:200]}")

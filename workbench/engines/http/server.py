@@ -28,7 +28,7 @@ from workbench.engines.vllm_server.engine import VllmSettings, arguments_of, env
 
 @dataclass(frozen=True)
 class Reply:
-    """One response, as read from either kind of server."""
+    """One response, as read from a vLLM or SGLang server."""
 
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -42,7 +42,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one kind of server is asked, and what it can do."""
+    """A kind of server (vLLM or SGLang): how requests are written and replies are read, and its limits."""
 
     kind: str
     path: str
@@ -80,9 +80,9 @@ def _vllm_body(request: Request, model: str, ends: Sequence[int], tops: int) -> 
 def _vllm_read(reply: Any, request: Request, wanted: int) -> Reply:
     choice = reply["choices"][0]
     if "token_ids" not in choice:
-        raise ValueError("no token ids in the reply, which vLLM gives since 0.10.2")
+        raise ValueError("the reply has no token ids; vLLM returns them since 0.10.2")
     if choice.get("prompt_token_ids") not in (None, list(request.ids)):
-        raise ValueError("the reply is to another prompt")
+        raise ValueError("the reply's prompt_token_ids are not those of the request")
     held = choice["logprobs"]
     places = held.get("top_logprobs") or () if wanted else ()
     tops = tuple({int(key.removeprefix("token_id:")): float(value) for key, value in place.items()} for place in places)
@@ -113,7 +113,7 @@ def _sglang_read(reply: Any, request: Request, wanted: int) -> Reply:
     values, ids = [tuple(one[place] for one in about["output_token_logprobs"]) for place in (0, 1)]
     given = reply.get("output_ids")
     if given is not None and tuple(given) != ids:
-        raise ValueError("its output_ids are not the tokens of its output_token_logprobs")
+        raise ValueError("the reply's output_ids are not the tokens of its output_token_logprobs")
     places = about.get("output_top_logprobs") or () if wanted else ()
     tops = tuple({int(token): float(value) for value, token, *_ in place} for place in places)
     tag = about.get("weight_version")
@@ -127,23 +127,23 @@ DIALECTS: dict[str, Dialect] = {one.kind: one for one in (VLLM, SGLANG)}
 
 
 def checked(reply: Reply, request: Request, tops: int, rows: int) -> Reply:
-    """Check a reply against its request; `rows` is the number of token ids the model has. Raises `ValueError`."""
+    """Check a reply against its request and return it; the model has `rows` token ids. Raises `ValueError`."""
     count = len(reply.ids)
     if count != len(reply.log_probs):
-        raise ValueError(f"{count} tokens and {len(reply.log_probs)} log-probs")
+        raise ValueError(f"the reply has {count} tokens, but {len(reply.log_probs)} log-probs")
     if count > request.settings.max_tokens:
-        raise ValueError(f"{count} tokens, {request.settings.max_tokens} were asked for")
+        raise ValueError(f"the reply has {count} tokens; expected at most {request.settings.max_tokens}")
     if reply.finish_reason not in ("stop", "length", "abort"):
-        raise ValueError(f"finish_reason {reply.finish_reason!r}")
+        raise ValueError(f"the reply has finish_reason {reply.finish_reason!r}; expected stop, length or abort")
     if not count and reply.finish_reason != "abort":
-        raise ValueError("a response of no token")
+        raise ValueError(f"the reply has no tokens, but finish_reason {reply.finish_reason!r}")
     if tops and len(reply.tops) != count:
-        raise ValueError(f"{count} tokens and {len(reply.tops)} lists of the likeliest")
+        raise ValueError(f"the reply has {count} tokens, but {len(reply.tops)} lists of top log-probs")
     for token, value in zip(reply.ids, reply.log_probs, strict=True):
         if not isinstance(token, int) or not 0 <= token < rows:
-            raise ValueError(f"token id {token!r}, the model has 0 to {rows - 1}")
+            raise ValueError(f"the reply has token id {token!r}; expected 0 to {rows - 1}, the model's vocabulary")
         if not isinstance(value, int | float) or not math.isfinite(value) or value > 1e-3:
-            raise ValueError(f"{value!r} as a log-prob")
+            raise ValueError(f"the reply has {value!r} as a log-prob; expected a finite number ≤ 0")
     return reply
 
 
@@ -164,17 +164,20 @@ class About:
 
 
 async def about(client: Client, base: str, folder: str | Path, settings: RemoteSettings) -> About:
-    """Ask a server what it is. Raises `EngineError` for another kind or model, `Refused` or `Unreachable` without an answer."""
+    """Ask a server for its kind, version and model.
+
+    Raises `EngineError` for another kind or model, `Refused` or `Unreachable` where the server gives no answer.
+    """
     seconds = settings.ask_seconds
     models = await client.get(f"{base}/v1/models", timeout=seconds)
     served = models.get("data") if isinstance(models, dict) else None
     if not served or not all(isinstance(one, dict) and isinstance(one.get("id"), str) for one in served):
-        raise EngineError(f"the models of {base}", expected="a list of them", found=str(models)[:200])
+        raise EngineError(f"the reply of {base}/v1/models", expected="a list of models", found=str(models)[:200])
     chosen = _chosen(served, folder, settings.served_name)
     dialect = DIALECTS.get(str(chosen.get("owned_by")))
     if dialect is None:
-        expected = "vllm or sglang as owned_by, whose token ids and log-probs are known"
-        owner, do = repr(chosen.get("owned_by")), "as a judge it can be used through engines.openai"
+        expected = "vllm or sglang as owned_by in /v1/models"
+        owner, do = repr(chosen.get("owned_by")), "to use it as a judge call engines.openai"
         raise EngineError(f"the kind of server at {base}", expected=expected, found=owner, do=do)
     reply = await client.get(f"{base}/{'version' if dialect is VLLM else 'get_server_info'}", timeout=seconds)
     facts = reply if isinstance(reply, dict) else {}
@@ -190,10 +193,11 @@ def _longest(name: str, theirs: Any, folder: str | Path, settings: RemoteSetting
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=settings.trust_remote_code)
     mine = getattr(config.get_text_config(), "max_position_embeddings", None)
     if theirs is not None and mine is not None and int(theirs) > mine:
-        expected = f"at most {mine} tokens, the longest of {str(folder)!r}"
-        raise EngineError(f"the server's model {name!r}", expected=expected, found=theirs, do="name the same model")
+        what, do = f"longest sequence of the server's model {name!r}", "pass the server's own model to engines.remote"
+        raise EngineError(what, expected=f"at most {mine} tokens, as in {str(folder)!r}", found=theirs, do=do)
     if theirs is None and mine is None:
-        raise EngineError("the longest text", expected="a number from the server, or in config.json", found="none")
+        what, expected = "the model's longest sequence", "max_model_len of the server, or a limit in config.json"
+        raise EngineError(what, expected=expected, found="neither")
     return int(theirs or mine or 0)
 
 
@@ -201,12 +205,12 @@ def _chosen(served: list[dict[str, Any]], folder: str | Path, name: str | None) 
     names = [one["id"] for one in served]
     if name is not None:
         if name not in names:
-            raise EngineError(f"the model {name!r}", expected=f"one of the server's: {', '.join(names)}")
+            raise EngineError(f"served_name={name!r}", expected=f"one of the server's models: {', '.join(names)}")
         return served[names.index(name)]
     mine = Path(folder).resolve().name if Path(folder).is_dir() else str(folder).rpartition("/")[2]
     fitting = [one for one in served if mine in (Path(one["id"]).name, Path(str(one.get("root") or "")).name)]
     if len(fitting) != 1:
-        what, expected = f"which of the server's models is {str(folder)!r}", f"one that is called {mine!r}"
+        what, expected = f"cannot tell which of the server's models is {str(folder)!r}", f"one that is called {mine!r}"
         raise EngineError(what, expected=expected, found=", ".join(names), do="say which: served_name=...")
     return fitting[0]
 
@@ -218,9 +222,9 @@ Ask = Callable[[Request, int], Awaitable[Reply]]
 async def same_tokens(
     client: Client, base: str, tokenizer: Any, known: About, ask: Ask, seconds: float
 ) -> Sequence[tuple[int, ...]]:
-    """Check that the server's tokenizer is ours, and return short prompts for probes. Raises `EngineError` where it is not.
+    """Check that the server's tokenizer is the one here; returns short prompts for probes. Raises `EngineError` where not.
 
-    vLLM is given a text to tokenize; of SGLang, which may not offer that, the texts of samples are compared with ours.
+    vLLM is asked to tokenize a text. SGLang may not offer that: the texts of its samples are compared with their token ids.
     """
     size = len(tokenizer)
     text = _TEXT + tokenizer.decode(list(range(0, size, max(size // 64, 1))), skip_special_tokens=True)
@@ -240,8 +244,8 @@ async def same_tokens(
                 break
     if mine != theirs:
         what = f"the server's tokenizer is not that of {known.name!r} here"
-        shown = {"expected": str(mine)[:120], "found": str(theirs)[:120]}
-        raise EngineError(what, **shown, do="name the model that the server was started with")
+        shown = {"expected": f"{str(mine)[:120]} (here)", "found": f"{str(theirs)[:120]} (server)"}
+        raise EngineError(what, **shown, do="pass engines.remote the model that the server was started with")
     return [(token,) for token in dict.fromkeys(mine)][:_PROMPTS]
 
 
@@ -278,11 +282,11 @@ class RemoteSettings(Settings):
     deadline: float = 1800.0
     """Seconds for one response, all attempts together."""
     attempts: int = 5
-    """Attempts at a request, where it fails in a way that may pass."""
+    """Attempts at a request that fails in a way that may pass (no answer, status 429 or 5xx …)."""
     max_concurrent: int = 256
-    """Most requests that are out at a time."""
+    """Most requests that are unanswered at a time."""
     ask_seconds: float = 30.0
-    """Seconds for a question that the server answers at once."""
+    """Seconds for a request about the server itself, which it answers at once."""
     push_seconds: float = 900.0
     """Seconds for a push of weights, and for the responses before it."""
     trust_remote_code: bool = False
@@ -294,29 +298,29 @@ class RemoteSettings(Settings):
         dtypes = "float32, bfloat16 or None"
         require(dtype in (None, "float32", "bfloat16"), "weights_dtype", expected=dtypes, found=dtype)
         require(stale is None or stale >= 0, "max_staleness", expected="≥ 0", found=stale)
-        require(stale is None or pushed is None, "max_staleness", expected="weights=None beside it", found=pushed)
+        require(stale is None or pushed is None, "weights beside max_staleness", expected="None", found=pushed)
         for name in ("timeout", "deadline", "ask_seconds", "push_seconds"):
             require(getattr(self, name) > 0, name, expected="seconds > 0", found=getattr(self, name))
 
 
 def base_of(url: str) -> str:
-    """`http://host:port` without `/v1`. Raises `SettingError` for anything else, and for keys in the URL."""
+    """A server's base URL without `/v1`. Raises `SettingError` for what is no http(s) URL, and for a user or key in it."""
     parts = urlsplit(url)
     good = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query and not parts.fragment
     require(good, "url", expected="http(s)://host[:port][/path]", found=url)
     bare = "@" not in parts.netloc
-    require(bare, "url", expected="no user or key in it", found="one", do="name a variable in api_key_env")
+    require(bare, "url", expected="one without user or key", found="user@host", do="pass the key by api_key_env")
     return url.rstrip("/").removesuffix("/v1")
 
 
 def authorization(name: str | None) -> dict[str, str]:
-    """The header with the key in the environment variable `name`. Raises `EngineError` where that holds no usable key."""
+    """HTTP header with the API key of environment variable `name`. Raises `EngineError` where it holds no usable key."""
     if name is None:
         return {}
     key = os.environ.get(name, "")
     if not key or not key.isascii() or not key.isprintable():  # HTTP's own error would show it
-        found = "nothing" if not key else "characters that no header can hold"
-        raise EngineError(f"the API key in {name}", expected="a value", found=found, do="set it")
+        found = "nothing" if not key else "characters that no HTTP header can hold"
+        raise EngineError(f"the API key in {name}", expected="a value", found=found, do=f"set the variable {name}")
     return {"Authorization": f"Bearer {key}"}
 
 
@@ -340,7 +344,7 @@ class Findings:
 
 
 async def examine(ask: Ask, prompts: Sequence[tuple[int, ...]]) -> Findings:
-    """Probe a server, prompt by prompt, until the answers decide what its log-probs are.
+    """Probe what a server's log-probs and seeds are, prompt by prompt, until the answers decide.
 
     Raises `EngineError` where log-probs are of neither kind, or the model is too sure of every answer to decide.
     """
@@ -356,9 +360,9 @@ async def examine(ask: Ask, prompts: Sequence[tuple[int, ...]]) -> Findings:
         if follows is not None and before is not None:
             break
     if follows is None:
-        what = "whether the server's log-probs follow the temperature"
-        found = f"{len(prompts)} prompts after which it is"
-        raise EngineError(what, expected="a prompt after which the model is not sure", found=found)
+        what = "cannot tell whether the server's log-probs follow the temperature"
+        found = f"{len(prompts)} prompts whose likeliest tokens are too close or too far apart"
+        raise EngineError(what, expected="a prompt whose likeliest tokens differ in log-prob", found=found)
     settings = replace(_PLAIN, max_tokens=12, temperature=_WARM)
     ids = [(await ask(Request(prompts[0], settings, seed), 0)).ids for seed in (11, 11, 12)]
     return Findings(follows, bool(before), seeded=ids[0] == ids[1] != ids[2])
@@ -373,7 +377,7 @@ def _follows(plain: Mapping[int, float], warm: Mapping[int, float]) -> bool | No
     for value, expected in ((True, 1 / _WARM), (False, 1.0)):
         if abs(share - expected) < 0.2:
             return value
-    kinds = f"distances of 1 (raw logits) or {1 / _WARM:.2f} (after temperature) at temperature {_WARM:g}"
+    kinds = f"differences at temperature {_WARM:g} to be 1 (raw logits) or {1 / _WARM:.2f} (scaled) times those at 1"
     raise EngineError("the server's log-probs are of no known kind", expected=kinds, found=f"{share:.2f}")
 
 

@@ -18,7 +18,7 @@ from workbench.engines.protocol import Classified
 class LocalClassifier:
     """A reward model in this process: a transformers sequence classifier with one label, in float32; made by `classifier`.
 
-    Texts that wait together are batched, at most `batch_size`.
+    Concurrent texts are scored in batches of at most `batch_size`.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, path: str, batch_size: int = 32, max_length: int = 8192) -> None:
@@ -31,7 +31,7 @@ class LocalClassifier:
         self._waves: Waves[str, Classified] = Waves(self._classified, batch_size, "workbench-classifier")
 
     def describe(self) -> str:
-        """`local` and its path."""
+        """`local` and the model's path, for a record."""
         return f"local {self.path}"
 
     async def classify(self, text: str) -> Classified:
@@ -59,7 +59,7 @@ class LocalClassifier:
 
 
 def refusal(count: int, limit: int) -> EngineError | None:
-    """The error for a text of so many tokens; None where it fits."""
+    """The error for a text of `count` tokens where at most `limit` are allowed; None where the text fits."""
     if 0 < count <= limit:
         return None
     what, do = "the text for the reward model", "lower prompt_length or response_length"
@@ -90,7 +90,7 @@ def classifier(
     if model.config.num_labels != 1 or not hasattr(model, "score"):
         expected = "a sequence classifier with one label and a head called 'score'"
         found = f"{model.config.num_labels} labels, {type(model).__name__}"
-        do = "a judge that writes text goes into rewards.Judge"
+        do = "for a judge that writes text use rewards.Judge"
         raise EngineError(f"the reward model {str(path)!r}", expected=expected, found=found, do=do)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0

@@ -30,12 +30,12 @@ _KINDS = ("log_probs", "entropy", "sum_pi_squared", "values")
 
 
 def new_id() -> str:
-    """A name for a state of the weights that no other has: twelve hex digits."""
+    """A unique name for a state of the weights: twelve hex digits."""
     return uuid.uuid4().hex[:12]
 
 
 class ModelEngine:
-    """Base of `LocalEngine` and `FsdpEngine`; `model` is the transformers model, or its structure on the meta device."""
+    """Base class of `LocalEngine` and `FsdpEngine`; `model` is a transformers model, or one on the meta device."""
 
     _scored: Callable[..., dict[str, torch.Tensor]]
     """`compute_log_probs`; with `base=True` the LoRA adapters are switched off."""
@@ -80,13 +80,13 @@ class ModelEngine:
     def _check_want(self, want: Sequence[str]) -> None:
         known = _KINDS if self._critic else _KINDS[:-1]
         if not set(want) <= set(known):
-            have = ", ".join(known) + ("" if self._critic else "; values need engine.critic()")
-            raise EngineError("compute_log_probs", expected=have, found=", ".join(want))
+            have = ", ".join(known) + ("" if self._critic else " (values: make an engine.critic())")
+            raise EngineError("want of compute_log_probs", expected=f"names out of {have}", found=", ".join(want))
 
     # --- frozen -----------------------------------------------------------------------------
 
     def reference(self) -> FrozenModel:
-        """The present weights, frozen, as a model that only scores. With LoRA it is the base model, without a second copy."""
+        """Return a frozen model that only scores: a copy of the weights, or with LoRA the base model without a copy."""
         if self._adapted:
             return FrozenModel(self, as_loaded=True, base=True)
         return FrozenModel(self._copy(), as_loaded=self._untouched())
@@ -127,7 +127,7 @@ class ModelEngine:
 
 
 class FrozenModel:
-    """A reference: weights that never change and `compute_log_probs` alone, by an engine of its own or one's LoRA base."""
+    """A frozen reference model that only scores log-probs: a copy of an engine's weights, or its LoRA base."""
 
     def __init__(self, engine: ModelEngine, *, as_loaded: bool = False, base: bool = False) -> None:
         self._engine = engine
@@ -135,19 +135,19 @@ class FrozenModel:
         self._base = base
 
     def describe(self) -> dict[str, Any]:
-        """Path and settings, and whether the weights are still those of the path."""
+        """Path and settings by name, and as `as_loaded` whether the weights are still those of the path."""
         return {**self._engine.describe(), **({"lora_rank": 0} if self._base else {}), "as_loaded": self._as_loaded}
 
     @contextmanager
     def model(self) -> Iterator[Any]:
-        """A context that gives the transformers model; with LoRA the adapters are switched off inside."""
+        """Context manager: yields the transformers model; with LoRA the adapters are switched off inside."""
         with lora.switched_off(self._engine._model) if self._base else nullcontext():
             yield self._engine._model
 
     def compute_log_probs(
         self, batch: DataProto, want: Sequence[str] = ("log_probs",), temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
-        """As `ModelEngine.compute_log_probs`, with the frozen weights."""
+        """Score the response tokens of a batch with the frozen weights: each of `want` as [B, T] float32 on the CPU."""
         return self._engine._scored(batch, want, temperature, self._base)
 
     def __repr__(self) -> str:
@@ -174,7 +174,7 @@ class LocalEngine(ModelEngine, SampleMany):
     # --- Sampler ----------------------------------------------------------------------------
 
     async def sample(self, request: Request) -> Sample:
-        """Sample one response. Requests that wait together are decoded as one batch; each is answered when it is finished."""
+        """Sample one response. Concurrent requests are decoded as one batch; each returns as soon as its response ends."""
         return await self._waves.ask(request)
 
     def _decode(self, requests: list[Request], finished: Callable[[int, Sample], None]) -> list[Sample]:
@@ -217,7 +217,7 @@ class LocalEngine(ModelEngine, SampleMany):
     # --- Learner ----------------------------------------------------------------------------
 
     def learn(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0) -> StepResult:
-        """Take one optimizer step on one mini-batch. Raises `NonFinite`, with nothing changed, for a NaN or infinite loss."""
+        """Take one optimizer step on one mini-batch. Raises `NonFinite`, weights unchanged, for a NaN or infinite loss."""
         optimizer = self._ready()
         optimizer.zero()  # an interrupt may have left gradients of a step that was not taken
         learned = self._backward(batch, loss, loss_counts, temperature)
@@ -234,7 +234,7 @@ class LocalEngine(ModelEngine, SampleMany):
     def probe(
         self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0, per_row: bool = False
     ) -> StepResult:
-        """Loss and gradient norm without a step; `per_row` adds the column `row_grad_norm` [B]."""
+        """Compute loss and gradient norm without an optimizer step; `per_row` adds the column `row_grad_norm` [B]."""
         optimizer = self._ready()
         learned = self._backward(batch, loss, loss_counts, temperature)
         norm = optimizer.clip()
@@ -297,7 +297,7 @@ class LocalEngine(ModelEngine, SampleMany):
 
     @contextmanager
     def perturbed(self, direction: Mapping[str, torch.Tensor], scale: float) -> Iterator[None]:
-        """A context in which the weights are moved by `scale`·direction; after it they are as before, bit for bit."""
+        """Context manager: moves the weights by `scale`·`direction`, and restores them bit for bit at the end."""
         named = self._parameters()
         held = {name: named[name].detach().clone() for name in direction}
         try:
@@ -311,7 +311,7 @@ class LocalEngine(ModelEngine, SampleMany):
     # --- what it needs ----------------------------------------------------------------------
 
     def memory_needed(self) -> tuple[torch.device, dict[str, int]]:
-        """(device, bytes by part) that learning will take beyond what is held now."""
+        """The device, and the bytes by part that learning will allocate there beyond those in use now."""
         held = ("gradients", "optimizer") if self._steps else ()
         parts = learning_estimate(self._model, self._settings)
         return self._model.device, {name: size for name, size in parts.items() if name not in held}
@@ -327,7 +327,7 @@ class LocalEngine(ModelEngine, SampleMany):
 
     @torch.no_grad()
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """All weights by Hugging Face's names, copies on the CPU: adapters merged, a tied head under both of its names."""
+        """All weights by Hugging Face names, copied to the CPU: adapters merged, a tied head under both of its names."""
         held = self._model.state_dict()
         if self._adapted:
             held = lora.merged(self._model, held)
@@ -335,9 +335,9 @@ class LocalEngine(ModelEngine, SampleMany):
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take over another learner's `full_weights`; the optimizer starts anew. Raises `EngineError` where they do not fit."""
+        """Load another learner's `full_weights`; the optimizer starts anew. Raises `EngineError` where they do not fit."""
         mine = self._model.state_dict()
-        loading.check_fit("load_weights", weights, mine)
+        loading.check_fit("the tensors passed to load_weights", weights, mine)
         self.state_id = new_id()  # half-way there is no state that anybody knows
         for name, tensor in mine.items():
             tensor.copy_(weights[name])
@@ -345,14 +345,14 @@ class LocalEngine(ModelEngine, SampleMany):
         self.version, self.state_id = version, new_id()
 
     def snapshot(self) -> Any:
-        """A copy of weights, optimizer, schedule and version in host memory."""
+        """Return a copy of weights, optimizer, schedule and version in host memory, for `restore`."""
         weights = {name: tensor.detach().cpu().clone() for name, tensor in self._weights().items()}
         names = {"steps": self._steps, "version": self.version, "state_id": self.state_id}
         return {"weights": weights, "optimizer": self._moments(), **names}
 
     @torch.no_grad()
     def restore(self, snapshot: Any) -> None:
-        """Put a snapshot's state back, bit for bit."""
+        """Restore weights, optimizer, schedule and version of a snapshot, bit for bit."""
         self.state_id = new_id()  # half-way there is no state that anybody knows
         for name, tensor in self._weights().items():
             tensor.copy_(snapshot["weights"][name])
@@ -371,7 +371,7 @@ class LocalEngine(ModelEngine, SampleMany):
         write_whole(Path(path), self._moments(), record)
 
     def load_state(self, model_path: Path, state_path: Path) -> None:
-        """Read what `save` and `save_state` of a local or FSDP engine wrote, bit for bit."""
+        """Load, bit for bit, the model and optimizer state that `save` and `save_state` of a local or FSDP engine wrote."""
         loading.load_into(self._model, self._head, Path(model_path), self._settings)
         tensors, record = read_optimizer(state_path)
         self._ready().load(tensors, record["steps"])
@@ -385,7 +385,7 @@ class LocalEngine(ModelEngine, SampleMany):
         return LocalEngine(model, self.tokenizer, self._settings, path=self.path, **self.template_switches)
 
     def critic(self, **changes: Any) -> LocalEngine:
-        """A separate learner with these weights and a value head that starts at 0; `changes` are settings."""
+        """Make a critic: a learner with a copy of the weights and a new value head that gives 0; `changes` are settings."""
         settings = self._settings.replace(**changes)
         head = loading.value_head(self._model)
         return LocalEngine(copy.deepcopy(self._model), self.tokenizer, settings, path=self.path, head=head)
@@ -410,7 +410,7 @@ class LocalEngine(ModelEngine, SampleMany):
 def local(
     path: str | Path, *, threads: int | None = None, template_switches: Any = None, **settings: Any
 ) -> LocalEngine:
-    """A transformers model in this process: `local("data/tiny-arith", lr=1e-3)`.
+    """Load a transformers model that samples, scores and trains in this process: `local("data/tiny-arith", lr=1e-3)`.
 
     `path` is a Hugging Face folder or name, a checkpoint folder (its `actor/`), or a run folder (its newest
     checkpoint). `threads` sets torch's CPU threads for the process. `template_switches` go to the chat

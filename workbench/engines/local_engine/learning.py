@@ -61,7 +61,7 @@ class Optimizer:
         self.steps += 1
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """`<parameter>|exp_avg`, `|exp_avg_sq`, `|step`: copies on the CPU."""
+        """AdamW's state as `<parameter>|exp_avg`, `|exp_avg_sq`, `|step`: copies on the CPU."""
         return {
             f"{name}|{key}": value.detach().cpu().clone()
             for name, parameter in self.named.items()
@@ -83,7 +83,7 @@ class Optimizer:
 
 
 class Account:
-    """Results of micro-batches: metrics, and columns [rows, width] on the CPU in the order of the rows."""
+    """Collects the results of micro-batches: metrics, and columns [rows, width] on the CPU in the order of the rows."""
 
     def __init__(self, rows: int, width: int) -> None:
         self.parts: list[Mapping[str, Metric | float]] = []
@@ -102,9 +102,9 @@ class Account:
 def backward(
     cut: Iterable[tuple[torch.Tensor, DataProto, int]], found: Callable[[DataProto], LossOutput], batch: DataProto
 ) -> StepResult:
-    """Compute gradients of the whole mini-batch, pass by pass (`found`); metrics joined, columns in row order.
+    """Compute the gradients of a mini-batch, one micro-batch at a time; returns its metrics, and columns in row order.
 
-    Raises `NonFinite` at the first pass whose loss is NaN or infinite, naming its rows.
+    `found(rows)` is a micro-batch's loss. Raises `NonFinite` at the first loss that is NaN or infinite, naming its rows.
     """
     account = Account(len(batch), batch["response_mask"].shape[1])
     for indices, rows, t in cut:
@@ -112,7 +112,7 @@ def backward(
             result = found(rows)
             value = result.loss.item()
             if not math.isfinite(value):
-                raise NonFinite(INFINITE_LOSS, found=value, do=f"look at rows {indices.tolist()[:8]}")
+                raise NonFinite(INFINITE_LOSS, found=value, do=f"look at rows {indices.tolist()[:8]} of the mini-batch")
             result.loss.backward()
         account.add(result, value, indices, t)
     return StepResult(join(account.parts), account.columns)

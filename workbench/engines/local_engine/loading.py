@@ -18,8 +18,8 @@ from workbench.engines.local_engine import lora
 def resolve(path: str | Path, *, elsewhere: bool = False) -> str | Path:
     """The model folder of a path: the path itself, a checkpoint's `actor/`, or a run's newest checkpoint; else a hub name.
 
-    A hub name is checked at once (`check_hub`), unless the model is loaded `elsewhere`. Raises `EngineError` where there is
-    no such model.
+    A hub name is checked (`check_hub`), unless the model is loaded on another machine (`elsewhere`). Raises `EngineError`
+    where there is no such model.
     """
     folder = Path(path)
     for inside in (folder, folder / "actor"):
@@ -43,7 +43,7 @@ HUB_SECONDS = 5.0
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text can be `owner/model`: a name that the hub allows, and whose first part is no folder here."""
+    """Whether a text can be a hub name (`owner/model`): the hub allows it, and its first part is no folder here."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -55,9 +55,9 @@ def is_hub_name(text: str) -> bool:
 
 
 def check_hub(name: str) -> None:
-    """Raises `EngineError`, saying why, where a model is neither in the local cache nor on the hub.
+    """Raises `EngineError`, saying why, where a model is neither in the local cache nor on the Hugging Face hub.
 
-    One request without retries, and none for what is cached or where `HF_HUB_OFFLINE` is set.
+    Sends one request without retries, and none for what is cached or where `HF_HUB_OFFLINE` is set.
     """
     import huggingface_hub as hub
     from huggingface_hub.errors import EntryNotFoundError
@@ -89,7 +89,7 @@ def _why(error: Exception) -> tuple[str, str]:
     if isinstance(error, HfHubHTTPError):
         return f"no such folder; the hub answered {first_line(error)}", "check the path, or try again"
     absent = f"no such folder, and the hub cannot be reached from here ({first_line(error, 120)})"
-    return absent, "check the path, or bring the model here as a folder"
+    return absent, "check the path, or copy the model's folder to this machine"
 
 
 def chosen_device(device: str) -> str:
@@ -98,9 +98,9 @@ def chosen_device(device: str) -> str:
 
 
 def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool = False) -> Any:
-    """The causal model of a folder or hub name in float32, on its device, in eval mode; of a peft folder base and adapter.
+    """Load a causal model by folder or hub name: float32, on its device, in eval mode. Of a peft folder base and adapter.
 
-    Where the settings ask for new adapters they are added, with `named` as their base. An `empty` model is on the meta device:
+    With the setting `lora_rank` new adapters are added, with `named` as their base. An `empty` model is on the meta device:
     shapes and configuration without memory.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -113,7 +113,7 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
         with there:
             lora.add(model, json.loads((Path(path) / lora.CONFIG).read_text(encoding="utf-8")))
         if not empty:
-            _fill(lora.tensors(model), lora.stored(Path(path)), f"adapter {path}")
+            _fill(lora.tensors(model), lora.stored(Path(path)), f"the adapter at {path}")
         return model
     trust = {"trust_remote_code": settings.trust_remote_code}
     given = trust | ({"attn_implementation": settings.attn_implementation} if settings.attn_implementation else {})
@@ -132,7 +132,7 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
 
 
 def load_tokenizer(path: str | Path, model: Any, settings: Any) -> Any:
-    """The tokenizer in the model's folder. Raises `EngineError` where it has more ids than the model has embeddings."""
+    """Load a tokenizer by folder or hub name. Raises `EngineError` where it has more ids than the model embeddings."""
     from transformers import AutoTokenizer
 
     with boundary(f"loading the tokenizer {str(path)!r}", EngineError):
@@ -156,7 +156,7 @@ def open_tokenizer(path: str) -> Any | None:
 
 
 def eos_ids_of(*sources: Any) -> frozenset[int]:
-    """All token ids that end a response, by the model's generation config, its config and the tokenizer."""
+    """All token ids that end a response, gathered from `sources`: generation config, model config and tokenizer."""
     found: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
@@ -188,13 +188,13 @@ def save_model(model: Any, head: torch.nn.Module | None, tokenizer: Any, path: P
 
 
 def load_into(model: Any, head: torch.nn.Module | None, path: Path, settings: Any) -> None:
-    """Read what `save_model` wrote into a model that is loaded already. Raises `EngineError` where it does not fit."""
+    """Load what `save_model` wrote into an existing model and value head. Raises `EngineError` where it does not fit."""
     from safetensors.torch import load_file
 
     adapted = lora.config_in(model) is not None
     mine = lora.tensors(model) if adapted else model.state_dict()
     found = lora.stored(path) if adapted else load_model(path, settings).state_dict()
-    _fill(mine, found, f"weights of {path}")
+    _fill(mine, found, f"the weights at {path}")
     if head is not None:
         head.load_state_dict(load_file(str(path / "value_head.safetensors")))
 
@@ -207,8 +207,8 @@ def _fill(mine: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], w
 
 
 def check_fit(what: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    """Raises `EngineError` naming the first tensor of `wanted` that is not in `found`, or has another shape there."""
+    """Raises `EngineError` about `what` for the first tensor of `wanted` that `found` lacks or has in another shape."""
     for name, one in wanted.items():
         if name not in found or found[name].shape != one.shape:
             there = f"shape {tuple(found[name].shape)}" if name in found else "no tensor of that name"
-            raise EngineError(what, expected=f"{name} of shape {tuple(one.shape)}", found=there)
+            raise EngineError(what, expected=f"a tensor {name} of shape {tuple(one.shape)}", found=there)

@@ -21,16 +21,16 @@ _PREFIX, _OURS = "base_model.model.", ".default."
 
 
 def config_of(settings: Any, base: str) -> dict[str, Any]:
-    """peft's configuration of `adapter_config.json` for our settings and a base model."""
+    """Content of peft's `adapter_config.json` for an engine's settings and the name of a base model."""
     kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
     size = {"r": settings.lora_rank, "lora_alpha": settings.lora_alpha, "lora_dropout": settings.lora_dropout}
     return {**kind, **size, "target_modules": list(settings.lora_targets), "bias": "none"}
 
 
 def add(model: Any, config: Mapping[str, Any]) -> None:
-    """Put adapters that change nothing yet (B = 0) into the target layers, and freeze everything else.
+    """Add LoRA adapters to the target layers of a model, and freeze everything else. They change nothing yet (B = 0).
 
-    Raises `EngineError` where peft is not installed, or no layer has such a name.
+    Raises `EngineError` where peft is not installed, or no layer has a target's name.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -44,18 +44,18 @@ def add(model: Any, config: Mapping[str, Any]) -> None:
 
 
 def config_in(model: Any) -> dict[str, Any] | None:
-    """The configuration of a model's adapters; None for a plain model."""
+    """The peft configuration of a model's LoRA adapters; None for a plain model."""
     return getattr(model, "workbench_lora", None)
 
 
 def tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Adapter weights by name in the model."""
+    """LoRA weights of a model by their names in its `state_dict()`."""
     return {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
 
 
 @contextmanager
 def switched_off(model: Any) -> Iterator[None]:
-    """A context in which the model is its base. `requires_grad` stays as it was inside, too: FSDP reads it in a forward."""
+    """Context manager: switches a model's LoRA adapters off. `requires_grad` stays: FSDP reads it in a forward."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
@@ -85,7 +85,7 @@ def save(model: Any, path: Path) -> None:
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:
-    """Adapter weights of a peft folder by their names in our model."""
+    """Read the LoRA weights of a peft folder, by their names in a model that `add` has changed."""
     from safetensors.torch import load_file
 
     def ours(name: str) -> str:
@@ -97,9 +97,10 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def merged(model: Any, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of a plain model from those of a model with adapters (`held`, by its names): base + scale·B·A.
+    """Merge LoRA adapters: returns a plain model's weights by name, base + scale·B·A.
 
-    Of `model` only the structure is read. Raises `EngineError` for adapters of other than linear layers.
+    `held` are the weights of the model with adapters; of `model` only the structure is read. Raises `EngineError` for an
+    adapter of another than a linear layer.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -108,7 +109,7 @@ def merged(model: Any, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
         if isinstance(layer, BaseTunerLayer):
             one: Any = layer
             if f"{name}.lora_A{_OURS}weight" not in held:
-                raise EngineError(f"adapter of {name}", expected="a linear layer", found=type(one).__name__)
+                raise EngineError(f"LoRA adapter of {name}", expected="a linear layer", found=type(one).__name__)
             a, b = (held[f"{name}.lora_{letter}{_OURS}weight"] for letter in "AB")
             delta = (b @ a) * one.scaling["default"]
             plain[f"{name}.weight"] = held[f"{name}.base_layer.weight"] + (delta.T if one.fan_in_fan_out else delta)
@@ -116,6 +117,6 @@ def merged(model: Any, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
 
 
 def base_of(folder: Path) -> str | None:
-    """The base model that a peft folder names; None where the folder is no adapter's."""
+    """The base model named in a peft adapter's folder; None where the folder has no adapter."""
     there = (folder / CONFIG).is_file()
     return str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]) if there else None

@@ -41,17 +41,17 @@ def preflight(model: Any, settings: LocalSettings) -> None:
     if sum(parts.values()) > free:
         what = f"learning would need about {gib(sum(parts.values()))} more on {model.device}"
         found = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
-        raise OutOfMemory(what, expected=f"at most {gib(free)} that are free", found=found, do=_ADVICE)
+        raise OutOfMemory(what, expected=f"at most the {gib(free)} that are free", found=found, do=_ADVICE)
 
 
 def gib(size: int) -> str:
-    """`1.25 GiB`, or MiB below a tenth of one."""
+    """A number of bytes as text: `1.25 GiB`, or in MiB below a tenth of a GiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"
 
 
 @contextmanager
 def memory_errors(phase: str, shape: str | DataProto, setting: str = "micro_batch_tokens") -> Iterator[None]:
-    """A context that turns torch's errors for lack of memory into `OutOfMemory`, which names the setting to lower."""
+    """Context manager: raises torch's out-of-memory errors as `OutOfMemory`, which names the setting to lower."""
     if isinstance(shape, DataProto):
         shape = f"{len(shape)} rows × {shape['input_ids'].shape[1]} tokens"
     try:

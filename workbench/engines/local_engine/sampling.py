@@ -32,7 +32,7 @@ class _Row:
         self.reason = ""
 
     def add(self, token: int, log_prob: float, eos_ids: frozenset[int], tokenizer: Any) -> None:
-        """The next token, and the reason where the row ends with it. A row that has ended takes no more."""
+        """Append the next token, and set `reason` where the response ends with it; does nothing once it has ended."""
         if self.reason:
             return
         self.ids.append(token)
@@ -58,9 +58,9 @@ class _Row:
 def decode_wave(
     model: Any, tokenizer: Any, requests: list[Request], eos_ids: frozenset[int], version: int, finished: Early[Sample]
 ) -> list[Sample]:
-    """Answer all requests, in order; `finished(row, sample)` is called as each ends, so that its reward need not wait.
+    """Sample one response to each request, in order; `finished(index, sample)` is called as each response ends.
 
-    An interrupt stops it between two decode steps.
+    An interrupt stops the wave between two decode steps.
     """
     rows = [_Row(request) for request in requests]
     cache, logits, mask, positions = _prefill(model, [row.request.ids for row in rows])
@@ -129,7 +129,7 @@ def _choose(rows: Sequence[_Row], logits: torch.Tensor) -> tuple[list[int], list
 
 
 def allowed(log_probs: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
-    """[b, V] probabilities, float64, not renormalised, 0 where top-k or top-p rules a token out."""
+    """Token probabilities [b, V] after top-k and top-p: float64, not renormalised, 0 for tokens that are ruled out."""
     probabilities = log_probs.double().exp()
     if settings.top_k > 0 and settings.top_k < probabilities.shape[-1]:
         smallest = probabilities.topk(settings.top_k, dim=-1).values[:, -1:]
@@ -142,7 +142,7 @@ def allowed(log_probs: torch.Tensor, settings: SamplingSettings) -> torch.Tensor
 
 
 def inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """[b] tokens: the first whose cumulative probability exceeds uniform × total."""
+    """Sample one token per row, [b]: the first whose cumulative probability exceeds uniform × total."""
     cumulative = probabilities.cumsum(-1)
     targets = uniforms[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
@@ -159,10 +159,10 @@ Early = Callable[[int, A], None]
 
 
 class Waves(Generic[Q, A]):
-    """Gathers questions that are asked at the same time into waves of at most `size`, answered one wave at a time.
+    """Batches questions that are asked at the same time into waves of at most `size`, answered one wave at a time.
 
-    `answer(questions, early)` runs in a thread and returns one answer a question, in order. An exception in the place of an
-    answer is raised to that question alone; one that it raises goes to the whole wave.
+    `answer(questions, early)` runs in a thread and returns one answer per question, in order. An exception returned in
+    place of an answer is raised for that question alone; one that `answer` raises, for the whole wave.
     """
 
     def __init__(self, answer: Callable[[list[Q], Early[A]], Sequence[A | Exception]], size: int, name: str) -> None:
@@ -173,7 +173,7 @@ class Waves(Generic[Q, A]):
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def ask(self, question: Q) -> A:
-        """The answer of the wave that the question becomes part of."""
+        """Ask one question as part of the next wave, and return its answer."""
         if asyncio.get_running_loop() is not runtime.loop():  # a caller's own loop: the queue lives in ours
             there = asyncio.run_coroutine_threadsafe(self.ask(question), runtime.loop())
             return await asyncio.wrap_future(there)

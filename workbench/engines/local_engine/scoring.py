@@ -20,26 +20,26 @@ CHUNK_ELEMENTS = 1 << 26
 
 
 def chunk_rows(model: Any) -> int:
-    """Positions whose logits may exist at one time."""
+    """Number of positions whose logits are computed at one time, to limit memory."""
     return max(CHUNK_ELEMENTS // model.config.vocab_size, 1)
 
 
 def packs(model: Any, settings: Any) -> bool:
-    """Whether rows are packed without padding: as `pack` says; with `auto` where the model uses flash attention."""
+    """Whether rows are packed without padding: by the setting `pack`; with `auto` where the model uses flash attention."""
     flash = "flash" in str(getattr(model.config, "_attn_implementation", ""))
     return settings.pack == "yes" or (settings.pack == "auto" and flash)
 
 
 def halves(settings: Any, device: str) -> bool:
-    """Whether passes run in bfloat16: as `dtype` says; with `auto` on a GPU."""
+    """Whether forward passes run in bfloat16: as the setting `dtype` says; with `auto` on a GPU only."""
     return settings.dtype == "bfloat16" or (settings.dtype == "auto" and device == "cuda")
 
 
 def micro_batches(batch: DataProto, budget: int, packed: bool) -> list[torch.Tensor]:
-    """Row numbers of each micro-batch: sorted by length, cut by tokens, each at least one row.
+    """Cut a batch into micro-batches of at most `budget` tokens, at least one row each; returns each one's row numbers.
 
-    Padded micro-batches cost rows × longest, packed ones the sum. Sorting is stable, so the same batch
-    is always cut the same way.
+    Rows are sorted by length. A padded micro-batch counts rows × longest row, a packed one the sum of its rows. Sorting is
+    stable, so the same batch is always cut the same way.
     """
     lengths = batch["attention_mask"].sum(-1)
     order = torch.argsort(lengths, descending=True, stable=True).tolist()
@@ -58,7 +58,7 @@ def micro_batches(batch: DataProto, budget: int, packed: bool) -> list[torch.Ten
 
 
 def trimmed(rows: DataProto) -> tuple[DataProto, int]:
-    """The rows without positions that are padding in all of them, and T after trimming.
+    """Trim positions that are padding in every row; returns the trimmed rows and their T.
 
     Columns of [B, S+T] are cut at both ends, of [B, S] at the left, of [B, T] at the right.
     """
@@ -82,17 +82,17 @@ def trimmed(rows: DataProto) -> tuple[DataProto, int]:
 
 
 def check_ids(model: Any, batch: DataProto) -> None:
-    """Raises `EngineError` naming row and id where a token id is not in the model's vocabulary."""
+    """Raises `EngineError`, naming id and row, where a token id of a batch is not in the model's vocabulary."""
     ids, size = batch["input_ids"], model.get_input_embeddings().num_embeddings
     wrong = ((ids < 0) | (ids >= size)) & batch["attention_mask"].bool()
     if wrong.any():
         row, place = wrong.nonzero()[0].tolist()
-        what, expected = f"token id {int(ids[row, place])} in row {row}", f"0 to {size - 1}, the model's vocabulary"
-        raise EngineError(what, expected=expected, do="the batch was tokenised for another model")
+        what, expected = f"token id {int(ids[row, place])} in row {row}", f"ids 0 to {size - 1}, the model's vocabulary"
+        raise EngineError(what, expected=expected, do="tokenise the batch with this model's tokenizer")
 
 
 def response_hidden(model: Any, rows: DataProto, packed: bool) -> torch.Tensor:
-    """[N, H]: the hidden state that predicts each of the N response tokens (mask 1), row by row."""
+    """Hidden states [N, H] that predict the N response tokens (`response_mask` 1), row by row."""
     mask, attention = rows["response_mask"].bool(), rows["attention_mask"].bool()
     before = slice(-mask.shape[1] - 1, -1)  # the state before a response token is the one of the token to its left
     if packed:
@@ -110,13 +110,13 @@ def response_hidden(model: Any, rows: DataProto, packed: bool) -> torch.Tensor:
 def outputs(
     model: Any, head: torch.nn.Module | None, rows: DataProto, want: Sequence[str], temperature: float, packed: bool
 ) -> dict[str, torch.Tensor]:
-    """Those of `log_probs`, `entropy`, `sum_pi_squared`, `values` that are wanted: [b, T] float32 with gradient, 0 outside the mask."""
+    """Compute the outputs named in `want`, as in `compute_log_probs`: [b, T] float32 with gradient, 0 outside the mask."""
     mask = rows["response_mask"].bool()
     hidden = response_hidden(model, rows, packed)
     flat: dict[str, torch.Tensor] = {}
     if "values" in want:
         if head is None:
-            raise EngineError("values", expected="a model with a value head", do="make a critic: engine.critic()")
+            raise EngineError("'values' of a policy", expected="a critic's value head", do="use engine.critic()")
         flat["values"] = head(hidden.float()).squeeze(-1)
     if {"log_probs", "entropy", "sum_pi_squared"} & set(want):
         labels = rows["input_ids"][:, -mask.shape[1] :][mask]
@@ -125,7 +125,7 @@ def outputs(
 
 
 def spread(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Values [N] of the mask's N positions as [b, T], 0 elsewhere."""
+    """Put values [N] back at the N positions where `mask` is 1: [b, T], 0 elsewhere."""
     return torch.zeros(mask.shape, dtype=torch.float32, device=values.device).masked_scatter(mask, values.float())
 
 
@@ -161,7 +161,7 @@ Pass = tuple[torch.Tensor | None, DataProto, int]
 
 
 def passes(model: Any, batch: DataProto, budget: int, packed: bool) -> Iterator[tuple[torch.Tensor, DataProto, int]]:
-    """The micro-batches of a batch, as long as no interrupt asks to stop."""
+    """Yield micro-batches: (row numbers, trimmed rows on the model's device, their T). Interrupts raise `Interrupted`."""
     for indices in micro_batches(batch, budget, packed):
         runtime.check()
         rows, t = trimmed(batch.select_idxs(indices))
@@ -172,7 +172,7 @@ def passes(model: Any, batch: DataProto, budget: int, packed: bool) -> Iterator[
 def collect(
     cut: Iterable[Pass], found: Callable[[DataProto], Mapping[str, torch.Tensor]], batch: DataProto, want: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """What `found` returns of each pass, [b, T], put together over the whole batch: [B, T] on the CPU, without gradients."""
+    """Collect the outputs named in `want` over all passes: `found(rows)` gives [b, T], the result is [B, T] on the CPU."""
     result = {name: torch.zeros(batch["response_mask"].shape) for name in want}
     for indices, rows, t in cut:
         parts = found(rows)
@@ -187,7 +187,7 @@ def divergence(
 ) -> dict[str, torch.Tensor]:
     """`kl` [b, T] float32: KL(first‖second) of two models' next-token distributions at each response token, 0 elsewhere.
 
-    `hidden` are their states as `response_hidden` returns them, `heads` make logits of these.
+    `hidden` are the two models' states from `response_hidden`; `heads` map them to logits.
     """
     values, size = [hidden[0].new_zeros(0)], chunk_rows(model)
     for states in zip(*(one.split(size) for one in hidden), strict=True):

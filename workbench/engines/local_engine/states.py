@@ -26,7 +26,7 @@ RECORD, WHOLE = "engine.json", "optimizer.safetensors"
 
 
 def write_whole(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> None:
-    """Write an optimizer's tensors to one file, and `engine.json`."""
+    """Write an optimizer's tensors to one safetensors file in a folder, and `record` to its `engine.json`."""
     from safetensors.torch import save_file
 
     path.mkdir(parents=True, exist_ok=True)
@@ -44,30 +44,30 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_record(folder: str | Path) -> dict[str, Any]:
-    """Read `engine.json`; its `whole` is true where the optimizer is in one file.
+    """Read the `engine.json` of a learner's saved state; its `whole` is true where the optimizer is in one file.
 
-    Raises `CheckpointError` where it, or a file that it lists, is missing or of another size.
+    Raises `CheckpointError` where `engine.json`, or a file that it lists, is missing or of another size.
     """
     path = Path(folder)
     if not (path / RECORD).is_file():
-        raise CheckpointError(f"no optimizer state at {path}", expected=f"{RECORD} and safetensors")
+        raise CheckpointError(f"no optimizer state at {path}", expected=f"{RECORD} there", found="no such file")
     record: dict[str, Any] = json.loads((path / RECORD).read_text())
     older(record.get("format", 1), f"the optimizer state at {path}", CheckpointError)
     if (path / WHOLE).is_file():
         return {**record, "weights": False, "files": {}, "adam_steps": {}, "whole": True}
     if "adam_steps" not in record:
-        expected, found = f"{WHOLE}, or shards with 'adam_steps'", ", ".join(record)
+        expected, found = f"{WHOLE}, or the key adam_steps in {RECORD}", f"the keys {', '.join(record)}"
         raise CheckpointError(f"no optimizer state at {path}", expected=expected, found=found)
     for name, size in record["files"].items():
         file = path / name
         if not file.is_file() or file.stat().st_size != size:
             found = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
-            raise CheckpointError(f"sharded state at {path}: {name}", expected=f"{size} bytes", found=found)
+            raise CheckpointError(f"a file of the sharded state, {path / name}", expected=f"{size} bytes", found=found)
     return {**record, "whole": False}
 
 
 def read_optimizer(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """An optimizer's whole tensors, `<parameter>|exp_avg`, `|exp_avg_sq`, `|step`, and the record of `read_record`."""
+    """Read an optimizer's whole tensors (`<parameter>|exp_avg`, `|exp_avg_sq`, `|step`), and its record (`read_record`)."""
     from safetensors.torch import load_file
 
     record = read_record(folder)
@@ -78,10 +78,10 @@ def read_optimizer(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def read_weights(folder: str | Path) -> dict[str, torch.Tensor]:
-    """All weights of a sharded state as whole tensors; needs no ranks."""
+    """Read all weights of a sharded state as whole tensors by name, without starting ranks."""
     record = read_record(folder)
     if not record["weights"]:
-        raise CheckpointError(f"the sharded state at {folder} has no weights", do="they are in the model folder")
+        raise CheckpointError(f"the sharded state at {folder} has no weights", do="read them from the model folder")
     return _put_together(folder, record, "weights/")
 
 

@@ -76,7 +76,7 @@ class VllmSettings(Settings):
 
 
 class Served(Closing):
-    """Base of the vLLM engines: one process, its tokenizer, and what it reports about itself."""
+    """Base class of the vLLM engines: one vLLM process, its tokenizer, and what the process reports about itself."""
 
     def __init__(self, folder: str | Path, settings: VllmSettings, *, path: str, **arguments: Any) -> None:
         self._folder = folder
@@ -92,7 +92,7 @@ class Served(Closing):
         """Start a process; the tokenizer is loaded meanwhile."""
         python, s = interpreter(self._settings), self._settings
         if python == sys.executable and not importable(python):
-            expected = f"it beside workbench, or an interpreter that has it named in {PYTHON_VARIABLE}"
+            expected = f"vLLM beside workbench, or in {PYTHON_VARIABLE} the path of a Python that has it"
             raise EngineError("vLLM is not installed", expected=expected, do="pip install 'workbench[vllm]'")
         first = {"arguments": {**arguments_of(self._folder, s), **self._arguments}, "on_cpu": on_cpu_of(s)}
         env = {**os.environ, **environment_of(self._folder, s)}
@@ -110,17 +110,17 @@ class Served(Closing):
         self._end = weakref.finalize(self, link.close)
 
     def restart(self) -> None:
-        """Start a new process with the weights of the folder, whatever became of the old one."""
+        """Start a new process with the weights of the model's folder, whatever happened to the old one."""
         self.close()
         self._start()
 
     def close(self) -> None:
-        """End the process and everything that it started; closing twice is fine."""
+        """End the process and everything that it started; may be called twice."""
         self._end()
 
     @property
     def pid(self) -> int | None:
-        """Process id; None when closed."""
+        """Id of vLLM's process; None when closed."""
         return self._link.pid if self._end.alive else None
 
     def log(self, lines: int = 40) -> str:
@@ -133,13 +133,13 @@ class Served(Closing):
         return self._about.get("max_model_len")
 
     def about(self) -> str:
-        """The version of vLLM, its dtype, device and process, in a line."""
+        """One line with vLLM's version, dtype, device and process id."""
         place = f"process {self.pid}" if self.pid else "closed"
         return f"vLLM {self._about.get('vllm')}, {self._about.get('dtype')} on {self._about.get('platform')}, {place}"
 
 
 def wait(answer: Answer, seconds: float, late: str) -> dict[str, Any]:
-    """Wait for an answer. Raises `EngineError` saying what is `late`, else what the answer raises."""
+    """Wait for an answer; raises what it raises. After `seconds` raises `EngineError` with `late` as its text."""
     try:
         return answer.result(timeout=seconds)
     except TimeoutError as cause:
@@ -147,12 +147,12 @@ def wait(answer: Answer, seconds: float, late: str) -> dict[str, Any]:
 
 
 def interpreter(settings: VllmSettings) -> str:
-    """The Python interpreter that runs vLLM."""
+    """The Python interpreter that runs vLLM: the setting `python`, else WORKBENCH_VLLM_PYTHON, else this one."""
     return settings.python or os.environ.get(PYTHON_VARIABLE) or sys.executable
 
 
 def importable(python: str) -> bool:
-    """Whether an interpreter finds vLLM."""
+    """Whether a Python interpreter has vLLM installed."""
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     return subprocess.run([python, "-P", "-c", look], capture_output=True, check=False).returncode == 0
 
@@ -177,7 +177,7 @@ def arguments_of(folder: str | Path, s: VllmSettings) -> dict[str, Any]:
 
 
 def on_cpu_of(s: VllmSettings) -> dict[str, Any]:
-    """Arguments of vLLM's engine that differ on a CPU."""
+    """Arguments of vLLM's engine that replace those of `arguments_of` on a CPU."""
     return {
         "dtype": "float32" if s.dtype == "auto" else s.dtype,
         "enforce_eager": True if s.enforce_eager is None else s.enforce_eager,
@@ -189,7 +189,7 @@ def on_cpu_of(s: VllmSettings) -> dict[str, Any]:
 
 
 def environment_of(folder: str | Path, s: VllmSettings) -> dict[str, str]:
-    """Environment variables of vLLM's processes, over those of this one."""
+    """Environment variables of vLLM's processes that override those of this process."""
     gpu = torch.cuda.is_available()
     many = gpu if s.multiprocess is None else s.multiprocess
     eager = not gpu if s.enforce_eager is None else s.enforce_eager
@@ -222,17 +222,17 @@ def tokenizer_of(folder: str | Path, trust: bool) -> tuple[Any, frozenset[int], 
 
 
 def check_prompt(ids: Sequence[int], rows: int, longest: int | None, where: str, limit: str) -> None:
-    """Raises `EngineError` for a prompt that vLLM could not survive: ids that the model has not, no token, or too many."""
+    """Raises `EngineError` for a prompt that could crash vLLM: ids outside its vocabulary, no tokens, or too many."""
     wrong = [token for token in ids if not 0 <= token < rows]
     if wrong:
-        raise EngineError(f"token id {wrong[0]} in a prompt", expected=f"0 to {rows - 1}")
+        raise EngineError(f"token id {wrong[0]} in a prompt", expected=f"ids 0 to {rows - 1}, the model's vocabulary")
     if not ids or (longest is not None and len(ids) >= longest):
-        expected = f"1 to {(longest or 0) - 1} tokens, {limit} less one"
-        raise EngineError(f"a prompt for {where}", expected=expected, found=len(ids))
+        expected = f"1 to {(longest or 0) - 1} tokens, one less than {limit}"
+        raise EngineError(f"length of a prompt for {where}", expected=expected, found=len(ids))
 
 
 def sampling_fields(s: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
-    """Fields of a request that vLLM and SGLang call by one name; `ends` are the ids that end a response."""
+    """Sampling fields that have the same names in vLLM and SGLang requests; `ends` are the ids that end a response."""
     ending = {"stop": list(s.stop), "stop_token_ids": [] if s.ignore_eos else list(ends), "ignore_eos": s.ignore_eos}
     return {"temperature": s.temperature, "top_p": s.top_p, **ending}
 
@@ -247,10 +247,10 @@ class VllmEngine(Served, Pushed):
     # --- Sampler ----------------------------------------------------------------------------
 
     async def sample(self, request: Request) -> Sample:
-        """Sample one response; vLLM batches requests that are out together.
+        """Sample one response; vLLM batches concurrent requests.
 
         Raises `EngineError` for a request that vLLM refuses, `WorkerLost` where its process dies, `Interrupted` where
-        the work is asked to stop; the requests that are out are then aborted.
+        the work is asked to stop; unanswered requests are then aborted.
         """
         self._check(request)
         asked = self._link.ask("sample", stoppable=True, ids=list(request.ids), params=self._parameters(request))
@@ -266,8 +266,8 @@ class VllmEngine(Served, Pushed):
         if 0 < s.temperature < 0.01:
             raise EngineError("temperature", expected="0 or ≥ 0.01, vLLM's smallest", found=s.temperature)
         if (s.top_p < 1 or s.top_k > 0) and not self._about["exact"]:
-            what = "top_p and top_k: this vLLM does not give the log-probs before them, which a trainer needs"
-            raise EngineError(what, do="sample without, or set env={'VLLM_USE_V2_MODEL_RUNNER': '0'}")
+            what = "top_p and top_k: this vLLM does not return the log-probs before them, which a trainer needs"
+            raise EngineError(what, do="pass top_p=1 and top_k=-1, or set env={'VLLM_USE_V2_MODEL_RUNNER': '0'}")
 
     def _parameters(self, request: Request) -> dict[str, Any]:
         s = request.settings
@@ -277,9 +277,9 @@ class VllmEngine(Served, Pushed):
     # --- weights ----------------------------------------------------------------------------
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> float:
-        """Replace all weights of the model, by their Hugging Face names; returns the seconds that it took.
+        """Replace all weights of the model, by their Hugging Face names; returns the seconds taken.
 
-        Requests made before it are answered by the old weights, those after it by the new ones, which are `version`.
+        Requests made before are answered with the old weights, later ones with the new, which are policy version `version`.
         Tied weights are in `weights` under both names. Raises `EngineError` where it fails; the engine then refuses to
         sample until another push succeeds.
         """
@@ -287,25 +287,25 @@ class VllmEngine(Served, Pushed):
         dtype = getattr(torch, self._about["dtype"])
         with in_memory(weights, dtype) as file:
             asked = self._link.ask("load", path=file, version=version)
-            wait(asked, self._settings.start_seconds, "the push has not ended")
+            wait(asked, self._settings.start_seconds, "the push of weights has not ended")
         self.version = version
         return time.perf_counter() - began
 
     def sleep(self, level: int = 1) -> None:
         """Free the GPU's memory: level 1 keeps the weights in host memory, level 2 drops them (push after waking).
 
-        Raises `EngineError` on a CPU, which has no sleep mode, and where it was not asked for (`sleep_mode=True`).
+        Raises `EngineError` on a CPU, which has no sleep mode, and for an engine made without `sleep_mode=True`.
         """
         if self._about["platform"] == "cpu":
-            raise EngineError("sleep", expected="a GPU", found="vLLM on a CPU, which has no sleep mode")
+            raise EngineError("sleep()", expected="a GPU", found="vLLM on a CPU, which has no sleep mode")
         if not self._settings.sleep_mode:
-            raise EngineError("sleep", expected="sleep_mode=True when the engine is made", found=False)
-        wait(self._link.ask("sleep", level=level), self._settings.stall_seconds, "vLLM does not fall asleep")
+            raise EngineError("sleep()", expected="sleep_mode=True when the engine is made", found="sleep_mode=False")
+        wait(self._link.ask("sleep", level=level), self._settings.stall_seconds, "vLLM's sleep() has not ended")
 
     def wake(self) -> None:
-        """Take the GPU's memory again; nothing happens where it does not sleep."""
+        """Allocate the GPU's memory again, after `sleep()`; does nothing on a CPU or without `sleep_mode=True`."""
         if self._about["platform"] != "cpu" and self._settings.sleep_mode:
-            wait(self._link.ask("wake"), self._settings.stall_seconds, "vLLM does not wake")
+            wait(self._link.ask("wake"), self._settings.stall_seconds, "vLLM's wake() has not ended")
 
     def describe(self) -> dict[str, Any]:
         """Path, settings and version for a run's record; without the environment, which may hold secrets."""
@@ -318,7 +318,7 @@ class VllmEngine(Served, Pushed):
 
 
 def vllm(path: str | Path, *, template_switches: Any = None, **settings: Any) -> VllmEngine:
-    """Start a sampler that is vLLM in a process of its own: `vllm("data/tiny-arith", max_model_len=256)`.
+    """Start vLLM in a process of its own, as a sampler: `vllm("data/tiny-arith", max_model_len=256)`.
 
     `path` as for `engines.local`. `template_switches` go to the chat template. Other settings: `VllmSettings`; unknown names
     are refused. Pair it with a learner: `engines.paired(learner, sampler)`. Raises `EngineError` where there is no such
@@ -327,20 +327,20 @@ def vllm(path: str | Path, *, template_switches: Any = None, **settings: Any) ->
     chosen = VllmSettings.from_parameters(settings)
     folder = resolve(path)
     if lora.base_of(Path(folder)) is not None:
-        do = "open its base, and pair it with a learner on the adapter: merged weights are pushed"
+        do = "pass its base model, and pair it with a learner on the adapter: merged weights are pushed"
         raise EngineError(f"{str(path)!r} is an adapter", expected="a whole model", do=do)
     return VllmEngine(folder, chosen, path=str(path), **(template_switches or {}))
 
 
 class VllmClassifier(Served):
-    """A sequence classifier with one label, served by vLLM, before any activation. Made by `engines.vllm_classifier`."""
+    """A reward model in vLLM: the raw logit of a sequence classifier. Made by `engines.vllm_classifier`."""
 
     def describe(self) -> str:
         """The model's path, for a record."""
         return f"vLLM {self.path}"
 
     async def classify(self, text: str) -> Classified:
-        """Score one text; vLLM batches texts that are out together. Raises `EngineError` for a text longer than the model takes."""
+        """Score one text; vLLM batches concurrent texts. Raises `EngineError` for a text longer than `max_length`."""
         ids = self.tokenizer.encode(text)
         if (error := refusal(len(ids), self.max_length or 0)) is not None:
             raise error

@@ -34,8 +34,8 @@ _REFERS = re.compile(
 
 
 class Link:
-    """A process that runs vLLM and the requests that are out to it; ended by `close()`. Every failure of the process is raised
-    to whoever waits: nobody waits without end."""
+    """The driver's connection to a process that runs vLLM, with its unanswered requests; ended by `close()`. If the process
+    fails, every waiting request raises the error."""
 
     def __init__(
         self, python: str, environment: Mapping[str, str], first: Mapping[str, Any], *, stall_seconds: float
@@ -58,7 +58,7 @@ class Link:
             self._child = Child(file, env=env, python=python, folder=self.folder)
         except OSError as cause:
             shutil.rmtree(self.folder, ignore_errors=True)
-            raise EngineError(f"cannot start {python!r} for vLLM", found=cause) from cause
+            raise EngineError(f"cannot start the interpreter {python!r} for vLLM", found=cause) from cause
         self.pid = self._child.pid
         self._send(first)
         threading.Thread(target=self._listen, name="workbench-vllm", daemon=True).start()
@@ -66,17 +66,17 @@ class Link:
     # --- asking -----------------------------------------------------------------------------
 
     def ask(self, op: str, *, stoppable: bool = False, **fields: Any) -> Answer:
-        """Send a request; its answer comes as a future. Cancelling the future of a stoppable one aborts the request.
+        """Send a request, and return a future of its answer. Cancelling the future of a `stoppable` request aborts it.
 
-        Raises `Interrupted` for a stoppable one where the work was asked to stop; the others are then aborted, too, since the
-        interrupt may be over before the listener looks.
+        Raises `Interrupted` for a `stoppable` request where the work was asked to stop; others are then aborted, too,
+        since the interrupt may be over before the listener looks.
         """
         if stoppable:
             self._stop_if_asked()
             runtime.check()
         with self._lock:
             if self._closed:
-                raise EngineError("this vLLM engine is closed", do="call restart(), or make a new one")
+                raise EngineError("this vLLM engine is closed", do="call its restart(), or make a new one")
             if self._error is not None:
                 raise copy.copy(self._error)  # each raise adds its traceback to the error
             number, answer = self._asked.open()
@@ -154,7 +154,7 @@ class Link:
     # --- why --------------------------------------------------------------------------------
 
     def tail(self, lines: int = 20) -> str:
-        """The last lines that the process wrote."""
+        """The last lines of the process's log."""
         return "\n".join(self._child.tail(_LOG_BYTES).splitlines()[-lines:])
 
     def _why_it_failed(self, heard: Mapping[str, Any]) -> EngineError:
@@ -169,7 +169,7 @@ class Link:
     def _why_it_ended(self) -> EngineError:
         how, tail = self._child.how(_GRACE_SECONDS), self.tail()
         by = "was ended by" if how.startswith(("SIG", "signal")) else "ended with"
-        what = f"{by} {how}" if how else "went away"
+        what = f"{by} {how}" if how else "closed its connection"
         when = "" if self.ready.done() else " while it started"
         log = f"its log ends:\n{tail}\n" if tail else "an empty log"
         return WorkerLost(f"vLLM's process {self.pid} {what}{when}", found=log, do=_AGAIN, exit=how or what, log=tail)
@@ -189,7 +189,7 @@ class Link:
             self._shared |= _shared_memory(self.pid)
 
     def close(self) -> None:
-        """Ask the process to end, kill it where it does not, and remove its folder."""
+        """Ask the process to end, kill it where it does not, and remove its temporary folder."""
         with self._lock:
             if self._closed:
                 return

@@ -64,7 +64,7 @@ class WeightSync:
 
 
 class Service:
-    """vLLM's engine and its queue of messages."""
+    """vLLM's engine in its own process: answers the driver's messages and steps the engine."""
 
     def __init__(self, parent: Any) -> None:
         self._parent = parent
@@ -77,7 +77,7 @@ class Service:
         self._engine: Any = None
 
     def start(self, arguments: dict[str, Any], on_cpu: dict[str, Any]) -> None:
-        """Make the engine and report what it is. Raises whatever vLLM raises."""
+        """Make vLLM's engine and send the driver a `ready` message about it. Raises whatever vLLM raises."""
         import vllm
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
@@ -96,7 +96,7 @@ class Service:
         self.say(op="ready", dtype=dtype, max_model_len=config.max_model_len, **about)
 
     def serve(self) -> None:
-        """Take messages and step the engine, until a `stop`."""
+        """Handle the driver's messages and step the engine, until a `stop` message."""
         while True:
             self._collect(block=not self._waiting and not self._engine.has_unfinished_requests())
             while self._waiting:
@@ -157,7 +157,7 @@ class Service:
         self._broken = "the last push of weights failed half-way; push again"
         self._engine.collective_rpc("workbench_load", args=(message["path"],))
         if not self._engine.reset_prefix_cache():
-            raise RuntimeError("vLLM did not drop its prefix cache")
+            raise RuntimeError("vLLM did not reset its prefix cache after the weights were loaded")
         self._broken, self._version = "", message["version"]
         self.say(op="answer", id=message["id"], seconds=time.perf_counter() - began)
 
@@ -165,7 +165,7 @@ class Service:
         self._engine.reset_prefix_cache()
         self._engine.sleep(message["level"])
         if message["level"] == 2:
-            self._broken = "its weights were dropped by sleep(level=2); push weights after wake()"
+            self._broken = "vLLM's weights were dropped by sleep(level=2); push weights after wake()"
         self.say(op="answer", id=message["id"])
 
     def _on_wake(self, message: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ _ORDERS = ("load", "sleep", "wake", "stop")
 
 
 def main(parent: Any) -> None:
-    """Serve until a `stop`; the process ends with the driver."""
+    """Entry point of vLLM's process: serve until a `stop` message. The process ends with the driver."""
     service = Service(parent)
     try:
         first = json.loads(parent.frames.get())

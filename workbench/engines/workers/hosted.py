@@ -42,26 +42,26 @@ Answer = tuple[int, Any]
 
 
 def host(rank: int, size: int, *, kind: str, path: str, settings: Mapping[str, Any], threads: int = 0) -> Host:
-    """The factory for `Ranks`: a `Host` with one engine of `KINDS`."""
+    """Open an engine of a kind in `KINDS` inside a worker; returns its `Host`. The factory that `Ranks` is given."""
     if threads:
         torch.set_num_threads(threads)
     return Host(KINDS[kind](path, **settings))
 
 
 class Host:
-    """The worker's side: takes questions and returns answers as they are ready, so that none waits for the slowest."""
+    """An engine inside a worker process: takes questions, and returns each answer as soon as it is ready."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._out: dict[int, asyncio.Task[Any]] = {}
 
     def about(self) -> tuple[Any, ...]:
-        """The engine's tokenizer, template arguments, longest sequence, record and repr."""
+        """The engine's tokenizer, chat template arguments, `max_length`, `describe()` and repr."""
         one = self._engine
         return one.tokenizer, switches_of(one), one.max_length, one.describe(), repr(one)
 
     def exchange(self, asked: Sequence[Question], given_up: Sequence[int], seconds: float) -> list[Answer]:
-        """Ask questions and cancel others; returns what has been answered, at once where something has, else after `seconds`."""
+        """Start the questions `asked`, cancel those `given_up`, and return the answers that are ready within `seconds`."""
         return runtime.run(self._exchange(asked, given_up, seconds))
 
     async def _exchange(self, asked: Sequence[Question], given_up: Sequence[int], seconds: float) -> list[Answer]:
@@ -82,14 +82,14 @@ class Host:
             return error if isinstance(error, WorkbenchError) else EngineError(first_line(error))
 
     def do(self, method: str, *arguments: Any) -> None:
-        """Call a method of the engine that returns nothing, where the engine has it."""
+        """Call a method of the engine and drop its result; one without arguments may be missing."""
         getattr(self._engine, method, lambda: None)(*arguments)
 
 
 class Hosted(SampleMany, Closing):
-    """The driver's side of one engine in one worker: a `Sampler` and a `Classifier` that asks it.
+    """The driver's handle to an engine in a worker process: a `Sampler` and `Classifier` that forwards requests to it.
 
-    `make` starts the worker with `host` as its factory and returns a `Ranks` of one.
+    `make` starts the worker with `host` as its factory, and returns a `Ranks` of size 1.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class Hosted(SampleMany, Closing):
         self._out = Questions()
         self._carrier: threading.Thread | None = None
         self.starts = 0
-        """How often its worker was started; a new worker does not have the weights that were pushed to the old one."""
+        """How often the worker was started; a new worker does not have the weights that were pushed to the old one."""
         self.version = 0
-        """Policy version of the weights that it was given last."""
+        """Policy version of the weights that were loaded last."""
         if start:
             self.restart()
 
@@ -117,7 +117,7 @@ class Hosted(SampleMany, Closing):
 
     @property
     def alive(self) -> bool:
-        """Whether its worker runs, as far as is known."""
+        """Whether the worker runs, as far as the driver knows."""
         return self._ranks is not None
 
     def restart(self) -> None:
@@ -137,7 +137,7 @@ class Hosted(SampleMany, Closing):
         """End the worker; unanswered questions fail. May be called twice."""
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
-            self._fail(EngineError(f"{self.name} was closed", do="call restart(), or make a new one"))
+            self._fail(EngineError(f"the engine {self.name!r} was closed", do="call its restart(), or make a new one"))
             with contextlib.suppress(EngineError, TimeoutError), self._call:
                 ranks.call("do", "close", timeout=LEAVE_SECONDS)
             ranks.close()
@@ -152,7 +152,7 @@ class Hosted(SampleMany, Closing):
         with self._call:
             ranks = self._ranks
             if ranks is None:
-                raise WorkerLost(f"the worker of {self.name} is gone", do="call restart()")
+                raise WorkerLost(f"the worker of the engine {self.name!r} is gone", do="call the engine's restart()")
             try:
                 return ranks.call(method, *shared, timeout=self._deadline)[0]
             except (WorkerLost, TimeoutError) as error:
@@ -197,8 +197,8 @@ class Hosted(SampleMany, Closing):
                     finished = time.monotonic()
                 elif time.monotonic() - finished > self._deadline:
                     self._end()
-                    how = f"answers, and has finished nothing for {self._deadline:g} s"
-                    raise WorkerLost(f"the worker of {self.name} {how}", do="call restart()", exit=how)
+                    how = f"responds, but has finished nothing for {self._deadline:g} s"
+                    raise WorkerLost(f"the worker of engine {self.name!r} {how}", do="restart() the engine", exit=how)
         except BaseException as error:  # noqa: BLE001 - raised where the questions were asked
             self._fail(error)
 
@@ -213,11 +213,11 @@ class Hosted(SampleMany, Closing):
     # --- Sampler and Classifier ---------------------------------------------------------------
 
     async def sample(self, request: Request) -> Sample:
-        """Sample one response. Raises `WorkerLost` where the worker dies or is late, else what the engine raises."""
+        """Sample one response. Raises `WorkerLost` where the worker dies or is late, else the engine's error."""
         return await self._ask("sample", request)
 
     async def classify(self, text: str) -> Classified:
-        """Score one text. Raises as `sample`."""
+        """Score one text. Raises `WorkerLost` where the worker dies or is late, else the engine's error."""
         return await self._ask("classify", text)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
@@ -226,15 +226,15 @@ class Hosted(SampleMany, Closing):
         self.version = version
 
     def sleep(self) -> None:
-        """Free the device's memory."""
+        """Free the engine's device memory, until `wake()`."""
         self._do("do", "sleep")
 
     def wake(self) -> None:
-        """Take the device's memory again."""
+        """Allocate the engine's device memory again, after `sleep()`."""
         self._do("do", "wake")
 
     def describe(self) -> Any:
-        """The engine's own record."""
+        """The engine's own `describe()`: path and settings, for a run's record."""
         return self._record
 
     def __repr__(self) -> str:

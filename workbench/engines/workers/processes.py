@@ -34,13 +34,13 @@ START_SECONDS = 180.0
 GRACE = 10.0
 """Seconds that the other ranks have to finish after one has raised; later they are taken to be stuck in a collective."""
 _STOP = b"stop"
-_ENDED = "the group was ended; start another and restore a snapshot or load a checkpoint"
+_ENDED = "all workers of the group were ended; start another and restore a snapshot or load a checkpoint"
 
 
 class Processes:
-    """`Ranks` as `size` processes of this machine, each holding one `factory(rank, size, **settings)`.
+    """A group (`Ranks`) of `size` worker processes on this machine, each holding one `factory(rank, size, **settings)`.
 
-    `env` adds environment variables; by default a process has one thread and its sockets are on loopback. Raises
+    `env` adds environment variables; by default a process has one thread, and sockets on loopback. Raises
     `EngineError` with the traceback where a factory raises, `WorkerLost` where a process dies at once.
     """
 
@@ -69,10 +69,10 @@ class Processes:
     def call(
         self, method: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """As `Ranks.call`; one call at a time."""
+        """Call a method of the object on every rank, as `Ranks.call` says; one call at a time."""
         with self._lock:
             if self._ended:
-                raise WorkerLost("this group of workers has ended", found=self._ended, do="start another")
+                raise WorkerLost("this group of workers has ended", found=self._ended, do="start a new group")
             self._number += 1
             blob = cloudpickle.dumps(shared)
             for rank in range(self.size):
@@ -139,7 +139,7 @@ class Processes:
         how = worker.how() or "still running, but its connection is closed"
         log = worker.tail()
         told = message(f"the worker of rank {rank} (pid {worker.pid}, of {self.size}) died", found=how, do=_ENDED)
-        self.close(f"rank {rank} of it (pid {worker.pid}) died: {how}")
+        self.close(f"rank {rank} (pid {worker.pid}) died: {how}")
         return WorkerLost(f"{told}; the end of its log:\n{log or '(empty)'}", rank=rank, exit=how, log=log)
 
     def _overdue(self, found: Mapping[int, Any], timeout: float | None, raised: BaseException | None) -> BaseException:
@@ -151,16 +151,16 @@ class Processes:
         time.sleep(0.3)
         halted = [rank for rank in late if _state(self._workers[rank].pid) == "T"]
         logs = "\n".join(f"--- rank {rank}\n{self.log(rank)}" for rank in late)
-        self.close(f"ranks {late} of it did not answer in time")
+        self.close(f"ranks {late} did not answer in time")
         if raised is not None:
             raised.add_note("the other ranks waited for this one in a collective: the group was ended")
             return raised
         what = f"ranks {late} of {self.size} did not answer in {timeout or 0:.0f} seconds"
         told = message(what, found=f"ranks {halted} are stopped (SIGSTOP)" if halted else None, do=_ENDED)
-        return TimeoutError(f"{told}; where they were:\n{logs}")
+        return TimeoutError(f"{told}; their stacks, from their logs:\n{logs}")
 
     def log(self, rank: int, size: int = 2000) -> str:
-        """The last `size` bytes that a worker wrote, as text."""
+        """The last `size` bytes of a worker's log, as text."""
         return self._workers[rank].tail(size)
 
     @property
@@ -169,7 +169,7 @@ class Processes:
         return [worker.pid for worker in self._workers]
 
     def close(self, why: str = "it was closed") -> None:
-        """End the workers and all processes that they started."""
+        """End the workers and all processes that they started; `why` is told by later calls."""
         self._ended = self._ended or why
         self._end()
 
@@ -262,7 +262,7 @@ def _hear(parent: Any, calls: queue.SimpleQueue[tuple[bytes, bytes]], stop: list
 
 @runtime_checkable
 class Ranks(Protocol):
-    """A group of workers, each holding one object that was made on its rank."""
+    """Protocol of a group of workers, each holding one object that was made on its rank."""
 
     size: int
     """Number of ranks."""
@@ -270,10 +270,10 @@ class Ranks(Protocol):
     def call(
         self, method: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """Call `method(*each[rank], *shared)` of the object on every rank at once; one result a rank, in order.
+        """Call `method(*each[rank], *shared)` of the object on every rank at once; returns one result per rank, in order.
 
         An interrupt (`runtime.check()`) is passed on to every worker, which stops at its next safe place. Raises `WorkerLost`
-        where a worker dies, `EngineError` with the rank's traceback where one raises (an error of ours keeps its type),
+        where a worker dies, `EngineError` with the rank's traceback where one raises (workbench errors keep their type),
         `TimeoutError` past `timeout` seconds. After a lost worker or a time-out the whole group has ended.
         """
 

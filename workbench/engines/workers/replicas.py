@@ -26,12 +26,12 @@ RESTART_SECONDS = 600.0
 
 
 def _of_first(name: str, doc: str) -> Any:
-    """A property that is the first member's: all have the same."""
+    """A property that is read from the first member: all members have the same."""
     return property(lambda self: getattr(self.members[0], name), doc=doc)
 
 
 class Replicas(SampleMany, Closing):
-    """A `Sampler` or `Classifier` over several engines with the same weights (`Hosted`, `VllmEngine` …)."""
+    """Several engines with the same weights (`Hosted`, `VllmEngine` …) as one `Sampler` or `Classifier`."""
 
     def __init__(self, members: Sequence[Any], *, name: str = "replicas") -> None:
         require(len(members) > 0, "members", expected="at least one engine", found=0)
@@ -55,7 +55,7 @@ class Replicas(SampleMany, Closing):
         return await self._answered("sample", request, request.ids)
 
     async def classify(self, text: str) -> Classified:
-        """Score one text. Raises as `sample`."""
+        """Score one text with one of the members. Raises `WorkerLost` where no member is left."""
         return await self._answered("classify", text, text)
 
     async def _answered(self, method: str, question: Any, key: Any) -> Any:
@@ -90,7 +90,7 @@ class Replicas(SampleMany, Closing):
         """The member for a prompt: in turn as new prompts come, so that the choice does not depend on speed."""
         able = [number for number, serving in enumerate(self._serving) if serving and number not in refused]
         if not able:
-            raise WorkerLost(f"no member of {self.name} is left", do="restart() starts them")
+            raise WorkerLost(f"no engine of {self.name!r} is left to ask", do="call restart() to start them again")
         home = self._homes.get(key)
         if home not in able:
             home = able[self._turn % len(able)]
@@ -118,7 +118,7 @@ class Replicas(SampleMany, Closing):
             except WorkerLost as error:
                 self._lose(place, error)
         if not any(self._serving):
-            raise WorkerLost(f"no member of {self.name} took the weights", do="restart() starts them")
+            raise WorkerLost(f"no engine of {self.name!r} could load the weights", do="call restart() to start them")
 
     def _revive(self) -> None:
         """Start lost members; one that is lost again and again stays out while others serve."""
@@ -129,8 +129,9 @@ class Replicas(SampleMany, Closing):
             recent = [when for when in self._ended[place] if time.monotonic() - when < RESTART_SECONDS]
             self._ended[place] = recent
             if len(recent) > RESTARTS:
-                what, found = f"member {place} of {self.name}", f"lost {len(recent)} times in {RESTART_SECONDS:g} s"
-                errors.append(EngineError(what, found=found, do="see its log, then restart()"))
+                what = f"member {place} of {self.name} is not started again"
+                found = f"it was lost {len(recent)} times in {RESTART_SECONDS:g} s"
+                errors.append(EngineError(what, found=found, do="see its log, then call restart()"))
                 continue
             try:
                 self.members[place].restart()
@@ -157,7 +158,7 @@ class Replicas(SampleMany, Closing):
         self._each("sleep")
 
     def wake(self) -> None:
-        """Take the device memory of all members again."""
+        """Allocate the device memory of all members again, after `sleep()`."""
         self._each("wake")
 
     def _each(self, method: str) -> None:
@@ -168,12 +169,12 @@ class Replicas(SampleMany, Closing):
     # --- what they are ------------------------------------------------------------------------
 
     tokenizer = _of_first("tokenizer", "The model's own tokenizer.")
-    template_switches = _of_first("template_switches", "Further arguments of the chat template.")
+    template_switches = _of_first("template_switches", "Extra arguments of the chat template.")
     max_length = _of_first("max_length", "Longest prompt and response together, in tokens.")
     version = _of_first("version", "Policy version of the members' weights.")
 
     def describe(self) -> Any:
-        """A member's record; where it is a dict, with the number of members as `replicas`."""
+        """The `describe()` of one member; a dict has the number of members under `replicas`."""
         record = self.members[0].describe()
         return {**record, "replicas": len(self.members)} if isinstance(record, dict) else record
 
