@@ -128,7 +128,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def now(self) -> dict[str, Any]:
-        """The state now: `doing` (a method or ""), its `seconds`, `resident` bytes, `gpu` (used, total) bytes or None."""
+        """What runs now: `doing` (a method or ""), its `seconds`, `resident` bytes, `gpu` (used, total) bytes or None."""
         import psutil
 
         name, since = self.doing

@@ -40,7 +40,7 @@ class Environment:
         return Environment(spec, dict(variables))
 
     def at_start(self) -> dict[str, str]:
-        """Variables that a process must have when it starts; they pass through Ray's files, so no secret is among them."""
+        """Variables that a process must have when it starts (`LD_…`, `PATH` …), without secrets, because Ray logs these."""
         names = [name for name in self.variables if _AT_START.match(name) and not _SECRET.search(name)]
         return {name: self.variables[name] for name in names}
 

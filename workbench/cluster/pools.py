@@ -173,7 +173,7 @@ class Pool:
 
     @property
     def size(self) -> int:
-        """Number of processes."""
+        """Number of processes in the pool."""
         return len(self.plan.of(self.name))
 
     def give_back(self) -> None:

@@ -26,7 +26,7 @@ class Profile(Shown):
     def __init__(self, group: Callable[[], RayRanks], path: str | Path, steps: Sequence[int] = ()) -> None:
         odd = [step for step in steps if step < 1]
         if odd:
-            raise SettingError("steps", expected="numbers from 1 on", found=odd)
+            raise SettingError("steps to profile", expected="numbers from 1 on", found=odd)
         self.path = Path(path)
         self.steps = frozenset(steps)
         self.files: list[Path] = []
@@ -67,7 +67,7 @@ class Profile(Shown):
 
     def _start(self, suffix: str) -> None:
         if self._group is not None:
-            raise EngineError("this profile runs already", do="leave its `with` block first")
+            raise EngineError("this profile is already recording", do="leave its `with` block first")
         group = self._find()
         group.profile(True).result()
         self._group, self._suffix = group, suffix

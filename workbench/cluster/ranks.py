@@ -242,7 +242,7 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether its results, or its error, have been collected."""
+        """Whether `result()` has collected the call's results or its error."""
         return self._outcome.done()
 
     @property

@@ -314,7 +314,7 @@ class FsdpEngine(ModelEngine):
     # --- what it is -------------------------------------------------------------------------
 
     def memory_needed(self) -> tuple[torch.device, dict[str, int]]:
-        """Estimate the memory of learning: (device, bytes by part) of one GPU, or on CPUs of all ranks on this machine."""
+        """Estimate learning's memory: (device, bytes by part), for one GPU, or on a CPU for all ranks of this machine."""
         here = self._group.here()
         device = torch.device(here[0]["device"] if here else "cpu")
         sharing = len(here) if device.type == "cpu" else min(len(here), 1)
@@ -333,7 +333,7 @@ class FsdpEngine(ModelEngine):
         return {"path": self.path, "ranks": self._group.size, **self._settings.to_dict()}
 
     def close(self) -> None:
-        """Finish saves in the background, and end the workers, which every engine on the same ranks loses with them."""
+        """Finish saves in the background, and end the workers; other engines on the same ranks lose them, too."""
         self._group.close()
 
     def _place(self) -> str:

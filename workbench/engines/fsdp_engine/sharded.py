@@ -215,7 +215,9 @@ class ShardedModel:
         mine = {**self.named, **self.buffers}
         wrong = [name for name in mine if name not in theirs and not name.startswith("value_head.")]
         if wrong:
-            raise EngineError("the model to copy has other adapters", expected=wrong[0], do="keep its LoRA settings")
+            raise EngineError(
+                "the model to copy has other adapters", expected=f"weight {wrong[0]}", do="keep its LoRA settings"
+            )
         for name, one in mine.items():
             one.copy_(theirs[name]) if name in theirs else one.zero_()
 
@@ -234,7 +236,7 @@ class ShardedModel:
     # --- states -----------------------------------------------------------------------------
 
     def state(self, weights: bool) -> tuple[dict[str, Any], dict[str, float]]:
-        """What this rank saves: (its part of the optimizer and, with `weights`, of the weights; Adam's steps), by name."""
+        """What this rank saves: (tensors of the optimizer and, with `weights`, of the model, Adam's steps), by name."""
         tensors: dict[str, Any] = {f"weights/{name}": value for name, value in self.stored.items()} if weights else {}
         steps: dict[str, float] = {}
         for name, state in (self.optimizer.state if self.steps() else {}).items():

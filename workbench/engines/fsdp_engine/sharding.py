@@ -17,7 +17,7 @@ from workbench.engines.settings import FsdpSettings
 
 
 class Whole(torch.nn.Module):
-    """FSDP's root module: model and value head behind one `forward`, because FSDP's root must be what is called."""
+    """FSDP's root module: model and value head behind one `forward`, because FSDP needs its root to be called."""
 
     def __init__(self, causal: Any, head: torch.nn.Module | None) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ class Shards:
     # --- models -----------------------------------------------------------------------------
 
     def open(self, name: str, path: str, settings: Mapping[str, Any], head: bool, source: str | None) -> None:
-        """Load folder `path` as model `name`; with `source`, a model here or a saved state, with the weights of that."""
+        """Load folder `path` as model `name`; `source` (a model here, or a saved state's folder) gives other weights."""
         model = ShardedModel(path, FsdpSettings(**settings), self._mesh, head, self._models)
         if source is None:
             model.load(path)
@@ -97,7 +97,7 @@ class Shards:
     def save_shards(
         self, name: str, folder: str, record: Mapping[str, Any], weights: bool, seconds: float, wait: bool
     ) -> str | None:
-        """Save a model's state to a new folder within `seconds` (`Saving`); returns what went wrong; no `wait`: None."""
+        """Save a model's state to a new folder within `seconds`; with `wait` returns the error text, "" after success."""
         model = self._models[name]
         tensors, adam_steps = model.state(weights)
         whole = {**record, "steps": model.steps(), "adam_steps": adam_steps, "weights": weights}
@@ -105,7 +105,7 @@ class Shards:
         return self.save_answer(record["id"], seconds + 0.5) if wait else None
 
     def save_answer(self, key: str, seconds: float) -> str | None:
-        """What became of save `key`, after waiting for at most `seconds`: see `Saving.answer`."""
+        """Wait up to `seconds` for the save with id `key`: its error text, "" after success, None while it goes on."""
         saving = self._savings.get(key)
         outcome = saving.answer(seconds) if saving is not None else ""
         if outcome is not None:
