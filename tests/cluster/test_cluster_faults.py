@@ -80,7 +80,7 @@ def test_groups_work_side_by_side_and_results_are_futures(local: Cluster, pair: 
         assert pair.out == ["meet"] and "meet" in repr(local.status())
         assert other.call("meet", str(tmp_path), 3) == [3] and first.result() == [3, 3]
     assert gone(other) and other.closed == "it was closed"
-    with pytest.raises(EngineError, match="group 'third' is gone; found it was closed; make it anew"):
+    with pytest.raises(EngineError, match="group 'third' is gone; found it was closed; start it again"):
         other.call("who")
 
 
@@ -130,7 +130,7 @@ def test_pools_hold_groups_side_by_side_on_the_same_seats(local: Cluster, pair: 
         local.release("global")
         assert one.closed is not None
     assert within(lambda: local.status().nodes[0].free_cpus == 2)
-    with pytest.raises(SettingError, match="pool 'global'; expected one of"):
+    with pytest.raises(SettingError, match="pool 'global' is not held; expected one of"):
         local.ranks(things.thing, 1, pool="global")
 
 
@@ -141,7 +141,7 @@ def test_B1_a_killed_worker_is_named_in_seconds_and_the_group_is_made_anew(local
     with pytest.raises(WorkerLost) as error:
         pair.call("die_on", 1)
     told = str(error.value)
-    assert f"rank 1 (pid {pids(pair)[1]} on " in told and "of 'pair' died in die_on" in told
+    assert f"rank 1 (pid {pids(pair)[1]} on " in told and "of group 'pair' died in die_on" in told
     assert error.value.rank == 1 and error.value.log.endswith("my last words") and "my last words" in told
     assert gone(pair), "the rank that waited is ended, too"
     with pytest.raises(EngineError, match="group 'pair' is gone; found rank 1 was lost in die_on"):
@@ -160,7 +160,10 @@ def test_B2_a_call_past_its_deadline_says_what_the_ranks_were_doing(pair: RayRan
     with pytest.raises(TimeoutError) as error:
         pair.call("sleep", 3600.0, timeout=1.0)
     told = str(error.value)
-    assert "sleep of 'pair'; expected an answer in 1 s; found none from rank 0 (pid" in told and "rank 1 (pid" in told
+    assert (
+        "sleep of group 'pair'; expected an answer in 1 s; found none from rank 0 (pid" in told
+        and "rank 1 (pid" in told
+    )
     assert "time.sleep(seconds)" in told
     assert gone(pair)
 

@@ -352,7 +352,7 @@ def test_logs_in_one_call(local: Cluster, pair: RayRanks) -> None:
     both = local.logs("pair")
     assert ["hello 0" in text.splitlines() for _, text in both.parts] == [True, False]
     assert "--- rank 1 (pid" in both and "hello 1" in local.logs(pair, 1).splitlines()
-    with pytest.raises(SettingError, match="group 'actor'; expected one of pair"):
+    with pytest.raises(SettingError, match="no group 'actor'; expected one of pair"):
         local.logs("actor")
 
 

@@ -87,11 +87,13 @@ def test_B13_what_does_not_answer_is_said_in_seconds(
 
 def test_E11_a_wrong_or_missing_token_is_said(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 64)
-    with pytest.raises(EngineError, match="wants its token; found a token that it does not know; put the cluster's"):
+    with pytest.raises(
+        EngineError, match="requires its authentication token; found a token that it does not know; put the cluster's"
+    ):
         connect(nodes.address)
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(EngineError, match="wants its token; found no token here"):
+    with pytest.raises(EngineError, match="requires its authentication token; found no token here"):
         connect(nodes.address)
 
 

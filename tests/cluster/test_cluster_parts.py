@@ -84,7 +84,7 @@ def test_a_plan_seats_every_process_and_the_picture_says_where() -> None:
         ({"global": [2, 2, 1]}, 1.0, "apart from the pool's 2 other nodes"),
         ({"one": [2], "two": [2], "three": [1]}, 1.0, "pool 'three' needs 1 CPUs"),
         ({"global": [1]}, 2.5, "needs 2.5 CPUs"),
-        ({"global": 4}, 1.0, "expected processes on each node, as [8, 8]; found 4"),
+        ({"global": 4}, 1.0, "expected a list of processes per node, as [8, 8]; found 4"),
         ({"global": [2, 0]}, 1.0, "found [2, 0]"),
         ({"global": []}, 1.0, "found []"),
     ],
@@ -97,7 +97,7 @@ def test_what_has_no_room_is_refused_by_name(spec: Any, cpus: float, told: str) 
 
 
 def test_roles_of_a_pool_that_is_not_there() -> None:
-    with pytest.raises(SettingError, match="roles of golbal; expected pools out of global"):
+    with pytest.raises(SettingError, match="roles for unknown pool golbal; expected one of global"):
         plan({"global": [1]}, [node("a")], roles={"golbal": ["actor"]})
 
 
@@ -218,10 +218,10 @@ def test_secrets_are_never_shown_and_travel_outside_rays_own_files(tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (f"env_vars: {{A_KEY: {CANARY}", "expected yaml"),
+        (f"env_vars: {{A_KEY: {CANARY}", "expected valid yaml; found an error in line"),
         (f"- {CANARY}", "expected a mapping; found list"),
-        (f"env_vars: {CANARY}", "expected names and texts; found str"),
-        ("env_vars: {A: 1}", "env_vars A; expected texts; quote them"),
+        (f"env_vars: {CANARY}", "expected {name: string, …}; found str"),
+        ("env_vars: {A: 1}", "env_vars A; expected strings; quote them"),
     ],
 )
 def test_a_broken_file_is_named_without_its_values(tmp_path: Path, text: str, told: str) -> None:

@@ -226,5 +226,5 @@ def test_samplers_of_several_gpus_sit_on_blocks_of_the_learners() -> None:
         return placing._sampling_seats(None, pool, None, replicas, tp, [])  # type: ignore[arg-type]
 
     assert seats(None, 2) == (pool, [[0, 1], [2, 3], [4, 5], [6, 7]]) and seats(1, 3)[1] == [[0, 1, 2]]
-    with pytest.raises(SettingError, match="3 samplers of 3 GPUs each on one node; found 2 blocks"):
+    with pytest.raises(SettingError, match="3 samplers of 3 GPUs each on one node; found room for 2"):
         seats(3, 3)

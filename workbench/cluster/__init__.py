@@ -12,7 +12,7 @@ __all__ = ["Cluster", "Plan", "Pool", "RayRanks", "Scatter", "connect", "open_en
 
 
 class CallablePackage(ModuleType):
-    """This package, which can be called and has its names too; a class, so that type checkers know both."""
+    """Module type that makes `workbench.cluster` callable: `wb.cluster(…)` is `connect(…)`; its names stay attributes."""
 
     Cluster = Cluster
     Plan = Plan

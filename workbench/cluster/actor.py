@@ -20,7 +20,7 @@ import ray
 
 
 class Worker:
-    """One rank of a group: holds an object and calls its methods."""
+    """Ray actor of one rank of a group: holds one object and calls its methods."""
 
     def __init__(self) -> None:
         self.held: Any = None
@@ -31,7 +31,7 @@ class Worker:
         self.asked_gpus: tuple[float, tuple[int, int] | None] = (-_ASK_GPUS, None)
 
     def setup(self, env: dict[str, str], paths: list[str]) -> dict[str, Any]:
-        """Set the environment and the driver's import path, before anything is imported; returns who and where this worker is."""
+        """Set variables and the driver's import path before any import; returns pid, host, node, GPUs and log files."""
         os.environ.update(env)
         address = ray.util.get_node_ip_address()
         os.environ.setdefault("WORKBENCH_ADDRESS", address)  # where ranks of a process group meet
@@ -44,7 +44,7 @@ class Worker:
         return {**where, "gpus": gpus, "logs": [_target(1), _target(2)]}
 
     def make(self, number: int, packed: Any) -> tuple[Any, ...]:
-        """Make the object: `factory(rank, size, **settings)`."""
+        """Make the object that this worker holds; `packed` is (factory, rank, size, settings). Answers as `call`."""
 
         def work() -> None:
             factory, rank, size, settings = packed
@@ -53,11 +53,11 @@ class Worker:
         return self._answer(number, "starting", work)
 
     def call(self, number: int, method: str, own: Any, shared: Any) -> tuple[Any, ...]:
-        """Call a method: (`done` or `raised`, the result or what was raised, seconds since the epoch of its begin and end)."""
+        """Call a method of the held object; returns (`done` or `raised`, result or error, start, end in epoch seconds)."""
         return self._answer(number, method, lambda: getattr(self.held, method)(*own, *shared))
 
     def profile(self, number: int, start: bool) -> tuple[Any, ...]:
-        """Start torch's profiler on this thread, or end it and return its Chrome trace (gzip). In order with the calls."""
+        """Start torch's profiler, or end it (the result is its gzipped Chrome trace). Queued and answered as `call`."""
         return self._answer(number, "profile", self._start_profile if start else self._end_profile)
 
     def _start_profile(self) -> None:
@@ -95,7 +95,7 @@ class Worker:
             self.number = number
             self.doing = (name, began)
             if number <= self.stopped:
-                raise Interrupted("stopped before it began")
+                raise Interrupted(f"the call of {name} was stopped before it began")
             return "done", pack(work()), began, time.time()
         except BaseException as error:  # noqa: BLE001 - the driver raises it
             trace = "".join(traceback.format_exception(error))
@@ -108,7 +108,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def stop(self, number: int) -> None:
-        """Ask calls up to this number to end at their next safe place."""
+        """Ask the calls numbered up to `number` to stop at their next safe point; they raise `Interrupted` there."""
         from workbench.base import runtime
 
         self.stopped = max(self.stopped, number)
@@ -117,7 +117,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
-        """The stacks of the threads that run a call."""
+        """The Python stacks of the threads that are running a call, as text."""
         names = {one.ident: one.name for one in threading.enumerate()}
         parts = []
         for ident, frame in sys._current_frames().items():
@@ -128,7 +128,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def now(self) -> dict[str, Any]:
-        """The method that runs (empty: none) and its seconds so far, bytes in memory, (used, total) bytes of its GPUs or None."""
+        """What runs now: `doing` (a method or ""), its `seconds`, `resident` bytes, `gpu` (used, total) bytes or None."""
         import psutil
 
         name, since = self.doing

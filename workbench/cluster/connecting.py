@@ -31,28 +31,28 @@ TOKEN_HOW = "put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token"
 
 @dataclass
 class Link:
-    """A connection to a cluster, and what is needed to end it."""
+    """A connection to a Ray cluster: its address, Ray's session name, notes for the user, and what to stop at the end."""
 
     address: str
     session: str
     notes: list[str]
     record: discovery.Record | None = None
-    """Of a cluster that was started here, which is ours to stop."""
+    """The local cluster that this process started, and stops; None where it attached to a running one."""
 
 
 def require_ray() -> None:
-    """Raises `EngineError` where Ray is not installed (saying what to install), or is in use already."""
+    """Raise `EngineError` where Ray is not installed, or was initialised in this process by other code."""
     if importlib.util.find_spec("ray") is None:
-        raise EngineError("Ray is not installed", do="pip install 'ray>=2.60,<2.61', or keep to wb.engines.local(…)")
+        raise EngineError("Ray is not installed", do="pip install 'ray>=2.60,<2.61', or use wb.engines.local(…)")
     import ray
 
     if ray.is_initialized():
         what = "Ray is in use in this process, started by other code"
-        raise EngineError(what, do="ray.shutdown() first, then wb.cluster(…)")
+        raise EngineError(what, do="call ray.shutdown(), then wb.cluster(…)")
 
 
 def start(environment: Environment, gpus: int | None, cpus: int | None, store: int | None, dashboard: bool) -> Link:
-    """Start a cluster of this process's own on this machine: it listens on loopback alone, and ends with the process."""
+    """Start a local Ray cluster that listens on loopback only and ends with this process; `store`: object store bytes."""
     if dashboard:
         _require_dashboard()
     tokens = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"  # Ray's own default
@@ -93,7 +93,7 @@ def _begin(environment: Environment, notes: list[str], **options: Any) -> Any:
 
 
 def attach(address: str, environment: Environment, seconds: float) -> Link:
-    """Join a running cluster. Raises `EngineError` in about `seconds` where nothing answers or the token is wrong."""
+    """Connect to a running cluster. Raises `EngineError` in about `seconds` where nothing answers or the token is wrong."""
     target = _resolved(address)
     why = discovery.answers(target.removeprefix("ray://"))
     if why is not None:
@@ -110,7 +110,7 @@ def attach(address: str, environment: Environment, seconds: float) -> Link:
 
 
 def leave(link: Link) -> list[str]:
-    """Disconnect, and end every process of a cluster that was started here; a sentence where some had to be killed."""
+    """Disconnect, and stop a cluster that was started here; returns a note of processes that had to be killed, or []."""
     import ray
 
     members = link.record.members() if link.record else []
@@ -119,7 +119,7 @@ def leave(link: Link) -> list[str]:
     late = discovery.end(members)
     if link.record:
         link.record.path.unlink(missing_ok=True)
-    return [f"had to end {', '.join(f'{one.name} {one.pid}' for one in late)}"] if late else []
+    return [f"had to kill {', '.join(f'{one.name} {one.pid}' for one in late)}"] if late else []
 
 
 def _probe(target: str, seconds: float) -> None:
@@ -142,7 +142,7 @@ def _probe(target: str, seconds: float) -> None:
         said = ask([("authorization", f"Bearer {token}")]) if token else said
         if said is grpc.StatusCode.UNAUTHENTICATED:
             what = "a token that it does not know" if token else "no token here"
-            raise EngineError(f"the cluster at {target} wants its token", found=what, do=TOKEN_HOW)
+            raise EngineError(f"the cluster at {target} requires its authentication token", found=what, do=TOKEN_HOW)
         _enable_token_auth()  # Ray sends its token by itself only to a cluster that it starts
     if said is not grpc.StatusCode.OK:
         raise EngineError(_nothing(f"what listens at {target} does not answer as a Ray head", said.name))
@@ -196,7 +196,7 @@ def _require_dashboard() -> None:
                if name not in sys.modules and importlib.util.find_spec(name) is None]  # fmt: skip
     if lacking:
         expected, found = "the packages of Ray's dashboard", f"no {', '.join(lacking)}"
-        do = "pip install 'ray[default]>=2.60,<2.61', or leave it out: cluster.status() shows the same"
+        do = "pip install 'ray[default]>=2.60,<2.61', or leave dashboard=True out: cluster.status() shows the same"
         raise SettingError("dashboard=True", expected=expected, found=found, do=do)
 
 
@@ -208,9 +208,9 @@ def _resolved(address: str) -> str:
         return os.environ["RAY_ADDRESS"]
     live = sorted(one for one in discovery.known() if discovery.answers(one, 1.0) is None)
     if not live:
-        raise EngineError(_nothing("no running cluster was found on this machine", None))
+        raise EngineError(_nothing("no running Ray cluster was found on this machine", None))
     if len(live) > 1:
-        raise EngineError(_nothing(f"{len(live)} clusters run here, auto cannot choose", ", ".join(live)))
+        raise EngineError(_nothing(f"'auto' cannot choose among {len(live)} clusters on this machine", ", ".join(live)))
     return live[0]
 
 
@@ -220,8 +220,8 @@ def _nothing(what: str, why: str | None) -> str:
         if discovery.answers(one, 1.0):
             seen.append(f"{where} names {one}, where nothing answers")
     if running := discovery.running():
-        seen.append(f"running here: {', '.join(running)}")
-    do = f"give the head's host:port, start one with `{HEAD}`, or wb.cluster() for one of your own"
+        seen.append(f"Ray clusters running here: {', '.join(running)}")
+    do = f"give the head node's host:port, start a cluster with `{HEAD}`, or call wb.cluster() for a local one"
     return message(what, found="; ".join(seen) or None, do=do)
 
 
@@ -229,7 +229,7 @@ def _nothing(what: str, why: str | None) -> str:
 
 
 def known_token() -> str | None:
-    """The token that Ray would find, in its order."""
+    """The token that Ray would use, from `RAY_AUTH_TOKEN` or else its token file; None where there is none."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return os.environ["RAY_AUTH_TOKEN"]
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or _token_path())

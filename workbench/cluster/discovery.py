@@ -24,7 +24,7 @@ class Process:
     name: str
 
     def alive(self) -> bool:
-        """Whether it is still that process, and not a zombie."""
+        """Whether this process still runs: same pid and start time, and not a zombie."""
         try:
             now = psutil.Process(self.pid)
             return abs(now.create_time() - self.born) < 0.1 and now.status() != psutil.STATUS_ZOMBIE
@@ -33,18 +33,18 @@ class Process:
 
 
 def process(pid: int) -> Process:
-    """The process that has this id now."""
+    """The `Process` that has this pid now. Raises `psutil.Error` where there is none."""
     found = psutil.Process(pid)
     return Process(pid, found.create_time(), found.name())
 
 
 def of_session(session: str) -> list[Process]:
-    """Every process of a Ray session on this machine: those that name it, and their descendants."""
+    """Every process of a Ray session on this machine: those whose command line names it, and their descendants."""
     return _with_descendants(psutil.process_iter(), "ray", session)
 
 
 def half_started() -> list[Process]:
-    """Ray's processes that a start of ours which failed has left: Ray itself ends them only when this process ends."""
+    """Ray processes left behind by a failed start in this process. Ray itself stops them only when this process exits."""
     return _with_descendants(psutil.Process().children(), "/ray/", "session_")
 
 
@@ -62,7 +62,7 @@ def _with_descendants(processes: Iterator[psutil.Process] | list[psutil.Process]
 
 
 def end(processes: Sequence[Process], seconds: float = 5.0) -> list[Process]:
-    """Wait until they are gone, then kill those that are not; the killed."""
+    """Wait up to `seconds` for processes to exit, then kill the rest; returns those that were killed."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and any(one.alive() for one in processes):
         time.sleep(0.05)
@@ -78,7 +78,7 @@ def end(processes: Sequence[Process], seconds: float = 5.0) -> list[Process]:
 
 @dataclass(frozen=True)
 class Record:
-    """A local cluster that a process of ours started, and the file that says so."""
+    """A local Ray cluster that a workbench process started (`driver`), as recorded in the file `path`."""
 
     driver: Process
     session: str
@@ -86,7 +86,7 @@ class Record:
     path: Path
 
     def members(self) -> list[Process]:
-        """The processes that were written down, and those that are of the session now."""
+        """The cluster's processes: those recorded when it started, and those of its Ray session now."""
         return [*{*self.processes, *of_session(self.session)}]
 
 
@@ -94,12 +94,12 @@ def _folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"workbench-clusters-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
+        raise PermissionError(f"{folder} (records of clusters) belongs to another user; set TMPDIR to your own folder")
     return folder
 
 
 def remember(session: str, processes: Sequence[Process]) -> Record:
-    """Write down what this process has started."""
+    """Write a `Record` of a Ray session that this process started, so that its processes can be found after a crash."""
     path = _folder() / f"{session}.json"
     made = Record(process(os.getpid()), session, tuple(processes), path)
     part = path.with_suffix(".part")
@@ -109,7 +109,7 @@ def remember(session: str, processes: Sequence[Process]) -> Record:
 
 
 def records() -> Iterator[Record]:
-    """All that are written down; one that cannot be read is passed over."""
+    """Yield the `Record` of every recorded local cluster; unreadable files are skipped."""
     for path in sorted(_folder().glob("*.json")):
         with suppress(OSError, ValueError, TypeError, KeyError):
             facts = json.loads(path.read_text(encoding="utf-8"))
@@ -118,7 +118,7 @@ def records() -> Iterator[Record]:
 
 
 def clear_left() -> list[str]:
-    """End what killed kernels have left of clusters that they started; a sentence for each kernel."""
+    """Kill what is left of local clusters whose driver (a killed kernel) is gone; returns a note for each cluster."""
     notes = []
     for record in records():
         if record.driver.alive():
@@ -142,13 +142,13 @@ def running() -> list[str]:
 
 
 def known() -> dict[str, str]:
-    """Address → how it is known: a cluster runs there, or a variable or a file names it."""
+    """Cluster address → how it is known: a cluster runs there, or a variable or a file names it."""
     named = {address: f"{where} names {address}" for where, address in pointed_at().items()}
     return named | {address: f"a cluster runs at {address}" for address in running()}
 
 
 def pointed_at() -> dict[str, str]:
-    """Where an address is written → the address: the environment's `RAY_ADDRESS`, Ray's own pointer file."""
+    """Where a cluster's address is written (`RAY_ADDRESS`, or the path of Ray's `ray_current_cluster`) → the address."""
     found = {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS", "")}
     file = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     with suppress(OSError, UnicodeDecodeError):
@@ -157,7 +157,7 @@ def pointed_at() -> dict[str, str]:
 
 
 def answers(address: str, seconds: float = 3.0) -> str | None:
-    """None where something listens at `host:port`, else why not."""
+    """Try a TCP connection to `host:port`: None where something listens, else the reason why it failed."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds):

@@ -29,27 +29,27 @@ class Environment:
 
     @staticmethod
     def of(source: str | Path | Mapping[str, Any] | None) -> Environment:
-        """Read a mapping, a yaml file, or nothing. Raises `SettingError`, never quoting a value."""
+        """Make an `Environment` of a mapping, a yaml file or None. Raises `SettingError` that never quotes a value."""
         spec = _read(source)
         variables = spec.pop("env_vars", None) or {}
         if not isinstance(variables, Mapping):
-            raise SettingError("runtime_env env_vars", expected="names and texts", found=type(variables).__name__)
+            raise SettingError("runtime_env env_vars", expected="{name: string, …}", found=type(variables).__name__)
         odd = [name for name, value in variables.items() if not isinstance(value, str)]
         if odd:
-            raise SettingError(f"runtime_env env_vars {', '.join(map(str, odd))}", expected="texts", do="quote them")
+            raise SettingError(f"runtime_env env_vars {', '.join(map(str, odd))}", expected="strings", do="quote them")
         return Environment(spec, dict(variables))
 
     def at_start(self) -> dict[str, str]:
-        """Variables that a process must have when it starts; they pass through Ray's files, so no secret is among them."""
+        """Variables that a process must have when it starts (`LD_…`, `PATH` …), without secrets, because Ray logs these."""
         names = [name for name in self.variables if _AT_START.match(name) and not _SECRET.search(name)]
         return {name: self.variables[name] for name in names}
 
     def joined(self, more: Mapping[str, str] | None) -> Environment:
-        """A copy with more variables, which win over those of the same name."""
+        """A copy with the variables of `more` added; they replace those of the same name."""
         return Environment(self.ray, {**self.variables, **(more or {})})
 
     def redact(self, text: str) -> str:
-        """Hide the variables' values in a text: values of 8 characters or more, of 4 where the name says that it is a secret."""
+        """Replace variables' values in a text by •••: from 8 characters on, from 4 if the name has KEY, TOKEN or such."""
         for name, value in sorted(self.variables.items(), key=lambda one: -len(one[1])):
             if len(value) >= (4 if _SECRET.search(name) else 8):
                 text = text.replace(value, _HIDDEN)
@@ -75,19 +75,19 @@ def _read(source: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)  # the error's own text quotes the line, which may hold a secret
         where = f"line {mark.line + 1}" if mark is not None else "the file"
-        raise SettingError(f"runtime_env {str(path)!r}", expected="yaml", found=f"{where} is not") from None
+        raise SettingError(f"runtime_env {str(path)!r}", expected="valid yaml", found=f"an error in {where}") from None
     if not isinstance(found, dict):
         raise SettingError(f"runtime_env {str(path)!r}", expected="a mapping", found=type(found).__name__)
     return found
 
 
 def nsight_options(asked: str | Mapping[str, str]) -> dict[str, Any]:
-    """`runtime_env` of workers that run under NVIDIA's nsight: `"default"`, or options of `nsys profile`, as Ray takes them.
+    """The `runtime_env` that runs workers under NVIDIA Nsight Systems: `"default"`, or `nsys profile` options as a mapping.
 
     Raises `SettingError` where `nsys` is not installed on this node: Ray would start no worker, and not say why.
     """
     if shutil.which("nsys") is None:
-        do = "install NVIDIA Nsight Systems, or use c.profile(…), which needs nothing"
+        do = "install NVIDIA Nsight Systems, or use cluster.profile(…), which does not need it"
         raise SettingError("nsight", expected="nsys on the PATH of every node", found="none on this one", do=do)
     if isinstance(asked, str) and asked != "default":
         raise SettingError("nsight", expected="'default' or options of nsys profile", found=asked)

@@ -38,12 +38,12 @@ class Shape:
     head_dim: int
     vocabulary: int
     counted: str
-    """Where the number of parameters comes from."""
+    """Where the number of parameters comes from, in words."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes of one kind in one process."""
+    """Bytes that one kind of data (`what`: weights, gradients, KV cache …) of one role takes in one process."""
 
     role: str
     what: str
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True, repr=False)
 class Fit(Shown):
-    """An estimate of the memory of each process, by role and kind, beside what the process has; true where it fits."""
+    """An estimate of each process's memory, by role and kind, beside what the process has; `bool(fit)`: whether it fits."""
 
     model: str
     shape: Shape
@@ -60,7 +60,7 @@ class Fit(Shown):
     available: int
     """Bytes that one process has."""
     source: str
-    """Where that number comes from."""
+    """Where `available` comes from, in words."""
     ranks: int
     colocated: bool
     """Whether all roles share one process's memory."""
@@ -73,7 +73,7 @@ class Fit(Shown):
 
     @property
     def by_role(self) -> dict[str, int]:
-        """Role → bytes in one process."""
+        """Role → estimated bytes in one process."""
         found: dict[str, int] = {}
         for part in self.parts:
             found[part.role] = found.get(part.role, 0) + part.size
@@ -81,7 +81,7 @@ class Fit(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether nine tenths of what a process has are enough."""
+        """Whether `needed` is at most nine tenths of `available`; the rest is left to the runtime."""
         return self.needed <= SHARE * self.available
 
     def __bool__(self) -> bool:
@@ -110,13 +110,13 @@ def fits(
     micro-batch), a frozen `reference` (`dtype`, sharded), a `critic` (a second learner), and the `sampler` (`dtype` weights and
     a KV cache of `sequences` × `tokens` at once, over `tensor_parallel_size`).
 
-    `model`: a folder, or a config as a mapping. `tokens`: prompt and response together. `ranks`: processes of the learner;
-    None is one a GPU, or one a CPU. `memory`: bytes of one process; None is what Ray's nodes give, shared out to their
-    processes (Ray does not know the memory of a GPU: give it). `offload`: the learner's weights, gradients and moments stay in
+    `model`: a folder, or a config as a mapping. `tokens`: of one sequence, prompt and response. `ranks`: processes of the
+    learner; None: one per GPU, else one per CPU. `memory`: bytes of one process; None: a node's memory divided by its CPUs
+    (required with GPUs: Ray does not know their memory). `offload`: the learner's weights, gradients and moments stay in
     host memory. Raises `SettingError` for a role or a config that is unknown.
     """
-    require(tokens > 0, "tokens", expected="prompt and response tokens of a sequence", found=tokens)
-    require(dtype in BYTES, "dtype", expected=", ".join(BYTES), found=dtype)
+    require(tokens > 0, "tokens", expected="≥ 1, prompt and response together", found=tokens)
+    require(dtype in BYTES, "dtype", expected=f"one of {', '.join(BYTES)}", found=dtype)
     shape, width = _shape(model), BYTES[dtype]
     live = [node for node in nodes if node.alive]
     size = ranks or int(sum(node.gpus for node in live)) or int(sum(node.cpus for node in live)) or 1
@@ -154,10 +154,10 @@ def _learner(shape: Shape, ranks: int, tokens: int, width: int, checkpointing: b
 
 def _memory(nodes: Sequence[Node]) -> tuple[int, str]:
     if any(node.gpus for node in nodes):
-        found = "nodes with GPUs, of which Ray knows the number only"
-        raise SettingError("memory", expected="bytes of one GPU", found=found, do="fits(…, memory=80 << 30)")
+        found = "None; Ray does not know the memory of a GPU"
+        raise SettingError("memory", expected="bytes of one GPU", found=found, do="give it: fits(…, memory=80 << 30)")
     if not nodes:
-        raise SettingError("memory", expected="bytes of one process", found="no node that is alive")
+        raise SettingError("memory", expected="bytes of one process", found="None, and no node that is alive")
     least = min(nodes, key=lambda node: node.memory / max(node.cpus, 1))
     return int(least.memory / max(least.cpus, 1)), f"{gib(least.memory)} of {least.host} for {least.cpus:g} processes"
 
@@ -171,8 +171,8 @@ def _shape(model: str | Path | Mapping[str, Any]) -> Shape:
     else:
         folder = Path(resolve(model))
         if not (folder / "config.json").is_file():
-            expected = "a folder with config.json, or a config"
-            raise SettingError(f"model {str(model)!r}", expected=expected, do="download it first")
+            expected = "a local folder with config.json, or a config as a mapping"
+            raise SettingError(f"model {str(model)!r}", expected=expected, do="download the model first")
         counted, config = _in_files(folder), json.loads((folder / "config.json").read_text())
     config = config.get("text_config", config)
     try:
@@ -180,7 +180,7 @@ def _shape(model: str | Path | Mapping[str, Any]) -> Shape:
         layers, vocabulary = int(config["num_hidden_layers"]), int(config["vocab_size"])
     except KeyError as error:
         expected = "hidden_size, num_hidden_layers, num_attention_heads, vocab_size"
-        raise SettingError(f"the config of {str(model)[:80]!r}", expected=expected, found=f"no {error}") from error
+        raise SettingError(f"config of model {str(model)[:80]!r}", expected=expected, found=f"no {error}") from error
     kv, width = int(config.get("num_key_value_heads") or heads), int(config.get("head_dim") or hidden // heads)
     # a Llama-like decoder: attention, a gated MLP (each expert's), norms, embeddings (twice where untied)
     attention = 2 * hidden * heads * width + 2 * hidden * kv * width

@@ -21,7 +21,7 @@ FREE_SECONDS = 4.0
 
 
 class Session(Shown):
-    """A connection's pools and groups of workers; `Cluster` adds engines, rewards and looking."""
+    """Base of `Cluster`: the resource pools and worker groups of one connection to a Ray cluster."""
 
     def __init__(self, title: str, environment: Environment, notes: list[str]) -> None:
         self.title = title
@@ -37,9 +37,9 @@ class Session(Shown):
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Raises `EngineError` where it was closed."""
+        """Raise `EngineError` where this connection was closed."""
         if self.closed:
-            raise EngineError(f"{self.title} was closed", do="workbench.cluster(…) opens one")
+            raise EngineError(f"{self.title} was closed", do="open a new one: workbench.cluster(…)")
 
     # --- who sits where -----------------------------------------------------------------------
 
@@ -63,9 +63,10 @@ class Session(Shown):
         gpus: float | None = None,
         colocated: int = 1,
     ) -> dict[str, Pool]:
-        """Reserve the resources of a plan: pool by name. `colocated` groups can share each process's resources.
+        """Reserve the resources of a plan, or of a `spec` that is planned first; returns the pools by name.
 
-        Raises `SettingError` before anything starts where there is no room or a pool of that name is held.
+        Up to `colocated` worker groups share each process's resources. Raises `SettingError` before anything starts where
+        there is no room or a pool of that name is held, `EngineError` where other work takes the resources meanwhile.
         """
         self.check()
         twice = [name for name in (spec.spec if isinstance(spec, Plan) else spec) if name in self.pools]
@@ -77,7 +78,7 @@ class Session(Shown):
         return held
 
     def release(self, *names: str) -> None:
-        """Give pools back (all of them, without names); groups on them end."""
+        """Give the named pools (without names: all) back to the cluster, and end the worker groups on them."""
         for name in names or tuple(self.pools):
             pool = self.pools.pop(name)
             for group in [one for one in self.groups if one.pool is pool]:
@@ -102,12 +103,12 @@ class Session(Shown):
         nsight: str | Mapping[str, str] | None = None,
         **settings: Any,
     ) -> RayRanks:
-        """Start a group of `size` workers, each holding `factory(rank, size, **settings)`.
+        """Start a group of `size` workers (Ray actors), each holding `factory(rank, size, **settings)`.
 
-        In a `pool` each gets its share of a process's resources there, on `seats` (numbers of the pool's processes; None:
-        the first); without one `cpus` and `gpus` wherever there is room. `env` is set in the workers before they import
-        anything. `nsight` (`"default"`, or options of `nsys profile`) runs them under NVIDIA's profiler, whose reports are in
-        Ray's session folder, `logs/nsight` on each node.
+        In a `pool` they run on the pool's processes numbered `seats` (None: the first `size`), each with a share of that
+        process's resources; without one each takes `cpus` and `gpus` on any node. `env` is set in the workers before they
+        import anything; `start_timeout` is in seconds. `nsight` (`"default"`, or options of `nsys profile`) runs them under
+        NVIDIA's profiler, whose reports are in Ray's session folder, `logs/nsight` on each node.
 
         Raises `SettingError` at once where the cluster has no room, `EngineError` with the traceback where a factory raises,
         `WorkerLost` where a worker dies.
@@ -133,14 +134,14 @@ class Session(Shown):
             return None
         if isinstance(pool, str):
             if pool not in self.pools:
-                raise SettingError(f"pool {pool!r}", expected=f"one of {', '.join(self.pools) or '(none is held)'}")
+                raise SettingError(f"pool {pool!r} is not held", expected=f"one of {', '.join(self.pools) or '(none)'}")
             pool = self.pools[pool]
         there = [one for one in self.groups if one.pool is pool]
         taken = Counter(seat for one in there for seat in one.seats)
         if any(seat >= pool.size or taken[seat] >= pool.colocated for seat in seats):
             expected = f"at most {pool.size} ranks and {pool.colocated} groups on it"
             found = f"groups {', '.join(one.name for one in there) or 'none'}"
-            do = "close one, or hold the pool with a larger colocated="
+            do = "close a group, or hold the pool with a larger colocated="
             what = f"pool {pool.name!r} has no room for {len(seats)} workers"
             raise SettingError(what, expected=expected, found=found, do=do)
         return pool
@@ -151,8 +152,8 @@ class Session(Shown):
             by = [node.free_cpus // cpus if cpus else size, node.free_gpus // gpus if gpus else size]
             seats += int(min(by)) if node.alive else 0
         if seats < size:
-            what, expected = f"{size} workers of {cpus:g} CPUs and {gpus:g} GPUs", f"at most {seats} of them"
-            do = "ask for fewer, or free what holds the cluster: cluster.status()"
+            what, expected = f"no room: {size} workers of {cpus:g} CPUs and {gpus:g} GPUs", f"at most {seats} of them"
+            do = "start fewer, or end what uses the cluster (cluster.status() lists it)"
             raise SettingError(what, expected=expected, found=pools.free_text(), do=do)
 
     def _patiently(self, work: Callable[[], Any]) -> Any:
@@ -174,5 +175,5 @@ class Session(Shown):
 
     @property
     def timeline(self) -> Timeline:
-        """What every worker did when; `.save(path)` writes a Chrome trace."""
+        """Every call that this session's workers have run, with its times; `.save(path)` writes a Chrome trace."""
         return ordered([*self._past, *(event for one in self.groups for event in one.timeline.events)])

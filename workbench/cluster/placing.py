@@ -72,17 +72,17 @@ def place(
 ) -> Any:
     """Start an engine on the cluster: `c.place("my-7b", learner="fsdp", sampler="vllm", tensor_parallel_size=2, lr=1e-6)`.
 
-    The learner's `ranks` (None: one a GPU, without GPUs two) run in `pool`; so do the samplers (`vllm`, or `local` for
-    transformers; None: no sampler, the learner alone is returned, for a reference or a critic of its own), which sleep while
-    the learner works. `rollout` names a pool of the samplers' own instead. Pools that are not held yet are held for this
-    engine: `replicas` samplers (None: as many as there is room for) of `tensor_parallel_size` GPUs each.
+    The learner's `ranks` (None: one per free GPU; without GPUs two) run in the resource pool `pool`. So do the samplers
+    (`vllm`, or `local` for transformers); vLLM's sleep while the learner works. `rollout` names a separate pool for the
+    samplers instead. With `sampler=None` the learner alone is returned, for a reference or a critic. There are `replicas`
+    samplers (None: as many as the GPUs allow) of `tensor_parallel_size` GPUs each. Pools not held yet are held now.
 
-    `settings` are `FsdpSettings`, `sampler_settings` those of the sampler (`VllmSettings`, `LocalSettings`). `threads` are
-    torch's in each worker. `scratch` is a folder that all nodes see, for snapshots; on one node it is not needed. The same
-    model placed again in the same pool replaces the engine that was there, which is closed.
+    `settings` are `FsdpSettings`, `sampler_settings` those of the sampler (`VllmSettings`, `LocalSettings`). `threads`:
+    torch's in each worker. `scratch`: a folder that all nodes see, for snapshots; on one node it is not needed. Placing the
+    same model in the same pool again closes the engine that was there and replaces it.
 
     Raises `SettingError` before anything starts where there is no room or a name is unknown, `EngineError` with the worker's
-    own words where an engine does not start.
+    own message where an engine does not start.
     """
     FsdpSettings.from_parameters(settings)
     asked, tp = (str(model), sampler), tensor_parallel_size
@@ -124,11 +124,11 @@ def serve(
     name: str | None = None,
     **settings: Any,
 ) -> Replicas:
-    """Start engines that only answer: `RewardModel(c.serve("my-rm", "vllm_classifier"))`, `engines.chat(c.serve("my-judge"))`.
+    """Start inference engines for rewards: `RewardModel(c.serve("my-rm", "vllm_classifier"))`, `chat(c.serve("my-judge"))`.
 
     `engine` is one of `vllm`, `local`, `vllm_classifier`, `classifier`, with its own `settings`. Each of the `replicas` takes
-    `gpus` (None: vLLM's `tensor_parallel_size`, else 1, where the cluster has GPUs) and `cpus`, or a seat of a `pool` that is
-    held. `threads` are torch's in each worker. Raises as `place`.
+    `cpus` and `gpus` (None: where the cluster has GPUs `tensor_parallel_size`, or 1), or one process of a held `pool`.
+    `threads` is the number of torch's threads in each worker. Raises as `place`.
     """
     cluster.check()
     if engine not in KINDS:
@@ -148,11 +148,11 @@ def serve(
 def judge(
     cluster: Session, reward: Any, *, workers: int = 2, pool: str | None = None, cpus: float = 1.0
 ) -> PlacedReward:
-    """A reward computed by workers on the cluster: `grpo(engine, reward=c.judge(my_reward, workers=8))`.
+    """Let workers on the cluster compute a reward: `grpo(engine, reward=c.judge(my_reward, workers=8))`.
 
     `reward` is whatever a recipe takes; it is pickled for the workers, its function too. A reward that scores groups or whole
-    batches is refused where `workers` > 1: its rows must stay together. The workers sit in a held `pool`, or take `cpus` each
-    wherever there is room. Raises `SettingError` where there is none.
+    batches is refused where `workers` > 1: its rows must stay together. The workers run in a held `pool`, or take `cpus` each
+    on any node. Raises `SettingError` where there is no room.
     """
     cluster.check()
     inner = as_reward(reward)
@@ -182,15 +182,15 @@ def _admit(
     if sampler not in (None, "vllm", "local"):
         raise SettingError(unknown("sampler", sampler, ("vllm", "local")))
     require(tp > 0, "tensor_parallel_size", expected="≥ 1", found=tp)
-    require(tp == 1 or sampler == "vllm", "tensor_parallel_size", expected="sampler='vllm'", found=sampler)
+    require(tp == 1 or sampler == "vllm", f"tensor_parallel_size={tp}", expected="sampler='vllm'", found=sampler)
     if rollout is not None and ranks is None and pool not in cluster.pools and any(node.gpus for node in nodes()):
-        expected = f"the number of GPUs for the learner: the others are for pool {rollout!r}"
-        raise SettingError("ranks", expected=expected, found=None)
+        expected = f"the number of GPUs for the learner; the samplers in pool {rollout!r} get the others"
+        raise SettingError("ranks is not given", expected=expected)
     for there in [cluster.pools[name] for name in {pool, rollout or pool} if name in cluster.pools]:
         if there.placed is not None:
             before, engine = there.placed
             if before != asked:
-                do = "close() it, or name another pool (pool=, rollout=)"
+                do = "close() that engine, or name another pool (pool=, rollout=)"
                 raise SettingError(f"pool {there.name!r} is held for another engine", found=repr(engine), do=do)
             engine.close()
             _give_back(cluster, [there])
@@ -207,7 +207,7 @@ def _hold(cluster: Session, name: str, size: int | None, groups: int, gpus: int,
     if name in cluster.pools:
         pool = cluster.pools[name]
         if size is not None and size > pool.size:
-            raise SettingError(f"pool {name!r}", expected=f"at least {size} processes", found=pool.size)
+            raise SettingError(f"pool {name!r} is too small", expected=f"{size} processes or more", found=pool.size)
         return pool
     there = [one for one in nodes() if one.alive]
     each = gpus if any(one.gpus for one in there) else 0
@@ -238,16 +238,16 @@ def _sampling_seats(
     if rollout is not None:
         apart = _hold(cluster, rollout, replicas or (None if gpus else 1), 1, tp, held)
         if 0 < apart.plan.gpus < tp:
-            expected, found = f"processes of {tp} GPUs, one a sampler", f"{apart.plan.gpus:g} each"
+            expected, found = f"{tp} GPUs a process, for tensor_parallel_size={tp}", f"{apart.plan.gpus:g}"
             do = f"hold it with gpus={tp}: cluster.hold({{{rollout!r}: [1]}}, gpus={tp})"
             raise SettingError(f"pool {rollout!r}", expected=expected, found=found, do=do)
         return apart, [[seat] for seat in range(replicas or apart.size)]
     blocks = _blocks(actors, tp)
     count = replicas if replicas is not None else len(blocks) if gpus else 1
     if not blocks or count > len(blocks):
-        found = f"{len(blocks)} blocks in pool {actors.name!r} ({actors.size} processes)"
+        found = f"room for {len(blocks)} in pool {actors.name!r} ({actors.size} processes)"
         do = "ask for fewer replicas, or a smaller tensor_parallel_size"
-        raise SettingError(f"{count} samplers of {tp} GPUs each on one node", found=found, do=do)
+        raise SettingError(f"no room for {count} samplers of {tp} GPUs each on one node", found=found, do=do)
     return actors, blocks[:count]
 
 
@@ -266,7 +266,7 @@ def _group(
     """A learner's ranks, not started, and a list whose one item are its workers from then on."""
     apart = len({seat.node for seat in pool.plan.of(pool.name)[:ranks]}) > 1
     if apart and scratch is None:
-        expected, found = "a folder that all nodes see, for snapshots", "none, and ranks on several nodes"
+        expected, found = "a folder that all nodes see, for snapshots", "None, and ranks on several nodes"
         raise SettingError("scratch", expected=expected, found=found)
     workers: list[RayRanks] = []
     given: dict[str, Any] = {"threads": threads, "host": "auto" if apart else "127.0.0.1"}
@@ -359,11 +359,11 @@ class PlacedReward(BaseReward):
         return {**self.inner.settings(), "cluster_workers": self.workers}
 
     def check_signature(self, columns: Sequence[str]) -> None:
-        """Refuse, before any work, columns that lack what the reward reads."""
+        """Raise `RewardError`, before any work, where `columns` lack one that the reward reads."""
         self.inner.check_signature(columns)
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Refuse, before any work, a data set that the reward cannot score."""
+        """Raise `DataError`, before any work, for rows of a data set that the reward cannot score."""
         self.inner.check_rows(rows)
 
     def _started(self) -> RayRanks:
@@ -373,10 +373,10 @@ class PlacedReward(BaseReward):
         return self._group
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """Score rows, one record each, in order.
+        """Score rows on the workers; returns one `Score` for each row, in order.
 
-        Rows go to the workers in turn, so that rows of a slow kind are spread over all of them. A worker that dies is
-        replaced and all rows are scored once more; where one dies again every row is an *infra_error*.
+        Rows go to the workers in turn, so that rows of a slow kind are spread over all of them. If a worker dies or hangs,
+        all are replaced and all rows scored once more; if that fails, too, every row is an *infra_error*.
         """
         each = [(rows[rank :: self.workers],) for rank in range(self.workers)]
         error = ""
@@ -386,10 +386,10 @@ class PlacedReward(BaseReward):
                 return [parts[number % self.workers][number // self.workers] for number in range(len(rows))]
             except (WorkerLost, TimeoutError) as lost:
                 error = str(lost).splitlines()[0]
-        return [failed("the worker that scored it died twice", error)] * len(rows)
+        return [failed("a worker that scores this batch died twice", error)] * len(rows)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, and close the reward itself."""
         if self._group is not None:
             self._group.close()
         self.inner.close()

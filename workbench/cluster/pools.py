@@ -20,7 +20,7 @@ READY_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster and what it has; free is what nobody holds now."""
+    """A node of the Ray cluster: its resources, and how much of them is free now."""
 
     id: str
     host: str
@@ -62,14 +62,14 @@ def nodes() -> list[Node]:
 
 
 def free_text() -> str:
-    """What is free on each node that is alive, in a line."""
+    """The free CPUs and GPUs of each node that is alive, as one line of text."""
     what = "{0.host} has {0.free_cpus:g} of {0.cpus:g} CPUs and {0.free_gpus:g} of {0.gpus:g} GPUs free"
     return "; ".join(what.format(one) for one in nodes() if one.alive)
 
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of one process of a pool."""
+    """The node on which one process of a pool runs; `rank` is the process's number in the pool."""
 
     pool: str
     rank: int
@@ -92,7 +92,7 @@ class Plan(Shown):
     """Pool → what is meant to run there, for the picture."""
 
     def of(self, pool: str) -> tuple[Seat, ...]:
-        """The seats of a pool, by rank."""
+        """The seats (process and node) of a pool, in order of rank."""
         return tuple(seat for seat in self.seats if seat.pool == pool)
 
 
@@ -104,7 +104,7 @@ def plan(
     gpus: float | None = None,
     roles: Mapping[str, Sequence[str]] | None = None,
 ) -> Plan:
-    """Compute a node for every process of some pools; nothing is started.
+    """Plan on which node every process of some pools would run; nothing is started.
 
     `{"global": [8, 8]}` is a pool of 8 processes on each of two nodes: the entries of one pool go to different nodes, the
     largest first, each to the node with the most room. `cpus` and `gpus` are those of each process (`gpus=None`: one where
@@ -115,7 +115,7 @@ def plan(
     wanted = {name: _counts(name, counts) for name, counts in spec.items()}
     odd = [name for name in roles or {} if name not in wanted]
     if odd:
-        raise SettingError(f"roles of {', '.join(odd)}", expected=f"pools out of {', '.join(wanted)}")
+        raise SettingError(f"roles for unknown pool {', '.join(odd)}", expected=f"one of {', '.join(wanted)}")
     there = [node for node in nodes if node.alive]
     each = gpus if gpus is not None else float(any(node.gpus for node in there))
     places = _places(wanted, there, cpus, each)
@@ -144,7 +144,7 @@ def _places(
             has = [f"{one.host} has {room[one.id][0]:g} CPUs and {room[one.id][1]:g} GPUs left" for one in nodes]
             what = f"pool {name!r} needs {total} on one node for {count} processes{others}"
             found = f"{len(nodes)} nodes: {', '.join(has)}" if nodes else "no node"
-            do = "ask for fewer, free what holds them (cluster.status()), or add a node"
+            do = "ask for fewer, end what uses the nodes (cluster.status() lists it), or add a node"
             raise SettingError(what, found=found, do=do)
         best = max(fitting, key=lambda one: (room[one][1], room[one][0]))
         room[best] = [room[best][0] - cpus * count, room[best][1] - gpus * count]
@@ -155,12 +155,12 @@ def _places(
 def _counts(name: str, counts: Any) -> tuple[int, ...]:
     whole = [one for one in counts if isinstance(one, int) and one > 0] if isinstance(counts, list | tuple) else []
     if not whole or len(whole) != len(counts):
-        raise SettingError(f"pool {name!r}", expected="processes on each node, as [8, 8]", found=describe(counts))
+        raise SettingError(f"pool {name!r}", expected="a list of processes per node, as [8, 8]", found=describe(counts))
     return tuple(whole)
 
 
 class Pool:
-    """Reserved resources: a seat for each process, shared by the ranks of up to `colocated` groups. Made by `Cluster.hold`."""
+    """Reserved resources of some processes, each shared by up to `colocated` worker groups. Made by `Cluster.hold`."""
 
     def __init__(self, name: str, made: Plan, group: Any, colocated: int) -> None:
         self.name = name
@@ -169,15 +169,15 @@ class Pool:
         self.group = group
         """Ray's placement group; None once given back."""
         self.placed: tuple[Any, Any] | None = None
-        """What `place` was asked for and the engine that it made, where it holds the pool."""
+        """(what `Cluster.place` was asked for, the engine that it made) where it holds the pool, else None."""
 
     @property
     def size(self) -> int:
-        """Number of processes."""
+        """Number of processes in the pool."""
         return len(self.plan.of(self.name))
 
     def give_back(self) -> None:
-        """Give the resources back; workers that still run there end."""
+        """Give the resources back to the cluster; Ray ends workers that still run on them."""
         from ray.util import remove_placement_group
 
         if self.group is not None:
@@ -185,7 +185,7 @@ class Pool:
         self.group = None
 
     def options(self, seat: int) -> dict[str, Any]:
-        """Ray's options of an actor on a seat, with its share of the process's resources."""
+        """Ray actor options for a worker on process number `seat`, with 1/`colocated` of that process's resources."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         share = {"num_cpus": self.plan.cpus / self.colocated, "num_gpus": self.plan.gpus / self.colocated}
@@ -198,14 +198,14 @@ class Pool:
 
 
 def hold(made: Plan, colocated: int) -> dict[str, Pool]:
-    """Reserve the resources of a plan and wait until they are held: pool by name.
+    """Reserve the resources of a plan and wait until Ray has them; returns the pools by name.
 
     Raises `SettingError` for `colocated` below 1, `EngineError` where the resources were taken since the plan was made.
     """
     from ray.util import placement_group
 
     if colocated < 1:
-        raise SettingError("colocated", expected="≥ 1 groups on a process's resources", found=colocated)
+        raise SettingError("colocated", expected="≥ 1, the number of groups that share a process", found=colocated)
     pools: dict[str, Pool] = {}
     bundle = {"CPU": made.cpus} | ({"GPU": made.gpus} if made.gpus else {})
     with ExitStack() as ends:
@@ -215,8 +215,8 @@ def hold(made: Plan, colocated: int) -> dict[str, Pool]:
             pools[name] = Pool(name, made, group, colocated)
             ends.callback(pools[name].give_back)
             if quietly(group.ready(), READY_SECONDS, None) is None:
-                what = f"pool {name!r} could not be held in {READY_SECONDS:g} s"
-                found = "other work took the resources, or a node is gone"
-                raise EngineError(what, found=found, do="cluster.status() says who has what")
+                what = f"pool {name!r} could not be reserved in {READY_SECONDS:g} s"
+                found = "resources taken by other work, or a lost node"
+                raise EngineError(what, found=found, do="see cluster.status(), and try again")
         ends.pop_all()
     return pools

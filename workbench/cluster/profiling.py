@@ -17,19 +17,20 @@ log = logging.getLogger("workbench")
 
 
 class Profile(Shown):
-    """Records what the workers of a group do: a context manager, and with `steps` an observer of a job. Made by `Cluster.profile`.
+    """Profiles a worker group with torch's profiler: a context manager, or with `steps` an observer of a job.
 
-    Each rank gives a gzipped json trace that Perfetto and chrome://tracing open; workers on other nodes send theirs here.
+    Made by `Cluster.profile`. Each rank's trace goes to folder `path` on this machine, as gzipped json for Perfetto or
+    chrome://tracing.
     """
 
     def __init__(self, group: Callable[[], RayRanks], path: str | Path, steps: Sequence[int] = ()) -> None:
         odd = [step for step in steps if step < 1]
         if odd:
-            raise SettingError("steps", expected="numbers from 1 on", found=odd)
+            raise SettingError("steps to profile", expected="numbers from 1 on", found=odd)
         self.path = Path(path)
         self.steps = frozenset(steps)
         self.files: list[Path] = []
-        """What has been written, in the order of ranks."""
+        """The trace files written so far, in order of rank."""
         self._find = group
         self._group: RayRanks | None = None
         self._suffix = ""
@@ -42,18 +43,18 @@ class Profile(Shown):
         self._end(quiet=kind is not None)
 
     def on_start(self, start: int, steps: int) -> None:
-        """Before step `start` of a job. Raises `SettingError` where no steps were chosen."""
+        """Observer hook before a job: record its first step, `start`, if chosen. Raises `SettingError` without `steps`."""
         if not self.steps:
-            raise SettingError("a profile that watches a job", expected="steps=(…)", found="none")
+            raise SettingError("a profile as an observer of a job", expected="steps=(…), those to record", found="none")
         self._before(start)
 
     def on_step(self, report: Any) -> None:
-        """After a step (`report` is a `runs.loop.StepReport`): write its traces, and start the next one's where it was chosen."""
+        """Observer hook after a step (`runs.loop.StepReport`): write its traces, and record the next step if chosen."""
         self._end(quiet=True)
         self._before(report.step + 1)
 
     def on_end(self, error: BaseException | None) -> None:
-        """After the job, however it ended: write what is being recorded."""
+        """Observer hook after the job, also after an error: write the traces of a step that is being recorded."""
         self._end(quiet=True)
 
     def _before(self, step: int) -> None:
@@ -66,7 +67,7 @@ class Profile(Shown):
 
     def _start(self, suffix: str) -> None:
         if self._group is not None:
-            raise EngineError("this profile runs already", do="leave its block first")
+            raise EngineError("this profile is already recording", do="leave its `with` block first")
         group = self._find()
         group.profile(True).result()
         self._group, self._suffix = group, suffix

@@ -42,7 +42,7 @@ HEAR_SECONDS = 1.0
 
 
 class RayRanks(Shown, Closing):
-    """Workers of one group, each holding `factory(rank, size, **settings)`. Made by `Cluster.ranks`."""
+    """A group of Ray actors, one a rank, each holding `factory(rank, size, **settings)`. Made by `Cluster.ranks`."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RayRanks(Shown, Closing):
         self.closed: str | None = None
         """Why the group is gone; None while it lives."""
         self.facts: list[dict[str, Any]] = []
-        """Of each rank: pid, host, node, gpus, logs."""
+        """By rank, facts of its worker: pid, host, node, gpus, logs (file names), process."""
         self.redact = environment.redact
         self._environment = environment
         self._ended = ended
@@ -71,7 +71,7 @@ class RayRanks(Shown, Closing):
         self._open: list[Pending] = []
 
     def begin(self, factory: Callable[..., Any], settings: Mapping[str, Any], seconds: float) -> None:
-        """Have every worker make its object; where one cannot, the group is ended. Raises as `Cluster.ranks`."""
+        """Make `factory(rank, size, **settings)` in all workers; if one fails, end the group. Raises as `Cluster.ranks`."""
         until = time.monotonic() + seconds
         try:
             self.facts = _introduced(self.actors, self._environment, until)
@@ -87,24 +87,24 @@ class RayRanks(Shown, Closing):
     def call(
         self, method: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """Call `getattr(object, method)(*each[rank], *shared)` on all ranks at once; one result a rank, in order.
+        """Call `method(*each[rank], *shared)` of every rank's object, all at once; returns one result per rank, in order.
 
         `timeout` in seconds; None: ten times the method's median so far, at least 30 s; half an hour the first time.
-        Raises `WorkerLost` where a worker dies, the rank's own error where that is one of ours and else `EngineError` with its
-        traceback, `TimeoutError` (with what the ranks were doing) past the deadline; after `WorkerLost` and
-        `TimeoutError` the group is gone. An interrupt lets the ranks end at their next safe place.
+        Raises `WorkerLost` where a worker dies, a rank's own error where it is a `WorkbenchError`, else `EngineError` with
+        its traceback, `TimeoutError` (with what the ranks were doing) past the deadline; after `WorkerLost` and
+        `TimeoutError` the group is ended. An interrupt lets the ranks stop at their next safe point.
         """
         return self.submit(method, *shared, each=each, timeout=timeout).result()
 
     def submit(
         self, method: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None, timeout: float | None = None
     ) -> Pending:
-        """`call` without waiting: `.result()` waits. Calls on one group run one after the other, groups side by side."""
+        """Start a `call` without waiting; `.result()` waits. A group runs its calls one by one; groups run in parallel."""
         import ray
 
         self.check()
         if each is not None and len(each) != self.size:
-            raise SettingError(f"{method}: each", expected=f"{self.size} tuples, one a rank", found=len(each))
+            raise SettingError(f"each= of {method}", expected=f"{self.size} tuples, one a rank", found=len(each))
         self._number += 1
         sent: Any = pack(tuple(shared))
         if self.size > 1 and shared:
@@ -114,7 +114,7 @@ class RayRanks(Shown, Closing):
         return self._sent(method, refs, self._deadline(method) if timeout is None else timeout)
 
     def profile(self, start: bool) -> Pending:
-        """Start torch's profiler on all ranks, or end it: a gzipped Chrome trace of each. Takes its turn among the calls."""
+        """Start torch's profiler on all ranks, or end it (results: the gzipped Chrome traces); queued like a call."""
         self.check()
         self._number += 1
         refs = {rank: actor.profile.remote(self._number, start) for rank, actor in enumerate(self.actors)}
@@ -133,18 +133,18 @@ class RayRanks(Shown, Closing):
         pad: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Call `method(rows, *shared)` with the batch's rows shared out, and join the results in the batch's order.
+        """Call `method(rows, *shared)` on each rank with its share of a batch's rows; returns the joined results.
 
-        See `scatter` for who gets which rows, `Scatter.joined` for what can be put together.
+        See `scatter` for which rank gets which rows, `Scatter.joined` for which results can be joined.
         """
         scattered = scatter(batch, self.size, balance=balance, pad=pad)
         each = [(part,) for part in scattered.parts(batch)]
         return scattered.joined(self.call(method, *shared, each=each, timeout=timeout))
 
     def check(self) -> None:
-        """Raises `EngineError` where the group is gone."""
+        """Raise `EngineError` where the group was ended."""
         if self.closed is not None:
-            raise EngineError(f"group {self.name!r} is gone", found=self.closed, do="make it anew: cluster.ranks(…)")
+            raise EngineError(f"group {self.name!r} is gone", found=self.closed, do="start it again: cluster.ranks(…)")
 
     def _deadline(self, method: str) -> float:
         spent = sorted(one.seconds for one in self._events if one.name == method and one.outcome == "done")
@@ -153,7 +153,7 @@ class RayRanks(Shown, Closing):
     # --- supervision -------------------------------------------------------------------------
 
     def record(self, method: str, rank: int, began: float, ended: float, outcome: str, stage: str = "") -> None:
-        """Keep an event for the timeline; calls that follow each other at once, as a sampler's exchanges, are one."""
+        """Add one rank's call to the timeline; a sampler's `exchange` calls that follow within 0.1 s count as one."""
         event = Event(self.name, rank, self.facts[rank]["host"], method, began, ended, outcome, stage)
         for place in range(1, min(self.size, len(self._events)) + 1):
             last = self._events[-place]
@@ -165,12 +165,12 @@ class RayRanks(Shown, Closing):
         del self._events[:-KEPT_EVENTS]
 
     def stop(self, number: int) -> None:
-        """Ask calls up to this one to end at their next safe place; does not wait."""
+        """Ask all ranks to stop the calls numbered up to `number` at their next safe point; does not wait."""
         for actor in self.actors:
             actor.stop.remote(number)
 
     def end(self, why: str) -> None:
-        """Kill every worker, and wait until they do not answer and, on this host, their processes are gone."""
+        """Kill every worker, for the reason `why`, and wait some seconds until the processes are gone."""
         import ray
 
         self.closed = self.closed or why
@@ -186,7 +186,7 @@ class RayRanks(Shown, Closing):
         self._ended(self)
 
     def close(self) -> None:
-        """End the workers; calls that are out are given up. Closing twice is fine."""
+        """End the workers; unanswered calls are abandoned. Closing twice is fine."""
         if self.closed is None:
             self.end("it was closed")
 
@@ -194,7 +194,7 @@ class RayRanks(Shown, Closing):
 
     @property
     def out(self) -> list[str]:
-        """Methods of calls that are not answered yet, in order."""
+        """Method names of the calls that are not answered yet, in order."""
         return [one.method for one in self.calls]
 
     @property
@@ -204,15 +204,15 @@ class RayRanks(Shown, Closing):
 
     @property
     def timeline(self) -> Timeline:
-        """What each rank did when."""
+        """Every call that a rank of this group has run, with its times."""
         return ordered(self._events)
 
     def where(self, rank: int) -> str:
-        """`rank 1 (pid 4711 on host)`."""
+        """A rank's name in messages: `rank 1 (pid 4711 on host)`."""
         return f"rank {rank} (pid {self.facts[rank]['pid']} on {self.facts[rank]['host']})"
 
     def stacks(self, ranks: Sequence[int] | None = None, seconds: float = 2.0) -> dict[int, str]:
-        """The Python stacks of each rank now; a rank whose C code holds the interpreter does not answer."""
+        """Rank → its Python stacks now, as text; a rank that is silent for `seconds` gets a sentence that says so."""
         chosen = range(self.size) if ranks is None else ranks
         refs = {rank: self.actors[rank].stacks.remote() for rank in chosen}
         until = time.monotonic() + seconds
@@ -220,12 +220,12 @@ class RayRanks(Shown, Closing):
         return {rank: quietly(ref, max(until - time.monotonic(), 0.1), mute) for rank, ref in refs.items()}
 
     def logs(self, rank: int, lines: int = 100) -> str:
-        """The last lines that a rank wrote to its outputs, dead or alive."""
+        """The last `lines` that a rank, dead or alive, wrote to stdout and to stderr; variables' values are hidden."""
         return self.redact(_read_log(self.facts[rank], lines))
 
 
 class Pending:
-    """A call that is out on all ranks of a group: a future of one result a rank. Made by `RayRanks.submit`."""
+    """A call on all ranks of a group, as a future: `result()` waits for one result per rank. Made by `RayRanks.submit`."""
 
     def __init__(self, group: RayRanks, method: str, number: int, refs: dict[int, Any], timeout: float) -> None:
         self.method = method
@@ -242,19 +242,19 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether its results, or its error, have been collected."""
+        """Whether `result()` has collected the call's results or its error."""
         return self._outcome.done()
 
     @property
     def seconds(self) -> float:
-        """Time since it was sent."""
+        """Seconds since the call was sent."""
         return time.time() - self._sent
 
     def result(self, *, copy: bool = True) -> list[Any]:
-        """Wait for one result a rank, in order; see `RayRanks.call` for what is raised. May be asked again.
+        """Wait for one result per rank, in order; raises as `RayRanks.call`. Calling it again gives the same.
 
-        Batches are this process's own memory; `copy=False` leaves their columns in the object store until each is looked at:
-        nothing is copied now, and the store's room is taken for as long.
+        Batches are copied into this process's memory; with `copy=False` a column stays in Ray's object store, and takes its
+        room, until it is first read.
         """
         if not self.done:
             try:
@@ -311,13 +311,13 @@ class Pending:
         after = ""
         if hung:
             names = ", ".join(map(str, hung))
-            self._group.end(f"{self.method} raised on a rank, and rank {names} did not let go")
-            after = f"\nrank {names} waited for it and was ended; the group is gone"
+            self._group.end(f"{self.method} raised on a rank, and rank {names} did not stop")
+            after = f"\nrank {names} waited for that rank and was killed; the whole group was ended"
         raised = [one for one in self._got.values() if one.outcome == "raised"]
         one = next((one for one in raised if not _was_stopped(one)), raised[0])
         kind, text, trace, error = one.value
         redact = self._group.redact
-        said = f"{self.method} on {self._group.where(one.rank)} of {self._group.name!r}: {kind}: {redact(text)}"
+        said = f"{self.method} on {self._group.where(one.rank)} of group {self._group.name!r} raised {kind}: {redact(text)}"
         ours = type(error) if isinstance(error, WorkbenchError) else EngineError
         return ours(f"{said}{after}\n{redact(trace)}")
 
@@ -325,8 +325,8 @@ class Pending:
         group, rank = self._group, one.rank
         group.end(f"rank {rank} was lost in {self.method}")
         tail, why = group.logs(rank, LOG_LINES), group.redact(one.value)
-        what = f"{group.where(rank)} of {group.name!r} died in {self.method}"
-        text = message(what, found=why, do="make the group anew: cluster.ranks(…)")
+        what = f"{group.where(rank)} of group {group.name!r} died in {self.method}"
+        text = message(what, found=why, do="start the group again: cluster.ranks(…)")
         log = f"its log ends:\n{tail}" if tail else "its log is empty"
         return WorkerLost(f"{text}\n{log}", rank=rank, exit=why, log=tail)
 
@@ -336,8 +336,8 @@ class Pending:
         for rank in rest:
             group.record(self.method, rank, self._sent, time.time(), "late", self.stage)
         group.end(f"{self.method} passed its deadline of {self.timeout:g} s")
-        what, expected = f"{self.method} of {group.name!r}", f"an answer in {self.timeout:g} s"
-        do = "the group was ended: make it anew, or give it a longer timeout"
+        what, expected = f"{self.method} of group {group.name!r}", f"an answer in {self.timeout:g} s"
+        do = "the group was ended: start it again, and give the call a longer timeout="
         text = message(what, expected=expected, found=f"none from {', '.join(map(group.where, rest))}", do=do)
         raise TimeoutError(text + "".join(f"\nrank {rank}:\n{stack}" for rank, stack in doing.items()))
 
@@ -359,7 +359,7 @@ def _was_stopped(one: Arrival) -> bool:
 def started(
     options: Sequence[Mapping[str, Any]], environment: Environment, nsight: str | Mapping[str, str] | None
 ) -> list[Any]:
-    """Ask for an actor with each of these options: never restarted, never detached, its calls never repeated."""
+    """Ask Ray for one `Worker` actor for each of `options`, without restarts or retries; returns the actor handles."""
     import ray
 
     from workbench.cluster import actor as actor_module
@@ -385,7 +385,7 @@ def _introduced(made: Sequence[Any], environment: Environment, until: float) -> 
     ranks = out(refs, until - time.monotonic())
     if ranks:
         what = f"rank {', '.join(map(str, ranks))} of {len(refs)} did not start in time"
-        do = "free what holds the cluster (cluster.status()), or give start_timeout more seconds"
+        do = "end what uses the cluster (cluster.status() lists it), or give start_timeout more seconds"
         raise EngineError(what, found=free_text(), do=do)
     try:
         facts: list[dict[str, Any]] = [fetch(ref, 10.0) for ref in refs]
@@ -403,7 +403,7 @@ LOG_SECONDS = 5.0
 
 
 def tail(paths: Sequence[str], lines: int) -> str:
-    """The last lines of each file that exists, one file after the other."""
+    """The last `lines` of each file of `paths` that exists, joined as one text."""
     parts = []
     for path in paths:
         text = ""

@@ -68,8 +68,8 @@ def connect(
         link = connecting.start(environment, gpus, cpus, object_store_memory, dashboard)
     else:
         if dashboard or (gpus, cpus, object_store_memory) != (None, None, None):
-            what, expected = "gpus, cpus, object_store_memory and dashboard", "a cluster that is started here"
-            raise SettingError(what, expected=expected, found=f"address {address!r}")
+            what, expected = "gpus, cpus, object_store_memory or dashboard", "a cluster that is started here"
+            raise SettingError(what, expected=expected, found=f"address {address!r}", do="leave them or address= out")
         link = connecting.attach(address, environment, connect_timeout)
     link.notes[:0] = notes
     _open = Cluster(link, environment, asked)
@@ -77,7 +77,7 @@ def connect(
 
 
 class Cluster(Session, Closing):
-    """A connection to a Ray cluster and what this session has made on it. Made by `wb.cluster(…)`."""
+    """A connection to a Ray cluster, with the pools, worker groups and engines made through it. Made by `wb.cluster(…)`."""
 
     def __init__(self, link: connecting.Link, environment: Environment, asked: tuple[Any, ...]) -> None:
         where = f"the local cluster at {link.address}" if link.record else f"the cluster at {link.address}, attached"
@@ -101,19 +101,19 @@ class Cluster(Session, Closing):
     # --- looking --------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """Nodes, pools, workers and calls that are out, as a table; at the end of a cell it is updated while the cluster works."""
+        """Nodes, pools, workers and unanswered calls, as a table; in a cell it updates itself while the cluster works."""
         with self._looking:
             self.check()
             return look(self, self._asked, self.status)
 
     def logs(self, group: RayRanks | str, rank: int | None = None, lines: int = 100) -> Logs:
-        """The last lines of a worker's outputs, dead or alive; without `rank` of all workers of the group, foldable in a cell."""
+        """The last `lines` of the output of a group's worker `rank`, dead or alive, or (`rank=None`) of all its workers."""
         group = self._group(group)
         ranks = [one for one in range(len(group.facts)) if rank in (None, one)]
         return Logs.of([(group.where(one), group.logs(one, lines)) for one in ranks])
 
     def profile(self, group: RayRanks | str, path: str | Path, *, steps: Sequence[int] = ()) -> Profile:
-        """Record a group's workers with torch's profiler, a Chrome trace a rank in `path`: `with c.profile("actor", "traces"): …`,
+        """Record a group with torch's profiler, one Chrome trace per rank in `path`: `with c.profile("actor", "traces"): …`,
         or for chosen steps of a job `wb.train(…, observers=[c.profile("actor", "traces", steps=(3, 4))])`."""
         self.check()
         name = self._group(group).name
@@ -124,7 +124,7 @@ class Cluster(Session, Closing):
             return group
         known = {one.name: one for one in self.groups}
         if group not in known:
-            raise SettingError(f"group {group!r}", expected=f"one of {', '.join(known) or '(none)'}")
+            raise SettingError(f"no group {group!r}", expected=f"one of {', '.join(known) or '(none)'}")
         return known[group]
 
     # --- the end --------------------------------------------------------------------------------
@@ -152,11 +152,11 @@ class Cluster(Session, Closing):
 def open_engine(
     model: str | Path, engine: str = "local", sampler: str = "local", *, address: str | None = None, **settings: Any
 ) -> Any:
-    """An engine chosen by two words, for notebooks that have them as parameters.
+    """Open an engine by the names of its trainer and its sampler, for notebooks that have these as parameters.
 
     `engine` is where the policy is trained: `local` (this process) or `ray` (FSDP ranks on the cluster at `address`; None: the
     one that is open, or one that is started here). `sampler` is what samples: `local` (transformers) or `vllm`. `settings` are
-    `LocalSettings`. Raises `SettingError` for another word, else what the engines raise.
+    `LocalSettings`. Raises `SettingError` for another name, and what the engines raise.
     """
     for what, word, known in (("engine", engine, ("local", "ray")), ("sampler", sampler, ("local", "vllm"))):
         if word not in known:

@@ -19,7 +19,7 @@ MUTE = "does not answer"
 
 @dataclass(frozen=True)
 class WorkerLine:
-    """One worker in a `Status`."""
+    """One row of a `Status`: what a worker is doing, and the memory that it uses."""
 
     group: str
     rank: int
@@ -33,23 +33,23 @@ class WorkerLine:
     state: str
     """`idle`, the method that runs, or `does not answer`."""
     waiting: int
-    """Calls behind the one that runs."""
+    """Number of calls that wait behind the one that runs."""
     gpu: tuple[int, int] | None = None
-    """Bytes (used, total) of its GPUs, by whomever; None without one."""
+    """(used, total) bytes of its GPUs, whichever process uses them; None without a GPU."""
     seconds: float | None = None
-    """How long it has been in this state, as it says itself."""
+    """Seconds in this state, by the worker's own clock; None where it does not answer."""
 
 
 @dataclass(frozen=True)
 class CallLine:
-    """One call in a `Status` that is not answered yet."""
+    """One row of a `Status`: a call of a group's method that is not answered yet."""
 
     group: str
     method: str
     stage: str
     """The stage that made it."""
     seconds: float
-    """Since it was sent."""
+    """Seconds since it was sent."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,11 +66,11 @@ class Status(Shown):
     at: float = 0.0
     """Seconds since the epoch."""
     again: Callable[[], Status] | None = field(default=None, repr=False, compare=False)
-    """Looks once more; raises `EngineError` when the cluster is closed."""
+    """Makes a new `Status`; raises `EngineError` when the cluster is closed."""
 
 
 def look(cluster: Session, asked: dict[Any, Any], again: Callable[[], Status]) -> Status:
-    """Ask every worker what it does, and collect the rest; `asked` keeps the questions that are still out."""
+    """Make a `Status` of the cluster, asking every worker; `asked` keeps requests that are unanswered for the next look."""
     answers, found = _answers(cluster, asked), nodes()
     hosts = {one.id: one.host for one in found}
     pools, workers, calls = [], [], []
@@ -113,7 +113,7 @@ class Logs(Shown, str):
 
     @staticmethod
     def of(parts: Sequence[tuple[str, str]]) -> Logs:
-        """The lines of one worker as they are; of several, each under its name."""
+        """Make `Logs` of (worker, its lines) pairs: one worker's lines as they are, those of several under their names."""
         texts = [text for _, text in parts] if len(parts) == 1 else [f"--- {where}\n{text}" for where, text in parts]
         made = Logs("\n".join(texts))
         made.parts = tuple(parts)

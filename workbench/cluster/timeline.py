@@ -13,7 +13,7 @@ from workbench.base.shown import Shown
 
 @dataclass(frozen=True)
 class Event:
-    """One call on one rank."""
+    """One call of a method on one rank: when it began and ended, and how."""
 
     group: str
     rank: int
@@ -21,7 +21,7 @@ class Event:
     name: str
     """The method."""
     began: float
-    """Seconds since the epoch, on the worker's clock: across hosts as good as their clocks agree."""
+    """Seconds since the epoch, on the clock of the worker's host."""
     ended: float
     outcome: str = "done"
     """`done`, `raised`, `lost` or `late`."""
@@ -30,7 +30,7 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """How long it ran."""
+        """How long the call ran, in seconds."""
         return self.ended - self.began
 
 
@@ -44,7 +44,7 @@ class Timeline(Shown):
         return len(self.events)
 
     def stages(self) -> list[tuple[str, float, float]]:
-        """(stage, began, ended) in seconds since the epoch; calls of one stage that follow each other are one entry."""
+        """When each stage ran: (stage, began, ended) in seconds since the epoch; its consecutive calls are one entry."""
         found: list[tuple[str, float, float]] = []
         last: dict[str, int] = {}
         before = ""
@@ -59,7 +59,7 @@ class Timeline(Shown):
         return found
 
     def chrome(self) -> dict[str, Any]:
-        """Chrome's trace format (chrome://tracing, Perfetto): a process per group, a thread per rank, microseconds; the stages
+        """The calls in Chrome's trace format, as a dict: a process per group, a thread per rank, microseconds; the stages
         that made the calls are a process of their own."""
         groups = list(dict.fromkeys(event.group for event in self.events))
         lanes = sorted({(groups.index(event.group), event.rank, event.host) for event in self.events})
@@ -94,5 +94,5 @@ def _span(name: str, kind: str, process: int, thread: int, began: float, seconds
 
 
 def ordered(events: Sequence[Event]) -> Timeline:
-    """A timeline of these events, sorted by their beginning."""
+    """Make a `Timeline` of events, sorted by the time when they began."""
     return Timeline(tuple(sorted(events, key=lambda event: (event.began, event.group, event.rank))))

@@ -22,7 +22,7 @@ from workbench.functional.balancing import balanced, workload
 
 
 class Shared(Lazy):
-    """A column in shared memory, copied when it, or a part of it, is looked at."""
+    """A batch column in Ray's shared memory; reading it, or some of its rows, copies them into this process."""
 
     def __init__(self, packed: Any) -> None:
         array, dtype, shape = packed
@@ -35,7 +35,7 @@ class Shared(Lazy):
 
 
 class Packed:
-    """A batch or tensor as it travels: unpickles as `make(*arguments)`."""
+    """A batch or tensor in the form that is sent through Ray: unpickling it returns `make(*arguments)`."""
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         self._made = make, arguments
@@ -45,7 +45,7 @@ class Packed:
 
 
 def pack(value: Any) -> Any:
-    """Pack every batch and tensor in a value, also those in plain tuples, lists and dicts."""
+    """Replace batches and tensors in a value, also in tuples, lists and dicts, by the `Packed` form sent through Ray."""
     if isinstance(value, DataProto):
         # a column that nobody has looked at goes on as it came
         tensors = {
@@ -106,21 +106,21 @@ def _open(
 
 @dataclass(frozen=True)
 class Scatter:
-    """Which rows of a batch each rank gets. Made by `scatter`; `parts` cuts a batch, `joined` puts results together."""
+    """Which rows of a batch each rank gets. Made by `scatter`; `parts` splits a batch, `joined` joins results."""
 
     rows: tuple[tuple[int, ...], ...]
     """Row numbers by rank: its own rows first, then padding, which repeats rows and is dropped again."""
     own: tuple[int, ...]
-    """How many of them are its own, by rank."""
+    """By rank, how many of `rows` are its own (not padding)."""
     total: int
     """Rows of the batch."""
 
     def parts(self, batch: DataProto) -> list[DataProto]:
-        """The batch's rows as one batch a rank; some may be empty."""
+        """Split a batch into one batch per rank; some may be empty."""
         return [batch.select_idxs(list(rows)) for rows in self.rows]
 
     def joined(self, results: Sequence[Any]) -> Any:
-        """Put the results of all ranks together, rows in the batch's order.
+        """Join the results of all ranks, rows in the batch's order.
 
         Batches and tensors [b, …] lose their padding and are concatenated; dicts of them entry by entry; anything else
         (`None`, metrics) comes back as the list by rank. Raises `EngineError` where a rank returns another number of rows
@@ -154,7 +154,7 @@ def scatter(batch: DataProto, size: int, *, balance: bool = True, pad: bool = Fa
     total = len(batch)
     if total == 0 or size < 1:
         found = f"{total} rows, {size} ranks"
-        raise BatchError("sharing out rows", expected="at least one row and one rank", found=found)
+        raise BatchError("splitting a batch over ranks", expected="at least one row and one rank", found=found)
     if balance and total >= size and "attention_mask" in batch.batch:
         loads = [workload(float(length)) for length in batch.batch["attention_mask"].sum(-1).tolist()]
         rows = balanced(loads, size, equal_size=total % size == 0)

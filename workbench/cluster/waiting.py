@@ -26,16 +26,16 @@ class Arrival:
     outcome: str
     """`done`, `raised` (the call raised there) or `lost` (the worker is dead, or its result is lost with it)."""
     value: Any
-    """Of `done` the result; of `raised` (type, message, traceback, the error itself where it is one of ours); of `lost` why."""
+    """For `done` the result; for `raised` (type, message, traceback, `WorkbenchError` or None); for `lost` the reason."""
     began: float = 0.0
     """Seconds since the epoch, on the worker's clock; 0 where no answer came."""
     ended: float = 0.0
 
 
 def arrivals(refs: Mapping[int, Any], until: float, look: Callable[[], None] = lambda: None) -> Iterator[Arrival]:
-    """Each rank's outcome as it comes; `look` is called while nothing does, and may raise.
+    """Yield each rank's outcome as it arrives; `look` is called every 0.1 s in which none does, and may raise.
 
-    Raises `TimeoutError` at `until` (`time.monotonic`) where some are still out.
+    Raises `TimeoutError` at `until` (a `time.monotonic` time) where ranks have not answered.
     """
     import ray
 
@@ -48,7 +48,7 @@ def arrivals(refs: Mapping[int, Any], until: float, look: Callable[[], None] = l
         elif left > 0:
             look()
         else:
-            raise TimeoutError(f"no answer from rank {', '.join(map(str, sorted(waiting.values())))}")
+            raise TimeoutError(f"no answer in time from rank {', '.join(map(str, sorted(waiting.values())))}")
 
 
 def _arrival(rank: int, ref: Any, until: float) -> Arrival:
@@ -68,7 +68,7 @@ def _arrival(rank: int, ref: Any, until: float) -> Arrival:
 
 
 def out(refs: Sequence[Any], seconds: float) -> list[int]:
-    """Places of those that are still out after so many seconds."""
+    """Wait up to `seconds` for Ray object refs; returns the indices of those that are still not ready."""
     import ray
 
     _, late = ray.wait(list(refs), num_returns=len(refs), timeout=max(seconds, 0.0))
@@ -76,14 +76,14 @@ def out(refs: Sequence[Any], seconds: float) -> list[int]:
 
 
 def fetch(ref: Any, seconds: float) -> Any:
-    """One value. Raises Ray's own errors, of which the one for a late answer is a `TimeoutError`, too."""
+    """The value of a Ray object ref. Raises Ray's own errors; after `seconds` one that is also a `TimeoutError`."""
     import ray
 
     return ray.get(ref, timeout=seconds)
 
 
 def quietly(ref: Any, seconds: float, instead: Any) -> Any:
-    """One value, or `instead` where the other side does not answer or is gone."""
+    """The value of a Ray object ref, or `instead` where it is not there within `seconds` or its worker is dead."""
     from ray.exceptions import RayError
 
     try:
@@ -93,14 +93,14 @@ def quietly(ref: Any, seconds: float, instead: Any) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """What Ray says of a death, in one line."""
+    """Why a worker died, in one line of Ray's error text."""
     lines = [line.strip() for line in str(error).splitlines()]
     telling = [line for line in lines if re.search("exit|killed|died", line, re.IGNORECASE)]
     return " ".join(telling[-2:]) or first_line(error)
 
 
 def for_memory(text: str) -> str:
-    """What Ray says where it killed for memory, in a line: how much the node used, and who used most of it."""
+    """One line about a worker that Ray killed for lack of memory: how much the node used, and which processes used most."""
     used = _USED.search(text)
     users = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", text, re.MULTILINE)
     most = ", ".join(f"{size} GB by {command[:COMMAND]} (pid {pid})" for pid, size, command in users[:USERS])

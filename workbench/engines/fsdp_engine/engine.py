@@ -84,9 +84,9 @@ class FsdpEngine(ModelEngine):
     def _call(self, method: str, *shared: Any, each: Any = None, seconds: float | None = None) -> list[Any]:
         if self.lost:
             if self._taught:
-                what = "the ranks that held these weights have ended"
-                found = f"version {self.version}, state {self.state_id}"
-                do = "restore a snapshot or load a checkpoint: new workers are started then"
+                what = "the workers that held this engine's weights have ended"
+                found = f"weights of version {self.version} (state {self.state_id}) are lost"
+                do = "restore a snapshot or load a checkpoint; that starts new workers"
                 raise EngineError(what, found=found, do=do)
             self._open(self._start.folder if self._start is not None else None)
         self._look_at_save()
@@ -124,7 +124,7 @@ class FsdpEngine(ModelEngine):
         """[B, T] exact KL(policy‖reference) per response token, in nats; the reference must be on the same ranks."""
         other = reference._engine
         if not isinstance(other, FsdpEngine) or other._group is not self._group:
-            raise EngineError("the exact KL", expected="a reference on the same ranks", found=repr(reference))
+            raise EngineError("full_kl (exact KL)", expected="a reference on the same ranks", found=repr(reference))
         other._steps()  # it is there, on new ranks, too
         return self._collected("full_kl", batch, ("kl",), other._name, reference._base, temperature)["kl"]
 
@@ -169,7 +169,7 @@ class FsdpEngine(ModelEngine):
 
     @contextmanager
     def perturbed(self, direction: Mapping[str, torch.Tensor], scale: float) -> Iterator[None]:
-        """A context in which the weights are moved by `scale`·direction; after it they are as before, bit for bit."""
+        """Context manager: moves the weights by `scale`·direction inside, and restores them bit for bit at the end."""
         self._on("nudge", dict(direction), scale)
         try:
             yield
@@ -201,14 +201,14 @@ class FsdpEngine(ModelEngine):
         return found | {name: found[first[one]] for name, one in named}
 
     def snapshot(self) -> ShardedSnapshot:
-        """A copy of weights, optimizer, schedule and version in a scratch folder, one file a rank."""
+        """Copy weights, optimizer, schedule and version to a scratch folder, one file per rank; `restore` loads it."""
         folder = tempfile.mkdtemp(prefix="workbench-snapshot-", dir=self._scratch)
         snapshot = ShardedSnapshot(folder, self.state_id, self.version, self._taught)
         self.save_sharded(Path(folder))
         return snapshot
 
     def restore(self, snapshot: ShardedSnapshot) -> None:
-        """Put a snapshot's state back, bit for bit; on new workers where the old ones are gone."""
+        """Restore the state of a snapshot, bit for bit; on new workers where the old ones are gone."""
         self.state_id = new_id()  # half-way there is no state that anybody knows
         self.load_sharded(Path(snapshot.folder))
         self.state_id, self._taught = snapshot.state_id, snapshot.taught
@@ -218,7 +218,7 @@ class FsdpEngine(ModelEngine):
 
         The folder appears when all ranks have written all of it, or not at all. With `wait=False` the state is copied to host
         memory and written in the background; the next save, `finish_saving`, `close` and the interpreter's end wait for it,
-        and the next call raises where it failed (setting `failed_save`). Raises `CheckpointError`.
+        and the next call raises where it failed (setting `failed_save`). Raises `CheckpointError` where saving fails.
         """
         self._save_shards(Path(path), weights=True, wait=wait)
 
@@ -236,7 +236,7 @@ class FsdpEngine(ModelEngine):
             raise _failed(path, failure)
 
     def finish_saving(self) -> None:
-        """Wait for a save in the background. Raises `CheckpointError` where it failed."""
+        """Wait for a save in the background. If it failed, raises `CheckpointError` or logs it (setting `failed_save`)."""
         if self._saving is not None:
             self._look_at_save(max(self._saving.end - time.monotonic(), 0.0) + 0.1)
 
@@ -271,18 +271,18 @@ class FsdpEngine(ModelEngine):
             log.warning("the state could not be saved to %s: %s; the run goes on", one.path, failure)
 
     def load_sharded(self, path: Path) -> None:
-        """Read what `save_sharded` wrote with any number of ranks. Raises `CheckpointError` where it is incomplete."""
+        """Load a checkpoint of `save_sharded` (any number of ranks). Raises `CheckpointError` where it is incomplete."""
         self._fill(read_record(path), "load_state", path)
 
     def _write(self, path: Path, merged: bool) -> None:
         self._call("save_plain", self._name, self._source, str(path), self.path, merged)
 
     def save_state(self, path: Path) -> None:
-        """Write optimizer (a distributed checkpoint), schedule and version; no pickle."""
+        """Save optimizer, schedule and version, without weights, as a distributed checkpoint in a new folder; no pickle."""
         self._save_shards(Path(path), weights=False, wait=True)
 
     def load_state(self, model_path: Path, state_path: Path) -> None:
-        """Read what `save` and `save_state` of a local or FSDP engine wrote, with any number of ranks."""
+        """Load the folders that `save` and `save_state` of a local or FSDP engine wrote, with any number of ranks."""
         record = read_record(state_path)
         self._fill(record, "load", model_path, True)
         self._fill(record, "load_state", state_path)
@@ -314,7 +314,7 @@ class FsdpEngine(ModelEngine):
     # --- what it is -------------------------------------------------------------------------
 
     def memory_needed(self) -> tuple[torch.device, dict[str, int]]:
-        """(device, bytes by part) that learning will take on one device of this machine; on a CPU for all of its ranks."""
+        """Estimate learning's memory: (device, bytes by part), for one GPU, or on a CPU for all ranks of this machine."""
         here = self._group.here()
         device = torch.device(here[0]["device"] if here else "cpu")
         sharing = len(here) if device.type == "cpu" else min(len(here), 1)
@@ -333,7 +333,7 @@ class FsdpEngine(ModelEngine):
         return {"path": self.path, "ranks": self._group.size, **self._settings.to_dict()}
 
     def close(self) -> None:
-        """Finish what is being saved, and end the workers, those of every engine on the same ranks."""
+        """Finish saves in the background, and end the workers; other engines on the same ranks lose them, too."""
         self._group.close()
 
     def _place(self) -> str:
@@ -392,10 +392,10 @@ def fsdp(
 ) -> FsdpEngine:
     """Open a transformers model sharded over ranks by FSDP2: `fsdp("data/tiny-arith", ranks=2, lr=1e-3)`.
 
-    `path` as for `local`. The ranks are processes of this machine, on its GPUs or (gloo) its cores, or those of the `Group`
-    `on`; engines on one group share its workers. `scratch` is the folder for snapshots: with several machines one that all
-    see. Other settings: `FsdpSettings`; unknown names are refused. Raises `EngineError` where there is no such model, or the
-    workers cannot start.
+    `path` as for `engines.local`. The ranks are processes of this machine, on its GPUs or (gloo) its cores, or those of the
+    `Group` `on`; engines on one group share its workers. `threads`: torch's in each process. `scratch` is the folder for
+    snapshots: with several machines one that all see. Other settings: `FsdpSettings`; unknown names are refused. Raises
+    `EngineError` where there is no such model, or the workers cannot start.
     """
     chosen = FsdpSettings.from_parameters(settings)
     folder = str(resolve(path))

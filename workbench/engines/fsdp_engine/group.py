@@ -21,7 +21,7 @@ from workbench.functional.balancing import balanced, workload
 
 
 class Group:
-    """Ranks in one process group, shared by the engines on them; started again when needed after a worker was lost.
+    """Ranks of one process group, shared by the engines on them; restarted at the next use after a worker was lost.
 
     `make` starts the workers with `worker.shards` as their factory and returns a `Ranks`.
     """
@@ -35,20 +35,20 @@ class Group:
         self.generation = 0
         """How often the workers were started."""
         self.workers: list[dict[str, Any]] = []
-        """Rank, pid, host and device of each."""
+        """Rank, pid, host and device of each worker, as dicts."""
 
     @property
     def alive(self) -> bool:
-        """Whether the workers run."""
+        """Whether the workers are running."""
         return self._ranks is not None
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """Number of ranks; asking for it starts the workers where none run."""
         return self.start().size
 
     def start(self) -> Ranks:
-        """The workers, started where there are none."""
+        """Start the workers where none run; returns them as `Ranks`."""
         with self._lock:
             if self._ranks is None:
                 ranks = self._make()
@@ -64,7 +64,7 @@ class Group:
     def call(
         self, method: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """As `Ranks.call`; where a worker is lost or overdue, the group is gone until it is needed again."""
+        """Call a method on all ranks, as `Ranks.call`; after a lost worker or a time-out the next call starts new ones."""
         with self._lock:
             ranks = self.start()
             try:
@@ -81,24 +81,24 @@ class Group:
         return [worker for worker in self.workers if worker["host"] == socket.gethostname()]
 
     def let_go(self, name: str) -> None:
-        """Have a model that nobody uses any more dropped before the next call. Safe in a finaliser."""
+        """Mark a model as unused, to be freed on the ranks before the next call. Safe in a finaliser."""
         self._unused.append(name)
 
     def waits(self, finish: Callable[[], None]) -> None:
-        """Have `finish` called before the workers, or the interpreter, end: it waits for a save in the background."""
+        """Register `finish`, which waits for a background save, to be called before the workers or the interpreter end."""
         self._waiting.append(finish)
         # the newest is called first: before anything that started workers ends them
         atexit.unregister(self.finish)
         atexit.register(self.finish)
 
     def waits_no_more(self, finish: Callable[[], None]) -> None:
-        """Take back what `waits` was given."""
+        """Unregister a `finish` that was registered by `waits`."""
         self._waiting = [one for one in self._waiting if one != finish]
         if not self._waiting:
             atexit.unregister(self.finish)
 
     def finish(self) -> None:
-        """Call all that `waits` was given, the newest first. Raises an error of theirs when all were called."""
+        """Call all functions registered by `waits`, the newest first; raises an error of theirs after all were called."""
         waiting, self._waiting = self._waiting, []
         atexit.unregister(self.finish)
         with contextlib.ExitStack() as stack:  # calls them all, and raises when the last was called
@@ -106,7 +106,7 @@ class Group:
                 stack.callback(one)
 
     def close(self) -> None:
-        """Finish what is being written, and end the workers."""
+        """Wait for saves in the background, then end the workers."""
         try:
             self.finish()
         finally:
@@ -139,7 +139,7 @@ class ShardedSnapshot:
 
 
 def shared_out(lengths: Sequence[int], ranks: int) -> list[torch.Tensor]:
-    """Row numbers of each rank's share, with nearly equal loads; empty shares where there are fewer rows than ranks."""
+    """Split rows of these `lengths` (tokens) over ranks, with nearly equal loads; returns each rank's row numbers."""
     if len(lengths) < ranks:
         parts = [[row] for row in range(len(lengths))] + [[] for _ in range(ranks - len(lengths))]
     else:

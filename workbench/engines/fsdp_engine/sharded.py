@@ -40,19 +40,19 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def largest(mine: float) -> float:
-    """The largest of all ranks' numbers."""
+    """The maximum of all ranks' `mine`; every rank must call it."""
     number = torch.tensor(float(mine))
     distributed.all_reduce(number, distributed.ReduceOp.MAX)
     return float(number)
 
 
 def agreed(mine: bool) -> bool:
-    """Whether it is so on any rank."""
+    """Whether `mine` is true on any rank; every rank must call it."""
     return largest(mine) > 0
 
 
 def together(trouble: Exception | str | None, kind: type[Exception] = EngineError) -> None:
-    """All ranks raise a `kind` with the text of rank 0's trouble, where it has one: so no rank waits for another."""
+    """Raise `kind` on all ranks where rank 0 has `trouble` (an error or its text), so that no rank waits for another."""
     if isinstance(trouble, Exception):
         trouble = str(trouble) if isinstance(trouble, WorkbenchError) else first_line(trouble, 1000)
     box = [trouble]
@@ -67,7 +67,7 @@ class RankAccount(Account):
     trouble: dict[str, Any] | None = None
 
     def loss(self, make: Callable[[], LossOutput], indices: torch.Tensor | None, t: int) -> torch.Tensor | None:
-        """The loss of one micro-batch; None for an empty pass, and once a loss has failed."""
+        """Compute and record one micro-batch's loss; returns None for an empty pass, and once a loss has failed."""
         if indices is None or self.trouble is not None:
             return None
         try:
@@ -87,10 +87,10 @@ class RankAccount(Account):
 
 
 class ShardedOptimizer(Optimizer):
-    """The local engine's optimizer over shards; with `offload="optimizer"` its moments wait in host memory."""
+    """The local engine's optimizer over shards; with `offload="optimizer"` its moments are in host memory between steps."""
 
     def step(self) -> None:
-        """Take one step at the scheduled rate."""
+        """Take one optimizer step at the scheduled learning rate."""
         self._move(None)
         super().step()
         self._move("cpu")
@@ -131,13 +131,13 @@ class ShardedModel:
 
     @property
     def named(self) -> dict[str, DTensor]:
-        """Parameters by the local engine's names, this rank's part of each."""
+        """This rank's part of each parameter, by the names that a local engine uses."""
         found: Any = self.whole.named_parameters()
         return {name.removeprefix("causal."): parameter for name, parameter in found}
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers by name, which every rank has whole; also those that no file holds (rotary frequencies)."""
+        """Buffers by name, whole on every rank; also those that model files do not hold (rotary frequencies)."""
         return {name.removeprefix("causal."): buffer for name, buffer in self.whole.named_buffers()}
 
     @property
@@ -147,29 +147,29 @@ class ShardedModel:
 
     @property
     def adapted(self) -> bool:
-        """Whether it has LoRA adapters."""
+        """Whether the model has LoRA adapters."""
         return lora.config_in(self.whole.causal) is not None
 
     @property
     def plain(self) -> dict[str, torch.Tensor]:
-        """Parameters, and those buffers that its files hold."""
+        """Parameters by name, and those buffers that a model's files hold."""
         kept = self.whole.causal.state_dict().keys()
         return {**self.named, **{name: buffer for name, buffer in self.buffers.items() if name in kept}}
 
     @property
     def stored(self) -> dict[str, torch.Tensor]:
-        """Weights that a saved state holds: with adapters those alone, as nothing else can change."""
+        """Weights that a saved state holds: all, or of a model with LoRA only the trained ones, as no other changes."""
         return dict(self.learning) if self.adapted else self.plain
 
     @property
     def optimizer(self) -> ShardedOptimizer:
-        """Made when learning starts."""
+        """The optimizer of the trained parameters, made at its first use."""
         if self._optimizer is None:
             self._optimizer = ShardedOptimizer(self.learning, self.settings)  # type: ignore[arg-type]
         return self._optimizer
 
     def steps(self) -> int:
-        """Optimizer steps taken."""
+        """Number of optimizer steps taken."""
         return self._optimizer.steps if self._optimizer is not None else 0
 
     def memory(self) -> dict[str, int]:
@@ -184,9 +184,9 @@ class ShardedModel:
 
     @torch.no_grad()
     def load(self, folder: str, again: bool = False) -> None:
-        """Load a Hugging Face folder: rank 0 reads it, every rank gets its part; a head that is not there is 0.
+        """Load a Hugging Face folder: rank 0 reads it, every rank gets its part; a value head that it lacks is set to 0.
 
-        With `again` the model has been loaded before: with LoRA the folder is then peft's, and the base stays.
+        With `again` the model is loaded already: if it has LoRA adapters, only they are read, from a peft folder.
         """
         adapters = again and self.adapted
         parameters, buffers = (self.learning, {}) if adapters else (self.named, self.buffers)
@@ -210,18 +210,20 @@ class ShardedModel:
 
     @torch.no_grad()
     def copy(self, other: ShardedModel) -> None:
-        """Copy another model's weights, part by part; a head that it does not have is 0."""
+        """Copy the weights of another model on these ranks; a value head that it lacks is set to 0."""
         theirs = {**other.named, **other.buffers}
         mine = {**self.named, **self.buffers}
         wrong = [name for name in mine if name not in theirs and not name.startswith("value_head.")]
         if wrong:
-            raise EngineError("a model on the same ranks", expected=wrong[0], found="other adapters")
+            raise EngineError(
+                "the model to copy has other adapters", expected=f"weight {wrong[0]}", do="keep its LoRA settings"
+            )
         for name, one in mine.items():
             one.copy_(theirs[name]) if name in theirs else one.zero_()
 
     @torch.no_grad()
     def weights(self, merged: bool = True) -> dict[str, torch.Tensor] | None:
-        """Rank 0: whole weights on the CPU by Hugging Face's names, adapters merged, or those of `stored`; elsewhere None."""
+        """Whole weights on rank 0's CPU by Hugging Face's names, adapters merged, or those of `stored`; elsewhere None."""
         held: dict[str, torch.Tensor] = {}
         for name, value in (self.plain if merged else self.stored).items():
             full = value.full_tensor() if isinstance(value, DTensor) else value
@@ -234,7 +236,7 @@ class ShardedModel:
     # --- states -----------------------------------------------------------------------------
 
     def state(self, weights: bool) -> tuple[dict[str, Any], dict[str, float]]:
-        """(this rank's part of the optimizer's state, and of the weights where asked for, by name; Adam's steps)."""
+        """What this rank saves: (tensors of the optimizer and, with `weights`, of the model, Adam's steps), by name."""
         tensors: dict[str, Any] = {f"weights/{name}": value for name, value in self.stored.items()} if weights else {}
         steps: dict[str, float] = {}
         for name, state in (self.optimizer.state if self.steps() else {}).items():
@@ -267,7 +269,7 @@ class ShardedModel:
             try:
                 dcp.load(tensors, storage_reader=reader)
             except dcp.api.CheckpointException as cause:  # no Exception: it would end the worker
-                do = "load another step: files of this one are missing or damaged"
+                do = "load the checkpoint of another step: files of this one are missing or damaged"
                 raise CheckpointError(f"the sharded state at {folder} could not be read: {cause}", do=do) from cause
         return {f"{name}|step": torch.tensor(step) for name, step in steps.items()} | moments
 
@@ -296,7 +298,7 @@ class ShardedModel:
     def compute_log_probs(
         self, share: DataProto, want: Sequence[str], temperature: float, base: bool
     ) -> dict[str, torch.Tensor]:
-        """As a local engine's, of this rank's rows; with `base` the adapters are switched off."""
+        """Compute columns `want` [b, T] of this rank's rows, as a local engine does; with `base` without adapters."""
         self.whole.eval()
         try:
             with lora.switched_off(self.whole.causal) if base else nullcontext():
@@ -309,7 +311,7 @@ class ShardedModel:
             return self.whole(rows, want, temperature, self._packed)
 
     def full_kl(self, share: DataProto, sibling: str, base: bool, temperature: float) -> dict[str, torch.Tensor]:
-        """`kl` of this rank's rows, as a local engine's: to another model here, or to this one without its adapters."""
+        """Exact KL (`kl` [b, T]) of this rank's rows to the model named `sibling`; with `base` without its adapters."""
         off: Any = lora.switched_off if base else nullcontext
         other = self._siblings[sibling]
 
@@ -337,8 +339,8 @@ class ShardedModel:
     ) -> dict[str, Any]:
         """Compute gradients of all ranks' rows together; returns this rank's metrics and columns, and what failed.
 
-        A loss that raises or is not finite on one rank must not leave the others waiting in a collective: its passes are
-        made to the end with a loss of 0, and then all ranks know.
+        A loss that raises or is not finite on one rank must not leave the others waiting in a collective: that rank makes
+        its other passes with a loss of 0, and at the end `failed` is true on all ranks.
         """
         account = RankAccount(len(share), share["response_mask"].shape[1])
         self.optimizer.zero()
@@ -366,7 +368,7 @@ class ShardedModel:
         return {**results, "trouble": account.trouble, "failed": failed}
 
     def learn(self, share: DataProto, *given: Any) -> dict[str, Any]:
-        """`backward`, and one optimizer step by all ranks unless `failed` is true; `grad_norm` before clipping, `lr`."""
+        """Run `backward`, and take one optimizer step unless it `failed`; adds `grad_norm` (before clipping) and `lr`."""
         report = self.probe(share, *given, keep=True)
         report["failed"] = report["failed"] or not math.isfinite(report["grad_norm"])
         if not report["failed"]:
@@ -375,7 +377,7 @@ class ShardedModel:
         return report
 
     def probe(self, share: DataProto, *given: Any, keep: bool = False) -> dict[str, Any]:
-        """`backward` with `grad_norm` and `lr`, without a step; `keep` leaves the clipped gradients."""
+        """Run `backward` without a step; adds `grad_norm` and `lr`. With `keep` the clipped gradients stay."""
         report = self.backward(share, *given)
         if not report["failed"]:
             report |= {"grad_norm": self.optimizer.clip(), "lr": self.optimizer.lr}
@@ -384,7 +386,7 @@ class ShardedModel:
         return report
 
     def gradient(self, share: DataProto, *given: Any) -> dict[str, Any]:
-        """`backward` with a `gradient`: on rank 0 by name, whole, on the CPU."""
+        """Run `backward`; adds `gradient`: on rank 0 whole tensors on the CPU by name, elsewhere None."""
         report = self.backward(share, *given)
         found = {name: p.grad.full_tensor().cpu() for name, p in self.named.items() if p.grad is not None}  # type: ignore[attr-defined]
         self.optimizer.zero()
@@ -392,7 +394,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def nudge(self, direction: Mapping[str, torch.Tensor], scale: float) -> None:
-        """Move the weights by `scale`·direction (whole tensors by name) until `still`."""
+        """Move the weights by `scale`·direction (whole tensors by name), until `still` restores them."""
         named = self.named
         self._held = {name: named[name].detach().clone() for name in direction}
         for name, values in direction.items():
@@ -401,13 +403,13 @@ class ShardedModel:
 
     @torch.no_grad()
     def still(self) -> None:
-        """Put the weights back to where `nudge` found them, bit for bit."""
+        """Restore the weights that `nudge` moved, bit for bit."""
         held, self._held = self._held, {}
         for name, values in held.items():
             self.named[name].copy_(values)
 
     def row_norms(self, batch: DataProto, *given: Any) -> list[float]:
-        """Gradient norm of each row's share of the loss (`backward`): every rank has the whole batch, and takes its turn."""
+        """Gradient norm of each row's share of the loss, NaN where it failed; every rank gets the whole batch."""
         norms = []
         size, rank = distributed.get_world_size(), distributed.get_rank()
         for row in range(len(batch)):

@@ -17,7 +17,7 @@ from workbench.engines.settings import FsdpSettings
 
 
 class Whole(torch.nn.Module):
-    """Model and value head behind one forward: FSDP's root, because the root must be what is called."""
+    """FSDP's root module: model and value head behind one `forward`, because FSDP needs its root to be called."""
 
     def __init__(self, causal: Any, head: torch.nn.Module | None) -> None:
         super().__init__()
@@ -27,14 +27,14 @@ class Whole(torch.nn.Module):
     def forward(
         self, rows: DataProto, want: Sequence[str], temperature: float, packed: bool
     ) -> dict[str, torch.Tensor]:
-        """As `scoring.outputs`; or `hidden` [N, H], the hidden states that predict the N response tokens."""
+        """The outputs `want` of `scoring.outputs`; or `hidden` [N, H], the states that predict the N response tokens."""
         if "hidden" in want:
             return {"hidden": response_hidden(self.causal, rows, packed)}
         return outputs(self.causal, self.value_head, rows, want, temperature, packed)
 
 
 def build(path: str, settings: Any, mesh: Any, head: bool) -> Whole:
-    """The model sharded over a mesh, with uninitialised weights on this rank's device."""
+    """Build a model sharded by FSDP2 over a device mesh, its weights uninitialised; `head` adds a value head."""
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     model = load_model(path, settings, empty=True)
@@ -79,13 +79,13 @@ def _materialise(whole: torch.nn.Module, device: str) -> None:
 
 
 def read_plain(folder: str, settings: Any) -> dict[str, torch.Tensor]:
-    """Weights and buffers of a model folder by name."""
+    """Read the weights and buffers of a model folder, by name, to the CPU."""
     model = load_model(folder, settings.replace(device="cpu"))
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def read_head(folder: str, hidden: int) -> dict[str, torch.Tensor]:
-    """Weights of the value head in a model folder; zeros where there is none, as for a new critic."""
+    """Read the value head's weights of a model folder; zeros where it has none, as for a new critic."""
     from safetensors.torch import load_file
 
     path = Path(folder) / "value_head.safetensors"
@@ -96,7 +96,7 @@ def read_head(folder: str, hidden: int) -> dict[str, torch.Tensor]:
 def write_plain(weights: Mapping[str, torch.Tensor], source: str, path: str, settings: Any, shown: str = "") -> None:
     """Write whole weights as a Hugging Face folder, adapters as a peft folder, like a local engine's `save`.
 
-    Configuration and tokenizer are those of `source`; adapters name `shown` as their base.
+    Configuration and tokenizer are those of `source`; a peft folder names `shown` as its base model.
     """
     from transformers import GenerationConfig
 

@@ -31,7 +31,7 @@ _PAUSE = 0.02
 
 
 class Shards:
-    """One rank of an FSDP group: `reserve` on rank 0 and then `join` on all make the process group.
+    """One rank of an FSDP group: call `reserve` on rank 0, then `join` on all ranks, to make the process group.
 
     `host` is the address on which rank 0 waits for the others; `auto` takes the one that other machines see.
     """
@@ -51,7 +51,7 @@ class Shards:
             torch.cuda.set_device(rank % torch.cuda.device_count())
 
     def reserve(self) -> tuple[str, int] | None:
-        """Rank 0 opens the store where all ranks meet, on a free port that it keeps; returns its host and port."""
+        """On rank 0, open the `TCPStore` where all ranks meet, on a free port; returns (host, port), elsewhere None."""
         if self.rank:
             return None
         host = _own_address() if self._host == "auto" else self._host
@@ -63,7 +63,7 @@ class Shards:
         return host, port
 
     def join(self, host: str, port: int) -> dict[str, Any]:
-        """Join the process group of all ranks; returns this one's rank, pid, host and device."""
+        """Join the process group of all ranks; returns this worker's rank, pid, host and device."""
         if self._store is None:
             self._store = distributed.TCPStore(host, port, timeout=_WAIT, wait_for_workers=False)
         backend = "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
@@ -74,7 +74,7 @@ class Shards:
     # --- models -----------------------------------------------------------------------------
 
     def open(self, name: str, path: str, settings: Mapping[str, Any], head: bool, source: str | None) -> None:
-        """Load a model under a name: the structure of `path`, and weights of it, or of `source`, a model here or a state."""
+        """Load folder `path` as model `name`; `source` (a model here, or a saved state's folder) gives other weights."""
         model = ShardedModel(path, FsdpSettings(**settings), self._mesh, head, self._models)
         if source is None:
             model.load(path)
@@ -87,17 +87,17 @@ class Shards:
         self._models[name] = model
 
     def drop(self, name: str) -> None:
-        """Free a model."""
+        """Free the model `name`."""
         self._models.pop(name, None)
 
     def on(self, mine: Any, name: str, method: str, *shared: Any) -> Any:
-        """Call a model's method with `(mine, *shared)`, without `mine` where it is None."""
+        """Call a method of the model `name` with `(mine, *shared)`; a `mine` of None is left out."""
         return getattr(self._models[name], method)(*(() if mine is None else (mine,)), *shared)
 
     def save_shards(
         self, name: str, folder: str, record: Mapping[str, Any], weights: bool, seconds: float, wait: bool
     ) -> str | None:
-        """Save a model's state to a new folder within `seconds` (`Saving`): what went wrong, or without `wait` None."""
+        """Save a model's state to a new folder within `seconds`; with `wait` returns the error text, "" after success."""
         model = self._models[name]
         tensors, adam_steps = model.state(weights)
         whole = {**record, "steps": model.steps(), "adam_steps": adam_steps, "weights": weights}
@@ -105,7 +105,7 @@ class Shards:
         return self.save_answer(record["id"], seconds + 0.5) if wait else None
 
     def save_answer(self, key: str, seconds: float) -> str | None:
-        """`Saving.answer` of a save that was begun."""
+        """Wait up to `seconds` for the save with id `key`: its error text, "" after success, None while it goes on."""
         saving = self._savings.get(key)
         outcome = saving.answer(seconds) if saving is not None else ""
         if outcome is not None:
@@ -113,7 +113,7 @@ class Shards:
         return outcome
 
     def save_plain(self, name: str, source: str, folder: str, shown: str, merged: bool) -> None:
-        """Write a Hugging Face folder by rank 0; of a model with adapters a peft folder, unless they are to be `merged`."""
+        """Write a model as a Hugging Face folder, by rank 0; with LoRA adapters as a peft folder, unless `merged`."""
         model = self._models[name]
         weights = model.weights(merged)
         trouble = None
@@ -166,7 +166,7 @@ class Saving:
     def _begin(self) -> str | None:
         """Rank 0: make an empty staging folder; returns what is wrong with it or with the folder to be written."""
         if self._path.is_dir() and any(self._path.iterdir()):
-            return message("a saved state is never overwritten", found=self._path, do="save to another folder")
+            return message("a saved state is never overwritten", found=f"files in {self._path}", do="use a new folder")
         try:
             shutil.rmtree(self._staging, ignore_errors=True)  # of a driver that was killed while it saved
             self._staging.mkdir(parents=True)
@@ -232,7 +232,7 @@ class Saving:
                 os.rename(self._staging, self._path)
             fsync(self._path.parent)
         except OSError as error:
-            return self._failed(f"rank 0 could not publish it: {first_line(error)}")
+            return self._failed(f"rank 0 could not rename the finished folder: {first_line(error)}")
         return ""
 
     def _overdue(self, late: list[int]) -> str:
