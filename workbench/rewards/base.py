@@ -116,9 +116,9 @@ def row_views(batch: DataProto) -> list[dict[str, Any]]:
 
 
 def response_lengths(batch: DataProto) -> torch.Tensor:
-    """[B] int64: tokens of each response, up to the last one that was attended to.
+    """[B] int64: the number of tokens of each response, up to its last attended token.
 
-    `response_mask` alone has holes where tool and user tokens stand; with `attention_mask` these count too.
+    `response_mask` is 0 at tool and user tokens; with `attention_mask` those after the last 1 count, too.
     """
     mask = batch["response_mask"]
     if "attention_mask" in batch:

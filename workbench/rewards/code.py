@@ -33,7 +33,7 @@ def extract_code(text: str) -> str | None:
 
 
 class Case(NamedTuple):
-    """One test case."""
+    """One test case of a program: its kind, its input and the expected result."""
 
     kind: str
     """`stdin`, `call` or `assert`."""
@@ -232,7 +232,7 @@ code = Code
 
 
 def read_cases(tests: Any) -> list[Case]:
-    """Parse a row's test cases: verl's or an online-judge data set's; see `Code`. Raises `DataError` for others."""
+    """Parse a row's test cases, in one of the forms that `Code` lists. Raises `DataError` for any other."""
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)

@@ -67,7 +67,7 @@ V = TypeVar("V", bound=BaseModel)
 
 
 def instructions(schema: type[BaseModel]) -> str:
-    """Text for a judge's prompt: answer with one tag for each field of `schema`, described as the schema describes it."""
+    """The instructions in a judge's prompt: answer with one tag per field of `schema`, with the fields' descriptions."""
     tags = [f"<{name}>{field.description or name}</{name}>" for name, field in schema.model_fields.items()]
     return "\n".join(["Answer with exactly these tags, each once, and nothing after them:", *tags])
 
@@ -115,7 +115,7 @@ def _from_json(text: str) -> dict[str, Any] | None:
 
 
 def delimited(text: str) -> str:
-    """Put text that is not ours between random marks that it does not contain: it cannot end its own quotation."""
+    """Put a text between random marks that it does not contain, so that it cannot end its own quotation in a prompt."""
     while (mark := secrets.token_hex(8)) in text:
         pass
     return f"<<<{mark}\n{text}\n{mark}>>>"

@@ -325,5 +325,7 @@ class FileManagerReward(ManagerReward):
     def _ask(self, data: Any, *, return_dict: bool) -> Any:
         (answer,) = self._pool.map([{"data": data, "return_dict": return_dict}])
         if not answer.ok:
-            raise RewardError(f"reward manager {self.name} failed", found=answer.why, do=answer.traceback or "fix it")
+            raise RewardError(
+                f"reward manager {self.name} failed", found=answer.why, do=answer.traceback or "fix its file"
+            )
         return answer.result

@@ -47,7 +47,7 @@ class Signature:
     """It takes `**kwargs`: TRL's style, every column is passed by name."""
 
     def columns(self) -> tuple[str, ...]:
-        """Columns of the batch that the function needs: arguments without a default that are not in `ALIASES`."""
+        """Columns of the batch that the function needs: arguments without a default that no value of a row fills."""
         known = {*_MEANING, *self.optional, *(_PLURALS if self.batched else ())}
         return tuple(name for name in self.names if name not in known)
 

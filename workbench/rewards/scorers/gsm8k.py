@@ -21,7 +21,7 @@ _FLEXIBLE = re.compile(r"(\-?[0-9\.\,]+)")
 
 
 def extract_answer(solution: str, method: str = "strict") -> str | None:
-    """The answer in a response, as text, or None. Raises `ValueError` for a method other than `strict` and `flexible`."""
+    """The number after the last `####` (`flexible`: the last number) as text, or None. `ValueError` for other methods."""
     tail = solution[-WINDOW:]
     if method == "strict":
         found = _STRICT.findall(tail)

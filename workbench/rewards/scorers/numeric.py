@@ -28,7 +28,7 @@ _PI = re.compile(r"^([-+]?\d{0,30}(?:\.\d{1,30})?)\s*\\?pi(?:\s*/\s*(\d{1,30}))?
 
 
 def extract_answer(text: str) -> str | None:
-    """What follows the last marker (`answer:`, `answer is`) on its line, else the last box; None without either."""
+    """The answer in a text: what follows the last `answer:` or `answer is` on its line, else the last box, or None."""
     answer = text.rsplit("</think>", 1)[-1]
     boxed = last_box(answer)
     lower = answer.lower()

@@ -17,7 +17,7 @@ MANY_TAGS = 10
 
 
 def normalise(text: str) -> str:
-    """Lower case, no ASCII punctuation, no articles, single spaces (SQuAD's rule)."""
+    """A text in lower case, without ASCII punctuation and articles, with single spaces (SQuAD's rule)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 

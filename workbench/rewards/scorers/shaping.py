@@ -94,7 +94,7 @@ def overlong(
 
 
 def cosine_length(length: int, max_length: int, at_zero: float, at_max: float) -> float:
-    """A value that goes with the length from `at_zero` to `at_max` along a cosine, as TRL's cosine-scaled reward (Yeo et al.
+    """A reward that moves with the length from `at_zero` to `at_max` along a cosine, as TRL's and open-r1's (Yeo et al.
     2025): at_max + ½(at_zero − at_max)(1 + cos(π·length/max_length)), with length clamped to [0, max_length]."""
     require(max_length > 0, "max_length", expected="≥ 1", found=max_length)
     share = min(max(length, 0), max_length) / max_length
