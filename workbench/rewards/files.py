@@ -2,7 +2,7 @@
 
 Importing a file runs its code. The trainer's process therefore only reads the text, takes signatures from its syntax tree,
 and sends the text to the worker processes, which execute it as a module. Only files below an allowed root are read: the
-folder that Python was started in, and those in `WORKBENCH_CODE_ROOTS`.
+current folder, and those in `WORKBENCH_CODE_ROOTS`.
 """
 
 from __future__ import annotations
