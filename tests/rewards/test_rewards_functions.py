@@ -160,7 +160,7 @@ def test_policies() -> None:
         return 1.0
 
     assert values(here(second_time, on_failure="retry(1)")) == [1, 1, 1]
-    with pytest.raises(RewardError, match="policy on failure"):
+    with pytest.raises(RewardError, match="policy for on_failure"):
         Reward(fragile, on_failure="ignore")
 
 

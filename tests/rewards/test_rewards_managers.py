@@ -221,7 +221,7 @@ def test_managers_register_and_any_callable_of_the_shape_is_a_reward() -> None:
     def wrong_shape(data: Any, return_dict: bool) -> Any:
         return torch.zeros(2, 2)
 
-    with pytest.raises(RewardError, match=r"a tensor \(3, 8\); found \(2, 2\)"):
+    with pytest.raises(RewardError, match=r"a tensor of shape \(3, 8\); found shape \(2, 2\)"):
         ManagerReward(wrong_shape).score(BATCH)
 
 

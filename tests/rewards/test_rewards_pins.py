@@ -153,13 +153,13 @@ def test_rows_from_wherever_one_looks(tmp_path: Path) -> None:
         (batch(), None, 0, "found None"),
         (batch(), True, 0, "found True"),
         (batch().without("response_text"), 0, 0, "run the rollout first"),
-        (batch(), 0, None, "'unscored' for a row that must have no judgement; found None"),
+        (batch(), 0, None, "'unscored' for a row that must not be scored; found None"),
         (batch(), 0, "none", "found 'none'"),
         (batch(), 0, math.nan, "found nan"),
         (batch(), 0, 10**400, "a finite number"),
         ({"said": "x"}, None, 0, "a column with responses"),
         ("text", None, 0, "found str"),
-        ({"response": "r", "image": object()}, None, 0, "columns of the row cannot be pinned; .* found a object"),
+        ({"response": "r", "image": object()}, None, 0, "columns of the row cannot be pinned; .* found type object"),
     ],
 )
 def test_what_cannot_be_pinned(tmp_path: Path, rows: Any, row: Any, expected: Any, said: str) -> None:
@@ -242,14 +242,14 @@ def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b"<<<<<<< HEAD\n", "a merge left it: keep the lines of both sides"),
+        (b"<<<<<<< HEAD\n", "resolve the git merge conflict: keep the lines of both sides"),
         (b'{"format": 1, "expec\n', "is no pin; found JSONDecodeError"),
         (b'{"format": 1, "expected": NaN, "response": "r"}\n', "JSON has no NaN"),
         (b"\xff\n", "is no pin; found UnicodeDecodeError"),
         (b"[" * 100_000 + b"\n", "is no pin; found RecursionError"),
-        (b"[1]\n", r"expected an object; found \[1\]"),
+        (b"[1]\n", r"expected a JSON object; found \[1\]"),
         (b'{"format": 9, "expected": 1, "response": "r"}\n', "a format up to 2; found 9"),
-        (b'{"format": 1, "expected": 1}\n', "expected response as str; found None"),
+        (b'{"format": 1, "expected": 1}\n', "field 'response' of a pin; expected a str; found None"),
         (b'{"format": 1, "expected": "yes", "response": "r"}\n', "a finite number, or 'unscored'"),
         (b'{"format": 1, "expected": 1, "response": "r", "notes": "n"}\n', "did you mean 'note'"),
         (b'{"format": 1, "expected": 1, "response": "r", "columns": {"a": {"__workbench__": "array"}}}\n', "KeyError"),

@@ -1,4 +1,4 @@
-"""`BaseReward`, which every reward inherits: rows in, one `Score` a row out, and a policy for rows that could not be scored."""
+"""`BaseReward`, which every reward inherits: rows in, one `Score` per row out, and a policy for rows that fail."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _POLICIES = re.compile(r"mask|raise|retry\((\d+)\)|value=([-+]?(?:\d+\.?\d*|\.\d
 
 
 class BaseReward:
-    """Base of all rewards: subclasses implement `judge(rows)`, stages call `score(batch)`.
+    """Base class of all rewards: subclasses implement `judge(rows)`; the reward stage calls `score(batch)`.
 
-    `on_failure` says what becomes of a row that could not be scored (*infra_error*): `mask`, `raise`, `retry(n)` or
+    `on_failure` is the policy for rows that could not be scored (*infra_error*): `mask`, `raise`, `retry(n)` or
     `value=x`; see `Reward`. Raises `RewardError` for any other policy.
     """
 
     name: str = "reward"
     reads: tuple[str, ...] = ()
     in_process: bool = False
-    """Whether it only runs bounded code of workbench in this process, so that the trial before a run is not needed."""
+    """Whether the reward runs in this process. The check before a run does not call such a reward."""
     streams: bool = True
-    """Whether a row can be scored before the batch's other rows are there."""
+    """Whether a row can be scored before the other rows of its batch have been sampled."""
 
     def __init__(self, name: str, on_failure: str = "mask") -> None:
         found = _POLICIES.fullmatch(on_failure)
         if found is None:
-            raise RewardError(unknown("policy on failure", on_failure, ("mask", "raise", "retry(n)", "value=x")))
+            raise RewardError(unknown("policy for on_failure", on_failure, ("mask", "raise", "retry(n)", "value=x")))
         self.name = name
         self.on_failure = on_failure
         self.retries = int(found[1] or 0)
@@ -42,43 +42,43 @@ class BaseReward:
 
     @property
     def source(self) -> str | None:
-        """Source text or prompt that scores; None where there is none."""
+        """The source code of the reward function, or a judge's prompt; None where there is neither."""
         return None
 
     def settings(self) -> dict[str, Any]:
-        """What was chosen at construction, as plain values."""
+        """The reward's settings as plain values, for the run's record."""
         return {"on_failure": self.on_failure}
 
     def check_signature(self, columns: Sequence[str]) -> None:
-        """Raise `RewardError`, before any work, where it needs a column that is not among `columns`."""
+        """Raise `RewardError`, before anything is scored, if the reward needs a column that `columns` (names) lack."""
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `DataError`, before any work, for a data set that it cannot score."""
+        """Raise `DataError`, before anything is scored, if the reward cannot score these rows of a data set."""
 
     def close(self) -> None:
-        """End its processes and connections."""
+        """End the reward's worker processes and connections."""
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One `Score` for each row view, in order; a row's failure is its `Score`, not an exception."""
+        """Score rows from `row_views`: one `Score` each, in order. A row that fails gets an *infra_error* `Score`."""
         raise NotImplementedError
 
     def judged(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """`judge`, but for agent episodes that broke through no fault of the model: those are *infra_error* unseen."""
+        """Like `judge`, but rows of broken agent episodes (`broken_episode`) are *infra_error* and not judged."""
         whys = [broken_episode(row["columns"]) for row in rows]
         asked = [row for row, why in zip(rows, whys, strict=True) if not why]
         scores = self.judge(asked) if asked or not rows else []
         if len(scores) != len(asked):
-            raise RewardError(f"reward {self.name!r}", expected=f"{len(asked)} scores", found=len(scores))
+            raise RewardError(f"result of reward {self.name!r}", expected=f"{len(asked)} scores", found=len(scores))
         waiting = iter(scores)
         return [failed(f"the episode broke: {why}") if why else next(waiting) for why in whys]
 
     def settle(self, scores: Sequence[Score]) -> list[Score]:
-        """The scores after the policy. Raises `RewardError` for `raise`, and where no row at all could be scored."""
+        """Apply `on_failure` to scores. Raises `RewardError` under `raise`, or if every row failed (unless `value=x`)."""
         broken = [score for score in scores if score.status is Status.INFRA_ERROR]
         value = self.failed_value
         if broken and (self.on_failure == "raise" or (len(broken) == len(scores) and value is None)):
             what = "a row" if self.on_failure == "raise" else f"all {len(scores)} rows"
-            do = broken[0].error or "repair what it names"
+            do = broken[0].error or "fix the failure that was found"
             raise RewardError(f"reward {self.name!r} failed on {what}", found=broken[0].why, do=do)
         if value is None:
             return list(scores)
@@ -90,13 +90,13 @@ class BaseReward:
         ]
 
     def score(self, batch: DataProto) -> list[Score]:
-        """One `Score` a row of a batch with `response_text`. Raises `RewardError` by policy, or for a broken function."""
+        """Score a batch with `response_text`: one `Score` per row. Raises `RewardError` where `on_failure` says so."""
         self.check_signature(batch.columns)
         return self.settle(self.judged(row_views(batch)))
 
 
 def broken_episode(columns: Mapping[str, Any]) -> str:
-    """Why an agent's episode ended before the model was done (its simulated user failed, say); "" where it did not."""
+    """Why the agent episode of a row was aborted (its simulated user failed, say); "" where it was not."""
     extra = columns.get("agent_extra")
     errors = extra.get("errors") if isinstance(extra, Mapping) else None
     if not errors or columns.get("finish_reason") != "abort":
@@ -105,7 +105,7 @@ def broken_episode(columns: Mapping[str, Any]) -> str:
 
 
 def row_views(batch: DataProto) -> list[dict[str, Any]]:
-    """Each row as plain values: what reward functions may ask for by name."""
+    """The rows of a batch as dicts of plain values (see `row_view`), which reward functions take as arguments."""
     objects = {name: list(batch.non_tensor_batch[name]) for name in batch.non_tensor_batch if name != "score"}
     ids: list[list[int]] = [[]] * len(batch)
     if "response_mask" in batch:
@@ -116,9 +116,9 @@ def row_views(batch: DataProto) -> list[dict[str, Any]]:
 
 
 def response_lengths(batch: DataProto) -> torch.Tensor:
-    """[B] int64: tokens of each response, up to the last one that was attended to.
+    """[B] int64: the number of tokens of each response, up to its last attended token.
 
-    `response_mask` alone has holes where tool and user tokens stand; with `attention_mask` these count too.
+    `response_mask` is 0 at tool and user tokens; with `attention_mask` those after the last 1 count, too.
     """
     mask = batch["response_mask"]
     if "attention_mask" in batch:
@@ -128,7 +128,7 @@ def response_lengths(batch: DataProto) -> torch.Tensor:
 
 
 def padded(rows: Sequence[Sequence[int]], pad: int = 0) -> dict[str, torch.Tensor]:
-    """`responses` and `response_mask`, [B, T] each, of responses' token ids, padded at the end."""
+    """Right-pad the token ids of responses with `pad`: tensors `responses` and `response_mask`, [B, T] each."""
     width = max(1, *map(len, rows))
     return {
         "responses": torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows]),
@@ -137,7 +137,7 @@ def padded(rows: Sequence[Sequence[int]], pad: int = 0) -> dict[str, torch.Tenso
 
 
 def row_view(columns: Mapping[str, Any], response: str, ids: Sequence[int]) -> dict[str, Any]:
-    """One row's values under workbench's names, and all its object columns under `columns`."""
+    """The dict that rewards get for a row: response, prompt, ground truth, …, and all object columns as `columns`."""
     chat = columns.get("raw_prompt")
     prompt = chat[-1]["content"] if isinstance(chat, list) and chat else chat
     episode = {name: columns[name] for name in EPISODE if name in columns}

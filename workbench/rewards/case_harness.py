@@ -20,9 +20,9 @@ _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozens
 
 
 def encode(value: Any, depth: int = 0) -> dict[str, Any]:
-    """A plain value as JSON, tagged with its type. Raises `TypeError` for anything that has behaviour."""
+    """Encode a plain value as JSON data tagged with its type. Raises `TypeError` for instances of any other class."""
     if depth > MAX_DEPTH:
-        raise TypeError("it is nested too deeply")
+        raise TypeError(f"the value is nested too deeply: more than {MAX_DEPTH} levels")
     kind = type(value)
     form: Any
     if value is None or kind in (bool, str):
@@ -37,12 +37,12 @@ def encode(value: Any, depth: int = 0) -> dict[str, Any]:
         kind = dict
         form = [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in dict.items(value)]
     else:
-        raise TypeError(f"it is a {kind.__name__}, which is not plain data")
+        raise TypeError(f"a value of type {kind.__name__} is not plain data")
     return {"k": kind.__name__, "v": form}
 
 
 def decode(record: dict[str, Any]) -> Any:
-    """The reverse of `encode`. Raises `ValueError` for what `encode` does not write."""
+    """Decode what `encode` returned. Raises `ValueError` for a type tag that `encode` does not write."""
     kind, form = record["k"], record["v"]
     if kind in ("NoneType", "bool", "str") and type(form).__name__ == kind:
         return form
@@ -52,7 +52,7 @@ def decode(record: dict[str, Any]) -> Any:
         return _SEQUENCES[kind](map(decode, form))
     if kind == "dict":
         return {decode(key): decode(item) for key, item in form}
-    raise ValueError(kind)
+    raise ValueError(f"unknown type tag {kind!r}")
 
 
 def _write(record: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ def _values(case: dict[str, Any]) -> None:
         if function is None and "Solution" in space:
             function = getattr(space["Solution"](), case["function"])
         if function is None:
-            raise NameError(f"the program defines no {case['function']}")
+            raise NameError(f"the program defines no function {case['function']!r}")
         found.append(encode(function(*case["arguments"])))
     else:
         exec(case["imports"], space)  # noqa: S102

@@ -26,33 +26,33 @@ _NO_VALUE = "the program ended before its function returned"
 
 
 def extract_code(text: str) -> str | None:
-    """The last ```python block after any thinking, else the last block of another kind; None without a fence."""
+    """The code in a response: the last ```python block after any `</think>`, else the last fenced block, or None."""
     blocks = _FENCE.findall(text.rsplit("</think>", 1)[-1])
     python = [body for language, body in blocks if language.lower() in ("python", "py", "python3")]
     return (python or [body for _, body in blocks] or [None])[-1]
 
 
 class Case(NamedTuple):
-    """One test case."""
+    """One test case of a program: its kind, its input and the expected result."""
 
     kind: str
     """`stdin`, `call` or `assert`."""
     given: Any
-    """stdin's text; else the `case.json` of the *values* run: which calls to make."""
+    """The text for stdin; for the other kinds what `case.json` tells the sandbox: which calls to make."""
     expected: Any
-    """The text or plain value that is right; of an assertion what is left of it, with `_value_0`, … for its calls."""
+    """The right output or return value; for `assert` the assertion's code with `_value_0`, … in place of its calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of one case; `passed` is None where the sandbox could not run it."""
+    """The result of one test case; `passed` is None where the sandbox could not run the case."""
 
     passed: bool | None
     why: str
     seconds: float = 0.0
     limit: str | None = None
     got: Any = None
-    """What the program printed or returned, cut."""
+    """The start of what the program printed or returned."""
     status: Status = Status.SCORED
     """How the program failed: crashed, or over its time."""
 
@@ -61,9 +61,10 @@ class Code:
     """`rewards.code(sandbox)`: the share of test cases that the response's program passes.
 
     The row's `ground_truth` (or `extra_info["test_cases"]`) has the tests: a dict, or its JSON, with `inputs` and `outputs`
-    (stdin and stdout; with `fn_name` arguments and values), or with `assert_case`, a list of assertions. With
-    `continuous=False` the score is 1 only where all pass, and the first failure ends the row. `compare` is how printed output
-    is compared: `lines`, `exact` or `tokens`. Parts: `passed`, the share. Extra: `cases`, one record each.
+    (stdin and stdout; with `fn_name` arguments and return values), or with `assert_case`, a list of assertions. `timeout`
+    is in seconds per case. With `continuous=False` the score is 1 only if all cases pass, and where the first one fails the
+    others do not run. `compare` is how printed output is compared (see `same_output`); `max_cases` keeps the first cases.
+    The score's part `passed` is the share; its extra `cases` has a record of each case.
 
     A row without a code block is *no_answer*; a program that passes nothing is *crashed* or *timeout* where that is the
     reason. Tests that cannot be read are *not_applicable*; a case that the sandbox could not run makes the row *infra_error*.
@@ -98,7 +99,7 @@ class Code:
         self.__name__ = "code"
 
     async def __call__(self, response: str, ground_truth: Any, extra_info: Any = None) -> Score:
-        """The score of one row."""
+        """Score one response by the test cases in `ground_truth`, or else in `extra_info["test_cases"]`."""
         program = extract_code(response)
         if program is None:
             return Score(status=Status.NO_ANSWER, why="no code block in the response", parts={"passed": 0.0})
@@ -231,20 +232,20 @@ code = Code
 
 
 def read_cases(tests: Any) -> list[Case]:
-    """Test cases in verl's form and those of the online-judge data sets; see `Code`. Raises `DataError` for another."""
+    """Parse a row's test cases, in one of the forms that `Code` lists. Raises `DataError` for any other."""
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
         except ValueError as cause:
-            raise DataError("test cases", expected="JSON", found=describe(tests)) from cause
+            raise DataError("the row's test cases", expected="JSON", found=describe(tests)) from cause
     if not isinstance(tests, Mapping):
-        raise DataError("test cases", expected="a dict with inputs and outputs", found=describe(tests))
+        raise DataError("the row's test cases", expected="a dict with inputs and outputs", found=describe(tests))
     if tests.get("assert_case"):
         return [_assertion(str(text)) for text in tests["assert_case"]]
     inputs, outputs = list(tests.get("inputs") or ()), list(tests.get("outputs") or ())
     if not inputs or len(inputs) != len(outputs):
         found = f"{len(inputs)} inputs, {len(outputs)} outputs"
-        raise DataError("test cases", expected="as many outputs as inputs, at least one", found=found)
+        raise DataError("the row's test cases", expected="as many outputs as inputs, at least one", found=found)
     name, pairs = tests.get("fn_name"), zip(inputs, outputs, strict=True)
     return [_call(str(name), *pair) if name else Case("stdin", *map(_text, pair)) for pair in pairs]
 
@@ -265,20 +266,20 @@ def _call(name: str, given: Any, wanted: Any) -> Case:
 
 def _assertion(text: str) -> Case:
     """Raises `DataError` where the calls of the model's program cannot be taken out of it."""
-    what = f"test {describe(text)}"
+    what = f"assertion {describe(text)} in assert_case"
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
-        raise DataError(what, expected="Python", found=cause) from cause
+        raise DataError(what, expected="valid Python", found=cause) from cause
     imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
     asserts = [node for node in body if isinstance(node, ast.Assert)]
     if not asserts or len(imports) + len(asserts) != len(body):
-        raise DataError(what, expected="imports and assertions alone", do="write it as stdin or call")
+        raise DataError(what, expected="only imports and assertions", do="write the test as inputs and outputs")
     imported = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
     split = _Split({*imported, *vars(builtins)})
     rest = [ast.unparse(split.visit(node)) for node in asserts]
     if not split.calls:
-        raise DataError(what, expected="a call of the program's function", found="none")
+        raise DataError(what, expected="a call of the response's own function", found="none")
     brought = "\n".join(map(ast.unparse, imports))
     asked = {"role": "values", "imports": brought, "calls": split.calls}
     return Case("assert", asked, "\n".join([brought, *rest]).strip())
@@ -302,10 +303,10 @@ class _Split(ast.NodeTransformer):
 
 
 def same_output(got: str, wanted: str, compare: str) -> bool:
-    """Whether printed output is right.
+    """Whether a program's printed output equals the expected output.
 
-    `exact`: equal but for newlines at the end (as in verl's sandbox). `lines`: equal without space around lines and
-    around the text. `tokens`: word by word, numbers within 1e-6.
+    `compare` is `exact`: newlines at the end are ignored (as in verl's sandbox); `lines`: spaces around lines and around
+    the text are ignored; or `tokens`: word by word, and numbers may differ by 1e-6.
     """
     if compare == "exact":
         return got.rstrip("\n") == wanted.rstrip("\n")
@@ -326,8 +327,8 @@ def _close(one: str, other: str) -> bool:
 
 
 def same_value(got: Any, wanted: Any) -> bool:
-    """Whether a returned value is right. Tuples count as lists, because expected values are JSON; some data sets wrap
-    the value in a list."""
+    """Whether a returned value equals the expected one. Tuples count as lists, because expected values are JSON; a list of
+    one expected value also stands for that value, as some data sets write it."""
     plain = _plain(got)
     return bool(plain == wanted) or (isinstance(wanted, list) and len(wanted) == 1 and bool(plain == wanted[0]))
 

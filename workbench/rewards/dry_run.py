@@ -32,11 +32,11 @@ class Judged:
 
     score: Score
     span: tuple[int, int] | None
-    """Where the extracted answer last stands in the response."""
+    """(start, end) of the extracted answer in the response; None where it does not occur there."""
 
 
 class DryRun(Shown):
-    """What `dry_run` found. Print it, or look at `table`, `summary`, `disagreements`, `failures`."""
+    """The result of `dry_run`. Print it, or look at its tables `table`, `summary`, `disagreements` and `failures`."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], judged: Mapping[str, Sequence[Judged]]) -> None:
         self.rows = list(rows)
@@ -44,8 +44,8 @@ class DryRun(Shown):
 
     @property
     def table(self) -> pd.DataFrame:
-        """A row a completion: `prompt`, `response`, `truth`, and for each reward its value (NaN: not scored) under its name,
-        and `<name>/answer`, `/status`, `/why`, `/seconds`."""
+        """One row per completion: `prompt`, `response`, `truth`; for each reward its value under the reward's name (NaN:
+        not scored), and `<name>/answer`, `<name>/status`, `<name>/why`, `<name>/seconds`."""
         import pandas as pd
 
         shown = {"prompt": "prompt_text", "response": "response", "truth": "ground_truth"}
@@ -58,7 +58,8 @@ class DryRun(Shown):
 
     @property
     def summary(self) -> pd.DataFrame:
-        """A row a reward: mean over scored rows, how many were scored (`judged`), counts by status, median and longest seconds."""
+        """One row per reward: `mean` over scored rows; how many rows were scored (`judged`), had each status, and gave an
+        answer (`extracted`); median and longest seconds of scoring a row."""
         import pandas as pd
 
         lines = {}
@@ -77,14 +78,14 @@ class DryRun(Shown):
 
     @property
     def disagreements(self) -> pd.DataFrame:
-        """The rows of `table` on which rewards differ: two values, or one that scored the row and one that did not."""
+        """The rows of `table` where rewards differ: two values, or one that scored the row and one that did not."""
         frame = self.table
         values = frame[list(self.judged)]
         return frame[values.nunique(axis=1, dropna=False) > 1]
 
     @property
     def failures(self) -> pd.DataFrame:
-        """Reason × reward → how often, for rows whose status is not *scored*, the most frequent reason first."""
+        """Why rows are not *scored*, and how often: one row per reason, most frequent first, one column per reward."""
         import pandas as pd
 
         counts = {
@@ -99,9 +100,9 @@ def dry_run(functions: Any, completions: Any, *, limit: int | None = None) -> Dr
     """Score saved completions by one or more rewards.
 
     `functions` is a reward, a list of them, or name → reward (whatever `as_reward` takes). `completions` is a DataFrame, a
-    jsonl, json or parquet file, a batch, a trace, or a list of dicts; columns go by the names that workbench, verl
-    and TRL write (`RESPONSE`, `TRUTH`, `PROMPT`). A reward whose every row fails is shown, not raised.
-    Raises `DataError` where no column holds responses.
+    jsonl, json or parquet file, a batch, a trace, or a list of dicts; columns are known by the names that workbench,
+    verl and TRL write (`RESPONSE`, `TRUTH`, `PROMPT`). `limit` keeps the first rows. Failures of a reward are part of the
+    result, not exceptions. Raises `DataError` where no column holds responses.
 
     Example:
         >>> run = wb.rewards.dry_run([wb.rewards.gsm8k, my_function], "completions.jsonl")  # doctest: +SKIP
@@ -134,7 +135,7 @@ def _judge(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Judged
 
 
 def span_of(answer: str | None, text: str) -> tuple[int, int] | None:
-    """(start, end) of an answer's last place in a text; None where it is not there literally (commas dropped, say)."""
+    """(start, end) of an answer's last occurrence in a text; None where it is not there literally (commas dropped, say)."""
     start = text.rfind(answer) if answer else -1
     return (start, start + len(answer or "")) if start >= 0 else None
 
@@ -156,12 +157,12 @@ def _rows(completions: Any) -> list[dict[str, Any]]:
 
 def _row(record: Any, number: int) -> dict[str, Any]:
     if not isinstance(record, Mapping):
-        raise DataError(f"completion {number}", expected="a record", found=type(record).__name__)
+        raise DataError(f"completion {number}", expected="a dict of columns", found=type(record).__name__)
     columns = {str(name): value for name, value in record.items()}
     name = next((name for name in RESPONSE if isinstance(columns.get(name), str | list)), None)
     if name is None:
-        expected = f"a column with responses: {', '.join(RESPONSE)}"
-        raise DataError(f"completion {number}", expected=expected, found=", ".join(columns))
+        expected = f"a column with responses, named one of {', '.join(RESPONSE)}"
+        raise DataError(f"completion {number}", expected=expected, found=f"columns {', '.join(columns)}")
     judged = columns.get("reward_model")
     if isinstance(judged, str):
         judged = json.loads(judged)
@@ -176,7 +177,7 @@ def _row(record: Any, number: int) -> dict[str, Any]:
 
 
 def said(completion: Any) -> str:
-    """A completion as text; TRL's conversational ones are message lists."""
+    """A completion as text. Of a list of messages (TRL's conversational form) the contents are joined by newlines."""
     if isinstance(completion, str):
         return completion
     return "\n".join(str(turn.get("content", "")) if isinstance(turn, Mapping) else str(turn) for turn in completion)

@@ -2,7 +2,7 @@
 
 Importing a file runs its code. The trainer's process therefore only reads the text, takes signatures from its syntax tree,
 and sends the text to the worker processes, which execute it as a module. Only files below an allowed root are read: the
-folder that Python was started in, and those in `WORKBENCH_CODE_ROOTS`.
+current folder, and those in `WORKBENCH_CODE_ROOTS`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOTS = "WORKBENCH_CODE_ROOTS"
 
 
 class FileFunction:
-    """A function of a Python file, run only by worker processes; `load_function` makes it. `sha256` is of the text that runs."""
+    """A function of a Python file, from `load_function`: only worker processes run it. `sha256` is of the file's text."""
 
     construct = False
     """True for a name that is a class: a worker makes an object of it with the kwargs, and calls the object."""
@@ -38,18 +38,18 @@ class FileFunction:
         self.__signature__ = signature
 
     def describe(self) -> dict[str, str]:
-        """File name, function name and hash, for the run's record."""
+        """File name, function name and SHA-256 of the file's text, for the run's record."""
         return {"path": self.path.name, "function": self.__name__, "sha256": self.sha256}
 
     def record(self) -> dict[str, Any]:
-        """What a worker needs to run it."""
+        """What a worker process needs to load the function: path, name, source text, bound arguments."""
         named = {"path": str(self.path), "name": self.__name__}
         return {**named, "text": self.text, "kwargs": self.kwargs, "construct": self.construct}
 
     def __call__(self, **arguments: Any) -> Any:
         """Raise `DataError`: a call would run the file's code in the trainer's process."""
         do = "leave out in_process=True, or import the function yourself and pass it"
-        raise DataError(f"{self.__name__} of {self.path.name} runs in worker processes alone", do=do)
+        raise DataError(f"{self.__name__} of {self.path.name} can be called in worker processes alone", do=do)
 
     def __repr__(self) -> str:
         return f"{self.__name__} of {self.path.name} ({self.sha256[:8]})"
@@ -60,30 +60,30 @@ def load_function(
 ) -> FileFunction:
     """A function of a Python file, to be run by a `Reward`'s worker processes.
 
-    `reward_kwargs` are bound to it and win over a call's arguments. `roots` allows further folders. Raises `DataError`
-    where the file is missing, outside every allowed folder, not Python, or without such a function.
+    `reward_kwargs` are bound to the function and win over a call's arguments; `roots` go to `allowed_roots`. Raises
+    `DataError` where the file is missing, outside every allowed folder, not Python, or without such a function.
     """
     file = Path(str(path).removeprefix("file://"))
     if not file.is_file():
         raise DataError(f"no reward file at {str(path)!r}", expected="a Python file", do="check the path")
     file = file.resolve()
-    check_roots(f"reward file {str(path)!r}", [file], allowed_roots(roots), DataError, "move it there")
+    check_roots(f"reward file {str(path)!r}", [file], allowed_roots(roots), DataError, "move the file there")
     if file.stat().st_size > MAX_BYTES:
-        raise DataError(f"reward file {str(path)!r}", expected=f"at most {MAX_BYTES >> 20} MiB of Python")
+        raise DataError(f"reward file {str(path)!r} is too large", expected=f"at most {MAX_BYTES >> 20} MiB")
     try:
         text = file.read_text(encoding="utf-8")
         tree = ast.parse(text, filename=file.name)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
-        raise DataError(f"reward file {str(path)!r}", expected="Python", found=cause) from cause
+        raise DataError(f"reward file {str(path)!r}", expected="valid Python", found=cause) from cause
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     # a name that is assigned (a partial, an object of a class) may be callable too; its signature cannot be read
     if name not in functions and name not in _assigned(tree):
-        raise DataError(f"{str(path)!r}: " + unknown("function of that file", name, functions))
+        raise DataError(f"{str(path)!r}: " + unknown("function of this file", name, functions))
     return FileFunction(file, text, name, reward_kwargs, _signature(functions.get(name), reward_kwargs))
 
 
 def allowed_roots(roots: Sequence[str | Path] = ()) -> list[Path]:
-    """The folders that code may come from: where Python was started, those of `WORKBENCH_CODE_ROOTS`, and `roots`."""
+    """The folders from which code may be loaded: the current folder, those in `WORKBENCH_CODE_ROOTS`, and `roots`."""
     named = [entry for entry in os.environ.get(ROOTS, "").split(os.pathsep) if entry]
     return [Path(root).resolve() for root in (Path.cwd(), *named, *roots)]
 
@@ -91,9 +91,9 @@ def allowed_roots(roots: Sequence[str | Path] = ()) -> list[Path]:
 def check_roots(
     what: str, places: Sequence[Path], allowed: Sequence[Path], error: type[WorkbenchError], do: str
 ) -> None:
-    """Raise `error`, with `do` and how to allow a folder, unless there are places and all lie below an allowed root."""
+    """Raise `error` unless there are places and all are below an allowed folder; `what` and `do` are for its message."""
     if not places or not all(any(place.is_relative_to(root) for root in allowed) for place in places):
-        what, found = f"{what} lies outside the folders that code is taken from", ", ".join(map(str, places))
+        what, found = f"{what} lies outside the folders from which code may be loaded", ", ".join(map(str, places))
         expected, do = f"below {', '.join(map(str, allowed))}", f"{do}, pass roots=[…], or name its folder in {ROOTS}"
         raise error(what, expected=expected, found=found or "a built-in module", do=do)
 

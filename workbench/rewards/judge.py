@@ -6,8 +6,8 @@ A pydantic model is the form of a verdict: schema, instructions and parser in on
         reason: str = pydantic.Field(description="one sentence")
         score: int = pydantic.Field(ge=0, le=10, description="10 is perfect")
 
-Nothing that a model wrote is ever evaluated. A verdict is valid when every field is there exactly once in its
-tags (or all in one JSON object) and pydantic accepts it; anything else is `Unparseable`, with the reason.
+Nothing that a model wrote is ever evaluated. A verdict is valid when every field has exactly one value in its
+tags (or all are in one JSON object) and pydantic accepts it; anything else is `Unparseable`, with the reason.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ MAX_OUTPUT = 100_000
 
 
 class Unparseable(WorkbenchError, ValueError):
-    """A judge's output is not a verdict; `output` is its text."""
+    """A judge's output cannot be parsed as a verdict; `output` is its text."""
 
     output = ""
 
 
 class Verdict(BaseModel):
-    """Base of output schemas: fields that are not in it are refused."""
+    """Base class for schemas of a judge's verdict: a pydantic model that refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Pointwise(Verdict):
-    """One number for one response."""
+    """Verdict on one response: a reason and a score from 0 to 10."""
 
     reason: str = Field(description="why, in one or two sentences")
     score: int = Field(ge=0, le=10, description="a whole number: 10 is a perfect answer, 0 a useless one")
 
 
 class Pairwise(Verdict):
-    """Which of two responses is better."""
+    """Verdict on two responses: a reason and which of them is better."""
 
     reason: str = Field(description="why, in one or two sentences")
     better: Literal["A", "B", "tie"] = Field(description="A, B or tie")
@@ -67,13 +67,13 @@ V = TypeVar("V", bound=BaseModel)
 
 
 def instructions(schema: type[BaseModel]) -> str:
-    """How to answer, one tag a field, from the schema's descriptions."""
+    """The instructions in a judge's prompt: answer with one tag per field of `schema`, with the fields' descriptions."""
     tags = [f"<{name}>{field.description or name}</{name}>" for name, field in schema.model_fields.items()]
     return "\n".join(["Answer with exactly these tags, each once, and nothing after them:", *tags])
 
 
 def parse(text: str, schema: type[V]) -> V:
-    """A verdict out of a judge's output. Raises `Unparseable` where there is none, or more than one."""
+    """Parse a judge's output. Raises `Unparseable` where a field of the verdict is missing, ambiguous or invalid."""
     answer = without_thinking(text[-MAX_OUTPUT:])
     found = _from_json(answer)
     values = found if found is not None else {name: _tag(answer, name) for name in schema.model_fields}
@@ -82,15 +82,15 @@ def parse(text: str, schema: type[V]) -> V:
         return schema.model_validate(values, strict=found is not None)
     except ValidationError as error:
         first = error.errors()[0]
-        what, said = f"the verdict's {'.'.join(map(str, first['loc']))}", describe(first.get("input"), 60)
-        raise Unparseable(what, expected=first["msg"], found=said) from error
+        what, said = f"the judge's verdict, field {'.'.join(map(str, first['loc']))}", describe(first.get("input"), 60)
+        raise Unparseable(f"{what}: {first['msg']}", found=said) from error
 
 
 def without_thinking(text: str) -> str:
-    """What follows the last `</think>`. Raises `Unparseable` for thinking that was never closed."""
+    """The text after the last `</think>`. Raises `Unparseable` where a `<think>` is never closed."""
     rest = text.rpartition("</think>")[2]
     if "<think>" in rest:
-        raise Unparseable("the output ends inside <think>; raise max_tokens")
+        raise Unparseable("the judge's output ends inside <think>", do="raise max_tokens of the judge")
     return rest
 
 
@@ -98,8 +98,8 @@ def _tag(text: str, name: str) -> str:
     found = re.findall(rf"<{re.escape(name)}>([^<]*)</{re.escape(name)}>", text)
     different = {value.strip() for value in found}
     if len(different) != 1:
-        many = f"{len(different)} different ones" if found else "none"
-        raise Unparseable(f"<{name}> in the output", expected="one", found=many)
+        many = f"{len(different)} different values" if found else "no such tag"
+        raise Unparseable(f"the tag <{name}> in the output of the judge", expected="one value", found=many)
     return different.pop()
 
 
@@ -110,25 +110,26 @@ def _from_json(text: str) -> dict[str, Any] | None:
     try:
         found = json.loads(stripped)
     except (ValueError, RecursionError) as error:
-        raise Unparseable("the output", expected="a JSON object", found=error) from error
+        raise Unparseable("the judge's output, which begins with {", expected="a JSON object", found=error) from error
     return found if isinstance(found, dict) else None
 
 
 def delimited(text: str) -> str:
-    """Foreign text between random marks that it does not contain, so that it cannot end its own quotation."""
+    """Put a text between random marks that it does not contain, so that it cannot end its own quotation in a prompt."""
     while (mark := secrets.token_hex(8)) in text:
         pass
     return f"<<<{mark}\n{text}\n{mark}>>>"
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
-    """A template with each `{name}` replaced by its value, in one pass: values are not searched for names.
+    """Replace each `{name}` of a template by its value, in one pass: a `{name}` inside a value stays as it is.
 
     Raises `SettingError` for a name without a value.
     """
     unknown = {name for name in re.findall(r"\{(\w+)\}", template)} - set(values)
     if unknown:
-        raise SettingError("the judge's prompt", expected=f"{{{'}, {'.join(values)}}}", found=sorted(unknown))
+        known = f"only {{{'}, {'.join(values)}}}"
+        raise SettingError("names in the judge's prompt", expected=known, found=sorted(unknown))
     return re.sub(r"\{(\w+)\}", lambda match: values[match.group(1)], template)
 
 
@@ -165,19 +166,19 @@ CHARACTERS_A_TOKEN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(Settings):
-    """What of a row a judge or a reward model reads, in its own tokens."""
+    """How much of a row a judge or a reward model reads, counted in tokens of its own tokenizer."""
 
     prompt_length: int = 2048
-    """The prompt's last tokens that are read: its question is at the end."""
+    """How many of the prompt's last tokens are read: the question is at its end."""
     response_length: int = 2048
-    """The response's first tokens that are read."""
+    """How many of the response's first tokens are read."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_length", "response_length"):
             require(getattr(self, name) > 0, name, expected="≥ 1", found=getattr(self, name))
 
     def cut(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[str, str, bool]:
-        """(prompt, response, whether anything was cut). Without a tokenizer four characters count as a token."""
+        """The cut (prompt, response) of a row, and whether anything was cut. Without a tokenizer a token is 4 characters."""
         prompt, response = str(row["prompt_text"] or ""), row["response"]
         kept = _cut(tokenizer, prompt, -self.prompt_length), _cut(tokenizer, response, self.response_length)
         return *kept, kept != (prompt, response)
@@ -195,14 +196,14 @@ def _cut(coder: Any, text: str, limit: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class AskSettings(Limits):
-    """Settings of a judge: what it reads, how it samples, how often and how long it is asked."""
+    """Settings of a judge: token limits of what it reads, sampling, attempts per row and their timeout."""
 
     max_tokens: int = 512
-    """Longest verdict."""
+    """Most tokens that the judge may write."""
     temperature: float = 0.0
-    """Of the judge; 0 is greedy."""
+    """Sampling temperature of the judge; 0 is greedy."""
     attempts: int = 2
-    """How often it is asked at most before a row is *infra_error*."""
+    """How often the judge is asked, at most, before a row is *infra_error*."""
     timeout: float = 120.0
     """Seconds that an attempt may take."""
 
@@ -218,10 +219,10 @@ class Judge(BaseReward):
     The value is the schema's field `score`, scaled to [0, 1] by its bounds (a `Literal` by its place), or the result of
     `value(verdict)`. `prompt` is filled with `{prompt}`, `{response}`, `{ground_truth}` and `{instructions}`; prompt
     and response are cut to `prompt_length` and `response_length` of the judge's own tokens, and put between marks
-    that they cannot contain. An answer that is not a verdict is asked for again, up to `attempts` times in all; then the
-    row is *infra_error*, never a 0. An empty response is *no_answer* with value 0, without a call.
+    that they cannot contain. If the judge's output is not a verdict, it is asked again, up to `attempts` times in all;
+    then the row is *infra_error*, never a 0. An empty response is *no_answer* with value 0, without a call.
 
-    `asking` are `AskSettings`. Extra: `judge_prompt`, `judge_output`, `verdict`, `judge_tokens`, `truncated`.
+    `asking` are fields of `AskSettings`. Extra: `judge_prompt`, `judge_output`, `verdict`, `judge_tokens`, `truncated`.
 
     Example:
         >>> Judge(wb.engines.openai("http://localhost:8000/v1", "judge"), temperature=0.0)  # doctest: +SKIP
@@ -253,22 +254,22 @@ class Judge(BaseReward):
 
     @property
     def source(self) -> str:
-        """The prompt."""
+        """The prompt template."""
         return self.prompt
 
     def settings(self) -> dict[str, Any]:
-        """Model, limits, and how often it is asked."""
+        """The judge's settings as plain values: policy, model, schema and `AskSettings`."""
         asked = {"model": self.model.describe(), "schema": self.schema.__name__}
         return {**super().settings(), **asked, **self.asking.to_dict()}
 
     def filled(self, **texts: str) -> str:
-        """The prompt with texts in it, each between marks that it cannot contain, and with how to answer."""
+        """The prompt template filled with `texts`, each between marks that it does not contain, and with how to answer."""
         quoted = {name: delimited(text) for name, text in texts.items()}
         return fill(self.prompt, {**quoted, "instructions": instructions(self.schema)})
 
     async def ask(self, text: str) -> tuple[float, BaseModel, Completion]:
-        """A verdict and its value, asked for up to `attempts` times. Raises the last attempt's error."""
-        error: Exception = Unparseable("not asked")
+        """Ask the judge `text` until it gives a verdict: (value, verdict, completion). Raises the last attempt's error."""
+        error: Exception = Unparseable("the judge was not asked")
         sampling: dict[str, Any] = {"max_tokens": self.asking.max_tokens, "temperature": self.asking.temperature}
         for attempt in range(self.asking.attempts):
             async with self._rate_limit.slot():
@@ -290,12 +291,12 @@ class Judge(BaseReward):
         return f"{type(self).__name__}({self.model.describe()}, {self.schema.__name__})"
 
     def text_for(self, row: Mapping[str, Any]) -> tuple[str, bool]:
-        """(what the judge reads, whether anything was cut)."""
+        """The prompt that the judge reads for a row, and whether the row's prompt or response was cut."""
         prompt, response, cut = self.asking.cut(row, self.model.tokenizer)
         return self.filled(prompt=prompt, response=response, ground_truth=str(row.get("ground_truth"))), cut
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One `Score` for each row view; all rows are asked about concurrently."""
+        """One `Score` for each row, in order; the judge is asked about all rows concurrently."""
         return runtime.run_all(self._row, rows)
 
     async def _row(self, row: Mapping[str, Any]) -> Score:
@@ -319,7 +320,7 @@ class Judge(BaseReward):
 
 def _scaled(schema: type[BaseModel]) -> Callable[[Any], float]:
     if "score" not in schema.model_fields:
-        raise SettingError(f"schema {schema.__name__}", expected="a field 'score', or value=…", found="none")
+        raise SettingError(f"judge schema {schema.__name__} has no field 'score'", do="add one, or pass value=…")
     field = schema.model_fields["score"]
     if get_origin(field.annotation) is Literal:
         options = get_args(field.annotation)
@@ -327,8 +328,8 @@ def _scaled(schema: type[BaseModel]) -> Callable[[Any], float]:
     bounds = {name: getattr(rule, name) for rule in field.metadata for name in ("ge", "le") if hasattr(rule, name)}
     low, high = bounds.get("ge"), bounds.get("le")
     if low is None or high is None or low >= high:
-        do = "Field(ge=…, le=…), or value=…"
-        raise SettingError(f"schema {schema.__name__}", expected="bounds of 'score'", found=bounds or None, do=do)
+        what, do = f"'score' of judge schema {schema.__name__}", "declare Field(ge=…, le=…), or pass value=…"
+        raise SettingError(what, expected="bounds ge < le", found=bounds or "none", do=do)
     return lambda verdict: (verdict.score - float(low)) / float(high - low)
 
 
@@ -336,9 +337,9 @@ class PairwiseJudge(Judge):
     """`PairwiseJudge(model)`: a chat model compares the rows of one prompt two by two, each pair in both orders.
 
     A row's value is (2·wins − n)/n in [−1, 1] over its n comparisons whose two orders gave the same verdict; a tie is half a
-    win. Comparisons that failed or disagree do not count: extra `compared`, `dropped`, and `no_verdict`, the reasons of
-    those that failed. Part `swap_consistency` is the share of pairs whose two orders agree. A row without a valid comparison
-    is *infra_error*, a group of one *not_applicable*. (OpenJudge's debiased tournament; see the reference of rewards.)
+    win. Comparisons that failed or disagree do not count. The score's extra has the numbers `compared` and `dropped`, and
+    `no_verdict`, the reasons of failures; its part `swap_consistency` is the share of pairs whose two orders agree. A row
+    without a valid comparison is *infra_error*, a group of one *not_applicable*. (OpenJudge's debiased tournament.)
     """
 
     streams = False
@@ -359,7 +360,7 @@ class PairwiseJudge(Judge):
         super().__init__(model, **own, rate_limit=rate_limit, on_failure=on_failure, name=name, **asking)
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One `Score` for each row view, compared within the rows of one uid."""
+        """One `Score` for each row, in order; each is compared with the other rows of the same `uid`."""
         groups: dict[Any, list[int]] = {}
         for number, row in enumerate(rows):
             groups.setdefault(row["uid"], []).append(number)
@@ -414,7 +415,7 @@ class RewardModel(BaseReward):
 
     `template` is `chat` (the model's own chat template over the whole conversation) or `question_answer`
     (`Question: …` and `Answer: …` of the last turn). The prompt keeps its last `prompt_length` tokens, the response its
-    first `response_length`, by the reward model's own tokenizer. Extra: `rm_text`, `rm_tokens`, `truncated`.
+    first `response_length`, by the reward model's own tokenizer. The score's extra has `rm_text`, `rm_tokens`, `truncated`.
     """
 
     def __init__(
@@ -432,18 +433,18 @@ class RewardModel(BaseReward):
         require(known, "template", expected="one of question_answer, chat", found=template)
         if template == "chat":
             there = getattr(classifier.tokenizer, "chat_template", None) is not None
-            require(there, "template", expected="'question_answer': the model has no chat template", found=template)
+            require(there, "template", expected="'question_answer', as the model has no chat template", found=template)
         self.classifier = classifier
         self.template = template
         self.lengths = Limits(prompt_length=prompt_length, response_length=response_length)
 
     def settings(self) -> dict[str, Any]:
-        """Model, template and limits."""
+        """The reward's settings as plain values: policy, model, template and token limits."""
         own = {"model": self.classifier.describe(), "template": self.template}
         return {**super().settings(), **own, **self.lengths.to_dict()}
 
     def text_for(self, row: Mapping[str, Any]) -> tuple[str, bool]:
-        """(what the model reads, whether anything was cut)."""
+        """The text that the reward model reads for a row, and whether the prompt or response was cut."""
         prompt, response, cut = self.lengths.cut(row, self.classifier.tokenizer)
         chat = row["prompt"]
         if self.template == "question_answer" or not isinstance(chat, list):
@@ -455,7 +456,7 @@ class RewardModel(BaseReward):
         return text.removeprefix(bos or ""), cut
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One `Score` for each row view."""
+        """One `Score` for each row, in order; all rows are classified concurrently."""
         began = time.perf_counter()
         scores = runtime.run_all(self._row, rows)
         seconds = (time.perf_counter() - began) / max(len(rows), 1)

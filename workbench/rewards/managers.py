@@ -33,7 +33,7 @@ MANAGERS: dict[str, type[NaiveRewardManager]] = {}
 
 
 def register(name: str) -> Callable[[type[Any]], type[Any]]:
-    """Decorator: registers a manager class under a name, `@register("mine")`."""
+    """Decorator: registers a reward manager class under a name, as in `@register("mine")`."""
 
     def known(kind: type[Any]) -> type[Any]:
         MANAGERS[name] = kind
@@ -43,16 +43,16 @@ def register(name: str) -> Callable[[type[Any]], type[Any]]:
 
 
 def manager_class(name: str) -> type[Any]:
-    """A registered manager. Raises `RewardError` with the nearest name."""
+    """The reward manager class registered as `name`. Raises `RewardError` for an unknown name."""
     if name not in MANAGERS:
-        do = "register yours, or load it from a file"
+        do = "register yours with @register(name), or load it with FileManagerReward"
         raise RewardError(unknown("reward manager", name, sorted(MANAGERS)), do=do)
     return MANAGERS[name]
 
 
 @register("naive")
 class NaiveRewardManager:
-    """verl's `naive` manager: one call of `compute_score` a row; None is the scorer by `data_source`.
+    """verl's `naive` manager: one call of `compute_score` per row. With None each row's `data_source` chooses the scorer.
 
     `__call__(data, return_dict)` takes anything verl-shaped: `batch` with `prompts`, `responses`, `attention_mask`,
     and `non_tensor_batch` with `reward_model`, `data_source`, `extra_info`. A column `rm_scores` is returned unchanged.
@@ -84,7 +84,7 @@ class NaiveRewardManager:
         return as_reward(compute_score, **options)
 
     def __call__(self, data: Any, return_dict: bool = False) -> Any:
-        """[B, T] float32, or {"reward_tensor", "reward_extra_info"}."""
+        """The rewards, [B, T] float32; with `return_dict` the dict `{"reward_tensor": …, "reward_extra_info": …}`."""
         if "rm_scores" in data.batch:
             given = data.batch["rm_scores"]
             return {"reward_tensor": given, "reward_extra_info": {}} if return_dict else given
@@ -99,7 +99,7 @@ class NaiveRewardManager:
         return {"reward_tensor": tensor, "reward_extra_info": extra_info(scores)} if return_dict else tensor
 
     def scores(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One record a row view."""
+        """One `Score` for each row, in order, after the `on_failure` policy."""
         self.reward.check_signature(list(rows[0]["columns"]) if rows else [])
         return self.reward.settle(self.reward.judge(rows))
 
@@ -129,12 +129,12 @@ class NaiveRewardManager:
                 sys.stdout.write(f"{shown_text}[ground_truth] {row['ground_truth']}\n[score] {score}\n")
 
     def close(self) -> None:
-        """End its workers."""
+        """End the reward's worker processes."""
         self.reward.close()
 
 
 def extra_info(scores: Sequence[Score]) -> dict[str, list[Any]]:
-    """Key → one value a row: status, parts, answer and extras; a function cannot overwrite the reserved ones."""
+    """verl's `reward_extra_info` of some scores: key → one value per row. A function's keys in `RESERVED` are left out."""
 
     def column(of: Callable[[Score], Any]) -> list[Any]:
         return [of(score) for score in scores]
@@ -154,14 +154,14 @@ def extra_info(scores: Sequence[Score]) -> dict[str, list[Any]]:
 
 @register("batch")
 class BatchRewardManager(NaiveRewardManager):
-    """One call for all rows, with plural names: `data_sources, solution_strs, ground_truths, extra_infos`."""
+    """verl's `batch` manager: one call per batch, with `data_sources, solution_strs, ground_truths, extra_infos`."""
 
     per = "batch"
 
 
 @register("prime")
 class PrimeRewardManager(NaiveRewardManager):
-    """`num_workers` scorers side by side, called by position: (data_source, text, ground_truth, extra_info)."""
+    """verl's `prime` manager: `num_workers` processes call `compute_score` by position, in verl's order of arguments."""
 
     workers = 8
     timeout = 300.0
@@ -172,7 +172,7 @@ class PrimeRewardManager(NaiveRewardManager):
 
 
 def positional(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that verl's prime calls by position, whatever its arguments are called."""
+    """Wrap a function so that it is called by position, as verl's `prime` does, whatever its arguments are named."""
 
     def called(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
         return function(data_source, solution_str, ground_truth, extra_info)
@@ -184,7 +184,7 @@ def positional(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @register("dapo")
 class DAPORewardManager(NaiveRewardManager):
-    """naive, and DAPO's penalty for answers near the longest: `overlong_buffer_cfg{enable, len, penalty_factor, log}`."""
+    """verl's `dapo` manager: `naive` plus DAPO's overlong penalty (`overlong_buffer_cfg{enable, len, penalty_factor}`)."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class DAPORewardManager(NaiveRewardManager):
             require(fits, "overlong_buffer_cfg", expected="0 < len ≤ max_resp_len", found=found)
 
     def scores(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """naive's, with the penalty added to the value and kept as the part `overlong_reward`."""
+        """The scores of `naive`, with the overlong penalty added to the value and kept as part `overlong_reward`."""
         pairs = zip(super().scores(rows), rows, strict=True)
         return [self._shortened(score, len(row["response_ids"])) for score, row in pairs]
 
@@ -216,7 +216,7 @@ class DAPORewardManager(NaiveRewardManager):
 
 @register("rate_limited")
 class RateLimitedRewardManager(NaiveRewardManager):
-    """naive under limits that hold for the whole run: `max_concurrent, max_rpm, max_tpm, estimated_tokens_per_request`."""
+    """verl's `rate_limited` manager: `naive` under a `RateLimit` that holds for the whole run."""
 
     def __init__(
         self,
@@ -235,10 +235,10 @@ class RateLimitedRewardManager(NaiveRewardManager):
 
 
 class ManagerReward(BaseReward):
-    """`ManagerReward(manager)`: any manager, of workbench or written for verl, as the reward of a stage.
+    """`ManagerReward(manager)`: any reward manager, of workbench or written for verl, as a reward.
 
-    It is called with a mutable, verl-shaped copy of the batch. Its result is read as one `Score` a row: the sum
-    of a row of its tensor, and its extra info where that has one value a row.
+    The manager is called with a mutable, verl-shaped copy of the batch. Its result is read as one `Score` per row: the sum
+    of a row of its tensor, and its extra info where that has one value per row.
     """
 
     streams = False
@@ -255,7 +255,7 @@ class ManagerReward(BaseReward):
             close()
 
     def score(self, batch: Any) -> list[Score]:
-        """One `Score` a row. Raises `RewardError` for a tensor of another shape."""
+        """One `Score` for each row of a batch. Raises `RewardError` unless the manager's tensor is [B, T]."""
         scores = self.settle(read_result(self.manager(batch.mutable(), return_dict=True), batch, self.name))
         if "agent_extra" not in batch:
             return scores
@@ -264,13 +264,13 @@ class ManagerReward(BaseReward):
 
 
 def read_result(result: Any, batch: Any, name: str) -> list[Score]:
-    """What a manager returned, as one `Score` a row."""
+    """Read a reward manager's result as one `Score` per row. Raises `RewardError` unless its tensor is [B, T]."""
     tensor = result["reward_tensor"] if isinstance(result, Mapping) else result
     info = dict(result.get("reward_extra_info") or {}) if isinstance(result, Mapping) else {}
     shape = tuple(batch["responses"].shape)
     if not torch.is_tensor(tensor) or tuple(tensor.shape) != shape:
-        found = tuple(tensor.shape) if torch.is_tensor(tensor) else type(tensor).__name__
-        raise RewardError(f"reward manager {name}", expected=f"a tensor {shape}", found=found)
+        found = f"shape {tuple(tensor.shape)}" if torch.is_tensor(tensor) else type(tensor).__name__
+        raise RewardError(f"result of reward manager {name}", expected=f"a tensor of shape {shape}", found=found)
     values = tensor.double().sum(-1).tolist()
     ours = {*RESERVED} - {"status"}
     kept = [key for key, column in info.items() if len(column) == len(values) and key not in ours]
@@ -282,10 +282,10 @@ def read_result(result: Any, batch: Any, name: str) -> list[Score]:
 
 
 class FileManagerReward(ManagerReward):
-    """The manager class `name` of the file `path` (verl's `reward_manager.source=importlib`), constructed as verl does.
+    """A reward by the manager class `name` of the file `path` (verl's `reward_manager.source=importlib`).
 
-    It runs in a worker process, and `compute_score`, if that is a function of a file, beside it. `settings()` has
-    the file's hash. Raises `DataError` for a file outside the allowed roots.
+    A worker process makes the manager as verl does and calls it, with `timeout` seconds per batch. `settings()` has the
+    file's hash. Raises `DataError` for a file outside the allowed folders (`allowed_roots`).
     """
 
     def __init__(
@@ -311,19 +311,21 @@ class FileManagerReward(ManagerReward):
 
     @property
     def source(self) -> str:
-        """The file's text."""
+        """The source text of the manager's file."""
         return self._file.text
 
     def settings(self) -> dict[str, Any]:
-        """Policy, and which file."""
+        """The `on_failure` policy, and the file's name, class and hash."""
         return {**super().settings(), "file": self._file.describe()}
 
     def close(self) -> None:
-        """End the worker."""
+        """End the worker process."""
         self._pool.close()
 
     def _ask(self, data: Any, *, return_dict: bool) -> Any:
         (answer,) = self._pool.map([{"data": data, "return_dict": return_dict}])
         if not answer.ok:
-            raise RewardError(f"reward manager {self.name} failed", found=answer.why, do=answer.traceback or "mend it")
+            raise RewardError(
+                f"reward manager {self.name} failed", found=answer.why, do=answer.traceback or "fix its file"
+            )
         return answer.result

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """The result of one pin under one reward."""
+    """The result of checking one pin with one reward."""
 
     number: int
     pin: Pin
     got: float | None
-    """None where the reward did not score it."""
+    """The reward's value; None where it did not score the row."""
     status: str
     why: str
     holds: bool
@@ -45,25 +45,25 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PinCheck(Shown):
-    """What `Pins.check` found; true when every pin holds."""
+    """The result of `Pins.check`, a `Checked` for each pin. It is true when every pin holds."""
 
     reward: str
     """Name of the reward."""
     path: Path
     results: tuple[Checked, ...]
-    """One a pin, in their order."""
+    """One for each pin, in their order."""
     tolerance: float
     run: DryRun = field(repr=False)
     """The dry run on the pins, with its own tables."""
 
     @property
     def failed(self) -> tuple[Checked, ...]:
-        """The pins that do not hold."""
+        """The results of the pins that do not hold."""
         return tuple(one for one in self.results if not one.holds)
 
     @property
     def table(self) -> pd.DataFrame:
-        """The dry run's table with `expected`, `holds`, `note`."""
+        """The dry run's table, one row per pin, with further columns `expected`, `holds` and `note`."""
         return self.run.table.assign(
             expected=[one.pin.expected for one in self.results],
             holds=[one.holds for one in self.results],
@@ -78,12 +78,12 @@ class PinCheck(Shown):
 
 
 class Pins(Shown):
-    """`pins(path)`: the pinned rows of a project, as they were when this object last read or wrote the file.
+    """`pins(path)`: a project's pins, which are samples with the score that they must get, kept in a JSON-lines file.
 
-    `add` them where you look at samples, `check` a reward against them. A file that is not there yet has no pins; the first
+    `add` pins where you look at samples, `check` a reward against them. A file that does not exist has no pins; the first
     `add` makes it. Raises `DataError` for a damaged line.
 
-    The file has a JSON line for each, in the order of data source, prompt and response, so that two git branches that pin
+    The file has one line per pin, in the order of data source, prompt and response, so that two git branches that pin
     different rows merge. Another process may write at the same time; `reload` reads what it wrote.
     """
 
@@ -92,11 +92,11 @@ class Pins(Shown):
         self._pins = read_pins(self.path)
 
     def add(self, rows: Any, *, row: int | None = None, expected: float | str, note: str = "") -> Pin:
-        """Pin a row: `expected` is its score, or `"unscored"` for a row that must not be scored.
+        """Pin a row: `expected` is the score that it must get, or `"unscored"` for a row that must not be scored.
 
         `rows` is a batch, a trace, a dry run, one row of them, or a record as `dry_run` takes it; `row` is the row's number
         where there are several. A pin with the same prompt, response and truth is replaced.
-        Raises `DataError` for another expectation, a row that is not there, and values that JSON cannot hold.
+        Raises `DataError` for any other `expected`, a row that does not exist, and values that JSON cannot hold.
         """
         pin = pin_of(rows, row, expected, str(note))
         with locked(self.path):
@@ -105,9 +105,9 @@ class Pins(Shown):
         return pin
 
     def remove(self, which: int | str | Pin) -> Pin:
-        """Take out the pin with this number (as shown by this object), this `id`, or this pin; returns it.
+        """Remove a pin, given by its number in this object, its `id` or itself, from the file; returns it.
 
-        Raises `DataError` where there is no such pin, or somebody else has removed it.
+        Raises `DataError` where there is no such pin, or where another process has removed it.
         """
         if isinstance(which, int):
             pin: Pin | None = self[which]
@@ -131,14 +131,14 @@ class Pins(Shown):
         return self
 
     def check(self, reward: Any, tolerance: float = 1e-6) -> PinCheck:
-        """Score every pin by one reward (whatever `as_reward` takes) and compare with what is expected.
+        """Score every pin by one reward (whatever `as_reward` takes) and compare with the expected scores.
 
         Raises `DataError` where the file does not exist: a wrong path must not look like pins that hold.
         """
         if not self.path.is_file():
             raise DataError(f"no pins at {str(self.path)!r}", do="check the path, or pin a row first")
         if isinstance(reward, Mapping | list | tuple):
-            raise DataError("pins are checked by one reward", found=describe(reward), do="check each by itself")
+            raise DataError("pins are checked by one reward", found=describe(reward), do="call check once per reward")
         run = dry_run([reward], self)
         (name, judged), *_ = run.judged.items()
         results = []
@@ -150,7 +150,7 @@ class Pins(Shown):
 
     @property
     def batch(self) -> DataProto:
-        """The pins as a batch, with the columns that a rollout writes, `expected` and `note`; a dry run scores this."""
+        """The pins as a batch that `dry_run` can score: a rollout's columns, and `expected` and `note`."""
         names = dict.fromkeys(name for pin in self for name in pin.columns)
         objects: dict[str, list[Any]] = {name: [pin.columns.get(name) for pin in self] for name in names}
         called = {"raw_prompt": "prompt", "response_text": "response"}
@@ -183,7 +183,7 @@ class Pins(Shown):
 pins = Pins
 
 UNSCORED = "unscored"
-"""The expectation that a reward does not score the row: *not_applicable* or *infra_error*."""
+"""Value of `expected` for a row that a reward must not score (*not_applicable* or *infra_error*)."""
 _LARGEST = 1e300
 _UNSEEN = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 _ABOUT = ("run", "source", "step")
@@ -197,7 +197,7 @@ _SAID = ("uid", "score", "finish_reason")  # of that run, not of the row
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Pin(Shown, Mapping[str, Any]):
-    """One row and the score it must get. It is also a mapping with the names that `dry_run` understands."""
+    """One pinned row: a sample and the score that it must get. Also a mapping with the names that `dry_run` understands."""
 
     # in the order in which a line has them
     expected: float | str
@@ -225,7 +225,7 @@ class Pin(Shown, Mapping[str, Any]):
 
     @cached_property
     def id(self) -> str:
-        """Twelve hex digits of prompt, response and truth: pins that share them are one."""
+        """Hash of prompt, response and ground truth (twelve hex digits): pins with the same id are the same pin."""
         return digest([self.prompt, self.response, self.ground_truth])
 
     @cached_property
@@ -246,7 +246,7 @@ class Pin(Shown, Mapping[str, Any]):
         return len(self.record)
 
     def holds(self, got: float | None, tolerance: float = 1e-6) -> bool:
-        """Whether a value (None: not scored) is what was expected."""
+        """Whether the value `got` (None: not scored) is the expected one, within `tolerance`."""
         if isinstance(self.expected, str):
             return got is None
         return got is not None and abs(got - self.expected) <= tolerance
@@ -256,7 +256,7 @@ class Pin(Shown, Mapping[str, Any]):
 
 
 def pin_of(rows: Any, row: int | None, expected: Any, note: str) -> Pin:
-    """A row of a batch, a trace, a dry run or a record as a pin; see `Pins.add`. Raises `DataError`."""
+    """Make a pin from the arguments of `Pins.add`. Raises `DataError` for what cannot be pinned."""
     view, origin = _view(rows, row)
     columns = view["columns"]
     pin = Pin(
@@ -289,7 +289,7 @@ def _view(rows: Any, row: int | None) -> tuple[Mapping[str, Any], dict[str, Any]
         return view, {name: value for name, value in origin.items() if name != "row"}
     if not isinstance(rows, Mapping):
         found = type(rows).__name__
-        raise DataError("a row to pin", expected="a batch and row=, a trace, or a record", found=found)
+        raise DataError("the row to pin", expected="a batch, trace or dry run with row=, or a dict", found=found)
     if isinstance(rows.get("columns"), Mapping) and "prompt_text" in rows:
         view = rows  # a row of a dry run: a view already
     else:
@@ -300,8 +300,8 @@ def _view(rows: Any, row: int | None) -> tuple[Mapping[str, Any], dict[str, Any]
 def _of_batch(batch: DataProto, row: int | None) -> tuple[Mapping[str, Any], dict[str, Any]]:
     number = _number(row, len(batch))
     if "response_text" not in batch:
-        found = ", ".join(batch.columns)
-        raise DataError("a row to pin", expected="response_text: run the rollout first", found=found)
+        found = f"columns {', '.join(batch.columns)}"
+        raise DataError("the row to pin", expected="column response_text", found=found, do="run the rollout first")
     # of a batch on disk the row alone is read
     wanted = [name for name in ("responses", "response_mask", "step", "policy_version") if name in batch.batch]
     tensors = {name: batch.batch.part(name, number, number + 1) for name in wanted}
@@ -319,7 +319,7 @@ def _number(row: Any, rows: int) -> int:
     """The number of the row that is meant, from 0; the only one need not be named."""
     number = 0 if row is None and rows == 1 else row
     if not isinstance(number, numbers.Integral) or isinstance(number, bool) or not -rows <= number < rows:  # type: ignore[operator]
-        raise DataError("row to pin", expected=f"a number below {rows}", found=describe(row))
+        raise DataError("row=, the number of the row to pin", expected=f"a number below {rows}", found=describe(row))
     return int(number) % rows
 
 
@@ -335,21 +335,21 @@ def _expectation(expected: Any) -> float | str:
     number: Any = expected.item() if hasattr(expected, "item") else expected
     if isinstance(number, numbers.Real) and -_LARGEST < number < _LARGEST:  # type: ignore[operator]
         return float(number)
-    wanted = f"a finite number, or {UNSCORED!r} for a row that must have no judgement"
-    raise DataError("expected=", expected=wanted, found=describe(expected))
+    wanted = f"a finite number, or {UNSCORED!r} for a row that must not be scored"
+    raise DataError("'expected' of a pin", expected=wanted, found=describe(expected))
 
 
 # --- a pin as a line ----------------------------------------------------------------------------
 
 
 def digest(value: Any) -> str:
-    """Twelve hex digits over plain values."""
+    """Hash of a plain value: twelve hex digits of BLAKE2b over its JSON."""
     text = json.dumps(encode(value), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 def order_of(pin: Pin) -> tuple[str, str, str, str]:
-    """Sort key of a pin in its file, the same whoever pinned it and when."""
+    """Sort key of a pin in its file: data source, prompt, response, id."""
     return str(pin.data_source or ""), json.dumps(encode(pin.prompt), sort_keys=True), pin.response, pin.id
 
 
@@ -361,8 +361,8 @@ def pin_line(pin: Pin) -> str:
         try:
             kept[name] = encode(list(value) if name == "response_ids" and value else value)
         except TypeError as cause:
-            expected = "plain values or NumPy"
-            raise DataError(f"{name} of the row cannot be pinned", expected=expected, found=f"a {cause}") from cause
+            expected, found = "plain Python or NumPy values", f"type {cause}"
+            raise DataError(f"{name} of the row cannot be pinned", expected=expected, found=found) from cause
     needed = ("format", "expected", "note", "response")
     kept = {name: value for name, value in kept.items() if name in needed or value not in (None, {})}
     text = json.dumps(kept, ensure_ascii=False, allow_nan=False)
@@ -371,7 +371,7 @@ def pin_line(pin: Pin) -> str:
 
 
 def read_pins(path: Path) -> list[Pin]:
-    """The pins of a file in their order; [] where there is no file.
+    """Read the pins of a file, in its sorted order; [] where there is no file.
 
     Raises `DataError` for a damaged line, and for two lines that expect different scores of one row.
     """
@@ -392,10 +392,10 @@ def _parsed(place: str, raw: bytes) -> Pin:
         document = json.loads(raw.decode(), parse_constant=_refused)
     except (ValueError, RecursionError) as cause:
         merge = raw[:7] in (b"<<<<<<<", b"=======", b">>>>>>>")
-        do = "a merge left it: keep the lines of both sides" if merge else "repair or delete the line"
+        do = "resolve the git merge conflict: keep the lines of both sides" if merge else "repair or delete the line"
         raise DataError(f"{place} is no pin", found=first_line(cause), do=do) from cause
     if not isinstance(document, dict):
-        raise DataError(f"{place} is no pin", expected="an object", found=describe(document))
+        raise DataError(f"{place} is no pin", expected="a JSON object", found=describe(document))
     with boundary(f"{place}: reading a pin", DataError):
         return _restored(place, decode(document))
 
@@ -411,11 +411,11 @@ def _restored(place: str, document: dict[str, Any]) -> Pin:
     known = [one.name for one in fields(Pin)]
     for strange in document.keys() - known:
         close = nearest(strange, known)
-        raise DataError(f"{place}: a pin has no {strange!r}", do=f"did you mean {close!r}?" if close else None)
+        raise DataError(f"{place}: a pin has no field {strange!r}", do=f"did you mean {close!r}?" if close else None)
     for name, kind in _KINDS.items():
         if not isinstance(document.get(name, kind()), kind) or (name == "response" and name not in document):
-            expected = f"{name} as {kind.__name__}"
-            raise DataError(f"{place}: a pin", expected=expected, found=describe(document.get(name)))
+            what, expected = f"{place}: field {name!r} of a pin", f"a {kind.__name__}"
+            raise DataError(what, expected=expected, found=describe(document.get(name)))
     try:
         score = _expectation(document.pop("expected", None))
     except DataError as cause:
@@ -428,12 +428,12 @@ _KINDS = {"note": str, "response": str, "reward_model": dict, "columns": dict, "
 
 
 WAIT_SECONDS = 10.0
-"""How long a writer waits for another one, which needs milliseconds."""
+"""Seconds that a writer of a pins file waits for another writer, which needs milliseconds."""
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Inside the block nobody else writes the file, in this process or another; a writer that dies lets go.
+    """Context manager: locks a pins file for writing, against threads and processes. A lock ends with its process.
 
     Raises `DataError` where the folder cannot be written, or another writer keeps the lock for `WAIT_SECONDS`.
     """
@@ -445,7 +445,7 @@ def locked(path: Path) -> Iterator[None]:
         while (file := _taken(lock)) is None:
             if time.monotonic() > deadline:
                 what = f"another process has been writing for {WAIT_SECONDS:g} s"
-                raise DataError(f"{lock} cannot be locked", found=what)
+                raise DataError(f"lock file {lock} cannot be taken", found=what, do="end that process, or try again")
             time.sleep(0.01)
     try:
         yield

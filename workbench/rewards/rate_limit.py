@@ -18,11 +18,11 @@ _ROUNDING = 1e-7
 
 
 class RateLimit:
-    """`RateLimit(max_concurrent=8, max_rpm=500, max_tpm=100_000)`: concurrency, requests and tokens a minute.
+    """`RateLimit(max_concurrent=8, max_rpm=500, max_tpm=100_000)`: limits on calls of a service.
 
-    None is no limit. A call costs `estimated_tokens_per_request` of the token budget, or the `tokens` that it passes. Pass
-    the same object to every reward that uses the service: the limits hold for all of them together (verl's hold for each
-    worker). The names are those of verl's `rate_limited` manager.
+    Limits concurrent calls, calls per minute and tokens per minute; None is no limit. A call costs the `tokens` that it
+    passes, or `estimated_tokens_per_request`. Pass one object to all rewards that use the service: the limits hold for
+    them together (verl's hold for each worker). The names are those of verl's `rate_limited` manager.
 
     Example:
         >>> limit = RateLimit(max_concurrent=8, max_rpm=500)  # doctest: +SKIP
@@ -48,7 +48,7 @@ class RateLimit:
         self._full: dict[str, float] = {}  # when a budget's store of a minute will be full again
 
     def try_enter(self, tokens: int | None = None) -> float:
-        """0.0 where the call may start now (then `leave` after it), else seconds after which to ask again."""
+        """Try to start a call: 0.0 where it may start now (call `leave` after it), else seconds until the next try."""
         costs = {"max_rpm": 1, "max_tpm": self.estimated_tokens_per_request if tokens is None else tokens}
         seconds = {name: _MINUTE * cost / getattr(self, name) for name, cost in costs.items() if getattr(self, name)}
         with self._lock:
@@ -65,13 +65,13 @@ class RateLimit:
             return 0.0
 
     def leave(self) -> None:
-        """Give a place back: a call that entered has ended."""
+        """Report the end of a call that `try_enter` let start, so that another may start."""
         with self._lock:
             self._going -= 1
 
     @asynccontextmanager
     async def slot(self, tokens: int | None = None) -> AsyncIterator[None]:
-        """`async with limit.slot(): …` waits for its turn, and gives the place back also after an exception."""
+        """Async context manager around a call: waits until it may start; its end frees the place, also on an exception."""
         while (wait := self.try_enter(tokens)) > 0:
             await asyncio.sleep(wait)
         try:

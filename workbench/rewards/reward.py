@@ -31,16 +31,17 @@ from workbench.sandbox.protocol import Sandbox
 
 
 class Reward(BaseReward):
-    """`Reward(function)`: scores a batch by a function, one `Score` a row, in order.
+    """`Reward(function)`: scores a batch by a function, one `Score` per row, in order.
 
     The function is called by its own signature: verl's `compute_score(data_source, solution_str, ground_truth,
     extra_info)` or its batch form, TRL's keyword style (`completions`, …), OpenRLHF's `(queries, prompts, labels)`, or any
-    names of values and columns. `per="group"` calls it once for the rows of one prompt, with lists, so that it can
-    rank or compare them; by default plural names mean one call for the batch, others one call a row.
+    arguments named like values or columns of a row. `per="group"` calls it once for the rows of one prompt, with lists, so
+    that it can rank or compare them; by default plural names mean one call for the batch, others one call per row.
 
-    It runs in a pool of worker processes with `timeout` seconds a row and `memory_limit_mb` a process, or with
+    It runs in a pool of `workers` processes with `timeout` seconds per row and `memory_limit_mb` per process, or with
     `in_process=True` in this process, where only an async function can be stopped at its timeout.
-    A `rate_limit` holds for all calls of all rewards that share the object.
+    A `rate_limit` holds for all calls of all rewards that share the object. `given` names arguments that are bound already;
+    `check_rows` is called with a data set's rows before a run.
     `on_failure` is the policy for rows that could not be scored (the function raised, hung or lost its worker):
 
     - `mask` (default): the row is not scored: it is counted and left out of means and losses. If every row fails,
@@ -90,7 +91,7 @@ class Reward(BaseReward):
         return self.function.text if isinstance(self.function, FileFunction) else source_of(self.function)
 
     def settings(self) -> dict[str, Any]:
-        """What was chosen at construction; for a function from a file, which one, and the file's hash."""
+        """The reward's settings as plain values; for a function from a file also its name and the file's hash."""
         found = {"in_process": self.in_process, "timeout": self.timeout, **super().settings()}
         if self.per == "group":
             found["per"] = self.per
@@ -99,11 +100,11 @@ class Reward(BaseReward):
         return found
 
     def check_signature(self, columns: Sequence[str]) -> None:
-        """Raise `RewardError`, before any work, where the function asks for what a row does not have."""
+        """Raise `RewardError`, before anything is scored, if the function needs an argument that rows do not have."""
         signatures.check_arguments(self.function, self._signature, columns)
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `DataError`, before any work, for a data set that the function cannot score (unknown sources)."""
+        """Raise `DataError`, before anything is scored, for rows that cannot be (of an unknown `data_source`, say)."""
         if self._check_rows is not None:
             self._check_rows(rows)
 
@@ -142,7 +143,8 @@ class Reward(BaseReward):
             results = signatures.results_of_batch(answer.result)
         if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != len(numbers):
             found = len(results) if hasattr(results, "__len__") else type(results).__name__
-            raise RewardError(f"reward function {self.name}", expected=f"a list of {len(numbers)} rewards", found=found)
+            what, expected = f"result of reward function {self.name}", f"a list of {len(numbers)} rewards"
+            raise RewardError(what, expected=expected, found=found)
         each = answer.seconds / len(numbers)
         pairs = zip(numbers, results, strict=True)
         scores = [signatures.as_score(result, self.name, row).timed(each) for row, result in pairs]
@@ -191,7 +193,7 @@ async def _awaited(awaitable: Any, limit: float, rate_limit: RateLimit | None) -
                 return Answer(True, await awaitable, seconds=time.perf_counter() - began)
         except Exception as error:  # noqa: BLE001 - a row's failure is that row's record
             if waiting.expired():
-                return Answer(False, None, f"no answer within {limit:g} s and was cancelled", None, limit)
+                return Answer(False, None, f"the function gave no answer within {limit:g} s", None, limit)
             return _failure(error, began)
 
 
@@ -223,14 +225,14 @@ CODE_SOURCES = ("codecontests", "apps", "codeforces", "taco")
 def scorer_for(
     data_source: Any, table: Mapping[str, Callable[..., Any]] = SCORERS, aliases: Mapping[str, str] | None = None
 ) -> Callable[..., Any]:
-    """The scorer of a `data_source`. `aliases` maps a data set's own names to known ones. Raises `DataError` for another."""
+    """The scorer of a `data_source` in `table`; `aliases` maps other names to known ones. Raises `DataError` for others."""
     name = (aliases or {}).get(data_source, data_source)
     if isinstance(name, str) and name.startswith("aime") and name not in table:
         name = "aime"  # verl's rule: every year's
     if name in table:
         return table[name]
     if name in CODE_SOURCES:
-        do = "reward=rewards.by_data_source(sandbox=wb.sandbox.local()), or sandbox.remote(url)"
+        do = "pass reward=rewards.by_data_source(sandbox=wb.sandbox.local()), or sandbox.remote(url)"
         raise DataError(f"data_source {data_source!r} is scored by running code", expected="a sandbox", do=do)
     why = unknown("data_source with a scorer", str(data_source), (*table, *CODE_SOURCES, *(aliases or {})))
     raise DataError(why, do="pass your own: reward=my_function, or aliases={...} of by_data_source")
@@ -239,7 +241,7 @@ def scorer_for(
 def check_sources(
     sources: Iterable[Any], table: Mapping[str, Callable[..., Any]] = SCORERS, aliases: Mapping[str, str] | None = None
 ) -> None:
-    """Raise `DataError`, before anything runs, for a data set with a `data_source` that cannot be scored."""
+    """Raise `DataError` if one of `sources` (a data set's values of `data_source`) has no scorer; called before a run."""
     for source in dict.fromkeys(sources):
         scorer_for(source, table, aliases)
 
@@ -275,17 +277,17 @@ def by_data_source(
 
 
 def as_reward(function: Any = None, **options: Any) -> BaseReward:
-    """Whatever people have, as a reward; `options` are those of `Reward`.
+    """Make a reward of whatever scores responses; `options` are those of `Reward`.
 
-    None: by `data_source`. A reward (`Reward`, `Rubric`, `Judge`, …): itself. `"file.py"` or `"file.py:function"`: loaded.
+    None: `by_data_source`. A reward (`Reward`, `Rubric`, `Judge`, …): itself. `"file.py"` or `"file.py:function"`: loaded.
     A callable, or a module with a `compute_score` as verl's are (`rewards.gsm8k`): wrapped in `Reward`; scorers of
-    workbench whose run time is bounded run in this process. Raises `DataError` for options of a reward that is made already.
+    workbench whose run time is bounded run in this process. Raises `DataError` for `options` beside a finished reward.
     """
     if function is None:
         return by_data_source(**options)
     if isinstance(function, BaseReward):
         if options:
-            raise DataError(f"{function!r} has its own settings", found=f"options {sorted(options)}")
+            raise DataError(f"{function!r} has its own settings", expected="no options", found=sorted(options))
         return function
     if isinstance(function, str):
         path, _, name = function.partition(":")

@@ -16,13 +16,13 @@ from workbench.rewards.score import Score, Status, failed
 
 
 class Rubric(BaseReward, Shown):
-    """`Rubric({"correct": gsm8k, "format": fmt}, weights={"format": 0.1}, gates={"safe": 0.5})`.
+    """Several rewards as one: `Rubric({"correct": gsm8k, "safe": safe}, weights={"correct": 2.0}, gates={"safe": 0.5})`.
 
     The value is Σ weight · part over the parts that scored the row (weight 1 unless given); `normalise=True` divides it by
-    the sum of their weights. Where a gate's part is below its threshold the value is `gated` instead; a gate without a
-    weight adds nothing to the sum. A part that is *not_applicable* is left out of the sum; a part that is *infra_error* after
-    its own policy makes the row *infra_error*, because a sum without it would be another reward. Parts run concurrently;
-    extra `parts` has each part's score by name.
+    the sum of their weights. Where a part is below its threshold in `gates` the value is `gated` instead; a part with a
+    gate has weight 0 unless given. A part that is *not_applicable* is left out of the sum; a part that is *infra_error*
+    after its own policy makes the row *infra_error*, because a sum without it would be another reward. Parts run
+    concurrently; the score's extra `parts` has each part's score by name.
 
     Parts are whatever `as_reward` takes: functions, files, `Reward`, `Judge`, `RewardModel`, `code(sandbox)`, rubrics.
     """
@@ -54,33 +54,33 @@ class Rubric(BaseReward, Shown):
 
     @property
     def source(self) -> str:
-        """The parts' sources, one after the other."""
+        """The `source` of every part, one after the other."""
         return "\n\n".join(f"# {part}\n{reward.source}" for part, reward in self.parts.items() if reward.source)
 
     def settings(self) -> dict[str, Any]:
-        """Weights, gates, and each part's own."""
+        """The rubric's settings as plain values: policy, weights, gates, and the settings of each part."""
         own = {name: getattr(self, name) for name in ("weights", "gates", "gated", "normalise")}
         parts = {part: reward.settings() for part, reward in self.parts.items()}
         return {**super().settings(), **own, "parts": parts}
 
     def check_signature(self, columns: Sequence[str]) -> None:
-        """Check the signature of every part."""
+        """Raise `RewardError`, before anything is scored, if a part needs a column that `columns` (names) lack."""
         for reward in self.parts.values():
             reward.check_signature(columns)
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Check the rows with every part."""
+        """Raise `DataError`, before anything is scored, if a part cannot score these rows of a data set."""
         held = list(rows)
         for reward in self.parts.values():
             reward.check_rows(held)
 
     def close(self) -> None:
-        """Close every part."""
+        """End the worker processes and connections of every part."""
         for reward in self.parts.values():
             reward.close()
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One `Score` for each row view; the parts run concurrently."""
+        """One `Score` for each row, in order; the parts run concurrently."""
         threads = ThreadPoolExecutor(len(self.parts), thread_name_prefix="workbench-rubric")
         try:
             asked = {part: threads.submit(_settled, reward, rows) for part, reward in self.parts.items()}
@@ -105,7 +105,7 @@ class Rubric(BaseReward, Shown):
         """The sum of the weights of the parts that judged a row, where the rubric is normalised; else 1."""
         total = sum(self.weights[part] for part in parts) if self.normalise else 1.0
         if not total:
-            raise RewardError("weights of a normalised rubric", expected="a sum ≠ 0", found=self.weights)
+            raise RewardError("weights of a normalised rubric", expected="a sum ≠ 0 in each row", found=self.weights)
         return total
 
     def _judged(self, scores: Mapping[str, Score]) -> Score:

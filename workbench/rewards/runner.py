@@ -30,7 +30,7 @@ START_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of one call, with the fields that a worker sends, in their order."""
+    """The result of one call of a function in a worker process."""
 
     ok: bool
     result: Any
@@ -68,7 +68,7 @@ def _by_value(function: Callable[..., Any]) -> bytes:
 
 
 class Pool:
-    """`Pool(function, workers=2, timeout=30.0)`; `map(list of keyword arguments)` returns answers in order.
+    """Worker processes that call a function: `Pool(function).map(list of keyword arguments)` returns answers in order.
 
     Processes start with the first call, stay for the next, and end with `close`, with the pool, or with this process.
     Functions defined in a notebook cell are sent by cloudpickle. Workers import neither torch nor workbench unless the
@@ -86,8 +86,8 @@ class Pool:
         try:
             self._function = _by_value(function)
         except Exception as cause:
-            what = f"reward function {getattr(function, '__name__', repr(function))} cannot be sent to a worker"
-            raise RewardError(what, found=cause, do="use in_process=True") from cause
+            what = f"reward function {getattr(function, '__name__', repr(function))} cannot be sent to a worker process"
+            raise RewardError(what, found=cause, do="pass in_process=True") from cause
         self._size = workers
         self._timeout = timeout
         self._env = {"WORKBENCH_WORKER_MEMORY_MB": str(memory_mb)} if memory_mb else {}
@@ -96,14 +96,14 @@ class Pool:
         self._idle: list[Child] = []
 
     def close(self) -> None:
-        """End all workers; the next `map` starts new ones."""
+        """End all worker processes; the next `map` starts new ones."""
         self._idle.clear()
         while self._workers:
             self._workers.pop().close()
 
     def map(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float] | None = None) -> list[Answer]:
-        """One `Answer` a call, each with its own limit in seconds. A call that runs past its limit, or that kills its
-        worker, fails alone."""
+        """Call the function with each of `calls` (keyword arguments): one `Answer` per call, in order. `limits` are seconds
+        per call, by default the pool's `timeout`. A call that runs past its limit, or kills its worker, fails alone."""
         bodies = [cloudpickle.dumps(dict(arguments)) for arguments in calls]
         seconds = [self._timeout] * len(calls) if limits is None else limits
         places, slot = asyncio.Semaphore(self._size), (self._rate_limit or RateLimit()).slot
@@ -125,7 +125,7 @@ class Pool:
         if worker is None:
             worker = Child(_WORKER, env={**importing(os.environ), **self._env})
             self._workers.add(worker)
-            answer = _exchanged(worker, self._function, START_SECONDS, "its worker did not start")
+            answer = _exchanged(worker, self._function, START_SECONDS, "the worker process did not start")
         if answer.ok:
             answer = _exchanged(worker, body, limit)
         else:
@@ -137,19 +137,19 @@ class Pool:
         return answer
 
 
-def _exchanged(worker: Child, body: bytes, limit: float, late: str = "no answer") -> Answer:
+def _exchanged(worker: Child, body: bytes, limit: float, late: str = "the function gave no answer") -> Answer:
     try:
         return Answer(*cloudpickle.loads(worker.exchange(body, limit)))  # our own child, over a socket pair
     except TimeoutError:
         return Answer(False, None, f"{late} within {limit:g} s and was ended", None, limit)
     except OSError:
-        return Answer(False, None, f"the worker ended with {worker.how()}")
+        return Answer(False, None, f"the worker process ended with {worker.how()}")
     except Exception as error:  # noqa: BLE001 - a result that cannot travel is that row's failure
-        return Answer(False, None, f"the result cannot be read: {first_line(error)}")
+        return Answer(False, None, f"the function's result cannot be unpickled: {first_line(error)}")
 
 
 async def in_thread(work: Callable[[], T], name: str = "workbench-reward") -> T:
-    """Do blocking work in a daemon thread of its own, which no exit of the process waits for."""
+    """Run blocking work in a daemon thread of its own; the process can exit without waiting for it."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # a thread cannot be stopped: from now on it may always set its result
 

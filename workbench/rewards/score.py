@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def bounded(function: F) -> F:
     """Decorator: marks a scorer whose run time is bounded, so that `as_reward` runs it in this process.
 
-    A scorer that another function makes has that function's name.
+    A scorer that another function returns (`shaping.repetition`, say) gets that function's name.
     """
     function.in_process = True  # type: ignore[attr-defined]
     function.__name__ = function.__qualname__.partition(".")[0]
@@ -28,7 +28,7 @@ def bounded(function: F) -> F:
 
 
 class Status(StrEnum):
-    """What became of a row: scored, failed by the model's own fault, not scored by a fault of ours, or not applicable."""
+    """Whether a row was scored. *no_answer*, *crashed* and *timeout* are faults of the response and count as scored."""
 
     SCORED = "scored"
     """The response was scored."""
@@ -45,13 +45,13 @@ class Status(StrEnum):
 
     @property
     def failed_by_model(self) -> bool:
-        """Whether the response itself is what failed."""
+        """Whether the response itself failed: no answer, a crash or a timeout of its code."""
         return self in (Status.NO_ANSWER, Status.CRASHED, Status.TIMEOUT)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Score(Shown):
-    """One row's reward. Raises `RewardError` for a value that is NaN or infinite."""
+    """One row's reward: value, parts, reason and status. Raises `RewardError` for a value that is NaN or infinite."""
 
     value: float = 0.0
     """The reward; meaningful where `scored`."""
@@ -60,7 +60,7 @@ class Score(Shown):
     answer: str | None = None
     """What was extracted from the response."""
     why: str = ""
-    """One sentence."""
+    """The reason for the value or the status, in one sentence."""
     status: Status = Status.SCORED
     """Whether the row was scored, and if not, why."""
     error: str | None = None
@@ -68,11 +68,11 @@ class Score(Shown):
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Whatever else a function returned."""
     seconds: float = 0.0
-    """Wall time of scoring."""
+    """Wall time of scoring, in seconds."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
-            raise RewardError("a reward", expected="a finite number, or None for 'not applicable'", found=self.value)
+            raise RewardError("the value of a Score", expected="a finite number", found=self.value)
 
     @property
     def scored(self) -> bool:
@@ -80,24 +80,24 @@ class Score(Shown):
         return self.status not in (Status.INFRA_ERROR, Status.NOT_APPLICABLE)
 
     def timed(self, seconds: float) -> Score:
-        """A copy with its wall time."""
+        """A copy with this wall time of scoring."""
         return replace(self, seconds=seconds)
 
     def with_value(self, value: float, **parts: float) -> Score:
-        """A copy with another value, and further parts."""
+        """A copy with this value, and with these parts added."""
         return replace(self, value=value, parts={**self.parts, **parts})
 
     def with_extra(self, extra: Mapping[str, Any]) -> Score:
-        """A copy with further extras."""
+        """A copy with these extras added."""
         return replace(self, extra={**self.extra, **extra})
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for disk."""
+        """The score as a dict of plain values, to be saved."""
         return {**vars(self), "parts": dict(self.parts), "extra": dict(self.extra), "status": self.status.value}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Score:
-        """The reverse of `to_json`. The file may come from anybody: raises where a field is not of its type."""
+        """The score of a dict that `to_json` made. Raises where a field is missing or of another type."""
         texts = {name: str(record[name]) for name in ("answer", "why", "error") if record.get(name) is not None}
         parts = {str(name): _real(value) for name, value in record["parts"].items()}
         kept = {**record, **texts, "parts": parts, "extra": dict(record["extra"]), "seconds": _real(record["seconds"])}
@@ -136,7 +136,7 @@ register_codec("Missing", Missing, lambda _: None, lambda _: MISSING)
 
 
 def extra_columns(scores: Sequence[Score]) -> dict[str, list[Any]]:
-    """`reward_extra/<key>` → one value a row: the union of all rows' keys, `MISSING` where a row has none."""
+    """The extras of scores as columns `reward_extra/<key>`, one value per row: `MISSING` where a row lacks the key."""
     names = dict.fromkeys(name for score in scores for name in score.extra)
     return {f"reward_extra/{name}": [score.extra.get(name, MISSING) for score in scores] for name in names}
 

@@ -35,10 +35,10 @@ _PLURALS |= {"ground_truths": "ground_truth", "prompts": "prompt", "completions"
 
 @dataclass(frozen=True)
 class Signature:
-    """How to call a function."""
+    """How to call a reward function: its arguments, and whether a call is for one row or for all."""
 
     names: tuple[str, ...]
-    """Its arguments that are filled from a row."""
+    """The function's arguments that are filled from a row."""
     optional: frozenset[str]
     """Those of them that have a default."""
     batched: bool
@@ -47,13 +47,13 @@ class Signature:
     """It takes `**kwargs`: TRL's style, every column is passed by name."""
 
     def columns(self) -> tuple[str, ...]:
-        """Columns of the batch that it needs: arguments without a default that are not values of every row."""
+        """Columns of the batch that the function needs: arguments without a default that no value of a row fills."""
         known = {*_MEANING, *self.optional, *(_PLURALS if self.batched else ())}
         return tuple(name for name in self.names if name not in known)
 
 
 def read_signature(function: Callable[..., Any], given: Sequence[str] = ()) -> Signature:
-    """The `Signature` of a function. `given` are arguments that are bound already (`reward_kwargs`).
+    """The `Signature` of a function. `given` names arguments that are bound already (`reward_kwargs`).
 
     A function with a plural argument (`completions`, `solution_strs`) is called once for the whole batch.
     Raises `RewardError` for positional-only arguments, and for a function without a readable signature.
@@ -67,7 +67,7 @@ def read_signature(function: Callable[..., Any], given: Sequence[str] = ()) -> S
     for one in parameters:
         if one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL):
             what = f"reward function {_name(function)}: argument {one.name!r}"
-            raise RewardError(what, expected="arguments that can be given by name", found=found)
+            raise RewardError(what, expected="arguments that can be given by name", found=f"signature {found}")
     names = tuple(one.name for one in named)
     optional = frozenset(one.name for one in named if one.default is not one.empty)
     everything = any(one.kind is one.VAR_KEYWORD for one in parameters)
@@ -75,7 +75,7 @@ def read_signature(function: Callable[..., Any], given: Sequence[str] = ()) -> S
 
 
 def check_arguments(function: Callable[..., Any], signature: Signature, columns: Sequence[str]) -> None:
-    """Raise `RewardError`, before any work, for a function that asks for what no row has."""
+    """Raise `RewardError` if the function needs an argument that is neither in `columns` nor a value of every row."""
     known = {*_MEANING, *columns, *_PLURALS}
     for name in signature.names:
         if name not in known | signature.optional:
@@ -85,13 +85,13 @@ def check_arguments(function: Callable[..., Any], signature: Signature, columns:
 
 
 def call_arguments(signature: Signature, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments for one row."""
+    """The keyword arguments for a call of the function on one row."""
     verls = ("data_source", "solution_str", "ground_truth", "extra_info") if signature.everything else ()
     return {name: _value(name, row) for name in dict.fromkeys((*signature.names, *verls)) if _has(name, row)}
 
 
 def batch_arguments(signature: Signature, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The keyword arguments for all rows at once: a list for each.
+    """The keyword arguments for one call of the function on all rows: each is a list with one value per row.
 
     TRL's functions (`completions`) get completions as message lists where the prompts are chats, and every
     column by its own name where they take `**kwargs`.
@@ -130,7 +130,7 @@ def _value(name: str, row: Mapping[str, Any]) -> Any:
 
 
 def results_of_batch(result: Any) -> Any:
-    """What one call for many rows returned, as a list: of a tensor or an array its values, of OpenRLHF's dict its rows."""
+    """The result of a call for many rows as a list: a tensor's or array's values, or of OpenRLHF's dict a dict per row."""
     if isinstance(result, Mapping) and "rewards" in result:
         found = [{"score": value} for value in results_of_batch(result["rewards"])]
         for name, values in (result.get("extra_logs") or {}).items():
@@ -142,7 +142,7 @@ def results_of_batch(result: Any) -> Any:
 
 
 def as_score(result: Any, function: str, row: int) -> Score:
-    """What a function returned for a row, as a `Score`.
+    """Convert what the reward function named `function` returned for row number `row` to a `Score`.
 
     float, int, bool, NumPy or torch scalar: the value. dict: `score` (or `reward_score`, `reward`) is the value, other
     numbers are parts, the rest extra. tuple or list: its first element (verl's rule). None: not applicable.
@@ -156,7 +156,7 @@ def as_score(result: Any, function: str, row: int) -> Score:
         return _from_dict(result, function, row)
     if isinstance(result, tuple | list) and result:
         return as_score(result[0], function, row)
-    value, place = _number(result), f"reward function {function}, row {row}"
+    value, place = _number(result), f"result of reward function {function}, row {row}"
     if value is None:
         raise RewardError(place, expected="a number, a dict with 'score', a Score, or None", found=describe(result))
     if not math.isfinite(value):
@@ -168,7 +168,7 @@ def _from_dict(result: Mapping[str, Any], function: str, row: int) -> Score:
     key = next((key for key in ("score", "reward_score", "reward") if key in result), None)
     if key is None:
         found = f"keys {sorted(map(str, result))}"
-        raise RewardError(f"reward function {function}, row {row}", expected="a dict with 'score'", found=found)
+        raise RewardError(f"result of {function}, row {row}", expected="a dict with 'score'", found=found)
     main = as_score(result[key], function, row)
     parts, extra = dict(main.parts), dict(main.extra)
     for name, value in result.items():

@@ -1,7 +1,7 @@
 """What the child process of a user's reward function runs (`base.child`), by its path: it imports nothing of workbench.
 
-Messages are cloudpickle bytes from our own parent process (never from a file). First comes the function, then the arguments of
-call after call; each is answered by the fields of an `Answer` (`rewards.runner`).
+Messages are cloudpickle bytes from our own parent process (never from a file). First comes the function, then the arguments
+of call after call; each is answered by the fields of an `Answer` (`rewards.runner`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 
 async def awaited(result: Any) -> Any:
-    """What an async function gives."""
+    """Await the result of an async function, for `asyncio.run`."""
     return await result
 
 
@@ -32,7 +32,7 @@ PRINTED = 4000
 
 
 def answer(function: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """(ok, result, error line, traceback, seconds, printed). Every exception of foreign code is caught here."""
+    """Call the function: (ok, result, error line, traceback, seconds, printed). All its exceptions are caught."""
     printed = io.StringIO()
     began = time.perf_counter()
     found: tuple[Any, ...]
@@ -46,22 +46,22 @@ def answer(function: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
 
 
 class TextLoader(importlib.abc.InspectLoader):
-    """Loads a module from a text that is here already: what the trainer read and hashed, whatever the file is now."""
+    """Loads a module from the source text that the trainer read and hashed, even where the file has changed since."""
 
     def __init__(self, path: str, text: str) -> None:
         self.path, self.text = path, text
 
     def get_source(self, fullname: str) -> str:
-        """The text."""
+        """The module's source text."""
         return self.text
 
     def get_code(self, fullname: str) -> types.CodeType:
-        """Compiled under the file's own path, so that tracebacks show its lines."""
+        """The module's code, compiled under the file's own path, so that tracebacks show its lines."""
         return self.source_to_code(self.text, self.path)
 
 
 def from_file(record: dict[str, Any]) -> Any:
-    """Load a function from a Python file, by `path` and `name` of the record; the file's folder is put on `sys.path`.
+    """Load the function of a `FileFunction.record`, from its text; the folder of the file is put on `sys.path`.
 
     With `construct` in the record the name is a class (a reward manager written for verl), and an object of it is returned.
     """
@@ -94,14 +94,14 @@ def stand_in_for_verl() -> None:
 
 
 def limit_memory() -> None:
-    """Limit the address space, where the trainer set a limit: too large a result is a MemoryError here, not swapping."""
+    """Limit this process to `WORKBENCH_WORKER_MEMORY_MB`, where that is set: beyond it Python raises `MemoryError`."""
     limit = os.environ.pop("WORKBENCH_WORKER_MEMORY_MB", None)
     if limit:
         resource.setrlimit(resource.RLIMIT_AS, (int(limit) << 20, int(limit) << 20))
 
 
 def main(parent: Any) -> None:
-    """Answer messages for ever; the parent ends this process."""
+    """Load the function that the parent process sends, then answer call after call until the parent ends this process."""
     import cloudpickle
 
     limit_memory()
@@ -119,5 +119,5 @@ def main(parent: Any) -> None:
         try:
             body = cloudpickle.dumps(found)
         except Exception as error:  # noqa: BLE001 - a result that cannot travel is that row's failure
-            body = cloudpickle.dumps((False, None, f"the result cannot be pickled: {error}", "", *found[4:]))
+            body = cloudpickle.dumps((False, None, f"the function's result cannot be pickled: {error}", "", *found[4:]))
         parent.send(body)

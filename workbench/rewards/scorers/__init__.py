@@ -1,1 +1,1 @@
-"""Rule scorers, one family a file: `compute_score` gives verl's number, the scorer of the file's name a record."""
+"""Rule scorers, one family per file: `compute_score` returns verl's number, the function named like the file a `Score`."""

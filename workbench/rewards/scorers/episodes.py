@@ -20,7 +20,7 @@ _RUN = ("ok", "refused", "error", "late")
 
 
 def task_minus_calls(task: Task = gsm8k, *, free: int = 3, cost: float = 0.1) -> Callable[..., Score]:
-    """A scorer: the task's score − `cost` for every tool call beyond `free`. Parts: `task`, `calls` (≤ 0)."""
+    """Make a scorer: the task's score − `cost` for every tool call beyond `free`. Parts: `task`, `calls` (≤ 0)."""
     require(free >= 0, "free", expected="≥ 0 calls", found=free)
     require(0 <= cost < math.inf, "cost", expected="a number ≥ 0", found=cost)
 
@@ -33,7 +33,7 @@ def task_minus_calls(task: Task = gsm8k, *, free: int = 3, cost: float = 0.1) ->
 
 
 def task_minus_flat(task: Task = gsm8k, *, most: int = 5, penalty: float = 0.5) -> Callable[..., Score]:
-    """A scorer: the task's score, less `penalty` once where there were more than `most` calls. Parts: `task`, `calls`."""
+    """Make a scorer: the task's score − `penalty` once for more than `most` tool calls. Parts: `task`, `calls`."""
     require(0 <= penalty < math.inf, "penalty", expected="a number ≥ 0", found=penalty)
 
     @bounded
@@ -47,7 +47,7 @@ def task_minus_flat(task: Task = gsm8k, *, most: int = 5, penalty: float = 0.5) 
 def episode(
     task: Task = gsm8k, *, turn_weight: float = 1.0, tool_weight: float = 1.0, total_weight: float = 0.0
 ) -> Callable[..., Score]:
-    """A scorer: the task's score + the weighted sums of `turn_scores`, of `tool_rewards`, and of the tools' totals.
+    """Make a scorer: the task's score + the weighted sums of `turn_scores`, of `tool_rewards`, and of the tools' totals.
 
     Parts: `task`, `turns`, `tools`, and `totals` where a tool returned one: each tool's `calc_reward` over the whole episode
     (`agent_extra["tool_totals"]`). `total_weight` is 0 by default, because most tools sum up there what they returned call by
@@ -77,7 +77,7 @@ def episode(
 
 
 def code_that_ran(*, tool: str = "python", partial: float = 0.5, tolerance: float = 1e-6) -> Callable[..., Score]:
-    """A scorer of the episode's last call of `tool`: 1 where its last line of output is the ground truth, `partial` where the
+    """Make a scorer of the last call of `tool`: 1 where its last line of output is the ground truth, `partial` where the
     program ran and printed something else, 0 where it failed (*crashed*) or there was no such call (*no_answer*).
 
     A call that the tool could not run is *infra_error*. Numbers are compared within `tolerance`.

@@ -21,7 +21,7 @@ _FLEXIBLE = re.compile(r"(\-?[0-9\.\,]+)")
 
 
 def extract_answer(solution: str, method: str = "strict") -> str | None:
-    """The answer as it is compared, or None. Raises `ValueError` for a method other than `strict` and `flexible`."""
+    """The number after the last `####` (`flexible`: the last number) as text, or None. `ValueError` for other methods."""
     tail = solution[-WINDOW:]
     if method == "strict":
         found = _STRICT.findall(tail)
@@ -29,21 +29,21 @@ def extract_answer(solution: str, method: str = "strict") -> str | None:
     if method == "flexible":
         numbers = [text for text in _FLEXIBLE.findall(tail) if text not in ("", ".")]
         return numbers[-1] if numbers else None
-    raise ValueError(f"method {method!r}; expected 'strict' or 'flexible'")
+    raise ValueError(f"gsm8k has no method {method!r}; expected 'strict' or 'flexible'")
 
 
 def reference_answer(worked: str) -> str:
     """The ground truth in a worked reference answer: what follows the first `#### `, without commas."""
     found = _STRICT.search(worked)
     if found is None:
-        raise RewardError("a reference answer", expected="a line '#### <number>'", found=repr(worked[-60:]))
+        raise RewardError("the end of a reference answer", expected="a line '#### <number>'", found=repr(worked[-60:]))
     return found[1].replace(",", "")
 
 
 def compute_score(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """verl's number: `score` where right, `format_score` where wrong, 0 where nothing was found."""
+    """GSM8K's number, as verl computes it: `score` where right, `format_score` where wrong, 0 without an answer."""
     answer = extract_answer(solution_str, method)
     return 0.0 if answer is None else score if answer == ground_truth else format_score
 
@@ -52,7 +52,7 @@ def compute_score(
 def gsm8k(
     response: str, ground_truth: Any, *, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> Score:
-    """GSM8K's rule as a `Score`, with the extracted answer and the reason."""
+    """Score a response by GSM8K's rule (see `compute_score`), with the extracted answer and the reason."""
     answer = extract_answer(response, method)
     if answer is None:
         wanted = "no '#### <number>'" if method == "strict" else "no number"

@@ -40,7 +40,7 @@ _LATEX = (
 
 
 def normalise(answer: str) -> str:
-    """What follows the last `=`, normalised by Minerva's rules."""
+    """Normalise an answer by Minerva's rules; only the text after its last `=` is kept."""
     text = answer.split("=")[-1]
     for before, after in _REPLACED:
         text = text.replace(before, after)
@@ -54,7 +54,7 @@ def normalise(answer: str) -> str:
 
 
 def compute_score(solution_str: str, ground_truth: str, strict_box_verify: bool = False) -> dict[str, Any]:
-    """verl's dict: `score` ±1.0, `acc`, `pred`. With `strict_box_verify` only boxes count."""
+    """DAPO's score as verl's dict: `score` ±1.0, `acc`, `pred`. With `strict_box_verify` only a `\\boxed{…}` counts."""
     tail = solution_str[-WINDOW:]
     boxed = last_box(tail[-BOX_WINDOW:])
     lines = _LINE.findall(tail)
@@ -69,7 +69,7 @@ def compute_score(solution_str: str, ground_truth: str, strict_box_verify: bool 
 
 @bounded
 def math_dapo(response: str, ground_truth: Any, *, strict_box_verify: bool = False) -> Score:
-    """DAPO's rule as a `Score`: value ±1, part `acc`. A response without an answer scores −1, as DAPO trains."""
+    """Score an answer by DAPO's rule: value ±1, part `acc`. A response without an answer scores −1, as in DAPO."""
     if ground_truth is None:
         return no_truth()
     result = compute_score(response, str(ground_truth), strict_box_verify)

@@ -15,7 +15,7 @@ _REMOVED = ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
 
 
 def box(text: str) -> str | None:
-    r"""The answer as verl finds it: the last box decides, even where it is unclosed or an `\fbox`."""
+    r"""The answer as verl finds it: in the last `\boxed{…}`, or after `\boxed ` up to a `$`; None where there is none."""
     if "\\boxed " in text:
         return text.rsplit("\\boxed ", 1)[1].split("$", 1)[0]
     start = text.rfind("\\boxed")
@@ -24,14 +24,14 @@ def box(text: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """The string that is compared. Raises `ValueError` for an answer that the rules cannot read."""
+    """Normalise an answer by MATH's string rules. Raises `ValueError` for one that the rules cannot read."""
     text = answer.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac")
     for part in _REMOVED:
         text = text.replace(part, "")
     text, *units = text.split("\\text{ ")
     if len(units) > 1:
-        raise ValueError("two units")
+        raise ValueError("the answer has more than one \\text{ …} unit")
     text = text.replace("\\\\%", "").replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
     if not text:
         return text
@@ -48,7 +48,7 @@ def _roots(text: str) -> str:
     first, *rest = text.split("\\sqrt")
     for part in rest:
         if not part:
-            raise ValueError("a root of nothing")
+            raise ValueError("the answer has a \\sqrt of nothing")
         first += "\\sqrt" + (part if part[0] == "{" else f"{{{part[0]}}}{part[1:]}")
     return first
 
@@ -59,7 +59,7 @@ def _fractions(text: str) -> str:
     for part in rest:
         made += "\\frac"
         if not part:
-            raise ValueError("a fraction of nothing")
+            raise ValueError("the answer has a \\frac of nothing")
         if part[0] == "{":
             made += part
         elif len(part) < 2:
@@ -84,7 +84,7 @@ def _slash(text: str) -> str:
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two answers are equal after normalisation, or unchanged where one cannot be normalised."""
+    """Whether two answers are equal after `normalise`, or as they are where one cannot be normalised."""
     try:
         return normalise(one) == normalise(other)
     except ValueError:
@@ -92,14 +92,14 @@ def same(one: str, other: str) -> bool:
 
 
 def compute_score(solution_str: str, ground_truth: str) -> float:
-    """verl's number: 1.0 or 0.0."""
+    """verl's `math_reward`: 1.0 where the last `\\boxed{…}` equals the ground truth as a normalised string, else 0.0."""
     answer = box(solution_str)
     return float(answer is not None and same(answer, ground_truth))
 
 
 @bounded
 def math_string(response: str, ground_truth: Any) -> Score:
-    """verl's `math_reward` as a `Score`."""
+    """Score 1 where the last `\\boxed{…}` equals the ground truth as a normalised string (verl's `math_reward`), else 0."""
     if ground_truth is None:
         return no_truth()
     answer = box(response)
@@ -109,7 +109,7 @@ def math_string(response: str, ground_truth: Any) -> Score:
 
 
 def last_box(text: str) -> str | None:
-    r"""What the last `\boxed{` holds up to its matching brace; None without one, or where it is never closed."""
+    r"""The text in the last `\boxed{…}`, up to its matching brace; None without one, or where it is never closed."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

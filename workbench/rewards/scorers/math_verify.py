@@ -15,7 +15,7 @@ __by_value__ = True
 
 
 def equivalence(response: str, ground_truth: Any, strict: bool = False) -> dict[str, Any]:
-    """Gold is read as LaTeX; the answer as LaTeX or a plain expression, or with `strict` from a box alone."""
+    """Compare an answer with the ground truth as mathematics: LaTeX or plain expressions; with `strict` only in a box."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     gold = parse(f"\\boxed{{{ground_truth}}}", [LatexExtractionConfig()], parsing_timeout=None)
@@ -40,7 +40,7 @@ def equivalence(response: str, ground_truth: Any, strict: bool = False) -> dict[
 def math_verify(*, strict: bool = False, timeout: float = 5.0, workers: int = 2, **options: Any) -> Reward:
     """A reward that is 1 where the answer is equivalent to the ground truth: `\\frac14` is `0.25`, `1,000` is `1000`.
 
-    `strict` wants a box. A row that cannot be decided within `timeout` seconds (a tower of powers) is *infra_error*.
+    `strict` reads only a `\\boxed{…}`. A row that takes more than `timeout` seconds (a tower of powers) is *infra_error*.
     Needs the package math-verify, which is installed with workbench.
     """
     function = partial(equivalence, strict=True) if strict else equivalence

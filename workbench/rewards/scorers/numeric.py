@@ -28,7 +28,7 @@ _PI = re.compile(r"^([-+]?\d{0,30}(?:\.\d{1,30})?)\s*\\?pi(?:\s*/\s*(\d{1,30}))?
 
 
 def extract_answer(text: str) -> str | None:
-    """What follows the last marker (`answer:`, `answer is`) on its line, else the last box; None without either."""
+    """The answer in a text: what follows the last `answer:` or `answer is` on its line, else the last box, or None."""
     answer = text.rsplit("</think>", 1)[-1]
     boxed = last_box(answer)
     lower = answer.lower()
@@ -43,7 +43,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def number(text: str) -> float | None:
-    """The value of a text that is a number of the module's grammar, else None."""
+    """The value of a text that is one number (decimal, fraction, root, multiple of π or percentage); else None."""
     plain = text.strip().strip("$").strip().removeprefix("\\$").replace("\\!", "").replace("−", "-").rstrip(".")
     percent = plain.endswith("%")
     plain = plain.removesuffix("%").removesuffix("\\").strip()
@@ -75,7 +75,8 @@ def _factor(text: str) -> float:
 def same_answer(answer: str, truth: str, *, tolerance: float = 1e-4, lenient: bool = False) -> bool:
     """Whether two answers are equal: as numbers, entry by entry for tuples, else as normalised strings.
 
-    A whole number must be met exactly (10001 is not 10000), another within a relative `tolerance`.
+    A whole number must be met exactly (10001 is not 10000), another within a relative `tolerance`. `lenient` also
+    accepts 100 times the number, or a hundredth of it.
     """
     answer, truth = answer[:LONGEST].strip(), truth.strip()
     ours, theirs = _parts(answer), _parts(truth)
@@ -106,7 +107,7 @@ def _parts(text: str) -> list[str]:
 
 @bounded
 def numeric(response: str, ground_truth: Any, *, tolerance: float = 1e-4, lenient: bool = False) -> Score:
-    """1 where the extracted answer equals the ground truth, else 0."""
+    """Score 1 where the answer (`extract_answer`) equals the ground truth (`same_answer`), else 0."""
     if ground_truth is None:
         return no_truth()
     answer = extract_answer(response)
@@ -117,7 +118,7 @@ def numeric(response: str, ground_truth: Any, *, tolerance: float = 1e-4, lenien
 
 
 def has_format(text: str) -> bool:
-    r"""`<think>` at the start, `</think>`, and after it a `\boxed{…}`."""
+    r"""Whether a text starts with `<think>` and has a closed `\boxed{…}` after its first `</think>`."""
     if not text.startswith("<think>") or "</think>" not in text:
         return False
     return last_box(text.split("</think>", 1)[1]) is not None
@@ -125,7 +126,7 @@ def has_format(text: str) -> bool:
 
 @bounded
 def geometry3k(response: str, ground_truth: Any, *, format_score: float = 0.1) -> Score:
-    """Geometry3k's score: (1 − `format_score`)·accuracy + `format_score`·format. Without a box the accuracy is 0."""
+    """Geometry3k's score: (1 − `format_score`)·accuracy + `format_score`·format; see `has_format`. No box: accuracy 0."""
     if ground_truth is None:
         return no_truth()
     require(0 <= format_score <= 1, "format_score", expected="a number in [0, 1]", found=format_score)

@@ -17,19 +17,19 @@ MANY_TAGS = 10
 
 
 def normalise(text: str) -> str:
-    """Lower case, no ASCII punctuation, no articles, single spaces (SQuAD's rule)."""
+    """A text in lower case, without ASCII punctuation and articles, with single spaces (SQuAD's rule)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def extract_answer(text: str) -> str | None:
-    """What the last pair of tags holds."""
+    """The text in the last `<answer>…</answer>`; None without one."""
     # each piece ends at a closing tag; a lazy pattern would be quadratic in opening tags that are never closed
     pieces = text.split("</answer>")[:-1]
     return next((piece.split("<answer>", 1)[1].strip() for piece in reversed(pieces) if "<answer>" in piece), None)
 
 
 def targets(ground_truth: Any) -> list[str]:
-    """The right answers of `{"target": text or list}`, of a list, or of a text."""
+    """The accepted answers of a ground truth, which is `{"target": text or list}`, a list or a text."""
     wanted = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     several = wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str) else [wanted]
     return [str(one) for one in several if one is not None]
@@ -43,7 +43,8 @@ def compute_score(
     score: float = 1.0,
     substring: bool = False,
 ) -> float:
-    """Search-R1's number, as verl computes it: `score`, `format_score` or 0; `method` has no effect, in verl neither.
+    """Search-R1's number, as verl computes it: `score` where right (a quarter of it with more than `MANY_TAGS` tags),
+    `format_score` where wrong, 0 without an answer; see `is_right`. `method` has no effect, as in verl.
 
     A quirk of verl is kept: an answer that normalises to nothing equals a target that does.
     """
@@ -55,7 +56,7 @@ def compute_score(
 
 
 def is_right(answer: str, ground_truth: Any, substring: bool = False) -> bool:
-    """Whether an answer normalises to a target (or with `substring` holds one)."""
+    """Whether an answer equals a target after `normalise`, or with `substring` contains one."""
     ours = normalise(answer)
     theirs = [normalise(target) for target in targets(ground_truth)]
     return any(each in ours for each in theirs) if substring else ours in theirs
@@ -63,7 +64,7 @@ def is_right(answer: str, ground_truth: Any, substring: bool = False) -> bool:
 
 @bounded
 def search_em(response: str, ground_truth: Any, *, substring: bool = False, format_score: float = 0.0) -> Score:
-    """Search-R1's exact match (with `substring`: a target within the answer) as a `Score`."""
+    """Score the text in `<answer>` tags by Search-R1's exact match (see `compute_score`), with the reason."""
     if not targets(ground_truth):
         return no_truth()
     answer = extract_answer(response)
@@ -76,7 +77,7 @@ def search_em(response: str, ground_truth: Any, *, substring: bool = False, form
 
 @bounded
 def search_f1(response: str, ground_truth: Any) -> Score:
-    """Token F1 of the answer with its best target, in [0, 1] (SQuAD's; Rajpurkar et al. 2016)."""
+    """Score the text in `<answer>` tags by its word F1 with the best target, in [0, 1] (SQuAD's; Rajpurkar et al. 2016)."""
     if not targets(ground_truth):
         return no_truth()
     answer = extract_answer(response)
@@ -87,7 +88,7 @@ def search_f1(response: str, ground_truth: Any) -> Score:
 
 
 def f1(answer: str, target: str) -> float:
-    """Token F1 of two texts after `normalise`; two texts without a word are equal."""
+    """Word F1 of two texts after `normalise`, in [0, 1]; it is 1 for two texts without words."""
     ours, theirs = normalise(answer).split(), normalise(target).split()
     if not ours or not theirs:
         return float(ours == theirs)

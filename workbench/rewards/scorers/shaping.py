@@ -17,7 +17,7 @@ LONGEST = 20_000
 
 @bounded
 def think_answer_format(response: str) -> Score:
-    """1 for `<think>…</think>` and then `<answer>…</answer>`, each once, and nothing around them."""
+    """Score 1 for `<think>…</think>` and then `<answer>…</answer>`, each once, with nothing around them; else 0."""
     text = response.strip()
     tags = ("<think>", "</think>", "<answer>", "</answer>")
     places = [text.find(tag) for tag in tags]
@@ -29,16 +29,16 @@ def think_answer_format(response: str) -> Score:
 
 @bounded
 def boxed_format(response: str) -> Score:
-    r"""1 for a closed `\boxed{…}`."""
+    r"""Score 1 where the response's last `\boxed{…}` is closed, else 0."""
     good = last_box(response) is not None
     return Score(value=float(good), why="has a box" if good else "no closed \\boxed{…}")
 
 
 def matches(pattern: str, *, full: bool = False) -> Callable[[str], Score]:
-    """A scorer: 1 where a regular expression is found in the first 20,000 characters, or with `full` matches all of a
-    response that is no longer than that; else 0.
+    """Make a scorer: 1 where a regular expression is found in the first 20,000 characters, or with `full` matches all
+    of a response that is no longer than that; else 0.
 
-    It runs in a worker process with a time limit, because some expressions never end on some texts. Raises
+    The scorer runs in a worker process with a time limit, because some expressions never end on some texts. Raises
     `SettingError` for a pattern that is not a regular expression.
     """
     try:
@@ -58,7 +58,7 @@ def matches(pattern: str, *, full: bool = False) -> Callable[[str], Score]:
 
 
 def length_penalty(*, minimum: int = 10, maximum: int = 1000, per_character: float = 0.01) -> Callable[[str], Score]:
-    """A scorer: −`per_character` for every character below `minimum` or above `maximum`, else 0."""
+    """Make a scorer: −`per_character` for every character of the response below `minimum` or above `maximum`, else 0."""
     require(0 <= minimum <= maximum, "minimum", expected=f"0 to maximum ({maximum})", found=minimum)
     require(0 <= per_character < math.inf, "per_character", expected="a number ≥ 0", found=per_character)
 
@@ -71,14 +71,14 @@ def length_penalty(*, minimum: int = 10, maximum: int = 1000, per_character: flo
 
 
 def overlong_penalty(length: int, max_resp_len: int, buffer: int, factor: float = 1.0) -> float:
-    """DAPO's soft penalty: min(−(length − (max − buffer)) / buffer · factor, 0). Not clamped below, as in verl."""
+    """DAPO's overlong penalty: min(−(length − (max_resp_len − buffer)) / buffer · factor, 0). As in verl, no floor."""
     return min(-(length - (max_resp_len - buffer)) / buffer * factor, 0.0) + 0.0
 
 
 def overlong(
     *, max_response_length: int, buffer: int, factor: float = 1.0, floor: float | None = None
 ) -> Callable[[Sequence[int]], Score]:
-    """A scorer on `response_ids`: DAPO's penalty over the last `buffer` tokens; `floor=-1.0` is TRL's clamp."""
+    """Make a scorer: DAPO's penalty for lengths in the last `buffer` tokens and beyond; `floor=-1.0` is TRL's clamp."""
     require(0 < buffer <= max_response_length, "buffer", expected=f"1 to {max_response_length} tokens", found=buffer)
     require(0 <= factor < math.inf, "factor", expected="a number ≥ 0", found=factor)
     require(floor is None or -math.inf < floor <= 0, "floor", expected="a number ≤ 0, or None", found=floor)
@@ -94,15 +94,15 @@ def overlong(
 
 
 def cosine_length(length: int, max_length: int, at_zero: float, at_max: float) -> float:
-    """at_max + ½(at_zero − at_max)(1 + cos(π·length/max_length)), with length clamped to [0, max]. (Yeo et al. 2025;
-    the length schedule of TRL's and open-r1's cosine-scaled reward.)"""
+    """A reward that moves with the length from `at_zero` to `at_max` along a cosine, as TRL's and open-r1's (Yeo et al.
+    2025): at_max + ½(at_zero − at_max)(1 + cos(π·length/max_length)), with length clamped to [0, max_length]."""
     require(max_length > 0, "max_length", expected="≥ 1", found=max_length)
     share = min(max(length, 0), max_length) / max_length
     return at_max + 0.5 * (at_zero - at_max) * (1.0 + math.cos(math.pi * share))
 
 
 def repetition(*, n: int = 3, max_penalty: float = -1.0) -> Callable[[str], Score]:
-    """A scorer: (1 − distinct/all word n-grams) · `max_penalty`, in [max_penalty, 0]."""
+    """Make a scorer of repetition: (1 − distinct/all word n-grams) · `max_penalty`, in [max_penalty, 0]."""
     require(n >= 1, "n", expected="≥ 1", found=n)
     require(-math.inf < max_penalty <= 0, "max_penalty", expected="a number ≤ 0", found=max_penalty)
 
