@@ -205,9 +205,9 @@ def _check_arguments(plan: Plan, resume: str, display: str | None, trackers: Seq
     least |= dict.fromkeys(("test_freq", "save_freq", "trace_freq", "keep_updates"), 0)
     for name, lowest in least.items():
         found = getattr(plan, name)
-        require(isinstance(found, int) and found >= lowest, name, expected=f"≥ {lowest}", found=found)
+        require(isinstance(found, int) and found >= lowest, f"argument {name}", expected=f"≥ {lowest}", found=found)
     whole = isinstance(plan.ahead, int) and not isinstance(plan.ahead, bool)
-    require(whole and 0 <= plan.ahead <= MOST, "ahead", expected=f"0 or {MOST} steps", found=plan.ahead)
-    require(resume in ("never", "auto"), "resume", expected="'never' or 'auto'", found=repr(resume))
-    require(display in ("auto", None), "display", expected="'auto' or None", found=repr(display))
+    require(whole and 0 <= plan.ahead <= MOST, "argument ahead", expected=f"0 or {MOST} steps", found=plan.ahead)
+    require(resume in ("never", "auto"), "argument resume", expected="'never' or 'auto'", found=resume)
+    require(display in ("auto", None), "argument display", expected="'auto' or None", found=display)
     check_trackers(trackers)

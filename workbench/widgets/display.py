@@ -65,7 +65,7 @@ class Live:
     # --- what comes in --------------------------------------------------------------------------
 
     def on_row(self, row: Mapping[str, Any], eta: float) -> None:
-        """Add a step's metrics and update the display (`eta`: seconds left). Rows of the same or later steps are dropped."""
+        """Add a step's metrics in place of those of the same and later steps, update the display. `eta`: seconds left."""
         if self.rows and self.rows[-1][STEP] >= row[STEP]:
             self.rows = [one for one in self.rows if one[STEP] < row[STEP]]
             self._watch = Watch(self.rows)
