@@ -88,7 +88,7 @@ class TokenRow:
         if not 0 <= row < len(self.batch):
             raise IndexError(f"row {row} does not exist: this batch has rows 0 to {len(self.batch) - 1}")
         if "responses" not in self.batch:
-            raise ValueError(f"no column `responses` (token ids) in this batch; found {', '.join(self.batch.columns)}")
+            raise ValueError(f"no token ids (column `responses`) in this batch; found {', '.join(self.batch.columns)}")
         tokenizer = tokenizer or _tokenizer_of(thing, self.batch)
         ids: Any = self._part("responses")
         own, attention = self._part("response_mask"), self._part("attention_mask")
