@@ -217,10 +217,9 @@ def figure(
     """Draw curves for a paper, and write them to a file where `path` is given.
 
     Text is 7 and 8 points, sans-serif; there is no title, since a paper has a caption. Raises `SettingError` for a
-    name that no run has, before anything is written.
+    name that no run has, before anything is written. `metrics` and `marks` are those of `panel`.
 
     Args:
-        metrics, marks: as in `panel`.
         keys: titles of the panel (`reward`, `KL`, `entropy`, …) or metric names, or words on the axis → metric names.
         width: `column` (3.25 in; plots under each other), `page` (6.75 in; up to three beside each other), or inches.
         height: inches of the whole figure.
