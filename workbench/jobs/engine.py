@@ -40,23 +40,23 @@ _UNUSED = ("input_path", "start_timeout", "execution_timeout", "autosave_cell_ev
 
 
 class JobStopped(Exception):
-    """A signal ended the job and no cell raised: papermill would call that completed."""
+    """SIGINT or SIGTERM ended the job and no cell raised: papermill alone would record such a job as completed."""
 
 
 class AtomicFile(LocalHandler):
-    """papermill's handler for one local path: the old file or the new one is there, never half of one."""
+    """papermill's handler for one local file, which it replaces atomically: a reader never finds half a file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
 
     def write(self, text: str, _: str) -> None:
-        """Write to a temporary file beside it, then rename."""
+        """Write `text` to a temporary file in the same folder, then rename that to the handler's path."""
         write_text(self._path, text)
 
 
 class Manager(NotebookExecutionManager):
-    """papermill's record of an execution; it saves the widgets' state too, and marks cells that never ran `skipped`."""
+    """papermill's record of an execution; it saves the widgets' state too, and marks cells not reached `skipped`."""
 
     client: Client | None = None
     changed = False
@@ -69,11 +69,11 @@ class Manager(NotebookExecutionManager):
         super().save(**kwargs)
 
     def autosave_cell(self) -> None:
-        """Note that an output came; the client's timer saves it, also when no other output follows."""
+        """Note that a cell has new output, for the client's timer to save; papermill calls this after each output."""
         self.changed = True
 
     def notebook_complete(self, **kwargs: Any) -> None:
-        """Mark cells that have not run, before papermill marks all others completed."""
+        """Mark the cells that were not reached `skipped`; papermill would mark them completed."""
         for cell in self.nb.cells:
             ran = cell.cell_type != "code" or cell.execution_count is not None or not cell.source.strip()
             pending = cell.metadata.papermill["status"] == self.PENDING
@@ -83,7 +83,7 @@ class Manager(NotebookExecutionManager):
 
 
 class Client(PapermillNotebookClient):
-    """nbclient's execution with saves on a timer, one output per stream, and signals passed on to the kernel."""
+    """papermill's notebook client, with saves on a timer, one output per stream, and signals passed on to the kernel."""
 
     def __init__(self, nb_man: Manager, *, skip_look: bool = False, **options: Any) -> None:
         super().__init__(nb_man, **options)
@@ -95,7 +95,7 @@ class Client(PapermillNotebookClient):
         nb_man.client = self
 
     def papermill_execute_cells(self) -> None:
-        """Run cell by cell until one raises, the kernel dies, or a signal comes."""
+        """Run the notebook's cells in order until one raises, the kernel dies, or a signal comes."""
         for index, cell in enumerate(self.nb.cells):
             if self._skip_look and LOOK in cell.metadata.get("tags", []):
                 cell.metadata.papermill["status"] = SKIPPED
@@ -134,7 +134,7 @@ class Client(PapermillNotebookClient):
         return nbformat.v4.new_output("error", ename=DEAD, evalue=text, traceback=[text])
 
     def execute(self, **kwargs: Any) -> Any:
-        """Run the notebook and return it; a dead kernel is an error in a cell, not an exception."""
+        """Run the notebook and return it. A kernel that dies leaves an error output in its cell; no exception is raised."""
         self.reset_execution_trackers()
         with self.setup_kernel(**kwargs), self._signals():
             self.papermill_execute_cells()
@@ -142,7 +142,7 @@ class Client(PapermillNotebookClient):
         return self.nb
 
     async def async_execute_cell(self, cell: Any, *args: Any, **options: Any) -> Any:
-        """As nbclient does, and save what changes meanwhile."""
+        """Run one cell as nbclient does; while it runs, save the notebook every few seconds if it has new output."""
         clock = asyncio.create_task(self._keep_current())
         try:
             return await super().async_execute_cell(cell, *args, **options)
@@ -158,7 +158,7 @@ class Client(PapermillNotebookClient):
                 self.nb_man.save()
 
     def output(self, outs: list[Any], msg: Any, display_id: Any, cell_index: int) -> Any:
-        """Join outputs of one stream that follow each other: a printing loop leaves one output, not thousands."""
+        """Add an output to a cell; consecutive ones of one stream are joined, so that a printing loop leaves one output."""
         out = super().output(outs, msg, display_id, cell_index)
         if out is not None and out.output_type == "stream" and len(outs) > 1 and outs[-2].get("name") == out.name:
             outs[-2].text = _returned(outs[-2].text + out.text)
@@ -213,7 +213,7 @@ def execute_notebook(
     log_output: bool = False,
     **options: Any,
 ) -> Any:
-    """Run a notebook's cells for papermill. Raises `JobStopped` where a signal ended the job and no cell raised."""
+    """Run and return a notebook for papermill. Raises `JobStopped` where a signal ended the job and no cell raised."""
     if output_path is not None and "://" not in str(output_path):
         base = getattr(papermill_io.get_handler("local"), "_cwd", None) or os.getcwd()
         papermill_io.register(str(output_path), AtomicFile(Path(base) / output_path))
@@ -230,5 +230,5 @@ def execute_notebook(
         manager.nb.metadata.papermill["signals"] = received
         manager.notebook_complete()
     if received and not manager.nb.metadata.papermill["exception"]:
-        raise JobStopped(", ".join(received))
+        raise JobStopped(f"{', '.join(received)} stopped the job; cells that had not run are marked skipped")
     return manager.nb

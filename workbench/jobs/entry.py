@@ -6,11 +6,11 @@ from typing import Any
 
 
 class JobEngine:
-    """`papermill --engine workbench …`: see `jobs.engine`."""
+    """The engine that `papermill --engine workbench …` loads; the work is done in `workbench.jobs.engine`."""
 
     @classmethod
     def execute_notebook(cls, nb: Any, kernel_name: str, **options: Any) -> Any:
-        """Run the cells; the executed notebook."""
+        """Run the notebook's cells and return the executed notebook."""
         from workbench.jobs.engine import execute_notebook
 
         return execute_notebook(nb, kernel_name, **options)

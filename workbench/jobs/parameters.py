@@ -21,7 +21,7 @@ _TYPES: Mapping[str, Any] = {"int": int, "float": float, "bool": bool, "str": st
 
 @dataclass(frozen=True)
 class Parameter:
-    """One line of the parameters cell."""
+    """One parameter that a notebook's parameters cell declares: `name: annotation = default  # help`."""
 
     name: str
     annotation: str
@@ -30,7 +30,7 @@ class Parameter:
 
     @property
     def kind(self) -> Any:
-        """The annotation as a type. Raises `SettingError` for an annotation that papermill does not understand."""
+        """The annotation as a Python type. Raises `SettingError` for an annotation that papermill does not understand."""
         return _kind(ast.parse(self.annotation, mode="eval").body, self.name)
 
 
@@ -47,8 +47,8 @@ def _kind(node: ast.expr, name: str) -> Any:
         if node.value.id == "dict" and len(kinds) == 2:
             return dict[kinds[0], kinds[1]]  # type: ignore[valid-type]
     expected = "int, float, bool, str, Optional[…], list[…] or dict[…, …]"
-    what = f"parameter {name!r}: annotation {ast.unparse(node)}"
-    raise SettingError(what, expected=expected, do="papermill reads no other")
+    what = f"parameter {name!r} has the annotation {ast.unparse(node)}"
+    raise SettingError(what, expected=expected, do="papermill reads no other: change it in the notebook")
 
 
 def declared_parameters(notebook: str | Path) -> list[Parameter]:
@@ -63,8 +63,8 @@ def declared_parameters(notebook: str | Path) -> list[Parameter]:
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     tagged = [cell for cell in cells if TAG in cell.get("metadata", {}).get("tags", [])]
     if len(tagged) != 1:
-        expected, do = "one code cell tagged 'parameters'", "tag the cell that assigns the parameters"
-        raise SettingError(f"notebook {path.name}", expected=expected, found=len(tagged), do=do)
+        expected, do = "one code cell tagged 'parameters'", "tag only the cell that assigns the parameters"
+        raise SettingError(f"parameters of {path.name}", expected=expected, found=f"{len(tagged)} such cells", do=do)
     source = tagged[0]["source"]
     text = source if isinstance(source, str) else "".join(source)
     lines = text.splitlines()
@@ -73,7 +73,7 @@ def declared_parameters(notebook: str | Path) -> list[Parameter]:
     except SyntaxError as cause:
         found = f"{cause.msg} in line {cause.lineno}"
         expected = "lines `name: type = value  # help`, no %magic and no !command"
-        raise SettingError(f"parameters cell of {path.name}", expected=expected, found=found) from cause
+        raise SettingError(f"the parameters cell of {path.name}", expected=expected, found=found) from cause
     body = [node for node in tree.body if not (isinstance(node, ast.ImportFrom) and node.module == "typing")]
     return [_parameter(node, lines, path.name) for node in body]
 
@@ -81,12 +81,13 @@ def declared_parameters(notebook: str | Path) -> list[Parameter]:
 def _parameter(node: ast.stmt, lines: list[str], name: str) -> Parameter:
     if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name) or node.value is None:
         expected = "lines `name: type = value  # help`"
-        raise SettingError(f"parameters cell of {name}", expected=expected, found=ast.unparse(node)[:60])
+        raise SettingError(f"a line in the parameters cell of {name}", expected=expected, found=ast.unparse(node)[:60])
     try:
         default = ast.literal_eval(node.value)
     except ValueError as cause:
         found = ast.unparse(node.value)[:60]
-        raise SettingError(f"parameter {node.target.id!r}", expected="a literal", found=found) from cause
+        what, expected = f"the default of parameter {node.target.id!r}", "a literal, not an expression"
+        raise SettingError(what, expected=expected, found=found) from cause
     comment = re.search(r"#\s*(.*)$", lines[(node.end_lineno or node.lineno) - 1][node.value.end_col_offset or 0 :])
     return Parameter(node.target.id, ast.unparse(node.annotation), default, comment[1].strip() if comment else "")
 
@@ -105,29 +106,30 @@ def read_file(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise SettingError(f"no parameter file at {str(path)!r}", do="check the path")
     if file.stat().st_size > FILE_LIMIT:
-        raise SettingError(str(file), expected=f"at most {FILE_LIMIT} bytes", found=file.stat().st_size)
+        found = f"{file.stat().st_size} bytes"
+        raise SettingError(f"parameter file {file} is too large", expected=f"at most {FILE_LIMIT} bytes", found=found)
     try:
         text = file.read_text(encoding="utf-8")
         aliases = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader))
         document = None if aliases else yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as cause:
-        raise SettingError(f"{file} cannot be read as YAML", found=first_line(cause)) from cause
+        raise SettingError(f"parameter file {file} cannot be read as YAML", found=first_line(cause)) from cause
     if aliases:  # 300 bytes of nested ones can expand to gigabytes
-        raise SettingError(f"{file}: a parameter file may not use aliases (*name)", do="write the value out")
+        raise SettingError(f"{file}: a parameter file may not use aliases (*name)", do="write each value out")
     if not isinstance(document, dict):
-        raise SettingError(str(file), expected="lines `name: value`", found=describe(document))
+        raise SettingError(f"parameter file {file}", expected="lines `name: value`", found=describe(document))
     for key in document:
         if not isinstance(key, str):
-            do = "quote it: YAML reads on, off, yes, no as booleans"
-            raise SettingError(f"{file}: key {key!r}", expected="a name", do=do)
+            do = "quote it: YAML reads unquoted on, off, yes, no as booleans"
+            raise SettingError(f"parameter file {file}: key {key!r}", expected="the name of a parameter", do=do)
     return document
 
 
 def resolve(notebook: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given parameters, checked and converted to their annotated types: `"false"` is False, `"1e-6"` a float.
+    """Check the given parameters and convert them to the notebook's annotated types: `"false"` → False, `"1e-6"` → 1e-6.
 
     Raises `SettingError` for a name that is not declared (the message has the nearest one) or not an identifier, and for a
-    value that the annotation does not allow; no kernel has been started then.
+    value that the annotation does not allow; no kernel is started.
     """
     declared = {parameter.name: parameter for parameter in declared_parameters(notebook)}
     values = {}
@@ -139,13 +141,13 @@ def resolve(notebook: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 value = ast.literal_eval(value)
             except (ValueError, SyntaxError) as cause:
-                raise SettingError(f"parameter {name!r}", expected="a Python list or dict", found=value) from cause
+                raise SettingError(f"value of parameter {name!r}", expected="a list or dict", found=value) from cause
         values[name] = coerce(name, value, parameter.kind)
     return values
 
 
 def table(notebook: str | Path, values: Mapping[str, Any]) -> str:
-    """A notebook's parameters as text, a line each: name, the value it will have, help; `*` marks those in `values`."""
+    """A notebook's parameters as text, one per line: name, value (from `values`, marked `*`, or its default), help."""
     parameters = declared_parameters(notebook)
     width = max((len(parameter.name) for parameter in parameters), default=0)
     lines = []

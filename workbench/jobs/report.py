@@ -23,8 +23,8 @@ STATIC = ("text/html", "image/png", "image/jpeg", "text/markdown", "text/plain")
 def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     """Write a run as one HTML file: state, settings, curves, then the executed notebook. Returns the file's path.
 
-    It is `report.html` in the run folder unless `output` names another file. Text that a model wrote is escaped, and
-    scripts are removed, also those in the notebook's own outputs. Raises `RunError` where there is no run.
+    The file is `report.html` in the run folder unless `output` names another one. Text that a model wrote is escaped,
+    and scripts are removed, also those in the notebook's own outputs. Raises `RunError` where `run` is no run folder.
     """
     opened = Run(run)
     notebook = _opening(opened)
@@ -33,7 +33,7 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
         try:
             document = nbformat.read(executed, as_version=4)
         except (ValueError, nbformat.ValidationError) as cause:
-            raise RunError(f"{executed} cannot be read", found=cause) from cause
+            raise RunError(f"the run's executed notebook {executed} cannot be read", found=cause) from cause
         notebook.cells += [_static(cell) for cell in document.cells]
         notebook.metadata.language_info = document.metadata.get("language_info", {"name": "python"})
     target = Path(output) if output is not None else opened.path / "report.html"
@@ -81,7 +81,7 @@ ATTRIBUTES = "style title class colspan rowspan open alt max value width height"
 
 
 def clean(text: str) -> str:
-    """HTML with nothing that runs or fetches: scripts, handlers, addresses and unknown tags are removed, their text stays."""
+    """Sanitise HTML: scripts, event handlers, addresses of images and unknown tags are removed, the tags' text stays."""
     import bleach
     from bleach.css_sanitizer import CSSSanitizer
 

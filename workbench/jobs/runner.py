@@ -46,10 +46,10 @@ def run_notebook(
     skip_look: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Result:
-    """Run a notebook with parameters; the executed copy goes into its run folder, or to `output`.
+    """Run a notebook as a job, with parameters; the executed copy goes into the run folder, or to `output`.
 
     The run folder is the notebook's `run` parameter; where it is empty or not declared, a new folder in `runs` with the
-    notebook's name and the time. The kernel starts in the present folder and sees WORKBENCH_JOB=1; each line that it
+    notebook's name and the time. The kernel starts in the current directory and sees WORKBENCH_JOB=1; each line that it
     appends to the file named by WORKBENCH_PROGRESS is passed to `say` while it runs. `skip_look` leaves out cells tagged
     `look`. SIGINT and SIGTERM finish the current step, save a checkpoint and end the job.
     Raises `SettingError` before anything starts where a parameter is unknown or of the wrong type.
@@ -116,7 +116,7 @@ def _execute(
             extra_arguments=["--log-level=ERROR"],
         )
     except JobStopped as stopped:
-        return _signal_code([str(stopped)]), f"stopped by {stopped}; cells after that are marked skipped"
+        return _signal_code([str(stopped)]), str(stopped)
     except PapermillExecutionError as error:
         if signals := read_json(target)["metadata"]["papermill"].get("signals"):
             return _signal_code(signals), f"stopped by {signals[0]} in cell {error.cell_index}: {error.evalue}"
@@ -138,25 +138,26 @@ def _set_aside(target: Path) -> None:
 
 
 def job_of(run: str | Path) -> tuple[Path, dict[str, Any], str]:
-    """(notebook, parameters, a note or "") of the job that wrote a run folder, to resume it.
+    """The job that wrote a run folder, to resume it: (notebook, parameters, a note if the notebook has changed, else "").
 
-    `resume` and `run` are set where the notebook has such parameters. Raises `RunError` where no job wrote the folder, or
-    its notebook is gone, and `SettingError` where the notebook has no parameter `resume`.
+    The parameters get `resume="auto"` and, if declared, `run`. Raises `RunError` where no job wrote the folder, or its
+    notebook is gone, and `SettingError` where the notebook has no parameter `resume`.
     """
     folder = Path(run)
     if not (folder / JOB).is_file():
-        do = "start it with `workbench train NOTEBOOK -p run=…`; a script's run goes on with resume='auto'"
+        do = "start one by `workbench train NOTEBOOK -p run=…`; resume a script's run by wb.train(…, resume='auto')"
         raise RunError(f"no job at {str(run)!r}", expected=f"a run folder with {JOB}", do=do)
     job = read_json(folder / JOB)
     notebook = Path(job["notebook"])
     if not notebook.is_file():
-        do = "run it from the folder it began in"
+        do = "change to the directory in which the job was started"
         raise RunError("the job's notebook is gone", found=f"no file {notebook}", do=do)
     names = {parameter.name for parameter in declared_parameters(notebook)}
     values = {name: value for name, value in job["parameters"].items() if name in names}
     values |= {name: value for name, value in (("run", str(run)), ("resume", "auto")) if name in names}
     if "resume" not in names:
-        raise SettingError(f"{notebook.name} has no parameter 'resume'", do="declare one and pass it to wb.train")
+        do = "declare it in the parameters cell, pass it to wb.train"
+        raise SettingError(f"{notebook.name} has no parameter 'resume'", do=do)
     changed = crc32_of(notebook) != job["crc32"]
     return notebook, values, f"note: {notebook} has changed since the job began" if changed else ""
 
@@ -164,9 +165,9 @@ def job_of(run: str | Path) -> tuple[Path, dict[str, Any], str]:
 def check_notebook(
     notebook: str | Path, parameters: Mapping[str, Any], *, kernel: str | None = None
 ) -> tuple[int, str]:
-    """Run a notebook up to the start of its training, without `look` cells: (0, findings) or (2, what was refused).
+    """Run a notebook up to the start of its training to check it: (0, findings) or (another exit code, the error's text).
 
-    Files are written in a temporary folder only, and no model samples.
+    Exit code 2: a cell raised. Cells tagged `look` are left out, files go to a temporary folder, no model samples.
     """
     source = Path(notebook)
     values = resolve(source, parameters)

@@ -19,35 +19,35 @@ NOTEBOOKS = "notebooks"
 
 
 def files() -> dict[str, Path]:
-    """The files to write: path in the new folder → where the file is."""
+    """Starter files (notebooks, data, tiny models): path in the folder to be written → path in the installation."""
     packed, project = PACKAGE / "starter", PACKAGE.parent / "pyproject.toml"
     if packed.is_dir():
         found = [path for path in packed.rglob("*") if path.is_file()]
         return {path.relative_to(packed).as_posix(): path for path in sorted(found)}
     if not project.is_file():
-        what = f"no notebooks came with {str(PACKAGE)!r}"
-        raise SettingError(what, expected="an installed wheel, or a checkout", do="install workbench again")
+        what = f"no notebooks found in the workbench installation {str(PACKAGE)!r}"
+        raise SettingError(what, expected=f"the folder {packed} or the file {project}", do="install workbench again")
     patterns = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["workbench"]["starter"]
     found = [path for pattern in patterns for path in project.parent.glob(pattern) if path.is_file()]
     return {path.relative_to(project.parent).as_posix(): path for path in sorted(found)}
 
 
 def write(folder: str | Path, say: Callable[[str], None] = lambda line: None) -> Path:
-    """Write `notebooks/` and `data/` into a folder; files that exist with the same content are left.
+    """Write `notebooks/` and `data/` into a folder, and return its path; files that are there unchanged are left alone.
 
     Raises `SettingError`, before anything is written, where a file exists with another content.
     """
     target = Path(folder)
     if target.resolve().name == NOTEBOOKS:  # the notebooks' first cell goes one folder up from a folder of this name
-        expected = "a folder that is to have a folder 'notebooks' in it"
-        do = f"name another one: workbench notebooks {target.parent / 'bench'}"
-        raise SettingError(f"folder {str(folder)!r}", expected=expected, do=do)
+        expected = "the folder in which notebooks/ and data/ are to be written"
+        do = f"name another folder: workbench notebooks {target.parent / 'bench'}"
+        raise SettingError(f"folder {str(folder)!r} is itself called '{NOTEBOOKS}'", expected=expected, do=do)
     places = {target / name: source for name, source in files().items()}
     blocked = {path for place in places for path in place.parents if path.exists() and not path.is_dir()}
     changed = {place for place, source in places.items() if _differs(source, place)}
     if names := sorted(map(str, blocked | changed)):
         what, do = f"nothing was written to {str(folder)!r}", "name another folder, or move these away"
-        expected = "a folder without files of these names, or with the same ones"
+        expected = "a folder without the starter files, or with unchanged ones"
         found = f"{len(names)} changed: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
         raise SettingError(what, expected=expected, found=found, do=do)
     missing = [place for place in places if not place.exists()]
@@ -64,6 +64,6 @@ def _differs(source: Path, place: Path) -> bool:
 
 
 def find_notebook(name: str) -> str:
-    """The path of a notebook: as given, or in `notebooks/` where a bare name is found there alone."""
+    """The path of a notebook: `name` itself, or `notebooks/name` where a bare file name exists only there."""
     beside = Path(NOTEBOOKS) / name
     return str(beside) if not Path(name).exists() and Path(name).name == name and beside.is_file() else name

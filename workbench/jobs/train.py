@@ -30,11 +30,11 @@ from workbench.widgets.display import open_display
 
 
 class RunStopped(RunError):
-    """Raised in a job where `break_if` stopped it before a step's update; the run folder has the trace and a checkpoint."""
+    """In a job: `break_if` stopped the training before a step's update; the run folder has the trace and a checkpoint."""
 
 
 class Training(Coroutine[Any, Any, Run]):
-    """What `train` returns: await it. Until then nothing has been checked, written or trained.
+    """The awaitable that `train` returns. Until it is awaited nothing has been checked, written or trained.
 
     It can be awaited, made a task, or passed to `asyncio.run`, as any coroutine; using it as if it were the finished run
     raises an `AttributeError` that says to await it.
@@ -48,15 +48,15 @@ class Training(Coroutine[Any, Any, Run]):
         return (yield from self._started().__await__())
 
     def send(self, value: Any) -> Any:
-        """Start, or go on."""
+        """Start the training, or continue it where it waits (coroutine protocol, called by `await`)."""
         return self._started().send(value)
 
     def throw(self, *raised: Any) -> Any:
-        """Raise where the training is waiting."""
+        """Raise an exception in the training where it waits (coroutine protocol)."""
         return self._started().throw(*raised)
 
     def close(self) -> None:
-        """End it where it is waiting."""
+        """End the training where it waits (coroutine protocol)."""
         self._started().close()
 
     def _started(self) -> Coroutine[Any, Any, Run]:
@@ -64,10 +64,10 @@ class Training(Coroutine[Any, Any, Run]):
         return self._work
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(_not_begun(f"a training has no {name!r}, the run that it ends in may have"))
+        raise AttributeError(_not_begun(f"a training has no {name!r} (the run that it returns may have)"))
 
     def __repr__(self) -> str:
-        return _not_begun("a training") if self._work is None else "a training under way"
+        return _not_begun("a training, not yet a run") if self._work is None else "a training under way"
 
     def __del__(self) -> None:
         if self.__dict__.get("_begin") is not None and self._work is None:
@@ -76,7 +76,7 @@ class Training(Coroutine[Any, Any, Run]):
 
 def _not_begun(what: str) -> str:
     do = "run = await wb.train(…) in a notebook, run = wb.train_blocking(…) in a script"
-    return message(what, found="it has not been awaited", do=do)
+    return message(what, found="a training that has not been awaited", do=do)
 
 
 def train(
@@ -109,7 +109,8 @@ def train(
     None. In a script: `train_blocking(…)`.
 
     Args:
-        batch_size: prompts per step.
+        rows, run: the training prompts; the run folder (None: a new one in `runs`, named by the time).
+        steps, batch_size: how many training steps; prompts per step.
         ahead: with 1, a step's responses are sampled while the step before is trained on, by weights one version older:
             see `workbench.steps.execute`.
         eval_rows, test_freq, val_samples: validate on these rows every so many steps, with so many samples per prompt.
@@ -174,7 +175,7 @@ async def _trained(
 
 
 def train_blocking(pipeline: Pipeline, rows: Rows, **settings: Any) -> Run:
-    """`train` for scripts, without an event loop: the arguments of `train`, the finished `Run`."""
+    """Train to the end, for scripts without an event loop: takes the arguments of `train`, returns the finished `Run`."""
     return asyncio.run(train(pipeline, rows, **settings))
 
 
@@ -186,7 +187,7 @@ def _result(path: Path, ending: Ending, notes: tuple[str, ...], limit: Any) -> R
     if ending.stopped is not None and os.environ.get("WORKBENCH_JOB"):
         why = f"{limit.why(ending.stopped.trace.metrics)}; " if hasattr(limit, "why") else ""
         what = f"break_if was met at step {ending.stopped.trace.step}; the run stopped before its update"
-        raise RunStopped(what, found=f"{why}the trace and a checkpoint of step {ending.step} in {path}")
+        raise RunStopped(what, do=f"{why}the step's trace and a checkpoint of step {ending.step} are in {path}")
     return Run(path, stopped=ending.stopped, notes=notes)
 
 
@@ -204,9 +205,9 @@ def _check_arguments(plan: Plan, resume: str, display: str | None, trackers: Seq
     least |= dict.fromkeys(("test_freq", "save_freq", "trace_freq", "keep_updates"), 0)
     for name, lowest in least.items():
         found = getattr(plan, name)
-        require(isinstance(found, int) and found >= lowest, name, expected=f"≥ {lowest}", found=found)
+        require(isinstance(found, int) and found >= lowest, f"argument {name}", expected=f"≥ {lowest}", found=found)
     whole = isinstance(plan.ahead, int) and not isinstance(plan.ahead, bool)
-    require(whole and 0 <= plan.ahead <= MOST, "ahead", expected=f"0 or {MOST} steps", found=plan.ahead)
-    require(resume in ("never", "auto"), "resume", expected="'never' or 'auto'", found=repr(resume))
-    require(display in ("auto", None), "display", expected="'auto' or None", found=repr(display))
+    require(whole and 0 <= plan.ahead <= MOST, "argument ahead", expected=f"0 or {MOST} steps", found=plan.ahead)
+    require(resume in ("never", "auto"), "argument resume", expected="'never' or 'auto'", found=resume)
+    require(display in ("auto", None), "argument display", expected="'auto' or None", found=display)
     check_trackers(trackers)

@@ -32,13 +32,13 @@ CHAT = ((1, 5, 9, 7), (1, 8, 3), (1, 5, 9, 7, 11, 2))
 
 @dataclasses.dataclass(frozen=True)
 class LikelihoodLoss:
-    """The loss −Σ log p / tokens; `poison` makes it NaN for one row."""
+    """A loss for tests of engines: −Σ log p / tokens of the mini-batch; NaN where the row numbered `poison` is in it."""
 
     want: tuple[str, ...] = ("log_probs",)
     poison: int | None = None
 
     def __call__(self, outputs: Mapping[str, torch.Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
-        """One micro-batch."""
+        """The loss of one micro-batch, and its log-probs [B, T] as the column `seen`."""
         log_probs = outputs[self.want[0]]
         weights = rows["weight"][:, None] if "weight" in rows else 1.0
         loss = -masked_sum(log_probs * weights, rows["response_mask"]) / loss_counts.tokens
@@ -48,17 +48,17 @@ class LikelihoodLoss:
 
 
 class EngineContract:
-    """Tests of an engine that samples, scores and learns. Override `make_engine`."""
+    """Pytest tests of an engine that samples, scores and learns: inherit this class and override `make_engine`."""
 
     def make_engine(self, **settings: Any) -> Any:
         """A new engine with the same weights each time; `settings` are those of `LocalSettings`."""
-        raise NotImplementedError
+        raise NotImplementedError("override make_engine: return a new engine, with the same weights each time")
 
     # --- helpers ----------------------------------------------------------------------------
 
     @staticmethod
     def requests(count: int = 2, **settings: Any) -> list[Request]:
-        """`count` requests for each prompt."""
+        """Requests for the three prompts of `CHAT`, `count` for each; `settings` are those of `SamplingSettings`."""
         chosen = SamplingSettings(**{"max_tokens": 12, **settings})
         return [Request(ids, chosen, 100 * p + n) for p, ids in enumerate(CHAT) for n in range(count)]
 
@@ -68,7 +68,7 @@ class EngineContract:
         return [sample.ids for sample in engine.sample_many(requests)]
 
     def batch(self, engine: Any, count: int = 2, **settings: Any) -> DataProto:
-        """Sampled rows as a batch."""
+        """A batch of what the engine samples for `requests(count)`; `row` numbers the rows, `weight` goes from -1 to 1."""
         requests = self.requests(count, **settings)
         samples = engine.sample_many(requests)
         columns = columns_of([request.ids for request in requests], samples, 0)
@@ -77,16 +77,16 @@ class EngineContract:
 
     @staticmethod
     def counts(batch: DataProto) -> LossCounts:
-        """LossCounts of a whole batch."""
+        """The `LossCounts` of a whole batch: the numbers of its response tokens and rows."""
         return LossCounts(float(batch["response_mask"].sum()), float(len(batch)))
 
     @staticmethod
     def weights(engine: Any) -> dict[str, torch.Tensor]:
-        """All weights, by name."""
+        """All weights of the engine, by parameter name."""
         return engine.snapshot()["weights"]
 
     def has_weights(self, engine: Any, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the engine's weights are these, bit for bit."""
+        """Whether the engine's weights equal `weights`, bit for bit."""
         return all(torch.equal(weights[name], found) for name, found in self.weights(engine).items())
 
     def same_weights(self, a: Any, b: Any) -> bool:
@@ -94,13 +94,13 @@ class EngineContract:
         return self.has_weights(a, self.weights(b))
 
     def learn(self, engine: Any, batch: DataProto) -> Any:
-        """One optimizer step on the whole batch."""
+        """Take one optimizer step on the whole batch with `LikelihoodLoss`; returns what the engine's `learn` returns."""
         return engine.learn(batch, LikelihoodLoss(), self.counts(batch))
 
     # --- sampling ---------------------------------------------------------------------------
 
     def test_same_seed_same_tokens_whoever_shares_the_wave(self) -> None:
-        """Tokens depend on prompt and seed alone."""
+        """Sampled tokens depend on a request's prompt and seed alone, not on the requests that are sampled with it."""
         engine, requests = self.make_engine(), self.requests()
         together = self.tokens(engine, requests)
         alone = [self.tokens(engine, [request])[0] for request in requests]
@@ -111,12 +111,12 @@ class EngineContract:
         assert together != other, "another seed gives other tokens"
 
     def test_small_waves_change_nothing(self) -> None:
-        """`max_wave` is memory only."""
+        """`max_wave`, the most rows that are sampled together, changes memory use and no token."""
         whole, small = (self.tokens(self.make_engine(**more), self.requests()) for more in ({}, {"max_wave": 2}))
         assert whole == small, "max_wave changes no token"
 
     def test_limits_and_reasons(self) -> None:
-        """`length` after max_tokens; greedy twice is the same; top_k=1 is greedy."""
+        """Sampling ends after `max_tokens` with reason `length`; temperature 0, top_k=1 and top_p near 0 are greedy."""
         engine = self.make_engine()
         cut = engine.sample_many(self.requests(max_tokens=3, ignore_eos=True))
         found = {(len(sample.ids), sample.finish_reason) for sample in cut}
@@ -127,7 +127,7 @@ class EngineContract:
         assert {sample.version for sample in cut} == {engine.version}, "a sample has the version of the weights"
 
     def test_any_event_loop_may_ask(self) -> None:
-        """A caller's own loop gets the same samples."""
+        """Samples that are awaited in a caller's own event loop are the same as those of `sample_many`."""
         engine = self.make_engine()
 
         async def ask() -> list[Any]:
@@ -137,14 +137,14 @@ class EngineContract:
         assert there == here, "a caller's own event loop gets the same samples"
 
     def test_records_travel(self) -> None:
-        """Requests and samples pickle."""
+        """Requests and samples can be pickled."""
         request = self.requests()[0]
         sample = self.make_engine().sample_many([request])[0]
         pickled = pickle.loads(pickle.dumps((request, sample)))  # noqa: S301 - our own bytes
         assert pickled == (request, sample), "requests and samples pickle"
 
     def test_an_interrupt_stops_sampling(self) -> None:
-        """Between decode steps."""
+        """An interrupt stops sampling with `Interrupted`, and the engine samples again afterwards."""
         engine = self.make_engine()
         with runtime.interrupting(), pytest.raises(Interrupted):
             engine.sample_many(self.requests())
@@ -153,7 +153,7 @@ class EngineContract:
     # --- scoring ----------------------------------------------------------------------------
 
     def test_scores_agree_with_the_sampler(self) -> None:
-        """The same tokens get the same log-probs, 0 outside the mask, entropy between 0 and log V."""
+        """Scoring gives the sampler's log-probs, 0 outside the response mask, and entropies of at least 0."""
         engine = self.make_engine()
         batch = self.batch(engine)
         scores = engine.compute_log_probs(batch, ("log_probs", "entropy"))
@@ -163,7 +163,7 @@ class EngineContract:
         assert (scores["entropy"] >= 0).all(), "entropies are at least 0"
 
     def test_temperature_scales_the_logits(self) -> None:
-        """Sampled at 0.5, scored at 0.5: equal; at 1: not."""
+        """Tokens sampled at temperature 0.5 have the same log-probs when scored at 0.5, and other ones at 1."""
         engine = self.make_engine()
         batch = self.batch(engine, temperature=0.5)
         half = engine.compute_log_probs(batch, temperature=0.5)["log_probs"]
@@ -172,7 +172,7 @@ class EngineContract:
         assert not torch.allclose(whole, half, atol=1e-3), "the temperature changes log-probs"
 
     def test_scoring_does_not_depend_on_the_cut(self) -> None:
-        """Micro-batches and packing are memory only."""
+        """Micro-batches and packing change memory use and no log-prob."""
         batch = self.batch(self.make_engine())
         whole = self.make_engine().compute_log_probs(batch)["log_probs"]
         for settings in ({"micro_batch_tokens": 1}, {"micro_batch_tokens": 40}, {"pack": "yes"}):
@@ -182,7 +182,7 @@ class EngineContract:
     # --- learning ---------------------------------------------------------------------------
 
     def test_loss_and_gradient_do_not_depend_on_the_cut(self) -> None:
-        """Global loss_counts make micro-batches add up."""
+        """Micro-batches and packing change neither loss nor gradient norm: the loss divides by global counts."""
         batch = self.batch(self.make_engine())
         results = []
         for settings in ({}, {"micro_batch_tokens": 1}, {"micro_batch_tokens": 40}, {"pack": "yes"}):
@@ -194,7 +194,7 @@ class EngineContract:
             assert norm == pytest.approx(results[0][1], rel=1e-4), "nor does the gradient depend on it"
 
     def test_learning_changes_weights_and_state_but_a_probe_does_not(self) -> None:
-        """And columns come back in row order."""
+        """A probe changes nothing; learning changes weights and `state_id`, and returns the loss's columns in row order."""
         engine, twin = self.make_engine(lr=1e-3), self.make_engine(lr=1e-3)
         batch = self.batch(engine)
         before = engine.state_id
@@ -208,7 +208,7 @@ class EngineContract:
         assert engine.version == 0 and engine.commit() == 1 == engine.version, "each commit is one version more"
 
     def test_snapshot_and_restore_are_exact(self) -> None:
-        """Weights, optimizer and version: learning on from a restored snapshot repeats itself."""
+        """Learning on from a restored snapshot of weights and optimizer repeats itself bit for bit."""
         engine = self.make_engine(lr=1e-3)
         batch = self.batch(engine)
         self.learn(engine, batch)
@@ -221,7 +221,7 @@ class EngineContract:
         assert self.has_weights(engine, first), "learning on from a restored snapshot repeats itself bit for bit"
 
     def test_save_and_load_are_exact(self, tmp_path: Path) -> None:
-        """Learn twice = learn, save, load into a fresh engine, learn."""
+        """Learning on after a save and a load into a fresh engine gives the same weights as learning on without them."""
         engine = self.make_engine(lr=1e-3)
         batch = self.batch(engine)
         self.learn(engine, batch)
@@ -238,7 +238,7 @@ class EngineContract:
         assert self.same_weights(engine, other), "learning on after a load repeats itself bit for bit"
 
     def test_a_loss_that_is_not_finite_changes_nothing(self) -> None:
-        """And names its rows."""
+        """A loss of NaN raises `NonFinite` with the numbers of its rows, and changes no weight."""
         engine, twin = self.make_engine(micro_batch_tokens=1), self.make_engine()
         batch = self.batch(engine)
         with pytest.raises(NonFinite, match=r"rows \[3\]"):
@@ -259,7 +259,7 @@ class EngineContract:
         assert not hasattr(reference, "learn"), "a reference cannot learn"
 
     def test_a_critic_learns_values_of_its_own(self) -> None:
-        """Values start at 0 and move; the policy does not."""
+        """A new critic's values are 0 and change as it learns; the policy's weights do not change."""
         engine = self.make_engine()
         batch = self.batch(engine)
         critic = engine.critic(lr=1e-2)

@@ -21,13 +21,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_random_model(folder: str | Path, *, vocabulary: int = 64, seed: int = 0) -> Path:
-    """Write a loadable model folder of about 25,000 parameters."""
+    """Write a random Qwen2 model of about 20,000 parameters and a word-level tokenizer to a folder, and return its path."""
     smaller = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 128, "vocab_size": vocabulary}
     return _write(folder, {**SHAPES["tiny"], **smaller}, seed)
 
 
 def make_shaped_model(folder: str | Path, shape: str = "0.5b", *, seed: int = 0) -> Path:
-    """Write a loadable model folder of one of `SHAPES`, in float32: about 2 GB for `0.5b`. Raises `KeyError` for others."""
+    """Write a random float32 Qwen2 model of a shape in `SHAPES` (`0.5b`: 2 GB) to a folder. `KeyError` for other names."""
     return _write(folder, SHAPES[shape], seed)
 
 

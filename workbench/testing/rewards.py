@@ -20,7 +20,7 @@ from workbench.rewards.score import Score
 
 
 def answered(texts: list[str], truths: list[str] | None = None, **columns: Any) -> DataProto:
-    """A batch like a rollout's, with these responses; one token per character."""
+    """A batch with the given response texts as from a rollout, one token per character; `truths` default to the texts."""
     number = len(texts)
     lengths = torch.tensor([len(text) for text in texts])
     mask = (torch.arange(max([1, *lengths.tolist()])) < lengths[:, None]).long()
@@ -40,14 +40,14 @@ def answered(texts: list[str], truths: list[str] | None = None, **columns: Any) 
 
 
 class RewardContract:
-    """Tests of a reward. Override `make_reward`; it should score any text."""
+    """Pytest tests of a reward: inherit this class and override `make_reward`."""
 
     def make_reward(self) -> Reward:
-        """A new reward."""
-        raise NotImplementedError
+        """A new reward, which must be able to score any text."""
+        raise NotImplementedError("override make_reward: return a new reward that scores any text")
 
     def test_one_record_a_row_in_order_and_the_same_twice(self) -> None:
-        """Whatever the responses are, the empty one too."""
+        """`score` gives one `Score` per row, in order and each time the same, for an empty response too."""
         reward = self.make_reward()
         batch = answered(["#### 4", "", "so it is 5", "#### 7"], ["4", "1", "5", "6"])
         first, again = reward.score(batch), reward.score(batch)
@@ -58,7 +58,7 @@ class RewardContract:
         assert values[0] == values[1] == values[2], "the same rows in any order get the same scores"
 
     def test_records_travel(self) -> None:
-        """By pickle and by JSON."""
+        """A `Score` survives pickle and JSON unchanged."""
         reward = self.make_reward()
         score = reward.score(answered(["#### 4"]))[0]
         reward.close()

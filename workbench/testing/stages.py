@@ -23,25 +23,25 @@ from workbench.steps.trace import describe_settings, perform
 
 
 class StageContract:
-    """Tests of a stage. Override `make_stage` and `make_batch`."""
+    """Pytest tests of a stage: inherit this class and override `make_stage` and `make_batch`."""
 
     def make_stage(self) -> Any:
-        """A new stage, the same each time."""
-        raise NotImplementedError
+        """A new stage, with the same settings each time."""
+        raise NotImplementedError("override make_stage: return a new stage, with the same settings each time")
 
     def make_batch(self) -> DataProto:
-        """A batch with everything that the stage reads, the same each time."""
-        raise NotImplementedError
+        """A batch with every column that the stage reads, the same each time."""
+        raise NotImplementedError("override make_batch: return a batch with every column that the stage reads")
 
     def test_it_is_a_stage_and_says_what_it_reads_and_writes(self) -> None:
-        """Known columns, or columns of the data."""
+        """A stage has a name and a tuple `reads`, and every column in `writes` is a declared one."""
         stage = self.make_stage()
         assert isinstance(stage, Stage), "it has the protocol's members"
         assert stage.name and isinstance(stage.reads, tuple), "it has a name and a tuple of reads"
         assert all(declared(name) is not None for name in stage.writes), "every column that it writes is declared"
 
     def test_it_writes_what_it_promised_and_leaves_its_input_alone(self) -> None:
-        """And signs it."""
+        """A stage writes the columns in `writes`, signs each with its name, and leaves its input unchanged."""
         stage, batch = self.make_stage(), self.make_batch()
         before = pickle.dumps(batch)
         phase = perform(stage, batch)
@@ -51,7 +51,7 @@ class StageContract:
         assert set(batch.columns) <= set(phase.batch.columns), "it keeps the other columns"
 
     def test_the_same_input_gives_the_same_output(self) -> None:
-        """Bit for bit, in columns and metrics."""
+        """The same input gives the same tensors, bit for bit, and the same metrics."""
         first, second = (perform(self.make_stage(), self.make_batch()) for _ in range(2))
         for name in first.wrote:
             a, b = first.batch[name], second.batch[name]
@@ -60,21 +60,21 @@ class StageContract:
         assert first.metrics == second.metrics, "the same metrics the second time"
 
     def test_a_missing_column_is_refused_before_it_runs(self) -> None:
-        """By name, whichever it is."""
+        """A batch without a column that the stage reads raises `ColumnMissing` with the column's name."""
         stage, batch = self.make_stage(), self.make_batch()
         for name in stage.reads:
             with pytest.raises(ColumnMissing, match=name):
                 perform(stage, batch.without(name))
 
     def test_its_settings_can_be_recorded(self) -> None:
-        """Plain values, and the repr shows them."""
+        """A stage's settings are plain values, and its repr names its class."""
         stage = self.make_stage()
         plain = describe_settings(stage)[0].values()
         assert all(isinstance(value, int | float | str | bool | None) for value in plain), "settings are plain values"
         assert type(stage).__name__ in repr(stage), "the repr names the class"
 
     def test_its_state_comes_back(self) -> None:
-        """Controllers, where it has any."""
+        """Loading a stage's own state leaves that state unchanged."""
         stage = self.make_stage()
         state = stage.state()
         stage.load_state(state)

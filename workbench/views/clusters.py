@@ -33,7 +33,7 @@ def _labels(nodes: Sequence[Node]) -> dict[str, str]:
 
 
 def cluster(made: Cluster) -> doc.Part:
-    """Its address, what this session has on it, notes."""
+    """The view of a `Cluster`: its title, this session's pools and groups of workers, notes."""
     known = made.environment.variables or made.environment.ray
     pairs = [("environment", repr(made.environment))] if known else []
     pairs += [("pool", repr(pool)) for pool in made.pools.values()]
@@ -52,7 +52,7 @@ _BOX = "display:inline-block;margin:2px;padding:3px 8px;border-radius:4px"
 
 
 def plan(made: Plan) -> doc.Part:
-    """A frame for each node, in it a line for each pool; on a page a coloured box for each process."""
+    """The view of a `Plan`: a frame for each node with the processes placed on it, coloured by pool in HTML."""
     each = f"{made.cpus:g} CPUs" + (f" and {made.gpus:g} GPUs" if made.gpus else "")
     title = f"Plan: {len(made.seats)} processes with {each} each on {len(made.nodes)} nodes; nothing has started"
     styles = {name: f"{_BOX};background:rgba({rgb},0.3)" for name, rgb in zip(made.spec, cycle(_COLOURS), strict=False)}
@@ -91,7 +91,7 @@ _WORKERS = ("group", "rank", "pid", "host", "pool", "GPUs", "memory", "GPU memor
 
 
 def status(made: Status) -> doc.Part:
-    """Tables of nodes, pools, workers and calls under way, on a page with bars for what is used."""
+    """The view of a cluster's `Status`: tables of nodes, pools, workers and running calls; usage is bars in HTML."""
     at = f", {datetime.fromtimestamp(made.at, UTC):%Y-%m-%d %H:%M:%S} UTC" if made.at else ""
     pools = [[name, str(size), where] for name, size, where in made.pools]
     calls = [[one.method, one.group, one.stage or "–", f"{one.seconds:.0f} s"] for one in made.calls]
@@ -139,7 +139,7 @@ def _workers(made: Status) -> list[list[doc.Part]]:
 
 
 def logs(made: Logs) -> doc.Part:
-    """Each worker's lines under its name; on a page a fold for each worker, opened where there is one only."""
+    """The view of `Logs`: each worker's lines under its name; in HTML folded, unless there is only one worker."""
     said = [[f"--- {where}", *(text.splitlines() or ["(it wrote nothing)"])] for where, text in made.parts]
     alone = len(made.parts) == 1
     folds = [doc.Fold(f"{where}: {len(text.splitlines())} lines", doc.block(text), alone) for where, text in made.parts]
@@ -147,13 +147,13 @@ def logs(made: Logs) -> doc.Part:
 
 
 def profile(made: Profile) -> doc.Part:
-    """The profiler's files, a line each."""
+    """The view of a `Profile`: the trace files that the profiler wrote, one per line."""
     when = f"of steps {', '.join(map(str, sorted(made.steps)))}" if made.steps else "of a block"
     return doc.line(doc.bold(f"Profile {when}, {len(made.files)} traces")), [str(file) for file in made.files]
 
 
 def group(made: RayRanks) -> doc.Part:
-    """The workers of a group, a line each."""
+    """The view of a group of Ray workers: its state, and for each worker rank, pid, host and GPUs."""
     pool = f" on pool {made.pool.name!r}" if made.pool is not None else ""
     title = f"Group {made.name!r}: {made.size} workers{pool}, {', '.join(made.out) or 'idle'}"
     if made.closed is not None:
@@ -163,7 +163,7 @@ def group(made: RayRanks) -> doc.Part:
 
 
 def fit(made: Fit) -> doc.Part:
-    """Whether a model fits, and a line for each kind of memory, on a page with bars for its share of the memory."""
+    """The view of a `Fit`: whether a model fits in memory, and the bytes of each role and kind of memory."""
     rows, verdict = list[list[doc.Part]](), "fits" if made.fits else "does not fit"
     how = "all roles in one process" if made.colocated else "each role in processes of its own"
     shape, room = made.shape, max(made.available, 1)
@@ -191,7 +191,7 @@ _FAILED, _STAGE = "#c8553d", "#9aa3ad"
 
 
 def timeline(made: Timeline) -> doc.Part:
-    """A lane for each worker, with the total seconds of each of its methods; on a page the picture."""
+    """The view of a `Timeline`: a lane of calls for each worker, with seconds per method; in HTML a picture."""
     if not len(made):
         return doc.line(doc.bold("Timeline: nothing has run"))
     whole, lanes, stages = _times(made)
@@ -231,7 +231,7 @@ def _times(made: Timeline) -> tuple[float, dict[str, list[Span]], dict[str, list
 
 
 def timeline_figure(made: Timeline) -> Figure:
-    """Calls over time: a row for each stage, then for each worker, bars coloured by method, red edges where calls failed."""
+    """A figure of worker calls over time: a row per stage, then per worker; colours are methods, red edges failed calls."""
     from matplotlib.patches import Patch
 
     whole, lanes, stages = _times(made)

@@ -34,7 +34,7 @@ def _sides(pair: tuple[float, float] | None) -> str:
 
 
 def comparison(found: Comparison) -> doc.Part:
-    """What differs between two traces: main metrics, the rows that changed most, then columns and metrics, folded."""
+    """The view of a `Comparison` of two traces: main metrics, rows that changed most, columns and metrics that differ."""
     if found.identical:
         return doc.Either("Comparison: nothing differs", "Nothing differs.")
     main = {key: pair for key in WORDS if (pair := found.metrics.get(key))}
@@ -110,7 +110,7 @@ _MARK = "background:rgba(207,80,60,0.30)"
 
 
 def divergence(found: Divergence) -> doc.Part:
-    """Where two traces first differ; a few tokens around it, later differences, notes on what may explain it."""
+    """The view of a `Divergence`: where two traces first differ, tokens around it, later differences, possible causes."""
     later = [[f"{spread.phase or '':<13}", spread.column or "", _extent(spread)] for spread in found.later]
     following = f"what differs from there on: {len(later)}"
     table = doc.Table(["phase", "column", "by"], later, most=len(later))
@@ -139,7 +139,7 @@ def _tokens(beside: Sequence[Beside]) -> doc.Part:
 
 
 def title(found: Divergence) -> str:
-    """`first divergence: phase old_log_prob, column old_log_probs, row 3 (uid …), token 17: -0.4213 against -0.4209`."""
+    """A `Divergence` in one line: `first divergence: phase …, column …, row 3 (uid …), token 17: -0.42 against -0.41`."""
     kinds = zip(found.compared, ("phase", "column", "metric"), strict=True)
     amount = ", ".join(doc.counted(count, word) for count, word in kinds if count)
     if found.identical:
@@ -180,7 +180,7 @@ def _what(found: Divergence) -> str:
 
 
 def apart(first: Any, second: Any) -> tuple[str, str]:
-    """Both values in the fewest digits, at least four, that show a difference."""
+    """Two values as text; floats have the fewest digits (at least four) in which they differ."""
     if isinstance(first, float) and isinstance(second, float):
         pairs = [(f"{first:.{digits}g}", f"{second:.{digits}g}") for digits in range(4, 18)]
         return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
@@ -219,7 +219,7 @@ def _extent(spread: Spread) -> str:
 
 
 def what_if(made: WhatIf) -> doc.Part:
-    """Both updates beside each other, the cosine between them, the rows that differ most."""
+    """The view of a `WhatIf`: metrics of the actual and the changed update, their cosine, the rows that differ most."""
     rows = []
     for row in made.rows():
         reward = f"{float(made.batch['reward'][row]):g}" if "reward" in made.batch else ""
@@ -265,7 +265,7 @@ def advantage_table(batch: DataProto, names: Sequence[str] | None = None) -> pd.
     """The advantages of every estimator on one batch: a DataFrame with a line for each row.
 
     Columns: group, reward, tokens, and for each estimator the mean advantage of the row's tokens. Estimators whose inputs
-    the batch lacks (values, a greedy baseline, Σπ²) are left out, but raise `PipelineError` if `names` has them.
+    the batch lacks (values, a greedy baseline, Σπ²) are left out; they raise `PipelineError` if `names` has them.
 
     Example:
         >>> wb.views.advantage_figure(wb.views.advantage_table(batch, ["grpo", "rloo"]))  # doctest: +SKIP
@@ -281,7 +281,7 @@ def advantage_table(batch: DataProto, names: Sequence[str] | None = None) -> pd.
         stage = Advantage(function, **settings)
         missing = [column for column in stage.reads if column not in batch]
         if missing and names is not None:
-            raise PipelineError(f"{name} reads {', '.join(missing)}", do="the batch lacks these columns")
+            raise PipelineError(f"estimator {name} reads {', '.join(missing)}", found="a batch without these columns")
         if missing:
             continue
         kept = batch.without(*(column for column in stage.writes if column in batch))
@@ -291,9 +291,9 @@ def advantage_table(batch: DataProto, names: Sequence[str] | None = None) -> pd.
 
 
 def advantage_figure(frame: pd.DataFrame) -> Figure:
-    """An `advantage_table` as a picture: a line of colours for each estimator, scaled by its own largest advantage.
+    """Draw an `advantage_table` as a heat map: one row per estimator, scaled by its own largest advantage.
 
-    Red is negative, blue positive, white 0. Rows are sorted by group, in it the best reward first.
+    Red is negative, blue positive, white 0. Samples are sorted by group, and in a group by reward, the best first.
     """
     ordered = frame.sort_values(["group", "reward"], ascending=[True, False])
     names = [name for name in frame.columns if name not in ("group", "reward", "tokens")]
@@ -313,9 +313,9 @@ def advantage_figure(frame: pd.DataFrame) -> Figure:
 
 
 def what_if_table(asked: Mapping[str, WhatIf]) -> pd.DataFrame:
-    """Several answers of `what_if` as a DataFrame, a line for each.
+    """Several results of `what_if` by name as a DataFrame, one line for each.
 
-    Columns: the cosine to the actual update, how far the weights moved, and the metrics of the last scratch update.
+    Columns: the cosine to the actual update, how far the weights moved (`way`, L2), the metrics of the last update.
     """
     import pandas as pd
 
@@ -338,7 +338,7 @@ def what_if_table(asked: Mapping[str, WhatIf]) -> pd.DataFrame:
 def what_if_figure(
     asked: Mapping[str, WhatIf], keys: Sequence[str] = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm")
 ) -> Figure:
-    """Metrics over the scratch updates of several answers of `what_if`, a curve for each."""
+    """Draw `keys` over the scratch updates of several results of `what_if`: a plot per metric, a curve per result."""
     figure = cell_figure(10, 2.6, layout="constrained")
     grid = figure.subplots(1, len(keys), squeeze=False)[0]
     for axes, key in zip(grid, keys, strict=True):
@@ -354,7 +354,7 @@ def what_if_figure(
 
 
 def values_figure(batch: DataProto, rows: int = 24) -> Figure:
-    """The critic's values over the response tokens of the first rows: blue where the reward is above the mean, red below."""
+    """Draw the critic's values over the tokens of the first `rows` responses: blue where the reward is above the mean."""
     figure = cell_figure(10, 2.8, layout="constrained")
     axes = figure.subplots()
     mean = float(batch["reward"].mean())

@@ -39,7 +39,7 @@ _PHASES = (
 
 @dataclass(frozen=True)
 class Look:
-    """Sizes in points, and the weight of the past in the running mean (0: the values themselves)."""
+    """The style of a plot: sizes in points, and the weight of the past in the running mean (0: the values themselves)."""
 
     line: float = 1.8
     faint: float = 1.0
@@ -49,7 +49,7 @@ class Look:
 
 
 class Plotted(NamedTuple):
-    """What one plot shows."""
+    """What `draw` put into one plot: legend entries, the last value, and whether phases are stacked."""
 
     key: dict[str, Any]
     """Words for a line, a band or a dot → one such artist; empty where nothing is recorded."""
@@ -63,7 +63,7 @@ class Plotted(NamedTuple):
 
 
 def draw(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Look, marks: Sequence[Symptom]) -> Plotted:
-    """Draw the metrics of a plot, a key where its title does not name them all, and its marks."""
+    """Draw one plot's metrics, a legend where its title does not name them all, and a line for each symptom in `marks`."""
     alone = PHASES in wanted and len(runs) == 1 and bool(runs[0].phases())
     plotted = _stack(axes, runs[0], look) if alone else _curves(axes, wanted, runs, look)
     # several things, or one of several that the title could mean
@@ -232,7 +232,7 @@ def bare(axes: Axes, grid: Literal["both", "x"] | None = "both") -> None:
 
 
 def recorded(runs: Sequence[Series], wanted: Sequence[str]) -> bool:
-    """Whether any run has a number for a plot of these metrics."""
+    """Whether a plot of these metrics would show anything: whether any of the runs has a number for it."""
     more = {"critic/score/mean": "val/reward", PHASES: "timing_s/step"}
     asked = [*wanted, *(more[name] for name in wanted if name in more)]
     alone = len(runs) == 1 and PHASES in wanted and bool(runs[0].phases())
@@ -255,7 +255,7 @@ def _free_corner(axes: Axes, below: bool) -> Any:
 
 
 def legend(owner: Any, handles: Iterable[Any], names: Sequence[str], **options: Any) -> None:
-    """Draw a legend, the names unchanged: matplotlib would read `$` as mathematics and leave out what begins with `_`."""
+    """Draw a legend, names as they are: matplotlib reads `$` as mathematics and drops names that start with `_`."""
     drawn = owner.legend(list(handles), ["·"] * len(names), **options)
     for text, name in zip(drawn.get_texts(), names, strict=True):
         text.set_parse_math(False)
@@ -292,7 +292,7 @@ class Series:
 
     @property
     def steps(self) -> Array:
-        """The step of every row, [rows]; a row without one counts from 0."""
+        """The step of every row, [rows]; a row without a step has its index."""
         steps = self.column(STEP)
         return np.where(np.isfinite(steps), steps, np.arange(len(steps)))
 
@@ -303,7 +303,7 @@ class Series:
         return self.steps[there], values[there]
 
     def phases(self) -> list[str]:
-        """Phases with seconds of their own, in the order in which they run."""
+        """The training phases whose seconds (`timing_s/<phase>`) the run records, in the order in which they run."""
         # a phase may come late (a critic's warm-up), but not for one step in hundreds
         some = [*self.rows[:: max(len(self.rows) // 200, 1)], *self.rows[-1:]]
         names = dict.fromkeys(name for row in some for name in row if name.startswith("timing_s/"))
@@ -313,7 +313,7 @@ class Series:
 
 
 def colour(place: int) -> str:
-    """A colour for the n-th run or phase: eight, then the same paler, and paler again."""
+    """The colour of the n-th run or phase: eight colours, then the same eight paler, then paler still."""
     base = _COLOURS[place % len(_COLOURS)]
     white = (place // len(_COLOURS)) % 3 * 0.33
     parts = [int(base[start : start + 2], 16) for start in (1, 3, 5)]
@@ -337,7 +337,7 @@ def smooth(values: Iterable[float], weight: float = 0.7) -> Array:
 
 
 def thin(steps: Array, values: Array, bins: int = BINS) -> tuple[Array, Array]:
-    """A line that looks the same with at most 2·`bins` + 2 points: the lowest and the highest of each stretch, and both ends."""
+    """Thin a curve to at most 2·`bins` + 2 points that look the same: lowest and highest of each stretch, and both ends."""
     if len(values) <= 2 * bins + 2:
         return steps, values
     edges = np.linspace(0, len(values), bins + 1).astype(int)
@@ -350,18 +350,18 @@ def thin(steps: Array, values: Array, bins: int = BINS) -> tuple[Array, Array]:
 
 
 def stretches(length: int) -> Array:
-    """First places of `BINS` stretches of a long column, [≤ BINS] int64."""
+    """The indices at which the (at most `BINS`) equal stretches of a column of `length` values begin, [≤ BINS] int64."""
     return np.unique(np.linspace(0, length, BINS + 1).astype(int)[:-1])
 
 
 def memory(runs: Sequence[Series]) -> float:
-    """The weight of the past in a running mean: 0.7, in long runs so much that it spans a fiftieth of the steps."""
+    """The weight of the past in a running mean: 0.7, and in long runs higher, so that it spans a fiftieth of the steps."""
     longest = max((len(run.steps) for run in runs), default=0)
     return max(0.7, 1 - 50 / max(longest, 1))
 
 
 def span_of(runs: Sequence[Series]) -> tuple[float, float]:
-    """From the first step to the last of any run, with a margin: the same for every plot."""
+    """The limits of the step axis: first and last step of all runs, with a margin; the same for every plot."""
     steps = np.concatenate([run.steps for run in runs])
     low, high = (float(steps.min()), float(steps.max())) if len(steps) else (0.0, 0.0)
     margin = max(0.02 * (high - low), 0.5)
@@ -369,7 +369,7 @@ def span_of(runs: Sequence[Series]) -> tuple[float, float]:
 
 
 def number_text(value: float, place: int | None = None) -> str:
-    """A number in three digits, as short as possible: 0.25, 12, 2.05e-4."""
+    """A number as an axis label, in three digits and as short as possible: 0.25, 12, 2.05e-4."""
     if value and abs(value) < 1e-3:
         digits, power = f"{value:.2e}".split("e")
         return f"{float(digits):g}e{int(power)}"

@@ -61,7 +61,7 @@ def panel(
     marks: Sequence[Symptom] | None = None,
     empty: bool = True,
 ) -> Figure:
-    """Draw curves over `training/global_step`: one small plot for each title of `keys` (`PANEL`), three or four to a row.
+    """Draw metrics over training steps: one small plot for each title of `keys` (default: `PANEL`), three or four to a row.
 
     A faint line is the step's own number, the strong one its running mean; the band is the spread within the step's batch
     (`x/std`, else `x/min` to `x/max` beside `x/mean`); dots in the reward are held-out means (`val/reward`) with their
@@ -117,7 +117,7 @@ def _say(axes: Axes, plotted: plot.Plotted, shade: str) -> None:
 
 
 def cell_figure(width: float, height: float, *, dpi: float = 100, **options: Any) -> Figure:
-    """A figure, in inches, that a notebook shows as a PNG: without pyplot the kernel has no rule for figures."""
+    """A matplotlib `Figure` of this size in inches that a notebook shows as a PNG, although pyplot is not imported."""
     from matplotlib.figure import Figure
 
     class Shown(Figure):
@@ -178,7 +178,7 @@ def _legend(figure: Figure, runs: Sequence[Series], line: float = 1.5, **options
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as PNG bytes."""
+    """Render a matplotlib figure as PNG bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -217,7 +217,7 @@ def figure(
     """Draw curves for a paper, and write them to a file where `path` is given.
 
     Text is 7 and 8 points, sans-serif; there is no title, since a paper has a caption. Raises `SettingError` for a
-    name that no run has, before anything is written.
+    name that no run has, before anything is written. `metrics` and `marks` are those of `panel`.
 
     Args:
         keys: titles of the panel (`reward`, `KL`, `entropy`, …) or metric names, or words on the axis → metric names.
@@ -266,10 +266,10 @@ def figure(
 
 def _width(width: str | float) -> float:
     if isinstance(width, str) and width not in WIDTHS:
-        raise SettingError(unknown("width", width, [*WIDTHS, "or inches"]))
+        raise SettingError(unknown("figure width", width, [*WIDTHS, "a number of inches"]))
     inches = WIDTHS[width] if isinstance(width, str) else float(width)
     if not 1 <= inches <= 40:
-        raise SettingError("width is in inches", expected="1 to 40, 'column' or 'page'", found=width)
+        raise SettingError("the width is in inches", expected="1 to 40, 'column' or 'page'", found=width)
     return inches
 
 
@@ -283,7 +283,7 @@ def _asked(keys: Mapping[str, Sequence[str]] | Sequence[str] | str, runs: Sequen
         titles = [short.get(key, key) for key in ([keys] if isinstance(keys, str) else keys)]
         plots = {title: PANEL.get(title, (title,)) for title in titles}
     if not plots:
-        raise SettingError("a figure needs a plot: keys", expected="a title or a metric", found=list(keys))
+        raise SettingError("a figure needs a plot: keys", expected="at least one title or metric", found=list(keys))
     for words, wanted in plots.items():
         if not plot.recorded(runs, wanted):
             known = [title for title in PANEL if plot.recorded(runs, PANEL[title])]

@@ -25,7 +25,7 @@ _CELL_STYLE = "padding:2px 8px;text-align:left;vertical-align:top"
 
 @dataclass(frozen=True)
 class Span:
-    """Parts beside each other in a line, with a CSS style, and a title on hover."""
+    """Content of an inline HTML element `tag`, with a CSS style and a title on hover; plain text in a terminal."""
 
     part: Part
     style: str = ""
@@ -35,7 +35,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Image:
-    """A PNG, made when a page is; nothing in a terminal."""
+    """A PNG picture, shown in HTML only; `png` is called when the HTML is made."""
 
     png: Callable[[], bytes]
     title: str = ""
@@ -43,9 +43,9 @@ class Image:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under a header; in a terminal columns as wide as their widest cell, aligned `right` or left.
+    """A table: rows of cells under a header. In a terminal the columns are aligned, to the right if `right`.
 
-    Without rows nothing is shown. Of more than `most` rows the first are shown, and a line says how many are left.
+    A table without rows shows nothing. Of more than `most` rows the first are shown, and a line says how many are left out.
     """
 
     header: Sequence[str]
@@ -56,7 +56,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Fold:
-    """A part that a click on its summary opens. A terminal shows it only if it is `opened` from the start."""
+    """Content that a click on its summary unfolds in HTML. A terminal shows it only if it is `opened` from the start."""
 
     summary: str
     part: Part
@@ -65,7 +65,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Either:
-    """One part for a terminal and another for a page; either may be empty."""
+    """Content that differs between the forms: `text` for a terminal, `page` for HTML; either may be empty."""
 
     text: Part = ()
     page: Part = ()
@@ -79,7 +79,7 @@ BREAK, RULE = Span(" ", tag="br"), Span(" ", tag="hr")
 
 
 def line(*parts: Part, style: str = "", title: str = "") -> Span:
-    """A block of its own: parts beside each other."""
+    """A line of its own (HTML `div`) with the parts side by side, a CSS style and a title on hover."""
     return Span(parts, style, "div", title)
 
 
@@ -99,30 +99,30 @@ def faint(*parts: Part) -> Span:
 
 
 def wrapped(*parts: Part, style: str = "") -> Span:
-    """A block of text with its line ends, in which places may be marked."""
+    """A block of monospaced text that keeps its line ends and wraps; parts of it may be styled spans."""
     return Span(parts, f"{_WRAPPED};{style}", "div")
 
 
 def block(said: object) -> Span:
-    """Text with its line ends, in a block of its own, wrapped on a page."""
+    """A block of monospaced text that keeps its line ends and wraps."""
     return wrapped(str(said), style="margin:2px 0")
 
 
 def bar(share: float, said: str, good: bool = True) -> Span:
-    """A number, on a page over a bar of `share` (0 to 1) of its width."""
+    """The text `said`; in HTML over a bar filled to `share` (0 to 1), green if `good`, else red."""
     percent, rgb = max(0.0, min(share, 1.0)) * 100, "46,160,67" if good else "207,80,60"
     over = f"rgba({rgb},0.35) {percent:.0f}%, rgba(128,128,128,0.08) {percent:.0f}%"
     return line(said, style=f"background:linear-gradient(90deg, {over});min-width:60px;padding:0 4px;border-radius:3px")
 
 
 def pairs(found: Sequence[tuple[str, str]]) -> Either:
-    """Names and their values, both as text: a line each, on a page a table."""
+    """(name, value) pairs of text: one per line in a terminal, a table in HTML."""
     rows: list[list[Part]] = [[faint(what), value] for what, value in found]
     return Either([f"  {what}: {value}" for what, value in found], Table((), rows, most=len(rows)))
 
 
 def stacked(parts: Sequence[Part]) -> Part:
-    """Parts under each other inside a line or a cell."""
+    """Parts one under another inside a line or a cell; side by side in a terminal."""
     return [(BREAK, part) if place else part for place, part in enumerate(parts)]
 
 
@@ -130,12 +130,12 @@ def stacked(parts: Sequence[Part]) -> Part:
 
 
 def text(document: Part) -> str:
-    """A document for a terminal: a line for each block."""
+    """Render a document as text for a terminal, one line for each block."""
     return "\n".join(map(plain, _lines(document)))
 
 
 def html(document: Part) -> str:
-    """A document as HTML that needs no script and no kernel; whatever a model wrote in it is escaped."""
+    """Render a document as HTML that needs no script and no kernel; all text in it is escaped."""
     return "".join(f"<div>{escape(one)}</div>" if isinstance(one, str) else _element(one) for one in _flat(document))
 
 
@@ -213,18 +213,18 @@ def _cell(part: Part) -> str:
 
 
 class View(Shown):
-    """Base of the objects that functions of `views` return; a notebook shows one that a cell ends in."""
+    """Base of the objects that functions of `workbench.views` return: `repr` is their text, a notebook shows their HTML."""
 
     def document(self) -> Part:
-        """The tree of what is shown."""
-        raise NotImplementedError
+        """The view's content as a tree of parts, from which `text` and `html` are rendered."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `document`")
 
     def text(self) -> str:
-        """The text form, for a terminal."""
+        """The view as text, for a terminal."""
         return text(self.document())
 
     def html(self) -> str:
-        """The HTML form, which is kept in an executed notebook."""
+        """The view as HTML, which is kept in an executed notebook."""
         return html(self.document())
 
     __repr__ = text
@@ -235,14 +235,14 @@ class View(Shown):
 
 
 def escape(text: object) -> str:
-    """Text for a page: markup escaped, and made `plain`."""
+    """Text as HTML: made `plain`, and markup escaped."""
     return escape_markup(plain(str(text)))
 
 
 def plain(text: str) -> str:
-    """Text for a terminal or a page: control characters and direction overrides made visible, lines and tabs kept.
+    """Text that is safe to show: control characters and direction overrides are made visible, line ends and tabs are kept.
 
-    It is cut to `TEXT_LIMIT` characters.
+    A text of more than `TEXT_LIMIT` characters is cut, and a note says how many are left out.
     """
     if len(text) > TEXT_LIMIT:
         text = f"{text[:TEXT_LIMIT]}… ({len(text) - TEXT_LIMIT:,} more characters)"
@@ -254,17 +254,17 @@ def plain(text: str) -> str:
 
 
 def number(value: Any, form: str = ".4g") -> str:
-    """A number in a format, by default in four significant digits; `–` where there is none (None, NaN)."""
+    """A number as text, by default in four significant digits; `–` for None and NaN."""
     return "–" if value is None or value != value else f"{value:{form}}"
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """`1 row`, `2 rows`; `many` where it is not `one` with an s."""
+    """A number with its noun: `1 row`, `2 rows`. `many` is the plural where it is not `one` with an s."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def cut(said: object, limit: int) -> str:
-    """At most `limit` characters of a text."""
+    """A text cut to at most `limit` characters, the last of them `…` if it is cut."""
     whole = str(said)
     return whole if len(whole) <= limit else whole[: limit - 1] + "…"
 

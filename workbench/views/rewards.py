@@ -21,7 +21,7 @@ _EXTRA = 4000
 
 
 def score(made: Score) -> doc.Part:
-    """`Score(1, answer '4': the answer is right; parts right 1, short 0.5)`; on a page a table and what is folded."""
+    """The view of a `Score`: one line in a terminal; in HTML a table, with extra values and traceback folded."""
     parts = ", ".join(f"{name} {value:g}" for name, value in made.parts.items())
     said = f"Score({made}{f'; parts {parts}' if parts else ''})"
     facts = [("reward", f"{made.value:g}" if made.scored else "no judgement"), *verdict(made)]
@@ -30,7 +30,7 @@ def score(made: Score) -> doc.Part:
 
 
 def verdict(made: Score) -> list[tuple[str, str]]:
-    """(name, value) of everything in a score but its value."""
+    """The status, explanation, answer and parts of a score, as (name, text)."""
     facts = [("status", made.status.value)]
     facts += [("why", made.why)] if made.why else []
     facts += [("answer", made.answer)] if made.answer is not None else []
@@ -38,12 +38,12 @@ def verdict(made: Score) -> list[tuple[str, str]]:
 
 
 def traceback(made: Score) -> list[tuple[str, str]]:
-    """[("traceback", text)] of a failed score, else []."""
+    """The traceback of a failed score as [("traceback", text)]; [] for any other score."""
     return [("traceback", made.error)] if made.error else []
 
 
 def extras(made: Score) -> list[tuple[str, str]]:
-    """(name, text) of the extra values that a scorer returned, cut; lists and dicts have a line per item."""
+    """The extra values that a scorer returned, as (name, text), long texts cut; lists and dicts have one line per item."""
     return [(name, _shown(value)) for name, value in made.extra.items()]
 
 
@@ -56,7 +56,7 @@ def _shown(value: Any) -> str:
 
 
 def question(chat: Any) -> str:
-    """The last user text of a chat; a plain prompt as it is."""
+    """The text of a chat's last user message; a prompt that is no chat, as text."""
     if not isinstance(chat, list) or not chat:
         return "" if chat is None else str(chat)
     users = [turn for turn in chat if turn.get("role") == "user"]
@@ -67,14 +67,14 @@ def question(chat: Any) -> str:
 
 
 def unfolding(prompt: str | None, response: str, *further: doc.Part) -> doc.Part:
-    """The starts of a prompt and a response, which unfold to both in full and to `further` parts."""
+    """The start of a prompt, and the start of a response that unfolds to both in full and to `further` parts."""
     full: list[doc.Part] = [doc.block(prompt), doc.RULE] if prompt is not None else []
     start = response.replace("\n", " ⏎ ")[:CUT]
     return doc.cut(prompt or "", CUT), doc.Fold(start, [*full, doc.block(response), *further])
 
 
 def rubric(made: Rubric) -> doc.Part:
-    """`Rubric(1·right + 0.1·short, gated by safe ≥ 0.5)`; on a page a line for each part, its weight as a bar."""
+    """The view of a `Rubric`: its formula in one line; in HTML a table of its parts with weights and gates."""
     terms = " + ".join(f"{made.weights[part]:g}·{part}" for part in made.parts if made.weights[part])
     gates = f", gated by {', '.join(f'{part} ≥ {low:g}' for part, low in made.gates.items())}" if made.gates else ""
     top = max((abs(weight) for weight in made.weights.values()), default=0.0) or 1.0
@@ -99,7 +99,7 @@ _COLOURS = ("rgba(9,105,218,0.28)", "rgba(191,135,0,0.32)", "rgba(130,80,223,0.2
 
 
 def dry_run(made: DryRun) -> doc.Part:
-    """Scorers, reasons, and on a page the rows that they disagree on, each answer marked in the response."""
+    """The view of a `DryRun`: numbers per scorer; in HTML also the rows that scorers disagree on, answers marked."""
     several, failures = len(made.judged) > 1, list(made.failures.iterrows())
     rows = list(made.disagreements.index) if several else list(range(len(made.rows)))
     what = f"{len(rows)} rows" + (" that the scorers score differently" if several else "")
@@ -176,14 +176,14 @@ _PINS = 40
 
 
 def pin(made: Pin) -> doc.Part:
-    """Its expected score, note, origin, and the start of the response; on a page everything else is folded."""
+    """The view of a `Pin`: expected score, note, origin, and the start of the response; in HTML the rest is folded."""
     said = [one for one in (f"expected {_expected(made.expected)}", made.note, _origin(made)) if one]
     text = ["  ".join([f"pin {made.id}", *map(doc.one_line, said)]), f"  → {doc.one_line(made.response)}"]
     return doc.Either(text, (doc.line(doc.bold(f"pin {made.id}"), " ", doc.cut(" · ".join(said), 600)), _kept(made)))
 
 
 def pins(made: Pins) -> doc.Part:
-    """A pin's number, expected score, note, origin, and the start of its response; on a page all of it, folded in each row."""
+    """The view of `Pins`: for each pin its number, expected score, note, origin and start of the response."""
     lines, rows = list[str](), list[list[doc.Part]]()
     for place, one in enumerate(made):
         expected, origin = _expected(one.expected), _origin(one)
@@ -201,7 +201,7 @@ def pins(made: Pins) -> doc.Part:
 
 
 def pin_check(made: PinCheck) -> doc.Part:
-    """How many pins hold; then each that does not: expected, got, why, note; on a page the others folded."""
+    """The view of a `PinCheck`: how many pins got their expected score, then each that did not, and why."""
     lines: list[str] = []
     for one in made.failed[:_PINS]:
         lines.append(f"  pin {one.number} ({one.pin.id}): expected {_expected(one.pin.expected)}, got {_got(one)}")

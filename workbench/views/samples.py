@@ -25,7 +25,7 @@ Where: TypeAlias = "Mapping[str, Any] | Callable[[pd.DataFrame], Any] | None"
 
 
 def batch_of(thing: Any) -> DataProto:
-    """The batch of a batch, a trace, a phase, a stepper, or a run (its last trace); `TypeError` for anything else."""
+    """The batch of a trace, phase, stepper or run (its last trace), or a batch itself; `TypeError` for anything else."""
     if isinstance(thing, DataProto):
         return thing
     traces = getattr(thing, "traces", None)
@@ -35,20 +35,22 @@ def batch_of(thing: Any) -> DataProto:
     if isinstance(found, DataProto):
         return found
     expected = "a DataProto, or what has one: a trace, a phase, a stepper, a run with traces"
-    raise TypeError(message("samples", expected=expected, found=type(thing).__name__))
+    raise TypeError(message("no batch to show", expected=expected, found=f"a {type(thing).__name__}"))
 
 
 def object_at(batch: DataProto, name: str, row: int) -> Any:
-    """What an object column has in one row, of a column on disk nothing else is read; None where there is no such column."""
+    """The value of an object column in one row; None where there is no such column. Other rows are not read from disk."""
     return batch.non_tensor_batch.part(name, row, row + 1)[0] if name in batch.non_tensor_batch else None
 
 
 def samples_table(batch: DataProto) -> pd.DataFrame:
-    """A DataFrame with a line for each row: group, prompt (its last user text), response, truth, reward and its parts, answer, status, why,
-    advantage (mean over the response's tokens), sampler_logprob_diff, tokens, finish.
+    """The samples of a batch as a DataFrame, one line per row.
 
-    A row that was not scored has no reward (NaN). What the batch does not have (yet) is left out. Columns that lie on disk
-    are read, and not kept.
+    Columns: group, prompt (its last user text), response, truth, reward and its parts, answer, status, why, advantage
+    (mean over the response's tokens), sampler_logprob_diff, tokens (their number), finish (why sampling ended).
+
+    A row that was not scored has no reward (NaN). What the batch does not have (yet) is left out. Columns on disk are
+    read, and not kept in memory.
     """
     import pandas as pd
 
@@ -112,7 +114,7 @@ class SampleIndex:
 
     @cached_property
     def groups(self) -> pd.DataFrame:
-        """A line for each prompt, as the function `groups` says; its prompts are in full."""
+        """The DataFrame that `groups(batch)` returns, one line per prompt, but with prompts in full."""
         rows = self.frame.groupby("group", sort=True)
         asked = {"prompt": ("prompt", "first"), "samples": ("group", "size"), "scored": ("reward", "count")}
         asked |= {"mean": ("reward", "mean"), "std": ("reward", "std")}
@@ -130,7 +132,7 @@ class SampleIndex:
 
     @cached_property
     def surprise(self) -> np.ndarray:
-        """How far each reward is from the mean of the other samples of its prompt; NaN where there is none."""
+        """How far each reward is from the mean of its prompt's other samples, [B] float64; NaN where there is none."""
         if "reward" not in self.frame:
             return np.full(len(self.frame), np.nan)
         reward = self.frame["reward"]
@@ -140,7 +142,7 @@ class SampleIndex:
         return (reward - mean).abs().to_numpy()
 
     def select(self, order: str, *, where: Where = None, search: str = "", by_group: bool = False) -> np.ndarray:
-        """Row numbers, filtered and in order; `samples` has the arguments and what it raises."""
+        """The numbers of the rows that pass the filters, in order; arguments and errors are those of `samples`."""
         rows = np.flatnonzero(self._kept(where, search))
         rank = self._rank(order)[rows]
         if by_group:
@@ -156,7 +158,7 @@ class SampleIndex:
         else:
             for name, wanted in (where or {}).items():
                 if name not in self.frame:
-                    raise ValueError(unknown("column of samples", name, self.frame.columns))
+                    raise ValueError(unknown("column of the samples table", name, self.frame.columns))
                 kept &= _matching(self.frame[name], wanted)
         if search:
             needle = search.casefold()
@@ -207,7 +209,7 @@ def _tokens(row: Any) -> tuple[str, str]:
 
 
 def group_line(index: SampleIndex, group: int) -> str:
-    """`8 samples, mean reward 0.25, deviation 0.46, advantages over 2.7`."""
+    """A group in one line: `8 samples, mean reward 0.25, deviation 0.46, advantages over 2.7` (the range of advantages)."""
     numbers = index.groups.loc[group]
     said = [f"{int(numbers['samples'])} samples"]
     if "mean" in numbers:
@@ -233,11 +235,11 @@ class Samples(doc.View):
         return self.index.frame.iloc[self.selected]
 
     def row(self, number: int) -> SampleCard:
-        """One sample in full, the other samples of its prompt beside it."""
+        """One sample in full, with the other samples of its prompt. Raises `IndexError` for a row that does not exist."""
         return SampleCard(self.index, number)
 
     def document(self) -> doc.Part:
-        """The first `rows` samples, three lines each; on a page a table, texts folded, of each group where `by_group`."""
+        """The view's content: the first `rows` samples, three lines each; in HTML tables, one per group if `by_group`."""
         frame = self.frame.head(self.rows)
         lines = [text for row, values in frame.iterrows() for text in _said(row, values)]
         return doc.Either(lines, lambda: self._page(frame))
@@ -321,7 +323,7 @@ def _judgement(row: Any, score: Any) -> doc.Part:
 def samples(
     thing: Any, rows: int = 8, order: str = "worst", by_group: bool = False, *, where: Where = None, search: str = ""
 ) -> Samples:
-    """The samples of a batch, trace, stepper or run as a table: `.frame` is the DataFrame, `.row(7)` one sample in full.
+    """Show samples of a batch, trace, stepper or run as a table: `.frame` is the DataFrame, `.row(7)` one sample in full.
 
     Args:
         rows: how many samples are shown; `.frame` has all.
@@ -358,7 +360,7 @@ class SampleCard(doc.View):
 
     def __init__(self, index: SampleIndex, row: int) -> None:
         if not 0 <= row < len(index.frame):
-            raise IndexError(f"row {row}: this batch has rows 0 to {len(index.frame) - 1}")
+            raise IndexError(f"row {row} does not exist: this batch has rows 0 to {len(index.frame) - 1}")
         self.index = index
         self.row = row
         self.values = index.frame.iloc[row]
@@ -366,7 +368,7 @@ class SampleCard(doc.View):
 
     @property
     def siblings(self) -> list[int]:
-        """The other rows of its prompt, the best reward first."""
+        """The row numbers of the other samples of the same prompt, best reward first."""
         frame = self.index.frame
         others = frame[(frame["group"] == self.values["group"]) & (frame.index != self.row)]
         if "reward" in others:
@@ -374,7 +376,7 @@ class SampleCard(doc.View):
         return [int(row) for row in others.index]
 
     def facts(self) -> list[tuple[str, str]]:
-        """(name, value) of the score and the numbers, as text."""
+        """The sample's reward, score, truth, advantage and token count, as (name, text)."""
         row, score = self.values, self.score
         reward = row.get("reward")
         found = [] if reward is None else [("reward", f"{reward:g}" if reward == reward else "not scored")]
@@ -385,18 +387,18 @@ class SampleCard(doc.View):
         return found + ([("scored in", f"{score.seconds:.3g} s")] if score is not None and score.seconds else [])
 
     def pieces(self) -> tuple[str, str, str]:
-        """The response before, in and after the extracted answer; the first piece is all of it where there is none."""
+        """The response before, inside and after the extracted answer; all of it comes first where none was found."""
         text = _response(self.values)
         whole = len(text), len(text)
         first, end = span_of(self.score.answer if self.score is not None else None, text) or whole
         return text[:first], text[first:end], text[end:]
 
     def more(self) -> list[tuple[str, str]]:
-        """(name, text) of a traceback, then of the scorer's extra values."""
+        """The scorer's traceback, if it failed, and its extra values, as (name, text)."""
         return [*traceback(self.score), *extras(self.score)] if self.score is not None else []
 
     def document(self) -> doc.Part:
-        """Prompt, response with the extracted answer marked, score, extra values; on a page the prompt's other samples."""
+        """The view's content: prompt, response with its answer marked, score; in HTML also the prompt's other samples."""
         group, name = int(self.values["group"]), f"row {self.row}"
         numbers = group_line(self.index, group)
         before, marked, after = self.pieces()
@@ -423,5 +425,5 @@ class SampleCard(doc.View):
 
 
 def evaluation(made: Evaluation) -> doc.Part:
-    """The numbers, and the worst samples."""
+    """The view of an `Evaluation`: its numbers, and the six worst samples."""
     return doc.line(doc.bold(repr(made))), lambda: samples(made.batch, rows=6).document()

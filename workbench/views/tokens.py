@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number for each token: the columns it is computed from, and how it is coloured."""
+    """A number that each token has (log-prob, advantage, …): the columns it is computed from, and how it is coloured."""
 
     name: str
     what: str
@@ -46,7 +46,7 @@ class Quantity:
     """The lowest values have the strongest colour."""
 
     def read(self, part: Callable[[str], torch.Tensor | None]) -> torch.Tensor | None:
-        """The number, [T], where `part(column)` is the column, [T], or None; None where columns are missing."""
+        """One row's values of the quantity, [T], or None without its columns; `part(name)` is a column's [T] or None."""
         found = [one for one in map(part, self.columns) if one is not None]
         if self.make is None or len(found) < len(self.columns):
             return found[0] if found and self.make is None else None
@@ -76,9 +76,9 @@ _SHOWN_ALREADY = {"responses", *(column for one in QUANTITIES.values() for colum
 
 
 class TokenRow:
-    """The tokens of one row: texts, ids, which are the model's own, and every number that the batch has for them.
+    """One row's response tokens: texts, ids, which of them the model sampled, and every number that the batch has for them.
 
-    Only this row is read of a batch on disk. Raises `IndexError` for a row that does not exist, and `ValueError` where the
+    Of a batch on disk only this row is read. Raises `IndexError` for a row that does not exist, and `ValueError` where the
     batch has no token ids.
     """
 
@@ -86,9 +86,9 @@ class TokenRow:
         self.batch = batch_of(thing)
         self.row = row
         if not 0 <= row < len(self.batch):
-            raise IndexError(f"row {row}: this batch has rows 0 to {len(self.batch) - 1}")
+            raise IndexError(f"row {row} does not exist: this batch has rows 0 to {len(self.batch) - 1}")
         if "responses" not in self.batch:
-            raise ValueError(f"this batch has no token ids (`responses`), only {', '.join(self.batch.columns)}")
+            raise ValueError(f"no token ids (column `responses`) in this batch; found {', '.join(self.batch.columns)}")
         tokenizer = tokenizer or _tokenizer_of(thing, self.batch)
         ids: Any = self._part("responses")
         own, attention = self._part("response_mask"), self._part("attention_mask")
@@ -115,9 +115,9 @@ class TokenRow:
         return {name: value[: self.length].double().tolist() for name, value in found.items() if value is not None}
 
     def quantity(self, name: str) -> Quantity:
-        """The quantity of this name. Raises `ValueError` for one that this row does not have."""
+        """The description of a per-token quantity by its name. Raises `ValueError` for one that this row does not have."""
         if name not in self.values:
-            raise ValueError(unknown("per-token quantity", name, self.values))
+            raise ValueError(unknown(f"per-token quantity of row {self.row}", name, self.values))
         return QUANTITIES.get(name) or Quantity(name, name, (name,), centre=0.0)
 
 
@@ -133,7 +133,7 @@ def _tokenizer_of(thing: Any, batch: DataProto) -> Any:
 
 
 def span_of_values(quantity: Quantity, rows: list[list[float]]) -> tuple[float, float]:
-    """(low, high) of the colours: of the values, or equally far from the centre on both sides; low < high."""
+    """The range (low, high) of a quantity's colours: that of the values, made symmetric about a centre; low < high."""
     values = [value for row in rows for value in row if math.isfinite(value)] or [0.0]
     low, high = min(values), max(values)
     if quantity.centre is not None:
@@ -143,7 +143,7 @@ def span_of_values(quantity: Quantity, rows: list[list[float]]) -> tuple[float, 
 
 
 def stops(quantity: Quantity, span: tuple[float, float]) -> list[str]:
-    """The colours of the lowest, the middle and the highest value."""
+    """The CSS colours of a quantity's lowest, middle and highest value, for a legend."""
     low, high = span
     middle = (low + high) / 2 if quantity.centre is None else quantity.centre
     return [colour_of(value, quantity, span) for value in (low, middle, high)]
@@ -153,7 +153,7 @@ UP, DOWN, ONE_WAY = (46, 160, 67), (207, 80, 60), (130, 80, 223)
 
 
 def colour_of(value: float, quantity: Quantity, span: tuple[float, float]) -> str:
-    """A translucent rgba over the page's own background: green above the centre, red below, violet for one-way scales."""
+    """A value's translucent CSS colour: green above the quantity's centre, red below; violet where it has no centre."""
     if not math.isfinite(value):
         return "rgba(255,0,255,0.6)"
     low, high = span
@@ -226,7 +226,7 @@ BOX = "white-space:pre-wrap;word-break:break-word;font-family:monospace;line-hei
 
 
 class Tokens(doc.View):
-    """The view that `tokens(batch, row)` returns; in a live notebook the colouring can be switched."""
+    """The view that `tokens(batch, row)` returns; in a live notebook another quantity can be chosen to colour by."""
 
     def __init__(self, rows: list[TokenRow], labels: list[str], colour: str | None) -> None:
         self.rows, self.labels = rows, labels
@@ -234,21 +234,21 @@ class Tokens(doc.View):
         self.quantities = [name for name in names if any(name in row.values for row in rows)]
         if not self.quantities:
             expected, found = "at least one number for each token (a [B, T] column)", ", ".join(rows[0].batch.columns)
-            raise ValueError(message("tokens", expected=expected, found=found))
+            raise ValueError(message("no per-token number to show", expected=expected, found=f"the columns {found}"))
         if colour is None:
             colour = next((name for name in _PREFERRED if name in self.quantities), self.quantities[0])
         self.colour = self.quantity(colour)[0].name
 
     @property
     def frame(self) -> pd.DataFrame:
-        """A line for each response token of the first row: id, text, whether it is the model's own, every quantity."""
+        """A line for each response token of the first shown row: `id`, `text`, `own` (sampled by the model), quantities."""
         import pandas as pd
 
         row = self.rows[0]
         return pd.DataFrame({"id": row.ids, "text": row.texts, "own": row.own, **row.values})
 
     def quantity(self, name: str | None = None) -> tuple[Quantity, tuple[float, float]]:
-        """The quantity that colours, or that of a name, and its range over the rows' own tokens."""
+        """The quantity `name` (default: the one that colours the tokens) and its range (low, high) over the shown rows."""
         name = name or self.colour
         having = [row for row in self.rows if name in row.values]
         quantity = (having or self.rows)[0].quantity(name)  # raises where no row has it
@@ -256,7 +256,7 @@ class Tokens(doc.View):
         return quantity, span_of_values(quantity, values)
 
     def document(self) -> doc.Part:
-        """Each row's tokens, coloured; in a terminal each with its number."""
+        """The view's content: each shown row's tokens, in HTML coloured, in a terminal each with its number."""
         quantity, span = self.quantity()
         said: list[doc.Part] = [f"{self.colour}: {quantity.what}, {span[0]:.4g} to {span[1]:.4g}"]
         page: list[doc.Part] = [legend(quantity, span)]
@@ -267,7 +267,7 @@ class Tokens(doc.View):
 
 
 def legend(quantity: Quantity, span: tuple[float, float]) -> doc.Part:
-    """A quantity's name, what it is, and its colours with the numbers at both ends."""
+    """A legend: the quantity's name, what it is, and its colours with the numbers at both ends."""
     colours = f"linear-gradient(90deg, {', '.join(stops(quantity, span))})"
     swatch = doc.Span("", f"display:inline-block;width:140px;height:11px;border-radius:3px;background:{colours}")
     scale = f" \u00a0 {span[0]:.4g} ", swatch, f" {span[1]:.4g} \u00a0 "
@@ -293,7 +293,7 @@ def _row_page(row: TokenRow, quantity: Quantity, span: tuple[float, float]) -> d
 
 
 def coloured(row: TokenRow, places: Iterable[int], quantity: Quantity, span: tuple[float, float]) -> doc.Part:
-    """The tokens at these places, coloured, each with its numbers on hover."""
+    """The tokens at some indices of a row, coloured by a quantity, each with all its numbers on hover."""
     return [_token(row, place, quantity, span) for place in places]
 
 
@@ -310,7 +310,7 @@ def _token(row: TokenRow, place: int, quantity: Quantity, span: tuple[float, flo
 
 
 def visible(text: str) -> str:
-    """A token's text made visible: an empty one is a dot, a line end has its sign."""
+    """A token's text with what is invisible made visible: `·` for an empty text, `⏎` at a line end."""
     return "·" if text == "" else plain(text).replace("\n", "⏎\n")
 
 
@@ -323,7 +323,7 @@ def tokens(
     against_row: int | None = None,
     tokenizer: Any = None,
 ) -> Tokens:
-    """The tokens of one response of a batch, trace, stepper or run, coloured by a number; `.frame` has all numbers.
+    """Show the tokens of one response of a batch, trace, stepper or run, coloured by a quantity; `.frame` has all numbers.
 
     Args:
         colour: one of `log_prob, ref_log_prob, kl, ratio, clipped, advantage, return, value, entropy, reward, mask,
@@ -358,13 +358,13 @@ DRAWN = 20_000
 def sampler_logprob_diff(batch: DataProto) -> Figure:
     """A picture of the difference between the sampler's and the trainer's log-probs of the same tokens.
 
-    Left, each response token of the batch [B, T]: by the sampler (x) and by the trainer (y), in nats; on the line they agree.
-    Right, a histogram of the differences, a line for each policy version that sampled rows. Raises `BatchError` where the
-    batch has no log-probs by the trainer yet.
+    Left, a point for each response token: log-prob by the sampler (x) and by the trainer (y), in nats; on the line they
+    agree. Right, a histogram of the differences, a line for each policy version that sampled rows. Raises `BatchError`
+    where the batch lacks one of `rollout_log_probs`, `old_log_probs` and `response_mask`.
     """
     lacking = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name not in batch]
     if lacking:
-        expected, found = "rows with log-probs by sampler and trainer", f"no {', '.join(lacking)}"
+        expected, found = "a batch with log-probs by sampler and trainer", f"no {', '.join(lacking)}"
         raise BatchError("sampler_logprob_diff", expected=expected, found=found, do="run the step until 'old_log_prob'")
     inside = batch["response_mask"].bool()
     sampled, scored = (batch[name].float()[inside] for name in ("rollout_log_probs", "old_log_probs"))
@@ -401,7 +401,7 @@ _OTHER = "rgba(128,128,128,0.5)"
 
 
 class TranscriptView(doc.View):
-    """The view that `transcript(batch, row)` returns."""
+    """The view that `transcript(batch, row)` returns: one row's prompt and turns, its tokens coloured."""
 
     def __init__(self, tokens: Tokens, turns: Sequence[Turn], prompt: Sequence[Any]) -> None:
         self.tokens = tokens
@@ -411,7 +411,7 @@ class TranscriptView(doc.View):
 
     @property
     def frame(self) -> pd.DataFrame:
-        """A line for each turn: role, text, places of its first and last token, mask, calls, score, what was cut, by hand or not."""
+        """A line for each turn: role, text, indices of its first and last token, mask, calls, score, cut, edited."""
         import pandas as pd
 
         columns = ["role", "text", "first", "last", "mask", "calls", "score", "cut", "edited"]
@@ -421,7 +421,7 @@ class TranscriptView(doc.View):
         return pd.DataFrame(rows).assign(mask=mask, calls=calls).reindex(columns=columns)
 
     def head(self) -> str:
-        """One line: how many turns, calls and tokens, and how many of the tokens are the model's own."""
+        """The transcript in one line: how many turns, calls and tokens, and how many of the tokens are the model's own."""
         calls = sum(len(turn.calls) for turn in self.turns)
         edited = [str(place) for place, turn in enumerate(self.turns) if turn.edited]
         said = [doc.counted(len(self.turns), "turn"), *([doc.counted(calls, "call")] if calls else [])]
@@ -430,7 +430,7 @@ class TranscriptView(doc.View):
         return " · ".join(said)
 
     def document(self) -> doc.Part:
-        """The prompt and the turns, on a page in coloured tokens."""
+        """The view's content: the prompt and the turns, in HTML with coloured tokens."""
         row, places = self._row, range(len(self.turns))
         said = [f"  {one['role']:9} (prompt) {doc.one_line(one['content'], 300)}" for one in self.prompt]
         page = [_block(_OTHER, f"{one['role']} · prompt", doc.block(one["content"])) for one in self.prompt]
@@ -460,10 +460,10 @@ class TranscriptView(doc.View):
 
 
 def transcript(thing: Any, row: int = 0, colour: str | None = None, *, tokenizer: Any = None) -> TranscriptView:
-    """The transcript of one row of a batch, trace, stepper or run (or of a stepped episode), turn by turn.
+    """Show one row of a batch, trace, stepper or run (or a stepped episode) turn by turn.
 
-    Its tokens are coloured by `colour`, and have the same places, as in `tokens`; a dotted line means mask 0, not the
-    model's own. A row without `turns` is one turn of the model. `.frame` has a line for each turn. Raises as `tokens` does.
+    The tokens are coloured by `colour`, and have the same indices, as in `tokens`; a dotted underline means mask 0, not
+    sampled by the model. A row without `turns` is one turn of the model. `.frame` has a line per turn. Raises as `tokens`.
 
     Example:
         >>> wb.views.transcript(s, 3, "advantage").frame  # doctest: +SKIP
@@ -478,7 +478,7 @@ def transcript(thing: Any, row: int = 0, colour: str | None = None, *, tokenizer
 
 
 def episode(made: EpisodeStepper) -> doc.Part:
-    """A stepped episode: its transcript, and what comes next."""
+    """The view of an `EpisodeStepper`: the transcript so far, and whose turn is next."""
     view = transcript(made.batch, 0, tokenizer=made.tokenizer)
     view._row.row = made.row
     return view.document(), doc.line(doc.bold(_upcoming(made)))
@@ -517,7 +517,7 @@ def _block(edge: str, title: doc.Part, body: doc.Part) -> doc.Part:
 
 
 def agent_loop(made: AgentLoopBase) -> doc.Part:
-    """An agent's tools with their arguments, simulated users, parser and limits."""
+    """The view of an agent loop: its tools with their arguments, simulated users, parser and limits."""
     said = dict(made.describe())
     tools = [one.get("function", {}) for one in said.pop("tools", [])]
     rows = [[one.get("name", ""), _arguments(one), doc.block(one.get("description", ""))] for one in tools]

@@ -37,7 +37,7 @@ PREVIEW_TEXT = 48
 
 
 def kind_of(batch: DataProto, name: str) -> str:
-    """A column's dtype and shape, `f32[256,1024]` or `obj[256]`; nothing is read from disk for it."""
+    """A column's dtype and shape as `f32[256,1024]` or `obj[256]`; no values are read from disk."""
     if name not in batch.batch:
         return f"obj[{len(batch)}]"
     raw: Any = batch.batch.raw()[name]
@@ -46,7 +46,7 @@ def kind_of(batch: DataProto, name: str) -> str:
 
 
 def preview(batch: DataProto, name: str) -> str:
-    """First values of the first row (or of the first rows, where a column is flat)."""
+    """A column's first values as text: of its first row, or of the first rows where it has one value per row."""
     if not len(batch):
         return ""
     if name in batch.batch:
@@ -73,7 +73,7 @@ def _title(batch: DataProto) -> str:
 
 
 def batch(made: DataProto) -> doc.Part:
-    """A line a column: name, dtype and shape, which stage wrote it, first values; `meta_info` folded."""
+    """The view of a `DataProto`: each column's name, dtype, shape, writing stage and first values; its `meta_info`."""
     rows = []
     for name in made.columns:
         origin, by = made.origins.get(name), doc.Span("–")
@@ -93,7 +93,7 @@ def _named(name: str) -> doc.Part:
 
 
 def outcome(made: Outcome) -> doc.Part:
-    """The batch, and the stage's metrics, on a page folded."""
+    """The view of a stage's `Outcome`: the batch, and the stage's metrics."""
     metrics = [(name, doc.number(value)) for name, value in reduce([made.metrics]).items()]
     moved = doc.small(f"{len(made.rows)} rows made of the batch's") if made.rows is not None else ()
     title = f"{len(metrics)} metrics"
@@ -102,7 +102,7 @@ def outcome(made: Outcome) -> doc.Part:
 
 
 def data(made: Rows | Report) -> doc.Part:
-    """Rows (number, columns, the first one), or what was found in them: a line a fact."""
+    """The view of data `Rows` or of a `Report` on them: one fact per line, such as the number of rows and the columns."""
     return doc.pairs(made.lines())
 
 
@@ -121,7 +121,7 @@ HEADLINES = {
 
 
 def headline(made: Phase) -> str:
-    """The phase's main metric as `0.4062 mean reward`, and whether the step teaches nothing; empty where it has none."""
+    """A phase's main metric as `0.4062 mean reward`, with a warning if nothing can be learned; empty where it has none."""
     key = HEADLINES.get(made.stage) or next(iter(made.metrics), "")
     said = [f"{doc.number(made.metrics[key])} {WORDS.get(key, key)}"] if key in made.metrics else []
     said += ["no row was scored"] if made.metrics.get("reward/scored_ratio") == 0 else []
@@ -137,14 +137,14 @@ def _seconds(made: Phase) -> str:
 
 
 def trace(made: Trace) -> doc.Part:
-    """A line for each phase: seconds, main metric, columns written; on a page its metrics and settings folded."""
+    """The view of a `Trace`: for each phase seconds, main metric and columns written; in HTML also metrics and settings."""
     step = f" of step {made.step}" if made.step is not None else ""
     title = f"Trace{step}: {len(made)} phases, {len(made.batch)} rows, {made.metrics['timing_s/step']:.2f} s"
     return doc.line(doc.bold(title)), phases(made)
 
 
 def phases(made: Trace) -> doc.Part:
-    """The phases of a trace as a table."""
+    """The phases of a trace as a table: seconds, main metric, columns written."""
     said, page = list[list[doc.Part]](), list[list[doc.Part]]()
     for one in made:
         wrote = ", ".join(f"{name} {kind_of(one.batch, name)}" for name in one.wrote)
@@ -170,7 +170,7 @@ _STEP = "display:inline-block;padding:3px 9px;margin:2px;border-radius:5px;text-
 
 
 def stepper(made: Stepper) -> doc.Part:
-    """The phases in a row (done, the last one framed, to come); beneath what the last one wrote, before and after."""
+    """The view of a `Stepper`: its phases in a row (done, next, to come), and what the last one wrote."""
     past, boxes, strip = made.trace, [], []
     for place, name in enumerate(made.pipeline.names):
         mark = "●" if place < made.position else "▶" if place == made.position else "○"
@@ -192,7 +192,7 @@ def stepper(made: Stepper) -> doc.Part:
 
 
 def phase(made: Phase, before: DataProto | None = None) -> doc.Part:
-    """Its main metric, and each column that it wrote; on a page its metrics and settings folded."""
+    """The view of a `Phase`: its main metric, and each column that it wrote; in HTML also its metrics and settings."""
     told = headline(made)
     said = f"{made.stage} ({_seconds(made)}): {', '.join(filter(None, (told, 'wrote')))}"
     title = doc.Either(said, doc.line(doc.bold(made.stage), f" · {_seconds(made)} · {told}"))
@@ -204,7 +204,7 @@ _ARROW = "display:inline-block;vertical-align:middle;font-size:80%;opacity:0.75;
 
 
 def pipeline(made: Pipeline) -> doc.Part:
-    """The stages as boxes joined by arrows; on an arrow the columns that the stage before it writes and a later one reads."""
+    """The view of a `Pipeline`: its stages as boxes, between them the columns that one writes and a later one reads."""
     stages = list(made)
     boxes: list[doc.Part] = []
     for place, stage in enumerate(stages):
@@ -237,10 +237,10 @@ _IDS = ("prompts", "responses", "input_ids", "position_ids")
 
 
 def field_of(batch: DataProto, name: str) -> tuple[int, str, str]:
-    """A column summed up: rows that were read, `0.41 ± 0.49  [0, 1]`, twelve bars from the lowest to the highest number.
+    """Summarise a column: (rows that were read, `0.41 ± 0.49  [0, 1]`, a histogram of twelve characters).
 
-    Only response tokens count where it has a number for each. Ids have a range and no mean, objects what is common. Nothing
-    that is read stays in memory.
+    Of per-token columns only response tokens count. Columns of ids have a range and no mean, columns of objects their most
+    common values. Nothing that is read stays in memory.
     """
     if name not in batch.batch:
         shown = min(len(batch), 4096)
@@ -278,7 +278,7 @@ def _values(batch: DataProto, name: str, start: int, stop: int) -> torch.Tensor:
 
 
 def spark(values: torch.Tensor, low: float, high: float) -> str:
-    """A histogram in twelve characters; of one value a single full bar."""
+    """A histogram of values from `low` to `high` in twelve characters; a single full bar where all values are equal."""
     if low == high:
         return _BLOCKS[-1]
     if not math.isfinite(high - low):
@@ -305,7 +305,7 @@ def _common(values: list[Any]) -> str:
 
 
 def fields(made: Phase, before: DataProto | None = None) -> doc.Part:
-    """The columns that a phase wrote, beside their values `before` it, and whether only a part of one was read."""
+    """A table of the columns that a phase wrote, with their kind and range, and the same of the batch `before` it."""
     rows, page, partial = list[list[doc.Part]](), list[list[doc.Part]](), False
     for name in made.wrote:
         kind, (read, numbers, histogram) = kind_of(made.batch, name), field_of(made.batch, name)
@@ -333,7 +333,7 @@ _REWARD = "critic/score/mean"
 
 
 def run(made: Run) -> doc.Part:
-    """The run's main numbers, files, symptoms and next calls; on a page the recorded steps folded beneath."""
+    """The view of a `Run`: main numbers, checkpoints, symptoms and useful next calls; in HTML also the recorded steps."""
     rows = made.rows
     step = rows[-1][STEP] if rows else 0
     title = f"Run {made.path}: {made.state}, step {step} of {made.settings.get('train', {}).get('steps')}"
@@ -362,7 +362,7 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
 
 
 def traces(made: Traces) -> doc.Part:
-    """A line for each recorded step: its main metrics, and why its trace was kept."""
+    """The view of a run's `Traces`: for each recorded step its main metrics, and why its trace was kept."""
     metrics = {row[STEP]: row for row in made.rows}
     lines = []
     for step, kept in made.reasons().items():
@@ -376,19 +376,19 @@ def traces(made: Traces) -> doc.Part:
 
 
 def replayed(made: Replayed) -> doc.Part:
-    """The stepper, and notes on where its step comes from and what of it is recorded."""
+    """The view of a `Replayed` stepper: the stepper, and notes on what in it is recorded and which weights it has."""
     style = "font-size:90%;opacity:0.75"
     return stepper(made), [doc.Either(f"  · {note}", doc.line(f"· {note}", style=style)) for note in made.notes]
 
 
 def summary(made: Summary) -> doc.Part:
-    """The main numbers: in a line, on a page as a table."""
+    """The view of a run's `Summary`: its main numbers in a line, in HTML as a table."""
     said = "; ".join(f"{what} {value}" for what, value in made.pairs())
     return doc.Either(said or "no summary yet", doc.pairs(made.pairs()))
 
 
 def symptoms(made: Symptoms) -> doc.Part:
-    """Each symptom: its name, since which step, what was found, what people do."""
+    """The view of `Symptoms` of failing training: name, since which step, what was found, what people do about it."""
     if not made:
         return "no symptoms"
     rows: list[list[doc.Part]] = [[doc.bold(one.name), str(one.since), one.found, one.do] for one in made]
@@ -397,12 +397,12 @@ def symptoms(made: Symptoms) -> doc.Part:
 
 
 def preflight(made: Preflight) -> doc.Part:
-    """What was checked before training and what was found."""
+    """The view of a `Preflight`: what was checked before training, and what was found."""
     return doc.pairs(list(made.findings))
 
 
 def counterfactual(made: Counterfactual) -> doc.Part:
-    """How far the weights differ; for each step its metrics as they were → as they would have been, or one number."""
+    """The view of a `Counterfactual`: how far the weights differ, each step's metrics as they were → would have been."""
     moved = ", ".join(f"{role} by {share:.1%}" for role, share in made.distance.items())
     title = (
         f"Step {made.step} without {len(made.left_out)} rows, the later updates as recorded to step {made.until}: the final "
@@ -426,14 +426,14 @@ def _was_would(pair: tuple[float, float] | None) -> str:
 
 
 def run_curves(run: Run, *, marks: bool = True, others: Mapping[str, Run] | None = None) -> Figure:
-    """The panel of a run, with other runs by name over it; with `marks`, its symptoms are on the time axis."""
+    """Draw the panel of a run's curves, with `others` drawn over it; `marks` shows the run's symptoms on the step axis."""
     return panel(run.rows, title=run.path.name, empty=False, **_beside(run, others, marks))
 
 
 def run_figure(
     run: Run, *keys: str, others: Mapping[str, Run] | None = None, marks: bool = False, **options: Any
 ) -> Figure:
-    """`figure` of a run's rows: see `Run.figure`."""
+    """Draw a run's metrics as a figure for a paper; the arguments are those of `Run.figure`."""
     return figure(run.rows, keys or ("reward",), **{"name": run.path.name, **_beside(run, others, marks), **options})
 
 

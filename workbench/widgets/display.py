@@ -42,14 +42,14 @@ def in_notebook() -> bool:
 
 
 def open_display(steps: int, rows: list[dict[str, Any]], control: Control, path: Path) -> Live | None:
-    """The display of a training: None outside notebooks, static blocks in a job, else the panel with buttons."""
+    """Open the display of a training: None outside notebooks, a static `Live` in a job, else a `TrainingPanel`."""
     if not in_notebook():
         return None
     return (Live if os.environ.get("WORKBENCH_JOB") else TrainingPanel)(steps, rows, control, path)
 
 
 class Live:
-    """Progress and curves of one run, in a cell. `on_row` may be called on any thread."""
+    """Progress and curves of one run, updated in place in a notebook's cell. `on_row` may be called on any thread."""
 
     def __init__(
         self, steps: int, rows: list[dict[str, Any]], control: Control | None = None, path: Path | None = None
@@ -65,7 +65,7 @@ class Live:
     # --- what comes in --------------------------------------------------------------------------
 
     def on_row(self, row: Mapping[str, Any], eta: float) -> None:
-        """Add a metrics row; rows of the same and later steps are dropped first."""
+        """Add a step's metrics in place of those of the same and later steps, update the display. `eta`: seconds left."""
         if self.rows and self.rows[-1][STEP] >= row[STEP]:
             self.rows = [one for one in self.rows if one[STEP] < row[STEP]]
             self._watch = Watch(self.rows)
@@ -81,7 +81,7 @@ class Live:
             self._draw(now)
 
     async def watch(self) -> None:
-        """Run beside the loop: show that it is paused, and that a long step is still running."""
+        """Run beside the training loop until cancelled: show that it is paused, or that a long step is still running."""
         while True:
             await asyncio.sleep(0.5)
             now = time.monotonic()
@@ -91,7 +91,7 @@ class Live:
                 self._show(now)
 
     def close(self, stopped: str | None = None) -> None:
-        """Show the last state, and why the run ended if it was stopped."""
+        """Show the final state, with the reason `stopped` if the run was stopped."""
         self._said = (False, False)
         if stopped is not None:
             self.line += f"  ·  {stopped}"
@@ -110,7 +110,7 @@ class Live:
         return f"{self.line}  ·  the next step is {waited:.0f} s in hand" if waited >= HEARTBEAT else self.line
 
     def notes(self) -> list[str]:
-        """A line for each symptom so far, with its number in the curves."""
+        """One line for each symptom of failing training found so far, with its number in the curves."""
         return [f"{number}  {one}" for number, one in enumerate(self._watch.marks, 1)]
 
     def _show(self, now: float) -> None:
@@ -128,32 +128,32 @@ class Live:
             log.exception("the curves could not be drawn")
 
     def open(self) -> None:
-        """Display the block and the curves in the cell."""
+        """Display the progress block in the cell, and under it the place of the curves."""
         from IPython.display import display
 
         self._block = display(Block(self.line, 0.0), display_id=True)
         self._image = display(Block("curves follow", 0.0), display_id=True)
 
     def show(self, line: str, share: float) -> None:
-        """Update the block."""
+        """Update the progress block: its text `line`, its bar filled to `share` (0 to 1), and the symptoms."""
         self._block.update(Block(line, share, self.notes()))
 
     def draw(self, png: bytes) -> None:
-        """Update the curves."""
+        """Replace the displayed curves by a PNG."""
         from IPython import display
 
         self._image.update(display.Image(png))
 
 
 class TrainingPanel(Live):
-    """Progress and curves with buttons, which set flags of the loop's `Control` and nothing else.
+    """Progress and curves with pause and stop buttons, which only set flags of the loop's `Control`.
 
-    Its state is in the kernel, so that it works again in a reloaded page. The same mimebundle holds a static form for front
-    ends without widgets; when training ends only the static form is left.
+    The widget's state is in the kernel, so that it works again in a reloaded page. The same output holds a static form for
+    front ends without widgets; when training ends only the static form is left.
     """
 
     def open(self) -> None:
-        """Make the widgets and display them in the cell."""
+        """Make the buttons, the progress bar and the curves, and display them in the cell."""
         import ipywidgets
         from IPython.display import display
 
@@ -181,20 +181,20 @@ class TrainingPanel(Live):
         self._stop.description = "stopping"
 
     def show(self, line: str, share: float) -> None:
-        """Update the bar; now and then the static form as well."""
+        """Update the progress bar, and at most every `STATIC_EVERY` seconds the static form."""
         self._bar.value = Block(line, share, self.notes()).html()
         if self._shown - self._refreshed >= STATIC_EVERY:
             self._refreshed = self._shown
             self._handle.update(self)
 
     def draw(self, png: bytes) -> None:
-        """Update the curves."""
+        """Replace the displayed curves by a PNG."""
         self._png = png
         self._picture.value = png
         self._picture.layout.display = None
 
     def close(self, stopped: str | None = None) -> None:
-        """Show the last state, without buttons."""
+        """Show the final state, as the static form without buttons."""
         super().close(stopped)
         self._over = True
         self._pause.layout.display = self._stop.layout.display = "none"
@@ -214,18 +214,18 @@ class TrainingPanel(Live):
 
 
 class Block(View):
-    """A progress bar with its line, and a line for each symptom."""
+    """A view of training progress: a bar with a line of text, and under it one line for each symptom."""
 
     def __init__(self, line: str, share: float, notes: Sequence[str] = ()) -> None:
         self._line, self._share, self._notes = line, share, list(notes)
 
     def document(self) -> Part:
-        """The bar, and under it the notes."""
+        """The view's content: the progress bar, and under it a line for each symptom."""
         return bar(self._share, self._line), [block(note) for note in self._notes]
 
 
 def run_tensorboard(run: Run) -> str:
-    """Open TensorBoard on a run's folder, in a cell of a live notebook; return the command line that does the same."""
+    """Open TensorBoard on a run's folder in a live notebook's cell; return its command line, there and elsewhere."""
     # `%tensorboard` starts the first one in PATH, and there may be none where JupyterLab runs in another environment than
     # the kernel: it is told of the kernel's own, unless it is told another already
     own = Path(sys.executable).with_name("tensorboard")
@@ -240,5 +240,5 @@ def run_tensorboard(run: Run) -> str:
 
 
 def run_live(run: Run, steps: int) -> Live:
-    """The display of a run that another process trains."""
+    """Display the progress of a run that another process trains; the caller passes new metrics rows to `on_row`."""
     return Live(steps, run.rows)

@@ -41,7 +41,7 @@ _alive: deque[Layer] = deque()
 
 
 def show(thing: Any, widget: Callable[[], Any]) -> None:
-    """Display an object's static form, and its widget over it where somebody may click: in a kernel, but not in a job."""
+    """Display an object's static form, and in a notebook that is no job its widget, which hides the static form."""
     if not in_notebook():
         display({"text/plain": repr(thing)}, raw=True)
         return
@@ -58,7 +58,7 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
 
 
 class Layer(anywidget.AnyWidget):
-    """A widget whose script sends questions that `answer` answers: data travels as messages, never as widget state."""
+    """Base of the widgets: the page's script sends messages, `answer` replies, and large data travels in the replies."""
 
     _esm: Any = ""
     _css: Any = ""
@@ -85,12 +85,12 @@ class Layer(anywidget.AnyWidget):
         self.send({**reply, "asked": content.get("asked")})
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The reply to a message."""
-        raise NotImplementedError
+        """The reply to a message from the page's script; both are dicts with a `kind`."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `answer`")
 
 
 def name_of(thing: Any, otherwise: str) -> str:
-    """The name of an object in the notebook; `otherwise` where it has none."""
+    """The name of the notebook's variable that holds an object; `otherwise` where there is none."""
     names = vars(sys.modules["__main__"]).items()
     return next((name for name, value in names if value is thing and not name.startswith("_")), otherwise)
 
@@ -105,7 +105,7 @@ _FIRST = (
 
 
 class SamplesTable(Layer, script="samples"):
-    """Answers `rows` (a page of the selection), `pick` (a row in full) and `pin` (add it to the pinned rows)."""
+    """The widget of a `Samples` view: a table whose script asks for `rows` (one page), `pick` (one row) or `pin`."""
 
     columns: Any = traitlets.List().tag(sync=True)
     statuses: Any = traitlets.List().tag(sync=True)
@@ -125,7 +125,7 @@ class SamplesTable(Layer, script="samples"):
         self.observe(lambda change: setattr(samples, "picked", change["new"]), "picked")
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """A page of rows, one row in full, or the note that a row was pinned."""
+        """The reply: a page of rows, one row in full as HTML, or a note that a row was pinned."""
         if asked["kind"] == "rows":
             return self._page(asked)
         row = int(asked["row"])
@@ -186,7 +186,7 @@ _PROMPT = 2000
 
 
 class TokenView(Layer, script="tokens"):
-    """Answers `tokens` (texts and all numbers of the rows, once) and `colours` (of one quantity)."""
+    """The widget of a `Tokens` view: its script asks for `tokens` (texts, all numbers) or `colours` (of one quantity)."""
 
     quantities: Any = traitlets.List().tag(sync=True)
     labels: Any = traitlets.List().tag(sync=True)
@@ -198,7 +198,7 @@ class TokenView(Layer, script="tokens"):
         self.observe(lambda change: setattr(tokens, "colour", change["new"]), "colour")
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The rows, or the colours of one quantity with its range."""
+        """The reply: the tokens of all shown rows, or their colours for one quantity with its range."""
         if asked["kind"] == "tokens":
             return {"kind": "tokens", "rows": [_row(row) for row in self._tokens.rows]}
         quantity, span = self._tokens.quantity(str(asked["colour"]))
@@ -232,7 +232,7 @@ def _short(value: float) -> float | None:
 
 
 class Face(Layer):
-    """Buttons over the view of a stepper or an episode; they move the object that the notebook has."""
+    """Base of the widgets with buttons that step a stepper or an episode: a click moves the notebook's own object."""
 
     face: Any = traitlets.Dict().tag(sync=True)
     """The view when the cell ended."""
@@ -245,9 +245,9 @@ class Face(Layer):
         super().__init__(face=self._face(), **traits)
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Do what was asked, and return the new view.
+        """Move the stepped object as the clicked button asks, and return its new view.
 
-        Where a cell or another widget has moved the object meanwhile, only the view is refreshed.
+        Where a cell or another widget has moved the object meanwhile, the click only refreshes the view.
         """
         if asked["kind"] != "look" and asked.get("stands") != self._stands():
             return self._face(note=f"the {self.noun} is elsewhere by now")
@@ -259,15 +259,15 @@ class Face(Layer):
 
     def _stands(self) -> Any:
         """A value that differs between places of the stepped object."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `_stands`")
 
     def _move(self, asked: dict[str, Any]) -> str:
         """Do what was asked, and return the line of code for it."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `_move`")
 
 
 class StepperFace(Face, script="stepping"):
-    """Buttons for the phases of a step: next, back, run until, back to."""
+    """The widget of a `Stepper`: buttons next, back, run until a phase, back to a phase."""
 
     names: Any = traitlets.List().tag(sync=True)
     noun = "stepper"
@@ -290,7 +290,7 @@ class StepperFace(Face, script="stepping"):
 
 
 class EpisodeFace(Face, script="episodes"):
-    """Buttons for the turns of an episode: next, back, run, say."""
+    """The widget of an `EpisodeStepper`: buttons next, back, run, and say (write the next turn by hand)."""
 
     noun = "episode"
     ahead = "next_role"
@@ -332,7 +332,7 @@ CALM = 20
 
 
 class ClusterTable(Layer, script="cluster"):
-    """`cluster.status()`, live."""
+    """The widget of a cluster's `Status`: a thread reads the status again every `every` seconds while a view is open."""
 
     face: Any = traitlets.Dict().tag(sync=True)
 
@@ -346,7 +346,7 @@ class ClusterTable(Layer, script="cluster"):
         self._thread.start()
 
     def look(self) -> bool:
-        """Read the state once and send it; False where the cluster is closed or cannot be read again. Never raises."""
+        """Read the cluster's status once and show it; False where the cluster is closed or cannot be read. Never raises."""
         html, note, live = self.face["html"], "", self._again is not None
         try:
             if self._again is not None:
@@ -370,11 +370,11 @@ class ClusterTable(Layer, script="cluster"):
             wait = max(self._every, CALM * (time.monotonic() - began))
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Note that a view was opened or closed; without a view nothing is read."""
+        """Count a page's view of the table as opened or closed; while none is open the cluster is not read."""
         self._views = max((self._views or 0) + (1 if asked["kind"] == "opened" else -1), 0)
         return {"kind": "heard"}
 
     def close(self) -> None:
-        """End the thread, and the widget."""
+        """Stop the thread that reads the cluster, and close the widget."""
         self._over.set()
         super().close()
