@@ -127,7 +127,7 @@ def gspo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2
 def sapo(x: Inside, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Surrogate:
     """SAPO: a sigmoid gate in place of PPO's clip, −A·σ(τ(ρ − 1))·4/τ with τ = `tau_pos` for A > 0, else `tau_neg`.
 
-    A is the advantage, ρ the ratio. Always aggregated seq-mean-token-mean. Gao et al. 2025, https://arxiv.org/abs/2511.20347.
+    A is the advantage, ρ the ratio. Aggregated seq-mean-token-mean. Gao et al. 2025, https://arxiv.org/abs/2511.20347.
     """
     if tau_pos <= 0 or tau_neg <= 0:
         raise ValueError(f"tau_pos and tau_neg must be > 0; found {tau_pos} and {tau_neg}")
@@ -237,7 +237,7 @@ def clip_cov(
     """Clip-Cov: PPO's clip, without a few random tokens of high covariance of advantage and log π.
 
     Such tokens lower the entropy most. A share `clip_cov_ratio` of all tokens is left out, chosen per micro-batch among
-    those with a covariance between lb and ub, by torch's global generator. Cui et al. 2025, https://arxiv.org/abs/2505.22617.
+    those with a covariance between lb and ub, by torch's generator. Cui et al. 2025, https://arxiv.org/abs/2505.22617.
     """
     loss, clipped = x.two_sided(x.ratio, clip_ratio_low, clip_ratio_high)
     covariance = _covariance(x)

@@ -17,7 +17,7 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     Raises `ValueError` where k is not between 1 and n. Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1.
     """
     if not 1 <= k <= samples or not 0 <= correct <= samples:
-        raise ValueError(f"pass@{k} of {samples} samples, {correct} correct; expected k from 1 to {samples}, and 0 to {samples} correct")
+        raise ValueError(f"pass@{k} of {samples} samples, {correct} of them correct; expected k from 1 to {samples}")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
