@@ -107,8 +107,7 @@ def grpo_passk(
     """Advantage for pass@k: the best row of a group gets (s₁ − s₂) / (σ + eps), all other rows 0.
 
     s₁ and s₂ are the group's two highest scores (if equal, all rows get 0), σ is its standard deviation. A group of one
-    gets 0 (verl raises). scores, groups [B]; mask [B, T]; returns (advantages, returns) [B, T]. As in verl;
-    https://arxiv.org/abs/2503.19595.
+    gets 0. scores, groups [B]; mask [B, T]; returns (advantages, returns) [B, T]. https://arxiv.org/abs/2503.19595.
     """
     found = Groups(scores, groups, scored)
     low = torch.full_like(found.scores, float("-inf"))
