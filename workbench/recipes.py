@@ -232,7 +232,7 @@ def dapo(
 
 @_recipe(group_size=4)
 def rloo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
-    """RLOO (settings: see `grpo`): the baseline is the mean of the prompt's other rewards. https://arxiv.org/abs/2402.14740."""
+    """RLOO (settings: see `grpo`): each reward minus the mean of the prompt's others. https://arxiv.org/abs/2402.14740."""
     return _policy_gradient(engine, reward, Advantage(F.rloo), **settings)
 
 

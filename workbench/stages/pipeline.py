@@ -129,7 +129,7 @@ class Pipeline(Shown):
         Raises `PipelineError` for an unknown name, two stages of one name, and where a stage would lack a column.
         """
         if isinstance(stage, type) or not isinstance(stage, Stage):
-            raise PipelineError(f"insert_after({name!r})", expected="a stage to insert", found=describe(stage))
+            raise PipelineError(f"insert_after({name!r})", expected="a stage object", found=describe(stage))
         place = self.index(name) + 1
         return Pipeline([*self._stages[:place], stage, *self._stages[place:]], overlap=self.overlap)
 

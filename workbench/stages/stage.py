@@ -63,9 +63,9 @@ class Stage(Protocol):
         return {}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Restore a dict that `state` returned. Raises `PipelineError` if it is not empty and the stage keeps no state."""
+        """Restore the state from a dict that `state` returned. Raises `PipelineError` if the stage keeps none."""
         if state:
-            raise PipelineError(f"restored state of {self.name!r}", expected="none", found=describe(dict(state)))
+            raise PipelineError(f"state for stage {self.name!r}", expected="none", found=describe(dict(state)))
 
     def with_function(self, function: Callable[..., Any]) -> Stage:
         """A copy of the stage with another function (reward, estimator). Raises `PipelineError` if the stage has none."""

@@ -294,7 +294,7 @@ class Update(BaseStage):
         return {"nonfinite_in_a_row": float(self._in_a_row)} if self.skip_nonfinite else {}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Restore a dict that `state` returned."""
+        """Restore the state from a dict that `state` returned."""
         self._in_a_row = int(state.get("nonfinite_in_a_row", 0))
 
     def _mini_batches(self, batch: DataProto, epoch: int) -> list[Tensor]:
