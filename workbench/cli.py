@@ -87,7 +87,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     for text in options.parameter:
         name, equals, value = text.partition("=")
         if not equals:
-            raise SettingError("-p", expected="name=value", found=repr(text))
+            raise SettingError("option -p", expected="name=value", found=repr(text))
         values[name] = value
     return values
 
@@ -102,7 +102,7 @@ def _train(options: argparse.Namespace) -> int:
         if note:
             _say(note)
     if notebook is None:
-        raise SettingError("train", expected="a notebook, or --resume RUN")
+        raise SettingError("nothing to train", expected="NOTEBOOK or --resume RUN")
     more: dict[str, Any] = {"output": options.output, "kernel": options.kernel, "skip_look": options.skip_look}
     result = run_notebook(notebook, given, **more, say=_say)
     if result.code != OK:

@@ -41,7 +41,7 @@ P = ParamSpec("P")
 
 
 class PolicyGradientSettings(TypedDict, total=False):
-    """The settings of every recipe; `grpo` explains them."""
+    """Keyword settings that every recipe takes; `recipes.grpo` explains them."""
 
     group_size: int
     kl_coef: float
@@ -150,7 +150,7 @@ def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pi
 
 def _unknown(recipe: str, name: str, known: Iterable[str]) -> str:
     if ELSEWHERE.get(name, "").split(" ")[0] in known or "engine" in ELSEWHERE.get(name, ""):
-        return message(f"{recipe} has no setting {name!r}", do=f"here it is {ELSEWHERE[name]}")
+        return message(f"{recipe} has no setting {name!r}", do=f"in workbench it is {ELSEWHERE[name]}")
     return unknown(f"setting of {recipe}", name, known)
 
 
@@ -160,26 +160,26 @@ def grpo(
 ) -> Pipeline:
     """GRPO: a response's advantage is relative to the other samples of its prompt; KL to the frozen reference in the loss.
 
-    Shao et al. 2024, https://arxiv.org/abs/2402.03300. The settings below `norm_adv_by_std` are those of every recipe.
+    Shao et al. 2024, https://arxiv.org/abs/2402.03300. The settings from `group_size` on are those of every recipe.
 
     Args:
-        engine: samples, scores log-probs and learns: `engines.local(path)`, `.fsdp(…)`, a placed one.
+        engine: samples, computes log-probs and is trained: `engines.local(path)`, `engines.fsdp(…)` or a cluster's.
         reward: a function, a file, a name, a reward model, a rubric; None: the scorer that the rows' `data_source` names.
         norm_adv_by_std: divide by the group's standard deviation; False is Dr.GRPO's advantage.
         group_size: samples per prompt (G).
         kl_coef: weight of the KL term; 0 leaves the reference out.
-        kl_type: estimator of the KL: `k1`/`kl`, `k2`/`mse`, `k3`/`low_var_kl` or `abs`; a `+` behind it takes k2's gradient.
+        kl_type: estimator of the KL: `k1`/`kl`, `k2`/`mse`, `k3`/`low_var_kl` or `abs`; with `+` after it, k2's gradient.
         sampling: a full `SamplingSettings`; or only `temperature` and `max_tokens` (response tokens).
-        clip_ratio_low: the ratio's lower edge is 1 − this.
-        clip_ratio_high: the ratio's upper edge is 1 + this.
+        clip_ratio_low: the ratio is clipped below 1 − this.
+        clip_ratio_high: the ratio is clipped above 1 + this.
         loss_mode: the policy loss: `vanilla`, `gspo`, `cispo`, `gpg`, … (`workbench.functional.POLICY_LOSSES`).
-        loss_agg_mode: the mean over tokens: `token-mean`, `seq-mean-token-sum`, `seq-mean-token-mean`, `seq-mean-token-sum-norm`.
+        loss_agg_mode: reduction: `token-mean`, `seq-mean-token-sum`, `seq-mean-token-mean`, `seq-mean-token-sum-norm`.
         loss_scale_factor: what `seq-mean-token-sum-norm` divides by, in tokens.
         entropy_coeff: weight of the entropy bonus.
         ppo_epochs: passes over the batch.
         ppo_mini_batch_size: prompts of one optimizer step; None: all of them.
         reference: any `LogProbModel`; None: the engine's weights as they are now, frozen.
-        agent: an agent loop or the name of one: every sample is then an episode of it.
+        agent: an agent loop or the name of one: each sample is then an episode of that loop.
 
     Example:
         >>> pipe = wb.recipes.grpo(engine, my_reward, group_size=8, kl_coef=0.001, max_tokens=64)  # doctest: +SKIP
@@ -192,7 +192,8 @@ def grpo(
 def dr_grpo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
     """Dr.GRPO: GRPO without dividing by the group's deviation or by a response's own length.
 
-    The advantage is s − μ, the loss Σ over tokens / (rows · `max_tokens`). `loss_scale_factor` is `max_tokens` unless given. Liu et al. 2025, https://arxiv.org/abs/2503.20783.
+    The advantage is s − μ (score minus group mean), the loss Σ over tokens / (rows · `loss_scale_factor`), by default
+    `max_tokens`. Other settings as in `grpo`. Liu et al. 2025, https://arxiv.org/abs/2503.20783.
     """
     if settings.get("loss_scale_factor") is None:
         settings["loss_scale_factor"] = float(settings.get("max_tokens") or 128)
@@ -210,14 +211,15 @@ def dapo(
     overlong_penalty: float = 1.0,
     **settings: Unpack[PolicyGradientSettings],
 ) -> Pipeline:
-    """DAPO: clip-higher, token-mean loss, no KL; groups without signal are replaced, overlong answers are penalised softly.
+    """DAPO: clip-higher, token-mean loss, no KL; dynamic sampling replaces groups of equal rewards; soft length penalty.
 
-    Yu et al. 2025, https://arxiv.org/abs/2503.14476.
+    Yu et al. 2025, https://arxiv.org/abs/2503.14476. The settings that are not listed here are explained at `grpo`.
 
     Args:
-        rows: the training rows, of which further prompts are taken; None: groups without signal are only dropped.
-        max_num_gen_batches: how often prompts are sampled for one step at most.
-        overlong_buffer: over this many tokens before `max_tokens` a penalty grows to `overlong_penalty`.
+        rows: the training rows, from which further prompts are drawn; None: groups of equal rewards are only dropped.
+        max_num_gen_batches: how often prompts are sampled for one step, at most.
+        overlong_buffer: number of tokens before `max_tokens` in which the length penalty grows; 0: no penalty.
+        overlong_penalty: the penalty at `max_tokens`.
     """
     length = settings.get("max_tokens") or 128
 
@@ -230,42 +232,43 @@ def dapo(
 
 @_recipe(group_size=4)
 def rloo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
-    """RLOO: each sample against the mean of the prompt's others. Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740."""
+    """RLOO (settings: see `grpo`): each reward minus the mean of the prompt's others. https://arxiv.org/abs/2402.14740."""
     return _policy_gradient(engine, reward, Advantage(F.rloo), **settings)
 
 
 @_recipe(kl_coef=0.0)
 def opo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
-    """OPO: on-policy with the length-weighted optimal baseline, no KL. Hao et al. 2025, https://arxiv.org/abs/2505.23585."""
+    """OPO (settings: see `grpo`): the baseline is the group's length-weighted mean reward; no KL in the loss.
+    Hao et al. 2025, https://arxiv.org/abs/2505.23585."""
     return _policy_gradient(engine, reward, Advantage(F.opo), **settings)
 
 
 @_recipe(kl_coef=0.0, loss_mode="gpg")
 def gpg(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
-    """GPG: the plain policy gradient over groups, without ratio, clip or reference. Chu et al. 2025,
+    """GPG (settings: see `grpo`): the plain policy gradient over groups, without ratio, clip or reference. Chu et al. 2025,
     https://arxiv.org/abs/2504.02546."""
     return _policy_gradient(engine, reward, Advantage(F.gpg), **settings)
 
 
 @_recipe(kl_coef=0.0, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean", clip_ratio_low=3e-4, clip_ratio_high=4e-4)
 def gspo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
-    """GSPO: the ratio of the whole sequence, clipped in a narrow band. Zheng et al. 2025, https://arxiv.org/abs/2507.18071."""
+    """GSPO (settings: see `grpo`): PPO's clip on the ratio of the whole sequence. https://arxiv.org/abs/2507.18071."""
     return _policy_gradient(engine, reward, Advantage(F.grpo), **settings)
 
 
 @_recipe(kl_coef=0.0, loss_mode="cispo", clip_ratio_low=1.0, clip_ratio_high=0.28)
 def cispo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
-    """CISPO: the importance weight is clipped and not the gradient, so that every token still has one.
+    """CISPO: the importance weight is clipped, not the gradient, so that every token keeps a gradient.
 
-    `clip_ratio_low=1` leaves the lower edge out, as the paper does. MiniMax 2025, https://arxiv.org/abs/2506.13585.
+    `clip_ratio_low=1`: no lower limit, as in the paper. Settings: see `grpo`. MiniMax, https://arxiv.org/abs/2506.13585.
     """
     return _policy_gradient(engine, reward, Advantage(F.grpo), **settings)
 
 
 @_recipe(group_size=1)
 def remax(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
-    """ReMax: each sample against the prompt's greedy response, which shares rollout and reward. Li et al. 2024,
-    https://arxiv.org/abs/2310.10505."""
+    """ReMax (settings: see `grpo`): the baseline is the reward of the prompt's greedy response, in the same rollout.
+    Li et al. 2024, https://arxiv.org/abs/2310.10505."""
     return _policy_gradient(
         engine, reward, Advantage(F.remax), greedy_baseline=True, after_reward=lambda _: [Baseline()], **settings
     )
@@ -277,7 +280,7 @@ def reinforce_plus_plus(
 ) -> Pipeline:
     """REINFORCE++: reward-to-go with the KL in the reward, whitened over the batch; no critic, no groups.
 
-    `gamma` is the discount per token. Hu et al. 2025, https://arxiv.org/abs/2501.03262.
+    `gamma` is the discount per token; other settings as in `grpo`. Hu et al. 2025, https://arxiv.org/abs/2501.03262.
     """
     kl_coef = settings.get("kl_coef", 0.001)
     advantage = Advantage(F.reinforce_plus_plus, gamma=gamma, kl_controller=F.FixedKL(kl_coef) if kl_coef else None)
@@ -305,12 +308,12 @@ def ppo(
     here are explained at `grpo`.
 
     Args:
-        critic: an engine with a value head; None: a copy of the policy with one, at learning rate `critic_lr`.
+        critic: an engine with a value head; None: a copy of the policy with a value head, at learning rate `critic_lr`.
         critic_warmup: steps in which only the critic is trained.
         gamma: discount per token.
         lam: GAE's λ.
         kl_type: estimator of the KL that is subtracted from the reward.
-        kl_target: makes the coefficient adaptive: it moves towards this KL (nats per token) over `kl_horizon` samples.
+        kl_target: adapt the coefficient towards this KL (nats per token) over `kl_horizon` samples; None: it is fixed.
         cliprange_value: how far a new value may leave the old one before its loss is clipped.
     """
     critic = critic if critic is not None else engine.critic(lr=critic_lr)
@@ -324,7 +327,7 @@ def ppo(
 
 
 def by_name(name: str) -> Callable[..., Pipeline]:
-    """A recipe by its name, for notebooks with the name as a parameter. Raises `SettingError` with the nearest one."""
+    """The recipe function called `name`, such as "grpo". Raises `SettingError` for an unknown name, with the nearest one."""
     known = {one: globals()[one] for one in __all__ if one not in ("by_name", "with_importance_sampling")}
     if name not in known:
         raise SettingError(unknown("recipe", name, known))
@@ -334,16 +337,16 @@ def by_name(name: str) -> Callable[..., Pipeline]:
 def with_importance_sampling(
     pipeline: Pipeline, *, rollout_is: str = "token", rollout_is_threshold: float | tuple[float, float] = 2.0
 ) -> Pipeline:
-    """A recipe's pipeline with truncated importance weights (trainer's over sampler's probability) in its loss.
+    """A copy of a recipe's pipeline with truncated importance weights (trainer / sampler probability) in its loss.
 
     For rows that were sampled with other weights than the trainer's (`train(…, ahead=1)`) or by an engine with other
     numerics: PPO's own ratio starts at the trainer's old log-probs and corrects neither. Decoupled PPO, Hilton et al. 2021,
     https://arxiv.org/abs/2110.00641; truncated as in Ionides 2008; verl's `rollout_correction`.
 
     Args:
-        pipeline: of a recipe.
-        rollout_is: weights per `token`, or per `sequence`.
-        rollout_is_threshold: the largest weight; (lower, upper): weights outside are 0.
+        pipeline: a pipeline that a recipe returned.
+        rollout_is: `token` or `sequence`: one weight per token, or per response.
+        rollout_is_threshold: the largest weight; (lower, upper): weights outside these are set to 0.
     """
     stages = [one for one in pipeline if one.name != RolloutCorrection.name]
     place = [one.name for one in stages].index("advantage")
@@ -358,5 +361,5 @@ def _sampling(sampling: SamplingSettings | None, temperature: float | None, max_
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if sampling is not None and changes:
         found = f"sampling= and {', '.join(changes)}="
-        raise SettingError("sampling is given twice", found=found, do="use one of them")
+        raise SettingError("sampling is given twice", found=found, do="put all into sampling=, or leave it out")
     return sampling or SamplingSettings(**changes)

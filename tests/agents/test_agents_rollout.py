@@ -558,7 +558,7 @@ def test_turn_scores_behind_the_reward(engine: Any) -> None:
     assert made.names[:3] == ("rollout", "reward", "turn_scores")
     plain = reinforce_plus_plus(engine, lambda response: 1.0, agent=agent())
     with pytest.raises(
-        PipelineError, match="changes token_level_scores and nobody reads that after it; stage 'advantage'"
+        PipelineError, match="changes token_level_scores, but no later stage reads it; stage 'advantage'"
     ):
         plain.insert_after("advantage", TurnScores())
 

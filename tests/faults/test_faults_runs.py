@@ -195,7 +195,8 @@ def test_C4_a_stage_refuses_columns_of_another_steps_batch(tiny: str) -> None:
         origin=sixth.origins["reward"],
     )
     with pytest.raises(
-        PipelineError, match=r"'advantage' reads 'token_level_scores'; expected that of step 2.*found that of step 1"
+        PipelineError,
+        match=r"'advantage' reads 'token_level_scores'; expected values of step 2.*found values of step 1",
     ):
         pipe["advantage"](stale)
 

@@ -323,7 +323,7 @@ def test_value_loss_reads_the_old_values() -> None:
 def test_a_chain_that_cannot_work_is_refused_and_says_which_stage_to_move() -> None:
     engine = Engine()
     rollout, reward, advantage = Rollout(engine), Reward(length_reward, in_process=True), Advantage(functional.grpo)
-    with pytest.raises(PipelineError, match="stage 'reward' does: move it before 'advantage'"):
+    with pytest.raises(PipelineError, match="stage 'reward' writes it: move it before 'advantage'"):
         Pipeline([rollout, advantage, reward])
     with pytest.raises(PipelineError, match="add the stage 'values'"):
         Pipeline([rollout, reward, Advantage(functional.gae)])
@@ -350,7 +350,7 @@ def test_replacing_and_indexing() -> None:
         pipeline["advantages"]
     with pytest.raises(PipelineError, match="not built around a function"):
         pipeline.replace("rollout", length_reward)
-    with pytest.raises(PipelineError, match="one of its name"):
+    with pytest.raises(PipelineError, match="a stage of its name"):
         pipeline.replace("rollout", Reward(length_reward, in_process=True))
     assert "old_log_prob" in repr(pipeline) and "<table" in pipeline._repr_html_()
 
@@ -370,7 +370,7 @@ def test_a_stage_more() -> None:
     assert more["doubled"](pipeline["reward"](pipeline["rollout"](prompts()).batch).batch).batch["reward"].max() > 0
     with pytest.raises(PipelineError, match="did you mean 'reward'"):
         pipeline.insert_after("rewards", Doubled())
-    with pytest.raises(PipelineError, match="nothing before it writes that"):
+    with pytest.raises(PipelineError, match="no earlier stage writes it"):
         Pipeline([Rollout(Engine()), Reward(length_reward, in_process=True)]).insert_after("rollout", Doubled())
     with pytest.raises(PipelineError, match="two stages have one name"):
         more.insert_after("doubled", Doubled())
@@ -382,7 +382,7 @@ def test_a_stage_more() -> None:
 def test_what_an_agent_alone_writes_is_said_to_be_so(column: str) -> None:
     scope: dict[str, Any] = {"num_tool_calls": lambda response, num_tool_calls: 1.0}
     scope |= {"turns": lambda response, turns: 1.0, "agent_extra": lambda response, agent_extra: 1.0}
-    told = f"reads '{column}' but no stage writes that; a rollout with agent=… writes it"
+    told = f"reads '{column}' but no stage writes it; a rollout with agent=… writes it"
     with pytest.raises(PipelineError, match=told):
         grpo(Engine(), Reward(scope[column], in_process=True).function)
     with pytest.raises(

@@ -21,16 +21,17 @@ Pair = tuple[Tensor, Tensor]
 
 
 def per_group(values: Tensor, groups: Tensor) -> Tensor:
-    """Σ over the rows of each group: [B, …] → [number of groups, …]; `groups` [B] int64 numbers them from 0."""
+    """Sum the rows of each group: [B, …] → [number of groups, …]; `groups` [B] int64 has each row's group, from 0."""
     number = int(groups.max()) + 1 if groups.numel() else 0
     shape = (number, *values.shape[1:])
     return torch.zeros(shape, dtype=values.dtype, device=values.device).index_add_(0, groups, values)
 
 
 class Groups:
-    """The scored rows of each group: their number, and each row's score less the group's mean.
+    """Statistics of groups for group-relative advantages: the number of scored rows, scores minus the group's mean.
 
-    scores [B]; groups [B]; scored [B] bool or None. Rows that were not scored are in no statistic and are 0 in all.
+    scores [B]; groups [B] int64, one number per prompt; scored [B] bool (None: every row is scored). Rows that were not
+    scored enter no statistic; `scores` and `centred` are 0 for them.
     """
 
     def __init__(self, scores: Tensor, groups: Tensor, scored: Tensor | None) -> None:
@@ -39,19 +40,19 @@ class Groups:
         self.scores = torch.where(self.scored, scores.double(), 0.0)
         self._count = per_group(self.scored.double(), groups)
         self.count = self._count[groups]
-        """[B] scored rows in the row's group."""
+        """[B] number of scored rows in each row's group."""
         mean = per_group(self.scores, groups) / self._count.clamp(min=1)
         self.centred = torch.where(self.scored, self.scores - mean[groups], 0.0)
-        """[B] s − μ."""
+        """[B] each row's score minus the mean score of its group."""
 
     def deviation(self) -> Tensor:
-        """[B] the group's unbiased (n−1) deviation; 0 for one row."""
+        """[B] standard deviation (n − 1) of the scores in each row's group; 0 for one row."""
         return (per_group(self.centred.square(), self.groups) / (self._count - 1).clamp(min=1)).sqrt()[self.groups]
 
     def unless_alone(self, values: Tensor, singleton: str) -> Tensor:
-        """`values`, with 0 (`zero`) or the raw score (`verl`) for rows that are alone in their group."""
+        """`values` [B], but for a row alone in its group 0 (singleton "zero") or its raw score ("verl")."""
         if singleton not in ("zero", "verl"):
-            raise ValueError(f"singleton is 'zero' or 'verl'; found {singleton!r}")
+            raise ValueError(f"singleton must be 'zero' or 'verl'; found {singleton!r}")
         raw = self.scores if singleton == "verl" else torch.zeros_like(self.scores)
         return torch.where(self.count > 1, values, raw)
 
@@ -83,13 +84,13 @@ def grpo(
     eps: float = 1e-6,
     singleton: str = "zero",
 ) -> Pair:
-    """A = (s − μ_g) / (σ_g + eps): samples of one prompt are each other's baseline.
+    """GRPO: (s − μ) / (σ + eps), a row's score s against mean μ and standard deviation σ of its prompt's samples.
 
-    σ is the unbiased (n−1) deviation; `norm_by_std=False` leaves s − μ (Dr.GRPO, https://arxiv.org/abs/2503.20783). Sums
-    are float64, so that rounding of equal scores does not make a spread of 1e-5 that eps then blows up.
-    Shao et al. 2024, https://arxiv.org/abs/2402.03300.
+    scores [B], groups [B] int64 (one number per prompt), mask [B, T]; returns (advantages, returns), both [B, T].
+    σ divides by n − 1; `norm_by_std=False` leaves s − μ (Dr.GRPO, https://arxiv.org/abs/2503.20783). A row alone in its
+    group gets 0, or its raw score with `singleton="verl"`. Shao et al. 2024, https://arxiv.org/abs/2402.03300.
     """
-    found = Groups(scores, groups, scored)
+    found = Groups(scores, groups, scored)  # in float64: rounding must not give equal scores a spread
     values = found.centred / (found.deviation() + eps) if norm_by_std else found.centred
     return _spread(found.unless_alone(values, singleton), scores, mask)
 
@@ -103,10 +104,10 @@ def grpo_passk(
     norm_by_std: bool = True,
     eps: float = 1e-6,
 ) -> Pair:
-    """The best row of a group gets (s₁ − s₂) / (σ_g + eps), all others 0: only what improves the group's best is pushed.
+    """Advantage for pass@k: the best row of a group gets (s₁ − s₂) / (σ + eps), all other rows 0.
 
-    s₁ and s₂ are the two highest scores; where they are equal all rows get 0. verl raises for a group of one; here it
-    gets 0. https://arxiv.org/abs/2503.19595, as verl has it.
+    s₁ and s₂ are the group's two highest scores (if equal, all rows get 0), σ is its standard deviation. A group of one
+    gets 0. scores, groups [B]; mask [B, T]; returns (advantages, returns) [B, T]. https://arxiv.org/abs/2503.19595.
     """
     found = Groups(scores, groups, scored)
     low = torch.full_like(found.scores, float("-inf"))
@@ -129,10 +130,10 @@ def _group_max(values: Tensor, groups: Tensor) -> Tensor:
 def rloo(
     scores: Tensor, groups: Tensor, mask: Tensor, *, scored: Tensor | None = None, singleton: str = "zero"
 ) -> Pair:
-    """A = s − mean of the group's other rows = (s − μ_g)·n/(n − 1): leave one out.
+    """RLOO (leave one out): a row's score minus the mean score of its group's other rows, (s − μ)·n / (n − 1).
 
-    verl's `rloo` leaves a lone row's score (`singleton="verl"`), its `rloo_vectorized` gives 0, as here.
-    Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740.
+    A row alone in its group gets 0 as in verl's `rloo_vectorized`; with `singleton="verl"` its score, as in verl's `rloo`.
+    scores, groups [B]; mask [B, T]; returns (advantages, returns) [B, T]. https://arxiv.org/abs/2402.14740.
     """
     found = Groups(scores, groups, scored)
     values = found.centred * found.count / (found.count - 1).clamp(min=1)
@@ -140,9 +141,10 @@ def rloo(
 
 
 def opo(scores: Tensor, groups: Tensor, mask: Tensor, *, scored: Tensor | None = None, singleton: str = "zero") -> Pair:
-    """A = s − Σ len·s / Σ len over the group: the baseline of least variance where gradients grow with length.
+    """OPO: a row's score minus its group's length-weighted mean score, Σ len·s / Σ len.
 
-    Lengths are Σ mask; a group without a token has the plain mean. Hao et al. 2025, https://arxiv.org/abs/2505.23585.
+    This baseline has the least variance where gradients grow with length. len is Σ mask; a group without a token uses the
+    plain mean. scores, groups [B]; mask [B, T]; returns (advantages, returns) [B, T]. https://arxiv.org/abs/2505.23585.
     """
     found = Groups(scores, groups, scored)
     lengths = mask.sum(-1).double() * found.scored
@@ -163,9 +165,10 @@ def gpg(
     f_norm: float = 1.0,
     singleton: str = "zero",
 ) -> Pair:
-    """A = α·(s − μ_g) / f_norm, α = rows / rows with a score other than 0: scaled up where few rows have any signal.
+    """GPG: α·(s − μ) / f_norm, a row's score s minus its group's mean μ; α = rows / rows whose score is not 0.
 
-    A batch of zeros has α = 1. Goes with the loss `gpg` (−A·log π). Chu et al. 2025, https://arxiv.org/abs/2504.02546.
+    α scales up batches in which few rows score; it is 1 where all scores are 0. Meant for the policy loss `gpg` (−A·log π).
+    scores, groups [B]; mask [B, T]; returns (advantages, returns) [B, T]. https://arxiv.org/abs/2504.02546.
     """
     found = Groups(scores, groups, scored)
     alpha = found.scored.double().sum() / ((found.scores != 0) & found.scored).sum().clamp(min=1)
@@ -183,14 +186,14 @@ def gdpo(
     eps: float = 1e-6,
     singleton: str = "zero",
 ) -> Pair:
-    """Σ_k w_k·GRPO(component k), whitened over the batch: a part with a wide spread cannot drown the others.
+    """GDPO: GRPO's advantage of each part of the reward, weighted, summed and whitened over the batch.
 
-    components [B, K] are named parts of the reward; `weights` K numbers (1 each). NaN (a row without that part) is 0 for
-    it. Liu et al. 2026, https://arxiv.org/abs/2601.05242.
+    So a part with a wide spread cannot drown the others. components [B, K] are the parts, NaN where a row lacks one (it
+    adds 0 there); `weights` are K numbers (None: 1 each). Liu et al. 2026, https://arxiv.org/abs/2601.05242.
     """
     chosen = [1.0] * components.shape[1] if weights is None else list(weights)
     if len(chosen) != components.shape[1]:
-        raise ValueError(f"gdpo has {components.shape[1]} components and {len(chosen)} weights")
+        raise ValueError(f"weights of gdpo; expected {components.shape[1]}, one per component; found {len(chosen)}")
     total = torch.zeros(mask.shape, dtype=components.dtype, device=components.device)
     for number, weight in enumerate(chosen):
         part = components[:, number]
@@ -204,10 +207,10 @@ def gdpo(
 def reinforce_plus_plus(
     token_level_rewards: Tensor, mask: Tensor, *, scored: Tensor | None = None, gamma: float = 1.0
 ) -> Pair:
-    """Discounted reward-to-go, whitened over the batch: no critic and no groups.
+    """REINFORCE++: the discounted reward-to-go of every token, whitened over the batch; no critic and no groups.
 
-    A masked (tool) token carries the return through. Returns are the unwhitened ones. With KL in the reward this is
-    the paper's algorithm. Hu et al. 2025, https://arxiv.org/abs/2501.03262.
+    Returns (advantages, unwhitened returns), both [B, T]. A token outside the mask (tool text) passes the return through
+    undiscounted. With KL in the reward this is the paper's algorithm. Hu et al. 2025, https://arxiv.org/abs/2501.03262.
     """
     counted = _scored_mask(mask, scored)
     returns = discounted_returns(token_level_rewards, counted, gamma)
@@ -217,8 +220,9 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     scores: Tensor, groups: Tensor, mask: Tensor, *, scored: Tensor | None = None, singleton: str = "zero"
 ) -> Pair:
-    """s − μ_g on every token, then whitened over the batch: the deviation is the batch's, not the group's.
+    """REINFORCE++ with a baseline: a row's score minus its group's mean on every token, then whitened over the whole batch.
 
+    The deviation is the batch's, not the group's. scores, groups [B]; mask [B, T]; returns (advantages, returns) [B, T].
     Hu et al. 2025, https://arxiv.org/abs/2501.03262, the variant for verifiable rewards.
     """
     found = Groups(scores, groups, scored)
@@ -228,9 +232,9 @@ def reinforce_plus_plus_baseline(
 
 
 def remax(token_level_rewards: Tensor, baselines: Tensor, mask: Tensor, *, scored: Tensor | None = None) -> Pair:
-    """Reward-to-go less the reward of the prompt's greedy response: baselines [B], a column that the recipe adds.
+    """ReMax: the reward-to-go of every token minus the reward of the prompt's greedy response (baselines [B]).
 
-    Li et al. 2024, https://arxiv.org/abs/2310.10505.
+    Returns (advantages, returns), both [B, T], 0 outside the mask. Li et al. 2024, https://arxiv.org/abs/2310.10505.
     """
     counted = _scored_mask(mask, scored)
     returns = discounted_returns(token_level_rewards, counted)
@@ -247,12 +251,12 @@ def optimal_token_baseline(
     scored: Tensor | None = None,
     eps: float = 1e-8,
 ) -> Pair:
-    """A_t = G_t − B_t with B_t = Σ_g G_t·W_t / (Σ_g W_t + eps), W_t = Σ_{u≤t} (1 − 2π_u + Σπ²_u): the least-variance baseline
-    of every position.
+    """A_t = G_t − B_t: a token's reward-to-go G minus, at every position t, the group's baseline of least variance.
 
-    G is the reward-to-go, π_u the probability of the token taken, Σπ²_u that of the whole distribution squared
-    (sum_pi_squared [B, T]): W_t is the expected squared norm of the logits' gradient so far. Where one row alone of a group
-    still has a token the baseline is 0, as in verl. A masked token has no weight and no advantage.
+    B_t = Σ_g G_t·W_t / (Σ_g W_t + eps) over the rows g of a group; W_t = Σ_{u≤t} (1 − 2π_u + Σπ²_u) is the expected squared
+    norm of the logits' gradient up to t. π_u is the sampled token's probability, Σπ²_u the sum of all tokens' squared ones
+    (sum_pi_squared [B, T]). Where only one row of a group still has a token the baseline is 0, as in verl. A token outside
+    the mask has weight and advantage 0. groups [B], all else [B, T]; returns (advantages, returns) [B, T].
     """
     counted = _scored_mask(mask, scored)
     inside = counted.bool()
@@ -276,8 +280,8 @@ def tir_optimal_token_baseline(
     scored: Tensor | None = None,
     eps: float = 1e-8,
 ) -> Pair:
-    """`optimal_token_baseline` over the model's own tokens packed to the left: the n-th token that a row's model wrote is
-    compared with the n-th of the group's other rows, however much tool text lies between."""
+    """`optimal_token_baseline` for tool use: positions are counted over the model's own tokens (mask 1) only. The n-th
+    token that the model wrote is compared with the n-th of the group's other rows, however much tool text lies between."""
     order = torch.sort(mask.bool().to(torch.uint8), dim=-1, descending=True, stable=True).indices
     given = (token_level_rewards, mask, old_log_probs, sum_pi_squared)
     rewards, own, old, squared = (one.gather(1, order) for one in given)

@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 def workload(length: float) -> float:
-    """What a row of that many tokens costs: 24576·L + L², attention's square beside everything linear (verl's)."""
+    """Compute cost of a row of L tokens in verl's formula, 24576·L + L²: linear layers, and attention."""
     return 24_576 * length + length * length
 
 
 def balanced(loads: Sequence[float], parts: int, *, equal_size: bool = False) -> list[list[int]]:
-    """Row numbers in `parts` lists whose loads are nearly equal, by the largest differencing method (Karmarkar and Karp 1982).
+    """Split rows into `parts` lists of row numbers with nearly equal loads.
 
-    `equal_size` gives every list as many rows; the number of rows must divide then. Lists keep the rows' order, and
-    every row is in one. Raises `ValueError` for fewer rows than parts.
+    By the largest differencing method (Karmarkar and Karp 1982). Each row is in one list; lists are ascending.
+    `equal_size` gives all lists the same length. Raises `ValueError` for fewer rows than parts, or an uneven division.
     """
     if not 1 <= parts <= len(loads):
-        raise ValueError(f"{len(loads)} rows cannot be shared out to {parts}")
+        raise ValueError(f"{len(loads)} rows cannot be shared out to {parts} parts: each part needs a row")
     if equal_size and len(loads) % parts:
         raise ValueError(f"{len(loads)} rows do not divide into {parts} equal parts")
     order = sorted(range(len(loads)), key=lambda row: -loads[row])
@@ -48,10 +48,10 @@ def _state(parts: list[tuple[float, list[int]]], tie: int) -> tuple[float, int, 
 def resampled(
     scores: Tensor, *, method: str = "pow", weight_pow: float = 2.0, generator: torch.Generator | None = None
 ) -> Tensor:
-    """[B] row numbers sampled with replacement by weight (PF-PPO): |score|^p; 1 for the best and the worst score and 0 for
-    others (`max_min`); 0.4 for the best and 0.1 for others (`max_random`).
+    """Sample row numbers with replacement, weighted by score (PF-PPO): scores [B] → [B] int64.
 
-    Where all weights are 0 rows are sampled uniformly. Shen et al. 2024, https://arxiv.org/abs/2409.06957.
+    Weights: |score|^weight_pow (`pow`); 1 for the best and the worst score, else 0 (`max_min`); 0.4 for the best, else 0.1
+    (`max_random`). If all are 0, rows are sampled uniformly. Shen et al. 2024, https://arxiv.org/abs/2409.06957.
     """
     if method == "pow":
         weights = scores.double().abs() ** weight_pow
@@ -60,7 +60,7 @@ def resampled(
     elif method == "max_random":
         weights = torch.where(scores == scores.max(), 0.4, 0.1).double()
     else:
-        raise ValueError(f"method {method!r}; expected pow, max_min or max_random")
+        raise ValueError(f"resampling method {method!r}; expected pow, max_min or max_random")
     if float(weights.sum()) == 0:
         weights = torch.ones_like(weights)
     return torch.multinomial(weights, len(scores), replacement=True, generator=generator)

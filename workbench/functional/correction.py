@@ -19,7 +19,7 @@ REJECTIONS = (
 
 
 def log_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """log r = old − rollout, clamped to ±20, 0 outside the mask."""
+    """Log ratio of trainer to sampler per token, old − rollout: [B, T], clamped to ±20, 0 outside the mask."""
     return torch.where(mask.bool(), old_log_probs - rollout_log_probs, 0.0).clamp(-20, 20)
 
 
@@ -33,14 +33,14 @@ def importance_weights(
     lower: float | None = None,
     batch_normalize: bool = False,
 ) -> Tensor:
-    """Weights that turn the sampler's tokens into the trainer's: r per token, or with `level="sequence"` their product on
-    every token of a row.
+    """Importance weights [B, T]: trainer's over sampler's probability r of each token, or of its row (`level="sequence"`).
 
-    Without `lower` they are truncated at `upper` (TIS); with it, weights outside [lower, upper] are 0 (masked IS, IcePop).
-    `batch_normalize` divides by their mean over the mask. No gradient. Yao et al. 2025 (TIS); verl's `rollout_is`.
+    A row's r is the product over its tokens. Without `lower` weights are truncated at `upper` (TIS); with it, weights
+    outside [lower, upper] are 0 (masked IS, IcePop). `batch_normalize` divides them by their mean over the mask.
+    No gradient flows through them. Yao et al. 2025 (TIS); verl's `rollout_is`.
     """
     if level not in ("token", "sequence"):
-        raise ValueError(f"level is 'token' or 'sequence'; found {level!r}")
+        raise ValueError(f"level of importance weights; expected 'token' or 'sequence'; found {level!r}")
     logs = log_ratio(old_log_probs, rollout_log_probs, mask).detach()
     if level == "sequence":
         logs = logs.sum(-1, keepdim=True).clamp(-20, 20).expand_as(logs)
@@ -62,10 +62,11 @@ def rejected(
     upper: float,
     lower: float | None = None,
 ) -> Tensor:
-    """[B, T] bool: tokens (kinds `token_*`) or whole rows (`seq_*`) that are too far off.
+    """Mark tokens (kinds `token_*`) or rows (`seq_*`) on which trainer and sampler differ too much: [B, T] bool.
 
-    k1 kinds compare r itself (its mean over the row is geometric) with [lower, upper], 1/upper where lower is None;
-    k2 and k3 kinds compare the divergence with `upper`.
+    `kind` is one of `REJECTIONS`. With r the trainer's over the sampler's probability, k1 kinds compare r (of a row: its
+    product or geometric mean) with [lower, upper], `lower` None meaning 1/upper; k2 and k3 kinds compare ½·log² r and
+    r − 1 − log r (of a row: sum, mean or maximum) with `upper`. Raises `ValueError` for another kind.
     """
     if kind not in REJECTIONS:
         raise ValueError(f"kind of rejection {kind!r}; expected one of {', '.join(REJECTIONS)}")
@@ -88,16 +89,16 @@ def rejected(
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
-    """1 / mean((w / mean w)²) over the mask: 1 where all weights are equal, near 0 where few carry everything."""
+    """Effective sample size of weights w [B, T] over the mask, as a share of its tokens: 1 / mean((w / mean w)²) ≤ 1."""
     mean = masked_mean(weights, mask).clamp(min=1e-8)
     return float(1 / masked_mean((weights / mean).square(), mask).clamp(min=1e-8))
 
 
 def off_policy(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far trainer and sampler are apart, under verl's names: KLs in nats, perplexities over rows, χ².
+    """Metrics of the gap between the trainer's (old) and the sampler's (rollout) log-probs [B, T]: verl's names → values.
 
-    `kl` = mean(rollout − old) estimates KL(sampler‖trainer), `k3_kl` does so without negative values. Perplexities are
-    means over rows of exp(−mean log-prob of the row); `log_ppl_diff` is trainer less sampler.
+    `kl` = mean(rollout − old) estimates KL(sampler‖trainer) in nats, `k3_kl` does so without negative values. Perplexities
+    are means over rows of exp(−mean log-prob of the row); `log_ppl_diff` is trainer minus sampler. {} for an empty mask.
     """
     rows = mask.sum(-1) > 0
     logs = log_ratio(old_log_probs, rollout_log_probs, mask)

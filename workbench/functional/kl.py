@@ -14,15 +14,15 @@ _KINDS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_va
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """Per-token estimate, of the shape of its inputs ([B, T]).
+    """Estimate KL(policy‖reference) per token from the log-probs of the sampled tokens: [B, T], like both inputs.
 
-    `kind`: `k1`/`kl`, `abs`, `k2`/`mse`, `k3`/`low_var_kl` (with verl's clamps: ±20 on Δ, 10 on the
-    result; computed with expm1, so that it is exact near 0 and never negative). A `+` behind it keeps the value and takes
-    the gradient of k2, which is the KL's own (straight-through). Raises `ValueError` for any other kind.
+    `kind`, with Δ = log_probs − ref_log_probs: `k1`/`kl` is Δ, `abs` |Δ|, `k2`/`mse` Δ²/2, `k3`/`low_var_kl` e^−Δ + Δ − 1
+    (never negative; verl's clamps: ±20 on Δ, 10 on the result). A `+` after the kind keeps its value but takes the
+    gradient of k2, the true gradient of the KL (straight-through). Raises `ValueError` for any other kind.
     """
     base, plus = kind.removesuffix("+"), kind.endswith("+")
     if base not in _KINDS:
-        raise ValueError(f"kind {kind!r} of KL; expected one of {', '.join(_KINDS)}, each with or without '+'")
+        raise ValueError(f"KL estimator {kind!r}; expected one of {', '.join(_KINDS)}, each with or without '+'")
     value = _value(log_probs, ref_log_probs, _KINDS[base])
     if not plus or _KINDS[base] == "k2":
         return value
@@ -44,9 +44,9 @@ def _value(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """KL(π‖ref) = Σ_v π_v·(log π_v − log ref_v) over the whole vocabulary: [..., V] twice → [...] float32, nats, ≥ 0.
+    """Exact KL(π‖ref) = Σ_v π_v·(log π_v − log ref_v) over the vocabulary: both logits [..., V] → [...] float32, nats, ≥ 0.
 
-    What k1, k2 and k3 estimate from one token each. A token that π rules out counts 0.
+    The estimators k1, k2 and k3 (`kl_penalty`) see one sampled token only. A token of probability 0 under π adds 0.
     """
     log_p, log_q = (torch.log_softmax(one.float(), dim=-1) for one in (logits, ref_logits))
     gap = torch.where(log_p.isneginf(), 0.0, log_p - log_q)
@@ -54,7 +54,7 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 
 class FixedKL:
-    """A constant weight β."""
+    """KL controller with a constant weight β = `coef` of the KL penalty."""
 
     def __init__(self, coef: float = 0.001) -> None:
         self.value = coef
@@ -63,7 +63,7 @@ class FixedKL:
         """Does nothing: β is constant."""
 
     def state(self) -> dict[str, float]:
-        """Empty: β is a setting."""
+        """State for a checkpoint: empty, because β is a setting."""
         return {}
 
     def load_state(self, state: dict[str, float]) -> None:
@@ -74,7 +74,7 @@ class FixedKL:
 
 
 class AdaptiveKL:
-    """β ← β·(1 + clip(kl/target − 1, ±0.2)·n/horizon): β grows while the KL is above its target."""
+    """KL controller: β ← β·(1 + clip(kl/target − 1, ±0.2)·n/horizon), so that β grows while the KL is above `target`."""
 
     def __init__(self, coef: float = 0.001, target: float = 0.1, horizon: int = 10_000) -> None:
         if horizon <= 0 or target <= 0:
@@ -83,16 +83,16 @@ class AdaptiveKL:
         self.value = coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Adapt β to a batch's mean KL per sequence, `n_steps` sequences being in it."""
+        """Adapt β to a batch of `n_steps` sequences, whose mean KL is `current_kl` (nats per token)."""
         error = min(max(current_kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 
     def state(self) -> dict[str, float]:
-        """The present β."""
+        """State for a checkpoint: the current β."""
         return {"value": self.value}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Back to what `state` gave."""
+        """Restore β from a dict that `state` returned."""
         self.value = state["value"]
 
     def __repr__(self) -> str:

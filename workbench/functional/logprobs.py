@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """log softmax(logits)[label]: [..., V] and [...] → [...] float32.
+    """Log-probs of given tokens, log softmax(logits)[label]: logits [..., V] and labels [...] → [...] float32, in nats.
 
     Written as logit − logsumexp so that no second [..., V] tensor is kept.
     """
@@ -19,10 +19,10 @@ def log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """H = −Σ p·log p with p = softmax(logits): [..., V] → [...] float32, ≥ 0 up to rounding.
+    """Entropy H = −Σ p·log p of p = softmax(logits): [..., V] → [...] float32, in nats, ≥ 0 up to rounding.
 
-    A logit of −inf (a token ruled out) counts 0, its limit, and gets no gradient. Only the logits are kept
-    for the way back, where ∂H/∂zᵢ = −pᵢ·(log pᵢ + H); second derivatives are not there.
+    A logit of −inf (a token of probability 0) adds 0 and gets no gradient. Only the logits are kept for the backward pass,
+    ∂H/∂zᵢ = −pᵢ·(log pᵢ + H); second derivatives are not supported.
     """
     return _Entropy.apply(logits)
 

@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A clipped surrogate, per token."""
+    """Result of a policy loss, per token: the surrogate loss, the ratio, and which tokens were clipped."""
 
     loss: Tensor
     """[B, T], with gradient; 0 outside the mask."""
@@ -33,13 +33,13 @@ class Surrogate:
     clipped: Tensor
     """[B, T] bool: the clipped term is the larger one there."""
     clipped_lower: Tensor
-    """[B, T] bool: the dual clip holds there (negative advantage, ratio beyond c)."""
+    """[B, T] bool: tokens whose loss the dual clip bounds (negative advantage, ratio beyond `clip_ratio_c`)."""
     aggregation: str | None = None
     """The aggregation mode that the loss is defined with; None: the caller chooses."""
 
 
 class Inside:
-    """Log-probs and advantages [B, T] with zeros outside the mask, and the ratio exp(clamp(new − old, ±20))."""
+    """Inputs of a policy loss, each [B, T] with zeros outside the mask, and the ratio exp(clamp(new − old, ±20))."""
 
     def __init__(self, old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, mask: Tensor) -> None:
         self.mask, self.inside = mask, mask.bool()
@@ -49,7 +49,7 @@ class Inside:
         self.ratio = self.log_ratio.exp()
 
     def two_sided(self, ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-        """(max(−Aρ, −A·clip(ρ, 1 − low, 1 + high)), where the clipped term is the larger one)."""
+        """PPO's clip: (max(−Aρ, −A·clip(ρ, 1 − low, 1 + high)), where the clipped term is larger: bool), both [B, T]."""
         plain, bounded = -self.advantages * ratio, -self.advantages * ratio.clamp(1 - low, 1 + high)
         return torch.maximum(plain, bounded), bounded > plain
 
@@ -62,7 +62,7 @@ class Inside:
         ratio: Tensor | None = None,
         aggregation: str | None = None,
     ) -> Surrogate:
-        """A `Surrogate` that is 0 outside the mask; without `ratio` its ratio is each token's own."""
+        """A `Surrogate` of these parts, 0 or False outside the mask; `ratio` defaults to the ratio of each token."""
         nowhere = torch.zeros_like(self.inside)
         return Surrogate(
             loss=torch.where(self.inside, loss, 0.0),
@@ -95,9 +95,9 @@ def ppo_clip(
 ) -> Surrogate:
     """PPO's clipped surrogate with dual clip: max(−Aρ, −A·clip(ρ, 1−low, 1+high)), and for A < 0 at most −A·c.
 
-    ρ = exp(clamp(new − old, ±20)). All inputs [B, T]; values outside the mask, NaN included, touch
-    neither loss nor gradient. Raises `ValueError` for a negative clip range or `clip_ratio_c` ≤ 1. Schulman et al. 2017,
-    https://arxiv.org/abs/1707.06347; dual clip: Ye et al. 2020, https://arxiv.org/abs/1912.09729.
+    A is the advantage, ρ = exp(clamp(new − old, ±20)), c = `clip_ratio_c`. All inputs [B, T]; values outside the mask,
+    NaN included, touch neither loss nor gradient. Raises `ValueError` for a negative clip range or `clip_ratio_c` ≤ 1.
+    Schulman et al. 2017, https://arxiv.org/abs/1707.06347; dual clip: Ye et al. 2020, https://arxiv.org/abs/1912.09729.
     """
     if clip_ratio_low < 0 or clip_ratio_high < 0 or clip_ratio_c <= 1:
         raise ValueError(
@@ -111,10 +111,10 @@ def ppo_clip(
 
 @_policy_loss
 def gspo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> Surrogate:
-    """PPO's clip on the sequence's ratio s = exp(mean of log ρ over the row), with each token's own gradient.
+    """GSPO: PPO's clip on the sequence's ratio s = exp(mean of log ρ over the row), with each token's own gradient.
 
-    log s_t = sg(log s) + new − sg(new), at most 10. The paper's ranges are far smaller (3e-4, 4e-4) and its aggregation is
-    seq-mean-token-mean. Zheng et al. 2025, https://arxiv.org/abs/2507.18071.
+    log s_t = sg(log s) + new − sg(new), at most 10; sg stops the gradient. The paper's ranges are far smaller (3e-4,
+    4e-4) and its aggregation is seq-mean-token-mean. Zheng et al. 2025, https://arxiv.org/abs/2507.18071.
     """
     lengths = x.mask.sum(-1, keepdim=True).clamp(min=1)
     sequence = (x.new - x.old).sum(-1, keepdim=True) / lengths
@@ -125,12 +125,12 @@ def gspo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2
 
 @_policy_loss
 def sapo(x: Inside, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Surrogate:
-    """−A·σ(τ(ρ − 1))·4/τ, τ by the advantage's sign: a soft gate where PPO has a hard edge.
+    """SAPO: a sigmoid gate in place of PPO's clip, −A·σ(τ(ρ − 1))·4/τ with τ = `tau_pos` for A > 0, else `tau_neg`.
 
-    Always aggregated seq-mean-token-mean. Gao et al. 2025, https://arxiv.org/abs/2511.20347.
+    A is the advantage, ρ the ratio. Aggregated seq-mean-token-mean. Gao et al. 2025, https://arxiv.org/abs/2511.20347.
     """
     if tau_pos <= 0 or tau_neg <= 0:
-        raise ValueError(f"tau_pos and tau_neg are > 0; found {tau_pos} and {tau_neg}")
+        raise ValueError(f"tau_pos and tau_neg must be > 0; found {tau_pos} and {tau_neg}")
     tau = torch.where(x.advantages > 0, tau_pos, tau_neg)
     gate = torch.sigmoid(tau * (x.ratio - 1)) * 4 / tau
     return x.surrogate(-x.advantages * gate, aggregation="seq-mean-token-mean")
@@ -138,15 +138,16 @@ def sapo(x: Inside, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Surrogate
 
 @_policy_loss
 def gpg(x: Inside) -> Surrogate:
-    """−A·log π: the plain policy gradient, without ratio or clip. Chu et al. 2025, https://arxiv.org/abs/2504.02546."""
+    """GPG: −A·log π, the plain policy gradient without ratio or clip. Chu et al. 2025, https://arxiv.org/abs/2504.02546."""
     return x.surrogate(-x.advantages * x.new)
 
 
 @_policy_loss
 def cispo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> Surrogate:
-    """−A·sg(clip(ρ, 1 − low, 1 + high))·log π: the weight is bounded, every token keeps its gradient.
+    """CISPO: −A·sg(clip(ρ, 1 − low, 1 + high))·log π; the weight is clipped, and every token keeps its gradient.
 
-    `clipped` marks tokens whose weight was cut. MiniMax 2025, https://arxiv.org/abs/2506.13585.
+    A is the advantage, ρ the ratio; sg stops the gradient. `clipped` marks tokens whose weight was cut. MiniMax 2025,
+    https://arxiv.org/abs/2506.13585.
     """
     weight = x.ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     return x.surrogate(-weight.detach() * x.advantages * x.new, weight != x.ratio)
@@ -156,10 +157,10 @@ def cispo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.
 def dppo_tv(
     x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float = 3.0
 ) -> Surrogate:
-    """−A·sg(min(ρ, c))·log π on tokens whose probability has moved by at most high (A > 0) or low (A < 0) that way.
+    """DPPO, total variation: −A·sg(min(ρ, c))·log π, without tokens whose probability π has already moved too far.
 
-    The trust region is the total variation of the taken token, |π_new − π_old|, not the ratio: a rare token may change its
-    ratio a lot. `clipped` marks those left out. https://arxiv.org/abs/2602.04879.
+    Left out, and marked in `clipped`: tokens of advantage A > 0 with π_new − π_old > `clip_ratio_high`, and the others with
+    π_old − π_new > `clip_ratio_low`. c = `clip_ratio_c`; sg stops the gradient. https://arxiv.org/abs/2602.04879.
     """
     moved = x.new.exp() - x.old.exp()
     out = torch.where(x.advantages > 0, moved > clip_ratio_high, -moved > clip_ratio_low)
@@ -170,7 +171,7 @@ def dppo_tv(
 def dppo_kl(
     x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float = 3.0
 ) -> Surrogate:
-    """As `dppo_tv`, the trust region being the KL of the taken token against all others (two outcomes), in nats."""
+    """DPPO, KL: as `dppo_tv`, but the KL in nats between old and new π (sampled token against all others) is limited."""
     p, q = (one.exp().clamp(1e-8, 1 - 1e-7) for one in (x.old, x.new))
     divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
     up, down = (x.ratio > 1) & (divergence > clip_ratio_high), (x.ratio < 1) & (divergence > clip_ratio_low)
@@ -189,16 +190,16 @@ def dro(x: Inside, *, dro_beta: float = 0.1) -> Surrogate:
     −(A·log π − ½β(log π − log π_old)²) with the advantage A and β = `dro_beta`.
     """
     if dro_beta <= 0:
-        raise ValueError(f"dro_beta is > 0; found {dro_beta}")
+        raise ValueError(f"dro_beta must be > 0; found {dro_beta}")
     return x.surrogate(-(x.new * x.advantages - 0.5 * dro_beta * (x.new - x.old).square()))
 
 
 @_policy_loss
 def geo_mean(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> Surrogate:
-    """−Ā·exp(mean of log ρ clipped to (−low, high) where the advantage pulls that way): GMPO's geometric mean of a row.
+    """GMPO: −Ā·(geometric mean of the clipped ratios of a row), with the row's mean advantage Ā.
 
-    One number a row, placed on its first token and aggregated as the mean over rows. Zhao et al. 2025,
-    https://arxiv.org/abs/2507.20673.
+    log ρ is clipped to [−low, high] on the side to which the advantage pulls it. There is one number per row, on its first
+    token; they are aggregated as the mean over rows. Zhao et al. 2025, https://arxiv.org/abs/2507.20673.
     """
     sign = x.advantages.sign()
     bounded = x.log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
@@ -233,11 +234,10 @@ def clip_cov(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> Surrogate:
-    """PPO's clip, and a random share (`clip_cov_ratio`, at least one token) of tokens whose covariance of advantage and
-    log π lies between lb and ub is left out: those few tokens lower the entropy most.
+    """Clip-Cov: PPO's clip, without a few random tokens of high covariance of advantage and log π.
 
-    Tokens are chosen with torch's global generator, which an update seeds by step, and within each micro-batch: its size
-    changes the choice. Cui et al. 2025, https://arxiv.org/abs/2505.22617.
+    Such tokens lower the entropy most. A share `clip_cov_ratio` of all tokens is left out, chosen per micro-batch among
+    those with a covariance between lb and ub, by torch's generator. Cui et al. 2025, https://arxiv.org/abs/2505.22617.
     """
     loss, clipped = x.two_sided(x.ratio, clip_ratio_low, clip_ratio_high)
     covariance = _covariance(x)
@@ -252,10 +252,10 @@ def clip_cov(
 
 @_policy_loss
 def kl_cov(x: Inside, *, kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 0.1) -> Surrogate:
-    """−Aρ, plus `ppo_kl_coef`·|log ρ| on the share of tokens with the highest covariance of advantage and log π.
+    """KL-Cov: −Aρ, plus `ppo_kl_coef`·|log ρ| on the share of tokens with the highest covariance of A and log π.
 
-    `clipped` marks those tokens. Selected within one micro-batch, as in verl. Cui et al. 2025,
-    https://arxiv.org/abs/2505.22617.
+    A is the advantage, ρ the ratio. `clipped` marks those tokens, a share `kl_cov_ratio` chosen per micro-batch as in
+    verl. Cui et al. 2025, https://arxiv.org/abs/2505.22617.
     """
     covariance = torch.where(x.inside, _covariance(x), float("-inf")).flatten()
     number = max(1, int(float(x.mask.sum()) * kl_cov_ratio)) if bool(x.inside.any()) else 0
@@ -273,7 +273,7 @@ POLICY_LOSSES: Mapping[str, Callable[..., Surrogate]] = {"vanilla": ppo_clip} | 
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """A clipped value loss, per token."""
+    """Result of `value_loss`, per token: the loss, and where it was clipped."""
 
     loss: Tensor
     """[B, T], with gradient; 0 outside the mask."""
@@ -282,10 +282,10 @@ class ValueLoss:
 
 
 def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor, *, clip: float = 0.5) -> ValueLoss:
-    """½·max((v − R)², (clip(v, old ± clip) − R)²): the larger of the plain and the clipped squared error.
+    """PPO's clipped value loss ½·max((v − R)², (clip(v, old ± clip) − R)²), with values v and returns R.
 
     All inputs [B, T]; values outside the mask, NaN included, touch neither loss nor gradient.
-    Schulman et al. 2017's reference implementation; the clip's worth is doubted: Andrychowicz et al. 2021,
+    Schulman et al. 2017's reference implementation; whether the clip helps is doubted: Andrychowicz et al. 2021,
     https://arxiv.org/abs/2006.05990, §3.3.
     """
     inside = mask.bool()
@@ -308,20 +308,19 @@ def aggregate(
     sequences: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Token losses [B, T] as one number.
+    """Reduce token losses [B, T] to one scalar.
 
-    `token-mean` Σ/tokens · `token-sum` Σ · `seq-mean-token-sum` Σ/sequences · `seq-mean-token-mean` the
-    mean over sequences of their token means · `seq-mean-token-sum-norm` Σ/sequences/`scale` (T by default).
-    `tokens` and `sequences` are the global counts of the mini-batch: given them, the micro-batches' results
-    add up to the whole's, if `scale` is given too where a mode has one (T may differ from part to part, so
-    it is no default there). Rows without a token are left out; an empty mask gives 0. Values outside the
-    mask are ignored, NaN included. Raises `ValueError` for another mode or a missing `scale`.
+    `token-mean` Σ/tokens · `token-sum` Σ · `seq-mean-token-sum` Σ/sequences · `seq-mean-token-mean` the mean over
+    sequences of their token means · `seq-mean-token-sum-norm` Σ/sequences/`scale` (T by default). `tokens` and
+    `sequences` are the global counts of the mini-batch: with them, the losses of its micro-batches add up to its own;
+    `seq-mean-token-sum-norm` then needs `scale`, because T may differ between micro-batches. Rows without a token are
+    left out; an empty mask gives 0. Values outside it, NaN included, are ignored. Raises `ValueError` for another mode.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"aggregation mode {mode!r}; expected one of {', '.join(AGGREGATIONS)}")
     if mode == "seq-mean-token-sum-norm" and scale is None:
         if sequences is not None:
-            raise ValueError(f"aggregation {mode!r} of a part of a mini-batch needs scale: the parts' widths differ")
+            raise ValueError(f"aggregation mode {mode!r} with sequences= needs scale=: micro-batches differ in width")
         scale = loss.shape[-1]
     tokens = float(mask.sum()) if tokens is None else tokens
     per_row = masked_sum(loss, mask, dim=-1)

@@ -12,7 +12,7 @@ _EPS = 1e-8
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Σ x·m over `dim` (all by default)."""
+    """Sum of x where the mask is 1, over `dim` (None: over all)."""
     weighted = _kept(x, mask) * mask
     return weighted.sum() if dim is None else weighted.sum(dim)
 
@@ -22,13 +22,13 @@ def _kept(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Σ x·m / (Σ m + 1e-8); an empty mask gives 0."""
+    """Mean of x where the mask is 1, Σ x·m / (Σ m + 1e-8), over `dim` (None: over all); an empty mask gives 0."""
     count = mask.sum() if dim is None else mask.sum(dim)
     return masked_sum(x, mask, dim) / (count + _EPS)
 
 
 def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance over the mask, n/(n−1) corrected. Raises `ValueError` for fewer than two positions."""
+    """Variance of x over the mask, a scalar (÷ n − 1 if `unbiased`). Raises `ValueError` for too few positions."""
     count = mask.sum()
     if count <= (1 if unbiased else 0):
         raise ValueError(f"the variance needs at least two positions; the mask has {int(count)}")
@@ -38,7 +38,7 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(x − mean)·rsqrt(var + 1e-8), plus the mean again where `shift_mean` is False.
+    """Whiten x to mean 0, variance 1 over the mask: (x − mean)·rsqrt(var + 1e-8); `shift_mean=False` adds the mean again.
 
     Positions outside the mask are transformed like the others, not zeroed.
     """
@@ -48,5 +48,5 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 def response_lengths(mask: Tensor) -> Tensor:
-    """[B] int64: how many tokens of each row count."""
+    """Number of tokens of each row under the mask: [B, T] → [B] int64."""
     return mask.long().sum(-1)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """1 − C(n − c, k) / C(n, k): the chance that one of k samples is right, unbiased, from c right ones of n.
+    """Unbiased pass@k, 1 − C(n − c, k) / C(n, k): the chance that any of k samples is correct, given c correct of n.
 
     Raises `ValueError` where k is not between 1 and n. Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1.
     """
     if not 1 <= k <= samples or not 0 <= correct <= samples:
-        raise ValueError(f"pass@{k} of {correct} right ones in {samples} samples")
+        raise ValueError(f"pass@{k} of {samples} samples, {correct} of them correct; expected k from 1 to {samples}")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
@@ -48,6 +48,6 @@ def majority(answers: Sequence[Any], values: Tensor, n: int, *, draws: int = 100
 
 
 def sizes(samples: int) -> list[int]:
-    """2, 4, 8, … and the number of samples itself: the n of best@n."""
+    """The n for which best@n is reported: 2, 4, 8, … below `samples`, and `samples` itself; [] for one sample."""
     powers = [2**power for power in range(1, samples.bit_length()) if 2**power < samples]
     return [*powers, samples] if samples > 1 else []

@@ -9,9 +9,9 @@ from workbench.functional.masking import masked_whiten
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """Gₜ = rₜ + γ·Gₜ₊₁ over the positions of the mask, [B, T], 0 outside it.
+    """Discounted return (reward-to-go) of every token, Gₜ = rₜ + γ·Gₜ₊₁: [B, T], 0 outside the mask.
 
-    A masked position (tool text) carries G through: neither its reward nor a factor γ counts.
+    A position outside the mask (tool text) passes G through: its reward is ignored, and nothing is discounted there.
     """
     result = torch.zeros_like(rewards)
     carried = torch.zeros_like(rewards[:, 0])
@@ -31,12 +31,12 @@ def gae(
     whiten: bool = True,
     zero_masked: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantages and returns, both [B, T], 0 outside the mask.
+    """Generalised advantage estimation: (advantages, returns), both [B, T], 0 outside the mask.
 
     token_level_rewards, values and mask [B, T].
 
-    δₜ = rₜ + γVₜ₊₁ − Vₜ, Aₜ = δₜ + γλAₜ₊₁; a masked position (tool text) carries V and A through
-    unchanged. returns = A + V before whitening; advantages are then whitened over the mask. verl keeps the whitened
+    δₜ = rₜ + γVₜ₊₁ − Vₜ, Aₜ = δₜ + γλAₜ₊₁; a position outside the mask (tool text) passes V and A
+    through unchanged. returns = A + V before whitening; advantages are then whitened over the mask. verl keeps the whitened
     values outside the mask; no loss reads them, and here they are 0 unless `zero_masked=False` asks for verl's. A mask
     with fewer than two positions is not whitened. Schulman et al. 2016, https://arxiv.org/abs/1506.02438.
     """

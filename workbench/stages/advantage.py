@@ -42,10 +42,10 @@ class Advantage(BaseStage):
 
     Args:
         estimator: of `workbench.functional`, or your own.
-        kl_controller: subtracts β·KL(policy‖reference) from every token's reward before the estimator is called (verl's
-            KL in reward), and is updated with the batch's KL; its β is state of this stage.
+        kl_controller: a `FixedKL` or `AdaptiveKL`: β·KL(policy‖reference) is subtracted from each token's reward before the
+            estimator is called (verl's KL in reward), then β is updated with the batch's KL. None: no KL in the reward.
         kl_type: estimator of that KL, see `functional.kl_penalty`.
-        parts: which parts of the reward become `components` [B, K].
+        parts: names of the K parts of the reward that an estimator gets as `components` [B, K].
         settings: further arguments of the estimator.
 
     Raises `PipelineError` for a setting that the estimator does not take, or an argument that no column gives.
@@ -82,26 +82,26 @@ class Advantage(BaseStage):
         columns += [f"{REWARD_PREFIX}{part}" for part in self.parts]
         if "components" in self._asked and not self.parts:
             do = "name them: parts=('correct', 'format')"
-            raise PipelineError("the estimator compares parts of the reward", do=do)
+            raise PipelineError("the estimator reads components, but no parts of the reward are given", do=do)
         self.reads = tuple(dict.fromkeys(["token_level_scores", "response_mask", "reward", *columns]))
 
     def settings(self) -> dict[str, Any]:
-        """The estimator and its settings, flat; those of the KL where there is one."""
+        """The estimator, its settings and those of the KL penalty (if there is one) in one flat dict."""
         kl = {"kl_type": self.kl_type, "kl_controller": repr(self._controller)} if self._controller is not None else {}
         parts = {"parts": ", ".join(self.parts)} if self.parts else {}
         return {"estimator": self.estimator, **self.estimator_settings, **kl, **parts}
 
     def state(self) -> dict[str, float]:
-        """The KL controller's state."""
+        """State for a checkpoint: the KL controller's; {} without one."""
         return self._controller.state() if self._controller is not None else {}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Restore what `state` gave."""
+        """Restore the KL controller from a dict that `state` returned."""
         if self._controller is not None:
             self._controller.load_state(dict(state))
 
     def with_function(self, function: Callable[..., Any]) -> Advantage:
-        """The same stage around another estimator, with those of the settings that it takes."""
+        """A copy of the stage with another estimator, which keeps those of the settings that it takes."""
         known = inspect.signature(function).parameters
         settings = {name: value for name, value in self.estimator_settings.items() if name in known}
         return Advantage(function, kl_controller=self._controller, kl_type=self.kl_type, parts=self.parts, **settings)
@@ -145,7 +145,7 @@ class Advantage(BaseStage):
         name = getattr(self.estimator, "__name__", repr(self.estimator))
         if not isinstance(advantages, torch.Tensor) or advantages.shape != mask.shape:
             found = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
-            raise PipelineError(f"advantages of {name}", expected=f"[B, T] = {tuple(mask.shape)}", found=found)
+            raise PipelineError(f"advantages of {name}", expected=f"a tensor [B, T] = {tuple(mask.shape)}", found=found)
         if not advantages.isfinite().all():
             rows = sorted(set((~advantages.isfinite()).nonzero()[:, 0].tolist()))
             found = f"NaN or inf in rows {rows[:8]}"
@@ -186,11 +186,11 @@ def _asked(estimator: Callable[..., Any], settings: Mapping[str, Any]) -> dict[s
             asked[argument] = base
         elif parameter.default is parameter.empty:
             name = getattr(estimator, "__name__", repr(estimator))
-            raise PipelineError(f"estimator {name}: " + unknown("input of an estimator", argument, INPUTS))
+            raise PipelineError(f"argument of estimator {name}: " + unknown("known input", argument, INPUTS))
     return asked
 
 
 def group_numbers(uids: Any) -> torch.Tensor:
-    """[B] int64: 0 for the rows of the first uid seen, 1 for the next, …"""
+    """Number the uids [B] in the order of their first appearance: [B] int64, from 0."""
     numbers: dict[str, int] = {}
     return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=torch.long)

@@ -39,10 +39,10 @@ class Influence(BaseStage):
     """Write `influence` [B, T]: how much a small plain-SGD step on each token would raise a held-out objective.
 
     To first order a step on token t's policy loss moves the weights along A_t·∇log π_t, and the objective J by its
-    product with ∇J: (log π_t(θ + ε·∇J) − log π_t(θ)) / ε · A_t, one backward pass over the held-out rows and one forward
-    pass with perturbed weights. J is the mean over the held-out tokens of A·log π (A = 1 without a column `advantages`:
-    making those responses likelier). Units: nats per unit of learning rate and token; a row's influence is the sum over
-    its tokens; below 0 it hurts. Adam, clipping and the ratio are left out. Changes no weight.
+    product with ∇J: (log π_t(θ + ε·∇J) − log π_t(θ)) / ε · A_t with ε = `length`/‖∇J‖, one backward pass over the held-out
+    rows and one forward pass with perturbed weights. J is the mean over the held-out tokens of A·log π (A = 1 without a
+    column `advantages`: making those responses likelier). Units: nats per unit of learning rate and token; a row's
+    influence is the sum over its tokens; below 0 it hurts. Adam, clipping and the ratio are left out. No weight is changed.
     Pruthi et al. 2020 (TracIn), https://arxiv.org/abs/2002.08484, with a finite difference in place of the dot product.
     """
 
@@ -53,12 +53,13 @@ class Influence(BaseStage):
     def __init__(
         self, engine: Differentiable, eval_rows: DataProto, *, length: float = 1e-2, temperature: float = 1.0
     ) -> None:
-        require(length > 0, "length of the nudge", expected="> 0", found=length)
+        require(length > 0, "length (of the weight perturbation)", expected="> 0", found=length)
         if not (isinstance(engine, Differentiable) and isinstance(engine, LogProbModel)):
-            raise PipelineError("influence", expected="an engine that gives gradients and can be perturbed")
+            expected, found = "one that gives gradients (local, FSDP)", type(engine).__name__
+            raise PipelineError("engine of Influence", expected=expected, found=found)
         missing = [name for name in SCORED_COLUMNS if name not in eval_rows]
         if missing:
-            raise PipelineError("influence: held-out rows", expected="responses", found=f"no {missing[0]}")
+            raise PipelineError("eval_rows of Influence", expected="responses", found=f"no column {missing[0]!r}")
         self._engine = engine
         self._learners = (engine,)
         self._eval_rows = eval_rows.select([*SCORED_COLUMNS, *(("advantages",) * ("advantages" in eval_rows))])
@@ -88,7 +89,7 @@ class ExactKL(BaseStage):
     """Write `full_kl` [B, T], KL(policy‖reference) of every next-token distribution, in nats.
 
     Where the batch has both log-probs, the metrics also have the estimators k1 and k3: their mean is the same in
-    expectation, their variance is not. Takes two forward passes and no gradient, by an engine in this process.
+    expectation, their variance is not. Takes two forward passes and no gradient, by a local or FSDP engine.
     A reward or advantage function that reads `full_kl` gets a KL penalty without sampling noise.
     """
 
@@ -98,8 +99,8 @@ class ExactKL(BaseStage):
 
     def __init__(self, engine: WholeDistributions, reference: WholeModel, *, temperature: float = 1.0) -> None:
         if not isinstance(engine, WholeDistributions) or not isinstance(reference, WholeModel):
-            expected = "an engine of this process and its reference()"
-            raise PipelineError("exact_kl", expected=expected, do="use a one-token estimate (kl_type)")
+            expected, do = "a local or FSDP engine, and its reference()", "use a one-token estimate of the KL (kl_type)"
+            raise PipelineError("engine and reference of ExactKL", expected=expected, do=do)
         self._engine = engine
         self._learners = (engine,)
         self._reference = reference

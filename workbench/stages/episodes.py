@@ -41,14 +41,14 @@ class EpisodeRollout(Rollout):
         agent: a loop or a registered name, which runs every row; or a mapping of names to loops: a row's column
             `agent_name` chooses among them and the registered ones.
         default_agent: the name in the mapping that runs rows without `agent_name`.
-        deterministic: all episodes sample their n-th turn in one wave before any samples its next, so that on a CPU the
-            same seed gives the same bits, however long tools take (unless one meets its time limit in one of two runs).
-            Without it the tokens are the same barring float ties, and no episode waits for another's tool.
+        deterministic: all episodes sample their n-th turn together before any samples its next. On a CPU the same seed
+            then gives the same bits, however long tools take (unless one exceeds its time limit in one run only).
+            Without it no episode waits for another's tool; the tokens are the same, barring float ties.
         sampling: `max_tokens` limits the whole response, tool and user tokens included.
         group_size, purpose, greedy_baseline: as in `Rollout`.
 
-    Raises `ForeignError` that names the row, where a loop of your own raises or returns no `AgentLoopOutput`; and where
-    every episode's user failed.
+    Raises `ForeignError`: with the row, where your own agent loop raises or returns no `AgentLoopOutput`; and where the
+    simulated users of all episodes failed.
     """
 
     writes: tuple[str, ...] = (
@@ -77,13 +77,13 @@ class EpisodeRollout(Rollout):
         self.deterministic = deterministic
 
     def settings(self) -> dict[str, Any]:
-        """The rollout's settings, and the loops'."""
+        """Settings of the rollout and of its agent loops, in one flat dict."""
         mine = {"agent": self.loops.describe(), "default_agent": self.loops.default}
         return {**super().settings(), **mine, "deterministic": self.deterministic}
 
     @property
     def blank(self) -> dict[str, Any]:
-        """The rollout's, and those of an episode with an empty response."""
+        """As `Rollout.blank`, with the columns of an episode (`turns`, `num_turns`, …) whose response is empty."""
         silent = AgentLoopOutput((0,), (), (), (), turns=(Turn("assistant", "", 0, -1),))
         return {**super().blank, **_objects(silent)}
 
@@ -121,7 +121,7 @@ class EpisodeRollout(Rollout):
         outputs = runtime.run(_all([run(index, row) for index, row in enumerate(rows.tolist())]))
         whys = [broken_episode({"finish_reason": one.finish_reason, "agent_extra": one.extra}) for one in outputs]
         if whys and all(whys):
-            do = "mend the simulated user, or the environment behind it"
+            do = "fix the simulated user, or the environment behind it"
             raise ForeignError(f"all {len(whys)} episodes broke", found=whys[0], do=do)
         columns = self._columns(outputs)
         return self._finished(batch, columns, rows, {**self._metrics(columns), **agent_metrics(outputs)})
@@ -137,19 +137,19 @@ class EpisodeRollout(Rollout):
     def episode(
         self, batch: DataProto, row: int, *, recorded: DataProto | None = None, lent: Lent | None = None
     ) -> EpisodeStepper:
-        """A stepper of the episode in row `row` of this stage's result: before its first turn, or of `recorded` at its end.
+        """An `EpisodeStepper` for one row of the output: before the first turn, or at the end of a recorded episode.
 
         Args:
             batch: the rollout's input, P rows.
-            row: of its output, 0 to P·G − 1.
+            row: number of the row in the rollout's output, 0 to P·G − 1.
             recorded: the rollout's output; None: the episode has not been sampled.
-            lent: a context manager in which the engine has the weights that the rollout had.
+            lent: returns a context manager in which the engine has the weights that the rollout used; None: it has them.
 
-        Raises `IndexError` for a row that there is not, `SettingError` where the row's loop cannot be stepped.
+        Raises `IndexError` for a row out of range, `SettingError` if the row's agent loop cannot be stepped.
         """
         each = self.group_size + self.greedy_baseline
         if not isinstance(row, int) or not 0 <= row < each * len(batch):
-            raise IndexError(f"row {row}: this rollout makes rows 0 to {each * len(batch) - 1}")
+            raise IndexError(f"row {row} is not in this rollout's output, rows 0 to {each * len(batch) - 1}")
         place, sample = divmod(row, each)
         loop = self.loops.named(batch["agent_name"][place] if "agent_name" in batch else None)
         loop.prepare(self.sampler)
@@ -171,7 +171,7 @@ class EpisodeRollout(Rollout):
         )
 
     def rewritten(self, before: DataProto, after: DataProto, episodes: Mapping[int, AgentLoopOutput]) -> Outcome:
-        """`after`, this stage's result of `before`, with `episodes` (row → output) in place of some of its own."""
+        """The `Outcome` for `before` with rows of `after`, the stage's result, replaced by `episodes` (row → output)."""
         outputs = [episodes.get(row) or recorded_output(after, row) for row in range(len(after))]
         columns = self._columns(outputs)
         if self.greedy_baseline:
@@ -201,7 +201,7 @@ class EpisodeRollout(Rollout):
 
 
 def validation_rollout(rollout: Any, *, group_size: int = 1, greedy: bool = False) -> Rollout:
-    """The rollout for held-out rows: the training rollout's sampler, settings and agents, with seeds of its own."""
+    """A rollout for held-out rows: sampler, sampling settings and agents of the training rollout, but its own seeds."""
     sampling = rollout.sampling.replace(temperature=0.0) if greedy else rollout.sampling
     changes: dict[str, Any] = {"group_size": group_size, "sampling": sampling, "purpose": "validation"}
     if isinstance(rollout, EpisodeRollout):
@@ -210,10 +210,10 @@ def validation_rollout(rollout: Any, *, group_size: int = 1, greedy: bool = Fals
 
 
 def agent_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
-    """verl's metrics `agent_loop/…`: an episode's seconds of waiting for the sampler and for tools, its turns and calls.
+    """verl's metrics `agent_loop/…`: an episode's seconds of waiting for the sampler and tools, its turns and tool calls.
 
-    `errors` counts episodes in which a parser, a tool's release or a simulated user failed, `tool_errors` calls that failed
-    or were late.
+    `errors` counts episodes in which a parser, a tool's release or a simulated user failed; `tool_errors` counts tool
+    calls that failed or exceeded their time limit.
     """
     calls = [call for output in outputs for turn in output.turns for call in turn.calls]
     found: dict[str, Metric] = {
@@ -226,7 +226,7 @@ def agent_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
 
 
 def recorded_output(batch: DataProto, row: int) -> AgentLoopOutput:
-    """The episode of a row, from the rollout's columns; without its seconds. Raises `DataError` for a bad transcript."""
+    """Rebuild a row's episode, without timings, from the rollout's columns. Raises `DataError` for a bad transcript."""
     prompt = batch["prompts"][row][batch["prompt_mask"][row].bool()]
     width = batch["responses"].shape[1]
     length = int(batch["attention_mask"][row, -width:].sum())

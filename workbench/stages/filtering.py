@@ -23,10 +23,10 @@ from workbench.stages.stage import BaseStage, Outcome, Stage
 
 
 class Overlong(BaseStage):
-    """Subtract `penalty`·(length − (max_tokens − buffer)) / buffer from rewards of responses in the last `buffer` tokens.
+    """DAPO's soft length penalty: responses that end in the last `buffer` tokens before `max_tokens` lose reward.
 
-    It is written as `reward/overlong` (≤ 0), too; rows that were not scored have none. An episode's length is all of its
-    response, tool and user tokens among them, as in verl: that is what `max_tokens` limits.
+    They lose `penalty`·(length − (max_tokens − buffer)) / buffer, also written as `reward/overlong` (≤ 0); rows without a
+    score lose 0. The length includes tool and user tokens, as in verl: `max_tokens` limits them all.
     Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 13.
     """
 
@@ -64,8 +64,8 @@ class FilterGroups(BaseStage):
 
     Args:
         stages: those that made the batch (rollout, reward, …): further prompts go through the same ones.
-        rows: gives further prompts as a function of (step, seed, attempt), so that a resumed step samples the same; None:
-            groups are dropped and not replaced.
+        rows: the training rows, from which further prompts are drawn by (step, seed, attempt), so that a resumed step
+            samples the same; None: groups are dropped and not replaced.
         max_num_gen_batches: how often prompts are sampled in all; then the step goes on with the groups that it has, where
             verl stops the run.
     """
@@ -82,7 +82,7 @@ class FilterGroups(BaseStage):
         self.writes = tuple(dict.fromkeys(name for name in written if "/" not in name))
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """P·G rows in, at most as many out, all of groups with signal."""
+        """P·G rows in, at most as many out: those of groups whose rewards differ (or all rows, if there are none)."""
         group = batch.meta_info.get("group_size", 1)
         wanted, batches = len(set(batch["uid"])), 1
         rows = _with_signal(batch)
@@ -147,7 +147,7 @@ class Resample(BaseStage):
 
 
 def joined(parts: Sequence[DataProto]) -> DataProto:
-    """The rows of all parts, with the first one's meta_info. Columns must be the same; widths S and T may differ."""
+    """Concatenate batches of the same columns, padded to the largest widths S and T; `meta_info` is the first one's."""
     width_s = max(part["prompts"].shape[1] for part in parts)
     width_t = max(part["responses"].shape[1] for part in parts)
     first = parts[0].meta_info

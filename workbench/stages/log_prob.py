@@ -33,13 +33,13 @@ class LogProb(BaseStage):
 
     Args:
         model: the policy, or a frozen reference.
-        name: of the stage.
-        column: where the log-probs [B, T] go, in nats.
+        name: the name of the stage.
+        column: the column in which the log-probs [B, T] are written, in nats.
         entropy: write `entropys` [B, T] and the metric `actor/entropy` as well; where the batch has the rollout's own
             log-probs, also measure how far they are (see `OffPolicy`), with each row's largest difference as the column
             `sampler_logprob_diff`.
         temperature: what the logits are divided by.
-        sum_pi_squared: write the column that the optimal token baselines read.
+        sum_pi_squared: write `sum_pi_squared` [B, T], which the optimal token baselines read.
     """
 
     def __init__(
@@ -108,8 +108,9 @@ _FAR = 20.0
 
 
 def sampler_logprob_diff(mine: Tensor, sampled: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """How far the trainer's log-probs [B, T] are from the sampler's of the same tokens: the differences of probabilities
-    (verl's names; the correlation is 1 where they agree), the largest of log-probs, and KL(sampler‖trainer) in nats per token.
+    """Metrics of the gap between the trainer's (`mine`) and the sampler's (`sampled`) log-probs of the same tokens, [B, T].
+
+    Differences and correlation of probabilities (verl's names), the largest difference of log-probs, KL in nats per token.
     """
     inside = mask.bool()
     logs = [values[inside].double() for values in (mine, sampled)]
@@ -131,7 +132,7 @@ def sampler_logprob_diff(mine: Tensor, sampled: Tensor, mask: Tensor) -> dict[st
 
 
 def version_lag(version: int, rows: Tensor) -> dict[str, Metric]:
-    """How many policy versions the rows [B] are behind `version`: the mean, and the largest."""
+    """Metrics: how many policy versions the rows [B] are behind `version`, on average and at most; {} without rows."""
     if not len(rows):
         return {}
     lag = (version - rows).double()
@@ -139,7 +140,7 @@ def version_lag(version: int, rows: Tensor) -> dict[str, Metric]:
 
 
 class OffPolicy:
-    """A `break_if` that stops before an update from rows of another policy: `train(…, break_if=OffPolicy(lag=0))`.
+    """A `break_if` for `train` that stops a run before it updates on rows too far off-policy: `break_if=OffPolicy(lag=0)`.
 
     None leaves a limit out; a metric that is NaN is over its limit. Where two engines agree the gap is near 1e-6 in float32
     and 1e-2 in bfloat16; the defaults leave room for the latter.
@@ -147,13 +148,13 @@ class OffPolicy:
     Args:
         kl: limit of KL(sampler‖trainer), in nats per token.
         gap: limit of the mean difference of probabilities.
-        lag: limit of the versions that rows may be behind.
+        lag: limit of the number of policy versions that rows are behind.
     """
 
     def __init__(self, *, kl: float | None = 0.02, gap: float | None = 0.05, lag: int | None = None) -> None:
         limits = {KL: kl, GAP: gap, LAG: lag}
         for name, limit in limits.items():
-            require(limit is None or limit >= 0, name, expected="≥ 0, or None", found=limit)
+            require(limit is None or limit >= 0, f"limit of {name}", expected="≥ 0, or None", found=limit)
         self.limits: dict[str, float] = {name: limit for name, limit in limits.items() if limit is not None}
 
     def __call__(self, metrics: Mapping[str, Any]) -> bool:
@@ -161,7 +162,7 @@ class OffPolicy:
         return bool(self._over(metrics))
 
     def why(self, metrics: Mapping[str, Any]) -> str:
-        """What is over its limit, in a line."""
+        """The metrics that are over their limits, with values and limits, in one line."""
         return ", ".join(f"{name} {metrics[name]:.3g}, limit {self.limits[name]:g}" for name in self._over(metrics))
 
     def _over(self, metrics: Mapping[str, Any]) -> list[str]:
@@ -181,7 +182,7 @@ class RolloutCorrection(BaseStage):
             `PolicyLoss(rollout_is=True)` multiplies with.
         rollout_is_threshold: where weights are truncated; (lower, upper): outside this band they are 0.
         rollout_is_batch_normalize: divide the weights by their mean over the batch.
-        rollout_rs: kind of rejection to its bound, a number or (lower, upper); what is rejected leaves `response_mask`.
+        rollout_rs: kind of rejection → its bound, a number or (lower, upper); rejected tokens get 0 in `response_mask`.
         bypass: use the sampler's log-probs as the old ones, so that no old-log-prob stage is needed.
     """
 

@@ -19,8 +19,8 @@ class Pipeline(Shown):
     Columns of the data set (see `columns.COLUMNS`) are there from the start; a column that is declared nowhere must come
     with the data, and is checked when the first batch arrives.
 
-    Raises `PipelineError` where a stage reads a column that only a later stage writes, or none; where a stage changes a
-    column that others have read before and none reads after it; and for two stages of one name.
+    Raises `PipelineError` if a stage reads a column that no earlier stage writes, if a stage changes a column that only
+    earlier stages read, and if two stages have one name. `overlap`: see `streaming_rewards`.
     """
 
     def __init__(self, stages: Sequence[Stage], *, overlap: bool = False) -> None:
@@ -29,14 +29,15 @@ class Pipeline(Shown):
         names = [stage.name for stage in self._stages]
         doubled = {name for name in names if names.count(name) > 1}
         if doubled:
-            raise PipelineError("two stages have one name", found=", ".join(sorted(doubled)))
+            found, do = ", ".join(sorted(doubled)), "give each stage a name of its own, or leave one out"
+            raise PipelineError("two stages have one name", found=found, do=do)
         self._check_reads()
         self._check_changes()
 
     def streaming_rewards(self) -> Pipeline:
-        """The same stages, for training jobs that score finished rows while others are still being sampled.
+        """A copy of the pipeline that, in training jobs, scores finished rows while others are still being sampled.
 
-        Stages that do not read rewards run meanwhile. The numbers are the same. A stepper still runs the stages one by one.
+        Stages that do not read rewards run meanwhile. Results are the same. A `Stepper` still runs the stages one by one.
         """
         return Pipeline(self._stages, overlap=True)
 
@@ -55,16 +56,16 @@ class Pipeline(Shown):
                 continue
             readers = [other.name for other in self._stages[:position] if changed & set(other.reads)]
             if readers and not any(changed & set(other.reads) for other in self._stages[position + 1 :]):
-                what = f"stage {stage.name!r} changes {', '.join(sorted(changed))} and nobody reads that after it"
-                do = f"stage {readers[0]!r} has read it before: move {stage.name!r} before {readers[0]!r}"
+                what = f"stage {stage.name!r} changes {', '.join(sorted(changed))}, but no later stage reads it"
+                do = f"stage {readers[0]!r} reads it earlier: move {stage.name!r} before {readers[0]!r}"
                 raise PipelineError(what, do=do)
 
     @staticmethod
     def _refuse_unless_data(column: str, stage: Stage, later: tuple[Stage, ...]) -> None:
         for other in later:
             if column in other.writes:
-                what = f"stage {stage.name!r} reads {column!r} but nothing before it writes that"
-                raise PipelineError(what, do=f"stage {other.name!r} does: move it before {stage.name!r}")
+                what = f"stage {stage.name!r} reads {column!r}, but no earlier stage writes it"
+                raise PipelineError(what, do=f"stage {other.name!r} writes it: move it before {stage.name!r}")
         known = declared(column)
         if column in (*EPISODE, "agent_extra"):
             do = "a rollout with agent=… writes it"
@@ -72,7 +73,7 @@ class Pipeline(Shown):
             do = f"add the stage {known.writer!r} before {stage.name!r}"
         else:
             return
-        raise PipelineError(f"stage {stage.name!r} reads {column!r} but no stage writes that", do=do)
+        raise PipelineError(f"stage {stage.name!r} reads {column!r} but no stage writes it", do=do)
 
     # --- a sequence of stages -------------------------------------------------------------
 
@@ -94,61 +95,61 @@ class Pipeline(Shown):
         return tuple(stage.name for stage in self._stages)
 
     def index(self, name: str) -> int:
-        """Position of the stage called `name`."""
+        """Position of the stage called `name`, from 0. Raises `PipelineError` for an unknown name."""
         if name not in self.names:
             raise PipelineError(unknown("stage of this pipeline", name, self.names))
         return self.names.index(name)
 
     def replace(self, name: str, other: Any = None, **settings: Any) -> Pipeline:
-        """A pipeline with one stage changed: `replace("advantage", my_estimator)`, `replace("rollout", temperature=0.7)`.
+        """A copy with one stage changed: `p.replace("advantage", my_estimator)`, `p.replace("rollout", temperature=0.7)`.
 
         Where the sampling temperature of the rollout changes, later stages that used the old one get the new one, too.
 
         Args:
-            name: of the stage.
-            other: a stage, or a function for the same stage (an estimator, a reward); None: keep both.
-            settings: of the stage, by name.
+            name: the name of the stage to change.
+            other: a stage to put there, or a function (estimator, reward) for the present one; None: neither.
+            settings: settings of the stage to change, by name.
 
         Raises `PipelineError` where nothing is changed, or a setting is unknown.
         """
         position = self.index(name)
         old = self._stages[position]
         if other is None and not settings:
-            raise PipelineError(f"replace({name!r})", do="give a stage, a function, or settings by name")
+            raise PipelineError(f"replace({name!r}) changes nothing", do="give a stage, a function or settings")
         new = old if other is None else other if isinstance(other, Stage) else old.with_function(other)
         new = new.with_settings(**settings) if settings else new
         if new.name != old.name:
-            raise PipelineError(f"stage {old.name!r} can only be replaced by one of its name", found=repr(new.name))
+            raise PipelineError(f"stage {old.name!r} can only be replaced by a stage of its name", found=repr(new.name))
         later = [_at_new_temperature(old, new, stage) for stage in self._stages[position + 1 :]]
         return Pipeline([*self._stages[:position], new, *later], overlap=self.overlap)
 
     def insert_after(self, name: str, stage: Stage) -> Pipeline:
-        """A pipeline with one more stage, after the one called `name`: `p.insert_after("reward", TurnScores())`.
+        """A copy of the pipeline with a stage added after the one called `name`: `p.insert_after("reward", TurnScores())`.
 
         Raises `PipelineError` for an unknown name, two stages of one name, and where a stage would lack a column.
         """
         if isinstance(stage, type) or not isinstance(stage, Stage):
-            raise PipelineError(f"insert_after({name!r})", expected="a stage", found=describe(stage))
+            raise PipelineError(f"insert_after({name!r})", expected="a stage object", found=describe(stage))
         place = self.index(name) + 1
         return Pipeline([*self._stages[:place], stage, *self._stages[place:]], overlap=self.overlap)
 
     # --- learners, state, checks ----------------------------------------------------------
 
     def learners(self) -> dict[str, Any]:
-        """Role → learner for every learner that a stage updates: `actor`, `critic`."""
+        """The engines that the pipeline trains, by role: `actor`, `critic`."""
         return {stage.name.removeprefix("update_"): stage.learners()[0] for stage in self._stages if stage.updates}
 
     def state(self) -> dict[str, dict[str, float]]:
-        """Stage name → its state, for stages that have any."""
+        """State for a checkpoint: stage name → its state, for stages that have any."""
         return {stage.name: stage.state() for stage in self._stages if stage.state()}
 
     def load_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Restore what `state` gave."""
+        """Restore the stages from a dict that `state` returned."""
         for name, values in state.items():
             self[name].load_state(values)
 
     def check(self, batch: DataProto) -> None:
-        """Raises `ColumnMissing` for a batch without a column that the data set must have."""
+        """Raise `ColumnMissing` if the batch lacks a column that a stage reads and no earlier stage writes."""
         written: set[str] = set()
         for stage in self._stages:
             missing = [name for name in stage.reads if name not in written and name not in batch]
@@ -159,9 +160,9 @@ class Pipeline(Shown):
                 except RewardError as error:
                     raise ColumnMissing(f"stage {stage.name!r}: {error}") from error
             if missing:
-                what = f"stage {stage.name!r} reads {missing}, which no stage writes and the batch does not have"
-                do = "add the column to the data set, or name the one that it has"
-                raise ColumnMissing(what, found=", ".join(batch.columns), do=do)
+                what = f"stage {stage.name!r} reads {missing}, which neither the batch has nor an earlier stage writes"
+                do = "add the column to the data set, or make the stage read one that it has"
+                raise ColumnMissing(what, found=f"columns {', '.join(batch.columns)}", do=do)
             written.update(stage.writes)
 
     def __repr__(self) -> str:

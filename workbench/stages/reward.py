@@ -37,20 +37,20 @@ class Reward(BaseStage):
         self.writes = ("token_level_scores", "reward", "scored", "score")
 
     def settings(self) -> dict[str, Any]:
-        """The function, and how it is run."""
+        """The reward function and the settings of how it is run."""
         return {"function": self._reward, **self._reward.settings()}
 
     def with_function(self, function: Callable[..., Any]) -> Reward:
-        """The same stage around another reward function."""
+        """A copy of the stage with another reward function."""
         return Reward(function) if isinstance(function, BaseReward) else Reward(function, **self._options)
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Raises `RewardError`, listing what there is, where the function has an argument that no column gives."""
+        """Raise `RewardError`, with the columns that there are, if the function has an argument that no column provides."""
         self._reward.check_signature(columns)
 
     @contextmanager
     def given(self, early: Callable[[], list[Score]]) -> Iterator[None]:
-        """Inside the block the stage takes the scores that were computed while the rollout was running."""
+        """Context manager: inside it the stage uses the scores of `early()`, computed during the rollout."""
         self._early = early
         try:
             yield
@@ -61,8 +61,8 @@ class Reward(BaseStage):
         """B rows in, B scored rows out."""
         scores = self._reward.score(batch) if self._early is None else self._reward.settle(self._early())
         if len(scores) != len(batch):
-            expected, found = f"{len(batch)} scores, one a row", f"{len(scores)} scores"
-            raise RewardError(f"reward {self._reward.name!r}", expected=expected, found=found)
+            expected, found = f"{len(batch)}, one per row", f"{len(scores)}"
+            raise RewardError(f"number of scores of reward {self._reward.name!r}", expected=expected, found=found)
         mask = batch["response_mask"]
         reward = torch.tensor([score.value if score.scored else 0.0 for score in scores], dtype=torch.float32)
         columns: dict[str, Any] = {
@@ -91,7 +91,7 @@ class Reward(BaseStage):
 
 
 def on_last_token(reward: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B] rewards on the last 1 of each row of a [B, T] mask; nowhere in a row without a 1."""
+    """Place rewards [B] on the last token of each row in the mask [B, T]: [B, T], all 0 in a row without such a token."""
     placed = torch.zeros(mask.shape, dtype=torch.float32)
     positions = torch.arange(mask.shape[1]).expand_as(mask).masked_fill(mask == 0, -1).amax(-1)
     rows = (positions >= 0).nonzero().squeeze(-1)
@@ -100,7 +100,7 @@ def on_last_token(reward: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def part_columns(scores: Sequence[Score]) -> dict[str, torch.Tensor]:
-    """`reward/<part>` → [B] float32: the union of the parts' names, NaN where a row has none."""
+    """Columns `reward/<part>` [B] float32 for every named part of the scores; NaN where a row lacks the part."""
     names = dict.fromkeys(name for score in scores for name in score.parts)
     values = {name: [float(score.parts.get(name, float("nan"))) for score in scores] for name in names}
     return {f"reward/{name}": torch.tensor(column) for name, column in values.items()}

@@ -71,7 +71,7 @@ class Rollout(BaseStage):
 
     @contextmanager
     def telling(self, arrived: Arrived) -> Iterator[None]:
-        """Inside the block `arrived(row, its object columns, sample)` is called for every row as it is finished."""
+        """Context manager: inside it `arrived(row, object_columns, sample)` is called for each row once it is finished."""
         self._arrived = arrived
         try:
             yield
@@ -79,13 +79,13 @@ class Rollout(BaseStage):
             self._arrived = None
 
     def settings(self) -> dict[str, Any]:
-        """The stage's settings and those of its sampling, flat."""
+        """Settings of the stage and of its sampling, in one flat dict."""
         plain = {"group_size": self.group_size, "purpose": self.purpose, **self.sampling.to_dict()}
         return {**plain, "greedy_baseline": True} if self.greedy_baseline else plain
 
     @property
     def blank(self) -> dict[str, Any]:
-        """The values that a reward function may read beside a row's data and response, for an empty response."""
+        """Columns that a reward can read beside a row's data and response, with the values of an empty response."""
         return {"finish_reason": "stop"}
 
     def __call__(self, batch: DataProto) -> Outcome:
@@ -139,10 +139,10 @@ class Rollout(BaseStage):
         prompts = [tuple(encode(self.sampler.tokenizer, chat, **switches)) for chat in batch["raw_prompt"]]
         for row, ids in enumerate(prompts):
             if not ids or (limit is not None and len(ids) > limit):
-                what = f"prompt of row {row} (uid {batch['uid'][row]})"
+                what = f"length of the prompt of row {row} (uid {batch['uid'][row]})"
                 expected = f"1 to {limit or 'any number of'} tokens"
-                do = "raise max_prompt_length, or take rows.fitting(tokenizer, overlong='drop')"
-                raise DataError(what, expected=expected, found=len(ids), do=do)
+                do = "raise max_prompt_length, or drop such rows: rows.fitting(tokenizer, overlong='drop')"
+                raise DataError(what, expected=expected, found=f"{len(ids)} tokens", do=do)
         return prompts
 
     def _request(self, batch: DataProto, prompts: list[tuple[int, ...]], row: int, sample: int) -> Request:
@@ -177,7 +177,7 @@ def columns_of(
     pad_id: int,
     masks: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """The rollout's columns from ragged ids: prompts left-padded to S, responses right-padded to T.
+    """Build the rollout's columns from token ids: prompts left-padded to [B, S], responses right-padded to [B, T].
 
     `masks` mark which tokens of each response are the model's own; without them all are. T is at least 1, so that a batch
     of empty responses has its columns, too.
@@ -211,7 +211,7 @@ def _padded(
 
 
 class Baseline(BaseStage):
-    """Replace each prompt's greedy row (`Rollout(…, greedy_baseline=True)`) by the column `reward_baselines` of its samples.
+    """Replace each prompt's greedy row (of `Rollout(…, greedy_baseline=True)`) by the column `reward_baselines` [B].
 
     A prompt whose greedy response was not scored has no baseline: its rows become unscored, too (`scored` False), and are
     counted. Li et al. 2024, https://arxiv.org/abs/2310.10505.

@@ -31,55 +31,55 @@ class Outcome(Shown):
 
 @runtime_checkable
 class Stage(Protocol):
-    """One phase of a training step, and what most stages do alike.
+    """Protocol of a stage, one phase of a training step: a callable from a `DataProto` to an `Outcome`.
 
-    All settings are given at construction. The same input and seed give the same output. State
-    lives only in engines (weights) and stated controllers.
+    All settings are given at construction. The same input and seed give the same output. State is kept only in engines
+    (weights) and in what `state` returns.
     """
 
     name: str = ""
-    """Its name in the pipeline, the trace and `timing_s/<name>`."""
+    """The stage's name in the pipeline, in the trace and in `timing_s/<name>`."""
     reads: tuple[str, ...] = ()
-    """Columns it needs, as constructed."""
+    """Columns that the stage needs, with the settings that it was constructed with."""
     writes: tuple[str, ...] = ()
-    """Columns it leaves behind."""
+    """Columns that the stage writes."""
     updates: bool = False
-    """Whether it changes weights."""
+    """Whether the stage changes weights."""
 
     def __call__(self, batch: DataProto) -> Outcome:
         """Run the stage on a batch."""
 
     def settings(self) -> dict[str, Any]:
-        """Every setting by name, functions as they are: every public attribute but `name`, `reads`, `writes` and `updates`."""
+        """The stage's settings by name: all public attributes except `name`, `reads`, `writes` and `updates`."""
         contract = {"name", "reads", "writes", "updates"}
         return {key: value for key, value in vars(self).items() if not key.startswith("_") and key not in contract}
 
     def learners(self) -> tuple[Any, ...]:
-        """Engines whose weights the stage uses (they own a version); none by default."""
+        """Engines whose weights the stage uses, each with its policy `version`; () by default."""
         return ()
 
     def state(self) -> dict[str, float]:
-        """State that a checkpoint keeps (adaptive KL), as plain numbers; {} by default."""
+        """State for a checkpoint, as plain numbers by name (such as the β of an adaptive KL); {} by default."""
         return {}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Restore what `state` gave. Raises `PipelineError` for a stage that keeps none."""
+        """Restore the state from a dict that `state` returned. Raises `PipelineError` if the stage keeps none."""
         if state:
-            raise PipelineError(f"stage {self.name!r} keeps no state", found=describe(dict(state)))
+            raise PipelineError(f"state for stage {self.name!r}", expected="none", found=describe(dict(state)))
 
     def with_function(self, function: Callable[..., Any]) -> Stage:
-        """The same stage around another function (a reward, an estimator). Raises `PipelineError` for a stage that has none."""
+        """A copy of the stage with another function (reward, estimator). Raises `PipelineError` if the stage has none."""
         found = f"the function {getattr(function, '__name__', describe(function))}"
-        do = "construct the stage you want and pass that"
+        do = "construct the new stage and pass it in place of the function"
         what = f"stage {self.name!r} is not built around a function"
-        raise PipelineError(what, expected="a stage in its place", found=found, do=do)
+        raise PipelineError(what, expected="a stage to replace it", found=found, do=do)
 
     def with_settings(self, **changes: Any) -> Stage:
-        """The same stage with some of its settings changed."""
+        """A copy of the stage with some of its settings changed."""
 
 
 class BaseStage(Remembering, Stage):
-    """Base class of stages: a subclass gives `name`, `reads`, `writes` and `__call__`, and overrides what else it has.
+    """Base class of stages: a subclass defines `name`, `reads`, `writes` and `__call__`.
 
     Example:
         >>> class Doubled(BaseStage):  # doctest: +SKIP
@@ -97,13 +97,14 @@ class BaseStage(Remembering, Stage):
             cls.__call__ = _refusing_other_steps(vars(cls)["__call__"])  # type: ignore[method-assign]
 
     def learners(self) -> tuple[Any, ...]:
-        """Engines whose weights the stage uses; none by default."""
+        """Engines whose weights the stage uses; () by default."""
         return self._learners
 
     def with_settings(self, **changes: Any) -> Stage:
-        """The same stage with some settings changed: arguments of its constructor, or fields of a settings object among
-        them (`temperature` of a rollout's sampling, `clip_ratio_high` of an update's loss).
+        """A copy of the stage with some settings changed, given by name.
 
+        They are arguments of the constructor, or fields of a settings object among these (`temperature` of a rollout's
+        sampling, `clip_ratio_high` of an update's loss).
         Raises `PipelineError` for a name that the stage does not have.
         """
         _, *parameters = inspect.signature(type(self).__init__).parameters.values()
@@ -123,7 +124,7 @@ class BaseStage(Remembering, Stage):
         return type(self)(**made)
 
     def written(self, batch: DataProto, columns: Mapping[str, Any]) -> DataProto:
-        """`batch` with these columns; their `Origin` names the stage, step, policy version and settings."""
+        """`batch` with these columns added; the `Origin` of each records the stage, step, policy version and settings."""
         versions = [learner.version for learner in self.learners()]
         origin = Origin(
             stage=self.name,
@@ -139,7 +140,7 @@ class BaseStage(Remembering, Stage):
 
 
 def foreign_class(stage: Any) -> dict[str, type]:
-    """{"class": a stage's class} where it is not one of workbench's: its source text counts as a setting then."""
+    """`{"class": type(stage)}` for a stage that is not workbench's own, so that its source counts as a setting; else {}."""
     return {} if type(stage).__module__.startswith("workbench.") else {"class": type(stage)}
 
 
@@ -152,8 +153,8 @@ def _refusing_other_steps(call: Callable[..., Outcome]) -> Callable[..., Outcome
         for name in self.reads:
             origin = batch.origins.get(name)
             if origin is not None and None not in (origin.step, step) and origin.step != step:
-                expected, do = f"that of step {step}, as the batch is", f"run {origin.stage!r} on this batch first"
-                found = f"that of step {origin.step}, written by {origin.stage!r}"
+                expected, do = f"values of step {step}, the batch's", f"run {origin.stage!r} on this batch first"
+                found = f"values of step {origin.step}, written by {origin.stage!r}"
                 raise PipelineError(f"stage {self.name!r} reads {name!r}", expected=expected, found=found, do=do)
         return call(self, batch)
 
@@ -166,7 +167,7 @@ def _short(value: Any) -> str:
 
 
 def spread(prefix: str, values: torch.Tensor) -> dict[str, Metric]:
-    """`prefix/mean`, `/max`, `/min` of a flat tensor; {} when it is empty."""
+    """The metrics `<prefix>/mean`, `<prefix>/max` and `<prefix>/min` of a flat tensor; {} if it is empty."""
     if values.numel() == 0:
         return {}
     values = values.double()

@@ -45,11 +45,11 @@ class PolicyLoss(Settings):
     """Columns [B, T] that an update with this loss writes."""
 
     loss_mode: str = "vanilla"
-    """Which: a name of `functional.POLICY_LOSSES` (verl's)."""
+    """Name of the policy loss in `functional.POLICY_LOSSES` (verl's names)."""
     clip_ratio_low: float = 0.2
     """Lower edge of the clip range: 1 − this."""
     clip_ratio_high: float = 0.2
-    """Upper edge: 1 + this; raise it alone for DAPO's clip-higher."""
+    """Upper edge of the clip range: 1 + this; raise it alone for DAPO's clip-higher."""
     clip_ratio_c: float = 3.0
     """Dual clip: bound of the ratio where the advantage is negative."""
     entropy_coeff: float = 0.0
@@ -67,19 +67,19 @@ class PolicyLoss(Settings):
     tau_pos: float = 1.0
     """sapo: steepness of the gate for positive advantages."""
     tau_neg: float = 1.05
-    """sapo: the same for negative ones."""
+    """sapo: steepness of the gate for negative advantages."""
     dro_beta: float = 0.1
     """dro: weight of the quadratic."""
     clip_cov_ratio: float = 0.0002
-    """clip_cov: share of tokens that is left out."""
+    """clip_cov: share of tokens that are left out."""
     clip_cov_lb: float = 1.0
-    """clip_cov: lowest covariance that is looked at."""
+    """clip_cov: tokens of a lower covariance are not left out."""
     clip_cov_ub: float = 5.0
-    """clip_cov: highest."""
+    """clip_cov: tokens of a higher covariance are not left out."""
     kl_cov_ratio: float = 0.0002
-    """kl_cov: share of tokens that is held back."""
+    """kl_cov: share of tokens that get the KL penalty."""
     ppo_kl_coef: float = 0.1
-    """kl_cov: how strongly."""
+    """kl_cov: weight of the KL penalty."""
 
     def __post_init__(self) -> None:
         for name, known in (("loss_mode", POLICY_LOSSES), ("loss_agg_mode", AGGREGATIONS)):
@@ -91,13 +91,13 @@ class PolicyLoss(Settings):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns it needs beside those of a scoring pass."""
+        """Columns that the loss needs, beside the inputs of a forward pass (`input_ids`, …)."""
         reads = ("old_log_probs", "advantages")
         return reads + ("ref_log_prob",) * bool(self.kl_coef) + ("rollout_is_weights",) * self.rollout_is
 
     @property
     def want(self) -> tuple[str, ...]:
-        """Model outputs it needs; the entropy costs a pass over the vocabulary, so only where it has a weight."""
+        """Model outputs that the loss needs; `entropy`, a pass over the vocabulary, only if `entropy_coeff` is not 0."""
         return ("log_probs", "entropy") if self.entropy_coeff else ("log_probs",)
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
@@ -144,11 +144,11 @@ class ValueLoss(Settings):
     """How token losses become one number."""
 
     reads: ClassVar[tuple[str, ...]] = ("values", "returns")
-    """Columns it needs beside those of a scoring pass."""
+    """Columns that the loss needs, beside the inputs of a forward pass."""
     writes: ClassVar[tuple[str, ...]] = ()
     """An update with this loss writes no column."""
     want: ClassVar[tuple[str, ...]] = ("values",)
-    """Model outputs it needs."""
+    """Model outputs that the loss needs."""
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
         """The loss of one micro-batch and its metrics."""
@@ -170,7 +170,7 @@ class Update(BaseStage):
     How a mini-batch is cut into micro-batches is up to the learner and changes no number beyond rounding.
 
     Args:
-        learner: whose weights are updated.
+        learner: the engine whose weights are updated.
         loss: a `PolicyLoss` or a `ValueLoss`.
         name: `update_actor` or `update_critic`; what follows `update_` is the prefix of the metrics.
         ppo_epochs: passes over the batch.
@@ -221,16 +221,16 @@ class Update(BaseStage):
         self.writes = loss.writes
 
     def settings(self) -> dict[str, Any]:
-        """The stage's settings, and the loss's."""
+        """Settings of the stage and of its loss, in one flat dict."""
         return {**super().settings(), "loss": type(self._loss).__name__, **self._loss.to_dict()}
 
     @property
     def role(self) -> str:
-        """`actor` or `critic`: the prefix of its metrics."""
+        """`actor` or `critic`: the prefix of the stage's metrics."""
         return self.name.removeprefix("update_")
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, the same rows out with the columns of the last pass over each; the weights are updated."""
+        """Update the weights; B rows in, the same rows out with the columns of the last pass over each."""
         self._refuse_stale(batch)
         step = batch.meta_info.get("step", 0)
         if step < self.from_step:
@@ -269,7 +269,7 @@ class Update(BaseStage):
             if origin.policy_version != self._learner.version:
                 what = f"stage {self.name!r}: {name!r} of this batch is of another policy version"
                 found = f"version {origin.policy_version}: the batch has been used already, or is stale"
-                do = "take the next batch, go back, or construct the update with allow_stale=True"
+                do = "take the next batch, go back to before the update, or set allow_stale=True"
                 expected = f"version {self._learner.version}, the learner's"
                 raise VersionMismatch(what, expected=expected, found=found, do=do)
 
@@ -290,11 +290,11 @@ class Update(BaseStage):
         return learned
 
     def state(self) -> dict[str, float]:
-        """How many mini-batches in a row have been skipped."""
+        """State for a checkpoint: how many mini-batches in a row were skipped; {} without `skip_nonfinite`."""
         return {"nonfinite_in_a_row": float(self._in_a_row)} if self.skip_nonfinite else {}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Restore what `state` gave."""
+        """Restore the state from a dict that `state` returned."""
         self._in_a_row = int(state.get("nonfinite_in_a_row", 0))
 
     def _mini_batches(self, batch: DataProto, epoch: int) -> list[Tensor]:
