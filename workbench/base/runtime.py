@@ -102,7 +102,7 @@ def interrupting() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raises `Interrupted` where the interrupt flag is set, or `given_up()` of an enclosing `unless` in this thread is true."""
+    """Raises `Interrupted` if the interrupt flag is set, or `given_up()` of an enclosing `unless` is true (same thread)."""
     given_up: Callable[[], bool] | None = getattr(_here, "given_up", None)
     if _stop.is_set() or (given_up is not None and given_up()):
         raise Interrupted("the work was interrupted; everything finished before is kept")
@@ -180,8 +180,8 @@ class Control:
     async def carry(self, function: Callable[..., T], *args: object) -> T:
         """Await a blocking function, run in a thread so that the caller's event loop (buttons, displays) goes on.
 
-        After a cancellation (an interrupted cell, a SIGTERM of a job) the function has `grace` seconds to end; then, or at a
-        second cancellation, it is asked to stop at its next safe place. A function that ends returns its result, and
+        After a cancellation (an interrupted cell, a SIGTERM of a job) the function has `grace` seconds to end; then, or at
+        a second cancellation, it is asked to stop at its next safe place. A function that ends returns its result, and
         `stopping` is set; for one that stopped half-way `CancelledError` is raised.
         """
         work = asyncio.ensure_future(asyncio.to_thread(function, *args))
