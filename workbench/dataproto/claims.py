@@ -177,7 +177,7 @@ def parquet_values(path: Path, name: str, kind: str, rows: int, start: int, stop
     first = places[wanted[0]] if wanted else 0
     found = values[max(start - first, 0) : max(stop - first, 0)]
     if len(found) != max(min(stop, rows) - start, 0):
-        raise BatchError(f"the file of column {describe(name)} ends within rows {start} to {stop}", expected=f"{rows} rows")
+        raise BatchError(f"column {describe(name)} ends within rows {start} to {stop}", expected=f"{rows} rows")
     return found
 
 
@@ -199,7 +199,7 @@ def _column_of(file: Any, name: str, kind: str, rows: int) -> int:
     packed = {metadata.row_group(group).column(number).compression for group in range(file.num_row_groups)}
     if schema.field(number).type not in [*plain, *([pa.null()] if rows == 0 else [])] or packed - _PACKED:
         found = f"{schema.field(number).type}, {', '.join(sorted(packed))}"
-        raise BatchError(f"column {describe(name)}", expected="text or numbers, with snappy or uncompressed", found=found)
+        raise BatchError(f"column {describe(name)}", expected="text or numbers, snappy or uncompressed", found=found)
     return number
 
 

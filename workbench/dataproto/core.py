@@ -272,7 +272,7 @@ class DataProto(Value, Shown):
     def pad_to_divisor(self, divisor: int) -> tuple[Self, int]:
         """(the batch with rows cycled from the start until `divisor` divides it, how many were added)."""
         if divisor < 1 or not len(self):
-            raise SettingError("pad_to_divisor", expected="a divisor ≥ 1 and some rows", found=f"{divisor} and {len(self)}")
+            raise SettingError("pad_to_divisor", expected="divisor ≥ 1 and some rows", found=(divisor, len(self)))
         added = -len(self) % divisor
         return (self.select_idxs([row % len(self) for row in range(len(self) + added)]) if added else self), added
 
