@@ -80,7 +80,7 @@ class Line:
             raise TimeoutError("the process at the other end did not answer in time")
 
     def ready(self, seconds: float | None, event: int = select.POLLIN) -> bool:
-        """Wait up to `seconds` (None: for ever); whether a read (with `POLLOUT` a write) would not block then."""
+        """Wait up to `seconds` (None: for ever) and return whether a read (with `POLLOUT` a write) would not block."""
         poll = select.poll()
         try:
             poll.register(self._socket, event)

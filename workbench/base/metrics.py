@@ -23,7 +23,7 @@ class Mean:
 
     @classmethod
     def of(cls, value: float, weight: float = 1.0) -> Mean:
-        """The mean `value` of something that counts `weight` times."""
+        """A `Mean` of one value with this weight."""
         return cls(value * weight if weight else 0.0, weight)
 
     def join(self, other: Mean) -> Mean:
@@ -31,7 +31,7 @@ class Mean:
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def result(self) -> float:
-        """Σ weight·value / Σ weight."""
+        """The mean: Σ weight·value / Σ weight."""
         return self.total / self.weight if self.weight else float("nan")
 
 

@@ -26,7 +26,7 @@ def register(faces: Mapping[str, Mapping[str, str]], **doors: str) -> None:
 
 
 def shows(thing: Any, what: str, *args: Any, **options: Any) -> Any:
-    """Call the function registered as `what` for an object's class on it. Raises `RuntimeError` where there is none."""
+    """Call, with an object, the function registered as `what` for its class. Raises `RuntimeError` where there is none."""
     name = _named(thing, what)
     if name is None:
         kind = type(thing).__name__

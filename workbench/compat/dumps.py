@@ -83,8 +83,8 @@ def read_dump(
     (one number per row), and every other column, as objects under its own name (`dump/<name>` where workbench declares
     `<name>` otherwise). With a `tokenizer`: `responses`, `response_mask` [B, T], maybe not the ids that were sampled.
 
-    `rewards` names the columns whose sum is the reward, or gives each its weight. Without it verl's is `score`, a table's
-    `reward` or `score`, and TRL's the sum of its numeric columns before `advantage` (its default weights).
+    `rewards` names the columns whose sum is the reward, or gives each its weight. Without it the reward is `reward`, else
+    `score`, and for TRL the sum of its numeric columns before `advantage` (TRL's default weights).
     A last line that is cut off, as of a file still being written, is left out and named in `meta_info["torn"]`.
     Raises `DataError` for a damaged line, by file and line, and for columns of no known kind.
 
@@ -124,7 +124,7 @@ def _with_steps(records: Sequence[Record], step: int | None) -> tuple[Sequence[R
         return records, steps
     if step not in steps:
         found = ", ".join(map(str, sorted(set(steps))[:20])) or "no steps"
-        raise DataError(f"no row of step {step}", found=found)
+        raise DataError(f"no row of step {step} among the steps of the dump", found=found)
     return [record for record in records if record.step == step], [step] * steps.count(step)
 
 

@@ -66,7 +66,7 @@ def reward_from(settings: Mapping[str, Any], *, tokenizer: Any = None, roots: tu
 
 
 def read_block(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """verl's `reward.*` settings, nested or dotted, as a nested dict with all defaults. Old roots (`reward_model.*`) count."""
+    """verl's `reward.*` settings, nested or dotted, as a nested dict with defaults; older roots (`reward_model.*`) too."""
     nested: dict[str, Any] = {}
     for key, value in settings.items():
         place = nested

@@ -156,7 +156,7 @@ def check_room(size: int, what: str) -> None:
 
 
 def parquet_values(path: Path, name: str, kind: str, rows: int, start: int, stop: int) -> list[Any]:
-    """Rows `start` to `stop` (exclusive) of a column. Raises `BatchError` where they decode to more than `budget_of` it."""
+    """Rows `start` to `stop` (exclusive) of a parquet column. Raises `BatchError` if they exceed `budget_of` the file."""
     import pyarrow.parquet as pq
 
     values: list[Any] = []

@@ -106,8 +106,8 @@ class DataProto(Value, Shown):
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> Self:
-        """A batch with some of the columns. None keeps all of a kind; `batch_keys` may name objects, too: alone it keeps no
-        other columns. Raises `ColumnMissing` for a missing name (verl drops missing objects silently)."""
+        """A batch with some of the columns. None keeps all of a kind, but `batch_keys` may name objects, too, and where it is
+        given alone, only what it names is kept. Raises `ColumnMissing` for a missing name (verl drops missing objects silently)."""
         wanted = list(self._batch if batch_keys is None else batch_keys)
         if non_tensor_batch_keys is not None:
             wanted += non_tensor_batch_keys
@@ -176,7 +176,7 @@ class DataProto(Value, Shown):
     # --- rows -------------------------------------------------------------------------------
 
     def select_idxs(self, idxs: Any) -> Self:
-        """Rows by number (repeats allowed) or by a mask of B bools: list, array or tensor."""
+        """A batch of the rows with these numbers (repeats allowed), or of a mask of B bools: list, array or tensor."""
         index = idxs if isinstance(idxs, torch.Tensor) else torch.as_tensor(np.asarray(idxs))
         if index.numel() == 0:
             index = index.long()
@@ -201,7 +201,7 @@ class DataProto(Value, Shown):
         return self._new(*self._each(lambda column: column[where]))
 
     def reorder(self, indices: torch.Tensor) -> Self:
-        """Rows in another order (verl's does it in place and returns nothing)."""
+        """The batch with its rows in the order of `indices` (verl reorders in place and returns nothing)."""
         if sorted(torch.as_tensor(indices).tolist()) != list(range(len(self))):
             raise BatchError("indices of reorder", expected=f"each of {len(self)} rows once", found=describe(indices))
         return self.select_idxs(indices)
@@ -233,7 +233,7 @@ class DataProto(Value, Shown):
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """One batch with the rows of all parts, whose columns, and values of shared `meta_info` keys, must be the same.
+        """One batch with the rows of all parts, which must have the same columns and agree in shared `meta_info` keys.
 
         verl flattens the meta key `metrics`; here metrics are not part of a batch.
         """
@@ -259,7 +259,7 @@ class DataProto(Value, Shown):
     def make_iterator(
         self, mini_batch_size: int, epochs: int = 1, seed: int | None = None, shuffle: bool | None = None
     ) -> Iterator[Self]:
-        """Yields mini-batches over `epochs` passes, shuffled anew where there is a seed. The size must divide all rows."""
+        """Yields mini-batches over `epochs` passes, shuffled anew if there is a seed. The size must divide the number of rows."""
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise BatchError("mini_batch_size", expected=f"a divisor of the {len(self)} rows", found=mini_batch_size)
         generator = torch.Generator().manual_seed(seed if seed is not None else 0)
@@ -272,7 +272,8 @@ class DataProto(Value, Shown):
     def pad_to_divisor(self, divisor: int) -> tuple[Self, int]:
         """(the batch with rows cycled from the start until `divisor` divides it, how many were added)."""
         if divisor < 1 or not len(self):
-            raise SettingError("pad_to_divisor", expected="divisor ≥ 1 and some rows", found=(divisor, len(self)))
+            found = f"divisor {divisor} and {len(self)} rows"
+            raise SettingError("pad_to_divisor", expected="a divisor ≥ 1 and at least one row", found=found)
         added = -len(self) % divisor
         return (self.select_idxs([row % len(self) for row in range(len(self) + added)]) if added else self), added
 
@@ -360,7 +361,7 @@ class DataProto(Value, Shown):
 
     @staticmethod
     def load(path: str | Path) -> DataProto:
-        """Open a batch that `save` wrote; a column is read at its first use. Raises `BatchError` where it is none."""
+        """Open a batch that `save` wrote; a column is read at its first use. Raises `BatchError` where `path` holds none."""
         new = object.__new__(DataProto)
         new._set(*io.load(path))
         return new

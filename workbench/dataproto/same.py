@@ -73,7 +73,7 @@ def one_place(a: Any, b: Any) -> bool:
 
 
 def unchanged(name: str, before: Value, after: Value) -> bool:
-    """Whether two batches hold the very same column; one that both have on disk is not read for it."""
+    """Whether two batches hold the very same object as a column; a column that both have on disk is not read for this."""
     if name not in before or name not in after:
         return False
     if one_place(held(before, name), held(after, name)):

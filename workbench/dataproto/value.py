@@ -112,7 +112,7 @@ def as_objects(name: str, values: Any) -> np.ndarray:
 
 
 def apart(columns: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(the tensors, everything else) among columns; a `Lazy` one is a tensor where it has a dtype."""
+    """Split columns into (tensors, everything else); a `Lazy` one is a tensor where it has a dtype."""
 
     def is_tensor(value: Any) -> bool:
         return isinstance(value, torch.Tensor) or (isinstance(value, Lazy) and value.dtype is not None)

@@ -53,7 +53,7 @@ def read(path: Path) -> list[Any]:
         expected, found = "a data file, or a pattern such as 'folder/train-*.parquet'", ", ".join(inside[:8])
         raise DataError(f"{str(path)!r} is a folder", expected=expected, found=found or "no data file in it")
     if not path.is_file():
-        raise DataError(f"no data file at {str(path)!r}", do="check the path; it starts where Python was started")
+        raise DataError(f"no data file at {str(path)!r}", do="check the path; a relative one starts where Python runs")
     if path.suffix not in SUFFIXES:
         raise DataError(unknown("suffix of a data file", path.suffix or "(none)", SUFFIXES))
     if path.suffix == ".parquet":

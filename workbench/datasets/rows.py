@@ -292,7 +292,7 @@ class Rows(Shown):
         return self._batch(indices, draw=epoch, step=step, epoch=epoch, seed=seed)
 
     def further(self, size: int, step: int, seed: int = 0, attempt: int = 1) -> DataProto:
-        """`size` more prompts for a step (dynamic sampling); they depend on the arguments alone, and may repeat the epoch's."""
+        """`size` more prompts for a step (dynamic sampling), chosen by the arguments alone; may repeat the epoch's."""
         size = min(size, len(self))
         indices = permutation(len(self), derive(seed, "further", step, attempt), 0)[:size]
         epoch, _ = place(len(self), size, step)
@@ -383,7 +383,7 @@ def to_row(
     instruction: str = "",
     place: str | None = None,
 ) -> dict[str, Any]:
-    """A record of GSM8K (`question`, `answer`) as a row in verl's schema, with the text after `####` as ground truth.
+    """A record of GSM8K (`question`, `answer`) as a row in verl's schema; ground truth: what follows `####`, less commas.
 
     Raises `DataError`, at `place` (by default the row's index), where question, answer or `####` is missing.
     """
