@@ -106,8 +106,8 @@ class DataProto(Value, Shown):
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> Self:
-        """A batch with some of the columns. None keeps all of a kind, but `batch_keys` may name objects, too, and where it is
-        given alone, only what it names is kept. Raises `ColumnMissing` for a missing name (verl drops missing objects silently)."""
+        """A batch with some of the columns. None keeps all of a kind; `batch_keys` may name objects as well, and given
+        alone drops all others. Raises `ColumnMissing` for a missing name (verl drops missing objects silently)."""
         wanted = list(self._batch if batch_keys is None else batch_keys)
         if non_tensor_batch_keys is not None:
             wanted += non_tensor_batch_keys
@@ -259,7 +259,7 @@ class DataProto(Value, Shown):
     def make_iterator(
         self, mini_batch_size: int, epochs: int = 1, seed: int | None = None, shuffle: bool | None = None
     ) -> Iterator[Self]:
-        """Yields mini-batches over `epochs` passes, shuffled anew if there is a seed. The size must divide the number of rows."""
+        """Yields mini-batches over `epochs` passes, shuffled anew if seeded. The size must divide the number of rows."""
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise BatchError("mini_batch_size", expected=f"a divisor of the {len(self)} rows", found=mini_batch_size)
         generator = torch.Generator().manual_seed(seed if seed is not None else 0)
@@ -361,7 +361,7 @@ class DataProto(Value, Shown):
 
     @staticmethod
     def load(path: str | Path) -> DataProto:
-        """Open a batch that `save` wrote; a column is read at its first use. Raises `BatchError` where `path` holds none."""
+        """Open a batch that `save` wrote; a column is read at its first use. Raises `BatchError` if `path` holds none."""
         new = object.__new__(DataProto)
         new._set(*io.load(path))
         return new
