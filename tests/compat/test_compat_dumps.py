@@ -93,7 +93,7 @@ def test_a_folder_of_steps(tmp_path: Path) -> None:
     one = read_dump(tmp_path, step=2)
     assert one["step"].tolist() == [2, 2] and list(one["uid"]) == list(every["uid"][2:4])
     assert one.meta_info["step"] == 2 and one["reward_extra/extra"][1] == [1, {"a": None}]
-    with pytest.raises(DataError, match="no row of step 5; found 1, 2, 10"):
+    with pytest.raises(DataError, match="no row of step 5 among the steps of the dump; found 1, 2, 10"):
         read_dump(tmp_path, step=5)
     assert len(read_dump(str(tmp_path / "1*.jsonl"))) == 4
     with pytest.raises(DataError, match="has no rows"):
@@ -275,7 +275,7 @@ def test_a_line_that_is_still_being_written_is_left_out_and_named(tmp_path: Path
         (b'{"input": "\xff"}\n', "1.jsonl:2 is not JSON; found UnicodeDecodeError"),
         (b"[" * 100_000 + b"\n", "1.jsonl:2 is not JSON; found RecursionError"),
         (b"9" * 10_000 + b"\n", "1.jsonl:2 is not JSON"),
-        (b"[1, 2]\n", r"1.jsonl:2; expected a record with named values"),
+        (b"[1, 2]\n", r"1.jsonl:2; expected a record with named values \(a dict\)"),
         (b'{"input": "a", "score": 1, "step": 1}\n', "1.jsonl:2; expected a response: text in output; found None"),
         (
             b'{"input": "a", "output": 3, "score": 1, "step": 1}\n',
@@ -293,7 +293,7 @@ def test_damaged_lines_are_named(tmp_path: Path, damage: bytes, said: str) -> No
 
 
 def test_what_is_no_dump_says_what_would_be(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"row 0: no dump .* expected verl: .*; trl: .*; table: .*; found said, by"):
+    with pytest.raises(DataError, match=r"row 0: no kind .* expected verl: .*; trl: .*; table: .*; found said, by"):
         read_dump([{"said": "x", "by": "y"}])
     with pytest.raises(DataError, match="did you mean 'verl'"):
         read_dump([verl()], kind="verll")

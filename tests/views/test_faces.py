@@ -122,7 +122,7 @@ def test_what_is_in_no_row_has_a_plain_repr() -> None:
         """Not in the table."""
 
     assert repr(Nobody()) == "<Nobody>" and Nobody()._repr_html_() is None
-    with pytest.raises(RuntimeError, match="nothing shows curves of a Nobody"):
+    with pytest.raises(RuntimeError, match="no function is registered for 'curves' of a Nobody"):
         shows(Nobody(), "curves")
     data, _ = DisplayFormatter().format(Nobody())
     assert data == {"text/plain": "<Nobody>"}

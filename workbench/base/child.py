@@ -41,9 +41,9 @@ class Line:
         self._sending = threading.Lock()
 
     def send(self, *bodies: bytes, seconds: float | None = None) -> None:
-        """Send messages, with none of another thread between them.
+        """Send messages one after the other; messages of other threads wait until all are sent.
 
-        Raises `OSError` where the other end is closed, `TimeoutError` where not all was received within `seconds`.
+        Raises `OSError` where an end is closed, `TimeoutError` where not all could be sent within `seconds`.
         """
         end = None if seconds is None else time.monotonic() + seconds
         with self._sending:
@@ -55,7 +55,7 @@ class Line:
                         left = left[self._socket.send(left[:_BLOCK], socket.MSG_DONTWAIT) :]
 
     def receive(self, seconds: float | None = None) -> bytearray | None:
-        """Wait for the next message; None where either end was closed. Raises `TimeoutError` past `seconds`."""
+        """Wait for the next message and return it; None where an end is closed. Raises `TimeoutError` after `seconds`."""
         end = None if seconds is None else time.monotonic() + seconds
         head = self._exactly(_LENGTH.size, end)
         return None if head is None else self._exactly(_LENGTH.unpack(head)[0], end)
@@ -77,15 +77,15 @@ class Line:
 
     def _wait(self, event: int, end: float | None) -> None:
         if not self.ready(None if end is None else end - time.monotonic(), event):
-            raise TimeoutError
+            raise TimeoutError("the process at the other end did not answer in time")
 
     def ready(self, seconds: float | None, event: int = select.POLLIN) -> bool:
-        """Whether a read (or, by `event`, a write) would not block within `seconds`; also true at the end of the stream."""
+        """Wait up to `seconds` (None: for ever) and return whether a read (with `POLLOUT` a write) would not block."""
         poll = select.poll()
         try:
             poll.register(self._socket, event)
         except ValueError as cause:
-            raise ConnectionError("this end was closed") from cause
+            raise ConnectionError("the connection to the other process was closed at this end") from cause
         return bool(poll.poll(None if seconds is None else max(seconds, 0.0) * 1000))
 
 
@@ -93,13 +93,13 @@ class Line:
 
 
 def importing(env: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables for a child with one thread that can import what this process can."""
+    """`env` for a child process with one thread and this process's import path (`OMP_NUM_THREADS`, `PYTHONPATH`)."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 class Child:
-    """A process that runs `main(parent)` of a file. It ends with `close`, with this object, or with this process.
+    """A child process that runs `main(parent)` of a Python file, until `close`, or this object or this process ends.
 
     Its standard input is empty. Its output goes to `log` in `folder`, where one is given; a child whose parent was killed
     removes the folder. Raises `OSError` where the interpreter cannot be started.
@@ -137,13 +137,13 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether the child runs and belongs to this process; after a fork it belongs to the parent."""
+        """Whether the child runs and was started by this very process (in a fork of this process: False)."""
         return self._owner == os.getpid() and code_of(self.process) is None
 
     def exchange(self, body: bytes | None, seconds: float) -> bytearray:
-        """Send a message (unless None) and wait for one.
+        """Send `body` to the child (unless None), wait for the child's next message, and return it.
 
-        Raises `TimeoutError` past `seconds`, and another `OSError` where the child has ended; the child is closed then.
+        Raises `TimeoutError` after `seconds`, and another `OSError` where the child has ended; both close the child.
         """
         end = time.monotonic() + seconds
         try:
@@ -151,14 +151,14 @@ class Child:
                 self.line.send(body, seconds=seconds)
             answer = self.line.receive(end - time.monotonic())
             if answer is None:
-                raise ConnectionError("the child process has ended")
+                raise ConnectionError("the child process has ended without an answer")
         except OSError:
             self.close()
             raise
         return answer
 
     def how(self, seconds: float = 2.0) -> str:
-        """How the child ended: `SIGKILL`, `exit code 3`; "" where it still runs after `seconds`."""
+        """How the child ended, in words (`SIGKILL`, `exit code 3`); "" where it still runs after waiting `seconds`."""
         end = time.monotonic() + seconds
         while (code := code_of(self.process)) is None and time.monotonic() < end:
             time.sleep(0.02)
@@ -173,7 +173,7 @@ class Child:
             return file.read().decode("utf-8", "replace").strip()
 
     def close(self) -> None:
-        """End the child and all that it started; may be called twice."""
+        """End the child and every process that it started; may be called twice."""
         self._end()
         self.process.wait()
 
@@ -196,7 +196,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def code_of(process: subprocess.Popen[bytes]) -> int | None:
-    """Exit status like `Popen.returncode`; None while it runs. The process is not waited for, so that its id stays its own."""
+    """Exit code of a process, like `Popen.returncode`; None while it runs. It is not reaped, so its pid is not reused."""
     if process.returncode is not None:
         return process.returncode
     try:
@@ -217,7 +217,7 @@ def _words(code: int) -> str:
 
 
 class Questions:
-    """Unanswered questions by number. Each has one future, which is answered, failed or given up (cancelled) once."""
+    """Unanswered questions: number → future. Each is answered, fails, or is given up (its future is cancelled) once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -226,7 +226,7 @@ class Questions:
         self._given_up: list[int] = []
 
     def open(self) -> tuple[int, Future[Any]]:
-        """A number for a new question, and the future of its answer."""
+        """Add a question; returns its number and the future of its answer."""
         future: Future[Any] = Future()
         with self._lock:
             self._count += 1
@@ -241,7 +241,7 @@ class Questions:
                 self._given_up.append(number)
 
     def answer(self, number: int, outcome: Any) -> None:
-        """Answer a question with a value, or an exception to be raised; does nothing where it was given up."""
+        """Answer a question with a value, or an exception that its future raises; does nothing where it was given up."""
         with self._lock:
             future = self._out.pop(number, None)
         if future is not None:
@@ -251,7 +251,7 @@ class Questions:
                 give(outcome)
 
     def fail(self, error: BaseException, numbers: Collection[int]) -> None:
-        """Raise an error for these questions."""
+        """Answer the questions of these numbers with an exception, which their futures raise."""
         for number in numbers:
             self.answer(number, copy.copy(error))  # a raised error collects the traceback of every place that raises it
 
@@ -261,7 +261,7 @@ class Questions:
             return set(self._out)
 
     def given_up(self) -> list[int]:
-        """Numbers of those that were given up since the last call."""
+        """Numbers of the questions that were given up since the last call of this method."""
         with self._lock:
             numbers, self._given_up = self._given_up, []
             return numbers
@@ -271,7 +271,7 @@ class Questions:
 
 
 class Parent(Line):
-    """The child's end. `frames` is a queue of messages; when the parent ends, this process ends with all that it started."""
+    """The child's line to its parent: `frames` is a queue of the parent's messages. This process ends with the parent."""
 
     def __init__(self, end: socket.socket, folder: str) -> None:
         super().__init__(end)

@@ -39,7 +39,7 @@ def require(condition: bool, what: str, *, expected: object, found: object, do: 
 
 
 def coerce(name: str, value: Any, annotation: Any) -> Any:
-    """`value` as the annotated type: `"false"` → False, `"1e-6"` → 1e-6. Raises `SettingError` where it cannot be.
+    """`value` as the annotated type: `"false"` → False, `"1e-6"` → 1e-6. Raises `SettingError` where it does not fit.
 
     Understands int, float, bool, str, Literal, Optional and unions of these, and lists, tuples and dicts of them.
     """
@@ -105,14 +105,14 @@ class Settings:
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
-        """The names of its settings, in the order of their definition."""
+        """The names of the settings of this class, in the order of their definition."""
         return tuple(field.name for field in dataclasses.fields(cls))
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, Any]) -> Self:
         """Settings from names and values, as a notebook or a command line gives them (`"1e-6"` for a number).
 
-        Raises `SettingError` for a name that it does not have, and for a value that is not of the setting's type.
+        Raises `SettingError` for an unknown name, and for a value that is not of the setting's type.
         """
         hints = typing.get_type_hints(cls)
         for name in parameters:
@@ -125,7 +125,7 @@ class Settings:
         return type(self).from_parameters({**self.to_dict(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """Name → value, one level deep."""
+        """The settings as a dict, name → value; values are not converted."""
         return {name: getattr(self, name) for name in self.field_names()}
 
 
@@ -159,7 +159,7 @@ class Remembering:
 
     @property
     def made_with(self) -> Mapping[str, Any]:
-        """The arguments of its constructor by name, `**keywords` among them."""
+        """The arguments that this object was constructed with, by name, `**keywords` among them; defaults are left out."""
         return self._made_with
 
 
@@ -181,9 +181,9 @@ def _remembering(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def source_of(value: Any) -> str | None:
-    """Source text of a function, a partial, a class, or an object with a text `source`; None where there is none.
+    """Source text of a function, a partial, a class, or an object whose `source` is a string; None where there is none.
 
-    A callable object of the user's is represented by its class.
+    For a callable object of the user's it is the source text of its class.
     """
     text = getattr(value, "source", None)
     if isinstance(text, str):

@@ -32,7 +32,7 @@ from typing import Any
 
 
 class WorkbenchError(Exception):
-    """Base of every error that workbench raises on purpose: what, what was expected, what was found, what to do.
+    """Base of every error that workbench raises on purpose. Its message says what is wrong, expected, found, and to do.
 
     Example:
         >>> raise SettingError("'step' is no setting of grpo", do="did you mean 'steps'?")  # doctest: +SKIP
@@ -61,7 +61,7 @@ class ColumnInvalid(BatchError):
 
 
 class UnionConflict(BatchError):
-    """Two batches hold different values under one name."""
+    """Batches to be joined hold different values in a column or `meta_info` key of the same name."""
 
 
 class PipelineError(WorkbenchError, ValueError):
@@ -89,7 +89,7 @@ class VersionMismatch(EngineError):
 
 
 class WorkerLost(EngineError):
-    """A worker process of a group died: which rank, how it ended, the end of its log. The others were ended, too."""
+    """A worker process died: its `rank`, how it ended (`exit`), the end of its `log`. Its group was ended, too."""
 
     def __init__(self, what: str = "", *, rank: int | None = None, exit: str = "", log: str = "", **told: Any) -> None:
         super().__init__(what, **told)
@@ -105,7 +105,7 @@ class NonFinite(EngineError):
 
 
 class RewardError(WorkbenchError, RuntimeError):
-    """A reward could not be computed, or its function broke the contract."""
+    """A reward could not be computed, or a reward function has a signature or a result that cannot be used."""
 
 
 class SandboxError(WorkbenchError, RuntimeError):
@@ -121,7 +121,7 @@ class CheckpointError(RunError):
 
 
 class ForeignError(WorkbenchError, RuntimeError):
-    """The user's or a library's code raised. Its exception is `__cause__`."""
+    """The user's or a library's code raised an exception, which is the `__cause__` of this one."""
 
 
 class Interrupted(WorkbenchError, RuntimeError):
@@ -151,7 +151,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The message for a name that is not among the known ones: the list, and the nearest of it."""
+    """The error text for an unknown name of some kind: it lists the known names and suggests the nearest."""
     names = list(known)
     close = nearest(name, names)
     hint = f"did you mean {close!r}?" if close else None
@@ -160,10 +160,10 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 @contextmanager
 def boundary(place: str, error: type[WorkbenchError] = ForeignError) -> Iterator[None]:
-    """A context around the user's or a library's code: exceptions are raised as `error`, with the name of the place.
+    """Context manager around the user's or a library's code: raises its exceptions as `error`, with `place` in the text.
 
-    Errors of ours, `KeyboardInterrupt` and `SystemExit` pass unchanged. The cause is kept. There is no time limit here, because
-    a thread cannot be killed: see `rewards.runner`.
+    `WorkbenchError`, `KeyboardInterrupt` and `SystemExit` pass unchanged. The original exception is the `__cause__`.
+    There is no time limit here, because a thread cannot be killed: see `rewards.runner`.
     """
     try:
         yield

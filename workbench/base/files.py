@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """`write_bytes` of a text."""
+    """Write a UTF-8 text file atomically, as `write_bytes` does."""
     write_bytes(path, text.encode())
 
 

@@ -84,26 +84,26 @@ _HOLDS = {"column": "column", "loss": "class", "name": "stage"}
 
 
 def older(number: Any, what: str, error: type[WorkbenchError]) -> bool:
-    """Whether a document of this format number may have older names. Raises `error` for a number that is not known."""
+    """Whether a document with this format number may have names that have changed. Raises `error` for an unknown number."""
     if type(number) is not int or not 1 <= number <= FORMAT:
         found, do = describe(number), "open it with the version that wrote it"
-        raise error(message(what, expected=f"a format up to {FORMAT}", found=found, do=do))
+        raise error(message(f"{what}: unknown file format", expected=f"a format up to {FORMAT}", found=found, do=do))
     return number < FORMAT
 
 
 def name(kind: str, old: str, holder: str = "") -> str:
-    """The present name of an old one; `holder` is the class, stage or part that has it."""
+    """The present name for an old one of a kind (a key of `RENAMED`); `holder` is the class, stage or part it is in."""
     rows = RENAMED[kind]
     return rows.get(f"{holder}.{old}") or rows.get(old, old)
 
 
 def names(kind: str, old: Iterable[str]) -> list[str]:
-    """The present names of old ones."""
+    """The present names for old ones of a kind, in the same order."""
     return [name(kind, one) for one in old]
 
 
 def keys(kind: str, document: Mapping[str, V], holder: str = "") -> dict[str, V]:
-    """A mapping with the present names as keys; where it has both names, the value of the present one is kept."""
+    """The mapping with present names for old keys; where it has both, the value under the present name is kept."""
     return _under(document, {key: name(kind, key, holder) for key in document})
 
 
@@ -113,7 +113,7 @@ def _under(document: Mapping[str, V], called: Mapping[str, str]) -> dict[str, V]
 
 
 def metric(old: str) -> str:
-    """The present name of a metric; some contain a stage's name."""
+    """The present name of a metric, also where a stage's name in it has changed."""
     for prefix in _OF_STAGES:
         if old.startswith(prefix) and old not in RENAMED["metric"]:
             return prefix + name("stage", old.removeprefix(prefix))
@@ -146,12 +146,12 @@ def _said(key: str, value: Any, holder: str) -> Any:
 
 
 def controllers(states: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Controllers' state by stage, with the present names."""
+    """States of controllers (stage → name → number), with the present names."""
     return {name("stage", stage): keys("setting", state, stage) for stage, state in states.items()}
 
 
 def phase(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A phase of a recorded trace, with the present names."""
+    """The record of one phase in a trace.json, with the present names."""
     stage = record["stage"]
     return {
         **record,
@@ -165,7 +165,7 @@ def phase(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings.json, with the present names."""
+    """The contents of a run's settings.json, with the present names."""
     document = keys("fact", document)
     for part in ("stages", "sources"):
         stages = document.get(part, {}).items()

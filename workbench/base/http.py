@@ -27,11 +27,11 @@ class Unreachable(ForeignError):
 
 
 class Refused(ForeignError):
-    """The service refused the request (a 4xx status); it is not sent again."""
+    """The service refused the request with a status that a retry would not change (such as 400); it is not sent again."""
 
 
 class Client:
-    """Posts and reads JSON, and tries again after errors that may pass.
+    """HTTP client that posts and gets JSON, and retries after errors that may be temporary.
 
     At most `max_concurrent` posts at a time, each with `attempts` tries within `deadline` seconds. The pauses between tries
     double from `wait` seconds with full jitter, or are as long as `Retry-After`. Errors name the host and the last cause.
@@ -46,9 +46,9 @@ class Client:
         max_concurrent: int = 64,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        require(max_concurrent >= 1, "max_concurrent", expected="≥ 1", found=max_concurrent)
-        require(attempts >= 1, "attempts", expected="≥ 1", found=attempts)
-        require(deadline > 0, "deadline", expected="seconds > 0", found=deadline)
+        require(max_concurrent >= 1, "max_concurrent", expected="at least 1 request at a time", found=max_concurrent)
+        require(attempts >= 1, "attempts", expected="at least 1 try of a request", found=attempts)
+        require(deadline > 0, "deadline", expected="a number of seconds > 0", found=deadline)
         self.attempts, self.deadline, self.wait = attempts, deadline, wait
         self._headers = dict(headers or {})
         self.max_concurrent = max_concurrent
@@ -57,22 +57,22 @@ class Client:
         self._places: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
     async def post(self, url: str, body: Any, *, timeout: float, read: Callable[[Any], T]) -> T:
-        """Post JSON; returns `read(reply)` of the first usable reply. A `ValueError` of `read` means that it is not usable.
+        """Post `body` as JSON; returns `read(reply)` of the first usable reply. `read` raises `ValueError` for others.
 
-        Raises `Refused` for a status that does not pass, `Unreachable` where no try gave a usable reply.
+        Each try has `timeout` seconds. Raises `Refused` for a status that is not retried, `Unreachable` after the last try.
         """
         async with self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrent)):
             return await self._until_read("POST", url, body, timeout, read)
 
     async def get(self, url: str, *, timeout: float) -> Any:
-        """The JSON at a URL. Raises as `post`."""
+        """Get the JSON at a URL; retries, `timeout` (seconds a try) and exceptions are those of `post`."""
         return await self._until_read("GET", url, None, timeout, lambda reply: reply)
 
     async def _until_read(self, method: str, url: str, body: Any, timeout: float, read: Callable[[Any], T]) -> T:
         import httpx
 
         end = time.monotonic() + self.deadline
-        cause: Exception = TimeoutError("no time was left")
+        cause: Exception = TimeoutError("the deadline passed before the first try")
         for attempt in range(self.attempts):
             left = end - time.monotonic()
             if left <= 0:
@@ -92,8 +92,8 @@ class Client:
                 cause = error
             if attempt + 1 < self.attempts:
                 await asyncio.sleep(min(pause, max(end - time.monotonic(), 0.0)))
-        host = httpx.URL(url).host
-        raise Unreachable(f"{host} gave no usable reply in {self.attempts} attempts: {type(cause).__name__}: {cause}")
+        what = f"{httpx.URL(url).host} gave no usable reply in {self.attempts} attempts or {self.deadline:g} s"
+        raise Unreachable(f"{what}: {type(cause).__name__}: {cause}")
 
     async def _send(self, method: str, url: str, body: Any) -> Any:
         import httpx
@@ -109,7 +109,7 @@ class Client:
             async for part in reply.aiter_bytes():
                 size += len(part)
                 if size > MAX_REPLY:
-                    raise ValueError(f"a reply of more than {MAX_REPLY >> 20} MiB")
+                    raise ValueError(f"the reply has more than {MAX_REPLY >> 20} MiB")
                 parts.append(part)
         headers = reply.headers.copy()
         for name in ("content-encoding", "content-length"):  # the body is decoded already

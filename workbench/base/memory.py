@@ -23,7 +23,7 @@ _forgotten: BaseException | None = None
 
 
 def free_memory() -> int:
-    """Free what the last error of a cell holds, collect garbage, and return unused memory to the system.
+    """Free the local variables that the last error's traceback holds, collect garbage, return unused memory to the system.
 
     Returns the bytes by which this process has become smaller (0 without /proc). Values that still have a name, and results
     that IPython keeps in `Out`, stay. `%debug` of that error has no local variables to show any more.
@@ -36,9 +36,9 @@ def free_memory() -> int:
 
 
 def forget_last_error() -> bool:
-    """Empty the frames of the last error that reached the prompt; returns whether there was a new one.
+    """Clear the local variables in the last traceback that reached the prompt; returns whether there was a new one.
 
-    Its message and lines stay, and so do frames that still run. Then garbage is collected.
+    The error's message and lines stay, and so do frames that still run. Then garbage is collected.
     """
     global _forgotten
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

@@ -23,15 +23,15 @@ class Mean:
 
     @classmethod
     def of(cls, value: float, weight: float = 1.0) -> Mean:
-        """The mean `value` of something that counts `weight` times."""
+        """A `Mean` of one value with this weight."""
         return cls(value * weight if weight else 0.0, weight)
 
     def join(self, other: Mean) -> Mean:
-        """Both together."""
+        """The mean of both, each by its weight."""
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def result(self) -> float:
-        """Σ weight·value / Σ weight."""
+        """The mean: Σ weight·value / Σ weight."""
         return self.total / self.weight if self.weight else float("nan")
 
 
@@ -43,7 +43,7 @@ class _Number:
     _both: ClassVar[Callable[..., float]]
 
     def join(self, other: Self) -> Self:
-        """Both together."""
+        """This metric and another of its class as one (for `Max`: the larger)."""
         return type(self)(self._both(self.value, other.value))
 
     def result(self) -> float:
@@ -71,7 +71,7 @@ class Sum(_Number):
 
 @dataclass(frozen=True)
 class Count(Sum):
-    """How many: a sum of whole numbers, 1 by default."""
+    """A count of things: a sum of whole numbers, 1 by default."""
 
     value: int = 1
 
@@ -81,7 +81,7 @@ Metric = Mean | _Number
 
 
 def join(groups: Iterable[Mapping[str, Metric | float]]) -> dict[str, Metric]:
-    """Dicts of metrics into one dict of metrics, key by key; a plain number counts as a mean of weight one.
+    """Join dicts of metrics into one, key by key; a plain number counts as a `Mean` of weight one.
 
     Raises `SettingError` where one key has metrics of two kinds.
     """
@@ -91,14 +91,14 @@ def join(groups: Iterable[Mapping[str, Metric | float]]) -> dict[str, Metric]:
             metric: Any = value if isinstance(value, Metric) else Mean(float(value))
             before = joined.get(key)
             if before is not None and type(before) is not type(metric):
-                kinds, do = f"{type(before).__name__} and {type(metric).__name__}", "give every part the same kind"
+                kinds, do = f"{type(before).__name__} and {type(metric).__name__}", "use one kind for it everywhere"
                 raise SettingError(f"metric {key!r} comes in two kinds", found=kinds, do=do)
             joined[key] = metric if before is None else before.join(metric)
     return joined
 
 
 def reduce(groups: Iterable[Mapping[str, Metric | float]]) -> dict[str, float]:
-    """Dicts of metrics, of stages, micro-batches or ranks, joined into one dict of plain floats.
+    """Join dicts of metrics (of stages, micro-batches or ranks) into one dict of plain floats.
 
     >>> reduce([{"a": Mean.of(1.0, 3)}, {"a": Mean.of(5.0, 1)}])
     {'a': 2.0}

@@ -62,7 +62,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def run_all(ask: Callable[[Q], Coroutine[Any, Any, T]], questions: Iterable[Q]) -> list[T]:
-    """Run `ask(question)` for all questions at once and wait; answers in order."""
+    """Run the coroutines `ask(question)` of all questions concurrently, wait, and return their results in order."""
 
     async def together() -> list[T]:
         return list(await asyncio.gather(*map(ask, questions)))
@@ -87,13 +87,13 @@ def interrupt() -> None:
 
 
 def clear() -> None:
-    """Take the request to stop back."""
+    """Clear the interrupt flag that `interrupt` sets."""
     _stop.clear()
 
 
 @contextmanager
 def interrupting() -> Iterator[None]:
-    """A context in which the interrupt flag is set; it is cleared at the end."""
+    """Context manager: sets the interrupt flag, and clears it at the end."""
     interrupt()
     try:
         yield
@@ -102,7 +102,7 @@ def interrupting() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raises `Interrupted` where the work was asked to stop, or nobody waits for this thread's work any more (`unless`)."""
+    """Raises `Interrupted` if the interrupt flag is set, or `given_up()` of an enclosing `unless` is true (same thread)."""
     given_up: Callable[[], bool] | None = getattr(_here, "given_up", None)
     if _stop.is_set() or (given_up is not None and given_up()):
         raise Interrupted("the work was interrupted; everything finished before is kept")
@@ -110,7 +110,7 @@ def check() -> None:
 
 @contextmanager
 def unless(given_up: Callable[[], bool]) -> Iterator[None]:
-    """A context in which `check()` on this thread also raises once `given_up()` is true: for work that was cancelled."""
+    """Context manager: inside, `check()` in this thread also raises once `given_up()` is true (the work was cancelled)."""
     before, _here.given_up = getattr(_here, "given_up", None), given_up
     _under_way.append(given_up)
     try:
@@ -121,10 +121,10 @@ def unless(given_up: Callable[[], bool]) -> Iterator[None]:
 
 
 async def beside(function: Callable[..., T], *args: Any) -> T:
-    """Run blocking work in a thread, so that the caller's loop (buttons, displays) goes on.
+    """Await a blocking function, run in a thread so that the caller's event loop (buttons, displays) goes on.
 
-    When the awaiting task is cancelled (an interrupted cell) the work is asked to stop and waited for before the cancellation
-    goes on.
+    When the awaiting task is cancelled (an interrupted cell), the interrupt flag is set until the function has ended, and
+    then `CancelledError` is raised.
     """
     work = asyncio.ensure_future(asyncio.to_thread(function, *args))
     try:
@@ -166,7 +166,7 @@ class Control:
         self.paused = False
 
     async def gate(self) -> bool:
-        """Between steps: wait while paused; returns whether there shall be another step."""
+        """Called between steps: wait while the loop is paused; returns whether to do another step."""
         try:
             while self.paused and not self.stopping:
                 self.holding = True
@@ -178,11 +178,11 @@ class Control:
         return not self.stopping
 
     async def carry(self, function: Callable[..., T], *args: object) -> T:
-        """Run blocking work in a thread, so that the caller's loop (buttons, displays) goes on.
+        """Await a blocking function, run in a thread so that the caller's event loop (buttons, displays) goes on.
 
-        A cancellation (an interrupted cell, a SIGTERM of a job) stops the loop after this work, where that ends within
-        `grace` seconds and the caller does not cancel again; else the work is asked to stop at its next safe place and waited
-        for, and the cancellation goes on.
+        After a cancellation (an interrupted cell, a SIGTERM of a job) the function has `grace` seconds to end; then, or at
+        a second cancellation, it is asked to stop at its next safe place. A function that ends returns its result, and
+        `stopping` is set; for one that stopped half-way `CancelledError` is raised.
         """
         work = asyncio.ensure_future(asyncio.to_thread(function, *args))
         try:

@@ -16,20 +16,21 @@ _DOORS: dict[str, str] = {}
 
 
 def register(faces: Mapping[str, Mapping[str, str]], **doors: str) -> None:
-    """Add rows: `"module:Class"` to a mapping of what (`document`, `widget`, any other name) to `"module:function"`.
+    """Register how classes are displayed: `"module:Class"` → {`document`, `widget` or another name: `"module:function"`}.
 
-    `doors` are functions by the same kind of name: `text` and `html` render a document, `display` puts a widget over the
-    static form (it gets the object and what makes the widget).
+    `doors` are `"module:function"` names, too: of `text` and `html`, which render a document, and `display`, which shows a
+    widget in a notebook (it gets the object and a function that makes its widget).
     """
     _FACES.update(faces)
     _DOORS.update(doors)
 
 
 def shows(thing: Any, what: str, *args: Any, **options: Any) -> Any:
-    """Call the function that the table names for an object; `RuntimeError` where the table has none."""
+    """Call, with an object, the function registered as `what` for its class. Raises `RuntimeError` where there is none."""
     name = _named(thing, what)
     if name is None:
-        raise RuntimeError(f"nothing shows {what} of a {type(thing).__name__}; import workbench as a whole")
+        kind = type(thing).__name__
+        raise RuntimeError(f"no function is registered for {what!r} of a {kind}; `import workbench` registers all")
     return resolve_name(name)(thing, *args, **options)
 
 
@@ -45,9 +46,9 @@ def _rendered(thing: Any, form: str) -> str | None:
 
 
 class Shown:
-    """Base of objects that are displayed by the table: text as `repr`, HTML in a notebook, and a widget where there is one.
+    """Base of classes displayed as `register` sets it: text as `repr`, HTML in a notebook, a widget where there is one.
 
-    A class that is not in the table has a plain repr of its name.
+    A class that is not registered has a plain repr of its name.
     """
 
     __slots__ = ()
@@ -61,5 +62,5 @@ class Shown:
 
     def _ipython_display_(self) -> None:
         if _named(self, "widget") is None:
-            raise NotImplementedError  # IPython goes on with the HTML and the text
+            raise NotImplementedError("this object has no widget")  # IPython goes on with the HTML and the text
         resolve_name(_DOORS["display"])(self, lambda: shows(self, "widget"))

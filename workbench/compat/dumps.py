@@ -34,7 +34,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class Layout(NamedTuple):
-    """Columns of one kind of dump, the likeliest name first."""
+    """Names of the columns of one kind of dump, for each meaning the likeliest first."""
 
     prompt: tuple[str, ...]
     response: tuple[str, ...]
@@ -80,12 +80,12 @@ def read_dump(
 
     Columns: `response_text`, `uid` (same step and prompt: same group), and as far as the dump has them `raw_prompt`, `step`,
     `reward`, `scored`, `reward/<part>`, `score`, `reward_model`, `data_source`, `extra_info`, `reward_extra/<name>`, `advantage` [B]
-    (a number a row, as dumps have it), and whatever else, as objects under its own name (`dump/<name>` where ours means
-    something else). With a `tokenizer`: `responses`, `response_mask` [B, T], which need not be the ids that were sampled.
+    (one number per row), and every other column, as objects under its own name (`dump/<name>` where workbench declares
+    `<name>` otherwise). With a `tokenizer`: `responses`, `response_mask` [B, T], maybe not the ids that were sampled.
 
-    `rewards` names the columns whose sum is the reward, or gives each its weight. Without it verl's is `score`, a table's
-    `reward` or `score`, and TRL's the sum of its numeric columns before `advantage` (its default weights).
-    A last line without an end, of a file that is still being written, is left out and named in `meta_info["torn"]`.
+    `rewards` names the columns whose sum is the reward, or gives each its weight. Without it the reward is `reward`, else
+    `score`, and for TRL the sum of its numeric columns before `advantage` (TRL's default weights).
+    A last line that is cut off, as of a file still being written, is left out and named in `meta_info["torn"]`.
     Raises `DataError` for a damaged line, by file and line, and for columns of no known kind.
 
     Example:
@@ -119,12 +119,12 @@ def _with_steps(records: Sequence[Record], step: int | None) -> tuple[Sequence[R
     steps = [record.step for record in records if record.step is not None]
     if steps and len(steps) < len(records):
         without = next(record.place for record in records if record.step is None)
-        raise DataError(f"{without}: no step", expected="one in every row, or in none")
+        raise DataError(f"{without}: no step number", expected="one in every row, or in none")
     if step is None:
         return records, steps
     if step not in steps:
         found = ", ".join(map(str, sorted(set(steps))[:20])) or "no steps"
-        raise DataError(f"no row of step {step}", found=found)
+        raise DataError(f"no row of step {step} among the steps of the dump", found=found)
     return [record for record in records if record.step == step], [step] * steps.count(step)
 
 
@@ -149,7 +149,7 @@ def _kind(records: Sequence[Record], kind: str | None) -> str:
     for record, other in zip(firsts, found, strict=True):
         if other != found[0]:
             both = f"{found[0]} ({firsts[0].place}) and {other} ({record.place})"
-            raise DataError("files of one dump are of one kind", found=both, do="read them one by one")
+            raise DataError("files of one dump must be of one kind", found=both, do="read them one by one")
     return found[0]
 
 
@@ -162,7 +162,7 @@ def _detected(record: Record) -> str:
     expected = "; ".join([*known, f"table: one of {', '.join(RESPONSE)}"])
     found = ", ".join(map(str, record.values))[:400] or "no columns"
     do = "rename its columns, or pass its kind as kind="
-    raise DataError(f"{record.place}: no dump of a known kind", expected=expected, found=found, do=do)
+    raise DataError(f"{record.place}: no kind of dump has these columns", expected=expected, found=found, do=do)
 
 
 # --- texts --------------------------------------------------------------------------------------
@@ -393,12 +393,12 @@ def _table(records: Sequence[Record]) -> dict[str, list[Any]]:
     """Name → one plain value a record, None where a record has none."""
     names = dict.fromkeys(name for record in records for name in record.values)
     if len(names) > _NAMES_LIMIT:
-        raise DataError("a dump", expected=f"at most {_NAMES_LIMIT} columns", found=len(names))
+        raise DataError("number of columns in a dump", expected=f"at most {_NAMES_LIMIT} columns", found=len(names))
     return {str(name): [plain(record.values.get(name)) for record in records] for name in names}
 
 
 def read_records(source: Any, step: int | None = None) -> tuple[list[Record], list[str]]:
-    """(the records of a path, a pattern, a folder, a DataFrame or a list; the places of last lines that were cut off).
+    """Read a path, a pattern, a folder, a DataFrame or a list: (its records, the places of last lines that were cut off).
 
     With `step`, files whose names have another step are left out. Raises `DataError` for what is not a record.
     """
@@ -408,7 +408,7 @@ def read_records(source: Any, step: int | None = None) -> tuple[list[Record], li
     if isinstance(source, list | tuple) and not (source and isinstance(source[0], str | Path)):
         return [_read(f"row {number}", record, 0, None) for number, record in enumerate(source)], torn
     if not isinstance(source, str | Path | list | tuple):
-        raise DataError("a dump", expected="a path, a DataFrame or a list of dicts", found=type(source).__name__)
+        raise DataError("source", expected="a path, a DataFrame or a list of dicts", found=type(source).__name__)
     found: list[Record] = []
     for number, path in enumerate(_files(source, step)):
         if path.suffix == ".jsonl" and path.is_file():
@@ -422,7 +422,7 @@ def read_records(source: Any, step: int | None = None) -> tuple[list[Record], li
 def _read(place: str, record: Any, file: int, named: int | None) -> Record:
     """Raises `DataError` for what is no record, and for a step that is not a whole number."""
     if not isinstance(record, Mapping):
-        raise DataError(place, expected="a record with named values", found=describe(record))
+        raise DataError(place, expected="a record with named values (a dict)", found=describe(record))
     value = plain(record.get("step"))
     if isinstance(value, str) and value.strip().isdecimal():  # TRL's tables for trackers
         value = int(value)
@@ -480,7 +480,7 @@ def _lines(path: Path, torn: list[str]) -> list[tuple[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """A cell as plain values: pandas gives lists as arrays, and says in its own ways what is missing."""
+    """A cell as plain Python values: arrays and NumPy scalars are converted, and pandas' NA and NaT become None."""
     if value is None or isinstance(value, str | float | int | list | dict):
         return value
     if type(value).__name__ in ("NAType", "NaTType"):

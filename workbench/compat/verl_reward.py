@@ -35,9 +35,9 @@ _OLD_ROOTS = ("reward_model", "custom_reward_function", "sandbox_fusion", "rewar
 def reward_from(settings: Mapping[str, Any], *, tokenizer: Any = None, roots: tuple[str, ...] = ()) -> BaseReward:
     """A reward from the `reward.*` settings of verl's scripts: nested, or dotted (`"reward.num_workers": 8`).
 
-    A custom function wins over a reward model, which is a classifier otherwise; with a sandbox URL code is scored by test
-    cases. `tokenizer` is the policy's, with which managers decode responses. Raises `SettingError` for unknown keys
-    (with the nearest known one), and before anything runs for settings that this machine cannot honour, listing them all.
+    Scores come from `custom_reward_function`, else from an enabled `reward_model` (a classifier), else from the scorer of a
+    row's `data_source`. `tokenizer` is the policy's, for managers to decode with; `roots` are further folders for code.
+    Raises `SettingError` for an unknown key, and, listing them all, for settings that this machine cannot honour.
     """
     block = read_block(settings)
     if impossible := [f"\n- {line}" for line in cannot(block)]:
@@ -46,8 +46,8 @@ def reward_from(settings: Mapping[str, Any], *, tokenizer: Any = None, roots: tu
     if model["enable"] and not block["custom_reward_function"]["path"]:
         return _reward_model(model)
     if tokenizer is None:
-        do = "reward_from(settings, tokenizer=engine.tokenizer)"
-        raise SettingError("a reward manager", expected="the policy's tokenizer", found="none", do=do)
+        do = "call reward_from(settings, tokenizer=engine.tokenizer)"
+        raise SettingError("tokenizer of a reward manager", expected="the policy's tokenizer", found="none", do=do)
     custom, manager = block["custom_reward_function"], block["reward_manager"]
     compute_score: Any = None
     if custom["path"]:
@@ -66,7 +66,7 @@ def reward_from(settings: Mapping[str, Any], *, tokenizer: Any = None, roots: tu
 
 
 def read_block(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole block, defaults filled in. verl's older roots (`reward_model.*`, …) are understood."""
+    """verl's `reward.*` settings, nested or dotted, as a nested dict with defaults; older roots (`reward_model.*`) too."""
     nested: dict[str, Any] = {}
     for key, value in settings.items():
         place = nested
@@ -84,7 +84,7 @@ def read_block(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _filled(known: Mapping[str, Any], given: Any, place: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
-        raise SettingError(place, expected=f"settings {', '.join(known)}", found=repr(given))
+        raise SettingError(place, expected=f"settings {', '.join(known)} in a dict", found=repr(given))
     for name in given:
         if name not in known:
             raise SettingError(f"{place}: " + unknown("reward setting", str(name), known))
@@ -97,14 +97,14 @@ def _filled(known: Mapping[str, Any], given: Any, place: str) -> dict[str, Any]:
 
 
 def cannot(block: Mapping[str, Any]) -> list[str]:
-    """What of a block this machine cannot do, a line each."""
+    """Settings that this machine cannot honour, each with what is possible, as lines of text."""
     manager, workers = block["reward_manager"], block["num_workers"]
     source, module = manager["source"], manager["module"]
     lines = {
-        f"reward_manager.source={source!r}: register or importlib": source not in ("register", "importlib"),
+        f"reward_manager.source={source!r}: expected register or importlib": source not in ("register", "importlib"),
         "reward_manager.source=importlib: needs module.path and module.name": source == "importlib"
         and not (module["path"] and module["name"]),
-        f"num_workers={workers!r}: a whole number ≥ 1": not isinstance(workers, int) or workers < 1,
+        f"num_workers={workers!r}: expected a whole number ≥ 1": not isinstance(workers, int) or workers < 1,
     }
     model = block["reward_model"]
     return [line for line, wrong in lines.items() if wrong] + (_cannot_model(model) if model["enable"] else [])
@@ -118,15 +118,15 @@ def _cannot_model(model: Mapping[str, Any]) -> list[str]:
     gpus = torch.cuda.device_count()
     there = "is installed, but runs" if importlib.util.find_spec("vllm") else "is not installed, and runs"
     lines = {
-        "reward_model.enable=True: needs model_path, or url of a served one": not model["model_path"],
-        f"reward_model.rollout.name={name!r}: hf (this process), or vllm through reward_model.url": name
+        "reward_model.enable=True: needs model_path, or the url of a served model": not model["model_path"],
+        f"reward_model.rollout.name={name!r}: expected hf (this process), or vllm through reward_model.url": name
         not in ("hf", "vllm"),
         f"reward_model.rollout.name='vllm': vllm {there} as a server of its own: `vllm serve MODEL --runner pooling`, "
         "then reward_model.url=http://host:port; name='hf' loads the model into this process": name == "vllm",
-        f"reward_model.rollout.tensor_model_parallel_size={size}: one process, {gpus} GPUs here; 1 is possible": size
+        f"reward_model.rollout.tensor_model_parallel_size={size}: one process with {gpus} GPUs runs the model; set 1": size
         > (1 if name == "hf" else max(gpus, 1)),
         f"reward_model.rollout.gpu_memory_utilization={share}: an engine in this process reserves no share of a GPU; "
-        "leave it away": share is not None and (gpus == 0 or name == "hf"),
+        "leave it out": share is not None and (gpus == 0 or name == "hf"),
     }
     return [line for line, wrong in lines.items() if wrong]
 

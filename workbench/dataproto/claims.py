@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from workbench.base.errors import BatchError, WorkbenchError, describe, first_line, message
+from workbench.base.errors import BatchError, WorkbenchError, describe, first_line
 from workbench.base.memory import available
 from workbench.dataproto.columns import COLUMNS, check_objects, check_tensor, letter_sizes
 
@@ -46,7 +46,7 @@ _DTYPES = {
 
 @contextmanager
 def reading(place: Path, error: type[WorkbenchError] = BatchError) -> Iterator[None]:
-    """Turns every error of reading inside into `error` with the name of `place`; `FileNotFoundError` passes as it is."""
+    """Context manager: raises any exception inside as `error`, with `place` in the text; `FileNotFoundError` passes."""
     try:
         yield
     except FileNotFoundError:
@@ -54,38 +54,38 @@ def reading(place: Path, error: type[WorkbenchError] = BatchError) -> Iterator[N
     except Exception as cause:
         if isinstance(cause, WorkbenchError) and str(place) in str(cause):
             raise
-        raise error(message(f"{place} cannot be read", found=first_line(cause, 400))) from cause
+        raise error(f"{place} cannot be read: {first_line(cause, 400)}") from cause
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A file or folder of a folder. Raises `BatchError` where a symbolic link leads out of it."""
+    """The path of a file or folder in `folder`. Raises `BatchError` for a symbolic link that leads out of `folder`."""
     path = folder / name
     if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-        raise BatchError(f"{path} is a link that leads out of its folder", do="put the file itself there")
+        raise BatchError(f"{path} is a symbolic link that leads out of its folder", do="put the file itself there")
     return path
 
 
 def document(path: Path, *, strict: bool) -> dict[str, Any]:
-    """A JSON file as a dict; `strict` refuses NaN and infinities."""
+    """Read a JSON file as a dict; `strict` refuses NaN and infinities. Raises `BatchError`."""
     if not path.is_file():  # neither missing nor a pipe that never ends
-        raise BatchError(f"{path} is not a file")
+        raise BatchError(f"{path} is missing, or not a regular file")
     with path.open("rb") as file:
         text = file.read(DOCUMENT_LIMIT + 1).decode()
     check_text(text)
     found = json.loads(text, parse_constant=_refuse) if strict else json.loads(text)
     if not isinstance(found, dict):
-        raise BatchError(f"{path}", expected="a JSON object", found=describe(found))
+        raise BatchError(f"contents of {path}", expected="a JSON object", found=describe(found))
     return found
 
 
 def _refuse(constant: str) -> Any:
-    raise BatchError(f"JSON has no {constant}")
+    raise BatchError(f"{constant} is not valid in JSON")
 
 
 def check_text(text: str) -> None:
     """Raises `BatchError` for a document that is too long, or nested too deep."""
     if len(text) > DOCUMENT_LIMIT:
-        raise BatchError("a JSON document", expected=f"at most {DOCUMENT_LIMIT} bytes", found="more")
+        raise BatchError("size of a JSON document", expected=f"at most {DOCUMENT_LIMIT} bytes", found="more")
     check_depth(text)
 
 
@@ -93,30 +93,31 @@ def check_depth(*texts: str) -> None:
     """Raises `BatchError` for JSON that is nested too deep, or has too many lists and dicts, to be decoded safely."""
     counts = [text.count("[") + text.count("{") for text in texts]
     if sum(counts) > INNER_LIMIT:
-        raise BatchError("JSON", expected=f"at most {INNER_LIMIT} lists and dicts", found=sum(counts))
+        raise BatchError("lists and dicts in a JSON document", expected=f"at most {INNER_LIMIT}", found=sum(counts))
     for text, count in zip(texts, counts, strict=True):
         depth = 0
         for token in _BRACKETS.finditer(text) if count > DEPTH_LIMIT else ():
             sign = token[0]
             depth += (sign in "[{") - (sign in "]}")
             if depth > DEPTH_LIMIT:
-                raise BatchError(f"JSON nested deeper than {DEPTH_LIMIT}")
+                raise BatchError(f"JSON nested deeper than {DEPTH_LIMIT} lists and dicts")
 
 
 def check_columns(
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], objects: Mapping[str, str], rows: Any
 ) -> None:
-    """Checks row counts, and declared columns. Raises `BatchError` or `ColumnInvalid`."""
+    """Checks a saved batch's tensors (shape, dtype), objects (storage), row count. Raises `BatchError`, `ColumnInvalid`."""
     if not _whole(rows, ROWS_LIMIT) or len(tensors) + len(objects) > COLUMNS_LIMIT:
         found = f"{describe(rows)} rows, {len(tensors) + len(objects)} columns"
-        raise BatchError("a batch", expected=f"at most {ROWS_LIMIT} rows, {COLUMNS_LIMIT} columns", found=found)
+        raise BatchError("a saved batch", expected=f"at most {ROWS_LIMIT} rows, {COLUMNS_LIMIT} columns", found=found)
     for name, (shape, dtype) in tensors.items():
         if not shape or not all(_whole(size, 1 << 48) for size in shape) or shape[0] != rows:
-            raise BatchError(f"column {describe(name)}", expected=f"[{rows}, …]", found=describe(shape))
+            raise BatchError(f"shape of saved column {describe(name)}", expected=f"[{rows}, …]", found=describe(shape))
         check_tensor(name, shape, dtype)
     for name, kind in objects.items():
         if kind not in ("arrow", "json") or name in tensors:
-            raise BatchError(f"column {describe(name)}", expected="arrow or json, once", found=describe(kind))
+            expected = "'arrow' or 'json', and no tensor of the same name"
+            raise BatchError(f"storage of column {describe(name)}", expected=expected, found=describe(kind))
         check_objects(name)
     letter_sizes({name: shape for name, (shape, _) in tensors.items()})
 
@@ -129,22 +130,22 @@ def _whole(value: Any, limit: int) -> bool:
 
 
 def check_tensors(path: Path, claimed: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-    """Checks each claimed shape and dtype against the safetensors file, whose reader has checked its header against its bytes."""
+    """Checks each claimed shape and dtype against a safetensors file. Raises `BatchError` where they differ."""
     from safetensors import safe_open
 
     if not path.is_file():  # a pipe would never end
-        raise BatchError(f"{path} is not a safetensors file")
+        raise BatchError(f"{path} is missing, or not a safetensors file")
     with safe_open(str(path), framework="pt") as file:
         for name, (shape, dtype) in claimed.items():
             column = file.get_slice(name)
             found = tuple(column.get_shape()), column.get_dtype()
             if found != (shape, _DTYPES.get(dtype, found[1])):
                 expected = f"{list(shape)} of {dtype}, as in meta.json"
-                raise BatchError(f"{path}: column {describe(name)}", expected=expected, found=describe(found))
+                raise BatchError(f"{path}: column {describe(name)}", expected=expected, found="{} of {}".format(*found))
 
 
 def check_room(size: int, what: str) -> None:
-    """Raises `BatchError` where a column would take more than half of the memory that is free."""
+    """Raises `BatchError` where `size` bytes, of what `what` names, are more than half of the free memory."""
     free = available()
     if size > free // 2:
         expected = f"at most half of the {free / 2**30:.1f} GiB that are free"
@@ -155,7 +156,7 @@ def check_room(size: int, what: str) -> None:
 
 
 def parquet_values(path: Path, name: str, kind: str, rows: int, start: int, stop: int) -> list[Any]:
-    """Read rows `start` to `stop` (exclusive) of one Parquet column; `BatchError` where decoded they exceed the file's memory budget."""
+    """Rows `start` to `stop` (exclusive) of a parquet column. Raises `BatchError` if they exceed `budget_of` the file."""
     import pyarrow.parquet as pq
 
     values: list[Any] = []
@@ -171,12 +172,12 @@ def parquet_values(path: Path, name: str, kind: str, rows: int, start: int, stop
             for part in file.iter_batches(min(max(piece, 1), 512), row_groups=[number], columns=[name]):
                 budget -= part.nbytes
                 if budget < 0:
-                    raise BatchError(f"column {describe(name)} decodes to more than {EXPANSION} times its file")
+                    raise BatchError(f"column {describe(name)} decodes to more than {EXPANSION} times its file's size")
                 values += part.column(0).to_pylist()
     first = places[wanted[0]] if wanted else 0
     found = values[max(start - first, 0) : max(stop - first, 0)]
     if len(found) != max(min(stop, rows) - start, 0):
-        raise BatchError(f"column {describe(name)}", expected=f"{rows} rows", found=f"{len(found)} of them")
+        raise BatchError(f"column {describe(name)} ends within rows {start} to {stop}", expected=f"{rows} rows")
     return found
 
 
@@ -192,22 +193,23 @@ def _column_of(file: Any, name: str, kind: str, rows: int) -> int:
     schema, metadata = file.schema_arrow, file.metadata
     number = schema.get_field_index(name)
     if number < 0 or metadata.num_rows != rows or metadata.num_columns != len(schema):
-        found = f"{metadata.num_rows} rows of {metadata.num_columns} columns"
-        raise BatchError(f"column {describe(name)}", expected=f"{rows} rows of flat columns", found=found)
+        found = f"{metadata.num_rows} rows, columns {', '.join(schema.names)}"
+        raise BatchError(f"column {describe(name)} of {rows} rows is not in the file, or is nested", found=found)
     plain = [pa.string()] if kind == "json" else [pa.string(), pa.int64(), pa.bool_(), pa.float64()]
     packed = {metadata.row_group(group).column(number).compression for group in range(file.num_row_groups)}
     if schema.field(number).type not in [*plain, *([pa.null()] if rows == 0 else [])] or packed - _PACKED:
         found = f"{schema.field(number).type}, {', '.join(sorted(packed))}"
-        raise BatchError(f"column {describe(name)}", expected="a plain type, snappy", found=found)
+        raise BatchError(f"column {describe(name)}", expected="text or numbers, snappy or uncompressed", found=found)
     return number
 
 
 def check_cells(name: str, values: list[Any]) -> None:
-    """Checks the cells of columns that stages take apart. Raises `BatchError` for one that is not as declared."""
+    """Checks the cells of the declared object columns whose structure stages use. Raises `BatchError` for a wrong cell."""
     fits = _CELLS.get(name, lambda value: True)
     wrong = next((row for row, value in enumerate(values) if not fits(value)), None)
     if wrong is not None:
-        raise BatchError(f"column {name!r}, row {wrong}", expected=COLUMNS[name].doc, found=describe(values[wrong]))
+        what = f"column {name!r} ({COLUMNS[name].doc}) is malformed in row {wrong}"
+        raise BatchError(what, found=describe(values[wrong]))
 
 
 def _chat(value: Any) -> bool:

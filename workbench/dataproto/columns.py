@@ -19,7 +19,7 @@ from workbench.base.errors import ColumnInvalid, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """The declaration of one column."""
+    """Declaration of a batch column: what is checked in it, what it means, and which stage writes it."""
 
     name: str
     """Its name in batches, widgets and plots."""
@@ -129,18 +129,18 @@ def declared(name: str) -> Column | None:
 
 
 def writer_of(name: str) -> str | None:
-    """The stage that would write `name` in a recipe, or None."""
+    """The stage that writes a column in the recipes; None for a name that is not declared."""
     column = declared(name)
     return column.writer if column else None
 
 
 def nearest_column(name: str, present: tuple[str, ...] = ()) -> str | None:
-    """The declared or present column that looks most like `name`."""
+    """The declared or present column name that looks most like `name`, or None."""
     return nearest(name, (*present, *COLUMNS))
 
 
 def check_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raises `ColumnInvalid` where a declared column has another dtype or number of dims."""
+    """Raises `ColumnInvalid` where a tensor has another dtype or number of dims than its column is declared with."""
     column = declared(name)
     if column is None:
         return
@@ -168,7 +168,7 @@ def check_objects(name: str) -> None:
 
 
 def letter_sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Letter → size over all declared tensor columns. Raises `ColumnInvalid` for a letter with two sizes.
+    """Sizes of the shape letters (S, T, …) of declared tensor columns. Raises `ColumnInvalid` for a letter with two sizes.
 
     A compound such as `S+T` is a letter of its own, checked against its parts where both are there.
     """
@@ -180,8 +180,10 @@ def letter_sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
             continue
         for letter, size in zip(column.dims[1:], shape[1:], strict=True):
             if sizes.setdefault(letter, size) != size:
-                raise ColumnInvalid(f"{name!r} has {letter}={size} but {named[letter]!r} has {letter}={sizes[letter]}")
+                other = f"{named[letter]!r} has {letter}={sizes[letter]}"
+                raise ColumnInvalid(f"in one batch, column {name!r} has {letter}={size} but {other}")
             named.setdefault(letter, name)
     if {"S", "T", "S+T"} <= sizes.keys() and sizes["S"] + sizes["T"] != sizes["S+T"]:
-        raise ColumnInvalid("input_ids", expected=f"S+T = {sizes['S']}+{sizes['T']} tokens", found=f"{sizes['S+T']}")
+        wanted = f"S+T = {sizes['S']}+{sizes['T']} tokens a row"
+        raise ColumnInvalid(f"column {named['S+T']!r}", expected=wanted, found=sizes["S+T"])
     return sizes

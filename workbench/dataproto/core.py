@@ -59,7 +59,7 @@ class DataProto(Value, Shown):
     def __getattr__(self, name: str) -> Any:
         # reached only where no attribute has the name; during unpickling there are no columns yet
         if name.startswith("_") or "_batch" not in self.__dict__:
-            raise AttributeError(name)
+            raise AttributeError(f"a batch has no attribute {name!r}")
         return self[name]
 
     def __dir__(self) -> list[str]:
@@ -70,7 +70,7 @@ class DataProto(Value, Shown):
 
     def _item(self, row: int) -> DataProtoItem:
         if not -self._rows <= row < self._rows:
-            raise IndexError(message("row", expected=f"below {self._rows}", found=row))
+            raise IndexError(message("row number", expected=f"below {self._rows}", found=row))
         return DataProtoItem(*self._each(lambda column: column[row]), self.meta_info)
 
     def _each(self, tensors: Callable[[Any], Any], objects: Callable[[Any], Any] | None = None) -> tuple[Any, Any]:
@@ -106,8 +106,8 @@ class DataProto(Value, Shown):
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> Self:
-        """A batch with some of the columns. None keeps all of a kind; `batch_keys` alone may name objects as well, and keeps no
-        others. Raises `ColumnMissing` for a missing name (verl drops missing objects silently)."""
+        """A batch with some of the columns. None keeps all of a kind; `batch_keys` may name objects as well, and given
+        alone drops all others. Raises `ColumnMissing` for a missing name (verl drops missing objects silently)."""
         wanted = list(self._batch if batch_keys is None else batch_keys)
         if non_tensor_batch_keys is not None:
             wanted += non_tensor_batch_keys
@@ -120,7 +120,7 @@ class DataProto(Value, Shown):
         if meta_info_keys is not None:
             absent = [name for name in meta_info_keys if name not in meta]
             if absent:
-                raise BatchError(f"meta_info has no {absent}", found=", ".join(meta))
+                raise BatchError(f"meta_info has no {absent}", found=f"the keys {', '.join(meta) or '(none)'}")
             meta = {name: meta[name] for name in meta_info_keys}
         return self._new({name: raw[name] for name in wanted}, meta=meta)
 
@@ -130,7 +130,7 @@ class DataProto(Value, Shown):
         non_tensor_batch_keys: Sequence[str] = (),
         meta_info_keys: Sequence[str] = (),
     ) -> tuple[Self, Self]:
-        """(a batch of the named columns, one of the rest). verl's changes the batch in place and returns the first alone."""
+        """(a batch of the named columns, a batch of the rest). verl's pops in place and returns the first alone."""
         taken = self.select(list(batch_keys), list(non_tensor_batch_keys), list(meta_info_keys))
         rest = self.without(*batch_keys, *non_tensor_batch_keys)
         meta = {name: value for name, value in self._meta.items() if name not in meta_info_keys}
@@ -141,32 +141,32 @@ class DataProto(Value, Shown):
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old) != len(new):
-            raise BatchError("rename", expected=f"{len(old)} new names", found=len(new))
+            raise BatchError("new_keys of rename", expected=f"{len(old)} new names", found=len(new))
         columns = {to: self[name] for name, to in zip(old, new, strict=True)}
         made = {to: self._origins[name] for name, to in zip(old, new, strict=True) if name in self._origins}
         kept = self.without(*old)
         clash = [name for name in columns if name in kept]
         if clash:
-            raise BatchError("rename would overwrite", found=", ".join(clash), do="drop them first: without(…)")
+            raise BatchError("rename would overwrite columns", found=", ".join(clash), do="drop them first: without(…)")
         renamed = kept.with_columns(columns)
         return renamed._new(renamed._raw(), origins={**renamed._origins, **made})
 
     def union(self, other: DataProto) -> Self:
-        """A batch with the columns and meta of both. What both have must agree; NaN equals NaN (in verl it does not).
+        """A batch with the columns and `meta_info` of both. What both have must agree; NaN equals NaN (unlike in verl).
 
-        Raises `UnionConflict` where a shared column or meta item differs, `BatchError` for lengths.
+        Raises `UnionConflict` where a shared column or meta item differs, `BatchError` where the numbers of rows differ.
         """
         if len(self.columns) and len(other.columns) and len(self) != len(other):
-            raise BatchError("union of batches", expected=f"{len(self)} rows", found=len(other))
+            raise BatchError("rows of the other batch in union", expected=f"{len(self)} rows", found=len(other))
         for name in self.columns:
             if name in other and not same(self[name], other[name]):
                 found = f"written by {_stage(self, name)} and by {_stage(other, name)}"
                 do = "drop or rename one: without(…), rename(…)"
-                raise UnionConflict(f"both batches have {name!r} and differ", found=found, do=do)
+                raise UnionConflict(f"column {name!r} differs between the batches of union", found=found, do=do)
         for key, value in other.meta_info.items():
             if key in self._meta and not same(self._meta[key], value):
                 found = f"{describe(self._meta[key])} and {describe(value)}"
-                raise UnionConflict(f"meta_info {key!r} differs", found=found)
+                raise UnionConflict(f"meta_info {key!r} differs between the batches of union", found=found)
         columns = {**self._raw(), **other._raw(), **self._raw()}  # its own first, and where both have one
         meta, origins = {**self._meta, **other.meta_info}, {**other.origins, **self._origins}
         joined = self._new(columns, meta=meta, origins=origins)
@@ -176,33 +176,34 @@ class DataProto(Value, Shown):
     # --- rows -------------------------------------------------------------------------------
 
     def select_idxs(self, idxs: Any) -> Self:
-        """Rows by number (repeats allowed) or by a mask of B bools: list, array or tensor."""
+        """A batch of the rows with these numbers (repeats allowed), or of a mask of B bools: list, array or tensor."""
         index = idxs if isinstance(idxs, torch.Tensor) else torch.as_tensor(np.asarray(idxs))
         if index.numel() == 0:
             index = index.long()
         if index.dim() != 1 or index.dtype.is_floating_point or index.dtype.is_complex:
-            raise BatchError("rows", expected="a list of row numbers or a mask", found=describe(idxs))
+            raise BatchError("rows to select", expected="a list of row numbers or a mask", found=describe(idxs))
         if index.dtype == torch.bool:
             if len(index) != len(self):
                 raise BatchError("a mask of rows", expected=f"{len(self)} bools", found=len(index))
             index = index.nonzero().squeeze(-1)
         if index.numel() and not (-len(self) <= int(index.min()) and int(index.max()) < len(self)):
-            raise IndexError(message("row numbers", expected=f"below {len(self)}", found=int(index.max())))
+            bounds = f"at least {-len(self)} and below {len(self)}"
+            raise IndexError(message("row numbers to select", expected=bounds, found=describe(idxs)))
         index = index.long() % max(len(self), 1)
         numbers = index.numpy()
         return self._new(*self._each(lambda tensor: tensor[index.to(tensor.device)], lambda cells: cells[numbers]))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
-        """`data[start:end:step]`; tensors are views of this batch's."""
+        """The rows `data[start:end:step]` as a batch; its tensors are views of this batch's, unless `step` is negative."""
         where = slice(start, end, step)
         if step is not None and step < 0:
             return self.select_idxs(list(range(len(self)))[where])
         return self._new(*self._each(lambda column: column[where]))
 
     def reorder(self, indices: torch.Tensor) -> Self:
-        """Rows in another order (verl's does it in place and returns nothing)."""
+        """The batch with its rows in the order of `indices` (verl reorders in place and returns nothing)."""
         if sorted(torch.as_tensor(indices).tolist()) != list(range(len(self))):
-            raise BatchError("reorder", expected=f"every row of {len(self)} once", found=describe(indices))
+            raise BatchError("indices of reorder", expected=f"each of {len(self)} rows once", found=describe(indices))
         return self.select_idxs(indices)
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
@@ -211,42 +212,43 @@ class DataProto(Value, Shown):
         return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
 
     def sample_level_repeat(self, repeat_times: Any) -> Self:
-        """Row i `repeat_times[i]` times."""
+        """Repeat row i `repeat_times[i]` times."""
         times = torch.as_tensor(np.asarray(repeat_times)).long()
         if len(times) != len(self):
-            raise BatchError("sample_level_repeat", expected=f"{len(self)} numbers", found=len(times))
+            raise BatchError("repeat_times", expected=f"{len(self)} numbers, one per row", found=len(times))
         return self.select_idxs(torch.arange(len(self)).repeat_interleave(times))
 
     def chunk(self, chunks: int) -> list[Self]:
-        """`chunks` equal parts. Raises where they cannot be equal: pad first (`pad_to_divisor`), or `split`."""
+        """Cut the rows into `chunks` equal batches. Raises `BatchError` where that is impossible: pad first, or `split`."""
         if chunks < 1 or len(self) % chunks:
-            do = f"pad_to_divisor({chunks}) first, or split(size) for an uneven last one"
+            do = f"pad_to_divisor({chunks}) first, or split(size) for a shorter last part"
             raise BatchError(f"{len(self)} rows cannot be cut into {chunks} equal chunks", do=do)
         return self.split(max(len(self) // chunks, 1))
 
     def split(self, split_size: int) -> list[Self]:
-        """Parts of `split_size` rows; the last may be short."""
+        """Cut the rows into batches of `split_size`; the last may be shorter."""
         if split_size < 1:
-            raise BatchError("split size", expected="≥ 1", found=split_size)
+            raise BatchError("split_size", expected="≥ 1", found=split_size)
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """Rows of all parts. They must have the same columns, and meta_info must agree where shared.
+        """One batch with the rows of all parts, which must have the same columns and agree in shared `meta_info` keys.
 
         verl flattens the meta key `metrics`; here metrics are not part of a batch.
         """
         if not parts:
-            raise BatchError("concat", expected="at least one batch", found="none")
+            raise BatchError("parts of concat", expected="at least one batch", found="none")
         first = parts[0]
         meta = dict(first.meta_info)
         for number, part in enumerate(parts):
             if set(part.columns) != set(first.columns):
                 odd = sorted(set(part.columns) ^ set(first.columns))
-                raise BatchError(f"part {number} has other columns than part 0", found=", ".join(odd))
+                raise BatchError(f"part {number} has other columns than part 0", found=f"only in one: {', '.join(odd)}")
             for key, value in part.meta_info.items():
                 if key in meta and not same(meta[key], value):
-                    raise UnionConflict(f"meta_info {key!r} differs in part {number}", found=describe(value))
+                    found = f"{describe(value)}, and before it {describe(meta[key])}"
+                    raise UnionConflict(f"meta_info {key!r} differs in part {number}", found=found)
                 meta[key] = value
         return first._new(
             {name: torch.cat([part.batch[name] for part in parts]) for name in first.batch},
@@ -257,9 +259,9 @@ class DataProto(Value, Shown):
     def make_iterator(
         self, mini_batch_size: int, epochs: int = 1, seed: int | None = None, shuffle: bool | None = None
     ) -> Iterator[Self]:
-        """Mini-batches over `epochs` passes, shuffled per epoch where a seed is given. The size must divide."""
+        """Yields mini-batches over `epochs` passes, shuffled anew if seeded. The size must divide the number of rows."""
         if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise BatchError("mini_batch_size", expected=f"a divisor of {len(self)}", found=mini_batch_size)
+            raise BatchError("mini_batch_size", expected=f"a divisor of the {len(self)} rows", found=mini_batch_size)
         generator = torch.Generator().manual_seed(seed if seed is not None else 0)
         shuffled = seed is not None if shuffle is None else shuffle
         for _ in range(epochs):
@@ -270,12 +272,13 @@ class DataProto(Value, Shown):
     def pad_to_divisor(self, divisor: int) -> tuple[Self, int]:
         """(the batch with rows cycled from the start until `divisor` divides it, how many were added)."""
         if divisor < 1 or not len(self):
-            raise SettingError("pad_to_divisor", expected="a divisor ≥ 1 and some rows", found=divisor)
+            found = f"divisor {divisor} and {len(self)} rows"
+            raise SettingError("pad_to_divisor", expected="a divisor ≥ 1 and at least one row", found=found)
         added = -len(self) % divisor
         return (self.select_idxs([row % len(self) for row in range(len(self) + added)]) if added else self), added
 
     def unpad(self, pad: int) -> Self:
-        """Without the last `pad` rows."""
+        """The batch without its last `pad` rows."""
         return self.slice(0, len(self) - pad) if pad else self
 
     # --- elsewhere --------------------------------------------------------------------------
@@ -285,12 +288,12 @@ class DataProto(Value, Shown):
         return self._new({name: self._batch[name].to(device) for name in self._batch}, self._objects.raw())
 
     def to_tensordict(self) -> Any:
-        """A TensorDict: tensors, objects as NonTensorStack, meta as NonTensorData."""
+        """The batch as a TensorDict: tensors, objects as `NonTensorStack`, `meta_info` as `NonTensorData`."""
         from tensordict import NonTensorData, NonTensorStack, TensorDict
 
         taken = [name for name in self._meta if name in self]
         if taken:
-            raise BatchError("meta_info and columns share names", found=", ".join(taken))
+            raise BatchError("to_tensordict: meta_info and columns share names", found=", ".join(taken))
         data = TensorDict({name: self._batch[name] for name in self._batch}, batch_size=[len(self)])
         for name in self._objects:
             data[name] = NonTensorStack(*(NonTensorData(value) for value in self._objects[name]))
@@ -315,11 +318,11 @@ class DataProto(Value, Shown):
             elif isinstance(value, NonTensorData):
                 meta[name] = value.data
             else:
-                raise BatchError(f"entry {name!r} of the TensorDict", expected="a leaf", found=type(value))
+                raise BatchError(f"entry {name!r} of the TensorDict", expected="a tensor or objects", found=type(value))
         return cls(tensors, objects, meta)
 
     def to_pandas(self) -> pd.DataFrame:
-        """One line per row: numbers and objects as they are, longer tensors as lists.
+        """The batch as a DataFrame with one line per row: numbers and objects as they are, longer tensors as lists.
 
         [B, T] response columns lose their padding where `response_mask` is there to say what that is.
         """
@@ -353,12 +356,12 @@ class DataProto(Value, Shown):
         return self._new(self._raw())
 
     def save(self, path: str | Path) -> Path:
-        """Write a new folder: safetensors, parquet, json; see `dataproto.io`."""
+        """Save in a new folder (safetensors, parquet, JSON) and return its path. Raises `BatchError` if it exists."""
         return io.save(self, path)
 
     @staticmethod
     def load(path: str | Path) -> DataProto:
-        """Open a folder that `save` wrote; a column is read at its first use."""
+        """Open a batch that `save` wrote; a column is read at its first use. Raises `BatchError` if `path` holds none."""
         new = object.__new__(DataProto)
         new._set(*io.load(path))
         return new
@@ -399,7 +402,7 @@ def _rebuild(
 
 @dataclass
 class MutableDataProto:
-    """`batch`, `non_tensor_batch` and `meta_info` as plain dicts; `len`, `[int]` and iteration."""
+    """A batch that may be changed in place, as in verl: three plain dicts. It has a length, and its rows by number."""
 
     batch: dict[str, torch.Tensor]
     non_tensor_batch: dict[str, np.ndarray]
@@ -411,7 +414,7 @@ class MutableDataProto:
 
     def __getitem__(self, row: int) -> DataProtoItem:
         if not -len(self) <= row < len(self):
-            raise IndexError(row)
+            raise IndexError(message("row number", expected=f"below {len(self)}", found=row))
         tensors = {name: tensor[row] for name, tensor in self.batch.items()}
         objects = {name: cells[row] for name, cells in self.non_tensor_batch.items()}
         return DataProtoItem(tensors, objects, self.meta_info)

@@ -34,7 +34,7 @@ _CODECS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {}
 
 
 def register_codec(tag: str, kind: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
-    """Let objects of a class be saved in cells: `encode` turns one into plain values, `decode` makes it of them again."""
+    """Make objects of class `kind` savable in batches: `encode` turns one into plain values, `decode` turns these back."""
     _CODECS[tag] = kind, encode, decode
 
 
@@ -42,7 +42,7 @@ def register_codec(tag: str, kind: type, encode: Callable[[Any], Any], decode: C
 
 
 def encode(value: Any) -> Any:
-    """A cell as JSON values; arrays, tuples, infinities and registered classes are tagged. Raises `TypeError` for others."""
+    """An object as JSON values, with tags for arrays, tuples, infinities and registered classes; `TypeError` for others."""
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
@@ -60,7 +60,7 @@ def encode(value: Any) -> Any:
         return _encoded_dict(value)
     tag = next((tag for tag, (kind, *_) in _CODECS.items() if isinstance(value, kind)), None)
     if tag is None:
-        raise TypeError(type(value).__name__)
+        raise TypeError(f"no codec is registered for class {type(value).__name__}")
     return {_TAG: tag, "value": encode(_CODECS[tag][1](value))}
 
 
@@ -71,7 +71,7 @@ def _encoded_dict(value: dict[Any, Any]) -> dict[str, Any]:
 
 
 def decode(value: Any) -> Any:
-    """The reverse of `encode`."""
+    """The object that `encode` turned into these JSON values. Raises `BatchError` for an unknown tag."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     return _untagged({key: decode(item) for key, item in value.items()}) if isinstance(value, dict) else value
@@ -96,7 +96,7 @@ def _untagged(value: dict[str, Any]) -> Any:
     if tag == "dict":
         return dict(map(tuple, inner))
     if tag not in _CODECS:
-        raise BatchError(f"a saved cell is of kind {tag!r}", expected=f"one of {', '.join(_CODECS)}")
+        raise BatchError(f"a saved object has the unknown tag {tag!r}", expected=f"one of {', '.join(_CODECS)}")
     return _CODECS[tag][2](inner)
 
 
@@ -104,7 +104,7 @@ def _dtype_of_cell(text: Any, inner: list[Any]) -> np.dtype[Any]:
     """An array's dtype; of texts one no wider than they are, because a file can claim gigabytes for each."""
     dtype = np.dtype(text)
     if dtype.kind == "V":
-        raise BatchError("a saved array", expected="plain numbers, texts or objects", found=describe(text))
+        raise BatchError("dtype of a saved array", expected="plain numbers, texts or objects", found=describe(text))
     widest = max((len(item) for item in inner), default=1) if dtype.kind in "US" else 0
     return np.dtype(f"{dtype.kind}{max(widest, 1)}") if dtype.itemsize > 64 + 4 * widest else dtype
 
@@ -123,12 +123,12 @@ def _plain_type(values: np.ndarray) -> bool:
 
 
 def save(batch: Value, path: str | Path) -> Path:
-    """Write a new folder: complete or not there at all. Raises `BatchError` where it exists or a cell cannot be saved."""
+    """Save a batch in a new folder, whole or not at all. Raises `BatchError` where it exists or a cell cannot be saved."""
     from safetensors.torch import save_file
 
     folder = Path(path)
     if folder.exists():
-        raise BatchError("a saved batch is never overwritten", found=folder)
+        raise BatchError(f"{folder} exists, and a saved batch is never overwritten", do="save in a new folder")
     staging = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -172,8 +172,8 @@ def _write_objects(batch: Value, folder: Path) -> dict[str, str]:
             claims.check_depth(*cells)
             columns[name] = pa.array(cells, type=pa.string())
         except TypeError as cause:
-            expected = "plain values, NumPy, or records with a registered codec"
-            found, do = f"a {cause}, as in {describe(values[0])}", f"drop it first: without({name!r})"
+            expected = "plain values, NumPy arrays, or classes with a registered codec"
+            found, do = f"{describe(values[0])}: {cause}", f"drop the column first: without({name!r})"
             raise BatchError(f"column {name!r} cannot be saved", expected=expected, found=found, do=do) from cause
     if columns:
         # small groups, so that reading a few rows does not decode many
@@ -186,8 +186,8 @@ def _write_objects(batch: Value, folder: Path) -> dict[str, str]:
 
 
 def load(path: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Origin]]:
-    """Open a saved batch: tensors, objects, `meta_info`, origins; columns are `Lazy`. Raises `BatchError` where the folder is
-    not one, or has a newer format."""
+    """Open a saved batch: (tensors, objects, `meta_info`, origins), whose columns are `Lazy`. Raises `BatchError` where the
+    folder holds none, or one of a newer format."""
     folder = Path(path)
     if not (folder / "meta.json").is_file():
         raise BatchError(f"no saved batch at {folder}", expected="a folder with meta.json")
@@ -207,7 +207,7 @@ def load(path: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
         with claims.reading(file):
             claims.check_tensors(file, claimed)
     if kinds and other.exists() and not other.is_file():
-        raise BatchError(f"{other} is not a file")
+        raise BatchError(f"{other} is not a regular file")
     tensors = {name: partial(_tensor, folder, name) for name in claimed}
     objects = {name: partial(_objects, folder, name, kind, rows) for name, kind in kinds.items()}
     lazy = {name: Lazy(read, *claimed[name], read) for name, read in tensors.items()}
@@ -224,7 +224,7 @@ def _dtype(name: str, folder: Path) -> torch.dtype:
     """A torch dtype by its name in a file; no other attribute of torch."""
     found = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise BatchError(f"batch {folder}", expected="a dtype of torch", found=describe(name))
+        raise BatchError(f"dtype of a column in batch {folder}", expected="a dtype of torch", found=describe(name))
     return found
 
 

@@ -32,7 +32,7 @@ class How:
     """Whether a difference in the `seconds` of records counts."""
 
     def numbers(self, a: Any, b: Any) -> bool:
-        """Whether two numbers are the same: exactly for whole ones, NaN is NaN."""
+        """Whether two numbers are the same: whole numbers exactly, floats within the tolerances; NaN equals NaN."""
         if a == b or (a != a and b != b):
             return True
         if not isinstance(a, float) and not isinstance(b, float):
@@ -60,12 +60,12 @@ def same(a: Any, b: Any, how: How = EXACT) -> bool:
 
 
 def held(batch: Value, name: str) -> Any:
-    """A column without reading it from disk, to be compared with `is`."""
+    """A column as the batch holds it, without reading it from disk: tensor, object array or `Lazy`; None if absent."""
     return (batch.batch if name in batch.batch else batch.non_tensor_batch).held(name)
 
 
 def one_place(a: Any, b: Any) -> bool:
-    """Whether two columns from `held` are one object, or one file on disk (a saved batch is never overwritten)."""
+    """Whether two columns from `held` are one object, or are read from one place on disk (saved batches never change)."""
     if not isinstance(a, Lazy) or not isinstance(b, Lazy):
         return a is b
     x, y = (inspect.unwrap(column.read) for column in (a, b))
@@ -73,7 +73,7 @@ def one_place(a: Any, b: Any) -> bool:
 
 
 def unchanged(name: str, before: Value, after: Value) -> bool:
-    """Whether two batches hold the very same column; one that both have on disk is not read for it."""
+    """Whether two batches hold the very same object as a column; a column that both have on disk is not read for this."""
     if name not in before or name not in after:
         return False
     if one_place(held(before, name), held(after, name)):
@@ -86,7 +86,7 @@ def unchanged(name: str, before: Value, after: Value) -> bool:
 
 
 class Cells(NamedTuple):
-    """Where in two objects they differ, and the two values there."""
+    """The place inside two objects where they differ, and the value of each there."""
 
     inside: str
     first: Any
@@ -113,7 +113,7 @@ def difference(x: Any, y: Any, how: How = EXACT, inside: str = "") -> Cells | No
         if found is not None:
             return found
     if isinstance(x, list | tuple) and len(x) != len(y):
-        return Cells(f"the length of {inside or 'it'}", len(x), len(y))
+        return Cells(f"the length of {inside or 'the list'}", len(x), len(y))
     return None
 
 

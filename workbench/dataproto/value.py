@@ -17,7 +17,7 @@ from workbench.dataproto.columns import check_objects, check_tensor, letter_size
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Who wrote a column."""
+    """Which stage wrote a column, and at which step."""
 
     stage: str
     """Name of the stage, or `dataset`."""
@@ -74,7 +74,7 @@ class Columns(Mapping[str, Any]):
         return value.part(start, stop) if isinstance(value, Lazy) else self[name][start:stop]
 
     def passing(self, name: str) -> Any:
-        """A whole column for one use: one on disk is read and not cached."""
+        """A whole column; one on disk is read and, unlike with `[name]`, not cached."""
         value = self.held(name)
         return value.read() if isinstance(value, Lazy) else self[name]
 
@@ -96,11 +96,11 @@ def missing(name: str, present: tuple[str, ...]) -> ColumnMissing:
     advice = [f"stage {writer!r} writes it"] if writer else []
     advice += [f"did you mean {close!r}?"] if close and close != name else []
     found = ", ".join(present) or "no columns"
-    return ColumnMissing(f"this batch has no {name!r}", found=found, do="; ".join(advice) or None)
+    return ColumnMissing(f"this batch has no column {name!r}", found=found, do="; ".join(advice) or None)
 
 
 def as_objects(name: str, values: Any) -> np.ndarray:
-    """One Python object per row, as a one-dimensional object array."""
+    """A sequence with one Python object per row, as a one-dimensional object array. Raises `ColumnInvalid` for others."""
     if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
         return values
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
@@ -112,7 +112,7 @@ def as_objects(name: str, values: Any) -> np.ndarray:
 
 
 def apart(columns: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(the tensors, everything else) of some columns; one on disk is a tensor where it has a dtype."""
+    """Split columns into (tensors, everything else); a `Lazy` one is a tensor where it has a dtype."""
 
     def is_tensor(value: Any) -> bool:
         return isinstance(value, torch.Tensor) or (isinstance(value, Lazy) and value.dtype is not None)
@@ -122,7 +122,7 @@ def apart(columns: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str
 
 
 class Value:
-    """B rows of columns that are never changed: methods return another value, which shares them."""
+    """An immutable batch of B rows, the base of `DataProto`: methods return a new batch, which shares its columns."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Value:
         objects = {name: as_objects(name, values) for name, values in (non_tensor_batch or {}).items()}
         twice = tensors.keys() & objects.keys()
         if twice:
-            raise ColumnInvalid("a column is a tensor or objects, not both", found=", ".join(sorted(twice)))
+            raise ColumnInvalid("columns given both as tensors and as objects", found=", ".join(sorted(twice)))
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
                 raise ColumnInvalid(f"column {name!r}", expected="a tensor [B, …]", found=describe(tensor))
@@ -196,7 +196,7 @@ class Value:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All names, in the order in which they came."""
+        """Names of all columns: tensors first, then objects."""
         return tuple(self._names)
 
     def __len__(self) -> int:
@@ -228,7 +228,7 @@ class Value:
 
 
 def check_letters(tensors: Mapping[str, Any]) -> None:
-    """Raises `ColumnInvalid` where a shape letter has two sizes among the tensors."""
+    """Raises `ColumnInvalid` where a shape letter (S, T, …) has two sizes among the tensors."""
     letter_sizes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
 
@@ -237,5 +237,6 @@ def _rows(columns: Mapping[str, Any]) -> int:
     if len(set(lengths.values())) > 1:
         first = next(iter(lengths))
         wrong = {name: size for name, size in lengths.items() if size != lengths[first]}
-        raise BatchError("columns of one batch have one length", expected=f"{lengths[first]} rows", found=wrong)
+        expected = f"{lengths[first]} rows, as {first!r} has"
+        raise BatchError("columns of one batch must have one length", expected=expected, found=wrong)
     return next(iter(lengths.values()), 0)

@@ -53,7 +53,7 @@ def read(path: Path) -> list[Any]:
         expected, found = "a data file, or a pattern such as 'folder/train-*.parquet'", ", ".join(inside[:8])
         raise DataError(f"{str(path)!r} is a folder", expected=expected, found=found or "no data file in it")
     if not path.is_file():
-        raise DataError(f"no data file at {str(path)!r}", do="check the path; it starts where Python was started")
+        raise DataError(f"no data file at {str(path)!r}", do="check the path; a relative one starts where Python runs")
     if path.suffix not in SUFFIXES:
         raise DataError(unknown("suffix of a data file", path.suffix or "(none)", SUFFIXES))
     if path.suffix == ".parquet":
@@ -64,12 +64,12 @@ def read(path: Path) -> list[Any]:
     with boundary(f"reading {str(path)!r}", DataError):
         records = parse(path.read_bytes().removeprefix(codecs.BOM_UTF8), str(path))
     if not isinstance(records, list):
-        raise DataError(str(path), expected="a list of rows", found=type(records).__name__)
+        raise DataError(f"contents of {path}", expected="a list of rows", found=type(records).__name__)
     return records
 
 
 def raw_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """("file:line", bytes) of each line that is not blank, one in memory at a time. Raises `DataError` for an endless one.
+    """Yields ("file:line", bytes) of each line that is not blank, one at a time. Raises `DataError` for an endless line.
 
     Lines end at a newline alone: U+2028 and its like are ordinary characters inside a JSON string.
     """
@@ -77,7 +77,7 @@ def raw_lines(path: Path) -> Iterator[tuple[str, bytes]]:
         for number, raw in enumerate(iter(lambda: file.readline(LINE_LIMIT + 1), b""), 1):
             place = f"{path}:{number}"
             if len(raw) > LINE_LIMIT:
-                raise DataError(place, expected=f"at most {LINE_LIMIT} bytes in a line", found="more")
+                raise DataError(f"{place}: the line is too long", expected=f"at most {LINE_LIMIT} bytes")
             raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
             if raw.strip():
                 yield place, raw
@@ -106,15 +106,15 @@ def _refuse_size(path: Path, size: int) -> None:
 
 
 def parse(text: bytes, place: str) -> Any:
-    """Strict JSON in UTF-8. Raises `DataError`, with the place, for anything else, NaN, infinity and 1e999 included."""
+    """Parse strict JSON in UTF-8. Raises `DataError`, naming `place`, for anything else, such as NaN, infinity or 1e999."""
 
     def refuse(constant: str) -> Any:
-        raise DataError(f"{place}: JSON has no {constant}")
+        raise DataError(f"{place}: {constant} is not valid in JSON")
 
     def number(digits: str) -> float:
         value = float(digits)
         if value in (float("inf"), float("-inf")):
-            raise DataError(f"{place}: a number too large", found=digits)
+            raise DataError(f"{place}: a number too large for a float", found=digits)
         return value
 
     try:

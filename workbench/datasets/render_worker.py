@@ -16,7 +16,7 @@ LONGEST = 4_000_000
 
 
 def main(parent: Any) -> None:
-    """Answer messages for ever; the parent ends this process."""
+    """Render one chat per message from the parent process, until the parent ends this process."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -27,7 +27,7 @@ def main(parent: Any) -> None:
             made = render_jinja_template([asked["messages"]], chat_template=asked["template"], **asked["variables"])
             text = made[0][0]
             if len(text) > LONGEST:
-                raise ValueError(f"it wrote {len(text)} characters for one chat")
+                raise ValueError(f"the template wrote {len(text)} characters for one chat; expected at most {LONGEST}")
             answer = {"text": text}
         except BaseException as error:  # noqa: BLE001 - whatever a template raises is said to the parent
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}

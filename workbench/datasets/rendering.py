@@ -20,7 +20,7 @@ _KEPT = ("PATH", "LANG", "LC_ALL", "HOME", "LD_LIBRARY_PATH")
 
 
 class Renderer:
-    """The child process that renders. Calls from several threads wait for each other."""
+    """Renders chat templates in a child process, started at first use; calls from several threads take turns."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,10 +35,10 @@ class Renderer:
             try:
                 answer = json.loads(self._child.exchange(json.dumps(asked, default=str).encode(), SECONDS))
             except OSError as cause:
-                why = f"more than {SECONDS:g} s" if isinstance(cause, TimeoutError) else "the end of its process"
-                raise DataError("the chat template of the tokenizer was stopped", found=why) from cause
+                why = f"no text after {SECONDS:g} s" if isinstance(cause, TimeoutError) else "its process died"
+                raise DataError(f"the tokenizer's chat template could not be rendered: {why}") from cause
         if "error" in answer:
-            raise DataError("the chat template of the tokenizer failed", found=answer["error"])
+            raise DataError(f"the tokenizer's chat template raised {answer['error']}")
         return answer["text"]
 
 
@@ -48,7 +48,7 @@ def _started() -> Child:
     try:
         child.exchange(None, START_SECONDS)
     except OSError as cause:
-        raise DataError("the process that renders chat templates did not start") from cause
+        raise DataError(f"the process that renders chat templates did not start within {START_SECONDS:g} s") from cause
     return child
 
 
@@ -56,7 +56,7 @@ _renderer = Renderer()
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-    """A chat as text, by the tokenizer's own template, outside this process."""
+    """Render a chat as text by the tokenizer's chat template, in a child process. Raises `DataError` where that fails."""
     template = tokenizer.get_chat_template()
     return _renderer.render(template, messages, {**tokenizer.special_tokens_map, **variables})
 

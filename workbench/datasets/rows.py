@@ -28,13 +28,13 @@ from workbench.datasets.rendering import encode
 
 
 def permutation(rows: int, seed: int, epoch: int) -> list[int]:
-    """The order of the rows in one epoch (from 0): a pure function of the three."""
+    """Row numbers in the order of one epoch (from 0); the same arguments always give the same order."""
     generator = torch.Generator().manual_seed(derive(seed, "order", epoch))
     return torch.randperm(rows, generator=generator).tolist()
 
 
 def place(rows: int, batch_size: int, step: int) -> tuple[int, int]:
-    """(epoch from 0, first position in it) of a step (from 1). An epoch's uneven rest is dropped.
+    """(epoch from 0, position in its order) at which a step (from 1) starts. An epoch's incomplete last batch is dropped.
 
     Raises `DataError` where a batch is larger than the data or the step is below 1.
     """
@@ -54,9 +54,9 @@ class Cursor:
     step: int
     """Steps done."""
     epoch: int
-    """Epoch of the next step."""
+    """Epoch of the next step, from 0."""
     offset: int
-    """First position of the next step in it."""
+    """Position in that epoch's order at which the next step starts."""
     data_hash: str
     """`Rows.data_hash` of the data."""
     seed: int
@@ -65,7 +65,7 @@ class Cursor:
     """Prompts a step."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The cursor as a dict of plain values."""
         return asdict(self)
 
 
@@ -74,7 +74,7 @@ class Cursor:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Report(Shown):
-    """Counts of one data set."""
+    """Check of a data set before a run: rows, missing answers, repeated prompts, prompt lengths."""
 
     rows: int
     columns: tuple[str, ...]
@@ -88,9 +88,10 @@ class Report(Shown):
     over_limit: int
     """Prompts above `max_prompt_length`."""
     limit: int | None
+    """`max_prompt_length`, in tokens."""
 
     def lines(self) -> list[tuple[str, str]]:
-        """(what, value) pairs: what text and HTML show."""
+        """(label, value) pairs, as text and HTML show them."""
         first = list(self.missing_answers[:5])
         missing = f"{len(self.missing_answers)} (rows {first})" if first else "none"
         pairs = [
@@ -109,7 +110,7 @@ class Report(Shown):
 def report(
     rows: Sequence[Mapping[str, Any]], columns: tuple[str, ...], lengths: Sequence[int] = (), limit: int | None = None
 ) -> Report:
-    """Look at every row once; `lengths` are the prompts' in tokens, where a tokenizer has counted them."""
+    """Make the `Report` of rows; `lengths` are the prompts' lengths in tokens, where known, `limit` the largest allowed."""
     return Report(
         rows=len(rows),
         columns=columns,
@@ -123,7 +124,7 @@ def report(
 
 
 def has_answer(row: Mapping[str, Any]) -> bool:
-    """Whether the row can be scored: it has a ground truth, or its reward is a model."""
+    """Whether the row can be scored: it has a ground truth, or a model judges it (`reward_model.style` is "model")."""
     judged = row.get("reward_model") or {}
     truth = judged.get("ground_truth")
     missing = truth is None or truth == "" or (isinstance(truth, float) and math.isnan(truth))
@@ -168,12 +169,9 @@ class Rows(Shown):
         self.source = source
         taken = [name for name in self.columns if name in _RESERVED]
         if taken:
-            what, expected = (
-                f"columns of {source or 'the rows'}",
-                "names of their own, since a batch writes these itself",
-            )
+            what = f"columns of {source or 'the rows'} have names that are reserved for columns of stages and batches"
             do = f"rename them, or leave them out: load(…, without={taken})"
-            raise DataError(what, expected=expected, found=", ".join(taken), do=do)
+            raise DataError(what, found=", ".join(taken), do=do)
 
     # --- a sequence ---------------------------------------------------------------------------
 
@@ -221,7 +219,7 @@ class Rows(Shown):
         return self.select([index for index, row in enumerate(self) if keep(row)])
 
     def split(self, held_out: int | float, seed: int = 0) -> tuple[Rows, Rows]:
-        """(the rest, the held-out rows), each in the old order; `held_out` is a number of rows, or a share below 1.
+        """Split into (other rows, held-out rows), each in their order; `held_out` is a number of rows, or a share below 1.
 
         The held-out prompts are sampled with the seed. All rows of one prompt go to the same side, so the held-out side may
         be a few rows larger, and the two sides share no prompt. Raises `DataError` where a side would be empty.
@@ -236,18 +234,18 @@ class Rows(Shown):
             taken.update(groups[group] if len(taken) < number else ())
         if not 0 < len(taken) < len(self):
             found = f"{held_out} of {len(self)} rows with {len(groups)} different prompts"
-            raise DataError("split", expected="rows on both sides", found=found)
+            raise DataError("split into training and held-out rows", expected="rows on both sides", found=found)
         rest = [index for index in range(len(self)) if index not in taken]
         return self.select(rest), self.select(sorted(taken))
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        """Names that any row has."""
+        """Names of the columns that at least one row has."""
         return tuple(dict.fromkeys(name for row in self._rows for name in row))
 
     @cached_property
     def data_hash(self) -> str:
-        """Sixteen hex digits over the content."""
+        """Sixteen hex digits that change when any row does."""
         digest = hashlib.blake2b(digest_size=8)
         for row in self._rows:
             digest.update(json.dumps(row, sort_keys=True, default=str).encode())
@@ -256,12 +254,12 @@ class Rows(Shown):
     # --- prompts ------------------------------------------------------------------------------
 
     def report(self, tokenizer: Any = None) -> Report:
-        """Counts, columns, missing answers, duplicates, prompt lengths: the check before a run."""
+        """Check rows before a run: columns, missing answers, repeated prompts, and with a tokenizer prompt lengths."""
         lengths = self.prompt_lengths(tokenizer) if tokenizer is not None else []
         return report(self._rows, self.columns, lengths, self.max_prompt_length)
 
     def prompt_lengths(self, tokenizer: Any, **switches: Any) -> list[int]:
-        """Tokens of each prompt under a model's template."""
+        """Number of tokens of each prompt under the tokenizer's chat template, whose variables `switches` are."""
         return [len(encode(tokenizer, row[CHAT], **switches)) for row in self._rows]
 
     def fitting(self, tokenizer: Any, *, overlong: str = "error", **switches: Any) -> Rows:
@@ -288,20 +286,20 @@ class Rows(Shown):
     # --- batches ------------------------------------------------------------------------------
 
     def batch(self, size: int, step: int = 1, seed: int = 0) -> DataProto:
-        """The `size` prompts that training sees at `step` (from 1) with this seed: a pure function of the three."""
+        """The `size` prompts that training sees at `step` (from 1); the same arguments always give the same prompts."""
         epoch, start = place(len(self), size, step)
         indices = permutation(len(self), seed, epoch)[start : start + size]
         return self._batch(indices, draw=epoch, step=step, epoch=epoch, seed=seed)
 
     def further(self, size: int, step: int, seed: int = 0, attempt: int = 1) -> DataProto:
-        """`size` more prompts for a step (dynamic sampling): a pure function of the four; may repeat the epoch's own."""
+        """`size` more prompts for a step (dynamic sampling), chosen by the arguments alone; may repeat the epoch's."""
         size = min(size, len(self))
         indices = permutation(len(self), derive(seed, "further", step, attempt), 0)[:size]
         epoch, _ = place(len(self), size, step)
         return self._batch(indices, draw=f"{step}.{attempt}", step=step, epoch=epoch, seed=seed)
 
     def in_order(self, size: int, seed: int = 0) -> Iterator[DataProto]:
-        """All rows in order, `size` at a time, the last batch shorter: for evaluation. The batches' step is 0."""
+        """Yields all rows in order in batches of `size` for evaluation; the last may be shorter. The batches' step is 0."""
         for start in range(0, len(self), size):
             yield self._batch(range(len(self))[start : start + size], draw=0, step=0, epoch=0, seed=seed)
 
@@ -330,7 +328,7 @@ class Rows(Shown):
         return f"Rows({count}; columns {columns})\n  first: {first[:100]!r}"
 
     def lines(self) -> list[tuple[str, str]]:
-        """(what, value): how many rows, which columns, the first question."""
+        """(label, value) pairs for display: how many rows, which columns, the first prompt."""
         first = self._rows[0][CHAT] if self._rows else ""
         text = first[-1].get("content") if isinstance(first, list) and first else first
         return [
@@ -385,14 +383,14 @@ def to_row(
     instruction: str = "",
     place: str | None = None,
 ) -> dict[str, Any]:
-    """A record of GSM8K (`question`, `answer` with `#### N`) as verl's row: the truth follows the first `####`, less commas.
+    """A record of GSM8K (`question`, `answer`) as a row in verl's schema; ground truth: what follows `####`, less commas.
 
     Raises `DataError`, at `place` (by default the row's index), where question, answer or `####` is missing.
     """
     where = place or f"row {index}"
     if not isinstance(record, dict) or not {"question", "answer"} <= record.keys():
         found = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
-        raise DataError(where, expected="question and answer", found=found)
+        raise DataError(f"GSM8K record at {where}", expected="question and answer", found=found)
     question, answer = str(record["question"]), str(record["answer"])
     if "####" not in answer:
         do = "for other answers, write rows with prompt and reward_model.ground_truth"
@@ -428,11 +426,11 @@ def _normal(row: Any, prompt_key: str, without: frozenset[str], index: int, name
     """A record of any kind that `load` reads, as verl's row."""
     place = f"row {index} of {name}"
     if not isinstance(row, dict):
-        raise DataError(place, expected="an object", found=type(row).__name__)
+        raise DataError(place, expected="an object (a dict)", found=type(row).__name__)
     if prompt_key not in row and "question" in row and "answer" in row:
         return to_row(row, index=index, split="", data_source=row.get("data_source", "openai/gsm8k"), place=place)
     if prompt_key not in row:
-        raise DataError(f"{place}: " + unknown("column of it", prompt_key, sorted(row)))
+        raise DataError(f"{place}: " + unknown("column of this row", prompt_key, sorted(row)))
     prompt = row[prompt_key]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
