@@ -286,9 +286,7 @@ class Stepper(Shown):
         for one in episodes:
             what = f"the episode of row {one.row}"
             if one.next_role is not None:
-                raise PipelineError(
-                    f"{what} is not over", found=f"{one.next_role} turn next", do="call its run() first"
-                )
+                raise PipelineError(f"{what} is not over", found=f"{one.next_role} turn next", do="run() it first")
             if one.row >= len(phase.batch) or one.uid != phase.batch["uid"][one.row]:
                 raise PipelineError(f"{what} is of another batch", do=f"make it from this stepper: episode({one.row})")
         outcome = stage.rewritten(before, phase.batch, {one.row: one.output for one in episodes})
