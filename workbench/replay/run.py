@@ -162,7 +162,7 @@ class Run(Shown):
 
     @property
     def state(self) -> str:
-        """`running`, `finished`, `stopped` (the summary says why), or `died` (no process writes it, and it has no summary)."""
+        """`running`, `finished`, `stopped` (see its summary), or `died` (no process writes it, and it has no summary)."""
         if held(self.path / "lock.json"):
             return "running"
         if not (summary := self.summary):

@@ -234,7 +234,7 @@ class Replayed(Stepper):
         return "weights: no engine is open; one is opened when a stage needs it"
 
     def stand(self, trace: Trace, position: int, before: State, after: State) -> None:
-        """Position the stepper before phase number `position` of a trace; earlier phases and later model outputs are reused.
+        """Position the stepper before phase number `position` of a trace, and reuse earlier phases and later model outputs.
 
         `before` and `after` are the controllers' states, by stage name, before and after the step.
         """
