@@ -30,7 +30,7 @@ State = Mapping[str, Mapping[str, float]]
 
 
 class Weights:
-    """The learners of a recorded step, loaded together when one of them is first used; until then only names of states.
+    """The learners of a recorded step, all loaded when one is first used; before that only their states' names are known.
 
     `states` lists the names of each role's recorded states: that after the step before, and where the step is opened at a
     phase after the role's update, the state after that update.
@@ -94,14 +94,14 @@ class Weights:
 
 
 class LateLearner:
-    """A learner whose engine is opened at its first use (asking for `state_id` is none). Made by `late_learner`."""
+    """A learner whose engine is opened at its first use; reading `state_id` does not open it. Made by `late_learner`."""
 
     def __init__(self, role: str, weights: Weights) -> None:
         self.role, self._all = role, weights
 
     @property
     def opened(self) -> bool:
-        """Whether its engine is open."""
+        """Whether the learner's engine is open."""
         return self._all.opened
 
     @property

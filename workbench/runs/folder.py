@@ -172,7 +172,7 @@ class RunFolder:
 
     def supersede(self, after: int) -> list[str]:
         """Move everything past step `after` aside, so that a resumed run can write it again: rows, traces,
-        refused checkpoints, the summary; and the events, which are written again from the rows that stay.
+        refused checkpoints, the summary; and TensorBoard events, which are written again from the rows that stay.
 
         It is not deleted, but moved to superseded/<number>-after-<step>/. Returns what was moved. A call that was
         interrupted is completed by the next one.

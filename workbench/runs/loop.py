@@ -87,7 +87,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class Ending:
-    """How a loop ended: after its last step, or stopped before the update of one."""
+    """How a training loop ended: after its last step, or stopped by `break_if` before the update of a step."""
 
     step: int
     """The last step whose update is in the weights."""
@@ -103,7 +103,7 @@ Condition = Callable[[Mapping[str, float]], bool]
 
 
 class Session:
-    """Runs the training loop of one `train` call and writes its run folder; `display` is a `widgets.display.Live` or None."""
+    """Runs the training loop of one `train` call and writes its run folder; `display` is a `widgets.display.Live`."""
 
     def __init__(
         self,

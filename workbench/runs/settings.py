@@ -39,7 +39,7 @@ _first_seen: WeakKeyDictionary[Pipeline, dict[str, Any]] = WeakKeyDictionary()
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long a run is, and when it writes what."""
+    """The schedule of a run: its steps and batches, and how often it validates, saves and traces; see `train`."""
 
     steps: int
     batch_size: int
