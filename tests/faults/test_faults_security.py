@@ -223,7 +223,7 @@ def test_E7_a_trace_stays_in_its_folder(tmp_path: Path) -> None:
     for bad in ("../t/00_rollout", str(tmp_path / "t" / "00_rollout"), ".."):
         document["phases"][0]["folder"] = bad
         (folder / "trace.json").write_text(json.dumps(document))
-        with pytest.raises(WorkbenchError, match="expected folders inside it"):
+        with pytest.raises(WorkbenchError, match="expected the name of a folder in it"):
             wb.Trace.load(folder)
     meta = json.loads((folder / "start" / "meta.json").read_text())
     meta["tensors"]["x"] = ["torch.load", [1]]

@@ -205,7 +205,7 @@ def test_a_name_that_nobody_registered_here_is_missing_and_can_be_given(tiny: st
 
 @pytest.mark.slow
 def test_an_episode_of_a_past_step_is_stepped(run: wb.Run) -> None:
-    with pytest.raises(PipelineError, match=r"recorded ones.*replace\('rollout', agent=…\)"):
+    with pytest.raises(PipelineError, match=r"recorded episodes of stage 'rollout'.*replace\('rollout', agent=…\)"):
         run.stepper(2, at="reward").episode(1)
     s = run.stepper(2).replace("rollout", agent=mine()).replace("reward", judge).run()
     e = s.episode(1)

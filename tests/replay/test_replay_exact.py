@@ -167,7 +167,7 @@ def test_a_group_left_out_of_one_update(recorded: Any) -> None:
     assert by_rows.metrics == made.metrics
     with pytest.raises(RunError, match="rows to leave out of step 4"):
         run.counterfactual(4, uids=["nobody"])
-    with pytest.raises(RunError, match="and not all"):
+    with pytest.raises(RunError, match="some and not all"):
         run.counterfactual(4, rows=range(8))
 
 

@@ -93,7 +93,7 @@ def test_a_manifest_belongs_to_its_folder_and_its_files(tmp_path: Path) -> None:
     path = checkpoint.write(tmp_path, 1, fill, {"settings_hash": "abcd"})
     assert json.loads((path / "manifest.json").read_text())["settings"] == "abcd"
     (path / "actor" / "adapter.safetensors").write_text("from elsewhere")
-    with pytest.raises(CheckpointError, match=r"adapter.safetensors; found it is not in the manifest"):
+    with pytest.raises(CheckpointError, match=r"adapter.safetensors is not in its manifest.json"):
         checkpoint.verify(path)
     (path / "actor" / "adapter.safetensors").unlink()
     moved = path.rename(tmp_path / "step_000009")

@@ -43,10 +43,10 @@ from workbench.steps.trace import Phase, Trace, perform
 
 
 class Missing(BaseStage):
-    """Takes the place of a stage that cannot be made again here.
+    """Placeholder for a recorded stage that cannot be reconstructed, such as a reward function from a notebook cell.
 
-    With the record of its step it returns the recorded outputs while its inputs are the recorded ones; otherwise it must be
-    replaced.
+    With the record of its step it returns the recorded outputs while its inputs equal the recorded ones; otherwise it
+    raises `PipelineError`, and must be replaced.
     """
 
     _phase: Phase | None = None
@@ -61,7 +61,7 @@ class Missing(BaseStage):
         self._record, self._learner, self._remake = record, learner, remake
 
     def recorded(self, trace: Trace) -> Missing:
-        """The same, with its outputs in a recorded step; an update has none that would do."""
+        """A copy that returns the outputs recorded in `trace`; itself for updates and where the trace lacks the stage."""
         if self.updates or self.name not in trace.names:
             return self
         twin = copy.copy(self)
@@ -70,19 +70,19 @@ class Missing(BaseStage):
 
     @property
     def has_record(self) -> bool:
-        """Whether it has recorded outputs."""
+        """Whether the placeholder has recorded outputs to return."""
         return self._phase is not None
 
     def settings(self) -> dict[str, Any]:
-        """What it was made with, and whether its outputs are the recorded ones."""
+        """Settings for display: what the stage was made with, and whether its outputs are the recorded ones."""
         return {"made_with": self.what, **({"outputs": "recorded, not run again"} if self.has_record else {})}
 
     def learners(self) -> tuple[Any, ...]:
-        """The learner that the stage would update."""
+        """The learner that the stage would update; empty for other stages."""
         return (self._learner,) if self.updates else ()
 
     def with_function(self, function: Callable[..., Any]) -> Stage:
-        """The stage with another function: a reward, an estimator with its own defaults, or a rollout's agent loop."""
+        """Reconstruct the stage with another function: a reward, an advantage estimator, or a rollout's agent loop."""
         if self._record["class"] == "EpisodeRollout":
             return self.with_settings(agent=function)
         if self._record["class"] not in ("Reward", "Advantage"):
@@ -90,7 +90,7 @@ class Missing(BaseStage):
         return getattr(stages, self._record["class"])(function)
 
     def with_settings(self, **changes: Any) -> Stage:
-        """The stage as it was made, with the missing parts given: `replace("rollout", agent=mine)`.
+        """Reconstruct the stage with changed settings and the missing arguments: `replace("rollout", agent=mine)`.
 
         Raises `PipelineError` where a part is still missing.
         """
@@ -100,21 +100,21 @@ class Missing(BaseStage):
                 return self._remake(changes)
             except _Gone as gone:
                 what = str(gone)
-        found = f"it was made with {what}, which the run folder has by name alone"
+        found = f"it was made with {what}, of which the run folder has only the name"
         raise PipelineError(f"settings of stage {self.name!r} cannot be changed", found=found, do=self._advice())
 
     def _advice(self) -> str:
         lacks = [key for key, one in self._record["arguments"].items() if _lacks(one)]
         again = f"replace({self.name!r}, {', '.join(f'{key}=…' for key in lacks)})" if lacks and self._remake else ""
-        return " or ".join(filter(None, (again, f"replace({self.name!r}, …) with what should stand there")))
+        return " or ".join(filter(None, (again, f"replace({self.name!r}, …) with another stage or function")))
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """The recorded outputs, where the batch is the recorded one, with the metric `recorded/<stage>` = 1."""
+        """Return the recorded outputs where the batch is the recorded one, with the metric `recorded/<stage>` = 1."""
         differing = self._differing(batch)
         if self._phase is None or differing:
             what, found = f"stage {self.name!r} of the run cannot be run again here", f"it was made with {self.what}"
-            expected = f"the recorded {', '.join(differing)}, for its recorded outputs" if differing else None
-            found += ", which the run folder has by name alone"
+            expected = f"the recorded {', '.join(differing)} as its input, to reuse its outputs" if differing else None
+            found = f"{'other input; ' if differing else ''}{found}, of which the run folder has only the name"
             raise PipelineError(what, expected=expected, found=found, do=self._advice())
         metrics: dict[str, Metric | float] = {**self._phase.metrics, f"recorded/{self.name}": 1.0}
         if self._phase.rows is not None:
@@ -139,12 +139,12 @@ class _Gone(Exception):
 
 
 def rebuilt(records: list[dict[str, Any]], learners: Mapping[str, Any], open_frozen: Callable[..., Any]) -> Pipeline:
-    """The recorded pipeline on these learners. `open_frozen(record)` opens a frozen model.
+    """Reconstruct a recorded pipeline on these learners (by role). `open_frozen(record)` opens a frozen model.
 
-    Raises `RunError` where there are no records: a run of an old version wrote none.
+    Raises `RunError` where there are no records: an old version of the package wrote none.
     """
     if not records:
-        raise RunError("the run does not say how its pipeline was made", do="pass pipeline=…")
+        raise RunError("the run has no record of its pipeline", do="look at its recorded traces: run.traces[step]")
     maker, made = _Maker(learners, open_frozen), []
     for record in records:
         remake = functools.partial(maker.stage, record)
@@ -154,7 +154,7 @@ def rebuilt(records: list[dict[str, Any]], learners: Mapping[str, Any], open_fro
         except _Gone as gone:
             made.append(Missing(record, str(gone), learner, remake))
         except (TypeError, WorkbenchError) as error:  # this version's stage does not take that version's arguments
-            made.append(Missing(record, f"arguments of its time ({first_line(error)})", learner, remake))
+            made.append(Missing(record, f"arguments of another version ({first_line(error)})", learner, remake))
     return Pipeline(made)
 
 
@@ -168,7 +168,7 @@ class _Maker:
     def stage(self, record: Mapping[str, Any], given: Mapping[str, Any]) -> Stage:
         """One stage from its record, with some arguments or settings replaced by those given."""
         if record["class"] not in stages.__all__:
-            raise _Gone(f"a stage of another package ({record['name']})")
+            raise _Gone(f"a class of another package ({record['name']})")
         of_it = record["arguments"]
         arguments = {key: given[key] if key in given else self.value(one) for key, one in of_it.items()}
         stage: Stage = getattr(stages, record["class"])(**arguments)
@@ -232,7 +232,7 @@ _BESIDE = {"path", "files_crc32", "ranks", "sampler"}
 
 
 def sharded_here(record: Mapping[str, Any]) -> bool:
-    """Whether a recorded engine was sharded, and this machine has as many devices; else a local one takes its place."""
+    """Whether a recorded engine was sharded (FSDP) and this machine has enough devices; else a local one is opened."""
     ranks, device = record.get("ranks"), record.get("device", "auto")
     if ranks is None:
         return False
@@ -241,9 +241,9 @@ def sharded_here(record: Mapping[str, Any]) -> bool:
 
 
 def opened(path: str | Path, record: Mapping[str, Any]) -> Any:
-    """A learner from a folder with a recorded engine's settings, of its recorded kind where this machine can run it.
+    """Open a model folder as a learner with a recorded engine's settings, sharded as recorded where this machine can.
 
-    Raises `RunError` for a setting that no such engine has: it would be ignored silently.
+    Raises `RunError` for a setting that no such engine has, which would otherwise be ignored silently.
     """
     whole = FsdpSettings if "ranks" in record else LocalSettings
     strange = [name for name in record if name not in _BESIDE and name not in whole.field_names()]
@@ -256,8 +256,8 @@ def opened(path: str | Path, record: Mapping[str, Any]) -> Any:
 
 
 def learner_of(role: str, path: Path, record: Mapping[str, Any]) -> Any:
-    """A role's learner from a folder; one that cannot sample gets a local sampler beside it. A critic of the model that a
-    run began with is made from the policy, as the recipe made it."""
+    """Open a role's learner from a model folder; one that cannot sample is paired with a local sampler. A critic is made
+    from the opened model with `engine.critic()`, as recipes make it."""
     engine = opened(path, record)
     engine.path = str(record["path"])
     if role == "critic":
@@ -269,14 +269,14 @@ def learner_of(role: str, path: Path, record: Mapping[str, Any]) -> Any:
 
 
 def kinds_of(record: Mapping[str, Any]) -> tuple[type, ...]:
-    """The classes whose methods the learner of a record has."""
+    """The engine classes that `learner_of` can return for a recorded engine."""
     return (Paired, FsdpEngine) if sharded_here(record) else (LocalEngine,)
 
 
 class LateFrozen:
-    """A frozen model, such as a reference, that is opened when it first computes log-probs.
+    """A frozen model, such as the reference policy, that is loaded at its first use.
 
-    It raises `RunError` then, where the folder is not there or its files are not those of the run.
+    Loading raises `RunError` where the model folder is missing or its files are not those of the run.
     """
 
     def __init__(self, record: Mapping[str, Any]) -> None:
@@ -284,23 +284,23 @@ class LateFrozen:
         self._made: Any = None
 
     def describe(self) -> dict[str, Any]:
-        """Path and settings; the weights are those of the path."""
+        """Path and settings of the frozen model; `as_loaded` says that its weights are those of the path."""
         return {**self._record, "as_loaded": True}
 
     def _opened(self) -> Any:
         if self._made is None:
             if wrong := wrong_files(self._record):
-                raise RunError("the frozen model of the run is needed from here on", found=wrong)
+                raise RunError("the frozen model of the run is needed here", expected="its model folder", found=wrong)
             self._made = opened(self._record["path"], self._record).reference()
         return self._made
 
     def compute_log_probs(self, *args: Any, **options: Any) -> Any:
-        """Log-probs of the frozen model, which is opened for it."""
+        """Log-probs as of `LogProbModel.compute_log_probs`; loads the frozen model at the first call."""
         return self._opened().compute_log_probs(*args, **options)
 
     @contextmanager
     def model(self) -> Iterator[Any]:
-        """The frozen model's module, opened for it."""
+        """Context manager: loads the frozen model and yields its `nn.Module`."""
         with self._opened().model() as model:
             yield model
 
@@ -309,13 +309,13 @@ class LateFrozen:
 
 
 def frozen_of(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], LateFrozen]:
-    """Record → frozen model, opened at its first use; where the run recorded the folder's files they must be the same."""
+    """Make the `open_frozen` of `rebuilt`: it returns a `LateFrozen`, whose files must match the crc32 in the settings."""
     known = {str(one["path"]): one.get("files_crc32") for one in settings["engines"].values()}
     return lambda record: LateFrozen({"files_crc32": known.get(str(record["path"])), **record})
 
 
 def wrong_files(record: Mapping[str, Any]) -> str | None:
-    """What is wrong with the model folder of an engine's record; None where its files are the recorded ones, if any."""
+    """What is wrong with the model folder of a recorded engine, as text; None where its files match their crc32, if any."""
     path = Path(str(record["path"]))
     if not path.is_dir():
         return f"no folder at {path}"
@@ -328,7 +328,7 @@ def wrong_files(record: Mapping[str, Any]) -> str | None:
 
 
 def standing_after(folder: Path, step: int) -> Pipeline:
-    """The run's pipeline with its weights, optimizers and controllers after `step` (0: before training).
+    """Reconstruct a run's pipeline with its weights, optimizers and controllers after `step` (0: before training).
 
     Raises `RunError` where checkpoints and recorded updates do not reach that step, naming the steps that can be restored.
     """
@@ -354,12 +354,12 @@ def standing_after(folder: Path, step: int) -> Pipeline:
             apply(pipeline, update)
             pipeline.load_state(update.controllers)
         return pipeline
-    what, do = f"the weights after step {step} of {folder} cannot be made again", restorable_steps(folder)
-    raise RunError(what, found="; ".join(why), do=f"steps that can: {do}")
+    what, do = f"the weights after step {step} of {folder} cannot be restored", restorable_steps(folder)
+    raise RunError(what, found="; ".join(why), do=f"choose one of the steps that can: {do}")
 
 
 def restorable_steps(folder: Path) -> str:
-    """The steps whose weights can be restored, as text. Of a model's folder it only checks that it exists."""
+    """The steps whose weights can be restored, as text such as `0, 3–6`. Model folders are only checked to exist."""
     settings = read_settings(folder)
     began_in_memory = any(settings.get("began", {}).get("versions", {}).values())
     there = all(Path(str(one.get("path", ""))).is_dir() for one in settings.get("engines", {}).values())
@@ -371,7 +371,7 @@ def restorable_steps(folder: Path) -> str:
 
 
 def apply(pipeline: Pipeline, update: updates.Update, inputs: DataProto | None = None) -> list[Phase]:
-    """Run the update stages alone on a recorded step's inputs (or others in their place)."""
+    """Run only the update stages, on a recorded step's inputs or on `inputs` instead; returns their phases."""
     batch = update.inputs if inputs is None else inputs
     return [perform(stage, batch) for stage in pipeline if stage.updates]
 
@@ -387,10 +387,12 @@ def _opened(folder: Path, settings: Mapping[str, Any], base: int) -> dict[str, A
             engine.load_state(place / role, place / f"{role}_state")
         return engines
     if any(settings["began"]["versions"].values()):
-        raise RunError("the run began with weights that had been trained before in memory")
+        raise RunError("the run began with weights that were trained before in memory and saved nowhere")
     for role, record in records.items():
         if wrong := wrong_files(record):
-            raise RunError(f"the model that {role!r} began with", expected="its files as the run began", found=wrong)
+            raise RunError(
+                f"the model that {role!r} began with", expected="its files at the start of the run", found=wrong
+            )
     return {role: learner_of(role, Path(record["path"]), record) for role, record in records.items()}
 
 
@@ -401,8 +403,8 @@ def start_of(folder: Path, step: int) -> DataProto:
     saved = step_folder(folder / "traces", step) / "start"
     if saved.is_dir():
         return DataProto.load(saved)
-    expected = f"a recorded update or a trace; updates of steps {updates.ranges(updates.steps(folder / 'updates'))}"
-    raise RunError(f"the batch of step {step} was not kept", expected=expected)
+    found = f"recorded updates of steps {updates.ranges(updates.steps(folder / 'updates'))}"
+    raise RunError(f"the batch of step {step} was not kept", expected="its recorded update or its trace", found=found)
 
 
 # --- what if it had not been there ---------------------------------------------------------------
@@ -410,7 +412,7 @@ def start_of(folder: Path, step: int) -> DataProto:
 
 @dataclass(frozen=True, repr=False)
 class Counterfactual(Shown):
-    """A run's updates done again without some rows of one of them."""
+    """Result of `Run.counterfactual`: a run's updates, repeated with some rows left out of one of them."""
 
     step: int
     """The step that rows were left out of."""
@@ -418,20 +420,20 @@ class Counterfactual(Shown):
     left_out: tuple[int, ...]
     """Rows of that step's batch."""
     metrics: dict[int, dict[str, tuple[float, float]]] = field(repr=False)
-    """Step → metric → (as it was, as it would have been)."""
+    """Step → metric → (with all rows, without those rows)."""
     distance: dict[str, float]
-    """Role → L2 distance between the two weights after `until`, over the distance that training went since `step`."""
+    """Role → L2 distance between both weights after `until`, divided by how far training had moved them since `step`."""
     actual: dict[str, Any] = field(repr=False)
-    """Role → engine as it was after `until`."""
+    """Role → engine with the run's weights after `until`."""
     without: dict[str, Any] = field(repr=False)
-    """Role → engine as it would have been."""
+    """Role → engine with the weights after `until` that the updates without those rows give."""
 
 
 def counterfactual(
     folder: Path, step: int, *, uids: Sequence[str] = (), rows: Sequence[int] = (), until: int | None = None
 ) -> Counterfactual:
-    """See `Run.counterfactual`. It measures what the rows of that one batch did to the weights through these updates, not
-    what the other policy would have sampled."""
+    """Repeat a run's updates without some rows of one step: see `Run.counterfactual`. The result measures what these rows
+    did to the weights through the recorded updates, not what the changed policy would have sampled."""
     recorded = updates.steps(folder / "updates")
     last = until if until is not None else max(recorded, default=0)
     update = updates.read(folder / "updates", step)
@@ -456,7 +458,7 @@ def _chosen(inputs: DataProto, uids: Sequence[str], rows: Sequence[int], step: i
     strange = [uid for uid in uids if uid not in present] + [row for row in rows if not 0 <= row < len(inputs)]
     chosen = {row for row, uid in enumerate(present) if uid in set(uids)} | set(rows)
     if strange or not chosen or len(chosen) == len(inputs):
-        expected = f"some of its {len(inputs)} rows, or uids of {list(dict.fromkeys(present))[:4]}…, and not all"
+        expected = f"some and not all of its {len(inputs)} rows, or uids such as {list(dict.fromkeys(present))[:4]}"
         raise RunError(f"rows to leave out of step {step}", expected=expected, found=strange or sorted(chosen))
     return chosen
 

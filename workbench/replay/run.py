@@ -32,7 +32,7 @@ class Traces(Shown, Mapping[int, Trace]):
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The run's metrics rows."""
+        """The rows of the run's metrics.jsonl, one dict per step."""
         return read_metrics(self._folder.parent / "metrics.jsonl")
 
     def why(self, step: int) -> Kept:
@@ -50,7 +50,7 @@ class Traces(Shown, Mapping[int, Trace]):
     def _path(self, step: int) -> Path:
         path = step_folder(self._folder, step)
         if not (path / "trace.json").is_file():
-            raise RunError(f"no trace of step {step}", expected=f"one of {list(self._there())}")
+            raise RunError(f"no trace of step {step}", expected=f"one of the steps {list(self._there())}")
         return path
 
     def __getitem__(self, step: int) -> Trace:
@@ -76,12 +76,12 @@ class Run(Shown):
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Metrics rows as they are on disk."""
+        """The rows of metrics.jsonl, one dict per step."""
         return read_metrics(self.path / "metrics.jsonl")
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """One line a step, by `training/global_step`; step 0 is the validation before training."""
+        """DataFrame of the metrics, indexed by `training/global_step`; step 0 is the validation before training."""
         import pandas as pd
 
         frame = pd.DataFrame(self.rows)
@@ -89,7 +89,7 @@ class Run(Shown):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the run was started with."""
+        """The settings that the run was started with, from settings.json."""
         return read_settings(self.path)
 
     @property
@@ -100,18 +100,18 @@ class Run(Shown):
 
     @property
     def traces(self) -> Traces:
-        """Step → recorded trace."""
+        """The run's recorded traces by step."""
         return Traces(self.path / "traces")
 
     @property
     def checkpoints(self) -> list[int]:
-        """Steps with a checkpoint."""
+        """The steps that have a checkpoint, ascending."""
         return checkpoint.steps(self.path / "checkpoints")
 
     def checkpoint(self, step: int | None = None) -> Path:
         """The folder of a checkpoint (the newest by default), verified; `engines.local` opens it.
 
-        Raises `CheckpointError` where it is damaged: another one never takes its place.
+        Raises `RunError` where there is none, `CheckpointError` where it is damaged: no other one is taken instead.
         """
         return checkpoint.verified(self.path, step)
 
@@ -131,16 +131,16 @@ class Run(Shown):
     def stepper(self, step: int, at: str | None = None, engines: Mapping[str, Any] | None = None) -> Replayed:
         """A Stepper on a recorded step, before its first phase or before the phase `at`.
 
-        Without `at` the weights are opened at once: those of the newest checkpoint before, and the recorded updates
-        since. Running it gives the run's own numbers, bit for bit on the CPU with the run's thread count.
+        Without `at` the engines are opened at once, with the weights of the newest checkpoint before and the recorded
+        updates since. Running the step gives the run's own numbers, bit for bit on the CPU with the run's thread count.
 
-        With `at` the step's trace must be on disk. The phases before are the recorded ones; no engine is opened until a
-        stage needs one, and later log-probs and values are the recorded ones while the tokens are the same:
+        With `at` the step's trace must be on disk. Earlier phases are taken from it; no engine is opened until a stage
+        needs one, and later log-probs and values are taken from it too while the tokens are the same:
         `run.stepper(137, at="reward").replace("reward", other).run(until="advantage")` needs no model at all.
 
-        A stage made with something that the folder has by name alone (a reward from a cell) returns its recorded outputs,
-        and `notes` say so; where its input has changed it must be replaced. `engines` (role → engine) replace the run's,
-        with the weights that they have. Raises `RunError` where the step cannot be reached, naming those that can.
+        A stage whose parts were recorded by name only (a reward function from a cell) returns its recorded outputs, and
+        `notes` say so; where its input has changed it must be replaced. `engines` (role → engine) are used instead of the
+        run's, with their present weights. Raises `RunError` where the step cannot be restored, naming those that can.
         """
         return stepper_at(self.path, step, at, engines or {})
 
@@ -151,9 +151,9 @@ class Run(Shown):
     def counterfactual(
         self, step: int, *, uids: Sequence[str] = (), rows: Sequence[int] = (), until: int | None = None
     ) -> rebuild.Counterfactual:
-        """Leave groups or rows out of one recorded update, do the later ones as recorded, and compare.
+        """Repeat the recorded updates from `step` on without some groups (`uids`) or `rows` of that step, and compare.
 
-        `until` is the last update to do (the last recorded one by default). The later updates use the recorded tokens and
+        `until` is the last update to repeat (the last recorded one by default). Later updates use the recorded tokens and
         advantages. Raises `RunError` where no such row is in the batch, or nothing would be left.
         """
         return rebuild.counterfactual(self.path, step, uids=uids, rows=rows, until=until)
@@ -162,7 +162,7 @@ class Run(Shown):
 
     @property
     def state(self) -> str:
-        """`running`, `finished`, `stopped` (its summary says why), or `died`: no process writes it and it has no summary."""
+        """`running`, `finished`, `stopped` (see its summary), or `died` (no process writes it, and it has no summary)."""
         if held(self.path / "lock.json"):
             return "running"
         if not (summary := self.summary):
@@ -170,7 +170,7 @@ class Run(Shown):
         return "stopped" if summary.get("stopped") else "finished"
 
     async def follow(self, every: float = 2.0) -> Run:
-        """Show progress and curves of a run that is going on elsewhere until it ends: `await run.follow()`."""
+        """Show progress and curves of a run in another process until it ends, read every `every` seconds; `await` it."""
         steps = int(self.settings["train"]["steps"])
         live, seen = shows(self, "live", steps), 0
         while True:
@@ -184,9 +184,9 @@ class Run(Shown):
             await asyncio.sleep(every)
 
     def curves(self, *, marks: bool = True, **others: Run | str | Path) -> Any:
-        """The curves as a matplotlib figure; other runs (or their folders) by name are overlaid.
+        """Draw the metric curves as a matplotlib figure; other runs (or their folders), given by name, are overlaid.
 
-        `marks`: symptoms of this run are numbered on the time axis and listed beneath.
+        `marks`: number this run's symptoms on the time axis and list them beneath.
         """
         opened = {name: run if isinstance(run, Run) else Run(run) for name, run in others.items()}
         return shows(self, "curves", marks=marks, others=opened)
@@ -208,7 +208,7 @@ class Summary(Shown, dict[str, Any]):
     """summary.json as a dict, displayed as a table."""
 
     def pairs(self) -> list[tuple[str, str]]:
-        """(name, text) of the main numbers."""
+        """(name, text) pairs of the main numbers, for display."""
         found = []
         for when in ("before", "after"):
             if f"reward_{when}" in self:
@@ -223,12 +223,12 @@ class Summary(Shown, dict[str, Any]):
 
 
 def number(value: float | None) -> str:
-    """Four decimals; a dash where there is no number (the interval of one prompt)."""
+    """Format a number with four decimals, None (the interval of one prompt) as a dash."""
     return "–" if value is None else f"{value:.4f}"
 
 
 def load_run(path: str | Path) -> Run:
-    """Open a run folder, finished or going on elsewhere. Raises `RunError` where there is none."""
+    """Open the folder of a run, finished or still running. Raises `RunError` where there is none."""
     return Run(path)
 
 
@@ -236,18 +236,18 @@ _ALWAYS = ("state", "steps", "reward before", "reward after", "training reward",
 
 
 def find_runs(folder: str | Path = "runs") -> list[Path]:
-    """Run folders in a folder and in the folders in it, the newest last. Raises `RunError` where there is no such folder."""
+    """Find run folders in `folder`, up to two levels down, the newest last. Raises `RunError` where it does not exist."""
     root = Path(folder)
     if not root.is_dir():
-        raise RunError(f"no folder {str(root)!r}", do="name the folder that your runs are in")
+        raise RunError(f"no folder {str(root)!r}", do="pass the folder that has the run folders")
     found = {path.parent for depth in ("", "*/", "*/*/") for path in root.glob(f"{depth}settings.json")}
     return sorted(found, key=lambda path: (path / "settings.json").stat().st_mtime)
 
 
 def list_runs(folder: str | Path = "runs", *, settings: bool = True) -> pd.DataFrame:
-    """One line a run: state, steps, held-out reward before and after, seconds; then the settings in which they differ.
+    """DataFrame with one row per run: state, steps, held-out rewards, seconds; then the settings in which runs differ.
 
-    A run that cannot be read has its error as state.
+    A run that cannot be read has the error as its state.
     """
     import pandas as pd
 

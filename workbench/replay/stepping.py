@@ -30,10 +30,10 @@ State = Mapping[str, Mapping[str, float]]
 
 
 class Weights:
-    """The learners of a recorded step, opened together when one of them is needed; until then their states are names.
+    """The learners of a recorded step, all loaded when one is first used; before that only their states' names are known.
 
-    `states` lists the recorded states of each role up to the phase where the step is opened: that after the step before,
-    and where the step has updated the role already, the one after that update.
+    `states` lists the names of each role's recorded states: that after the step before, and where the step is opened at a
+    phase after the role's update, the state after that update.
     """
 
     def __init__(self, folder: Path, step: int, roles: Iterable[str], trace: Trace | None, past: Sequence[str]) -> None:
@@ -61,7 +61,7 @@ class Weights:
                 try:
                     self._engines = self._open()
                 except RunError as error:
-                    raise RunError(f"the weights of {role!r} are needed from here on: {error}") from error
+                    raise RunError(f"the weights of {role!r} are needed, but cannot be restored: {error}") from error
             return self._engines[role]
 
     def _open(self) -> Mapping[str, Any]:
@@ -87,41 +87,41 @@ class Weights:
         return self._names.get(self._engines[role].state_id, self._engines[role].state_id)
 
     def recall(self, role: str, name: str) -> None:
-        """Put a role into another of its recorded states, without opening engines."""
+        """Switch a role to another of its recorded states; no engine is opened for it."""
         self._wanted[role] = name
         if self._engines is not None:
             self._engines[role].restore(self._kept[name])
 
 
 class LateLearner:
-    """A learner that is opened at its first use other than asking for `state_id`. Made by `late_learner`."""
+    """A learner whose engine is opened at its first use; reading `state_id` does not open it. Made by `late_learner`."""
 
     def __init__(self, role: str, weights: Weights) -> None:
         self.role, self._all = role, weights
 
     @property
     def opened(self) -> bool:
-        """Whether its engine is open."""
+        """Whether the learner's engine is open."""
         return self._all.opened
 
     @property
     def state_id(self) -> str:
-        """The recorded name of its state, or the engine's own after another update."""
+        """Name of the learner's recorded state, or the engine's own `state_id` after another update."""
         return self._all.state_of(self.role)
 
     @property
     def lost(self) -> Any:
-        """Whether its workers are lost; None for an engine without workers. Asking opens nothing."""
+        """Whether the engine's worker processes are gone; None where it has none, or has not been opened."""
         return getattr(self._all[self.role], "lost", None) if self.opened else None
 
     @property
     def states(self) -> list[str]:
-        """The recorded states that it can be in, in order; its present one where there is one alone."""
+        """Names of the learner's recorded states, in order; the present state alone where only one is recorded."""
         recorded = self._all.states[self.role]
         return recorded if len(recorded) > 1 else [self.state_id]
 
     def recall(self, name: str) -> None:
-        """Go to another recorded state."""
+        """Switch the learner to the recorded state `name`."""
         self._all.recall(self.role, name)
 
     def _do(self, name: str, *args: Any, **options: Any) -> Any:
@@ -129,7 +129,7 @@ class LateLearner:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            raise AttributeError(name)
+            raise AttributeError(f"a learner of a replayed step has no attribute {name!r}")
         return getattr(self._all[self.role], name)
 
     def __repr__(self) -> str:
@@ -138,8 +138,8 @@ class LateLearner:
 
 @functools.cache
 def late_learner(kinds: tuple[type, ...]) -> type[LateLearner]:
-    """A `LateLearner` class with the methods of these classes: stages check protocols with `isinstance`, and that must not
-    open an engine."""
+    """Make a `LateLearner` subclass with the protocol methods of these engine classes, so that `isinstance` checks of
+    protocols, as stages make them, open no engine."""
     protocols = (Sampler, LogProbModel, Learner, Differentiable, WholeDistributions, Estimates)
     asked = {name for one in protocols for name, what in vars(one).items() if callable(what) and name[0] != "_"}
     there = [name for name in sorted(asked) if any(callable(getattr(kind, name, None)) for kind in kinds)]
@@ -150,7 +150,7 @@ class Recalling(Snapshots):
     """Snapshots that can also restore recorded states."""
 
     def align(self, role: str, learner: Any, state_id: str) -> None:
-        """As `Snapshots.align`; a recorded state can always be restored."""
+        """Restore the weights `state_id` as `Snapshots.align` does; a recorded state needs no snapshot."""
         recorded = isinstance(learner, LateLearner) and len(learner.states) > 1 and state_id in learner.states
         if not recorded:
             super().align(role, learner, state_id)
@@ -164,7 +164,7 @@ class Recalling(Snapshots):
 
 
 class Replayed(Stepper):
-    """A stepper on a recorded step of a run; `notes` say what in it is recorded and which weights it has."""
+    """A stepper on a recorded step of a run; `notes` say which phases are recorded and which weights it has."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Replayed(Stepper):
         return (f"{drawn[0]}: {whose}; {here}",)
 
     def recall(self, trace: Trace) -> None:
-        """Reuse the phases of a trace that were computed one step in advance, as long as none of their inputs has changed."""
+        """Reuse those phases of a trace that were sampled one step ahead, as long as none of their inputs has changed."""
         for stage in self._pipeline:
             if stage.name in trace.names and DRAWN in trace[stage.name].settings:
                 self._reuse(stage, trace, self._weights(stage))
@@ -234,9 +234,9 @@ class Replayed(Stepper):
         return "weights: no engine is open; one is opened when a stage needs it"
 
     def stand(self, trace: Trace, position: int, before: State, after: State) -> None:
-        """Go to before phase `position` of a trace, with the phases before it done and recorded model outputs for reuse.
+        """Position the stepper before phase number `position` of a trace, and reuse earlier phases and later model outputs.
 
-        `before` and `after` are the controllers' states around the step.
+        `before` and `after` are the controllers' states, by stage name, before and after the step.
         """
         names, learners, initial = self._pipeline.names, self._pipeline.learners(), self._pipeline.state()
         standings = []
@@ -274,7 +274,7 @@ def _asks_models(settings: Mapping[str, Any], stage: str) -> bool:
 
 
 def stepper_at(folder: Path, step: int, at: str | None, given: Mapping[str, Any]) -> Replayed:
-    """See `Run.stepper`; `given` are engines by role."""
+    """Open a recorded step in a stepper: see `Run.stepper`; `given` are the caller's engines by role."""
     settings = read_settings(folder)
     records: list[dict[str, Any]] = settings.get("pipeline", [])
     names = [one["name"] for one in records]
@@ -306,7 +306,7 @@ def _at_the_start(folder: Path, step: int, trace: Trace | None) -> Replayed:
     except RunError as error:
         if trace is None or not trace.names:
             raise
-        do = f"its trace is recorded: stepper({step}, at={trace.names[-1]!r}) needs no weights"
+        do = f"its trace is recorded: stepper({step}, at={trace.names[-1]!r}) opens it without weights"
         raise RunError(str(error), do=do) from error
     pipeline = _with_records(pipeline, trace)
     if trace is None or not any(DRAWN in phase.settings for phase in trace):
@@ -324,8 +324,8 @@ def _recorded(folder: Path, step: int, at: str | None, past: list[str]) -> Trace
         return trace
     there = [one for one, path in step_folders(folder / "traces").items() if (path / "trace.json").is_file()]
     found = f"traces of steps {there}" if trace is None else f"a trace of {', '.join(trace.names)}"
-    do = f"stepper({step}) begins before the first phase, where the weights can be restored"
-    what, expected = f"step {step} cannot be opened at {at!r}", "a recorded trace that goes as far"
+    do = f"stepper({step}) opens it before the first phase, if its weights can be restored"
+    what, expected = f"step {step} cannot be opened at {at!r}", "its recorded trace up to there"
     raise RunError(what, expected=expected, found=found, do=do)
 
 
@@ -346,7 +346,7 @@ def _with_records(
 
 
 def controllers(folder: Path, step: int) -> tuple[State | None, State | None]:
-    """Controllers' states before and after a step; None where they were not recorded."""
+    """Controllers' states, by stage name, before and after a step; None where they were not recorded."""
     kept = read_kept(step_folder(folder / "traces", step))
     before = kept.before if kept.before is not None else _controllers_after(folder, step - 1)
     return before, kept.after if kept.after is not None else _controllers_after(folder, step)

@@ -26,7 +26,7 @@ _PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
 
 
 def data_metrics(batch: DataProto) -> dict[str, float]:
-    """What verl's `compute_data_metrics` has beyond what the stages report (rollout, reward, values, advantage).
+    """Metrics of verl's `compute_data_metrics` that no stage (rollout, reward, values, advantage) reports itself.
 
     `response_length_non_aborted/*`: tokens of the responses that have any; `prompt_length/clip_ratio`: share of
     prompts that fill `max_prompt_length`. {} for a batch without a rollout.
@@ -41,14 +41,14 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def lag_metrics(batch: DataProto, version: int | None) -> dict[str, float]:
-    """`version_lag` for a pipeline without a stage that measures it; `version` is the learner's at the step's beginning."""
+    """`training/policy_lag/*`: policy versions that rows are behind `version`, the learner's at the start of the step."""
     if version is None or "policy_version" not in batch:
         return {}
     return reduce([version_lag(version, batch["policy_version"])])
 
 
 def timing_metrics(metrics: Mapping[str, float], batch: DataProto) -> dict[str, float]:
-    """`ALIASES`, among them verl's of the phases' seconds; milliseconds per token, and throughput in tokens per second.
+    """Timings under verl's names: seconds per phase, milliseconds per token, throughput in tokens/s; and memory in GiB.
 
     Generation is counted per response token, everything else per token of prompt and response.
     """
@@ -75,11 +75,11 @@ def timing_metrics(metrics: Mapping[str, float], batch: DataProto) -> dict[str, 
 
 
 def sample_metrics(batch: DataProto) -> dict[str, float]:
-    """Per data source, means over prompts: `val-core/<source>/reward/` mean@N, best@N/mean and maj@N/mean for the largest N;
-    `val-aux/…` std@N, best@n, worst@n, maj@n for n = 2, 4, 8 … and pass@k where all rewards are 0 or 1.
+    """verl's validation metrics, per data source: `val-core/<source>/reward/` mean@N, best@N/mean and maj@N/mean for the
+    largest N; `val-aux/…` std@N, best@n, worst@n, maj@n for n = 2, 4, 8 … and pass@k where all rewards are 0 or 1.
 
-    best and worst are exact expectations over samples with replacement (verl takes 1000 of them); maj needs extracted
-    answers. Rows that were not scored are left out; a prompt counts with the samples that it has.
+    Each is a mean over prompts. best and worst are exact expectations over n draws with replacement (verl draws 1000
+    times); maj needs extracted answers. Rows that were not scored are left out.
     """
     found: dict[str, float] = {}
     prompts = {key: pair for key, pair in by_prompt(batch).items() if pair[0]}
@@ -118,7 +118,7 @@ def _of_draws(prompts: Sequence[tuple[list[float], list[Any]]], n: int, place: s
 
 
 def by_prompt(batch: DataProto) -> dict[tuple[str, str], tuple[list[float], list[Any]]]:
-    """(Source, uid) → rewards and answers of the prompt's scored rows."""
+    """Group rows by prompt: (data source, uid) → rewards and extracted answers of the prompt's scored rows."""
     sources: Sequence[Any] = batch["data_source"] if "data_source" in batch else [None] * len(batch)
     scores: Sequence[Any] = batch["score"] if "score" in batch else [None] * len(batch)
     groups: dict[tuple[str, str], tuple[list[float], list[Any]]] = {}

@@ -42,13 +42,13 @@ _STAGING, _MANIFEST = ".staging-", "manifest.json"
 def write(checkpoints: Path, step: int, fill: Callable[[Path], None], state: dict[str, Any], *, keep: int = 2) -> Path:
     """Write one checkpoint: `fill` puts the weights into the staging folder, `state` becomes state.json.
 
-    The newest `keep` (≥ 2) good ones stay. Raises `CheckpointError` where it exists already, or where it
-    could not be written (a full disk, say); what was there before is untouched then.
+    All but the newest `keep` (≥ 2) good checkpoints are deleted. Raises `CheckpointError` where it exists already or
+    could not be written (a full disk, say); earlier checkpoints are untouched then.
     """
-    require(keep >= 2, "checkpoints to keep", expected="≥ 2", found=keep)
+    require(keep >= 2, "number of checkpoints to keep", expected="≥ 2", found=keep)
     target = step_folder(checkpoints, step)
     if target.exists():
-        raise CheckpointError("a checkpoint is never overwritten", found=target)
+        raise CheckpointError("a checkpoint is never overwritten", found=f"{target}, which exists")
     staging = checkpoints / f"{_STAGING}{target.name}"
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -101,21 +101,21 @@ def _self_crc32(document: dict[str, Any]) -> int:
 
 
 def verify(checkpoint: Path) -> None:
-    """Check every file against the manifest. Raises `CheckpointError` naming the first that is missing, short, changed, or
-    not in it."""
+    """Check every file of a checkpoint folder against its manifest. Raises `CheckpointError` for the first file that is
+    missing, short, changed, or not in the manifest."""
     files = _manifest(checkpoint)["files"]
     for name, record in files.items():
         path = checkpoint / name
         what = f"checkpoint {checkpoint.name}: file {name}"
         if not path.is_file():
-            raise CheckpointError(what, found="it is missing")
+            raise CheckpointError(f"{what} is missing")
         if path.stat().st_size != record["size"]:
-            raise CheckpointError(what, expected=f"{record['size']} bytes", found=path.stat().st_size)
+            raise CheckpointError(what, expected=f"{record['size']} bytes", found=f"{path.stat().st_size} bytes")
         if crc32_of(path) != record["crc32"]:
-            raise CheckpointError(what, expected=f"crc32 {record['crc32']}", found="another: its content changed")
+            raise CheckpointError(what, expected=f"crc32 {record['crc32']}", found="another crc32: its content changed")
     present = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
     if strange := sorted(present - files.keys() - {_MANIFEST}):
-        raise CheckpointError(f"checkpoint {checkpoint.name}: file {strange[0]}", found="it is not in the manifest")
+        raise CheckpointError(f"checkpoint {checkpoint.name}: file {strange[0]} is not in its {_MANIFEST}")
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:
@@ -130,23 +130,23 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{what}: {_MANIFEST} cannot be read", found=first_line(cause)) from cause
     formats.older(number, what, CheckpointError)
     if document.get("crc32") != _self_crc32(document):
-        raise CheckpointError(f"{what}: {_MANIFEST}", expected="its own crc32", found="its content changed")
+        raise CheckpointError(f"{what}: {_MANIFEST} does not match its own crc32", found="changed content")
     if step_folder(checkpoint.parent, document["step"]).name != checkpoint.name:
-        raise CheckpointError(what, expected="the folder's own step", found=f"step {document['step']}")
+        raise CheckpointError(f"{what}: {_MANIFEST} is of another step", found=f"step {document['step']}")
     return document
 
 
 def verified(run: Path, step: int | None = None) -> Path:
-    """The folder of a run's checkpoint (the newest by default), verified.
+    """Verify a run's checkpoint (the newest by default) and return its folder.
 
-    Raises `RunError` where there is none, `CheckpointError` where it is damaged: another one never takes its place.
+    Raises `RunError` where there is none, `CheckpointError` where it is damaged: no other one is taken instead.
     """
     checkpoints = run / "checkpoints"
     there = steps(checkpoints)
     wanted = there[-1] if step is None and there else step
     if wanted is None or wanted not in there:
         what = "no checkpoint" if wanted is None else f"no checkpoint of step {wanted}"
-        raise RunError(f"{what} in {run}", expected=f"one of {there}" if there else None)
+        raise RunError(f"{what} in {run}", expected=f"one of the steps {there}" if there else None)
     path = step_folder(checkpoints, wanted)
     if damage := _damage(path):
         good = latest(checkpoints)
@@ -156,7 +156,7 @@ def verified(run: Path, step: int | None = None) -> Path:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint, under the present names. Raises `RunError` where it cannot be read or has a newer format."""
+    """Read a checkpoint's `state.json`, older names translated. Raises `RunError` for a damaged file or a newer format."""
     state: dict[str, Any] = read_json(checkpoint / "state.json")
     if formats.older(state.get("format", 1), f"checkpoint {checkpoint.name}", CheckpointError):
         if "controllers" in state:
@@ -173,11 +173,11 @@ def steps(checkpoints: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class Found:
-    """What `latest` found."""
+    """Result of `latest`: the newest good checkpoint, and the damaged ones."""
 
     step: int
     path: Path | None
-    """None where no checkpoint is good."""
+    """Folder of the newest good checkpoint; None (and `step` 0) where no checkpoint is good."""
     notes: tuple[str, ...]
     """Sentences about what was refused or cleaned up."""
     refused: tuple[int, ...] = ()
@@ -185,9 +185,9 @@ class Found:
 
 
 def latest(checkpoints: Path, *, clean: bool = False) -> Found:
-    """The newest checkpoint that verifies; `notes` names the damaged ones.
+    """Find the newest checkpoint that passes `verify`; `notes` names the damaged ones.
 
-    `clean=True`, for the writer alone, removes what interrupted writes and deletions left, and notes it.
+    `clean=True`, only for the process that writes the run, also removes what interrupted writes and deletions left.
     """
     notes: list[str] = []
     refused: list[int] = []
@@ -215,7 +215,7 @@ def _damage(checkpoint: Path) -> CheckpointError | None:
 
 
 def prune(checkpoints: Path, keep: int) -> None:
-    """Delete what is older than the newest `keep` good checkpoints.
+    """Delete the checkpoints that are older than the newest `keep` good ones.
 
     Damaged ones do not count, and are kept while they are newer than those.
     """
@@ -233,7 +233,7 @@ def prune(checkpoints: Path, keep: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Python's, NumPy's and torch's global generators (GPUs' too, where they are in use) as plain JSON values."""
+    """State of the global random generators of Python, NumPy and torch (CUDA's too, where it is in use) as JSON values."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
@@ -246,7 +246,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Restore what `rng_state` returned. Do it last: building models and iterators uses these generators."""
+    """Restore what `rng_state` returned. Call it last: building models and iterators uses these generators."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

@@ -28,7 +28,7 @@ from workbench.stages.rollout import Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Shown):
-    """Rewards of a policy on some prompts."""
+    """Result of `evaluate`: the rewards of a policy on a set of prompts."""
 
     mean: float
     """Mean reward over prompts (of each the mean of its samples), rows that were not scored left out."""
@@ -37,11 +37,11 @@ class Evaluation(Shown):
     prompts: int
     samples: int
     greedy: bool
-    """Temperature 0."""
+    """Whether responses were sampled at temperature 0."""
     unscored: int
     """Rows that were not scored."""
     by_source: dict[str, float]
-    """data_source → mean."""
+    """`data_source` → mean reward of its prompts."""
     batch: DataProto = field(repr=False)
     """Every row with its response and score."""
 
@@ -69,10 +69,10 @@ def evaluate(
 ) -> Evaluation:
     """Sample and score responses to every row, or to the first `limit`; with an `agent` every sample is an episode.
 
-    `model` is an engine, a model or checkpoint folder, a run folder, or a `Run` (its newest checkpoint and its longest
-    response, unless `max_tokens` says another; 128 elsewhere). A checkpoint is verified first: a damaged one raises
-    `CheckpointError`. `temperature=0` is greedy. A row's seed is derived from (seed, "validation", uid, sample): it is the
-    same at every step, and no random generator of training is used.
+    `model` is an engine, a model or checkpoint folder, a run folder, or a `Run`; of a run the newest checkpoint is used.
+    `max_tokens` is by default that of the run's rollout, else 128. A damaged checkpoint raises `CheckpointError`.
+    `temperature=0` is greedy. A row's seed is derived from (seed, "validation", uid, sample): it is the same at every
+    step, and no random generator of training is used.
     """
     engine, longest = _engine(model)
     sampling = SamplingSettings(temperature=temperature, max_tokens=max_tokens or longest or 128)
@@ -89,7 +89,7 @@ def _engine(model: Any) -> tuple[Sampler, int | None]:
         return model, None
     folder = getattr(model, "path", model)  # a Run is as good as its folder
     if not isinstance(folder, str | Path):
-        raise DataError("evaluate", expected="an engine, a folder or a Run", found=describe(model))
+        raise DataError("the model to evaluate", expected="an engine, a folder or a Run", found=describe(model))
     if not (Path(folder) / "settings.json").is_file():
         if (Path(folder) / "manifest.json").is_file():
             verify(Path(folder))
@@ -99,7 +99,7 @@ def _engine(model: Any) -> tuple[Sampler, int | None]:
 
 
 def score_rows(rollout: Rollout, reward: Reward, batches: Iterable[DataProto]) -> Evaluation:
-    """Sample and score the rows of batches. Raises `DataError` where there are none."""
+    """Sample and score responses to all rows of some batches. Raises `DataError` where there is no batch."""
     parts = [reward(rollout(batch).batch).batch for batch in batches]
     if not parts:
         raise DataError("nothing to evaluate", found="no rows")
@@ -125,7 +125,7 @@ def score_rows(rollout: Rollout, reward: Reward, batches: Iterable[DataProto]) -
 
 
 def validated(pipeline: Pipeline, eval_rows: Rows, seed: int, samples: int) -> dict[str, float]:
-    """Rewards on held-out rows, sampled as in training and greedy; uses no random generator of training.
+    """Validation metrics: rewards on held-out rows, sampled as in training and greedy, with seeds of their own.
 
     verl's `val-core` and `val-aux` (see `sample_metrics`), and `val/reward` with its interval, `val/greedy`, `accuracy`;
     `val/unscored` counts sampled and greedy rows that were not scored: they are in no mean.

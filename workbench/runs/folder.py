@@ -30,7 +30,7 @@ _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 
 
 def strict(value: Any) -> Any:
-    """The value with NaN and infinities as None, at any depth: JSON has no such numbers."""
+    """Replace NaN and infinities by None, at any depth of a value, because JSON has no such numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -41,12 +41,12 @@ def strict(value: Any) -> Any:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """`write_text` of strict JSON."""
+    """Write a JSON file atomically, NaN and infinities as null."""
     write_text(path, json.dumps(strict(document), indent=1, default=str, allow_nan=False))
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file of the run. Raises `RunError` where it is missing or cannot be read."""
+    """Read a JSON file of a run folder. Raises `RunError` where it is missing or cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
@@ -54,7 +54,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_settings(run: Path) -> dict[str, Any]:
-    """A run's settings.json, under the present names. Raises `RunError` where it is missing, damaged or of a newer format."""
+    """Read a run's settings.json, older names translated. Raises `RunError` for a missing, damaged or newer file."""
     path = run / "settings.json"
     document = read_json(path)
     try:
@@ -65,8 +65,8 @@ def read_settings(run: Path) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics file, under the present names (a resumed run has rows of several versions). A last line without its
-    newline (its writer was killed) is left out."""
+    """Read the rows of a metrics.jsonl, older metric names translated; no rows where there is no file. A last line without
+    newline (its writer was killed) is left out. Raises `RunError` for a line that is not JSON."""
     if not path.is_file():
         return []
     rows = []
@@ -88,7 +88,7 @@ def step_folders(parent: Path) -> dict[int, Path]:
 
 
 def step_folder(parent: Path, step: int) -> Path:
-    """The folder of a step's checkpoint, trace or update in the folder of all of them."""
+    """The folder `step_000010` of a step in `parent`, the folder of all checkpoints, traces or updates."""
     return parent / f"step_{step:06d}"
 
 
@@ -98,7 +98,7 @@ def size_of(folder: Path) -> int:
 
 
 def crc32_of(path: Path, value: int = 0) -> int:
-    """crc32 of a file's content, going on from `value`."""
+    """crc32 of a file's content, continued from the crc32 `value`."""
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             value = zlib.crc32(block, value)
@@ -117,10 +117,10 @@ def check_place(path: Path) -> None:
     if any(len(part.encode()) > 200 for part in parts) or len(str(path).encode()) > 4000:
         raise RunError(f"run folder {str(path)[:60]!r}…", expected="names of at most 200 bytes")
     if ".." in parts:
-        raise RunError(what, found="'..' in it", do="write the folder that is meant")
+        raise RunError(what, found="'..' in it", do="write the path without '..'")
     for one in (path, *path.parents):
         if one.is_symlink() and not one.resolve().is_relative_to(one.absolute().parent.resolve()):
-            raise RunError(what, found=f"{one} is a link to {one.resolve()}", do="name the folder itself")
+            raise RunError(what, found=f"{one} is a link to {one.resolve()}", do="name the folder that it links to")
     if path.exists() and not path.is_dir():
         raise RunError(what, found="a file of that name")
 
@@ -141,7 +141,7 @@ def written(target: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder so that no half of it is ever found under its name: it is renamed first."""
+    """Delete a folder after renaming it, so that an interrupted deletion leaves no incomplete folder under its name."""
     aside = folder.with_name(f"{PRUNED}{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
@@ -160,7 +160,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
 
     def append_metrics(self, row: dict[str, Any]) -> list[str]:
-        """Append a row, on disk when this returns. NaN and infinities become null; returns the names of those metrics."""
+        """Append a row to metrics.jsonl and sync it. NaN and infinities become null; returns the names of those metrics."""
         clean = strict(row)
         with self.metrics.open("a") as file:
             file.write(json.dumps(clean, allow_nan=False) + "\n")
@@ -172,10 +172,10 @@ class RunFolder:
 
     def supersede(self, after: int) -> list[str]:
         """Move everything past step `after` aside, so that a resumed run can write it again: rows, traces,
-        refused checkpoints, the summary; and the events, which are written again from the rows that stay.
+        refused checkpoints, the summary; and TensorBoard events, which are written again from the rows that stay.
 
-        Nothing is deleted: it goes to superseded/<number>-after-<step>/. Returns what was moved. It goes by what is on disk,
-        so that a call that was interrupted is finished by the next.
+        It is not deleted, but moved to superseded/<number>-after-<step>/. Returns what was moved. A call that was
+        interrupted is completed by the next one.
         """
         parent = self.path / "superseded"
         number = 1 + max((int(path.name[:3]) for path in parent.glob("[0-9][0-9][0-9]-*")), default=0)

@@ -27,7 +27,7 @@ KEEP_FLAGGED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Why a trace is on disk."""
+    """Why the trace of a step is kept on disk, and the controllers' state around that step."""
 
     due: str = ""
     """`every 10 steps`, `the last step`, … ; empty where only a symptom asked for it."""
@@ -44,7 +44,7 @@ class Kept:
 
 
 def keep(trace: Trace, target: Path, kept: Kept) -> Path:
-    """Write a trace with the reason for keeping it: complete, or not there at all."""
+    """Write a trace, with the reason for keeping it, to the folder `target`: completely or not at all."""
 
     def fill(staging: Path) -> None:
         trace.save(staging)
@@ -54,7 +54,7 @@ def keep(trace: Trace, target: Path, kept: Kept) -> Path:
 
 
 def read_kept(folder: Path) -> Kept:
-    """Why the trace in this folder was kept. Traces without `kept.json`, of older runs, were due."""
+    """Read why the trace in a folder was kept. A trace without a readable `kept.json` counts as due."""
     path = folder / "kept.json"
     if not path.is_file():
         return Kept(due="recorded")
@@ -73,7 +73,7 @@ def read_kept(folder: Path) -> Kept:
 
 
 def prune(traces: Path, keep_traces: int, keep_flagged: int = KEEP_FLAGGED) -> None:
-    """Delete what is neither among the last `keep_traces` that were due nor the last `keep_flagged` with a symptom."""
+    """Delete traces, except the last `keep_traces` that were due and the last `keep_flagged` with a symptom."""
     reasons = {step: read_kept(path) for step, path in step_folders(traces).items()}
     due = [step for step, kept in reasons.items() if kept.due or not kept.flagged]
     flagged = [step for step, kept in reasons.items() if kept.flagged]

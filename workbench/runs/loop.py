@@ -40,7 +40,7 @@ log = logging.getLogger("workbench")
 
 
 def run_step(pipeline: Pipeline, batch: DataProto | Trace) -> Trace:
-    """One training step: every stage once, in order. An error of a stage carries the trace before it as `.trace`."""
+    """Run one training step: every stage once, in order. An exception of a stage has the trace so far as `.trace`."""
     *_, trace = phases(pipeline, batch)
     return trace
 
@@ -48,7 +48,8 @@ def run_step(pipeline: Pipeline, batch: DataProto | Trace) -> Trace:
 def run_step_unless(
     pipeline: Pipeline, batch: DataProto, met: Condition | None, ahead: Ahead | None = None
 ) -> tuple[Trace, Stepper | None]:
-    """One training step that is taken back to before its first update where its metrics meet a condition."""
+    """Run one training step; return its trace and None, or where its metrics meet `met` a stepper that is back before the
+    first update."""
     sampled = Trace(batch) if ahead is None else ahead.take(batch)
     if met is None:
         return run_step(pipeline, sampled), None
@@ -63,7 +64,7 @@ def run_step_unless(
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """A finished step, as observers get it."""
+    """A finished training step, as `Observer.on_step` gets it."""
 
     step: int
     epoch: int
@@ -72,21 +73,21 @@ class StepReport:
 
 
 class Observer(Protocol):
-    """Watches a training loop. An error that it raises ends the loop."""
+    """Watches a training loop through the methods below. An exception that one of them raises ends the loop."""
 
     def on_start(self, start: int, steps: int) -> None:
-        """Before step `start`; the last will be `steps`."""
+        """Called before the loop; `start` is the first step to run, `steps` the last."""
 
     def on_step(self, report: StepReport) -> None:
-        """After every step."""
+        """Called after every step."""
 
     def on_end(self, error: BaseException | None) -> None:
-        """Once at the end; `error` is what ended the loop early."""
+        """Called once at the end; `error` is the exception that ended the loop early, else None."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a loop ended: after its last step, or stopped before the update of one."""
+    """How a training loop ended: after its last step, or stopped by `break_if` before the update of a step."""
 
     step: int
     """The last step whose update is in the weights."""
@@ -102,7 +103,7 @@ Condition = Callable[[Mapping[str, float]], bool]
 
 
 class Session:
-    """Runs the training loop, and as its observer writes the run folder; `display` is a `widgets.display.Live`."""
+    """Runs the training loop of one `train` call and writes its run folder; `display` is a `widgets.display.Live`."""
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class Session:
         self._weights = states(pipeline.learners())
 
     async def run(self, observers: Sequence[Observer], break_if: Condition | None) -> Ending:
-        """Restore the random generators, now that everything is built, and loop. The summary says why a run ended early.
+        """Restore the random generators, run the training loop, and write the summary, which says why a run ended early.
 
         Raises `CancelledError`, with the step and the checkpoint in its message, where an interrupt stopped it.
         """
@@ -193,13 +194,13 @@ class Session:
     # --- the loop's observer --------------------------------------------------------------------
 
     def on_start(self, start: int, steps: int) -> None:
-        """Before the first step of a run, validate the policy as it is."""
+        """Validate the untrained policy, if step 1 is next and there are held-out rows."""
         self._state = self._present_state(start - 1)
         if start == 1 and self._eval_rows is not None:
             self._write(0, {STEP: 0, "training/epoch": 0, **self._validated(self._eval_rows)})
 
     def on_step(self, report: StepReport) -> None:
-        """Write the metrics, then the update, the trace, the checkpoint.
+        """Write the metrics of a step, then its recorded update, trace and checkpoint where they are due.
 
         A trace is kept every k-th step, of the last one, and of a step in which a symptom begins.
         """
@@ -222,7 +223,7 @@ class Session:
             self._save()
 
     def on_end(self, error: BaseException | None) -> None:
-        """Let trackers write what is waiting."""
+        """Close the trackers, which then write what they have buffered."""
         for tracker in self._trackers:
             tracker.close()
 
@@ -331,7 +332,7 @@ class Session:
             target = step_folder(self._folder.path / "failed", step + 1)
             if not target.exists():
                 trace.save(target)
-            error.add_note(f"the batch of step {step + 1} up to there: Trace.load({str(target)!r})")
+            error.add_note(f"the phases of step {step + 1} before the error are saved: Trace.load({str(target)!r})")
         return self._closed(why + self._keep())
 
     def _done(self) -> int:
@@ -367,8 +368,8 @@ class Session:
 
 
 def write_summary(path: Path, eval_rows: Rows | None, stopped: str | None, draw: Callable[[Path], None]) -> None:
-    """Write summary.json from what is in the folder, after `draw` has put the curves there: steps, seconds, why the run
-    stopped, and rewards of held-out rows before and after."""
+    """Draw the curves with `draw` and write summary.json from the files of the run folder: steps, seconds, why the run
+    stopped, and held-out rewards before and after."""
     draw(path)
     rows = read_metrics(path / "metrics.jsonl")
     found: dict[str, Any] = {

@@ -42,7 +42,7 @@ _measured: dict[str, int] = {}
 
 @dataclass(frozen=True)
 class Preflight(Shown):
-    """Rows that passed the checks, and the findings as (what, sentence)."""
+    """Result of `preflight`: the rows that passed the checks, and the findings as (what, sentence)."""
 
     rows: Rows
     eval_rows: Rows | None
@@ -56,11 +56,11 @@ class Preflight(Shown):
 
 
 class Checked(RunError):
-    """Ends `workbench check` at the start of training, after all checks. Carries the findings."""
+    """Raised by `train` under `workbench check` when all checks have passed; the message lists the findings."""
 
 
 def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan, path: Path) -> Preflight:
-    """Check data, plan, lengths, routing, reward function, memory and disk. Nothing is written, no model is run.
+    """Check data, plan, lengths, reward function, memory and disk before training. Nothing is written, no model is run.
 
     Raises `DataError`, `SettingError`, `RewardError`, `OutOfMemory` or `RunError` at the first thing that will not work.
     """
@@ -97,10 +97,10 @@ def _hash(*parts: Any) -> str:
 
 
 class Prompts:
-    """Measures prompts under a model's template. All of a data set are rendered once, and not again in this process or by a
-    resumed run, whose settings.json has what was `found`.
+    """Measures the lengths of prompts in tokens, under a model's chat template. A data set is rendered once in a process,
+    and not again by a resumed run, whose settings.json has the lengths that were `found`.
 
-    A length belongs to the rows' content, the tokenizer, its template and the template's switches together.
+    A length is stored for the rows' content, the tokenizer, its template and the template's switches together.
     """
 
     def __init__(self, tokenizer: Any, switches: Mapping[str, Any], run: Path) -> None:
@@ -117,7 +117,7 @@ class Prompts:
             self._known |= read_settings(run).get("prompts", {})
 
     def longest(self, rows: Rows) -> int:
-        """Tokens of the longest of all prompts; 0 for no rows."""
+        """Number of tokens of the longest prompt; 0 for no rows."""
         key = _hash(rows.data_hash, self._kind)
         found = self._known.get(key) if self._kind else None
         if found is None:
@@ -127,18 +127,18 @@ class Prompts:
         return found
 
     def check(self, rows: Rows) -> None:
-        """Raises `DataError` where a prompt is longer than the rows' limit."""
+        """Raise `DataError` where a prompt has more tokens than the rows' `max_prompt_length`."""
         limit = rows.max_prompt_length
         if limit is not None and self.longest(rows) > limit:
             rows.fitting(self._tokenizer, **self._switches)
 
     def limit(self, rows: Rows) -> int:
-        """Tokens that a prompt may have: the limit, or where there is none the longest of the first rows."""
+        """Most tokens that a prompt may have: `max_prompt_length`, or where it is None the longest of the first 64 rows."""
         limit = rows.max_prompt_length
         first = (len(encode(self._tokenizer, row["prompt"], **self._switches)) for row in rows[:64])
         longest = self.longest(rows) if limit is not None else max(first)
         if not longest:
-            raise DataError("the prompts are empty under the model's tokenizer", found="no token in them")
+            raise DataError("the prompts are empty under the model's tokenizer", found="0 tokens in the longest")
         return limit or longest
 
 
@@ -202,7 +202,7 @@ def _memory(pipeline: Pipeline) -> str:
         if need > free:
             what, roles = f"training would need about {gib(need)} more on {device}", ", ".join(pipeline.learners())
             do = "lower micro_batch_tokens, switch on gradient_checkpointing, or take a smaller model"
-            raise OutOfMemory(what, expected=f"at most {gib(free)} that are free", found=roles, do=do)
+            raise OutOfMemory(what, expected=f"at most the {gib(free)} that are free, for {roles} together", do=do)
     found = [f"about {gib(need)} more on {device}, {gib(available(device))} free" for device, need in needs.items()]
     return "; ".join(found) or "the engines do not say"
 

@@ -25,7 +25,7 @@ _STATE = ("cursor", "controllers", "rng", "versions")
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins."""
+    """The step and the state that a training run starts or resumes from."""
 
     step: int
     """The first step to do, from 1."""
@@ -42,7 +42,7 @@ class Start:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """`lr: 0.001 → 0.002` for every setting that differs, nested names joined by dots; of texts the first such line."""
+    """List settings that differ as `lr: 0.001 → 0.002`, nested names joined by dots; of texts the first differing line."""
     found = []
     for key in dict.fromkeys([*old, *new]):
         a, b = old.get(key), new.get(key)
@@ -74,7 +74,7 @@ def begin(
 
     `resume="never"` refuses a folder that has a run; `"auto"` takes the newest checkpoint that verifies; where there has
     been none yet it starts over (what the run wrote is moved to superseded/). Raises `RunError` where settings,
-    model files or data differ from the run's, or weights cannot be put back; `CheckpointError` where all
+    model files or data differ from the run's, or weights cannot be restored; `CheckpointError` where all
     checkpoints are damaged.
     """
     old, changes = check_resumable(folder.path, settings, resume, allow_changes)
@@ -104,7 +104,8 @@ def _superseded(folder: RunFolder, after: int) -> list[str]:
 def check_resumable(
     path: Path, settings: Mapping[str, Any], resume: str, allow_changes: Sequence[str]
 ) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
-    """(settings.json as it is, settings that differ and may). Only reads; raises `RunError` as `begin` does."""
+    """Check that a run may go on with these settings, and return (its present settings.json or None, differences that are
+    allowed). Writes nothing. Raises `RunError` as `begin` does."""
     if resume == "never":
         if (path / "metrics.jsonl").exists() or checkpoint.steps(path / "checkpoints"):
             do = "choose another run=, or go on with resume='auto'"
@@ -138,12 +139,13 @@ def _restore(
     cursor = rows.cursor(state["step"], plan["batch_size"], plan["seed"]).to_json()
     wrong = differences(state["cursor"], cursor)
     if wrong and not any(_among(name, allow_changes) for name in ("data_hash", "train.seed", "train.batch_size")):
-        raise RunError("the data is not what the checkpoint was trained on", found="; ".join(wrong))
+        do = "resume with the run's own data, seed and batch_size"
+        raise RunError("the data is not what the checkpoint was trained on", found="; ".join(wrong), do=do)
     for role, learner in pipeline.learners().items():
         learner.load_state(path / role, path / f"{role}_state")
         if learner.version != state["versions"][role]:
-            wrong = [f"{role}: {state['versions'][role]} → {learner.version}"]
-            raise CheckpointError(f"checkpoint {path.name} has other versions", found="; ".join(wrong))
+            expected, found = f"version {state['versions'][role]}, as state.json says", f"version {learner.version}"
+            raise CheckpointError(f"checkpoint {path.name}: weights of {role!r}", expected=expected, found=found)
     pipeline.load_state(state["controllers"])
     return state
 

@@ -39,7 +39,7 @@ _first_seen: WeakKeyDictionary[Pipeline, dict[str, Any]] = WeakKeyDictionary()
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long a run is, and when it writes what."""
+    """The schedule of a run: its steps and batches, and how often it validates, saves and traces; see `train`."""
 
     steps: int
     batch_size: int
@@ -56,7 +56,7 @@ class Plan:
     """Steps that rows are sampled ahead."""
 
     def due(self, every: int, step: int) -> str:
-        """Why something due every n-th step and after the last (0: only the last) is due now, in words; empty where it is not."""
+        """Why an action due every `every` steps (0: never) and after the last one is due at `step`, in words; else ''."""
         if every > 0 and step % every == 0:
             return f"every {every} steps" if every > 1 else "every step"
         return "the last step" if step == self.steps else ""
@@ -70,7 +70,7 @@ def resolved(
     trackers: Sequence[str],
     prompts: Mapping[str, int],
 ) -> dict[str, Any]:
-    """All that a run is started with, as plain values; `prompts` are lengths that `preflight` measured, kept for resuming."""
+    """Describe all settings of a run as plain values for settings.json; `prompts` are lengths that `preflight` measured."""
     described = {stage.name: describe_settings(stage) for stage in pipeline}
     stages = {name: settings for name, (settings, _) in described.items()}
     engines = described_engines(pipeline)
@@ -95,8 +95,8 @@ def resolved(
 def with_history(
     settings: Mapping[str, Any], old: Mapping[str, Any] | None, step: int, changes: Sequence[str]
 ) -> dict[str, Any]:
-    """The settings to write at the beginning of `step`, with a `history` of what was changed since the run began and by
-    which code it went on. `old` is the present settings.json."""
+    """Return the settings with a `history`, one entry for each start of the run: its first `step`, the changed settings and
+    the code's versions. `old` is the present settings.json."""
     entry = {"at": time.strftime("%Y-%m-%d %H:%M:%S"), "from_step": step, "changes": list(changes)}
     entry |= {name: settings[name] for name in ("code", "versions")}
     there = old or {}
@@ -117,7 +117,7 @@ def code_revision() -> str | None:
 
 
 def described_engines(pipeline: Pipeline) -> dict[str, Any]:
-    """Role → the engine's settings, with a crc32 over the files of the model that it was loaded from.
+    """Describe the engines: role → settings, with a crc32 over the files of the model that the engine was loaded from.
 
     A resumed run makes the frozen reference from the same files.
     """
@@ -132,7 +132,7 @@ def described_engines(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def files_crc32(model: Path) -> int:
-    """One number over the names and contents of a model folder's files."""
+    """One crc32 over the names and contents of a model folder's weight, config and tokenizer files."""
     value = 0
     for path in sorted(model.iterdir()):
         if path.is_file() and path.suffix in (".safetensors", ".json", ".jinja", ".txt", ".model"):
@@ -153,9 +153,9 @@ def _with_files(records: list[dict[str, Any]], engines: Mapping[str, Any]) -> li
 
 
 def first_seen(pipeline: Pipeline) -> dict[str, Any]:
-    """Role → version and role → `state_id`, when a pipeline first met a run in this process.
+    """The learners' versions and `state_id`s, by role, when this process first used the pipeline in a run.
 
-    Its frozen reference was made from those weights, or from earlier ones; later ones cannot be in it.
+    The pipeline's frozen reference was made from these weights or earlier ones, never from later ones.
     """
     learners = pipeline.learners().items()
     versions = {role: learner.version for role, learner in learners}
@@ -191,7 +191,7 @@ MADE_AGAIN: Mapping[type, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
 
 
 def written_down(pipeline: Pipeline) -> list[dict[str, Any]]:
-    """One plain record for each stage: class, arguments, columns that it reads and writes, and whether it updates."""
+    """Describe a pipeline as one plain record per stage: class, arguments, columns read and written, role it updates."""
     roles = {id(learner): role for role, learner in pipeline.learners().items()}
     records = []
     for stage in pipeline:

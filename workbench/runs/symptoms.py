@@ -29,18 +29,18 @@ class Symptom:
     found: str
     """The numbers."""
     since: int
-    """The first step of the window that it was seen in."""
+    """The first step of the window of steps in which the symptom was seen."""
     do: str
     """What is usually behind it, and what to try."""
     steps: tuple[int, ...] = ()
-    """The single steps that have it; empty where it belongs to a stretch of steps."""
+    """The single steps that have the symptom; empty where it is one of a stretch of steps."""
 
     def __str__(self) -> str:
         return f"{self.name} (step {self.since} on): {self.found}; {self.do}"
 
 
 def symptoms(rows: Rows, batch: Any = None) -> list[Symptom]:
-    """Check metrics rows (`run.rows`), and list what looks wrong, the worst first; `batch`, the last recorded one, gives causes.
+    """List what looks wrong in metrics rows (`run.rows`), the worst first; `batch`, the last recorded one, shows causes.
 
     Fewer than three steps, and metrics that a run does not have, are not checked.
     """
@@ -203,9 +203,9 @@ CHECKS: tuple[Check, ...] = (
 class Watch:
     """Follows a run's rows as they come: `look` returns the symptoms that begin with a row, `marks` all that were seen.
 
-    Each check reads the first rows and the last `SEEN`. `rows` are those of a run that goes on, checked up to `looks` times,
-    evenly and at the last one, so that what had begun in them is not reported again. NaN and infinities must be None in
-    rows (`folder.strict`).
+    Each check reads the first rows and the last `SEEN`. `rows` are the earlier rows of a resumed run; they are checked at
+    up to `looks` evenly spaced rows, the last included, so that symptoms begun there are not reported again. NaN and
+    infinities must be None in rows (`folder.strict`).
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = (), looks: int = LOOKS) -> None:
@@ -219,8 +219,8 @@ class Watch:
             self.look(row, check=number % every == 0)
 
     def look(self, row: Mapping[str, Any], *, check: bool = True) -> list[Symptom]:
-        """Take one more row: the symptoms that the rows have with it and did not have before. Those of single steps count at
-        the last one."""
+        """Add one row and return the symptoms that begin with it. A symptom of single steps (a gradient that jumps) is
+        returned only with the row of such a step."""
         if row[STEP] > 0:
             (self._first if len(self._first) < WINDOW else self._last).append(row)
         if not check:
@@ -236,8 +236,8 @@ class Watch:
 
     @property
     def marks(self) -> list[Symptom]:
-        """All symptoms that were seen, in order, each since it was first seen; one that has gone says so after its last
-        numbers."""
+        """All symptoms seen so far, in order, `since` the step where each was first seen; one that is over is marked with
+        "(gone by now)"."""
         return [
             one if one.steps or name in self._there else replace(one, found=f"{one.found} (gone by now)")
             for name, one in self._seen.items()
@@ -245,7 +245,7 @@ class Watch:
 
 
 def shown_by(rows: Rows, batch: Any = None) -> list[Symptom]:
-    """Symptoms at the end of the rows, each since it was first seen; `batch` is the last recorded one."""
+    """The symptoms in the last rows of a run, `since` the step where each was first seen; `batch` as in `symptoms`."""
     since = {one.name: one.since for one in Watch(rows).marks}
     return [replace(one, since=since.get(one.name, one.since)) for one in symptoms(rows, batch)]
 

@@ -16,12 +16,12 @@ from workbench.runs.folder import STEP
 
 @dataclass(frozen=True)
 class Tracker:
-    """Takes metrics, step by step, until it is closed."""
+    """A metrics logger, such as TensorBoard, as a pair of functions."""
 
     log: Callable[[Mapping[str, float], int], None]
     """Writes the metrics of a step."""
     close: Callable[[], None]
-    """Writes what is waiting, and ends."""
+    """Writes what is buffered, and ends the logger."""
 
 
 def _tensorboard(run: Path) -> Tracker:
@@ -64,7 +64,7 @@ TRACKERS: Mapping[str, Callable[[Path], Tracker]] = {"tensorboard": _tensorboard
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises `SettingError` for an unknown name or one whose package is not installed; opens nothing."""
+    """Check names of trackers without opening them. Raises `SettingError` for an unknown name or a missing package."""
     for name in names:
         if name not in TRACKERS:
             raise SettingError(unknown("tracker", name, TRACKERS))
@@ -77,7 +77,7 @@ KL = ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl")
 
 
 def progress_line(row: Mapping[str, Any], steps: int, eta: float) -> str:
-    """`step 12/60  reward 0.531  kl 0.00210  1.3 s  eta 01:02`."""
+    """Format a metrics row as `step 12/60  reward 0.531  kl 0.00210  1.3 s  eta 01:02`; `eta` is in seconds."""
     parts = [f"step {row[STEP]}/{steps}"]
     if row.get("critic/score/mean") is not None:
         parts.append(f"reward {row['critic/score/mean']:.3f}")
@@ -92,7 +92,7 @@ def progress_line(row: Mapping[str, Any], steps: int, eta: float) -> str:
 
 
 def append_line(line: str) -> None:
-    """Append a line to the file that `run_notebook` reads while the cell runs, where it named one."""
+    """Append a line to the progress file that `run_notebook` reads; does nothing without `WORKBENCH_PROGRESS`."""
     if path := os.environ.get("WORKBENCH_PROGRESS"):
         with open(path, "a") as file:
             file.write(line + "\n")

@@ -40,7 +40,7 @@ class Update:
 
 
 def write(folder: Path, step: int, trace: Trace, pipeline: Pipeline) -> Path:
-    """Record a step: complete or not there at all; an earlier record of it is replaced."""
+    """Record the inputs of a step's update stages, completely or not at all; replaces an earlier record of the step."""
     updating = [stage for stage in pipeline if stage.updates]
     batch = trace.before(updating[0].name)
     later = {name for stage in updating for name in stage.writes}
@@ -75,12 +75,12 @@ def _fits(values: torch.Tensor, limits: torch.iinfo) -> bool:
 
 
 def steps(folder: Path) -> list[int]:
-    """Recorded steps, ascending."""
+    """The steps that have a recorded update in `folder`, ascending."""
     return [step for step, path in step_folders(folder).items() if (path / "update.json").is_file()]
 
 
 def read(folder: Path, step: int) -> Update:
-    """A recorded step, verified. Raises `CheckpointError`, naming the file, where one is missing or changed."""
+    """Read and verify the recorded update of a step. Raises `CheckpointError` naming a file that is missing or changed."""
     path = step_folder(folder, step)
     what = f"the recorded update of step {step}"
     if not (path / "update.json").is_file():
@@ -89,7 +89,7 @@ def read(folder: Path, step: int) -> Update:
     record = read_record(path)
     for name, value in record["files"].items():
         if ".." in Path(name).parts or Path(name).is_absolute():
-            raise CheckpointError(f"{what}: file {name}", expected="a file of its folder")
+            raise CheckpointError(f"{what} names a file outside its folder", found=name)
         if not (path / name).is_file():
             raise CheckpointError(f"{what}: file {name} is missing", do="choose another step")
         if crc32_of(path / name) != value:
@@ -100,7 +100,7 @@ def read(folder: Path, step: int) -> Update:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """`update.json`, under the present names of columns and stages."""
+    """Read `update.json` of a record's folder, older names of columns and stages translated."""
     record: dict[str, Any] = read_json(path / "update.json")
     if formats.older(record["format"], f"the recorded update {path.name}", CheckpointError):
         record["dtypes"] = formats.keys("column", record["dtypes"])
@@ -109,7 +109,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def prune(folder: Path, oldest_checkpoint: int, limit: int, sizes: dict[int, int] | None = None) -> None:
-    """Delete records before the oldest kept checkpoint, and the oldest ones while all together exceed `limit` bytes.
+    """Delete recorded updates before the oldest kept checkpoint, and the oldest while all together exceed `limit` bytes.
 
     `sizes` (step → bytes) is a cache that this fills: a writer that calls this every step measures each step once.
     """
@@ -124,7 +124,7 @@ def prune(folder: Path, oldest_checkpoint: int, limit: int, sizes: dict[int, int
 
 
 def ranges(numbers: list[int]) -> str:
-    """`12–20, 31` for 12, …, 20, 31."""
+    """Format ascending numbers as ranges, such as `12–20, 31`; `none` for no numbers."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

@@ -29,7 +29,7 @@ _HOW = How(kinds=True)
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnChange:
-    """How one column differs."""
+    """How one column differs between the two batches that `compare` compared."""
 
     name: str
     rows: int
@@ -40,7 +40,7 @@ class ColumnChange:
 
 @dataclass(frozen=True, kw_only=True)
 class RowChange:
-    """How one row differs."""
+    """How the reward and the advantage of one row differ between two batches."""
 
     row: int
     uid: Any
@@ -56,26 +56,26 @@ class RowChange:
 
     @property
     def size(self) -> float:
-        """How much it changed: the larger of both absolute differences."""
+        """The larger of the absolute changes of the row's reward and of its advantage; 0.0 where neither is known."""
         pairs = [pair for pair in (self.reward, self.advantage) if pair is not None]
         return max((abs(b - a) for a, b in pairs), default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison(Shown):
-    """What `compare` found; `rows` are those that changed, most first."""
+    """Result of `compare`: the columns, rows and metrics that differ, with the rows that changed most first."""
 
     columns: tuple[ColumnChange, ...]
     only: tuple[tuple[str, ...], tuple[str, ...]]
-    """Columns that one side alone has."""
+    """Columns that only the first side has, and columns that only the second has."""
     rows: tuple[RowChange, ...]
     metrics: dict[str, tuple[float, float]]
-    """Metrics of both that differ (times left out), first and second."""
+    """Metric → its value on the first and on the second side, where they differ; timings are left out."""
     traces: tuple[Trace, Trace] = field(repr=False)
 
     @property
     def identical(self) -> bool:
-        """Whether nothing differs."""
+        """Whether the two sides have the same columns, values and metrics."""
         return not (self.columns or self.metrics or any(self.only))
 
     @property
@@ -85,9 +85,9 @@ class Comparison(Shown):
 
 
 def compare(first: Any, second: Any) -> Comparison:
-    """Compare the last batches and the metrics of two traces (or steppers, batches, folders of them) of the same rows.
+    """Compare the last batches and the metrics of two records of a training step on the same rows.
 
-    Raises `BatchError` where they do not hold the same rows (by uid and number).
+    Each side is a `Trace`, a stepper, a batch, or the folder of a saved one. Raises `BatchError` where rows or uids differ.
     """
     sides = [opened(side, "compare", "traces, steppers or batches") for side in (first, second)]
     first, second = (Trace(side) if isinstance(side, DataProto) else side for side in sides)
@@ -103,12 +103,12 @@ def compare(first: Any, second: Any) -> Comparison:
 
 def _check_rows(a: DataProto, b: DataProto) -> None:
     if len(a) != len(b):
-        raise BatchError("the two hold different rows", expected=f"{len(a)} rows", found=f"{len(b)} rows")
+        raise BatchError("the two batches have different rows", expected=f"{len(a)} rows", found=f"{len(b)} rows")
     if "uid" in a and "uid" in b and list(a["uid"]) != list(b["uid"]):
         ours, theirs = set(a["uid"]), set(b["uid"])
         expected, found = "the same prompts in the same order", f"{len(ours & theirs)} of {len(ours)} prompts in both"
-        do = "start both steppers from the same rows.batch(…), or let wb.diverge align them"
-        raise BatchError("the two hold different rows", expected=expected, found=found, do=do)
+        do = "start both steppers from the same rows.batch(…), or call wb.diverge, which aligns the rows"
+        raise BatchError("the two batches have different rows", expected=expected, found=found, do=do)
 
 
 def _changes(a: DataProto, b: DataProto) -> Iterator[ColumnChange]:
@@ -193,22 +193,22 @@ def diverge(
     columns: Sequence[str] | None = None,
     everywhere: bool = False,
 ) -> Divergence:
-    """The first phase, column, row and token at which two records of a step differ.
+    """Find the first phase, column, row and token at which two records of a training step differ.
 
     Each side is a `Trace`, something with a `.trace` (a stepper), a `DataProto`, or the folder of a saved trace or batch.
-    With a batch on either side the end states are compared: columns in declared order, those of one side alone last, and
-    `phase` is who wrote the column.
+    Where either side is a batch, only the last batches are compared: columns in the order of their declaration, those of
+    one side alone last; the result's `phase` is then the stage that wrote the column.
 
-    - Floats are the same within |a − b| ≤ atol + rtol·|b|, and NaN is NaN; ids, masks and texts must be equal.
-    - Padding neither hides nor makes a difference: a place counts where either side's mask has it (`response_mask` for
-      [B, T]; for `responses` the attention mask, so that tool text counts), and wider padding is no difference.
-      `everywhere=True` compares masked places, too, and wants one shape.
-    - Rows in another order are aligned by uid and number within it. Where no uid is shared but the groups are the same
-      (another library's names), rows are compared in their order. `notes` report both.
-    - Records are compared field by field, their `seconds` left out; metrics that are times are left out, too.
-    - A dtype of another width is a note, one of another kind (float, int, bool, objects) a difference.
+    - Floats are the same within |a − b| ≤ atol + rtol·|b|, and NaN equals NaN; ids, masks and texts must be equal.
+    - Padding is ignored, however wide: a token is compared where either side's mask includes it (`response_mask` for
+      [B, T]; for `responses` the attention mask, so that tool text is compared). `everywhere=True` compares masked tokens
+      too; then tensors of another shape differ.
+    - Rows in another order are aligned by uid, and rows of one uid by their order. Where no uid is shared but the rows form
+      the same groups (another library's uids), rows are compared in their order. `notes` report both cases.
+    - Objects such as `Score` are compared field by field, without their `seconds`; timing metrics are not compared.
+    - Another width of a dtype (float32, bfloat16) is only a note; another kind (float, int, bool, objects) is a difference.
 
-    Only `columns` are compared where given, and no metrics. Raises `ColumnMissing` for a name that neither side has,
+    With `columns`, only these are compared, and no metrics. Raises `ColumnMissing` for a name that neither side has,
     `BatchError` for a side that is neither a trace nor a batch.
     """
     expected = "a trace, a stepper, a batch, or the folder of a saved one"
@@ -353,7 +353,7 @@ def _check_names(sides: tuple[Side, Side], columns: Sequence[str] | None) -> Non
         if name not in known:
             close = nearest_column(name, known)
             do = f"did you mean {close!r}?" if close else None
-            raise ColumnMissing(f"neither side has {name!r}", found=", ".join(known), do=do)
+            raise ColumnMissing(f"neither side has {name!r}", found=f"the columns {', '.join(known)}", do=do)
 
 
 def _pairs(a: Side, b: Side) -> Iterator[tuple[Phase | None, Phase | None, bool]]:

@@ -32,18 +32,18 @@ _IDS = {"T": "responses", "S": "prompts", "S+T": "input_ids"}
 
 
 class Compared(NamedTuple):
-    """How much was the same before the first difference, or in all."""
+    """How much `diverge` found to be the same: before the first difference, or in all where nothing differs."""
 
     phases: int = 0
-    """Phases, the start not counted."""
+    """Number of phases, without the batch before the first one."""
     columns: int = 0
-    """Columns, each counted where it was written."""
+    """Number of columns, counted once for each phase that wrote them."""
     metrics: int = 0
-    """Metrics; times are not compared."""
+    """Number of metrics; timings are not compared."""
 
 
 class Spread(NamedTuple):
-    """One thing that differs."""
+    """One difference in `Divergence.later`: a column, a metric or a whole phase."""
 
     phase: str | None
     column: str | None
@@ -55,10 +55,10 @@ class Spread(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """One token near the first difference, on both sides."""
+    """One token near the first difference, with its id and its value on both sides."""
 
     token: int
-    """Its position in the first (in the second, where only that has it)."""
+    """Position of the token in the first side's row; in the second's where only that has the token."""
     ids: tuple[int | None, int | None]
     """Token ids; None where a batch has no ids or no such place."""
     first: Any
@@ -73,24 +73,24 @@ class Divergence(Shown):
     """What `diverge` found: the first difference of two traces or batches, or none."""
 
     why: str | None = None
-    """What differs there: `values`, `shape`, `dtype`, `column` (one side has none), `phase` (one side has none), `order` (of
-    phases), `rows` (a side has others), `metric`; None where nothing does."""
+    """Kind of the difference: `values`, `shape`, `dtype`, `column` or `phase` (one side lacks it), `order` (of phases),
+    `rows` (one side has other rows), `metric`; None where nothing differs."""
     phase: str | None = None
-    """Its phase, `"start"` for the batch before the first; None where a batch alone does not say who wrote the column."""
+    """The phase that differs, `"start"` for the batch before the first; None where it is not known who wrote the column."""
     column: str | None = None
-    """Its column; for `metric` the metric's key."""
+    """The column that differs; for `metric` the metric's key."""
     row: int | None = None
-    """Its row, as the first side counts."""
+    """Row number on the first side."""
     other_row: int | None = None
-    """The same row, as the second side counts."""
+    """Number of the same row on the second side."""
     uid: Any = None
-    """The prompt of that row, where it is known."""
+    """`uid` of that row (its prompt), where it is known."""
     token: int | None = None
-    """Its position on the second dim, as the first side counts (as the second does, where only that has the place)."""
+    """Position on the second dim of the first side; of the second side where only that has the token."""
     token_ids: tuple[int | None, int | None] | None = None
-    """The token there on both sides; None where no batch has ids."""
+    """Ids of that token on both sides; None where no batch has ids."""
     inside: str = ""
-    """Where in an object or in a longer tensor: `.parts['right']`, `[2]`."""
+    """Place within an object or within further dims of a tensor: `.parts['right']`, `[2]`."""
     character: int | None = None
     """The first character in which two texts differ, from 0."""
     first: Any = None
@@ -98,7 +98,7 @@ class Divergence(Shown):
     second: Any = None
     """The value on the second side; None where it has none."""
     beside: tuple[Beside, ...] = ()
-    """The token, and a few before and after."""
+    """The token that differs, and a few before and after it."""
     rows: int = 0
     """Rows in which the column differs."""
     largest: float | None = None
@@ -106,9 +106,9 @@ class Divergence(Shown):
     notes: tuple[str, ...] = ()
     """What may explain it: settings that differ up to there, rows in another order, other dtypes, other weights."""
     compared: Compared = field(default_factory=Compared)
-    """How much was the same before."""
+    """How much was the same before this difference."""
     further: Iterable[Divergence] = field(default=(), compare=False)
-    """What is compared after this difference, for `later`: read once."""
+    """Iterator over the comparisons after this one, which `later` consumes."""
 
     @property
     def identical(self) -> bool:
@@ -126,7 +126,8 @@ class Divergence(Shown):
 
 
 def opened(side: Any, what: str, expected: str) -> Trace | DataProto:
-    """A trace or a batch, a stepper's trace, or what a folder holds; `BatchError` for anything else."""
+    """The trace or batch that an argument of the function `what` stands for: itself, a stepper's trace, or the content of a
+    folder. Raises `BatchError`, with the text `expected`, for anything else."""
     if isinstance(side, str | Path):
         folder = Path(side)
         if (folder / "trace.json").is_file():
@@ -137,32 +138,32 @@ def opened(side: Any, what: str, expected: str) -> Trace | DataProto:
     found = side if isinstance(side, DataProto) else getattr(side, "trace", side)
     if not isinstance(found, Trace | DataProto):
         advice = "take one of its recorded steps: run.traces[step]" if hasattr(side, "traces") else None
-        raise BatchError(what, expected=expected, found=type(side).__name__, do=advice)
+        raise BatchError(f"an argument of {what}()", expected=expected, found=type(side).__name__, do=advice)
     return found
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two batches, and which row of the one corresponds to which of the other."""
+    """Two batches, and which rows of the first correspond to which rows of the second."""
 
     batches: tuple[DataProto, DataProto]
     rows: tuple[tuple[int, int], ...] | None = None
     """(row of the first, row of the second); None where all correspond in order."""
     found: Divergence | None = None
-    """Where the two do not hold the same rows."""
+    """The difference where the two batches do not have the same rows, else None."""
     note: str = ""
 
     def row(self, number: int) -> tuple[int, int]:
-        """The row numbers of an aligned row in both batches."""
+        """The row numbers that aligned row `number` has in both batches."""
         return (number, number) if self.rows is None else self.rows[number]
 
     def aligned(self, x: Any, side: int) -> Any:
-        """A column's rows that both sides have, in the order of the first."""
+        """Select from column `x` of batch `side` (0 or 1) the rows that both batches have, in the first batch's order."""
         return x if self.rows is None else x[[pair[side] for pair in self.rows]]
 
     @cached_property
     def sizes(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Letter → size for each side, with S where only S+T and T are there."""
+        """For each batch, letter of a dim (`S`, `T`, `S+T`) → its size; S is computed where S+T and T are known."""
         first, second = map(_sizes, self.batches)
         return first, second
 
@@ -173,7 +174,7 @@ def _sizes(batch: DataProto) -> dict[str, int]:
 
 
 def aligned(a: DataProto, b: DataProto) -> Pair:
-    """Aligns rows by uid and number within it; in order where a side has no uid, or other names for the same groups."""
+    """Align the rows of two batches by uid; in order where a batch has no uid, or other uids for the same groups."""
     if "uid" not in a or "uid" not in b:
         if len(a) == len(b):
             return Pair((a, b))
@@ -225,14 +226,14 @@ def _groups(keys: list[tuple[Any, int]]) -> list[int]:
 
 
 def read(batch: DataProto, name: str) -> Any:
-    """A column, not cached where it is on disk; a tensor detached and on the CPU."""
+    """Read a column without caching it where it is on disk; a tensor is returned detached and on the CPU."""
     if name in batch.batch:
         return batch.batch.passing(name).detach().cpu()
     return batch.non_tensor_batch.passing(name)
 
 
 def stored_as(batch: DataProto, name: str) -> str | None:
-    """`float32`, `int64`, `objects`; None for no such column. Nothing is read for it."""
+    """A column's dtype as text (`float32`, `int64`, `objects`) without reading the column; None for no such column."""
     return _dtype(held(batch, name)) if name in batch else None
 
 
@@ -250,9 +251,9 @@ def _kind(name: str, x: Any) -> str:
 
 
 def column_difference(name: str, pair: Pair, how: How, *, everywhere: bool = False) -> Divergence | None:
-    """How one column differs, at the first row and token where it does; None where it does not.
+    """The first difference (row, token) of one column between two aligned batches; None where the column is the same.
 
-    Masked places and padding count where `everywhere` says so.
+    Masked tokens and padding are compared only with `everywhere=True`.
     """
     a, b = pair.batches
     if name not in a or name not in b:
@@ -326,7 +327,7 @@ def _first(laid: Laid, unequal: torch.Tensor, counts: torch.Tensor | None, flat:
 
 
 def extent(x: torch.Tensor, y: torch.Tensor) -> tuple[int, float]:
-    """Rows in which two tensors of one shape differ, and the largest absolute difference: infinite from NaN to a number."""
+    """Count rows in which two tensors of one shape differ, and the largest difference (infinite from NaN to a number)."""
     if x.dtype == y.dtype and torch.equal(x, y):
         return 0, 0.0
     rows, largest = 0, 0.0
@@ -345,7 +346,7 @@ def extent(x: torch.Tensor, y: torch.Tensor) -> tuple[int, float]:
 
 
 def block(values: torch.Tensor) -> int:
-    """Number of rows with about 2¹⁷ elements in all, which fit into the processor's cache."""
+    """Number of rows of a tensor that hold about 2¹⁷ elements, which fit into the processor's cache."""
     return max(1, (1 << 17) // max(values[0].numel(), 1)) if len(values) else 1
 
 
@@ -362,20 +363,20 @@ class Laid:
     left: torch.Tensor
     right: torch.Tensor
     places: tuple[torch.Tensor, torch.Tensor]
-    """[width]: the position of each token on either side, −1 where a side has none."""
+    """[width] for each side: the position of each token there, −1 where the side lacks the token."""
 
     @property
     def alone(self) -> torch.Tensor:
-        """[width]: places that one side alone has."""
+        """[width] bool: the tokens that only one of both sides has."""
         return (self.places[0] >= 0) != (self.places[1] >= 0)
 
     def position(self, place: int) -> int:
-        """A token's position in the first; in the second, where only that has it."""
+        """Position of aligned token `place` in the first tensor; in the second where only that has the token."""
         first, second = (int(places[place]) for places in self.places)
         return first if first >= 0 else second
 
     def values(self, row: int, place: int, deeper: list[int]) -> tuple[Any, Any]:
-        """What one token has on both sides; None where a side has none."""
+        """The values of one token on both sides; None for a side that lacks the token."""
         first, second = (
             side[(row, place, *deeper)].tolist() if int(places[place]) >= 0 else None
             for side, places in zip((self.left, self.right), self.places, strict=True)
@@ -383,7 +384,7 @@ class Laid:
         return first, second
 
     def largest(self, unequal: torch.Tensor) -> float | None:
-        """The largest absolute difference of floats; None for other kinds."""
+        """Largest absolute difference where `unequal`: infinite where one side lacks a token, None without floats."""
         if not (self.left.is_floating_point() or self.right.is_floating_point()):
             return None
         if bool((unequal & _like(self.alone, unequal)).any()):
@@ -391,7 +392,7 @@ class Laid:
         return extent(self.left.masked_fill(~unequal, 0), self.right.masked_fill(~unequal, 0))[1]
 
     def masks(self, *, real: bool) -> list[torch.Tensor | None]:
-        """[B, width] for each side: tokens of its mask, or with `real` all but padding; None where it has no mask."""
+        """For each side [B, width] bool: tokens in its mask, or with `real` all but padding; None where it has no mask."""
         return [self._mask(side, real) for side in (0, 1)]
 
     def _mask(self, side: int, real: bool) -> torch.Tensor | None:
@@ -407,7 +408,7 @@ class Laid:
         return _spread(self.pair.aligned(mask, side), self.places[side]).bool()
 
     def counts(self, *, real: bool) -> torch.Tensor | None:
-        """[B or 1, width]: where either side's mask has a token; None where no side has a mask."""
+        """[B or 1, width] bool: the tokens that either side's mask includes; None where no side has a mask."""
         masks = self.masks(real=real)
         if masks[0] is None and masks[1] is None:
             return None
@@ -417,7 +418,7 @@ class Laid:
         return first | second
 
     def beside(self, row: int, place: int, unequal: torch.Tensor, shown: torch.Tensor | None) -> tuple[Beside, ...]:
-        """A few tokens around a place, without padding of both sides. `unequal` [width, …], `shown` [width] of the row."""
+        """The tokens near `place` in a row: `unequal` [width, …] marks what differs, `shown` [width] what to return."""
         name = _IDS.get(str(self.letter), "")
         ids: list[Any] = [
             batch.batch.part(name, at, at + 1)[0].tolist() if name in batch.batch else None
@@ -435,7 +436,7 @@ class Laid:
 
 
 def lay(name: str, pair: Pair, x: torch.Tensor, y: torch.Tensor) -> Laid | None:
-    """Aligns the tokens of two tensors; None where their shapes differ and their second dim is not known."""
+    """Align the tokens of a column's two tensors [B, …]; None where shapes differ and the second dim is not declared."""
     letter = _letter(name, pair, x, y)
     places = _places(letter, pair.sizes) if letter else None
     if places is None or x.shape[2:] != y.shape[2:]:

@@ -47,8 +47,8 @@ DRAWN = "drawn_ahead"
 
 
 def phases(pipeline: Pipeline, batch: DataProto | Trace) -> Iterator[Trace]:
-    """Run a pipeline on a batch and yield the trace after each phase, an empty one first; given a trace, run the stages
-    that it lacks. An error of a stage carries the trace before it as `.trace`."""
+    """Generator: run a pipeline on a batch and yield the trace after each phase, an empty one first. Given a trace, run
+    only the stages that it lacks. An exception of a stage has the trace so far as its attribute `trace`."""
     trace = batch if isinstance(batch, Trace) else Trace(batch)
     yield trace
     run = _overlapped if pipeline.overlap else _in_order
@@ -89,7 +89,7 @@ _SAME_ROWS = ("old_log_prob", "ref_log_prob", "values", "exact_kl")
 
 
 class StreamingReward:
-    """Scores rows as they arrive, in a thread of its own; `finish()` returns all records in the rows' order."""
+    """Scores rows in a background thread as the rollout finishes them; `finish()` returns all scores in row order."""
 
     def __init__(self, reward: BaseReward) -> None:
         self._reward = reward
@@ -97,15 +97,15 @@ class StreamingReward:
         self._scores, _ = _in_thread("workbench-early-reward", self._scored)
 
     def arrive(self, row: int, columns: Mapping[str, Any], sample: Sample) -> None:
-        """Queue a finished row for scoring."""
+        """Queue row number `row` for scoring: its columns, with `response_text`, and its sampled response."""
         self._arrived.put((row, row_view(columns, columns["response_text"], sample.ids)))
 
     def end(self) -> None:
-        """Say that no more rows come."""
+        """Signal that all rows have arrived."""
         self._arrived.put(None)
 
     def finish(self) -> list[Score]:
-        """Wait for the last record. Raises what the reward raised."""
+        """Wait until all rows are scored and return the scores in row order. Raises what the reward function raised."""
         scores = self._scores.result()
         return [scores[row] for row in sorted(scores)]
 
@@ -181,7 +181,7 @@ def _independent(stage: Stage, reward: Stage, batch: DataProto) -> bool:
 
 
 def drawn_stages(pipeline: Pipeline) -> Pipeline:
-    """The stages that can run before the step begins: rollout, reward, and those after them that filter and shape."""
+    """The leading stages of a pipeline that can run one step ahead: rollout, reward, filtering, overlong, baseline."""
     stages = list(pipeline)
     known = (Rollout, Reward, Overlong, FilterGroups, Baseline)
     count = next((place for place, one in enumerate(stages) if not isinstance(one, known) or one.state()), len(stages))
@@ -189,22 +189,22 @@ def drawn_stages(pipeline: Pipeline) -> Pipeline:
 
 
 def sampler_of(pipeline: Pipeline) -> PinnedWeights:
-    """The rollout's engine, where its sampler can hold weights of its own.
+    """The engine of the rollout that a pipeline begins with; its sampler can keep older weights than the learner's.
 
-    Raises `SettingError` where it cannot: rows sampled while the weights change would belong to no policy version.
+    Raises `SettingError` for any other: rows sampled while the weights change would belong to no policy version.
     """
     first = next(iter(pipeline))
     engine = first.sampler if isinstance(first, Rollout) else None
-    found = f"stage {first.name!r} at its beginning"
+    found = f"a pipeline that begins with stage {first.name!r}"
     if isinstance(engine, PinnedWeights):
         if not engine.share_device:
             return engine
-        found = "share_device=True: the sampler sleeps while the learner works"
+        found = "an engine with share_device=True, whose sampler sleeps while the learner works"
     elif engine is not None:
         found = f"{type(engine).__name__}, which samples with the weights that it learns"
     expected = "a pipeline that begins with a rollout by a sampler with weights and a device of its own"
-    do = "engines.paired(learner, sampler), each with its own model, or ahead=0"
-    raise SettingError("ahead=1", expected=expected, found=found, do=do)
+    do = "pass an engines.paired(learner, sampler), each with its own model, or set ahead=0"
+    raise SettingError("ahead=1 is not possible with this pipeline", expected=expected, found=found, do=do)
 
 
 def correction(pipeline: Pipeline) -> str | None:
@@ -222,13 +222,13 @@ def correction(pipeline: Pipeline) -> str | None:
 
 
 class Ahead:
-    """Returns each step's sampled rows, and samples the next step's in a thread of its own meanwhile."""
+    """Samples the rows of the next step in a background thread while the present step goes on (`ahead=1`)."""
 
     def __init__(
         self, pipeline: Pipeline, batch_of: Callable[[int], DataProto], *, last: int, pending: Trace | None = None
     ) -> None:
-        """`batch_of(step)` returns a step's prompts; nothing is sampled beyond step `last`. `pending` is what a checkpoint
-        held. Raises `SettingError` as `sampler_of`."""
+        """`batch_of(step)` returns a step's prompts; nothing is sampled beyond step `last`. `pending` is the trace of rows
+        that a checkpoint kept. Raises `SettingError` as `sampler_of`."""
         self._engine, self._stages = sampler_of(pipeline), drawn_stages(pipeline)
         self._batch_of, self._last = batch_of, last
         self._drawn: dict[int, Future[Trace]] = {}
@@ -238,9 +238,9 @@ class Ahead:
             self._drawn[pending.step].set_result(pending)
 
     def take(self, batch: DataProto) -> Trace:
-        """The phases of a step on these prompts that were done ahead; begins those of the next step.
+        """Return the trace of the phases of this batch's step that ran ahead (or run them now), and start the next step's.
 
-        Raises what the stages raised, with their trace; `VersionMismatch` where rows are older than they may be.
+        Raises what these stages raised, and `VersionMismatch` where rows are more than one policy version old.
         """
         began = time.perf_counter()
         step = int(batch.meta_info["step"])
@@ -257,7 +257,7 @@ class Ahead:
         return _marked(trace, waited)
 
     def pending(self, after: int) -> Trace | None:
-        """The rows of the step after `after`, waited for; None where there are none, or sampling failed."""
+        """Wait for the rows of step `after` + 1 and return their trace; None where none are sampled, or sampling failed."""
         future = self._drawn.get(after + 1)
         error = future.exception() if future is not None else None
         if error is not None:
@@ -265,8 +265,8 @@ class Ahead:
         return None if future is None or error is not None else future.result()
 
     def close(self, after: int, patience: float | None = None) -> str:
-        """End the sampling: of the step after `after`, which a checkpoint keeps, wait `patience` seconds for its rows first
-        (None: as long as it takes). Returns a sentence where those rows were thrown away, else ''."""
+        """Stop sampling, after up to `patience` seconds (None: no limit) for the rows of step `after` + 1 to be finished,
+        which a checkpoint then keeps. Returns a sentence for the log where those rows were discarded, else ''."""
         wanted = self._drawn.get(after + 1)
         if wanted is not None:
             wait([wanted], timeout=patience)
@@ -307,7 +307,7 @@ class Ahead:
             what = f"rows of step {step} were sampled by other weights than they should have been"
             expected = f"version {self._engine.version}, the learner's, or at most {MOST} older"
             found = f"versions {int(versions.min())} to {int(versions.max())}"
-            do = "nothing may change the weights between two steps; go on from the last checkpoint, resume='auto'"
+            do = "change no weights between two steps; resume from the last checkpoint with resume='auto'"
             raise VersionMismatch(what, expected=expected, found=found, do=do)
         return lag
 
@@ -321,7 +321,7 @@ def _marked(trace: Trace, waited: float) -> Trace:
 
 
 def loaded(path: Path) -> Trace:
-    """A saved trace with every column read, so that its folder may be deleted."""
+    """Load a saved trace with all its columns into memory, so that its folder may be deleted."""
     trace = read_once(Trace.load(path))
     for columns in _held(trace):
         for name in columns:
@@ -330,7 +330,7 @@ def loaded(path: Path) -> Trace:
 
 
 def read_once(trace: Trace) -> Trace:
-    """The trace, with each column on disk read once for all its batches: it is one object in all of them."""
+    """Return the same trace, made to read each column from disk only once: all its batches then share one object."""
     for columns in _held(trace):
         for column in columns.raw().values():
             if isinstance(column, Lazy) and not hasattr(column.read, "cache_info"):

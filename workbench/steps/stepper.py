@@ -39,17 +39,17 @@ KEEP = 4
 
 
 class Snapshots:
-    """The last few snapshots of each learner by `state_id`, by which a stepper and its forks get their own weights back.
+    """Keeps the last few weight snapshots of each learner, from which a stepper and its forks restore their own weights.
 
-    Learners are shared by all forks of a stepper; each fork remembers, by `state_id`, the weights that it belongs to. Before
-    a stage runs, `align` puts those weights into the engine, or raises.
+    All forks of a stepper share the learners; each fork remembers the `state_id` of its own weights. Before a stage runs,
+    `align` restores those weights into the engine, or raises.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, OrderedDict[str, Any]] = {}
 
     def take(self, learner: Learner) -> None:
-        """Keep the learner's present state, once; of more than `KEEP` the oldest is dropped."""
+        """Snapshot the learner's present state unless that is held already; beyond `KEEP` states the oldest is dropped."""
         held = self._held.setdefault(id(learner), OrderedDict())
         if learner.state_id not in held:
             held[learner.state_id] = learner.snapshot()
@@ -58,10 +58,10 @@ class Snapshots:
             held.popitem(last=False)
 
     def align(self, role: str, learner: Learner, state_id: str) -> None:
-        """Put the weights named `state_id` into the learner; the present ones are kept for other forks.
+        """Restore the weights `state_id` into the learner of a role, after a snapshot of its present ones for other forks.
 
-        A learner whose workers can be `lost` is kept at every state that a phase starts from, and put back after a loss.
-        Raises `VersionMismatch` where no snapshot has them.
+        A learner whose workers can be `lost` is snapshot before every phase, and restored after a loss. Raises
+        `VersionMismatch` where no snapshot has these weights.
         """
         lost = learner.lost if isinstance(learner, Losable) else None
         if learner.state_id == state_id and not lost:
@@ -70,9 +70,9 @@ class Snapshots:
             return
         held = self._held.get(id(learner), OrderedDict())
         if state_id not in held:
-            found = f"state {learner.state_id} (version {learner.version}), and no snapshot of the former"
-            do = f"step from a new batch (of a stepper's own updates the last {KEEP} states are kept, of a training run none), "
-            do += "or open a step of a run: run.stepper(step)"
+            found = f"state {learner.state_id} (version {learner.version}), and no snapshot of the expected one"
+            do = f"make a Stepper of a new batch (it keeps the last {KEEP} states of its own updates, none of training), "
+            do += "or open a recorded step of a run: run.stepper(step)"
             what = f"the weights of {role!r} have moved on since this stepper used them"
             raise VersionMismatch(what, expected=f"state {state_id}", found=found, do=do)
         wanted = held[state_id]  # `take` may drop it
@@ -96,7 +96,7 @@ class StepState:
 
 @dataclass(frozen=True)
 class Done:
-    """A phase that may be used again: its stage, the batch it read, and the weights (`state_id`) it used."""
+    """A phase that has run and may be reused: its stage, the batch it read, and the weights (`state_id`) it used."""
 
     stage: Stage
     before: DataProto
@@ -105,11 +105,11 @@ class Done:
 
 
 class Stepper(Shown):
-    """Steps one batch through a pipeline. Every method returns the stepper, so that calls chain.
+    """Runs one batch through a pipeline, one phase at a time. Most methods return a stepper, so that calls chain.
 
-    A stepper owns a policy version: forks share weights until one of them updates, and a stage that
-    runs at another version gets its own weights back first. A stage whose reads have not changed is
-    not run again after `back`: rollouts and log-probs survive a change of reward or estimator.
+    Forks share the engines: before a stage runs, its stepper's own weights are restored. After `back`,
+    a stage whose input columns have not changed is not run again, and its outputs are reused: rollout
+    and log-probs after a change of reward or estimator.
     """
 
     def __init__(self, pipeline: Pipeline | Sequence[Stage], batch: DataProto) -> None:
@@ -122,7 +122,7 @@ class Stepper(Shown):
 
     @property
     def pipeline(self) -> Pipeline:
-        """The stages, with all replacements so far: what `train` would run."""
+        """The pipeline with all replacements so far, which `train` can run."""
         return self._pipeline
 
     @property
@@ -148,11 +148,11 @@ class Stepper(Shown):
     # --- forwards -------------------------------------------------------------------------
 
     def next(self) -> Stepper:
-        """Run one phase."""
+        """Run the next phase. Raises `PipelineError` where all phases have run."""
         if self.next_stage is None:
             found = f"all {len(self._pipeline)} phases have run"
-            do = "go back(to=…), or make a Stepper of the next batch: rows.batch(n, step=2)"
-            raise PipelineError("this step is over", found=found, do=do)
+            do = "go back with back(to=…), or make a Stepper of the next batch: rows.batch(n, step=2)"
+            raise PipelineError("no next phase: this step is over", found=found, do=do)
         stage = self._pipeline[self.position]
         forget_last_error()  # an interrupted cell holds its locals, until here
         self._align()
@@ -176,20 +176,20 @@ class Stepper(Shown):
         return self
 
     def run(self, until: str | None = None) -> Stepper:
-        """Run on, the phase `until` included; without it, to the end of the step."""
+        """Run the next phases up to and including `until`; without it, to the end of the step."""
         last = len(self._pipeline) if until is None else self._pipeline.index(until) + 1
         while self.position < last:
             self.next()
         return self
 
     def from_trace(self, trace: Trace) -> Stepper:
-        """Take over the phases of a trace of this batch that were done elsewhere (rows that were sampled ahead).
+        """Continue from a trace of this batch whose phases ran elsewhere (rows that were sampled one step ahead).
 
-        Going back before them and running on uses them again, as if this step's weights had made them.
+        After `back` they are reused, as if this stepper had run them. Raises `PipelineError` for phases of other stages.
         """
         if trace.names != self._pipeline.names[: len(trace)]:
-            expected = ", ".join(self._pipeline.names)
-            raise PipelineError("phases of another pipeline", expected=expected, found=trace.names)
+            expected, found = (", ".join(names) for names in (self._pipeline.names, trace.names))
+            raise PipelineError("from_trace got phases of another pipeline", expected=expected, found=found)
         for stage, phase in zip(self._pipeline, trace, strict=False):
             self._done[stage.name] = Done(stage, trace.before(stage.name), self._weights(stage), phase)
         self._trace, self._standings = trace, [self._standings[0]] * (len(trace) + 1)
@@ -200,12 +200,12 @@ class Stepper(Shown):
     def back(self, to: str | None = None) -> Stepper:
         """Go back to before the phase `to` (without it: before the last one that ran).
 
-        Weights, optimizer and controllers are exactly those of that moment.
+        Weights, optimizer and controllers are restored to that moment. Raises `PipelineError` where `to` has not run yet.
         """
         position = self._pipeline.index(to) if to is not None else self.position - 1
         if not 0 <= position <= self.position:
-            what, found = f"cannot go back to {to or 'an earlier phase'}", ", ".join(self._trace.names) or "nothing"
-            raise PipelineError(what, found=f"only {found} has run", do="use run(until=…) to go forwards")
+            what, ran = f"cannot go back to {to or 'an earlier phase'}", ", ".join(self._trace.names) or "none has run"
+            raise PipelineError(what, expected=f"a phase that has run ({ran})", do="use run(until=…) to go forwards")
         self._stand(position)
         self._align()
         return self
@@ -217,7 +217,7 @@ class Stepper(Shown):
     # --- what if --------------------------------------------------------------------------
 
     def replace(self, name: str, other: Any = None, **settings: Any) -> Stepper:
-        """Use another stage, another function in the same stage, or other settings of it, from here on.
+        """Replace a stage that has not run yet by another one, or give it another function or other settings.
 
         `s.back(to="reward").replace("reward", mine)`, `s.back().replace("advantage", kl_type="k3")`,
         `s.replace("update_actor", clip_ratio_high=0.28)`, `s.back(to="rollout").replace("rollout", temperature=0.7)`.
@@ -232,7 +232,7 @@ class Stepper(Shown):
         return self
 
     def fork(self) -> Stepper:
-        """Another stepper at the same position; the batch, the weights and the snapshots are shared."""
+        """Make another stepper at the same position, which shares the batch, the weights and the snapshots."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._standings = list(self._standings)
@@ -240,14 +240,14 @@ class Stepper(Shown):
         return twin
 
     def compare(self, other: Stepper | Trace) -> Comparison:
-        """This step beside another: columns that differ, rows that changed most, metrics."""
+        """Compare this step with another: columns and metrics that differ, and the rows that changed most."""
         return compare(self._trace, other.trace if isinstance(other, Stepper) else other)
 
     def what_if(self, *, updates: int = 4, probe: Any = None, **changes: Any) -> WhatIf:
-        """Compare updates on this batch as they are with some under another loss, estimator, rows or mask.
+        """Compare the update on this batch with one under another loss, advantage estimator, set of rows or mask.
 
-        `s.what_if(clip_ratio_high=0.28, updates=4, probe=eval_rows)`: see `workbench.what_if` for what can be changed. It
-        uses scratch weights, those from before the update also where that has run; the stepper stays where it is.
+        `s.what_if(clip_ratio_high=0.28, updates=4, probe=eval_rows)`: see `workbench.what_if` for what can be changed.
+        Both start from the weights before the update, which are restored afterwards; the stepper stays where it is.
         """
         if self.position > self._pipeline.index("update_actor"):
             return self.fork().back(to="update_actor").what_if(updates=updates, probe=probe, **changes)
@@ -257,10 +257,10 @@ class Stepper(Shown):
     # --- episodes -------------------------------------------------------------------------
 
     def episode(self, row: int) -> EpisodeStepper:
-        """Step the episode of one row turn by turn: go back in it, write a turn by hand, run on; see `with_episodes`.
+        """Return an `EpisodeStepper` on one row's episode, to run its turns, go back, or write a turn by hand.
 
-        After the rollout the episode begins at the end of what was sampled, before it at its first turn. The stepper stays
-        where it is; a turn of the model is sampled with the rollout's weights, and the present ones are put back after it.
+        After the rollout it stands at the end of the sampled episode, before the rollout at the first turn. This stepper
+        stays where it is; model turns are sampled with the rollout's weights, and the present ones are restored afterwards.
         Raises `PipelineError` where the rollout has no agent, and `IndexError` where the batch has no such row.
         """
         stage, fork = self._agents(), self.fork()
@@ -270,25 +270,25 @@ class Stepper(Shown):
         return stage.episode(fork.batch, row, recorded=self._trace[stage.name].batch, lent=fork._lent)
 
     def with_episodes(self, *episodes: EpisodeStepper) -> Stepper:
-        """A fork after the rollout with these episodes in their rows; run it on, and compare.
+        """Make a fork after the rollout with these episodes in place of the sampled ones of their rows.
 
         `t = s.with_episodes(s.episode(3).replace(1, "41").run()).run(); s.compare(t)`. Raises `PipelineError` before the
         rollout, for an episode that is not over, and for one of another batch.
         """
         stage = self._agents()
         if stage.name not in self._trace.names:
-            raise PipelineError("there are no episodes yet", do=f"run(until={stage.name!r}) first")
+            raise PipelineError("no episodes yet: the rollout has not run", do=f"run(until={stage.name!r}) first")
         phase, before = self._trace[stage.name], self._trace.before(stage.name)
         rows = [one.row for one in episodes if isinstance(one, EpisodeStepper)]
         if len(set(rows)) < len(episodes):
             expected = "episodes as s.episode(row) returns them, at most one for each row"
-            raise PipelineError("with_episodes", expected=expected, found=episodes)
+            raise PipelineError("arguments of with_episodes", expected=expected, found=episodes)
         for one in episodes:
             what = f"the episode of row {one.row}"
             if one.next_role is not None:
-                raise PipelineError(f"{what} is not over", found=f"next: the {one.next_role}", do="run() it first")
+                raise PipelineError(f"{what} is not over", found=f"{one.next_role} turn next", do="run() it first")
             if one.row >= len(phase.batch) or one.uid != phase.batch["uid"][one.row]:
-                raise PipelineError(f"{what} is of another batch", do=f"make it here: s.episode({one.row})")
+                raise PipelineError(f"{what} is of another batch", do=f"make it from this stepper: episode({one.row})")
         outcome = stage.rewritten(before, phase.batch, {one.row: one.output for one in episodes})
         settings = {**phase.settings, "edited_rows": ", ".join(str(one.row) for one in episodes)}
         metrics = {**phase.metrics, **reduce([outcome.metrics])}
@@ -300,13 +300,13 @@ class Stepper(Shown):
         for stage in self._pipeline:
             if isinstance(stage, EpisodeRollout):
                 return stage
-        found, do = None, "make the recipe with agent=…"
+        found, do = None, "pass agent=… to the recipe that makes the pipeline"
         for stage in self._pipeline:
             if "turns" in stage.writes:
-                found = f"recorded ones, of an agent that is not here ({stage.name})"
-                do = f"s.back(to={stage.name!r}).replace({stage.name!r}, agent=…)"
+                found = f"recorded episodes of stage {stage.name!r}, whose agent is not in this process"
+                do = f"give the agent: back(to={stage.name!r}).replace({stage.name!r}, agent=…)"
         what = "this pipeline has no episodes that can be stepped"
-        raise PipelineError(what, expected="a rollout by agents", found=found, do=do)
+        raise PipelineError(what, expected="a rollout with an agent", found=found, do=do)
 
     # --- inside ---------------------------------------------------------------------------
 
@@ -360,9 +360,9 @@ _DEPTH = 5
 
 
 def outdated(pipeline: Pipeline) -> list[str]:
-    """One sentence for each stage that was made with a function or class whose cell has changed since.
+    """List, as sentences, the stages made with a function or class that a notebook cell has redefined since.
 
-    It looks at the stage's class and at every function and object among its settings, down into rewards and their parts.
+    Checked are each stage's class and the functions and objects among its settings, down into rewards and their parts.
     A cell that was run again unchanged, or whose name is gone, is not reported.
     """
     found = []

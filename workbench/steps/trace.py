@@ -41,33 +41,33 @@ STAGE: ContextVar[str] = ContextVar("workbench stage", default="")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Phase(Shown):
-    """One stage's part of a trace."""
+    """The record of one stage in a trace: the batch after it, its metrics, its settings, its time."""
 
     stage: str
     """Name of the stage."""
     batch: DataProto = field(repr=False)
-    """The batch after it."""
+    """The batch after the stage."""
     wrote: tuple[str, ...]
-    """Columns that it added or changed."""
+    """Columns that the stage added or changed."""
     metrics: dict[str, float]
-    """Its metrics, reduced."""
+    """Metrics of the stage, reduced to numbers."""
     settings: dict[str, Any]
-    """Every setting, plain (functions by name)."""
+    """Every setting of the stage as a plain value (functions by name)."""
     source: dict[str, str] = field(default_factory=dict, repr=False)
     """Source text of the functions among the settings, where it can be had."""
     seconds: float = 0.0
-    """Wall time."""
+    """Wall time of the stage."""
     rows: torch.Tensor | None = field(default=None, repr=False)
-    """For each row of `batch` the row before; None: the same rows."""
+    """[B] int64: for each row of `batch` its row number before the stage; None where the stage kept the rows."""
     reused: bool = False
-    """Taken from an earlier pass: nothing that the stage reads had changed."""
+    """Whether the stage was not run again, because nothing that it reads had changed."""
 
     def delta(self) -> DataProto:
-        """Only the columns that it wrote."""
+        """The batch with only the columns that this phase wrote."""
         return self.batch.without(*(name for name in self.batch.columns if name not in self.wrote))
 
     def written_into(self, batch: DataProto) -> DataProto:
-        """A batch of the same rows with the columns that this phase wrote."""
+        """`batch`, which has the same rows, with the columns that this phase wrote."""
         return batch.without(*(name for name in self.wrote if name in batch)).union(self.delta())
 
 
@@ -96,8 +96,8 @@ class Trace(Shown):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """All phases' metrics, and seconds as `timing_s/<stage>` and `timing_s/step`. Of phases that ran beside the step
-        before, `timing_s/step` counts only the waiting (`timing_s/overlapped` is the rest)."""
+        """All phases' metrics, and their seconds as `timing_s/<stage>` and `timing_s/step`. The latter leaves out work done
+        during the step before (`timing_s/overlapped`)."""
         merged: dict[str, float] = {}
         for phase in self.phases:
             merged |= {**phase.metrics, f"timing_s/{phase.stage}": phase.seconds}
@@ -117,7 +117,7 @@ class Trace(Shown):
         return iter(self.phases)
 
     def before(self, name: str) -> DataProto:
-        """The batch that a stage read."""
+        """The batch before the phase `name`, which its stage read."""
         position = self.names.index(self[name].stage)
         return self.phases[position - 1].batch if position else self.start
 
@@ -126,16 +126,16 @@ class Trace(Shown):
         return Trace(self.start, (*self.phases, phase))
 
     def first(self, count: int) -> Trace:
-        """The first `count` phases."""
+        """A trace of the first `count` phases only."""
         return Trace(self.start, self.phases[:count])
 
     # --- disk -----------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> Path:
-        """Write a new folder: `start/`, one folder per phase with what it wrote, and `trace.json` last."""
+        """Save to a new folder: `start/`, one folder per phase with the columns it wrote, and `trace.json` last."""
         folder = Path(path)
         if folder.exists():
-            raise RunError("a trace is never overwritten", found=folder)
+            raise RunError("a trace is never overwritten", found=f"{folder}, which exists", do="save to a new folder")
         folder.mkdir(parents=True)
         self.start.save(folder / "start")
         records = []
@@ -154,16 +154,16 @@ class Trace(Shown):
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Open what `save` wrote; columns are read when they are looked at."""
+        """Open a folder that `save` wrote; columns are read at their first use. Raises `RunError` for a damaged one."""
         folder = Path(path)
         if not (folder / "trace.json").is_file():
-            raise RunError(f"no trace at {folder}", expected="a folder with trace.json", do="check the step")
+            raise RunError(f"no trace at {folder}", expected="a folder with trace.json", do="check the path")
         file = claims.inside(folder, "trace.json")
         with claims.reading(file, RunError):
             document = claims.document(file, strict=False)
             old = formats.older(document["format"], f"trace {folder}", RunError)
             if len(document["phases"]) > PHASES_LIMIT:
-                raise RunError(f"trace {folder}", expected=f"at most {PHASES_LIMIT} phases")
+                raise RunError(f"phases of trace {folder}", expected=f"≤ {PHASES_LIMIT}", found=len(document["phases"]))
             records = [_checked(formats.phase(one) if old else one, folder) for one in document["phases"]]
         trace = cls(DataProto.load(claims.inside(folder, "start")))
         for record in records:
@@ -177,7 +177,7 @@ def _checked(record: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A phase's record with every part converted to its type: the file may come from anybody."""
     name = record["folder"]
     if not isinstance(name, str) or Path(name).name != name or name == "..":
-        raise RunError(f"trace {folder}", expected="folders inside it", found=describe(name))
+        raise RunError(f"a phase of trace {folder}", expected="the name of a folder in it", found=describe(name))
     return {
         "folder": name,
         "rows": bool(record["rows"]),
@@ -205,7 +205,7 @@ def _source_rows(before: DataProto, delta: DataProto, stage: str) -> torch.Tenso
     rows: torch.Tensor = delta[_SOURCE_ROW]
     known = rows.dim() == 1 and rows.dtype == torch.int64
     if not known or (len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(before)):
-        raise RunError(f"{_SOURCE_ROW} of {stage!r}", expected=f"rows below {len(before)}")
+        raise RunError(f"{_SOURCE_ROW} of phase {stage!r}", expected=f"row numbers [B] int64 below {len(before)}")
     shapes = [(column.shape[1:], column.dtype) for column in before.batch.raw().values()]
     each = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
     claims.check_room(each * len(rows), f"the batch of phase {stage!r}")
@@ -213,13 +213,14 @@ def _source_rows(before: DataProto, delta: DataProto, stage: str) -> torch.Tenso
 
 
 def perform(stage: Stage, batch: DataProto) -> Phase:
-    """Run one stage on one batch and record what it did.
+    """Run one stage on one batch and return the `Phase` that records what it did.
 
     Raises `ColumnMissing` before the stage runs where the batch lacks a column of its `reads`, and
     `PipelineError` after it where a column of its `writes` is missing.
     """
     if missing := [name for name in stage.reads if name not in batch]:
-        raise ColumnMissing(f"stage {stage.name!r} reads {missing}", found=", ".join(batch.columns))
+        found = f"only {', '.join(batch.columns)}"
+        raise ColumnMissing(f"stage {stage.name!r} reads columns {missing} that the batch lacks", found=found)
     settings, source = describe_settings(stage)
     forget_last_error()
     began = time.perf_counter()
@@ -231,7 +232,7 @@ def perform(stage: Stage, batch: DataProto) -> Phase:
         STAGE.reset(running)
     seconds = time.perf_counter() - began
     if unwritten := [name for name in stage.writes if name not in outcome.batch]:
-        found, do = ", ".join(outcome.batch.columns), "write them, or take them out of the stage's `writes`"
+        found, do = f"only {', '.join(outcome.batch.columns)}", "write them, or take them out of the stage's `writes`"
         raise PipelineError(f"stage {stage.name!r} did not write the columns {unwritten}", found=found, do=do)
     after = outcome.batch
     if outcome.rows is not None:  # every column is a new object, so what the stage declares counts

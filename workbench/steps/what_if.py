@@ -25,22 +25,22 @@ from workbench.steps.trace import perform
 
 @dataclass(frozen=True)
 class Side:
-    """What some updates on the batch with one loss and one set of advantages did."""
+    """Result of the updates on a batch with one loss and one set of advantages."""
 
     name: str
     metrics: tuple[dict[str, float], ...] = field(repr=False)
-    """One for each update."""
+    """Metrics of each update, in order."""
     new_log_probs: torch.Tensor = field(repr=False)
     """[B, T] under the weights after the last update, 0 outside the mask."""
     moved: torch.Tensor = field(repr=False)
-    """Change of all weights, flat float32."""
+    """[number of weights] float32: the change of all weights, flattened."""
     probe: dict[str, float] = field(default_factory=dict)
     """Measured on held-out rows: `log_prob` (mean per token) or `reward`."""
 
 
 @dataclass(frozen=True, repr=False)
 class WhatIf(Shown):
-    """The updates as the pipeline does them (`actual`) beside the changed ones (`other`)."""
+    """Result of `what_if`: the updates as the pipeline makes them (`actual`) and with the changes (`other`)."""
 
     changes: dict[str, str]
     actual: Side
@@ -51,18 +51,18 @@ class WhatIf(Shown):
 
     @property
     def cosine(self) -> float:
-        """Cosine of both changes of the weights: 1 is the same direction. NaN where one did not change them."""
+        """Cosine between the weight changes of both sides: 1 is the same direction; NaN where one side changed nothing."""
         a, b = self.actual.moved.double(), self.other.moved.double()
         norm = float(a.norm() * b.norm())
         return float(a @ b) / norm if norm else float("nan")
 
     @property
     def difference(self) -> torch.Tensor:
-        """[B, T]: log-prob of each token after the other updates, less that after the actual ones."""
+        """[B, T]: log-prob of each token after the `other` updates minus its log-prob after the `actual` ones."""
         return self.other.new_log_probs - self.actual.new_log_probs
 
     def rows(self, number: int = 5) -> list[int]:
-        """The rows whose log-probs differ most between both sides, most first."""
+        """Numbers of the rows whose log-probs differ most between both sides, the largest difference first."""
         apart = self.difference.abs().sum(-1)
         return apart.topk(min(number, len(apart))).indices.tolist()
 
@@ -78,13 +78,13 @@ def what_if(
     mask: torch.Tensor | None = None,
     **changes: Any,
 ) -> WhatIf:
-    """Update on `batch` `updates` times as the pipeline does, and `updates` times with changes, and compare.
+    """Compare `updates` policy updates on a batch as the pipeline makes them with as many under changed settings.
 
-    `advantage` is another estimator; `rows` the only rows to train on; `mask` [B, T] the only tokens to train on; other
-    names are settings of the policy loss (`clip_ratio_high`, `loss_mode`, `kl_coef`, `loss_agg_mode`, …). `probe` is a
-    batch with responses (its mean log-prob per token is measured) or rows of a data set (their greedy responses are
-    sampled and scored, which costs a rollout for each side). Raises `PipelineError` where the batch has no advantages
-    yet, or nothing is changed.
+    The weights are restored afterwards. `advantage` is another estimator; `rows` the only rows to train on; `mask` [B, T]
+    the only tokens to train on; other names are settings of the policy loss (`clip_ratio_high`, `loss_mode`, `kl_coef`,
+    `loss_agg_mode`, …). `probe` is a batch with responses (its mean log-prob per token is measured) or rows of a data set
+    (their greedy responses are sampled and scored, which costs a rollout for each side). Raises `PipelineError` where the
+    batch has no advantages yet, or nothing is changed.
     """
     update = _policy_update(pipeline, batch)
     loss: PolicyLoss = update.made_with["loss"]
@@ -105,7 +105,7 @@ def what_if(
         other = other.with_columns({"response_mask": whole * mask.to(whole.dtype)})
         named["mask"] = f"{int(other['response_mask'].sum())} of {int(whole.sum())} tokens"
     if other is batch and other_loss == loss:
-        raise PipelineError("what_if changes nothing", do="give a setting, advantage=…, rows=… or mask=…")
+        raise PipelineError("what_if changes nothing", do="pass a setting of the loss, advantage=…, rows=… or mask=…")
     bench = _Bench(pipeline, update, batch, probe)
     before = bench.probed()
     try:
@@ -119,10 +119,10 @@ def what_if(
 def _policy_update(pipeline: Pipeline, batch: DataProto) -> Update:
     update = next((stage for stage in pipeline if isinstance(stage, Update) and stage.role == "actor"), None)
     if update is None or not isinstance(update.made_with["loss"], PolicyLoss):
-        raise PipelineError("what_if", expected="a pipeline with an update of the policy")
+        raise PipelineError("what_if cannot use this pipeline", expected="a policy update with a PolicyLoss")
     if missing := [name for name in update.reads if name not in batch]:
         found, do = f"no {', '.join(missing)}", "run(until='advantage') first"
-        raise PipelineError("what_if", expected="a batch with advantages", found=found, do=do)
+        raise PipelineError("what_if cannot use this batch", expected="a batch with advantages", found=found, do=do)
     return update
 
 
