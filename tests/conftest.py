@@ -28,7 +28,11 @@ settings.load_profile("house")
 ROOT = Path(__file__).parents[1]
 COLD = bool(os.environ.get("WORKBENCH_TESTS_COLD"))
 """Whether every process that a test starts is an ordinary one (make test-all)."""
+LEAN = ROOT / "tests" / "lean"
+"""Modules that stand before others on the path of every process of the tests."""
 if not COLD:
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(LEAN), os.environ.get("PYTHONPATH")]))
+    sys.path.insert(0, str(LEAN))
     tests_warm.install()
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # what one worker leaves in the temporary folder is not another's
     os.environ["TMPDIR"] = str(Path(tempfile.gettempdir()) / worker)

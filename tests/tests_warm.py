@@ -42,7 +42,7 @@ MODULES = (
     "torch", "workbench", "transformers.models.auto.auto_factory", "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen2.tokenization_qwen2",
     "workbench.engines.local_engine", "workbench.engines.fsdp_engine.worker", "workbench.runs", "workbench.jobs", "workbench.views", "pandas", "pyarrow.parquet",
     "matplotlib.figure", "matplotlib.backends.backend_agg", "torch.utils.tensorboard", "ipykernel.kernelapp", "ipykernel.zmqshell",
-    "tqdm.auto",
+    "tqdm.auto", "jsonschema",
 )  # fmt: skip
 """What nearly every process of the tests imports; none of it may start a thread or open a file by being imported, nor look for its
 kernel then, as ipywidgets does: a kernel in which it was imported before could not bring a widget back after a reload."""
@@ -55,7 +55,7 @@ RENDER_MODULES = ("transformers.utils.chat_template_utils",)
 """Few: a renderer's memory is limited by its address space."""
 VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -80,7 +80,9 @@ PROGRAMS = (
     "two_nodes.py",
 )
 """Modules and scripts that begin warm."""
-CHILDREN = {"processes.py": "main", "render_worker.py": "render", "workbench_vllm.py": "vllm"}
+VLLM_PROGRAM = "vllm.entrypoints.openai.api_server"
+"""vLLM's HTTP server begins warm as well, and forks the two processes that it would spawn."""
+CHILDREN = {"processes.py": "main", "worker.py": "main", "render_worker.py": "render", "workbench_vllm.py": "vllm"}
 """And files that `workbench.base.child` runs → the server that has their imports."""
 _CHILD = "runpy.run_path(sys.argv[1])['_serve']"
 _LENGTH = struct.Struct(">I")
@@ -95,14 +97,16 @@ def server_for(words: list[str], env: dict[str, str]) -> str:
     """Which server has the program's imports; empty: none, it is an ordinary process."""
     options = [word for word in words[1:] if word.startswith(("-X", "-P", "-u"))]
     rest = words[1 + len(options) :]
-    if words[0] != sys.executable or words[1 : 1 + len(options)] != options or len(rest) < 2:
+    if words[0] != sys.executable or words[1 : 1 + len(options)] != options or not rest:
         return ""
     if rest[0] == "-c":
-        server = CHILDREN.get(Path(rest[4]).name, "") if _CHILD in rest[1] and len(rest) > 4 else ""
+        server = CHILDREN.get(Path(rest[4]).name, "") if len(rest) > 4 and _CHILD in rest[1] else ""
         mine = {name: value for name, value in env.items() if name.startswith(("VLLM_", "TORCHDYNAMO_"))}
+        if "WORKBENCH_WORKER_MEMORY_MB" in env:  # its address space is limited, and the server's is large
+            return ""
         return "" if server == "vllm" and mine != VLLM_ENVIRONMENT else server
     if rest[0] == "-m":
-        return "main" if rest[1] in PROGRAMS else ""
+        return "vllm" if rest[1] == VLLM_PROGRAM else "main" if rest[1] in PROGRAMS else ""
     return "main" if Path(rest[0]).name in PROGRAMS else ""
 
 
@@ -388,6 +392,11 @@ def _become(asked: dict[str, Any], handles: list[int]) -> None:
         import matplotlib
 
         matplotlib.rcParams["backend"] = "module://matplotlib_inline.backend_inline"
+    if VLLM_PROGRAM in asked["arguments"]:
+        import multiprocessing
+
+        forking = multiprocessing.get_context("fork")
+        multiprocessing.get_context = lambda method=None: forking  # type: ignore[assignment]
     _run(asked["arguments"])
 
 

@@ -294,9 +294,7 @@ def test_C3_E10_a_first_start_listens_on_loopback_with_a_token_of_its_own_and_a_
     home.mkdir()
     kept = "RAY_prestart_worker_first_driver"
     without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") or name == kept}
-    script = tmp_path / "kernel.py"
-    script.write_text(KERNEL)
-    command = [sys.executable, str(script), str(HERE), str(tmp_path)]
+    command = [sys.executable, "-c", KERNEL, str(HERE), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**without, "HOME": str(home)}) as kernel:
         assert kernel.stdout is not None
         session = kernel.stdout.readline().strip()

@@ -64,7 +64,8 @@ def started(folder: Path, *changes: tuple[str, str], extension: bool = True) -> 
     )  # fmt: skip
     argv = [dict(changes).get(word, word) for word in command.argv]
     url = f"http://127.0.0.1:{port}"
-    with (folder / "log").open("wb") as log, subprocess.Popen(argv, env={**os.environ, **command.env}, stdout=log, stderr=log, start_new_session=True) as process:  # fmt: skip
+    env = {**os.environ, **command.env}
+    with (folder / "log").open("wb") as log, subprocess.Popen(argv, env=env, stdout=log, stderr=log, start_new_session=True) as process:  # fmt: skip
         shared: set[Path] = set()
         try:
             end = time.monotonic() + patience(300)

@@ -402,7 +402,11 @@ def test_prompts_are_rendered_once_and_not_again_by_a_resumed_run(
 
     rendered: list[str] = []
     render = rendering.Renderer.render
-    monkeypatch.setattr(rendering.Renderer, "render", lambda self, *asked: rendered.append("") or render(self, *asked))
+    monkeypatch.setattr(
+        rendering.Renderer,
+        "render",
+        lambda self, template, chats, more: rendered.extend(chats) or render(self, template, chats, more),
+    )
 
     def trained(steps: int, **changes: Any) -> int:
         """Chats rendered, less those of the batches themselves."""

@@ -172,7 +172,7 @@ def test_a_function_that_always_fails_must_not_train_silently() -> None:
 # --- processes --------------------------------------------------------------------------------
 
 
-def test_order_is_kept_and_children_import_neither_torch_nor_us() -> None:
+def test_order_is_kept_and_children_import_neither_torch_nor_us(cold: None) -> None:
     def reward(response: str, extra_info: dict[str, Any]) -> dict[str, Any]:
         time.sleep(0.05 * (2 - extra_info["index"]))
         return {
@@ -234,7 +234,7 @@ def test_results_that_cannot_travel_are_that_rows_failure() -> None:
 # --- files and routing ------------------------------------------------------------------------
 
 
-def test_functions_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold: None) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "mine.py"
     (tmp_path / "beside.py").write_text("TWO = 2\n")

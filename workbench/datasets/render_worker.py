@@ -1,6 +1,6 @@
 """What the child process that renders chat templates runs (`base.child`), by its path: a template may be hostile.
 
-One message of JSON per chat (template, messages, variables), one back (text or error). Address space is bounded; time is bounded
+One message of JSON per block of chats (template, chats, variables), one back (texts or error). Address space is bounded; time is bounded
 by the parent, which kills us. Rendering is transformers' own, in its sandbox.
 """
 
@@ -16,7 +16,7 @@ LONGEST = 4_000_000
 
 
 def main(parent: Any) -> None:
-    """Render one chat per message from the parent process, until the parent ends this process."""
+    """Render the chats of each message from the parent process, until the parent ends this process."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -24,11 +24,11 @@ def main(parent: Any) -> None:
     while True:
         asked = json.loads(parent.frames.get())
         try:
-            made = render_jinja_template([asked["messages"]], chat_template=asked["template"], **asked["variables"])
-            text = made[0][0]
-            if len(text) > LONGEST:
-                raise ValueError(f"the template wrote {len(text)} characters for one chat; expected at most {LONGEST}")
-            answer = {"text": text}
+            texts = render_jinja_template(asked["chats"], chat_template=asked["template"], **asked["variables"])[0]
+            longest = max(map(len, texts))
+            if longest > LONGEST:
+                raise ValueError(f"the template wrote {longest} characters for one chat; expected at most {LONGEST}")
+            answer = {"texts": texts}
         except BaseException as error:  # noqa: BLE001 - whatever a template raises is said to the parent
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
         parent.send(json.dumps(answer).encode())

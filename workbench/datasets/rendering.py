@@ -13,7 +13,9 @@ from workbench.base.child import Child, importing
 from workbench.base.errors import DataError
 
 SECONDS = 5.0
-"""Time limit of one chat."""
+"""Time limit of one chat, and of a block of them."""
+BLOCK = 64
+"""Chats that are sent to the child at once."""
 START_SECONDS = 60.0
 _WORKER = str(Path(__file__).with_name("render_worker.py"))
 _KEPT = ("PATH", "LANG", "LC_ALL", "HOME", "LD_LIBRARY_PATH")
@@ -26,9 +28,29 @@ class Renderer:
         self._lock = threading.Lock()
         self._child: Child | None = None
 
-    def render(self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """The text of a chat. Raises `DataError` where the template fails, takes too long, or needs too much memory."""
-        asked = {"template": template, "messages": list(messages), "variables": dict(variables)}
+    def render(
+        self, template: str, chats: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, Any]
+    ) -> list[str]:
+        """The text of each chat. Raises `DataError` where the template fails on one, takes too long, or needs too much memory.
+
+        Chats go to the child in blocks; the chats of a block that fails are rendered again one by one, each with the whole
+        time limit.
+        """
+        texts: list[str] = []
+        for start in range(0, len(chats), BLOCK):
+            block = chats[start : start + BLOCK]
+            try:
+                texts += self._rendered(template, block, variables)
+            except DataError:
+                if len(block) == 1:
+                    raise
+                texts += [text for chat in block for text in self._rendered(template, [chat], variables)]
+        return texts
+
+    def _rendered(
+        self, template: str, chats: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, Any]
+    ) -> list[str]:
+        asked = {"template": template, "chats": [list(chat) for chat in chats], "variables": dict(variables)}
         with self._lock:
             if self._child is None or not self._child.alive:
                 self._child = _started()
@@ -39,7 +61,7 @@ class Renderer:
                 raise DataError(f"the tokenizer's chat template could not be rendered: {why}") from cause
         if "error" in answer:
             raise DataError(f"the tokenizer's chat template raised {answer['error']}")
-        return answer["text"]
+        return list(answer["texts"])
 
 
 def _started() -> Child:
@@ -57,8 +79,11 @@ _renderer = Renderer()
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
     """Render a chat as text by the tokenizer's chat template, in a child process. Raises `DataError` where that fails."""
-    template = tokenizer.get_chat_template()
-    return _renderer.render(template, messages, {**tokenizer.special_tokens_map, **variables})
+    return _texts(tokenizer, [messages], variables)[0]
+
+
+def _texts(tokenizer: Any, chats: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, Any]) -> list[str]:
+    return _renderer.render(tokenizer.get_chat_template(), chats, {**tokenizer.special_tokens_map, **variables})
 
 
 def encode(
@@ -70,10 +95,25 @@ def encode(
     and memory. For a tokenizer without a template (a base model) the text is the contents, one message a line.
     Raises `DataError` where the template fails or needs too much time or memory.
     """
-    if isinstance(chat, str):
-        return list(tokenizer(chat)["input_ids"])
-    messages = [dict(turn) for turn in chat]
+    return encode_all(tokenizer, [chat], add_generation_prompt=add_generation_prompt, **switches)[0]
+
+
+def encode_all(
+    tokenizer: Any,
+    chats: Sequence[Sequence[dict[str, Any]] | str],
+    *,
+    add_generation_prompt: bool = True,
+    **switches: Any,
+) -> list[list[int]]:
+    """Token ids of each chat, as `encode` gives them; many at once take a tenth of the time."""
+    ids: dict[int, list[int]] = {}
+    plain = {place: chat for place, chat in enumerate(chats) if isinstance(chat, str)}
+    talks = {place: [dict(turn) for turn in chat] for place, chat in enumerate(chats) if not isinstance(chat, str)}
     if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer("\n".join(str(turn["content"]) for turn in messages) + "\n")["input_ids"])
-    text = render(tokenizer, messages, add_generation_prompt=add_generation_prompt, **switches)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        plain |= {place: "\n".join(str(turn["content"]) for turn in talk) + "\n" for place, talk in talks.items()}
+    elif talks:
+        variables = {"add_generation_prompt": add_generation_prompt, **switches}
+        texts = _texts(tokenizer, list(talks.values()), variables)
+        ids |= zip(talks, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True)
+    ids |= {place: tokenizer(text)["input_ids"] for place, text in plain.items()}
+    return [list(ids[place]) for place in range(len(chats))]

@@ -24,7 +24,7 @@ from workbench.base.shown import Shown
 from workbench.dataproto.columns import COLUMNS
 from workbench.dataproto.core import DataProto, Origin
 from workbench.datasets.files import find, read
-from workbench.datasets.rendering import encode
+from workbench.datasets.rendering import encode_all
 
 
 def permutation(rows: int, seed: int, epoch: int) -> list[int]:
@@ -200,6 +200,10 @@ class Rows(Shown):
     def _like(self, rows: Sequence[dict[str, Any]]) -> Rows:
         return Rows(rows, max_prompt_length=self.max_prompt_length, source=self.source)
 
+    def values(self, name: str) -> list[Any]:
+        """The values of a column, None where a row has none."""
+        return [copy.deepcopy(row.get(name)) for row in self._rows]
+
     def select(self, indices: Sequence[int] | Sequence[bool] | np.ndarray) -> Rows:
         """Some rows, by number or by a mask with one boolean a row.
 
@@ -260,7 +264,7 @@ class Rows(Shown):
 
     def prompt_lengths(self, tokenizer: Any, **switches: Any) -> list[int]:
         """Number of tokens of each prompt under the tokenizer's chat template, whose variables `switches` are."""
-        return [len(encode(tokenizer, row[CHAT], **switches)) for row in self._rows]
+        return [len(ids) for ids in encode_all(tokenizer, [row[CHAT] for row in self._rows], **switches)]
 
     def fitting(self, tokenizer: Any, *, overlong: str = "error", **switches: Any) -> Rows:
         """The rows whose prompts have at most `max_prompt_length` tokens; `overlong="drop"` leaves longer ones out.

@@ -361,8 +361,8 @@ def pin_line(pin: Pin) -> str:
         try:
             kept[name] = encode(list(value) if name == "response_ids" and value else value)
         except TypeError as cause:
-            expected, found = "plain Python or NumPy values", f"type {cause}"
-            raise DataError(f"{name} of the row cannot be pinned", expected=expected, found=found) from cause
+            expected = "plain Python or NumPy values"
+            raise DataError(f"{name} of the row cannot be pinned", expected=expected, found=cause) from cause
     needed = ("format", "expected", "note", "response")
     kept = {name: value for name, value in kept.items() if name in needed or value not in (None, {})}
     text = json.dumps(kept, ensure_ascii=False, allow_nan=False)

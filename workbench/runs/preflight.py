@@ -24,7 +24,6 @@ from workbench.base.errors import DataError, OutOfMemory, RunError
 from workbench.base.shown import Shown
 from workbench.dataproto import DataProto
 from workbench.datasets import Rows
-from workbench.datasets.rendering import encode
 from workbench.engines.local_engine.memory import available, gib
 from workbench.engines.protocol import Bounded, Estimates, switches_of
 from workbench.runs.folder import read_settings
@@ -135,8 +134,7 @@ class Prompts:
     def limit(self, rows: Rows) -> int:
         """Most tokens that a prompt may have: `max_prompt_length`, or where it is None the longest of the first 64 rows."""
         limit = rows.max_prompt_length
-        first = (len(encode(self._tokenizer, row["prompt"], **self._switches)) for row in rows[:64])
-        longest = self.longest(rows) if limit is not None else max(first)
+        longest = self.longest(rows if limit is not None else rows[:64])
         if not longest:
             raise DataError("the prompts are empty under the model's tokenizer", found="0 tokens in the longest")
         return limit or longest
@@ -148,7 +146,7 @@ def _data(rows: Rows, eval_rows: Rows | None) -> str:
 
 
 def _routing(rows: Rows, reward: Any) -> str:
-    sources = Counter(str(row.get("data_source")) for row in rows)
+    sources = Counter(map(str, rows.values("data_source")))
     return f"{reward.function.name}: " + ", ".join(f"{source} × {count}" for source, count in sources.most_common(6))
 
 

@@ -17,7 +17,7 @@ from workbench.base.errors import DataError
 from workbench.base.metrics import Count, Mean, Metric
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
-from workbench.datasets.rendering import encode
+from workbench.datasets.rendering import encode_all
 from workbench.engines.protocol import Located, Request, Sample, Sampler, SamplingSettings, switches_of
 from workbench.stages.stage import BaseStage, Outcome, spread
 
@@ -136,7 +136,7 @@ class Rollout(BaseStage):
     def _encode(self, batch: DataProto) -> list[tuple[int, ...]]:
         limit = batch.meta_info.get("max_prompt_length")
         switches = switches_of(self.sampler)
-        prompts = [tuple(encode(self.sampler.tokenizer, chat, **switches)) for chat in batch["raw_prompt"]]
+        prompts = [tuple(ids) for ids in encode_all(self.sampler.tokenizer, batch["raw_prompt"], **switches)]
         for row, ids in enumerate(prompts):
             if not ids or (limit is not None and len(ids) > limit):
                 what = f"length of the prompt of row {row} (uid {batch['uid'][row]})"

@@ -195,7 +195,7 @@ def environment_of(folder: str | Path, s: VllmSettings) -> dict[str, str]:
     eager = not gpu if s.enforce_eager is None else s.enforce_eager
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(many)),
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose sampler gives log-probs before top-k and top-p
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its workers must not fight for the same cores
         "VLLM_NO_USAGE_STATS": "1",
