@@ -129,6 +129,8 @@ def test_pools_hold_groups_side_by_side_on_the_same_seats(local: Cluster, pair: 
             local.ranks(things.thing, 1, pool="global")
         local.release("global")
         assert one.closed is not None
+    with pytest.raises(SettingError, match="pool 'global' is not held; expected one of"):
+        local.release("global")
     assert within(lambda: local.status().nodes[0].free_cpus == 2)
     with pytest.raises(SettingError, match="pool 'global' is not held; expected one of"):
         local.ranks(things.thing, 1, pool="global")

@@ -79,6 +79,8 @@ def test_it_is_never_overwritten_and_never_half_there(tmp_path: Path) -> None:
         DataProto({"x": torch.zeros(1)}).save(tmp_path / "b")
     with pytest.raises(BatchError, match="column 'odd' cannot be saved.*without"):
         DataProto(None, {"odd": [Odd()]}).save(tmp_path / "c")
+    with pytest.raises(BatchError, match="meta_info cannot be saved.*found .* class Odd"):
+        DataProto({"x": torch.zeros(1)}, meta_info={"odd": Odd()}).save(tmp_path / "c")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b"]
 
 

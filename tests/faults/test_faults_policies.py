@@ -78,7 +78,7 @@ def test_D7_perturbed_weights_are_measured_and_stop_before_the_update(
     told = json.loads((tmp_path / "r" / "summary.json").read_text())["stopped"]
     assert told.startswith("break_if at step 1: training/rollout_kl 0.") and told.endswith(", limit 0.001")
     monkeypatch.setenv("WORKBENCH_JOB", "1")
-    with pytest.raises(wb.RunStopped, match=r"at step 1.*before its update; found training/rollout_kl 0\.\d+, limit"):
+    with pytest.raises(wb.RunStopped, match=r"at step 1.*before its update; training/rollout_kl 0\.\d+, limit"):
         run(tiny, tmp_path / "job", OffPolicy(kl=1e-3), noise=0.1)
 
 

@@ -252,7 +252,7 @@ def test_functions_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     with pytest.raises(DataError, match="no reward file"):
         load_function(tmp_path / "none.py")
     (tmp_path / "wrong.py").write_text("def compute_score(:")
-    with pytest.raises(DataError, match=r"wrong.py.*expected Python"):
+    with pytest.raises(DataError, match=r"wrong.py.*expected valid Python"):
         load_function(tmp_path / "wrong.py")
     (tmp_path / "broken.py").write_text("1/0\ndef compute_score(response): return 1.0")
     with pytest.raises(RewardError, match="cannot be loaded in a worker: ZeroDivisionError"):

@@ -109,6 +109,8 @@ def test_languages(box: LocalSandbox) -> None:
     assert box.run("1", language="rust").status == "SandboxError"
     with pytest.raises(SettingError, match="language"):
         Program(code="1", language="brainfuck")
+    with pytest.raises(SettingError, match="max_concurrent; expected ≥ 1; found 0"):
+        LocalSandbox(max_concurrent=0)
 
 
 def test_packages_are_shown_on_request() -> None:

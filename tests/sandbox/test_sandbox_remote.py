@@ -103,6 +103,8 @@ def test_the_replies_of_a_live_service_are_read_for_what_they_are() -> None:
         if one["name"] == "files in and out":
             assert result.files == {"out.txt": b"ABC"}
     assert ran == 21
+    with pytest.raises(ValueError, match="status None in a /run_code reply"):
+        read_reply({"status": "Success", "run_result": {"stdout": "x"}})
 
 
 @pytest.mark.slow

@@ -208,7 +208,7 @@ def test_a_setting_of_a_stage_is_replaced_by_name(tiny: str) -> None:
     assert kept.pipeline["advantage"].settings()["norm_by_std"] is False
     with pytest.raises(wb.WorkbenchError, match=r"clip_hihg.*clip_ratio_high"):
         s.fork().replace("update_actor", clip_hihg=0.5)
-    with pytest.raises(wb.WorkbenchError, match="a stage, a function, or settings"):
+    with pytest.raises(wb.WorkbenchError, match="a stage, a function or settings"):
         s.fork().replace("update_actor")
 
 

@@ -39,8 +39,11 @@ def test_nothing_real_changes_and_the_stepper_goes_on(stepper: wb.Stepper) -> No
     assert before[:3] == after[:3] and all(torch.equal(a, b) for a, b in zip(before[3], after[3], strict=True))
     assert stepper.next_stage == "update_actor" and len(made.actual.metrics) == len(made.other.metrics) == 2
     stepper.run()
+    learned = state(stepper)
     again = stepper.what_if(clip_ratio_high=0.5, updates=2)  # the question is asked where the update stood before
     assert again.actual.metrics == made.actual.metrics and stepper.position == len(stepper.pipeline)
+    present = state(stepper)  # whoever evaluates the engine now measures what was learned
+    assert learned[1] == present[1] and all(torch.equal(a, b) for a, b in zip(learned[3], present[3], strict=True))
 
 
 def test_the_first_gradient_is_the_same_and_later_ones_part(stepper: wb.Stepper) -> None:

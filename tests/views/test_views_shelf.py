@@ -25,6 +25,8 @@ def test_every_estimator_that_the_batch_has_inputs_for(batch: wb.DataProto) -> N
     assert (frame["grpo_passk"] != 0).groupby(frame["group"]).sum().max() <= 1
     with pytest.raises(PipelineError, match="remax reads reward_baselines"):
         wb.views.advantage_table(batch, ["remax"])
+    with pytest.raises(PipelineError, match="'rlo' is not a known advantage estimator.*did you mean 'rloo'"):
+        wb.views.advantage_table(batch, ["rlo"])
 
 
 @pytest.mark.slow

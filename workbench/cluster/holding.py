@@ -78,7 +78,12 @@ class Session(Shown):
         return held
 
     def release(self, *names: str) -> None:
-        """Give the named pools (without names: all) back to the cluster, and end the worker groups on them."""
+        """Give the named pools (without names: all) back to the cluster, and end the worker groups on them.
+
+        Raises `SettingError` for a name that no pool has.
+        """
+        for name in (name for name in names if name not in self.pools):
+            raise SettingError(f"pool {name!r} is not held", expected=f"one of {', '.join(self.pools) or '(none)'}")
         for name in names or tuple(self.pools):
             pool = self.pools.pop(name)
             for group in [one for one in self.groups if one.pool is pool]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -142,7 +142,7 @@ def save(batch: Value, path: str | Path) -> Path:
             "rows": len(batch),
             "tensors": {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()},
             "objects": kinds,
-            "meta_info": encode(dict(batch.meta_info)),
+            "meta_info": _encoded_meta(batch.meta_info),
             "origins": {name: asdict(made) for name, made in batch.origins.items()},
         }
         text = json.dumps(document, allow_nan=False)
@@ -153,6 +153,13 @@ def save(batch: Value, path: str | Path) -> Path:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     return folder
+
+
+def _encoded_meta(values: Mapping[str, Any]) -> Any:
+    try:
+        return encode(dict(values))
+    except TypeError as cause:
+        raise BatchError("meta_info cannot be saved", expected="plain Python or NumPy values", found=cause) from cause
 
 
 def _write_objects(batch: Value, folder: Path) -> dict[str, str]:
@@ -173,8 +180,8 @@ def _write_objects(batch: Value, folder: Path) -> dict[str, str]:
             columns[name] = pa.array(cells, type=pa.string())
         except TypeError as cause:
             expected = "plain values, NumPy arrays, or classes with a registered codec"
-            found, do = f"{describe(values[0])}: {cause}", f"drop the column first: without({name!r})"
-            raise BatchError(f"column {name!r} cannot be saved", expected=expected, found=found, do=do) from cause
+            do = f"drop the column first: without({name!r})"
+            raise BatchError(f"column {name!r} cannot be saved", expected=expected, found=cause, do=do) from cause
     if columns:
         # small groups, so that reading a few rows does not decode many
         made, path = pa.table(columns), folder / OBJECTS

@@ -59,7 +59,7 @@ class LocalSandbox(SyncDoors):
     ) -> None:
         require(memory_limit_mb >= 64, "memory_limit_mb", expected="≥ 64 (for Python itself)", found=memory_limit_mb)
         require(output_limit >= 1024, "output_limit", expected="≥ 1024 bytes", found=output_limit)
-        self.max_concurrent = max_concurrent or os.cpu_count() or 1
+        self.max_concurrent = (os.cpu_count() or 1) if max_concurrent is None else max_concurrent
         require(self.max_concurrent >= 1, "max_concurrent", expected="≥ 1", found=max_concurrent)
         if tier is not None and tier not in tiers.TIERS:
             raise SandboxError(unknown("tier of isolation", tier, tiers.TIERS))

@@ -97,7 +97,7 @@ def read_reply(reply: Any) -> Result:
 def _phase(record: Any, cut: bool) -> Phase | None:
     if record is None:
         return None
-    status, code, seconds = record["status"], record.get("return_code"), float(record.get("execution_time") or 0.0)
+    status, code, seconds = record.get("status"), record.get("return_code"), float(record.get("execution_time") or 0.0)
     if status not in ("Finished", "Error", "TimeLimitExceeded"):
         raise ValueError(f"status {status!r} in a /run_code reply; expected Finished, Error or TimeLimitExceeded")
     out, err = str(record.get("stdout") or ""), str(record.get("stderr") or "")

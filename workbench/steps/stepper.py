@@ -247,10 +247,14 @@ class Stepper(Shown):
         """Compare the update on this batch with one under another loss, advantage estimator, set of rows or mask.
 
         `s.what_if(clip_ratio_high=0.28, updates=4, probe=eval_rows)`: see `workbench.what_if` for what can be changed.
-        Both start from the weights before the update, which are restored afterwards; the stepper stays where it is.
+        Both start from the weights before the update; afterwards the engines have again what they had, and the stepper stays
+        where it is.
         """
         if self.position > self._pipeline.index("update_actor"):
-            return self.fork().back(to="update_actor").what_if(updates=updates, probe=probe, **changes)
+            before = self.fork()
+            before._stand(self._pipeline.index("update_actor"))
+            with before._lent():
+                return before.what_if(updates=updates, probe=probe, **changes)
         self._align()
         return what_if(self._pipeline, self.batch, updates=updates, probe=probe, **changes)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from workbench import functional as F
-from workbench.base.errors import PipelineError
+from workbench.base.errors import PipelineError, unknown
 from workbench.dataproto import DataProto
 from workbench.stages import Advantage
 from workbench.views import document as doc
@@ -277,6 +277,8 @@ def advantage_table(batch: DataProto, names: Sequence[str] | None = None) -> pd.
     groups, _ = pd.factorize(np.array(batch["uid"], dtype=object))
     columns: dict[str, Any] = {"group": groups, "reward": batch["reward"].tolist(), "tokens": lengths.tolist()}
     for name in names or ESTIMATORS:
+        if name not in ESTIMATORS:
+            raise PipelineError(unknown("known advantage estimator", name, ESTIMATORS))
         function, settings = ESTIMATORS[name]
         stage = Advantage(function, **settings)
         missing = [column for column in stage.reads if column not in batch]
