@@ -12,6 +12,8 @@ ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # two workers, each with whole groups: what a group sets up (a cluster, a Lab, vLLM) is set up once; tests/conftest.py says
 # which tests are one and puts the long ones first
 TWO := -n 2 --no-loadscope-reorder
+# where the environment forbids it, each of hundreds of processes would compile every module anew
+export PYTHONDONTWRITEBYTECODE :=
 RUN ?= runs/train_grpo-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 

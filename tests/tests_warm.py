@@ -77,6 +77,7 @@ PROGRAMS = (
     "readme.py",
     "hanging.py",
     "kernel.py",
+    "ending.py",
     "two_nodes.py",
 )
 """Modules and scripts that begin warm."""

@@ -76,7 +76,7 @@ IMAGES = {
 """Live curves, and those drawn from the run folder."""
 
 
-SHORT = ("104_what_if", "106_agents")
+SHORT = ("106_agents",)
 """What a browser shows that a job does not: buttons, tables, steppers; the others run in it with all tests."""
 
 

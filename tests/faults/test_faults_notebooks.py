@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,8 @@ class Kernel:
 
 
 @contextmanager
-def kernel() -> Iterator[Kernel]:
-    with tests_warm.cold():  # a fork's own memory grows with every page that it touches, and these tests measure it
+def kernel(start: Callable[[], AbstractContextManager[None]] = tests_warm.cold) -> Iterator[Kernel]:
+    with start():  # a fork's own memory grows with every page that it touches, and most of these tests measure it
         made = Kernel()
     try:
         yield made
@@ -120,7 +120,7 @@ import workbench as wb
 torch.set_num_threads(1)
 ROWS = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
 
-def fresh(max_tokens=160):
+def fresh(max_tokens=96):
     engine = wb.engines.local("data/tiny-arith", lr=1e-3, device="cpu", micro_batch_tokens=512, max_wave=20)
     sampling = wb.SamplingSettings(max_tokens=max_tokens, ignore_eos=True)
     pipe = wb.recipes.grpo(engine, wb.rewards.math_string, group_size=8, sampling=sampling, ppo_epochs=2,
@@ -158,7 +158,7 @@ def shared() -> Iterator[Kernel]:
 def undisturbed() -> dict[str, tuple[str, float]]:
     """Stage → (what stands after it, seconds it took) in a kernel that nobody interrupts."""
     found = {}
-    with kernel() as quiet:
+    with kernel(nullcontext) as quiet:
         quiet.run(STEP)
         quiet.run("s, engine = fresh()")
         for stage in STAGES:
@@ -423,7 +423,7 @@ os.chdir({root!r})
 import workbench as wb
 
 def score(response: str) -> float:
-    time.sleep(0.1)  # the cores are the browser's meanwhile
+    time.sleep(0.05)  # the cores are the browser's meanwhile
     return float(len(response) % 3)
 
 engine = wb.engines.local("data/tiny-arith", lr=1e-4, device="cpu")

@@ -387,7 +387,7 @@ def assert_same_run(one: wb.Run, two: wb.Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("steps", "save_freq"), [(36, 6), pytest.param(120, 12, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("steps", "save_freq"), [(24, 4), pytest.param(120, 12, marks=pytest.mark.long)])
 def test_some_hundred_steps_interrupted_killed_and_resumed_at_random_end_as_the_quiet_run(
     tmp_path: Path, steps: int, save_freq: int
 ) -> None:
