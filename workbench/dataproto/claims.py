@@ -199,7 +199,8 @@ def _column_of(file: Any, name: str, kind: str, rows: int) -> int:
     packed = {metadata.row_group(group).column(number).compression for group in range(file.num_row_groups)}
     if schema.field(number).type not in [*plain, *([pa.null()] if rows == 0 else [])] or packed - _PACKED:
         found = f"{schema.field(number).type}, {', '.join(sorted(packed))}"
-        raise BatchError(f"column {describe(name)}", expected="text or numbers, snappy or uncompressed", found=found)
+        expected = f"a column of {' or '.join(map(str, plain))}, with snappy compression or none"
+        raise BatchError(f"parquet column {describe(name)}", expected=expected, found=found)
     return number
 
 

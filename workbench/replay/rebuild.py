@@ -256,8 +256,9 @@ def opened(path: str | Path, record: Mapping[str, Any]) -> Any:
 
 
 def learner_of(role: str, path: Path, record: Mapping[str, Any]) -> Any:
-    """Open a role's learner from a model folder; one that cannot sample is paired with a local sampler. A critic is made
-    from the opened model with `engine.critic()`, as recipes make it."""
+    """Open the engine that trains a role from a model folder. `record` is what the run recorded of it: path and settings.
+
+    An engine that cannot sample is paired with a local sampler. For the role "critic" it is `engine.critic()`."""
     engine = opened(path, record)
     engine.path = str(record["path"])
     if role == "critic":

@@ -110,7 +110,7 @@ class Live:
         return f"{self.line}  ·  the next step is {waited:.0f} s in hand" if waited >= HEARTBEAT else self.line
 
     def notes(self) -> list[str]:
-        """One line for each symptom of failing training found so far, with its number in the curves."""
+        """One line for each symptom of failing training found so far; it begins with the number that marks it in the curves."""
         return [f"{number}  {one}" for number, one in enumerate(self._watch.marks, 1)]
 
     def _show(self, now: float) -> None:

@@ -232,7 +232,7 @@ def _short(value: float) -> float | None:
 
 
 class Face(Layer):
-    """Base of the widgets with buttons that step a stepper or an episode: a click moves the notebook's own object."""
+    """Base of the widgets whose buttons advance a `Stepper` or an episode: the very object of the notebook, not a copy."""
 
     face: Any = traitlets.Dict().tag(sync=True)
     """The view when the cell ended."""

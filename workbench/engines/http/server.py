@@ -196,7 +196,8 @@ def _longest(name: str, theirs: Any, folder: str | Path, settings: RemoteSetting
         what, do = f"longest sequence of the server's model {name!r}", "pass the server's own model to engines.remote"
         raise EngineError(what, expected=f"at most {mine} tokens, as in {str(folder)!r}", found=theirs, do=do)
     if theirs is None and mine is None:
-        what, expected = "the model's longest sequence", "max_model_len of the server, or a limit in config.json"
+        what = f"the longest sequence of model {name!r} is not known"
+        expected = f"max_model_len from the server, or max_position_embeddings in {folder}/config.json"
         raise EngineError(what, expected=expected, found="neither")
     return int(theirs or mine or 0)
 
