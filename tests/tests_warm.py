@@ -42,7 +42,7 @@ MODULES = (
     "torch", "workbench", "transformers.models.auto.auto_factory", "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen2.tokenization_qwen2",
     "workbench.engines.local_engine", "workbench.engines.fsdp_engine.worker", "workbench.runs", "workbench.jobs", "workbench.views", "pandas", "pyarrow.parquet",
     "matplotlib.figure", "matplotlib.backends.backend_agg", "torch.utils.tensorboard", "ipykernel.kernelapp", "ipykernel.zmqshell",
-    "tqdm.auto", "jsonschema",
+    "tqdm.auto", "jsonschema", "pytest",
 )  # fmt: skip
 """What nearly every process of the tests imports; none of it may start a thread or open a file by being imported, nor look for its
 kernel then, as ipywidgets does: a kernel in which it was imported before could not bring a widget back after a reload."""
