@@ -325,7 +325,7 @@ class Pending:
         group, rank = self._group, one.rank
         group.end(f"rank {rank} was lost in {self.method}")
         tail, why = group.logs(rank, LOG_LINES), group.redact(one.value)
-        what = f"{group.where(rank)} of group {group.name!r} died in {self.method}"
+        what = f"{group.where(rank)} of group {group.name!r} died in {self.method}()"
         text = message(what, found=why, do="start the group again: cluster.ranks(…)")
         log = f"its log ends:\n{tail}" if tail else "its log is empty"
         return WorkerLost(f"{text}\n{log}", rank=rank, exit=why, log=tail)
