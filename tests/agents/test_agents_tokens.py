@@ -48,7 +48,7 @@ def test_prompt_and_deltas_are_what_the_template_would_write(
         new = [{"role": role, "content": text} for text in (contents if role == "tool" else contents[:1])]
         ids += [*wrote, *tokens.delta(new, wrote)]
         chat += [{"role": "assistant", "content": answer}, *new]
-    text = render(tokenizer, chat, add_generation_prompt=True, **({"tools": tools} if tools else {}))
+    text = render(tokenizer, [chat], add_generation_prompt=True, **({"tools": tools} if tools else {}))[0]
     assert tokenizer.decode(ids) == text
     # every text stands between special tokens, so that its tokens do not depend on its neighbours
     assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -63,7 +63,8 @@ def test_an_answer_that_did_not_end_itself_is_closed(made: dict[str, Any], name:
     wrote = tokenizer(answer, add_special_tokens=False)["input_ids"]
     new = {"role": "user", "content": "on"}
     ids = [*tokens.prompt(chat), *wrote, *tokens.delta([new], wrote)]
-    whole = render(tokenizer, [*chat, {"role": "assistant", "content": answer}, new], add_generation_prompt=True)
+    told = [*chat, {"role": "assistant", "content": answer}, new]
+    whole = render(tokenizer, [told], add_generation_prompt=True)[0]
     assert tokenizer.decode(ids) == whole
 
 

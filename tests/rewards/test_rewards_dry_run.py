@@ -74,7 +74,7 @@ def test_limits_names_and_refusals() -> None:
     assert list(dry_run([strict, strict], RECORDS).judged) == ["strict", "strict'"]
     with pytest.raises(DataError, match="a column with responses"):
         dry_run(strict, [{"said": "x"}])
-    with pytest.raises(DataError, match="reward_model of completion 0 is not JSON; found '{'"):
+    with pytest.raises(DataError, match="reward_model of completion 0 raised JSONDecodeError"):
         dry_run(strict, [{"response": "x", "reward_model": "{"}])
     wanting = dry_run({"wants": lambda response, colour: 1.0}, RECORDS)
     assert "colour" in wanting.failures.index[0], "a function that asks for what no row has is shown"

@@ -102,7 +102,7 @@ class TurnTokens:
 
     def _render(self, messages: Sequence[Message], *, generation: bool) -> str:
         chat = [dict(one) for one in messages]
-        return render(self._tokenizer, chat, add_generation_prompt=generation, **self._switches)
+        return render(self._tokenizer, [chat], add_generation_prompt=generation, **self._switches)[0]
 
     def _encoded(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()

@@ -46,7 +46,9 @@ def forget_last_error() -> bool:
         return False
     _forgotten = error  # only its lines: the frames are empty
     frames = {id(frame): frame for one in _chain(error) for frame, _ in walk_tb(one.__traceback__)}
-    alive = _suspended() if any(frame.f_code.co_flags & _RUNS_ON for frame in frames.values()) else set()
+    runs_on = any(frame.f_code.co_flags & _RUNS_ON for frame in frames.values())
+    held = [one for one in gc.get_objects() if type(one) in _FRAMES] if runs_on else []
+    alive = {id(getattr(one, _FRAMES[type(one)])) for one in held}  # frames of generators that will go on
     for number, frame in frames.items():
         if number not in alive:  # clearing a suspended coroutine would end it
             _empty(frame)
@@ -69,11 +71,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         waiting += [one.__cause__, one.__context__]
         if isinstance(one, BaseExceptionGroup):
             waiting += one.exceptions
-
-
-def _suspended() -> set[int]:
-    """Ids of the frames of all generators and coroutines that will go on."""
-    return {id(getattr(one, _FRAMES[type(one)])) for one in gc.get_objects() if type(one) in _FRAMES}
 
 
 def _empty(frame: FrameType) -> None:

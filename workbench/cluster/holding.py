@@ -78,10 +78,7 @@ class Session(Shown):
         return held
 
     def release(self, *names: str) -> None:
-        """Give the named pools (without names: all) back to the cluster, and end the worker groups on them.
-
-        Raises `SettingError` for a name that no pool has.
-        """
+        """Give the named pools back (without names: all), ending the groups on them. `SettingError` for an unknown name."""
         for name in (name for name in names if name not in self.pools):
             raise SettingError(f"pool {name!r} is not held", expected=f"one of {', '.join(self.pools) or '(none)'}")
         for name in names or tuple(self.pools):

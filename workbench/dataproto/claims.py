@@ -209,8 +209,7 @@ def check_cells(name: str, values: list[Any]) -> None:
     fits = _CELLS.get(name, lambda value: True)
     wrong = next((row for row, value in enumerate(values) if not fits(value)), None)
     if wrong is not None:
-        what = f"column {name!r} ({COLUMNS[name].doc}) is malformed in row {wrong}"
-        raise BatchError(what, found=describe(values[wrong]))
+        raise BatchError(f"row {wrong} of column {name!r} ({COLUMNS[name].doc})", found=describe(values[wrong]))
 
 
 def _chat(value: Any) -> bool:

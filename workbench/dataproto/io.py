@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -142,7 +142,7 @@ def save(batch: Value, path: str | Path) -> Path:
             "rows": len(batch),
             "tensors": {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()},
             "objects": kinds,
-            "meta_info": _encoded_meta(batch.meta_info),
+            "meta_info": _encoded("meta_info", dict(batch.meta_info)),
             "origins": {name: asdict(made) for name, made in batch.origins.items()},
         }
         text = json.dumps(document, allow_nan=False)
@@ -155,11 +155,12 @@ def save(batch: Value, path: str | Path) -> Path:
     return folder
 
 
-def _encoded_meta(values: Mapping[str, Any]) -> Any:
+def _encoded(what: str, value: Any) -> Any:
     try:
-        return encode(dict(values))
+        return encode(value)
     except TypeError as cause:
-        raise BatchError("meta_info cannot be saved", expected="plain Python or NumPy values", found=cause) from cause
+        expected, do = "plain values, NumPy arrays, or classes with a registered codec", "leave it out: without(name)"
+        raise BatchError(f"{what} cannot be saved", expected=expected, found=cause, do=do) from cause
 
 
 def _write_objects(batch: Value, folder: Path) -> dict[str, str]:
@@ -174,14 +175,9 @@ def _write_objects(batch: Value, folder: Path) -> dict[str, str]:
         if kinds[name] == "arrow":
             columns[name] = pa.array(list(values))
             continue
-        try:
-            cells = [json.dumps(encode(value), allow_nan=False) for value in values]
-            claims.check_depth(*cells)
-            columns[name] = pa.array(cells, type=pa.string())
-        except TypeError as cause:
-            expected = "plain values, NumPy arrays, or classes with a registered codec"
-            do = f"drop the column first: without({name!r})"
-            raise BatchError(f"column {name!r} cannot be saved", expected=expected, found=cause, do=do) from cause
+        cells = [json.dumps(_encoded(f"column {name!r}", value), allow_nan=False) for value in values]
+        claims.check_depth(*cells)
+        columns[name] = pa.array(cells, type=pa.string())
     if columns:
         # small groups, so that reading a few rows does not decode many
         made, path = pa.table(columns), folder / OBJECTS

@@ -13,8 +13,8 @@ from workbench.base.child import Child, importing
 from workbench.base.errors import DataError
 
 SECONDS = 5.0
-"""Time limit of one chat, and of a block of them."""
-BLOCK = 64
+"""Time limit of a block of chats."""
+BLOCK = 32
 """Chats that are sent to the child at once."""
 START_SECONDS = 60.0
 _WORKER = str(Path(__file__).with_name("render_worker.py"))
@@ -31,37 +31,23 @@ class Renderer:
     def render(
         self, template: str, chats: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, Any]
     ) -> list[str]:
-        """The text of each chat. Raises `DataError` where the template fails on one, takes too long, or needs too much memory.
-
-        Chats go to the child in blocks; the chats of a block that fails are rendered again one by one, each with the whole
-        time limit.
-        """
+        """The text of each chat. Raises `DataError` where the template fails, takes too long, or needs too much memory."""
         texts: list[str] = []
         for start in range(0, len(chats), BLOCK):
-            block = chats[start : start + BLOCK]
-            try:
-                texts += self._rendered(template, block, variables)
-            except DataError:
-                if len(block) == 1:
-                    raise
-                texts += [text for chat in block for text in self._rendered(template, [chat], variables)]
+            block = [list(chat) for chat in chats[start : start + BLOCK]]
+            asked = {"template": template, "chats": block, "variables": dict(variables)}
+            with self._lock:
+                if self._child is None or not self._child.alive:
+                    self._child = _started()
+                try:
+                    answer = json.loads(self._child.exchange(json.dumps(asked, default=str).encode(), SECONDS))
+                except OSError as cause:
+                    why = f"no text after {SECONDS:g} s" if isinstance(cause, TimeoutError) else "its process died"
+                    raise DataError(f"the tokenizer's chat template could not be rendered: {why}") from cause
+            if "error" in answer:
+                raise DataError(f"the tokenizer's chat template raised {answer['error']}")
+            texts += answer["texts"]
         return texts
-
-    def _rendered(
-        self, template: str, chats: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, Any]
-    ) -> list[str]:
-        asked = {"template": template, "chats": [list(chat) for chat in chats], "variables": dict(variables)}
-        with self._lock:
-            if self._child is None or not self._child.alive:
-                self._child = _started()
-            try:
-                answer = json.loads(self._child.exchange(json.dumps(asked, default=str).encode(), SECONDS))
-            except OSError as cause:
-                why = f"no text after {SECONDS:g} s" if isinstance(cause, TimeoutError) else "its process died"
-                raise DataError(f"the tokenizer's chat template could not be rendered: {why}") from cause
-        if "error" in answer:
-            raise DataError(f"the tokenizer's chat template raised {answer['error']}")
-        return list(answer["texts"])
 
 
 def _started() -> Child:
@@ -77,12 +63,8 @@ def _started() -> Child:
 _renderer = Renderer()
 
 
-def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-    """Render a chat as text by the tokenizer's chat template, in a child process. Raises `DataError` where that fails."""
-    return _texts(tokenizer, [messages], variables)[0]
-
-
-def _texts(tokenizer: Any, chats: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, Any]) -> list[str]:
+def render(tokenizer: Any, chats: Sequence[Sequence[Mapping[str, Any]]], **variables: Any) -> list[str]:
+    """Render chats as text by the tokenizer's chat template, in a child process. Raises `DataError` where that fails."""
     return _renderer.render(tokenizer.get_chat_template(), chats, {**tokenizer.special_tokens_map, **variables})
 
 
@@ -112,8 +94,7 @@ def encode_all(
     if not getattr(tokenizer, "chat_template", None):
         plain |= {place: "\n".join(str(turn["content"]) for turn in talk) + "\n" for place, talk in talks.items()}
     elif talks:
-        variables = {"add_generation_prompt": add_generation_prompt, **switches}
-        texts = _texts(tokenizer, list(talks.values()), variables)
+        texts = render(tokenizer, list(talks.values()), add_generation_prompt=add_generation_prompt, **switches)
         ids |= zip(talks, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True)
     ids |= {place: tokenizer(text)["input_ids"] for place, text in plain.items()}
     return [list(ids[place]) for place in range(len(chats))]

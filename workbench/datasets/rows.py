@@ -353,12 +353,11 @@ def load(
 ) -> Rows:
     """Rows of one file or several (`.parquet`, `.json`, `.jsonl`; a pattern such as `train-*.parquet` too).
 
-    A prompt may be a chat or a plain string (it becomes a user message); rows of `question` and `answer` are
-    read as GSM8K's. `limit` takes the first rows; `without` leaves columns out, for files with a column
-    that a stage writes (`score`, `uid`, …). `max_prompt_length` (tokens) is checked when a model's
-    tokenizer is there: by `rows.fitting`, by `train` before it starts, and by the rollout.
-    Raises `DataError` for a missing, unreadable or empty file, a missing prompt column, a column whose name is
-    reserved, and, unless `require_answers=False`, rows without a ground truth.
+    A prompt may be a chat or a plain string (it becomes a user message); rows of `question` and `answer` are read as
+    GSM8K's. `limit` takes the first rows; `without` leaves columns out, for files with a column that a stage writes
+    (`score`, `uid`, …). `max_prompt_length` (tokens) is checked when a model's tokenizer is there: by `rows.fitting`, by
+    `train` before it starts, and by the rollout. Raises `DataError` for a missing, unreadable or empty file, a missing
+    prompt column, a column whose name is reserved, and, unless `require_answers=False`, rows without a ground truth.
     """
     for name, number in (("limit", limit), ("max_prompt_length", max_prompt_length)):
         if number is not None and number < 1:

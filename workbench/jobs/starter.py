@@ -44,23 +44,20 @@ def write(folder: str | Path, say: Callable[[str], None] = lambda line: None) ->
         raise SettingError(f"folder {str(folder)!r} is itself called '{NOTEBOOKS}'", expected=expected, do=do)
     places = {target / name: source for name, source in files().items()}
     blocked = {path for place in places for path in place.parents if path.exists() and not path.is_dir()}
-    changed = {place for place, source in places.items() if _differs(source, place)}
+    there = {place: source for place, source in places.items() if place.exists()}
+    changed = {one for one, source in there.items() if not (one.is_file() and filecmp.cmp(source, one, shallow=False))}
     if names := sorted(map(str, blocked | changed)):
         what, do = f"nothing was written to {str(folder)!r}", "name another folder, or move these away"
         expected = "a folder without the starter files, or with unchanged ones"
         found = f"{len(names)} changed: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
         raise SettingError(what, expected=expected, found=found, do=do)
-    missing = [place for place in places if not place.exists()]
+    missing = places.keys() - there
     for place in missing:
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(places[place], place)
     say(f"{target}: {len(missing)} files written, {len(places) - len(missing)} were there already")
     say(f"in {target.resolve()}: jupyter lab {NOTEBOOKS}/101_one_step.ipynb, or workbench train 201_train_grpo.ipynb")
     return target
-
-
-def _differs(source: Path, place: Path) -> bool:
-    return place.exists() and not (place.is_file() and filecmp.cmp(source, place, shallow=False))
 
 
 def find_notebook(name: str) -> str:

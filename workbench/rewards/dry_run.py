@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from workbench.base.errors import DataError, RewardError, describe, first_line
+from workbench.base.errors import DataError, RewardError, boundary, first_line
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
 from workbench.rewards.base import BaseReward, row_view, row_views
@@ -165,10 +165,8 @@ def _row(record: Any, number: int) -> dict[str, Any]:
         raise DataError(f"completion {number}", expected=expected, found=f"columns {', '.join(columns)}")
     judged = columns.get("reward_model")
     if isinstance(judged, str):
-        try:
+        with boundary(f"reading reward_model of completion {number}", DataError):
             judged = json.loads(judged)
-        except ValueError as cause:
-            raise DataError(f"reward_model of completion {number} is not JSON", found=describe(judged)) from cause
     if not isinstance(judged, Mapping):
         truth = next((columns[name] for name in TRUTH if columns.get(name) is not None), None)
         judged = {"ground_truth": truth}

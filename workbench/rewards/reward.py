@@ -15,7 +15,6 @@ from typing import Any
 from workbench.base import runtime
 from workbench.base.config import require, source_of
 from workbench.base.errors import DataError, RewardError, first_line, unknown
-from workbench.datasets.rows import Rows
 from workbench.rewards import signatures
 from workbench.rewards.base import BaseReward
 from workbench.rewards.code import Code
@@ -269,8 +268,7 @@ def by_data_source(
         return scorer(response, ground_truth, *further)
 
     def check(rows: Iterable[Mapping[str, Any]]) -> None:
-        named = rows.values("data_source") if isinstance(rows, Rows) else (row.get("data_source") for row in rows)
-        check_sources(named, table, aliases)
+        check_sources((row.get("data_source") for row in rows), table, aliases)
 
     chosen = {"in_process": True, "on_failure": "raise", "timeout": Code.row_timeout if sandbox else 30.0, **options}
     # replay rebuilds the plain one by its name; a table, aliases and a sandbox are not recorded

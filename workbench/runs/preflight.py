@@ -76,10 +76,13 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
     pipeline.check(first)
     for part in parts:
         reward.function.check_rows(part)
-    prompt = prompts.limit(rows)
+    prompt, sources = prompts.limit(rows), Counter(map(str, rows.values("data_source")))
     findings = [
         ("data", _data(rows, eval_rows)),
-        ("rewards", _routing(rows, reward)),
+        (
+            "rewards",
+            f"{reward.function.name}: " + ", ".join(f"{one} × {count}" for one, count in sources.most_common(6)),
+        ),
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
         ("placement", _placement(pipeline, plan)),
         ("lengths", _lengths(rollout, prompt, lambda: prompts.longest(rows))),
@@ -143,11 +146,6 @@ class Prompts:
 def _data(rows: Rows, eval_rows: Rows | None) -> str:
     held = "none held out" if eval_rows is None else f"{len(eval_rows)} held out from {eval_rows.source or 'memory'}"
     return f"{len(rows)} rows from {rows.source or 'memory'}; {held}"
-
-
-def _routing(rows: Rows, reward: Any) -> str:
-    sources = Counter(map(str, rows.values("data_source")))
-    return f"{reward.function.name}: " + ", ".join(f"{source} × {count}" for source, count in sources.most_common(6))
 
 
 def _batch(pipeline: Pipeline, rows: Rows, plan: Plan, group: int) -> str:

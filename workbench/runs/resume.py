@@ -73,9 +73,8 @@ def begin(
     """Restore weights, optimizer, controllers and data position from a run's folder, and return where to start.
 
     `resume="never"` refuses a folder that has a run; `"auto"` takes the newest checkpoint that verifies; where there has
-    been none yet it starts over (what the run wrote is moved to superseded/). Raises `RunError` where settings,
-    model files or data differ from the run's, or weights cannot be restored; `CheckpointError` where all
-    checkpoints are damaged.
+    been none yet it starts over (what the run wrote is moved to superseded/). Raises `RunError` where settings, model files
+    or data differ from the run's, or weights cannot be restored; `CheckpointError` where all checkpoints are damaged.
     """
     old, changes = check_resumable(folder.path, settings, resume, allow_changes)
     if resume == "never":
@@ -189,8 +188,7 @@ def _refuse_moved_weights(
     folder: RunFolder, pipeline: Pipeline, old: Mapping[str, Any] | None, allow_changes: Sequence[str], *, over: bool
 ) -> None:
     """Refuses a pipeline whose weights were updated since the run began: its reference would be another one, and where the
-    run starts over (`over`) all of it. That happens when a cell is interrupted and run again on the engine in memory.
-    """
+    run starts over (`over`) all of it. That happens when a cell is interrupted and run again on the engine in memory."""
     if old is None or "began" not in old or _among("began", allow_changes):
         return
     then, seen = old["began"]["versions"], first_seen(pipeline)

@@ -83,9 +83,7 @@ class Program:
             language = str(body.get("language"))
             return cls(code=code, language=language, stdin=stdin, files=files, fetch_files=wanted, **limits)
         except (TypeError, ValueError, AttributeError, binascii.Error) as cause:
-            expected = (
-                "seconds for the timeouts, an integer memory_limit_MB, files as {name: base64 text}, a list fetch_files"
-            )
+            expected = "timeouts in seconds, an integer memory_limit_MB, files as {name: base64}, a list fetch_files"
             raise SettingError("fields of a /run_code request", expected=expected, found=cause) from cause
 
 

@@ -104,8 +104,7 @@ class BaseStage(Remembering, Stage):
         """A copy of the stage with some settings changed, given by name.
 
         They are arguments of the constructor, or fields of a settings object among these (`temperature` of a rollout's
-        sampling, `clip_ratio_high` of an update's loss).
-        Raises `PipelineError` for a name that the stage does not have.
+        sampling, `clip_ratio_high` of an update's loss). Raises `PipelineError` for a name that the stage does not have.
         """
         _, *parameters = inspect.signature(type(self).__init__).parameters.values()
         own = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]

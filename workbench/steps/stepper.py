@@ -1,8 +1,7 @@
 """The Stepper runs one batch through a pipeline a phase at a time: go back, change one thing, run on, compare.
 
-s = Stepper(pipeline, rows.batch(8)).run(until="advantage")
-t = s.fork().back(to="reward").replace("reward", other_reward).run(until="advantage")
-s.compare(t)
+s = Stepper(pipeline, rows.batch(8)).run(until="advantage") t = s.fork().back(to="reward").replace("reward",
+other_reward).run(until="advantage") s.compare(t)
 """
 
 from __future__ import annotations
@@ -251,10 +250,8 @@ class Stepper(Shown):
         where it is.
         """
         if self.position > self._pipeline.index("update_actor"):
-            before = self.fork()
-            before._stand(self._pipeline.index("update_actor"))
-            with before._lent():
-                return before.what_if(updates=updates, probe=probe, **changes)
+            with self._lent():
+                return self.fork().back(to="update_actor").what_if(updates=updates, probe=probe, **changes)
         self._align()
         return what_if(self._pipeline, self.batch, updates=updates, probe=probe, **changes)
 

@@ -1,8 +1,7 @@
 """A trace: the batch after every phase of a step, with metrics and settings; saved and loaded without pickle.
 
-Batches share their columns, so keeping every intermediate one costs the new columns only. On disk
-each column is stored once: a phase holds what it wrote, and where it changed the rows, for each row the
-row that it came from (`source_row`).
+Batches share their columns, so keeping every intermediate one costs the new columns only. On disk each column is stored
+once: a phase holds what it wrote, and where it changed the rows, for each row the row that it came from (`source_row`).
 """
 
 from __future__ import annotations

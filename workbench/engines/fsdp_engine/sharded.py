@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from workbench.base import runtime
-from workbench.base.errors import CheckpointError, EngineError, Interrupted, WorkbenchError, first_line
+from workbench.base.errors import CheckpointError, EngineError, Interrupted, first_line
 from workbench.base.metrics import join
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.sharding import build, read_head, read_plain
@@ -51,11 +51,9 @@ def agreed(mine: bool) -> bool:
     return largest(mine) > 0
 
 
-def together(trouble: Exception | str | None, kind: type[Exception] = EngineError) -> None:
-    """Raise `kind` on all ranks where rank 0 has `trouble` (an error or its text), so that no rank waits for another."""
-    if isinstance(trouble, Exception):
-        trouble = str(trouble) if isinstance(trouble, WorkbenchError) else first_line(trouble, 1000)
-    box = [trouble]
+def together(told: str | None, kind: type[Exception] = EngineError) -> None:
+    """Raise `kind` on all ranks where rank 0 has the text of an error, so that no rank waits for another."""
+    box = [told]
     distributed.broadcast_object_list(box, 0)
     if box[0] is not None:
         raise kind(box[0])
@@ -190,7 +188,7 @@ class ShardedModel:
         """
         adapters = again and self.adapted
         parameters, buffers = (self.learning, {}) if adapters else (self.named, self.buffers)
-        plain, trouble = None, None
+        plain, told = None, None
         if distributed.get_rank() == 0:
             try:
                 plain = lora.stored(Path(folder)) if adapters else read_plain(folder, self.settings)
@@ -198,8 +196,8 @@ class ShardedModel:
                     plain |= read_head(folder, self.whole.causal.config.hidden_size)
                 check_fit(f"weights of {folder}", plain, {**parameters, **buffers})
             except Exception as error:  # noqa: BLE001 - all ranks raise it
-                trouble = error
-        together(trouble)
+                told = first_line(error, 1000)
+        together(told)
         for name, parameter in parameters.items():
             source = plain[name] if plain is not None else torch.empty(parameter.shape)
             parameter.copy_(distribute_tensor(source, parameter.device_mesh, parameter.placements))

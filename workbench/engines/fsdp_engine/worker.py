@@ -116,13 +116,13 @@ class Shards:
         """Write a model as a Hugging Face folder, by rank 0; with LoRA adapters as a peft folder, unless `merged`."""
         model = self._models[name]
         weights = model.weights(merged)
-        trouble = None
+        told = None
         if weights is not None:
             try:
                 write_plain(weights, source, folder, model.settings, shown)
             except Exception as error:  # noqa: BLE001 - all ranks raise it
-                trouble = error
-        together(trouble)
+                told = first_line(error, 1000)
+        together(told)
 
 
 shards = Shards

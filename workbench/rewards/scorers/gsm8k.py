@@ -1,9 +1,8 @@
 """GSM8K: the number behind `####`, exactly as verl scores it.
 
-Only the last 300 characters are searched. *strict* wants `#### ` (one space), an optional ASCII minus,
-then digits, dots and commas; the last one counts, its commas go, and it must equal the ground truth as a
-string: `18.0` is not `18`. *flexible* takes the last number anywhere, commas and all. Nothing found scores 0,
-a wrong answer `format_score`.
+Only the last 300 characters are searched. *strict* wants `#### ` (one space), an optional ASCII minus, then digits, dots
+and commas; the last one counts, its commas go, and it must equal the ground truth as a string: `18.0` is not `18`.
+*flexible* takes the last number anywhere, commas and all. Nothing found scores 0, a wrong answer `format_score`.
 """
 
 from __future__ import annotations
