@@ -116,9 +116,7 @@ def check_columns(
         check_tensor(name, shape, dtype)
     for name, kind in objects.items():
         if kind not in ("arrow", "json") or name in tensors:
-            raise BatchError(
-                f"storage of column {describe(name)}", expected="arrow or json, once", found=describe(kind)
-            )
+            raise BatchError(f"kind of column {describe(name)}", expected="arrow or json, once", found=describe(kind))
         check_objects(name)
     letter_sizes({name: shape for name, (shape, _) in tensors.items()})
 
