@@ -142,7 +142,7 @@ def save(batch: Value, path: str | Path) -> Path:
             "rows": len(batch),
             "tensors": {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()},
             "objects": kinds,
-            "meta_info": _encoded("meta_info", dict(batch.meta_info)),
+            "meta_info": _encoded("meta_info", dict(batch.meta_info), "leave it out of meta_info"),
             "origins": {name: asdict(made) for name, made in batch.origins.items()},
         }
         text = json.dumps(document, allow_nan=False)
@@ -155,11 +155,11 @@ def save(batch: Value, path: str | Path) -> Path:
     return folder
 
 
-def _encoded(what: str, value: Any) -> Any:
+def _encoded(what: str, value: Any, do: str) -> Any:
     try:
         return encode(value)
     except TypeError as cause:
-        expected, do = "plain values, NumPy arrays, or classes with a registered codec", "leave it out: without(name)"
+        expected = "plain values, NumPy arrays, or classes with a registered codec"
         raise BatchError(f"{what} cannot be saved", expected=expected, found=cause, do=do) from cause
 
 
@@ -175,7 +175,8 @@ def _write_objects(batch: Value, folder: Path) -> dict[str, str]:
         if kinds[name] == "arrow":
             columns[name] = pa.array(list(values))
             continue
-        cells = [json.dumps(_encoded(f"column {name!r}", value), allow_nan=False) for value in values]
+        what, do = f"column {name!r}", f"drop the column first: without({name!r})"
+        cells = [json.dumps(_encoded(what, value, do), allow_nan=False) for value in values]
         claims.check_depth(*cells)
         columns[name] = pa.array(cells, type=pa.string())
     if columns:

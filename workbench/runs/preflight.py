@@ -76,13 +76,10 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
     pipeline.check(first)
     for part in parts:
         reward.function.check_rows(part)
-    prompt, sources = prompts.limit(rows), Counter(map(str, rows.values("data_source")))
+    prompt, sources = prompts.limit(rows), Counter(map(str, rows.values("data_source"))).most_common(6)
     findings = [
         ("data", _data(rows, eval_rows)),
-        (
-            "rewards",
-            f"{reward.function.name}: " + ", ".join(f"{one} × {count}" for one, count in sources.most_common(6)),
-        ),
+        ("rewards", f"{reward.function.name}: " + ", ".join(f"{source} × {count}" for source, count in sources)),
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
         ("placement", _placement(pipeline, plan)),
         ("lengths", _lengths(rollout, prompt, lambda: prompts.longest(rows))),

@@ -1,7 +1,8 @@
 """The Stepper runs one batch through a pipeline a phase at a time: go back, change one thing, run on, compare.
 
-s = Stepper(pipeline, rows.batch(8)).run(until="advantage") t = s.fork().back(to="reward").replace("reward",
-other_reward).run(until="advantage") s.compare(t)
+s = Stepper(pipeline, rows.batch(8)).run(until="advantage")
+t = s.fork().back(to="reward").replace("reward", other_reward).run(until="advantage")
+s.compare(t)
 """
 
 from __future__ import annotations
