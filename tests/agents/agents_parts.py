@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,6 +128,22 @@ class Always(ReActParser):
 
 def call(name: str = "add", **arguments: Any) -> str:
     return "<call>" + json.dumps({"name": name, "arguments": arguments}) + "</call>"
+
+
+class Running:
+    """Counts who is inside; `most` is how many were at once."""
+
+    def __init__(self) -> None:
+        self._lock, self._now, self.most = threading.Lock(), 0, 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._now -= 1
 
 
 class Script:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from agents_parts import Script
+from agents_parts import Running, Script
 
 import workbench as wb
 from workbench.agents import BaseInteraction, Episode, ToolAgent
@@ -103,16 +102,11 @@ def test_many_episodes_with_a_slow_synchronous_tool_run_side_by_side(tokenizer: 
     @function_tool
     def doubled(x: int) -> int:
         """Doubles, late."""
-        with counting:
-            running[0] += 1
-            running[1] = max(running)
-        time.sleep(0.1)
-        with counting:
-            running[0] -= 1
+        with running:
+            time.sleep(0.1)
         return 2 * x
 
-    counting, running = threading.Lock(), [0, 0]
-
+    running = Running()
     agent = ToolAgent([doubled], parser=tool_parser("hermes"))
     row = row_of("arith-tools")
 
@@ -122,7 +116,7 @@ def test_many_episodes_with_a_slow_synchronous_tool_run_side_by_side(tokenizer: 
 
     outputs = asyncio.run(all_of_them())
     assert [output.turns[1].text for output in outputs] == [str(2 * one) for one in range(256)]
-    assert running[1] >= 5, "at once"
+    assert running.most >= 5, "at once"
 
 
 class Hears(BaseInteraction):

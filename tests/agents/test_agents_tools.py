@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from agents_parts import Running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests_patience import LONG, examples, patience
@@ -256,15 +257,11 @@ def test_slow_functions_run_side_by_side_and_a_hanging_one_costs_its_own_time() 
     go = threading.Event()
 
     def slow() -> str:
-        with counting:
-            running[0] += 1
-            running[1] = max(running)
-        time.sleep(0.1)
-        with counting:
-            running[0] -= 1
+        with running:
+            time.sleep(0.1)
         return "done"
 
-    counting, running, limit = threading.Lock(), [0, 0], patience(0.3)
+    running, limit = Running(), patience(0.3)
 
     def hangs() -> str:
         go.wait(LONG)
@@ -275,7 +272,7 @@ def test_slow_functions_run_side_by_side_and_a_hanging_one_costs_its_own_time() 
         return list(await asyncio.gather(*(tool.execute("i", {}) for tool in tools)))
 
     found = asyncio.run(all_of_them())
-    assert [one[0].text for one in found[:64]] == ["done"] * 64 and running[1] >= 4
+    assert [one[0].text for one in found[:64]] == ["done"] * 64 and running.most >= 4
     assert found[64][0].text == f"Error when executing tool hangs: no answer within {limit:g} s"
     assert found[64][2]["status"] == "infra_error"
 
