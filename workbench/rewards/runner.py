@@ -51,7 +51,7 @@ def _by_value(function: Callable[..., Any]) -> bytes:
     """
     inner = function.func if isinstance(function, partial) else function
     if isinstance(inner, FileFunction):  # its text travels, and is run in the worker alone
-        return cloudpickle.dumps(inner.record())
+        return cloudpickle.dumps(inner.record(function.keywords if isinstance(function, partial) else {}))
     module: Any = sys.modules.get(getattr(inner, "__module__", None) or "")
     file = getattr(module, "__file__", None) or ""
     folders = {str(_PACKAGE), sys.prefix, sys.base_prefix}

@@ -45,4 +45,4 @@ def math_verify(*, strict: bool = False, timeout: float = 5.0, workers: int = 2,
     """
     function = partial(equivalence, strict=True) if strict else equivalence
     options = {"memory_limit_mb": 4096, "name": "math_verify", **options}
-    return Reward(function, timeout=timeout, workers=workers, given=("strict",), **options)
+    return Reward(function, timeout=timeout, workers=workers, **options)
