@@ -1,9 +1,9 @@
 """Functions of Python files: read in this process, run only in worker processes.
 
 Importing a file runs its code. The trainer's process therefore only reads the text, takes signatures from its syntax tree,
-and sends the text to the worker processes, which execute it as a module: with relative imports as one of its package, whose
-`__init__.py` files are run before it. Only files below an allowed root are read: the current folder, and those in
-`WORKBENCH_CODE_ROOTS`; a package must lie there as a whole.
+and sends the text to the worker processes, which execute it as a module, in a package as one of its modules; with relative
+imports the package's `__init__.py` files are run before it. Only files below an allowed root are read: the current folder, and
+those in `WORKBENCH_CODE_ROOTS`; such a package must lie there as a whole.
 """
 
 from __future__ import annotations
@@ -33,11 +33,19 @@ class FileFunction:
     """True for a name that is a class: a worker makes an object of it with the kwargs, and calls the object."""
 
     def __init__(
-        self, path: Path, text: str, name: str, kwargs: Mapping[str, Any], signature: inspect.Signature, package: str = ""
+        self,
+        path: Path,
+        text: str,
+        name: str,
+        kwargs: Mapping[str, Any],
+        signature: inspect.Signature,
+        package: str = "",
+        relative: bool = False,
     ) -> None:
         self.path = path
         self.text = text
         self.package = package
+        self.relative = relative
         self.kwargs = dict(kwargs)
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
         self.__name__ = name
@@ -57,6 +65,7 @@ class FileFunction:
             "path": str(self.path),
             "root": str(self.path.parents[inside]),
             "module": module.removesuffix(".__init__"),
+            "relative": self.relative,
             "name": self.__name__,
             "text": self.text,
             "kwargs": {name: one for name, one in kwargs.items() if name not in functions},
@@ -97,18 +106,25 @@ def load_function(
     # a name that is assigned (a partial, an object of a class) may be callable too; its signature cannot be read
     if name not in functions and name not in _assigned(tree):
         raise DataError(f"{str(path)!r}: " + unknown("function of this file", name, functions))
-    package = _package(file, max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0))
-    if package:
-        top, do = file.parents[package.count(".")], "move the package there"
-        check_roots(f"package {top.name!r} of reward file {str(path)!r}", [top], allowed_roots(roots), DataError, do)
-    return FileFunction(file, text, name, reward_kwargs, _signature(functions.get(name), reward_kwargs), package)
+    dots = max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0)
+    package = _package(file, dots, allowed_roots(roots))
+    return FileFunction(
+        file, text, name, reward_kwargs, _signature(functions.get(name), reward_kwargs), package, dots > 0
+    )
 
 
-def _package(file: Path, dots: int) -> str:
-    """Dotted name of the package that a file with relative imports is in, at least as deep as their `dots`; "" without any."""
-    marked = list(itertools.takewhile(lambda folder: (folder / "__init__.py").is_file(), file.parents))
-    deep = max(len(marked), dots) if dots else 0
-    return ".".join(folder.name for folder in reversed(file.parents[:deep]))
+def _package(file: Path, dots: int, allowed: Sequence[Path]) -> str:
+    """Dotted name of the package that a file is in, at least as deep as the `dots` of its imports; "" for none.
+
+    Raises `DataError` for relative imports of a package that is not below an allowed folder.
+    """
+    marked = len(list(itertools.takewhile(lambda folder: (folder / "__init__.py").is_file(), file.parents)))
+    folders = file.parents[: max(marked, dots)]
+    if dots:
+        what = f"the package of {file.name!r}, which has relative imports,"
+        check_roots(what, folders[-1:], allowed, DataError, "move it there")
+    inside = folders and any(folders[-1].is_relative_to(root) for root in allowed)
+    return ".".join(folder.name for folder in reversed(folders)) if inside else ""
 
 
 def allowed_roots(roots: Sequence[str | Path] = ()) -> list[Path]:
@@ -150,7 +166,9 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | None, given: Mappi
     own = node.args
     plain = [*own.posonlyargs, *own.args]
     pairs = [*zip(plain[len(plain) - len(own.defaults) :], own.defaults, strict=True)]
-    pairs += [(arg, default) for arg, default in zip(own.kwonlyargs, own.kw_defaults, strict=True) if default is not None]
+    pairs += [
+        (arg, default) for arg, default in zip(own.kwonlyargs, own.kw_defaults, strict=True) if default is not None
+    ]
     optional = {arg.arg: Written(ast.unparse(default)) for arg, default in pairs}
     groups: list[tuple[Any, Sequence[ast.arg | None]]] = [
         (kinds.POSITIONAL_ONLY, own.posonlyargs),

@@ -16,6 +16,8 @@ from typing import Any
 from workbench.base import runtime
 from workbench.base.config import require, source_of
 from workbench.base.errors import DataError, first_line, unknown
+from workbench.base.shown import Shown
+from workbench.dataproto.columns import declared
 from workbench.rewards import signatures
 from workbench.rewards.base import BaseReward
 from workbench.rewards.code import Code
@@ -31,7 +33,7 @@ from workbench.rewards.scorers.search import search_em
 from workbench.sandbox.protocol import Sandbox
 
 
-class Reward(BaseReward):
+class Reward(BaseReward, Shown):
     """`Reward(function)`: scores a batch by a function, one `Score` per row, in order.
 
     The function is called by its own signature: verl's `compute_score(data_source, solution_str, ground_truth,
@@ -117,8 +119,9 @@ class Reward(BaseReward):
 
     def check_signature(self, columns: Sequence[str]) -> None:
         """Raise `RewardError`, before anything is scored, if the function needs an argument that rows do not have."""
-        self._columns = tuple(columns)
-        self._signature.check(columns)
+        # a function gets a row's objects, not its tensors
+        self._columns = [name for name in columns if (column := declared(name)) is None or not column.is_tensor]
+        self._signature.check(self._columns)
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Raise `DataError`, before anything is scored, for rows that cannot be (of an unknown `data_source`, say)."""
@@ -178,10 +181,6 @@ class Reward(BaseReward):
             answers = runtime.run_all(lambda number: _awaited(found[number], limits[number], self._rate_limit), waiting)
             found.update(zip(waiting, answers, strict=True))
         return list(found.values())
-
-    def __repr__(self) -> str:
-        where = "in this process" if self.in_process else f"{self.workers} workers, {self.timeout:g} s a row"
-        return f"Reward({self.name}: {where}, on failure {self.on_failure})"
 
 
 async def _awaited(awaitable: Any, limit: float, rate_limit: RateLimit | None) -> Answer:

@@ -57,6 +57,12 @@ class Rubric(BaseReward, Shown):
         """The `source` of every part, one after the other."""
         return "\n\n".join(f"# {part}\n{reward.source}" for part, reward in self.parts.items() if reward.source)
 
+    @property
+    def binding(self) -> Mapping[str, str]:
+        """The parts' bindings, each argument under `part.argument`."""
+        each = self.parts.items()
+        return {f"{part}.{name}": said for part, reward in each for name, said in reward.binding.items()}
+
     def settings(self) -> dict[str, Any]:
         """The rubric's settings as plain values: policy, weights, gates, and the settings of each part."""
         own = {name: getattr(self, name) for name in ("weights", "gates", "gated", "normalise")}

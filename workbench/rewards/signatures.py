@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import numbers
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from workbench.base.errors import RewardError, describe, first_line, unknown
+from workbench.dataproto.columns import writer_of
 from workbench.rewards.score import Score, Status, failed
 from workbench.rewards.worker import plain
 
@@ -56,7 +58,7 @@ EPISODE = ("num_turns", "num_tool_calls", "turn_scores", "tool_rewards", "turns"
 """Columns of an agent's episode that `extra_info` has too, as in verl."""
 
 _MEANING = {alias: name for name, aliases in ALIASES.items() for alias in aliases}
-_PLURALS = {"solution_strs": "solution_str", "responses": "response", "predicts": "predict_str", "queries": "query"}
+_PLURALS = {"responses": "response", "solution_strs": "solution_str", "predicts": "predict_str", "queries": "query"}
 _PLURALS |= {"ground_truths": "ground_truth", "labels": "label", "answers": "answer", "questions": "question"}
 _PLURALS |= {"data_sources": "data_source", "extra_infos": "extra_info", "reward_inputs": "row", "samples": "sample"}
 _PLURALS |= {"prompts": "given_prompt", "completions": "given_completion", "completion_ids": "response_ids"}
@@ -67,9 +69,13 @@ _VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _NOT_TRLS = ("prompt", "completion", "completion_ids", "prompt_is_text")  # columns that TRL does not pass on
 
 _FOREIGN = {
-    **dict.fromkeys(("prediction", "pred", "predicted", "output", "generation", "generated", "generated_text"), "response"),
+    **dict.fromkeys(
+        ("prediction", "pred", "predicted", "output", "generation", "generated", "generated_text"), "response"
+    ),
     **dict.fromkeys(("text", "candidate", "hypothesis", "action", "to_be_evaluated", "model_response"), "response"),
-    **dict.fromkeys(("target", "gold", "reference", "gt", "expected", "solution", "truth", "test_cases"), "ground_truth"),
+    **dict.fromkeys(
+        ("target", "gold", "reference", "gt", "expected", "solution", "truth", "test_cases"), "ground_truth"
+    ),
     **dict.fromkeys(("reference_answer", "correct_answer", "gold_answer", "expected_answer"), "ground_truth"),
     **dict.fromkeys(("problem", "prompt_str", "instruction", "input", "user_message"), "prompt_text"),
     **dict.fromkeys(("messages", "conversation", "chat"), "prompt"),
@@ -98,7 +104,7 @@ class Signature:
     """What a function with `**kwargs` gets beside: `columns` (every column by its name, as TRL and AReaL do it), `verl`
     (verl's four arguments), or "" (nothing)."""
     file: str = ""
-    """Name of the file that the function is loaded from."""
+    """Path of the file that the function is loaded from."""
 
     def wanted(self, name: str) -> str:
         """The name of the value or column that an argument asks for: its own, unless it is renamed."""
@@ -119,7 +125,7 @@ class Signature:
         plain = meaning is None or meaning in _ON_REQUEST
         may = meaning not in _NEVER_A_COLUMN and (self.asks(name) or not plain)
         if self.keywords == "columns":  # their contract: the data set's columns come as keywords, over a default too
-            may = meaning not in _OF_THE_RUN
+            may = meaning not in _OF_THE_RUN and (self.asks(name) or writer_of(wanted) in (None, "dataset"))
         # `queries` are prompt and response; a data set's column `query` is a question
         for column in (wanted, singular) if may and wanted != "queries" else ():
             if column in columns:
@@ -133,6 +139,11 @@ class Signature:
     def _missing(self, columns: Collection[str]) -> list[str]:
         return [name for name in self.defaults if self.asks(name) and self.source(name, columns) is None]
 
+    def further(self, columns: Collection[str]) -> list[str]:
+        """Columns that `**kwargs` get by their names."""
+        known = {*_NOT_TRLS, *self.defaults}
+        return [name for name in columns if name not in known] if self.keywords == "columns" else []
+
     def binding(self, columns: Collection[str] | None = None) -> dict[str, str]:
         """Argument → what it is filled from, in words; `columns` are the names that rows have, None where not known yet."""
         found = {}
@@ -143,7 +154,7 @@ class Signature:
             elif self.asks(name):
                 found[name] = f"column {self.wanted(name)!r}" if columns is None else "nothing that a row has"
             else:
-                found[name] = f"{default}, its default"
+                found[name] = f"default {default}"
         if self.keywords:
             found["**kwargs"] = "every column by its name" if self.keywords == "columns" else ", ".join(_VERLS)
         return found
@@ -157,9 +168,12 @@ class Signature:
         known = sorted({*_MEANING, *columns, *(_PLURALS if self.batched else ())})
         close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)
         do = f"did you mean {close[0]!r}? " if close else ""
-        do += "a rollout with agent=… writes it" if wanted in (*EPISODE, "agent_extra") else self._remedy(missing, known)
+        do += (
+            "a rollout with agent=… writes it" if wanted in (*EPISODE, "agent_extra") else self._remedy(missing, known)
+        )
         what = f"reward function {self.function}: {wanted!r} is not a value that a row has"
-        raise RewardError(what, expected=f"one of {', '.join(known)}", found=f"{self.function}({', '.join(self.defaults)})", do=do)
+        expected, found = ", ".join(dict.fromkeys((*ALIASES, *columns))), f"{self.function}({', '.join(self.defaults)})"
+        raise RewardError(what, expected=f"one of {expected}", found=found, do=do)
 
     def _remedy(self, missing: Sequence[str], known: Collection[str]) -> str:
         """The line that would make the function work, as far as its arguments' names tell."""
@@ -175,7 +189,12 @@ class Signature:
             function = f"functools.partial({', '.join([self.function, *constants])})"
         made = "as_reward" if self.file else "Reward"
         line = f"write {made}({function}{f', rename={rename}' if rename else ''})"
-        return f"{line}, or rename={{{missing[0]!r}: a column}}" if constants and not rename else line
+        return f"{line}, or rename={{{missing[0]!r}: 'a column'}}" if constants and not rename else line
+
+
+def told(binding: Mapping[str, str]) -> str:
+    """A `binding` in one line: `argument ← what it is filled from`."""
+    return ", ".join(f"{name} ← {source}" for name, source in binding.items())
 
 
 def _guess(wanted: str, known: Collection[str]) -> str | None:
@@ -203,7 +222,10 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
     defaults, rename, kwargs = dict[str, str | None](), dict(rename or {}), False
     for one in found.parameters.values():
         if one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL):
-            what, do = f"reward function {name}: argument {one.name!r}", "wrap it: def reward(response, ground_truth): …"
+            what, do = (
+                f"reward function {name}: argument {one.name!r}",
+                "wrap it: def reward(response, ground_truth): …",
+            )
             raise RewardError(what, expected="arguments that can be given by name", found=f"signature {found}", do=do)
         kwargs = kwargs or one.kind is one.VAR_KEYWORD
         if one.kind is not one.VAR_KEYWORD:
@@ -214,7 +236,7 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
         defaults.setdefault(argument, None)
     batched, meant, keywords = _style({rename.get(one, one) for one in defaults})
     path = getattr(function.func if isinstance(function, partial) else function, "path", None)
-    file = path.name if isinstance(path, Path) else ""
+    file = os.path.relpath(path) if isinstance(path, Path) else ""
     return Signature(name, defaults, rename, batched, meant, keywords if kwargs else "", file)
 
 
@@ -244,7 +266,7 @@ def call_arguments(signature: Signature, row: Mapping[str, Any]) -> dict[str, An
     """The keyword arguments for a call of the function on one row."""
     columns = row["columns"]
     verls = _VERLS if signature.keywords == "verl" else ()
-    arguments = {name: columns[name] for name in columns if signature.keywords == "columns" and name not in _NOT_TRLS}
+    arguments = {name: columns[name] for name in signature.further(columns)}
     for name in (*signature.defaults, *verls):
         source = signature.source(name, columns)
         if source is not None and (source[0] == "column" or source[1] != "prompt_ids" or "prompt_ids" in row):
@@ -263,9 +285,8 @@ def batch_arguments(signature: Signature, rows: Sequence[Mapping[str, Any]]) -> 
     arguments: dict[str, Any] = {}
     names = list(signature.defaults)
     if signature.keywords == "columns":
-        for name in columns:
-            if name not in _NOT_TRLS:
-                arguments[name] = [row["columns"].get(name) for row in rows]
+        for name in signature.further(columns):
+            arguments[name] = [row["columns"].get(name) for row in rows]
         names += ["prompts", "completions", "completion_ids", "ground_truth"]
     elif signature.keywords == "verl":
         names += [f"{name}s" for name in _VERLS]

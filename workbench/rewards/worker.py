@@ -78,17 +78,17 @@ class TextLoader(importlib.abc.InspectLoader):
 def from_file(record: dict[str, Any]) -> Any:
     """Load the function of a `FileFunction.record`, from its text.
 
-    The folder of the file is put on `sys.path`, or, for a file with relative imports, that of its package, under whose name it
-    is loaded. With `construct` in the record the name is a class (a reward manager written for verl), and an object of it is
+    The folder of the file is put on `sys.path`, for a file of a package behind that of the package: there its neighbours hide
+    no other modules, and processes that the function starts can import the file by its name. With `construct` in the record the name is a class (a reward manager written for verl), and an object of it is
     returned. `functions` are records of functions of files among the arguments.
     """
     if record.get("construct"):
         stand_in_for_verl()
     kwargs = {**record["kwargs"], **{name: from_file(one) for name, one in record["functions"].items()}}
-    sys.path.insert(0, record["root"])
-    name, package = record["module"], record["module"].rpartition(".")[0]
-    if package:
-        imported(package, record["root"])
+    sys.path[:] = [record["root"], *sys.path, os.path.dirname(record["path"])]
+    name = record["module"]
+    if record["relative"] and "." in name:
+        imported(name.rpartition(".")[0], record["root"])
     spec = importlib.util.spec_from_loader(name, TextLoader(record["path"], record["text"]), origin=record["path"])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
