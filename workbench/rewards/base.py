@@ -22,7 +22,7 @@ class BaseReward:
     """Base class of all rewards: subclasses implement `judge(rows)`; the reward stage calls `score(batch)`.
 
     `on_failure` is the policy for rows that could not be scored (*infra_error*): `mask`, `raise`, `retry(n)` or
-    `value=x`; see `Reward`. It holds for every reward: `judged` tries again, `settle` does the rest. Raises `RewardError` for
+    `value=x`; see `Reward`. It holds for every reward: `tried` judges again, `settle` does the rest. Raises `RewardError` for
     any other policy.
     """
 
@@ -70,11 +70,15 @@ class BaseReward:
         raise NotImplementedError
 
     def judged(self, rows: Sequence[Mapping[str, Any]], judge: Judging | None = None) -> list[Score]:
-        """Like `judge` (or the given function in its place), but rows that fail are judged up to `retries` more times, with
-        those that they are judged together with; rows of broken agent episodes are *infra_error* and not judged."""
+        """Like `tried`, but rows of broken agent episodes (`broken_episode`) are *infra_error* and not judged."""
         whys = [broken_episode(row["columns"]) for row in rows]
-        found = {number: failed(f"the episode broke: {why}") for number, why in enumerate(whys) if why}
-        asked = waiting = [number for number, why in enumerate(whys) if not why]
+        scores = iter(self.tried([row for row, why in zip(rows, whys, strict=True) if not why], judge))
+        return [failed(f"the episode broke: {why}") if why else next(scores) for why in whys]
+
+    def tried(self, rows: Sequence[Mapping[str, Any]], judge: Judging | None = None) -> list[Score]:
+        """Like `judge` (or the given function in its place), but rows that fail are judged up to `retries` more times, with
+        those that they are judged together with. Raises `RewardError` for a wrong number of scores."""
+        found, waiting = dict[int, Score](), list(range(len(rows)))
         for _ in range(1 + self.retries):
             if not waiting:
                 break
@@ -82,18 +86,18 @@ class BaseReward:
             if len(scores) != len(waiting):
                 what, expected = f"result of reward {self.name!r}", f"{len(waiting)} scores"
                 raise RewardError(what, expected=expected, found=len(scores))
-            better = zip(waiting, scores, strict=True)
-            found.update((number, score) for number, score in better if number not in found or _broken(found[number]))
-            waiting = self._again(rows, asked, [number for number in asked if _broken(found[number])])
+            new = zip(waiting, scores, strict=True)
+            found.update((number, score) for number, score in new if number not in found or _broken(found[number]))
+            waiting = self._again(rows, [number for number in found if _broken(found[number])])
         return [found[number] for number in range(len(rows))]
 
-    def _again(self, rows: Sequence[Mapping[str, Any]], asked: list[int], lost: list[int]) -> list[int]:
-        """Of the rows `asked`, those to judge once more: the `lost` ones, and those that they are judged together with."""
+    def _again(self, rows: Sequence[Mapping[str, Any]], lost: list[int]) -> list[int]:
+        """The rows to judge once more: the `lost` ones, and those that they are judged together with."""
         per = getattr(self, "per", "row" if self.streams else "group" if "uid" in self.reads else "batch")
         if not lost or per == "row":
             return lost
         uids = {rows[number].get("uid") for number in lost}
-        return [number for number in asked if per == "batch" or rows[number].get("uid") in uids]
+        return [number for number, row in enumerate(rows) if per == "batch" or row.get("uid") in uids]
 
     def settle(self, scores: Sequence[Score]) -> list[Score]:
         """Apply `on_failure` to scores. Raises `RewardError` under `raise`, or if every row failed (unless `value=x`)."""

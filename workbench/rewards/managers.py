@@ -108,7 +108,7 @@ class NaiveRewardManager:
     def scores(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
         """One `Score` for each row, in order, after the `on_failure` policy."""
         self.reward.check_signature(list(rows[0]["columns"]) if rows else [])
-        return self.reward.settle(self.reward.judged(rows))
+        return self.reward.settle(self.reward.tried(rows))
 
     def _rows(self, data: Any) -> list[dict[str, Any]]:
         responses = data.batch["responses"]

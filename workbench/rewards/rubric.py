@@ -133,7 +133,7 @@ class Rubric(BaseReward, Shown):
 
 def _settled(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
     """A part's scores after its own policy; that it failed on all rows is left to the rubric's policy."""
-    scores = reward.judged(rows)
+    scores = reward.tried(rows)
     return reward.settle(scores) if reward.on_failure == "raise" or reward.failed_value is not None else scores
 
 

@@ -91,7 +91,7 @@ class Signature:
     """How to call a reward function: its arguments, where each is filled from, and whether a call is for one row or all."""
 
     function: str
-    """The function's name."""
+    """The function's name, for messages."""
     defaults: Mapping[str, str | None]
     """Argument → its default, as text; None for an argument that has none."""
     rename: Mapping[str, str]
@@ -117,12 +117,13 @@ class Signature:
     def source(self, name: str, columns: Collection[str]) -> tuple[str, str] | None:
         """Where an argument is filled from: ("value", its name in `WORDS`) or ("column", its name); None: from nowhere.
 
-        `columns` are the names that rows have. An argument with a default is filled by a well-known value alone.
+        `columns` are the names that rows have. An argument with a default is filled by a well-known value alone, or by a
+        column that workbench's agents write.
         """
         wanted = self.wanted(name)
         singular = self.meant.get(wanted, _PLURALS.get(wanted, wanted) if self.batched else wanted)
         meaning = _MEANING.get(singular, singular if singular in WORDS else None)
-        plain = meaning is None or meaning in _ON_REQUEST
+        plain = meaning in _ON_REQUEST or (meaning is None and wanted not in (*EPISODE, "agent_extra"))
         may = meaning not in _NEVER_A_COLUMN and (self.asks(name) or not plain)
         if self.keywords == "columns":  # their contract: the data set's columns come as keywords, over a default too
             may = meaning not in _OF_THE_RUN and (self.asks(name) or writer_of(wanted) in (None, "dataset"))
@@ -187,7 +188,7 @@ class Signature:
             function = f"load_function({', '.join([repr(self.file), repr(self.function), *constants])})"
         elif constants:
             function = f"functools.partial({', '.join([self.function, *constants])})"
-        made = "as_reward" if self.file else "Reward"
+        made = "as_reward" if self.file and not constants else "Reward"
         line = f"write {made}({function}{f', rename={rename}' if rename else ''})"
         return f"{line}, or rename={{{missing[0]!r}: 'a column'}}" if constants and not rename else line
 
@@ -214,7 +215,7 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
     but in AReaL's style (`prompt` or `prompt_ids` beside them) once a row. Raises `RewardError` for positional-only
     arguments, for a function without a readable signature, and for a name in `rename` that is no argument.
     """
-    name = called(function)
+    name = called(function).replace("<lambda>", "f")
     try:
         found = inspect.signature(function)
     except (TypeError, ValueError) as cause:
@@ -232,7 +233,7 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
             defaults[one.name] = None if one.default is one.empty else describe(one.default, 40)
     for argument in rename:
         if argument not in defaults and not kwargs:
-            raise RewardError(f"rename: {unknown(f'argument of reward function {name}', argument, defaults)}")
+            raise RewardError(f"rename: {unknown(f'parameter of reward function {name}', argument, defaults)}")
         defaults.setdefault(argument, None)
     batched, meant, keywords = _style({rename.get(one, one) for one in defaults})
     path = getattr(function.func if isinstance(function, partial) else function, "path", None)
