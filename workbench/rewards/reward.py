@@ -42,7 +42,8 @@ class Reward(BaseReward, Shown):
     An argument is filled from the value that its name means (`signatures.ALIASES`), or from a column of its name; one with a
     default from such a value alone. `rename={"argument": "value or column"}` fills any argument, one with a default too.
     TRL's functions with `**kwargs` get every column by its name, over a default too, as TRL calls them. `binding` says what
-    each argument gets. Constants are bound by `functools.partial`.
+    each argument gets. Constants are bound by `functools.partial`. `completion` is a text; for functions of verifiers,
+    `rename={"completion": "completion_messages"}` makes it a list of messages.
     `per="group"` calls it once for the rows of one prompt, with lists, so that it can rank or compare them; by default plural
     names mean one call for the batch, others one call per row.
 

@@ -103,6 +103,8 @@ class Signature:
     keywords: str
     """What a function with `**kwargs` gets beside: `columns` (every column by its name, as TRL and AReaL do it), `verl`
     (verl's four arguments), or "" (nothing)."""
+    bound: frozenset[str]
+    """Arguments with a constant of the user's (of `functools.partial` or `load_function`), which nothing overrides."""
     file: str = ""
     """Path of the file that the function is loaded from."""
 
@@ -120,6 +122,8 @@ class Signature:
         `columns` are the names that rows have. An argument with a default is filled by a well-known value alone, or by a
         column that workbench's agents write.
         """
+        if name in self.bound and name not in self.rename:
+            return None
         wanted = self.wanted(name)
         singular = self.meant.get(wanted, _PLURALS.get(wanted, wanted) if self.batched else wanted)
         meaning = _MEANING.get(singular, singular if singular in WORDS else None)
@@ -127,8 +131,9 @@ class Signature:
         may = meaning not in _NEVER_A_COLUMN and (self.asks(name) or not plain)
         if self.keywords == "columns":  # their contract: the data set's columns come as keywords, over a default too
             may = meaning not in _OF_THE_RUN and (self.asks(name) or writer_of(wanted) in (None, "dataset"))
+        names: tuple[str, ...] = (wanted,) if meaning == "response" else (wanted, singular)
         # `queries` are prompt and response; a data set's column `query` is a question
-        for column in (wanted, singular) if may and wanted != "queries" else ():
+        for column in names if may and wanted != "queries" else ():
             if column in columns:
                 return "column", column
         return None if meaning is None or (plain and not self.asks(name)) else ("value", meaning)
@@ -142,7 +147,7 @@ class Signature:
 
     def further(self, columns: Collection[str]) -> list[str]:
         """Columns that `**kwargs` get by their names."""
-        known = {*_NOT_TRLS, *self.defaults}
+        known = {*_NOT_TRLS, *self.defaults, *self.bound}
         return [name for name in columns if name not in known] if self.keywords == "columns" else []
 
     def binding(self, columns: Collection[str] | None = None) -> dict[str, str]:
@@ -155,7 +160,7 @@ class Signature:
             elif self.asks(name):
                 found[name] = f"column {self.wanted(name)!r}" if columns is None else "nothing that a row has"
             else:
-                found[name] = f"default {default}"
+                found[name] = f"{'always' if name in self.bound else 'default'} {default}"
         if self.keywords:
             found["**kwargs"] = "every column by its name" if self.keywords == "columns" else ", ".join(_VERLS)
         return found
@@ -223,10 +228,7 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
     defaults, rename, kwargs = dict[str, str | None](), dict(rename or {}), False
     for one in found.parameters.values():
         if one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL):
-            what, do = (
-                f"reward function {name}: argument {one.name!r}",
-                "wrap it: def reward(response, ground_truth): …",
-            )
+            what, do = f"reward function {name}: argument {one.name!r}", "wrap it: def reward(response, …): …"
             raise RewardError(what, expected="arguments that can be given by name", found=f"signature {found}", do=do)
         kwargs = kwargs or one.kind is one.VAR_KEYWORD
         if one.kind is not one.VAR_KEYWORD:
@@ -236,9 +238,14 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
             raise RewardError(f"rename: {unknown(f'parameter of reward function {name}', argument, defaults)}")
         defaults.setdefault(argument, None)
     batched, meant, keywords = _style({rename.get(one, one) for one in defaults})
-    path = getattr(function.func if isinstance(function, partial) else function, "path", None)
+    if any(kind.__name__ in ("ORM", "AsyncORM") for kind in type(function).__mro__):
+        meant = {"completions": "response"}  # ms-swift's: like TRL's, but always with texts
+    inner, bound = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
+    path = getattr(inner, "path", None)
+    if isinstance(path, Path):
+        bound = {**bound, **inner.kwargs}
     file = os.path.relpath(path) if isinstance(path, Path) else ""
-    return Signature(name, defaults, rename, batched, meant, keywords if kwargs else "", file)
+    return Signature(name, defaults, rename, batched, meant, keywords if kwargs else "", frozenset(bound), file)
 
 
 def _style(names: Collection[str]) -> tuple[bool, dict[str, str], str]:
@@ -251,7 +258,8 @@ def _style(names: Collection[str]) -> tuple[bool, dict[str, str], str]:
     if ids and not completions and said & {"prompt", "prompt_ids", *ALIASES["response"]}:
         return False, {"completion_ids": "response_ids"}, "verl"
     trls = completions or ids or ("prompts" in said and "queries" not in said)
-    return bool(said & {*_PLURALS}), {}, "columns" if trls else "verl"
+    batched = bool(said & {*_PLURALS}) and (completions or not said & {*ALIASES["response"]})
+    return batched, {}, "columns" if trls else "verl"
 
 
 def called(function: Any) -> str:

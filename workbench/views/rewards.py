@@ -127,7 +127,7 @@ def _calls(made: DryRun) -> list[str]:
 def reward(made: Reward) -> doc.Part:
     """The view of a `Reward`: where it runs and its policy, then each argument of its function and what fills it."""
     where = "in this process" if made.in_process else f"{made.workers} workers, {made.timeout:g} s a row"
-    line = f"Reward({made.name}: {where}, on failure {made.on_failure}"
+    line = f"Reward({made.name}: one call per {made.per}, {where}, on failure {made.on_failure}"
     return doc.Either(
         f"{line}; {told(made.binding)})", (doc.line(doc.bold(f"{line})")), doc.pairs(list(made.binding.items())))
     )
