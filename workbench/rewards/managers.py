@@ -149,12 +149,11 @@ def extra_info(scores: Sequence[Score]) -> dict[str, list[Any]]:
     found = {name.removeprefix("reward_extra/"): values for name, values in extra_columns(scores).items()}
     for name in dict.fromkeys(name for score in scores for name in score.parts):
         found[name] = [score.parts.get(name, MISSING) for score in scores]
-    if not all(score.scored for score in scores):
-        found["why"] = column(lambda score: MISSING if score.scored else score.why)
     if any(score.answer is not None for score in scores):
         found["pred"] = column(lambda score: MISSING if score.answer is None else score.answer)
     return {
         **{name: values for name, values in found.items() if name not in RESERVED},
+        "why": column(lambda score: score.why),
         "score": column(lambda score: score.value if score.scored else MISSING),
         "status": column(lambda score: score.status.value),
         "scored": column(lambda score: score.scored),

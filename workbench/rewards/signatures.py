@@ -57,6 +57,7 @@ WORDS: Mapping[str, str] = {
 EPISODE = ("num_turns", "num_tool_calls", "turn_scores", "tool_rewards", "turns")
 """Columns of an agent's episode that `extra_info` has too, as in verl."""
 
+_OF_AGENTS = (*EPISODE, "agent_extra")
 _MEANING = {alias: name for name, aliases in ALIASES.items() for alias in aliases}
 _PLURALS = {"responses": "response", "solution_strs": "solution_str", "predicts": "predict_str", "queries": "query"}
 _PLURALS |= {"ground_truths": "ground_truth", "labels": "label", "answers": "answer", "questions": "question"}
@@ -122,21 +123,25 @@ class Signature:
         `columns` are the names that rows have. An argument with a default is filled by a well-known value alone, or by a
         column that workbench's agents write.
         """
-        if name in self.bound and name not in self.rename:
-            return None
         wanted = self.wanted(name)
+        if name in self.bound and wanted == name:
+            return None
         singular = self.meant.get(wanted, _PLURALS.get(wanted, wanted) if self.batched else wanted)
         meaning = _MEANING.get(singular, singular if singular in WORDS else None)
-        plain = meaning in _ON_REQUEST or (meaning is None and wanted not in (*EPISODE, "agent_extra"))
-        may = meaning not in _NEVER_A_COLUMN and (self.asks(name) or not plain)
-        if self.keywords == "columns":  # their contract: the data set's columns come as keywords, over a default too
-            may = meaning not in _OF_THE_RUN and (self.asks(name) or writer_of(wanted) in (None, "dataset"))
-        names: tuple[str, ...] = (wanted,) if meaning == "response" else (wanted, singular)
-        # `queries` are prompt and response; a data set's column `query` is a question
-        for column in names if may and wanted != "queries" else ():
-            if column in columns:
+        fills = self.asks(name) or (meaning not in (None, *_ON_REQUEST)) or wanted in _OF_AGENTS
+        if self._may_be_column(name, meaning, fills):
+            names = (wanted,) if meaning == "response" else (wanted, singular)
+            if column := next((one for one in names if one in columns), None):
                 return "column", column
-        return None if meaning is None or (plain and not self.asks(name)) else ("value", meaning)
+        return ("value", meaning) if meaning and fills else None
+
+    def _may_be_column(self, name: str, meaning: str | None, fills: bool) -> bool:
+        wanted = self.wanted(name)
+        if wanted == "queries":  # prompt and response; a data set's column `query` is a question
+            return False
+        if self.keywords == "columns":  # their contract: the data set's columns come as keywords, over a default too
+            return meaning not in _OF_THE_RUN and (self.asks(name) or writer_of(wanted) in (None, "dataset"))
+        return fills and meaning not in _NEVER_A_COLUMN
 
     def columns(self) -> tuple[str, ...]:
         """Columns of the batch that the function needs: of arguments that no value of a row fills."""
@@ -174,9 +179,7 @@ class Signature:
         known = sorted({*_MEANING, *columns, *(_PLURALS if self.batched else ())})
         close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)
         do = f"did you mean {close[0]!r}? " if close else ""
-        do += (
-            "a rollout with agent=… writes it" if wanted in (*EPISODE, "agent_extra") else self._remedy(missing, known)
-        )
+        do += "a rollout with agent=… writes it" if wanted in _OF_AGENTS else self._remedy(missing, known)
         what = f"reward function {self.function}: {wanted!r} is not a value that a row has"
         expected, found = ", ".join(dict.fromkeys((*ALIASES, *columns))), f"{self.function}({', '.join(self.defaults)})"
         raise RewardError(what, expected=f"one of {expected}", found=found, do=do)
@@ -184,18 +187,20 @@ class Signature:
     def _remedy(self, missing: Sequence[str], known: Collection[str]) -> str:
         """The line that would make the function work, as far as its arguments' names tell."""
         guesses = {name: _guess(self.wanted(name), known) for name in missing}
+        constants = [f"{name}=…" for name, guess in guesses.items() if guess is None]
         rename = {**self.rename, **{name: guess for name, guess in guesses.items() if guess}}
         if "completion" in self.defaults and {*missing} & {*_VERIFIERS}:
             rename["completion"] = "completion_messages"
-        constants = [f"{name}=…" for name, guess in guesses.items() if guess is None]
-        function = repr(f"{self.file}:{self.function}") if self.file else self.function
-        if constants and self.file:
-            function = f"load_function({', '.join([repr(self.file), repr(self.function), *constants])})"
+        made, function = "Reward", self.function
+        if self.file and constants:
+            function = f"load_function({', '.join([repr(self.file), repr(function), *constants])})"
+        elif self.file:
+            made, function = "as_reward", repr(f"{self.file}:{function}")
         elif constants:
-            function = f"functools.partial({', '.join([self.function, *constants])})"
-        made = "as_reward" if self.file and not constants else "Reward"
-        line = f"write {made}({function}{f', rename={rename}' if rename else ''})"
-        return f"{line}, or rename={{{missing[0]!r}: 'a column'}}" if constants and not rename else line
+            function = f"functools.partial({', '.join([function, *constants])})"
+        if rename:
+            return f"write {made}({function}, rename={rename})"
+        return f"write {made}({function}), or rename={{{missing[0]!r}: 'a column'}}"
 
 
 def told(binding: Mapping[str, str]) -> str:
@@ -220,32 +225,35 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
     but in AReaL's style (`prompt` or `prompt_ids` beside them) once a row. Raises `RewardError` for positional-only
     arguments, for a function without a readable signature, and for a name in `rename` that is no argument.
     """
-    name = called(function).replace("<lambda>", "f")
+    name, rename = called(function).replace("<lambda>", "f"), dict(rename or {})
     try:
         found = inspect.signature(function)
     except (TypeError, ValueError) as cause:
         raise RewardError(f"reward function {describe(function)} has no readable signature") from cause
-    defaults, rename, kwargs = dict[str, str | None](), dict(rename or {}), False
-    for one in found.parameters.values():
-        if one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL):
-            what, do = f"reward function {name}: argument {one.name!r}", "wrap it: def reward(response, …): …"
-            raise RewardError(what, expected="arguments that can be given by name", found=f"signature {found}", do=do)
-        kwargs = kwargs or one.kind is one.VAR_KEYWORD
-        if one.kind is not one.VAR_KEYWORD:
-            defaults[one.name] = None if one.default is one.empty else describe(one.default, 40)
-    for argument in rename:
-        if argument not in defaults and not kwargs:
-            raise RewardError(f"rename: {unknown(f'parameter of reward function {name}', argument, defaults)}")
-        defaults.setdefault(argument, None)
+    parameters = found.parameters.values()
+    if unnamed := [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL)]:
+        what, do = f"reward function {name}: argument {unnamed[0].name!r}", "wrap it: def reward(response, …): …"
+        raise RewardError(what, expected="arguments that can be given by name", found=f"signature {found}", do=do)
+    named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
+    defaults = {one.name: None if one.default is one.empty else describe(one.default, 40) for one in named}
+    kwargs = len(named) < len(parameters)
+    if strange := [] if kwargs else [one for one in rename if one not in defaults]:
+        raise RewardError(f"rename: {unknown(f'parameter of reward function {name}', strange[0], defaults)}")
+    defaults = {**dict.fromkeys(rename), **defaults}
     batched, meant, keywords = _style({rename.get(one, one) for one in defaults})
-    if any(kind.__name__ in ("ORM", "AsyncORM") for kind in type(function).__mro__):
+    if {"ORM", "AsyncORM"} & {kind.__name__ for kind in type(function).__mro__}:
         meant = {"completions": "response"}  # ms-swift's: like TRL's, but always with texts
+    file, bound = _constants(function)
+    return Signature(name, defaults, rename, batched, meant, keywords if kwargs else "", bound, file)
+
+
+def _constants(function: Any) -> tuple[str, frozenset[str]]:
+    """(path of the file that a function is loaded from, or ""; names of the arguments that constants are bound to)."""
     inner, bound = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
     path = getattr(inner, "path", None)
-    if isinstance(path, Path):
-        bound = {**bound, **inner.kwargs}
-    file = os.path.relpath(path) if isinstance(path, Path) else ""
-    return Signature(name, defaults, rename, batched, meant, keywords if kwargs else "", frozenset(bound), file)
+    if not isinstance(path, Path):
+        return "", frozenset(bound)
+    return os.path.relpath(path), frozenset({*bound, *inner.kwargs})
 
 
 def _style(names: Collection[str]) -> tuple[bool, dict[str, str], str]:
