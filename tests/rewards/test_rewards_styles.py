@@ -341,10 +341,16 @@ def test_trls_functions_get_prompts_and_completions_as_the_data_set_has_them(is_
         seen.update(prompts=prompts, completions=completions, kwargs=kwargs)
         return [1.0] * len(completions)
 
+    def single(prompt: Any, response: str) -> float:
+        assert isinstance(prompt, str if is_text else list)
+        return 1.0
+
     chat = [{"role": "user", "content": "question 0"}]
     text, turns = ["question 0", "so 4"], [chat, [{"role": "assistant", "content": "so 4"}]]
     batch = BATCH.with_columns({"prompt_is_text": [True, True]}) if is_text else BATCH
-    assert values(Reward(reward, in_process=True), batch) == [1.0, 1.0]
+    assert (
+        values(Reward(reward, in_process=True), batch) == [1.0, 1.0] == values(Reward(single, in_process=True), batch)
+    )
     assert [seen["prompts"][0], seen["completions"][0]] == (text if is_text else turns)
     assert "prompt_is_text" not in seen["kwargs"]
     row = {"prompt": "question 0" if is_text else chat, "completion": "so 4" if is_text else turns[1]}

@@ -39,7 +39,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 WORDS: Mapping[str, str] = {
     "response": "the response",
     "ground_truth": "reward_model.ground_truth",
-    "prompt": "the prompt as a chat",
+    "prompt": "the prompt as the data set has it, a text or a chat",
     "prompt_text": "the text of the prompt's last message",
     "query": "prompt and response as one text",
     "response_ids": "the response's token ids",
@@ -49,7 +49,6 @@ WORDS: Mapping[str, str] = {
     "completion_messages": "the response as a list of messages",
     "row": "the row as a dict",
     "sample": "the row as an object: prompt, response, label, metadata, response_length",
-    "given_prompt": "the prompt as the data set has it, a text or a chat",
     "given_completion": "the response, a text or a list of messages as the prompt is",
 }
 """A value of a row → what `binding` says of an argument that gets it."""
@@ -62,9 +61,9 @@ _MEANING = {alias: name for name, aliases in ALIASES.items() for alias in aliase
 _PLURALS = {"responses": "response", "solution_strs": "solution_str", "predicts": "predict_str", "queries": "query"}
 _PLURALS |= {"ground_truths": "ground_truth", "labels": "label", "answers": "answer", "questions": "question"}
 _PLURALS |= {"data_sources": "data_source", "extra_infos": "extra_info", "reward_inputs": "row", "samples": "sample"}
-_PLURALS |= {"prompts": "given_prompt", "completions": "given_completion", "completion_ids": "response_ids"}
-_OF_THE_RUN = ("given_prompt", "given_completion", "response_ids", "prompt_ids", "completion_messages", "extra_info")
-_NEVER_A_COLUMN = ("response", "prompt", *_OF_THE_RUN)
+_PLURALS |= {"prompts": "prompt", "completions": "given_completion", "completion_ids": "response_ids"}
+_OF_THE_RUN = ("prompt", "given_completion", "response_ids", "prompt_ids", "completion_messages", "extra_info")
+_NEVER_A_COLUMN = ("response", *_OF_THE_RUN)
 _ON_REQUEST = ("row", "sample")  # names too plain to fill an argument that has a default
 _VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _NOT_TRLS = ("prompt", "completion", "completion_ids", "prompt_is_text")  # columns that TRL does not pass on
@@ -324,7 +323,7 @@ def _value(name: str, row: Mapping[str, Any]) -> Any:
     if name == "given_completion":
         return text if is_text else messages
     given = row["prompt_text"] if is_text else row["prompt"]
-    if name == "given_prompt":
+    if name == "prompt":
         return given
     length = len(row["response_ids"])
     if name == "row":
