@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from decimal import Decimal
 from pathlib import Path
@@ -317,6 +318,14 @@ def test_closures_and_lambdas_travel() -> None:
 def test_results_that_cannot_travel_are_that_rows_failure() -> None:
     answer = Pool(lambda: (_ for _ in ()), workers=1).map([{}])[0]
     assert not answer.ok and "cannot be pickled" in answer.why
+
+
+def test_a_row_that_cannot_travel_is_that_rows_failure() -> None:
+    odd = [{"a": 1}, {"a": threading.Lock()}, {"a": 2}]
+    reward = Reward(lambda thing: float(thing["a"]), workers=1)
+    scores = reward.score(BATCH.with_columns({"thing": odd}))
+    reward.close()
+    assert [score.scored for score in scores] == [True, False, True] and "cannot be sent" in scores[1].why
 
 
 # --- files and routing ------------------------------------------------------------------------

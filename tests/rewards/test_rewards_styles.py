@@ -317,6 +317,16 @@ def test_a_default_takes_a_column_on_request_alone() -> None:
         Reward(reward, in_process=True, rename={"step": "steps"}).score(BATCH)
 
 
+def test_a_default_is_not_a_second_truth() -> None:
+    def reward(response: str, ground_truth: str, label: float = 1.0, answer: str = "none") -> float:
+        return label * (answer == "none") * right(response, ground_truth)
+
+    def alone(response: str, label: str = "none") -> float:
+        return right(response, label)
+
+    assert values(Reward(reward, in_process=True)) == [1.0, 0.0] == values(Reward(alone, in_process=True))
+
+
 def test_trls_columns_come_over_a_default_and_a_runs_do_not() -> None:
     """TRL calls with the data set's columns as keywords; what a stage wrote is no column of the data set."""
 

@@ -125,14 +125,24 @@ class Signature:
         wanted = self.wanted(name)
         if name in self.bound and wanted == name:
             return None
-        singular = self.meant.get(wanted, _PLURALS.get(wanted, wanted) if self.batched else wanted)
-        meaning = _MEANING.get(singular, singular if singular in WORDS else None)
-        fills = self.asks(name) or (meaning not in (None, *_ON_REQUEST)) or wanted in _OF_AGENTS
+        singular, meaning = self._meaning(name)
+        fills = self.asks(name) or wanted in _OF_AGENTS or self._fills_a_default(name, meaning)
         if self._may_be_column(name, meaning, fills):
             names = (wanted,) if meaning == "response" else (wanted, singular)
             if column := next((one for one in names if one in columns), None):
                 return "column", column
         return ("value", meaning) if meaning and fills else None
+
+    def _meaning(self, name: str) -> tuple[str, str | None]:
+        """(name of what an argument asks for, as of one row, which value of a row that is)."""
+        wanted = self.wanted(name)
+        singular = self.meant.get(wanted, _PLURALS.get(wanted, wanted) if self.batched else wanted)
+        return singular, _MEANING.get(singular, singular if singular in WORDS else None)
+
+    def _fills_a_default(self, name: str, meaning: str | None) -> bool:
+        """Whether a value is well known, and no argument without a default means it already (`ground_truth, label=1.0`)."""
+        needed = (other for other in self.defaults if other != name and self.asks(other))
+        return meaning not in (None, *_ON_REQUEST) and all(self._meaning(other)[1] != meaning for other in needed)
 
     def _may_be_column(self, name: str, meaning: str | None, fills: bool) -> bool:
         wanted = self.wanted(name)
