@@ -98,7 +98,7 @@ def lint(calls: Iterable[Any], unscorable: Callable[..., str], name: str) -> str
     `DataError` where it can score none.
     """
     rows, kinds, first = 0, Counter[str](), ""
-    for rows, arguments in enumerate(calls, 1):  # noqa: B007 - the last number is the count
+    for rows, arguments in enumerate(calls, 1):
         why = unscorable(**arguments)
         if why:
             truth = arguments.get("ground_truth")

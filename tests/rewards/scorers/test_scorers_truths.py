@@ -213,7 +213,7 @@ def test_every_reward_made_of_a_rule_counts_them() -> None:
 def test_rows_are_looked_at_without_copies() -> None:
     held = wb.datasets.Rows(rows(["4"] * 3, more={"deep": [1]}))
     views = list(held.views())
-    assert views[0]["more"] is list(held.views())[0]["more"] and dict(views[1]) == held[1]
+    assert views[0]["more"] is next(iter(held.views()))["more"] and dict(views[1]) == held[1]
     with pytest.raises(TypeError):
         views[0]["prompt"] = 1  # type: ignore[index]
     assert by_data_source().check_rows(held.views()) == ""
