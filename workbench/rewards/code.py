@@ -17,7 +17,7 @@ from workbench.base.errors import DataError
 from workbench.rewards import case_harness
 from workbench.rewards.cases import Case, read_cases
 from workbench.rewards.score import Score, Status, failed
-from workbench.sandbox.protocol import Program, Result, Sandbox
+from workbench.sandbox.protocol import MAX_SECONDS, Program, Result, Sandbox
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _SHOWN = 300
@@ -86,7 +86,7 @@ class Code:
         max_cases: int | None = None,
     ) -> None:
         require(compare in ("lines", "exact", "tokens"), "compare", expected="lines, exact or tokens", found=compare)
-        require(timeout > 0, "timeout", expected="seconds > 0", found=timeout)
+        require(0 < timeout <= MAX_SECONDS, "timeout", expected=f"seconds > 0, at most {MAX_SECONDS:g}", found=timeout)
         self.sandbox = sandbox
         self.continuous = continuous
         self.timeout = timeout
