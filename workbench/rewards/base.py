@@ -59,8 +59,10 @@ class BaseReward:
     def check_signature(self, columns: Sequence[str]) -> None:
         """Raise `RewardError`, before anything is scored, if the reward needs a column that `columns` (names) lack."""
 
-    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `DataError`, before anything is scored, if the reward cannot score these rows of a data set."""
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """Raise `DataError`, before anything is scored, if the reward can score none of these rows of a data set, whatever
+        the responses are (their ground truths are missing or unreadable); else say how many it cannot, or ""."""
+        return ""
 
     def close(self) -> None:
         """End the reward's worker processes and connections."""
@@ -110,7 +112,7 @@ class BaseReward:
         if value is None:
             return list(scores)
         return [
-            replace(score, value=value, status=Status.SCORED, why=f"counted as {value:g} by policy: {score.why}")
+            replace(score, value=value, status=Status.COUNTED, why=f"counted as {value:g} by policy: {score.why}")
             if _broken(score)
             else score
             for score in scores

@@ -74,11 +74,11 @@ class Rubric(BaseReward, Shown):
         for reward in self.parts.values():
             reward.check_signature(columns)
 
-    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `DataError`, before anything is scored, if a part cannot score these rows of a data set."""
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """Raise `DataError` if a part can score none of these rows; else what each says of them."""
         held = list(rows)
-        for reward in self.parts.values():
-            reward.check_rows(held)
+        notes = {part: reward.check_rows(held) for part, reward in self.parts.items()}
+        return "; ".join(f"{part}: {note}" for part, note in notes.items() if note)
 
     def close(self) -> None:
         """End the worker processes and connections of every part."""
@@ -144,5 +144,7 @@ def _said(score: Score) -> dict[str, Any]:
 
 
 def _joint(statuses: Collection[Status]) -> Status:
-    """Of parts that do not agree: no answer where the response failed in all of them."""
+    """Of parts that do not agree: counted where a part is, no answer where the response failed in all of them."""
+    if Status.COUNTED in statuses:
+        return Status.COUNTED
     return Status.NO_ANSWER if all(one.failed_by_model for one in statuses) else Status.SCORED
