@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from workbench.base import runtime
 from workbench.base.config import require
-from workbench.base.errors import DataError
+from workbench.base.errors import DataError, NonFinite
 from workbench.base.metrics import Count, Mean, Metric
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
@@ -188,6 +188,14 @@ def columns_of(
     mask_s = _padded([[1] * len(ids) for ids in prompts], 0, "left")
     whole = _padded([[1] * len(ids) for ids in responses], 0)
     attention = torch.cat([mask_s, whole], dim=1)
+    log_probs = _padded([sample.log_probs for sample in samples], 0.0, dtype=torch.float32)
+    if not log_probs.isfinite().all():  # of NaN weights every sampler makes some text
+        rows = (~log_probs.isfinite()).any(-1).nonzero()[:, 0].tolist()
+        found, do = (
+            f"in {len(rows)} of {len(samples)} rows, the first {rows[0]}",
+            "check the model's weights and its dtype",
+        )
+        raise NonFinite("the sampler's log-probs are NaN or infinite", found=found, do=do)
     return {
         "prompts": ids_s,
         "prompt_mask": mask_s,
@@ -196,7 +204,7 @@ def columns_of(
         "input_ids": torch.cat([ids_s, ids_t], dim=1),
         "attention_mask": attention,
         "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
-        "rollout_log_probs": _padded([sample.log_probs for sample in samples], 0.0, dtype=torch.float32),
+        "rollout_log_probs": log_probs,
         "finish_reason": [sample.finish_reason for sample in samples],
         "policy_version": torch.tensor([sample.version for sample in samples]),
     }
