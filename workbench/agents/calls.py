@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import math
 import time
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from workbench.agents.parsers import read_json
 from workbench.agents.protocol import FunctionCall, Tool, ToolCall, ToolResponse
 from workbench.base.config import require
 from workbench.base.errors import SettingError, describe, first_line, nearest
@@ -54,6 +54,16 @@ async def within(work: Awaitable[T], seconds: float | None) -> T:
     return task.result()
 
 
+async def to_its_end(work: Awaitable[T]) -> T:
+    """Await `work`; a cancellation is raised only when it is done."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 _TOOL = ("get_openai_tool_schema", "create", "execute", "calc_reward", "release")
 
 
@@ -82,6 +92,11 @@ def checked_tools(tools: Any) -> list[Tool]:
 def named(one: Any) -> str:
     """The `__name__` of a function or class; of any other object, the name of its class."""
     return str(getattr(one, "__name__", None) or type(one).__name__)
+
+
+def not_run(call: FunctionCall, status: str) -> ToolCall:
+    """The record of a call that is not run."""
+    return ToolCall(call.name, call.arguments, status, tool_call_id=call.tool_call_id)
 
 
 class Toolbox:
@@ -114,6 +129,7 @@ class OpenTools:
         self._episode = episode
         self._given = given
         self._instances: dict[str, str] = {}
+        self._creating: dict[str, asyncio.Lock] = {}
         self.seconds = 0.0
         self.errors: list[str] = []
 
@@ -126,7 +142,7 @@ class OpenTools:
             known = ", ".join(self._box.tools) or "none"
             return self._failed(call, "unknown", f"Error: there is no tool named {call.name!r}; tools: {known}{hint}")
         try:
-            arguments = json.loads(call.arguments or "{}")
+            arguments = read_json(call.arguments.strip() or "{}")
         except (ValueError, RecursionError) as error:
             return self._failed(call, "invalid", f"Error: the arguments of {call.name} are not valid JSON: {error}")
         if not isinstance(arguments, dict):
@@ -144,11 +160,12 @@ class OpenTools:
             self.seconds += time.perf_counter() - began
 
     async def _executed(self, tool: Tool, arguments: dict[str, Any]) -> Any:
-        if tool.name not in self._instances:
-            created = self._kwargs(tool, "create")
-            # verl hands them over under one name, its own tools read them by theirs
-            made, _ = await tool.create(f"{self._episode}-{tool.name}", create_kwargs=created, **created)
-            self._instances[tool.name] = made
+        async with self._creating.setdefault(tool.name, asyncio.Lock()):  # parallel calls share the instance
+            if tool.name not in self._instances:
+                created = self._kwargs(tool, "create")
+                # verl hands them over under one name, its own tools read them by theirs
+                made, _ = await tool.create(f"{self._episode}-{tool.name}", create_kwargs=created, **created)
+                self._instances[tool.name] = made
         return await tool.execute(self._instances[tool.name], arguments, **self._kwargs(tool, "execute"))
 
     def _kwargs(self, tool: Tool, act: str) -> dict[str, Any]:
@@ -167,28 +184,32 @@ class OpenTools:
         cut, said = "; ".join(filter(None, (cut, *seen))), dict(metrics or {})
         status, why = _STATUSES.get(str(said.get("status")), "ok"), str(said.get("why", ""))
         given = None if reward is None else float(reward)
-        return ToolCall(call.name, call.arguments, status, text, given, cut, why, said)
+        return ToolCall(call.name, call.arguments, status, text, given, cut, why, call.tool_call_id, said)
 
     def _failed(self, call: FunctionCall, status: str, text: str) -> ToolCall:
         text, cut = truncate(text, self._box._limit, self._box._side)
-        return ToolCall(call.name, call.arguments, status, text, 0.0, cut)
+        return ToolCall(call.name, call.arguments, status, text, 0.0, cut, tool_call_id=call.tool_call_id)
 
     async def close(self) -> dict[str, float]:
-        """Release the tools' instances; returns tool name → reward of the whole episode. Failures are kept in `errors`."""
+        """Release the tools' instances, even when cancelled; returns tool name → reward of the whole episode.
+
+        Failures are kept in `errors`. A second call does nothing.
+        """
+        instances, self._instances = self._instances, {}
+        return await to_its_end(self._released(instances))
+
+    async def _released(self, instances: Mapping[str, str]) -> dict[str, float]:
         rewards: dict[str, float] = {}
-        for name, instance in self._instances.items():
+        for name, instance in instances.items():
             tool = self._box.tools[name]
-            try:
-                with self._noting(f"calc_reward of {name}"):
-                    asked = tool.calc_reward(instance, **self._kwargs(tool, "calc_reward"))
-                    found = float(await within(asked, END_SECONDS))
-                    if not math.isfinite(found):
-                        raise ValueError(f"the tool's reward of the episode is {found}, not a finite number")
-                    rewards[name] = found
-            finally:
-                with self._noting(f"release of {name}"):
-                    await within(tool.release(instance, **self._kwargs(tool, "release")), END_SECONDS)
-        self._instances = {}
+            with self._noting(f"calc_reward of {name}"):
+                asked = tool.calc_reward(instance, **self._kwargs(tool, "calc_reward"))
+                found = float(await within(asked, END_SECONDS))
+                if not math.isfinite(found):
+                    raise ValueError(f"the tool's reward of the episode is {found}, not a finite number")
+                rewards[name] = found
+            with self._noting(f"release of {name}"):
+                await within(tool.release(instance, **self._kwargs(tool, "release")), END_SECONDS)
         return rewards
 
     @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from workbench.agents.calls import named, within
+from workbench.agents.calls import named, to_its_end, within
 from workbench.agents.protocol import Interaction
 from workbench.base.errors import DataError, ForeignError, SettingError, boundary, describe, first_line, unknown
 from workbench.rewards.scorers.gsm8k import compute_score
@@ -200,12 +200,8 @@ class Session:
     async def end(self) -> None:
         """Finalise the conversation, even when cancelled; a second call does nothing. What fails is in `trouble`."""
         if self.open:
-            self.open, work = False, asyncio.ensure_future(self._left())
-            try:
-                await asyncio.shield(work)
-            except asyncio.CancelledError:  # cancelled while leaving: leave all the same
-                await asyncio.wait([work])
-                raise
+            self.open = False
+            await to_its_end(self._left())
 
     async def _left(self) -> None:
         try:

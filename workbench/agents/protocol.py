@@ -20,6 +20,8 @@ class FunctionCall:
     name: str
     arguments: str
     """JSON text, as written: it may not parse."""
+    tool_call_id: str | None = None
+    """The model's own id of the call, where its format has one (Kimi's)."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class ToolCall:
     """Which part of the tool's text the model did not see, in words."""
     why: str = ""
     """The tool's own reason, where it gave one (`why` of its metrics)."""
+    tool_call_id: str | None = None
+    """The model's own id of the call, where its format has one."""
     metrics: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The rest of the tool's metrics; not kept with the transcript."""
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from workbench.agents.calls import OpenTools, Toolbox, checked_tools
+from workbench.agents.calls import OpenTools, Toolbox, checked_tools, not_run
 from workbench.agents.episode import Transcript
 from workbench.agents.interactions import Session, checked_interactions, select_interaction
 from workbench.agents.loop import AgentLoopBase, register
-from workbench.agents.parsers import STOP, checked_parser, instructions
+from workbench.agents.parsers import STOP, calls_of, checked_parser, instructions
 from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Interaction, Tool, ToolCall, ToolParser
 from workbench.agents.tokens import TurnTokens
 from workbench.base.config import require
@@ -261,7 +261,7 @@ class ToolAgent(AgentLoopBase):
 
     def answered(self, episode: EpisodeState, records: Sequence[ToolCall]) -> AgentState:
         """Append the answers (`records`) to the `wanted` tool calls; returns the next state."""
-        ignored = [ToolCall(call.name, call.arguments, "ignored") for call in episode.calls[len(records) :]]
+        ignored = [not_run(call, "ignored") for call in episode.calls[len(records) :]]
         episode.transcript.note(calls=(*records, *ignored))
         episode.calls = []
         cut = "; ".join(f"{one.name}: {one.cut}" for one in records if one.cut)
@@ -271,7 +271,9 @@ class ToolAgent(AgentLoopBase):
         """Chat messages that tell the model the results of tool calls (`records`)."""
         if self.format == "react":
             return [{"role": self.tool_role, "content": f"Observation: {one.result}"} for one in records]
-        return [{"role": self.tool_role, "content": one.result, "name": one.name} for one in records]
+        answers = [{"role": self.tool_role, "content": one.result, "name": one.name} for one in records]
+        ids = [{} if one.tool_call_id is None else {"tool_call_id": one.tool_call_id} for one in records]
+        return [{**answer, **own} for answer, own in zip(answers, ids, strict=True)]
 
     def chat(self, episode: EpisodeState, count: int | None = None) -> list[dict[str, Any]]:
         """The prompt and the first `count` turns (None: all), as a simulated user reads them."""
@@ -313,7 +315,7 @@ class ToolAgent(AgentLoopBase):
         if reason is not None:
             said.reason = reason
         if episode.calls:
-            said.note(calls=tuple(ToolCall(call.name, call.arguments, "not run") for call in episode.calls))
+            said.note(calls=tuple(not_run(call, "not run") for call in episode.calls))
         elif episode.user is not None and reason != "abort":
             stop, text = await self._asked_user(episode)
             if stop and said.reason == "turns":
@@ -330,14 +332,18 @@ class ToolAgent(AgentLoopBase):
         return AgentState.TERMINATED
 
     def parsed(self, episode: EpisodeState, ids: Sequence[int]) -> list[FunctionCall]:
-        """The tool calls in a model's turn of token ids `ids`. A parser's exception is recorded in the turn, not raised."""
+        """The tool calls in the model's last turn, of token ids `ids`, outside its reasoning.
+
+        A call that is not whole where the turn was cut short is none. A parser's exception is recorded in the turn.
+        """
         if self._parser is None or not self._box.tools:
             return []
         # special tokens are kept, because some models write their calls with them; the end token is not
         written = list(ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids)
         text = self.tokenizer.decode(written, skip_special_tokens=False)
         try:
-            return list(self._parser.extract_tool_calls(text, self._box.schemas)[1])
+            begun = {"reasoning": self.tokens.reasoning, "cut": bool(episode.transcript.turns[-1].cut)}
+            return calls_of(self._parser, text, self._box.schemas, **begun)
         except Exception as error:  # noqa: BLE001 - what a model wrote is a row's data, whatever it does to a parser
             why = f"the parser failed: {first_line(error)}"
             episode.errors.append(why)
