@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import math
 import time
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from workbench.agents.parsers import read_json
+from workbench.agents.plain import as_text, encodable
 from workbench.agents.protocol import FunctionCall, Tool, ToolCall, ToolResponse
 from workbench.base.config import require
 from workbench.base.errors import SettingError, describe, first_line, nearest
@@ -115,6 +117,13 @@ class Toolbox:
         self.schemas = [tool.get_openai_tool_schema() for tool in tools]
         self._seconds, self._limit, self._side = seconds_per_call, limit, truncate_side
 
+    def only(self, names: Iterable[str]) -> Toolbox:
+        """The box with these tools alone, in their order here."""
+        chosen, wanted = copy.copy(self), set(names)
+        chosen.tools = {name: tool for name, tool in self.tools.items() if name in wanted}
+        chosen.schemas = [schema for name, schema in zip(self.tools, self.schemas, strict=True) if name in wanted]
+        return chosen
+
     def opened(self, episode: str, row: Mapping[str, Any]) -> OpenTools:
         """The tools for the episode named `episode`, with arguments from `tools_kwargs` of the row or its `extra_info`."""
         given = row.get("tools_kwargs") or (row.get("extra_info") or {}).get("tools_kwargs") or {}
@@ -176,18 +185,18 @@ class OpenTools:
     def _answered(self, call: FunctionCall, found: Any) -> ToolCall:
         response, reward, metrics = found
         if not isinstance(response, ToolResponse):
-            response = ToolResponse(text=None if response is None else str(response))
+            response = ToolResponse(text=None if response is None else as_text(response))
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"the tool's reward is {reward}, not a finite number")
-        text, cut = truncate(response.text or "", self._box._limit, self._box._side)
+        text, cut = truncate(encodable(response.text or ""), self._box._limit, self._box._side)
         seen = [f"{len(many)} {kind} left out" for kind in ("image", "video") if (many := getattr(response, kind))]
         cut, said = "; ".join(filter(None, (cut, *seen))), dict(metrics or {})
-        status, why = _STATUSES.get(str(said.get("status")), "ok"), str(said.get("why", ""))
+        status, why = _STATUSES.get(str(said.get("status")), "ok"), encodable(str(said.get("why", "")))
         given = None if reward is None else float(reward)
-        return ToolCall(call.name, call.arguments, status, text, given, cut, why, call.tool_call_id, said)
+        return ToolCall(call.name, call.arguments, status, text, given, cut, why, said, call.tool_call_id)
 
     def _failed(self, call: FunctionCall, status: str, text: str) -> ToolCall:
-        text, cut = truncate(text, self._box._limit, self._box._side)
+        text, cut = truncate(encodable(text), self._box._limit, self._box._side)
         return ToolCall(call.name, call.arguments, status, text, 0.0, cut, tool_call_id=call.tool_call_id)
 
     async def close(self) -> dict[str, float]:

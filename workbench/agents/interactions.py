@@ -12,6 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from workbench.agents.calls import named, to_its_end, within
+from workbench.agents.plain import encodable, plain
 from workbench.agents.protocol import Interaction
 from workbench.base.errors import DataError, ForeignError, SettingError, boundary, describe, first_line, unknown
 from workbench.rewards.scorers.gsm8k import compute_score
@@ -270,18 +271,20 @@ def select_interaction(
 ) -> tuple[Any, dict[str, Any]]:
     """The simulated user that a row's `interaction_kwargs` name; returns (user, the kwargs without `name`).
 
-    With a single user the name may be missing. A row without kwargs selects none and gives (None, {}), unless a user is
-    `needed`. Raises `DataError`, which calls the row `place` and lists the users, for an unknown or missing name.
+    With a single user the name, and the kwargs, may be missing. Where there are no users, a row without kwargs selects none,
+    (None, {}), unless one is `needed`. Raises `DataError`, which calls the row `place` and lists the users, for an unknown or
+    missing name, and for a row with kwargs where there are no users.
     """
     given = interaction_kwargs(row)
-    if not needed and not (interactions and given):
+    if not (needed or interactions or given):
         return None, {}
     name = given.pop("name", None)
     if name is None and len(interactions) == 1:
         name = next(iter(interactions))
     what = f"interaction_kwargs of {place}"
     if name is None:
-        raise DataError(f"{what} have no name", expected=f"one of {', '.join(interactions) or '(none)'}")
+        do = "name one in each row; rows without a user need an agent of their own (agent_name)"
+        raise DataError(f"{what} have no name", expected=f"one of {', '.join(interactions) or '(none)'}", do=do)
     if name not in interactions:
         kind = type(next(iter(interactions.values()))).__name__ if interactions else "BaseInteraction"
         why = unknown("simulated user of the agent", str(name), interactions)
@@ -348,8 +351,9 @@ def _checked(name: str, found: Any) -> Reply:
         good = isinstance(text, str) and not isinstance(stop, str) and stop in (True, False)
         if not good or not isinstance(extra, Mapping | None):
             raise TypeError("not a tuple (stop, text, score, extra)")
-        return Reply(bool(stop), text, None if score is None else _number(name, "the score", score), dict(extra or {}))
-    except (TypeError, ValueError, ForeignError) as cause:
+        number = None if score is None else _number(name, "the score", score)
+        return Reply(bool(stop), encodable(text), number, plain(extra or {}, describe))
+    except (TypeError, ValueError, RecursionError, ForeignError) as cause:
         shape = "(stop: bool, text: str, score: a finite number, extra: dict)"
         found = f"{type(found).__name__} {describe(found)}"
         raise ForeignError(f"the answer of interaction {name!r}", expected=shape, found=found) from cause
