@@ -157,7 +157,9 @@ class AgentLoopOutput:
         ids, mask, log_probs = map(len, (self.response_ids, self.response_mask, self.response_logprobs))
         if not ids == mask == log_probs:
             found = f"{ids} response ids, {mask} mask values, {log_probs} log-probs"
-            raise DataError(what, expected="response_ids, response_mask and response_logprobs of one length", found=found)
+            raise DataError(
+                what, expected="response_ids, response_mask and response_logprobs of one length", found=found
+            )
         for name, holds, expected in (
             ("response_mask", lambda one: one in (0, 1), "0 or 1 for each response id"),
             ("response_logprobs", _finite, "finite numbers"),

@@ -52,7 +52,9 @@ class TurnTokens:
     @cached_property
     def reasoning(self) -> bool:
         """Whether the template's generation prompt opens the model's reasoning (`<think>`), which the model then closes."""
-        return not self._plain and opens_reasoning(self._render([_ASKED], generation=True).rpartition(_ASKED["content"])[2])
+        return not self._plain and opens_reasoning(
+            self._render([_ASKED], generation=True).rpartition(_ASKED["content"])[2]
+        )
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The token ids of a chat with the generation prompt, and with the tools if the template shows them."""

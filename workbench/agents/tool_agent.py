@@ -211,7 +211,9 @@ class ToolAgent(AgentLoopBase):
             raise DataError(f"available_tools in {what}", expected="a list of names", found=describe(names))
         for name in (names := list(names)):
             if name not in self._box.tools:
-                raise DataError(f"available_tools in {what}: " + unknown("tool of the agent", str(name), self._box.tools))
+                raise DataError(
+                    f"available_tools in {what}: " + unknown("tool of the agent", str(name), self._box.tools)
+                )
         return self._box.only(names)
 
     @property
