@@ -12,7 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from workbench.agents.calls import named, to_its_end, within
-from workbench.agents.plain import encodable, plain
+from workbench.agents.plain import encodable, number_text, plain
 from workbench.agents.protocol import Interaction
 from workbench.base.errors import DataError, ForeignError, SettingError, boundary, describe, first_line, unknown
 from workbench.rewards.scorers.gsm8k import compute_score
@@ -65,12 +65,13 @@ class Gsm8kInteraction(BaseInteraction):
         self._instances: dict[str, dict[str, str]] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Start a conversation; returns its id. Raises `SettingError` for a row without `ground_truth`."""
-        if kwargs.get("ground_truth") is None:
-            given = ", ".join(key for key in kwargs if key != "ground_truth") or "nothing"
-            raise SettingError("interaction_kwargs of a row for 'gsm8k'", expected="ground_truth", found=given)
+        """Start a conversation; returns its id. Raises `SettingError` for a row whose `ground_truth` is no number."""
+        truth = number_text(kwargs.get("ground_truth"))
+        if truth is None:
+            given = describe(kwargs.get("ground_truth"))
+            raise SettingError("ground_truth in interaction_kwargs for 'gsm8k'", expected="a number", found=given)
         instance_id = instance_id or str(uuid4())
-        self._instances[instance_id] = {"ground_truth": str(kwargs["ground_truth"]), "response": ""}
+        self._instances[instance_id] = {"ground_truth": truth, "response": ""}
         return instance_id
 
     async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Said:
