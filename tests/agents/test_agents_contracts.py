@@ -137,7 +137,14 @@ class TestGsm8kAnswer(ToolContract):
         return {"answer": "17"}
 
     def test_a_truth_that_no_answer_can_match_is_not_scored(self) -> None:
-        for truth, status in ((18, "ok"), ("1,800", "ok"), (18.0, "ok"), ("", "error"), (None, "error"), ([1], "error")):
+        for truth, status in (
+            (18, "ok"),
+            ("1,800", "ok"),
+            (18.0, "ok"),
+            ("", "error"),
+            (None, "error"),
+            ([1], "error"),
+        ):
             self.create_kwargs = {"ground_truth": truth}
             [record] = self.asked(json.dumps({"answer": "1800" if truth == "1,800" else "18"}))
             assert record.status == status and (record.reward == 0.0) is (status == "ok"), (truth, record)

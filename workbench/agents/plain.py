@@ -71,7 +71,7 @@ def _unusual(value: Any, otherwise: Otherwise) -> Any:
         if isinstance(value, int | float):
             return value
     if otherwise is None:
-        raise TypeError(f"a {type(value).__name__} has no form in JSON: {describe(value)}")
+        raise TypeError(f"a value of type {type(value).__name__} has no form in JSON: {describe(value)}")
     return otherwise(value)
 
 

@@ -99,7 +99,13 @@ class ParserContract:
     def test_a_call_is_found_wherever_it_stands(self) -> None:
         """In the middle of a text, in a code block, beside unicode; the rest of the text stays, without the call."""
         call = self.echo("7")
-        for text in (f"Let me see.\n{call}\nDone.", f"```\n{call}\n```", f"さて→ 🧮\n{call}", f"\n\n{call}\n\n", call * 1):
+        for text in (
+            f"Let me see.\n{call}\nDone.",
+            f"```\n{call}\n```",
+            f"さて→ 🧮\n{call}",
+            f"\n\n{call}\n\n",
+            call * 1,
+        ):
             assert self.found(text) == [("echo", "7")], f"one call in {text!r}"
         content, _ = self.make_parser().extract_tool_calls(f"Let me see.\n{call}", [ECHO])
         assert content.strip() == "Let me see.", "the content is the text without its call"
@@ -213,8 +219,16 @@ class ToolContract:
     def test_hostile_arguments_are_an_answer(self) -> None:
         """Whatever the arguments are, the call has an answer and a status, and the calls beside it are unharmed."""
         good = json.dumps(self.arguments())
-        hostile = [plain_json({**self.arguments(), key: value}) for key in self.arguments() for value in VALUES.values()]
-        hostile += [*map(plain_json, VALUES.values()), *TEXTS.values(), f"{good}{good}", good[:-1], f"{good[:-1]}, {good[1:]}"]
+        hostile = [
+            plain_json({**self.arguments(), key: value}) for key in self.arguments() for value in VALUES.values()
+        ]
+        hostile += [
+            *map(plain_json, VALUES.values()),
+            *TEXTS.values(),
+            f"{good}{good}",
+            good[:-1],
+            f"{good[:-1]}, {good[1:]}",
+        ]
         hostile += [plain_json({**self.arguments(), "no such argument": 1}), plain_json({})]
         [alone] = self.asked(good)
         first, *others, last = self.asked(good, *hostile, good)
@@ -227,7 +241,7 @@ class ToolContract:
         """Arguments that are no JSON object, and an argument that it does not have, are not run."""
         extra = json.dumps({**self.arguments(), "no such argument": 1})
         good = json.dumps(self.arguments())
-        twice = f'{good[:-1]}, {good[1:]}' if self.arguments() else "[]"
+        twice = f"{good[:-1]}, {good[1:]}" if self.arguments() else "[]"
         for record in self.asked("[]", "7", "{", extra, twice):
             assert record.status in ("invalid", "refused") and "Error" in record.result, f"refused; found {record}"
 
@@ -290,7 +304,9 @@ class InteractionContract:
         row = {"extra_info": {"interaction_kwargs": {**self.kwargs(), **changes}}}
         try:
             async with interacting(user, row, seconds=30.0) as session:
-                reply = await session.respond([{"role": "user", "content": "?"}, {"role": "assistant", "content": text}])
+                reply = await session.respond(
+                    [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+                )
             assert session.trouble == "", f"it ends without trouble; found {session.trouble}"
             reply.text.encode()
             json.dumps(reply.extra, allow_nan=True).encode()
