@@ -137,6 +137,16 @@ def test_a_batch_made_by_hand_is_held_to_the_same(tiny: str) -> None:
             encode(tokenizer, chat)  # type: ignore[arg-type]
 
 
+def test_a_rollout_refuses_pictures_too(tiny: str) -> None:
+    engine = wb.engines.local(tiny)
+    batch = load("data/arith/train.parquet").batch(2)
+    seen = batch.with_columns({"images": [[], ["x.png"]]}, origin=wb.Origin(stage="by hand"))
+    for agent in (None, "single_turn_agent"):
+        pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=4, agent=agent)
+        with pytest.raises(DataError, match="column 'images' of row 1 of the batch"):
+            pipe["rollout"](seen)
+
+
 def test_a_row_says_that_its_prompt_was_a_text(tmp_path: Path) -> None:
     """TRL's functions get strings for such rows."""
     rows = load(jsonl([GOOD, {**GOOD, "prompt": [{"role": "user", "content": "2+2?"}]}], tmp_path))

@@ -48,7 +48,9 @@ def _row(record: Any, place: str, index: int, prompt_key: str, without: Collecti
         raise DataError(place, expected="an object (a dict)", found=type(record).__name__)
     row = {str(name): None if absent(cell := plain(value)) else cell for name, value in record.items()}
     kept = {name: cell for name, cell in row.items() if name not in without and name != prompt_key}
-    _check(kept, place)
+    refuse_media(kept, place)
+    if not isinstance(kept.get("data_source"), str | None):
+        raise DataError(f"data_source of {place}", expected="a name (text)", found=describe(kept["data_source"]))
     if prompt_key in row:
         made = _as_verls(row[prompt_key], kept, prompt_key, place)
     elif "question" in row and "answer" in row:
@@ -59,13 +61,12 @@ def _row(record: Any, place: str, index: int, prompt_key: str, without: Collecti
     return made
 
 
-def _check(kept: Mapping[str, Any], place: str) -> None:
+def refuse_media(columns: Mapping[str, Any], place: str) -> None:
+    """Raise `DataError` where a row has pictures, films or sounds: a column of `MEDIA` that is not empty."""
     for name in MEDIA:
-        if not _empty(kept.get(name)):
+        if not _empty(plain(columns.get(name))):
             do = f"leave these rows out; or the column, where the text stands alone: load(…, without=[{name!r}])"
-            raise DataError(f"column {name!r} of {place}", expected=_TEXT_ONLY, found=describe(kept[name]), do=do)
-    if not isinstance(kept.get("data_source"), str | None):
-        raise DataError(f"data_source of {place}", expected="a name (text)", found=describe(kept["data_source"]))
+            raise DataError(f"column {name!r} of {place}", expected=_TEXT_ONLY, found=describe(columns[name]), do=do)
 
 
 def _as_verls(prompt: Any, kept: dict[str, Any], prompt_key: str, place: str) -> dict[str, Any]:
