@@ -17,6 +17,7 @@ from workbench.base.errors import DataError, NonFinite
 from workbench.base.metrics import Count, Mean, Metric
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
+from workbench.datasets.records import MEDIA, refuse_media
 from workbench.datasets.rendering import encode_all
 from workbench.engines.protocol import Located, Request, Sample, Sampler, SamplingSettings, switches_of
 from workbench.stages.measures import length_metrics
@@ -91,6 +92,7 @@ class Rollout(BaseStage):
 
     def __call__(self, batch: DataProto) -> Outcome:
         """P rows in, P·G rows out (P·(G + 1) with a greedy baseline)."""
+        self._refuse_media(batch)
         prompts = self._encode(batch)
         each = self.group_size + self.greedy_baseline
         rows = torch.arange(len(batch)).repeat_interleave(each)
@@ -140,6 +142,12 @@ class Rollout(BaseStage):
             arrived(row, {**columns, "response_text": text, "finish_reason": sample.finish_reason, **more}, sample)
 
         return tell
+
+    def _refuse_media(self, batch: DataProto) -> None:
+        """Rows of a data set have none; a batch may be made by hand."""
+        columns = {name: batch.non_tensor_batch[name] for name in MEDIA if name in batch.non_tensor_batch}
+        for row in range(len(batch) if columns else 0):
+            refuse_media({name: values[row] for name, values in columns.items()}, f"row {row} of the batch")
 
     def _encode(self, batch: DataProto) -> list[tuple[int, ...]]:
         limit = batch.meta_info.get("max_prompt_length")
