@@ -94,7 +94,7 @@ class DryRun(Shown):
         return frame[values.nunique(axis=1, dropna=False) > 1]
 
     @property
-    def batch(self) -> DataProto:
+    def as_batch(self) -> DataProto:
         """The completions as a batch, for `views.samples`: `score` and `reward` are the first reward's, `reward/<name>` each
         one's (NaN: not scored), and `reward/differs` is 1 where rewards differ (`where={"reward/differs": 1}`)."""
         frame = self.table

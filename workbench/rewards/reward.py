@@ -18,8 +18,8 @@ from workbench.base.config import require, source_of
 from workbench.base.errors import DataError, first_line, unknown
 from workbench.base.shown import Shown
 from workbench.dataproto.columns import declared
-from workbench.rewards import signatures, truths
-from workbench.rewards.base import BaseReward
+from workbench.rewards import signatures
+from workbench.rewards.base import BaseReward, row_view
 from workbench.rewards.code import Code
 from workbench.rewards.files import FileFunction, load_function
 from workbench.rewards.rate_limit import RateLimit
@@ -31,6 +31,7 @@ from workbench.rewards.scorers.math_dapo import math_dapo
 from workbench.rewards.scorers.math_string import math_string
 from workbench.rewards.scorers.numeric import geometry3k
 from workbench.rewards.scorers.search import search_em
+from workbench.rewards.truths import lint, unscorable_of
 from workbench.sandbox.protocol import Sandbox
 
 
@@ -129,7 +130,7 @@ class Reward(BaseReward, Shown):
         """Raise `DataError` for rows that the function can never score (see `BaseReward.check_rows`)."""
         if self._check_rows is not None:
             return self._check_rows(rows) or ""
-        return truths.check(self.function, self._signature, rows, self.name)
+        return _lint(self.function, self._signature, rows, self.name)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -204,6 +205,19 @@ def _failure(error: BaseException, began: float) -> Answer:
     return Answer(False, None, first_line(error), text, time.perf_counter() - began)
 
 
+def _lint(scorer: Any, signature: signatures.Signature | None, rows: Iterable[Mapping[str, Any]], name: str) -> str:
+    """`lint` rows by a scorer's attribute `unscorable`, which gets the scorer's arguments; "" for a scorer without it.
+
+    `signature` is by default the scorer's own.
+    """
+    unscorable = unscorable_of(scorer)
+    if unscorable is None:
+        return ""
+    how = signature or signatures.read_signature(scorer)
+    views = (row_view({**row, "raw_prompt": row.get("prompt")}, "", ()) for row in rows)
+    return lint((signatures.call_arguments(how, view) for view in views), unscorable, name)
+
+
 _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
 _DAPO = ("math_dapo", "math", "math_dapo_reasoning", "aime", "aime24", "aime25")
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
@@ -275,7 +289,7 @@ def by_data_source(
             by_source.setdefault(row.get("data_source"), []).append(row)
         check_sources(by_source, table, aliases)
         scorers = {source: scorer_for(source, table, aliases) for source in by_source}
-        notes = [truths.check(scorers[source], None, held, str(source)) for source, held in by_source.items()]
+        notes = [_lint(scorers[source], None, held, str(source)) for source, held in by_source.items()]
         return "; ".join(filter(None, notes))
 
     chosen = {"in_process": True, "on_failure": "raise", "timeout": Code.row_timeout if sandbox else 30.0, **options}
