@@ -6,7 +6,7 @@ import difflib
 import inspect
 import numbers
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -249,15 +249,14 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
     if strange := [] if kwargs else [one for one in rename if one not in defaults]:
         raise RewardError(f"rename: {unknown(f'parameter of reward function {name}', strange[0], defaults)}")
     defaults = {**dict.fromkeys(rename), **defaults}
-    batched, meant, keywords = _style({rename.get(one, one) for one in defaults})
-    if {"ORM", "AsyncORM"} & {kind.__name__ for kind in type(function).__mro__}:
-        meant = {"completions": "response"}  # ms-swift's: like TRL's, but always with texts
+    batched, meant, keywords = _style({rename.get(one, one) for one in defaults}, type(function).__mro__)
     file, bound = _constants(function)
     return Signature(name, defaults, rename, batched, meant, keywords if kwargs else "", bound, file)
 
 
 def _constants(function: Any) -> tuple[str, frozenset[str]]:
     """(path of the file that a function is loaded from, or ""; names of the arguments that constants are bound to)."""
+    inner: Any
     inner, bound = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
     path = getattr(inner, "path", None)
     if not isinstance(path, Path):
@@ -265,9 +264,9 @@ def _constants(function: Any) -> tuple[str, frozenset[str]]:
     return os.path.relpath(path), frozenset({*bound, *inner.kwargs})
 
 
-def _style(names: Collection[str]) -> tuple[bool, dict[str, str], str]:
-    """(whether one call is for the batch, names with another meaning, what `**kwargs` get) of a function's argument names."""
-    said = {*names}
+def _style(said: Set[str], kinds: Collection[type]) -> tuple[bool, dict[str, str], str]:
+    """(whether one call is for the batch, names with another meaning, what `**kwargs` get) of the names that a function's
+    arguments ask for, and its class and the bases of that."""
     completions, ids = "completions" in said, "completion_ids" in said
     areals = completions and "prompts" not in said and bool(said & {"prompt", "prompt_ids"})
     if areals:  # a row's, in spite of the plurals
@@ -276,7 +275,8 @@ def _style(names: Collection[str]) -> tuple[bool, dict[str, str], str]:
         return False, {"completion_ids": "response_ids"}, "verl"
     trls = completions or ids or ("prompts" in said and "queries" not in said)
     batched = bool(said & {*_PLURALS}) and (completions or not said & {*ALIASES["response"]})
-    return batched, {}, "columns" if trls else "verl"
+    swifts = {"ORM", "AsyncORM"} & {kind.__name__ for kind in kinds}  # like TRL's, but always with texts
+    return batched, {"completions": "response"} if swifts else {}, "columns" if trls else "verl"
 
 
 def called(function: Any) -> str:
