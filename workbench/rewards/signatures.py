@@ -249,7 +249,8 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
     if strange := [] if kwargs else [one for one in rename if one not in defaults]:
         raise RewardError(f"rename: {unknown(f'parameter of reward function {name}', strange[0], defaults)}")
     defaults = {**dict.fromkeys(rename), **defaults}
-    batched, meant, keywords = _style({rename.get(one, one) for one in defaults}, type(function).__mro__)
+    batched, meant, keywords = _style({rename.get(one, one) for one in defaults})
+    meant = meant or _swifts(function)
     file, bound = _constants(function)
     return Signature(name, defaults, rename, batched, meant, keywords if kwargs else "", bound, file)
 
@@ -264,9 +265,15 @@ def _constants(function: Any) -> tuple[str, frozenset[str]]:
     return os.path.relpath(path), frozenset({*bound, *inner.kwargs})
 
 
-def _style(said: Set[str], kinds: Collection[type]) -> tuple[bool, dict[str, str], str]:
-    """(whether one call is for the batch, names with another meaning, what `**kwargs` get) of the names that a function's
-    arguments ask for, and its class and the bases of that."""
+def _swifts(function: Any) -> dict[str, str]:
+    """For a reward class of ms-swift's, which is called as TRL's functions are, but always with texts."""
+    return (
+        {"completions": "response"} if {"ORM", "AsyncORM"} & {kind.__name__ for kind in type(function).__mro__} else {}
+    )
+
+
+def _style(said: Set[str]) -> tuple[bool, dict[str, str], str]:
+    """(whether one call is for the batch, names with another meaning, what `**kwargs` get) of what arguments ask for."""
     completions, ids = "completions" in said, "completion_ids" in said
     areals = completions and "prompts" not in said and bool(said & {"prompt", "prompt_ids"})
     if areals:  # a row's, in spite of the plurals
@@ -275,8 +282,7 @@ def _style(said: Set[str], kinds: Collection[type]) -> tuple[bool, dict[str, str
         return False, {"completion_ids": "response_ids"}, "verl"
     trls = completions or ids or ("prompts" in said and "queries" not in said)
     batched = bool(said & {*_PLURALS}) and (completions or not said & {*ALIASES["response"]})
-    swifts = {"ORM", "AsyncORM"} & {kind.__name__ for kind in kinds}  # like TRL's, but always with texts
-    return batched, {"completions": "response"} if swifts else {}, "columns" if trls else "verl"
+    return batched, {}, "columns" if trls else "verl"
 
 
 def called(function: Any) -> str:
