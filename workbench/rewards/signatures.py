@@ -249,7 +249,7 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
     if strange := [] if kwargs else [one for one in rename if one not in defaults]:
         raise RewardError(f"rename: {unknown(f'parameter of reward function {name}', strange[0], defaults)}")
     defaults = {**dict.fromkeys(rename), **defaults}
-    batched, meant, keywords = _style({rename.get(one, one) for one in defaults})
+    batched, meant, keywords = _style({*defaults, *rename.values()})
     meant = meant or _swifts(function)
     file, bound = _constants(function)
     return Signature(name, defaults, rename, batched, meant, keywords if kwargs else "", bound, file)
