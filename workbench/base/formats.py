@@ -48,7 +48,7 @@ _MOVED = {
     "stages.update": "stages.losses",
 }
 """`module:name` of a function, or a module → where it was before, separated by spaces; all of them in `workbench`."""
-RENAMED: dict[str, dict[str, str]] = {
+RENAMED: dict[str, dict[str, Any]] = {
     # a stage's name in the pipeline, in `timing_s/<stage>`, in controllers, in who wrote a column
     "stage": {},
     # a class of ours by its bare name: a stage, a loss, a controller, an agent's part
@@ -63,7 +63,7 @@ RENAMED: dict[str, dict[str, str]] = {
         "rollout_correction.bypass": "bypass_mode",
     },
     # a setting's value that is a word: `"on_failure=mask"` → `"skip"`
-    "value": {},
+    "value": {"rollout_rs={}": None},
     # `module:name` of a function, or a module that has moved
     "function": {f"workbench.{old}": f"workbench.{now}" for now, before in _MOVED.items() for old in before.split()},
     "metric": {
