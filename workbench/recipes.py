@@ -372,7 +372,7 @@ def with_rollout_correction(
         place = names.index("old_log_prob") if "old_log_prob" in names else names.index("advantage")
         stages[place : place + ("old_log_prob" in names)] = [RolloutCorrection(bypass_mode=True)]
     else:
-        stages.insert(names.index("advantage"), RolloutCorrection(**correction.to_dict()))
+        stages.insert(names.index("advantage"), RolloutCorrection(**how.correction()))
     corrected = [one.with_settings(**loss) if one.name == "update_actor" else one for one in stages]
     return Pipeline(corrected, overlap=pipeline.overlap)
 

@@ -163,7 +163,7 @@ class LossCounts:
     """Counts over a whole mini-batch. Losses are divided by them, so that micro-batches and ranks do not change the sum."""
 
     tokens: float
-    """Response tokens (Σ response_mask)."""
+    """Response tokens that are trained on: neither rejected nor of rows without a score."""
     sequences: float
     """Rows with at least one response token."""
     width: float | None = None

@@ -49,11 +49,12 @@ class PolicyLoss(Settings):
 
     With `bypass`, verl's bypass mode, the sampler's log-probs are the old ones: ρ = π / π_rollout. From the log-probs of
     each pass and the sampler's, over `response_mask`, the loss computes importance weights (`rollout_is_weights`),
-    rejection (`loss_mask`) and `rollout_corr/*` (see `functional.correction`), as columns and metrics of the update. Rejected tokens leave pg
-    and its metrics; entropy, KL and all denominators keep them, as in verl, so that they can be counted before any
-    pass. `rollout_is_batch_normalize` alone divides by the mean of each micro-batch, as in verl, and depends on the cut.
-    verl's `loss_type` `ppo_clip` is `loss_mode="vanilla"`, whose ratio corrects already; `reinforce` is `loss_mode="gpg"`,
-    with `rollout_is=True` −w·A·log π.
+    rejection (`loss_mask`) and `rollout_corr/*` (see `functional.correction`): columns and metrics of the update.
+    Rejected tokens leave pg and its metrics; entropy, KL and all denominators keep them, as in verl, so that they can be
+    counted before any pass. What depends on the cut, as in verl: `rollout_is_batch_normalize` divides by the mean of each
+    micro-batch, and deviations and effective sample size are means of the micro-batches' own. verl's `loss_type`
+    `ppo_clip` is `loss_mode="vanilla"`, whose ratio corrects already; `reinforce` is `loss_mode="gpg"`, with
+    `rollout_is=True` −w·A·log π.
     """
 
     loss_mode: str = "vanilla"
