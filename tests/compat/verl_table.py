@@ -46,7 +46,7 @@ timing_per_token_ms/{gen,ref,values,adv,update_critic,update_actor} | = | absent
 perf/total_num_tokens | = |
 perf/time_per_step | = | of our `timing_s/step`
 perf/throughput | = | tokens per second and device: the learner's ranks and samplers on devices of their own; a server elsewhere is one
-perf/mfu/{actor,critic,actor_infer} | — | FLOPs are not estimated
+{perf/mfu/actor,perf/mfu/critic,perf/mfu/actor_infer,actor/mfu,critic/mfu} | — | FLOPs are not estimated
 perf/max_memory_{allocated,reserved}_gb | perf/max_memory_{allocated,reserved}_gb | of this process; of FSDP's ranks: none
 perf/cpu_memory_used_gb | perf/max_rss_gb | verl: memory in use on the machine; ours: the most that this process has had
 actor/entropy | actor/entropy | the mean over tokens; verl aggregates by `loss_agg_mode`, the same with `token-mean`
@@ -67,13 +67,14 @@ training/off_policy/trajectory_staleness{,_worst}/{mean,max} | training/policy_l
 training/off_policy/trajectory_staleness{,_worst}/min | — | 0 in all but the first step of a run ahead
 {training,validation}/filter_groups/evicted_samples | filter_groups/dropped | the same meaning, of training; verl's trainer: prompts dropped for equal rewards
 {training,validation}/filter_groups/discarded_surplus_samples | filter_groups/surplus | the same meaning, of training
-{training,validation}/{off_policy,rollout_failure}/evicted_samples* | — | no row waits to be evicted; a failed episode is a row that was not scored
+{training,validation}/{off_policy,rollout_failure}/evicted_samples{,_staleness/*} | — | no row waits to be evicted; a failed episode is a row that was not scored
+rollout_corr/* | = | absent where verl writes NaN
 global_seqlen/* | — | rows are shared out inside the engine, balanced by length at every pass
 variance_proxy/* | — | not measured; `sum_pi_squared` is there for it
 gdpo/<part>/{mean,max,min} | reward/<part>/{mean,max,min} | over rows that were scored
 gdpo/<part>/std | — | the column `reward/<part>` is in the batch
 rollout/spec_accept_{rate,length} | — | no speculative decoding
-rollout/moe/* | — | no routed experts are recorded
+rollout/moe{,/*} | — | no routed experts are recorded
 val-{core,aux}/<source>/<variable>/mean@<n> | = | variables: `reward` and the reward's named parts; the part `acc` is the core one where there is any
 val-aux/<source>/<variable>/std@<n> | = |
 val-{core,aux}/<source>/<variable>/best@<n>/{mean,std} | ≈ | exact, where verl draws 1000 times
