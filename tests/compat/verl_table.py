@@ -217,6 +217,16 @@ trainer.logger | train(trackers) | beside the run folder's own files
 """
 
 
+DATA = """
+DataProto.unfold_column_chunks | = | objects are lists, which are cut as well; verl fails without `split_keys` where there are objects
+fold_batch_dim, unfold_batch_dim | DataProto.split, DataProto.concat | a list of batches: the dims of a column stay what they are declared to be
+DataProtoConfig.auto_padding, DataProto.is_padding_enabled, DataProto.padding | DataProto.pad_to_divisor, DataProto.unpad | said where it is done, by the rows it adds; engines share out uneven batches by themselves
+get_seqlen_balanced_partitions | functional.balancing.balanced | never less balanced
+get_group_balanced_partitions | functional.balancing.balanced(groups=uids, equal_size=True) | groups need not be neighbours
+compute_advantage_for_multi_trajectories | stages.Advantage(sessions=column) | for every estimator of whole rows, where verl has grpo alone; the last row of a session is the one that counts
+"""
+
+
 class Row(NamedTuple):
     """A row of one of the tables."""
 
@@ -265,6 +275,7 @@ def page() -> str:
         return ", ".join(f"`{one}`" for one in text.split(", "))
 
     metrics = [[code(one.theirs), same.get(one.ours) or code(one.ours), one.note] for one in rows(METRICS)]
+    functions = [[code(one.theirs), same.get(one.ours) or code(one.ours), one.note] for one in rows(DATA)]
     settings = [
         [code(one.theirs), same.get(one.ours) or code(one.ours), "the same default" if one.note == "=" else one.note]
         for one in rows(SETTINGS)
@@ -284,6 +295,10 @@ def page() -> str:
             "## Metrics of our own",
             "",
             *table("| metric | what it is |", ours),
+            "",
+            "## Functions that differ",
+            "",
+            *table("| verl | workbench | note |", functions),
             "",
             "## Settings",
             "",
