@@ -258,6 +258,8 @@ class KimiParser(_Tagged):
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
         """Find the tool calls in a model's text; returns (the text without them and their section, the calls)."""
+        if "<|tool_calls_section_begin|>" not in text:
+            return text, []
         content, calls = super().extract_tool_calls(text, tools)
         return content.replace("<|tool_calls_section_end|>", "") if calls else content, calls
 
