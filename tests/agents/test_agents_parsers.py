@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests_patience import cost, examples
 
-from workbench.agents.parsers import MAX_CALLS, MAX_DEPTH, loose_json, parser_names, register_parser, tool_parser
+from workbench.agents.parsers import (
+    MAX_CALLS,
+    MAX_DEPTH,
+    calls_of,
+    loose_json,
+    parser_names,
+    register_parser,
+    tool_parser,
+)
 from workbench.agents.protocol import FunctionCall
 from workbench.base.errors import SettingError
 
@@ -52,6 +61,8 @@ PIECES = st.sampled_from(
             "Final Answer:",
             "```json",
         ),
+        *("<think>", "</think>", "[THINK]", "◁/think▷", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        *("<|tool_call_argument_begin|>", "<|tool_call_end|>", "functions.add:0"),
         *(
             '{"name": "add", ',
             '"arguments": ',
@@ -83,6 +94,9 @@ def test_no_text_makes_a_parser_raise_and_without_calls_the_text_stays(text: str
         assert len(calls) <= MAX_CALLS and all(isinstance(one, FunctionCall) for one in calls)
         assert all(isinstance(one.name, str) and isinstance(one.arguments, str) for one in calls)
         assert calls or content == text
+        for reasoning, cut in itertools.product((False, True), repeat=2):
+            some = calls_of(tool_parser(name), text, TOOLS, reasoning=reasoning, cut=cut)
+            assert cut or reasoning or some == calls
 
 
 @settings(deadline=None, max_examples=examples(80))
@@ -232,15 +246,18 @@ def test_depth_is_bounded_and_time_grows_with_the_text_alone() -> None:
         "<function=a><parameter=b>",
         "<tool>a</tool><args>",
         "<tool_call> ",
+        "<tool_call>{</think>",
+        "<think></think><function=a>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>a<|tool_call_argument_begin|>{",
     ]
+    parsers = {type(one): one for one in map(tool_parser, parser_names())}
     for piece in hostile:
-        for name in parser_names():
-            parser = tool_parser(name)
+        for parser in parsers.values():
             little, much = (
                 cost(lambda n=n, piece=piece, parser=parser: parser.extract_tool_calls(piece * n, TOOLS))
                 for n in (500, 4000)
             )
-            assert much < 24 * little, (name, piece)
+            assert much < 24 * little, (parser, piece)
 
 
 # --- beside the parsers of verl and vLLM ---------------------------------------------------------------
