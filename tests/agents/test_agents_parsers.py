@@ -255,7 +255,7 @@ def test_depth_is_bounded_and_time_grows_with_the_text_alone() -> None:
         for parser in parsers.values():
             little, much = (
                 cost(lambda n=n, piece=piece, parser=parser: parser.extract_tool_calls(piece * n, TOOLS))
-                for n in (500, 4000)
+                for n in (250, 2000)
             )
             assert much < 24 * little, (parser, piece)
 
