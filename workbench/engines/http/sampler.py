@@ -229,6 +229,7 @@ class RemoteSampler(Pushed):
                 found = f"{behind} updates from the server's version {self.version}"
                 raise EngineError(what, expected=f"at most {allowed} updates (max_staleness)", found=found)
             return 0.0
+        self.check_whole(weights)
         what = "the push of weights failed; nothing is sampled from the server until a push succeeds"
         with self._named(what), self._written(weights) as path:
             runtime.run(self._push(path, version))
