@@ -181,8 +181,8 @@ def test_a_function_gets_the_address_of_the_served_model(tmp_path: Path) -> None
     with pytest.raises(SettingError, match="reward_model_tokenizer of compute_score; expected reward_model.model_path"):
         reward_from(block, tokenizer=Letters(), roots=roots)
     reward = reward_from({**block, "reward_model.model_path": "data/tiny-arith"}, tokenizer=Letters(), roots=roots)
-    extra = scores(reward, ROW)[0].extra
-    assert extra["asked"] == "127.0.0.1:9" and extra["length"] > 1
+    (score,) = scores(reward, ROW)
+    assert score.extra["asked"] == "127.0.0.1:9" and score.parts["length"] > 1
     reward.close()
     with pytest.raises(SettingError, match="needs reward_model.url, a served model"):
         reward_from({**MODEL, "custom_reward_function.path": path}, tokenizer=Letters(), roots=roots)
@@ -313,11 +313,12 @@ def test_no_accepted_key_can_be_taken_away_unseen(name: str, tmp_path: Path) -> 
         ({"sandbox_fusion.max_concurrent": 3}, "sandbox_fusion.max_concurrent needs sandbox_fusion.url"),
         ({**SANDBOX, "custom_reward_function.path": "f"}, "sandbox_fusion.url is not given to a custom_reward_function"),
         ({**SANDBOX, "max_rpm": 3}, "max_rpm is a limit of reward_manager.name=rate_limited"),
-        ({"reward_manager": "rate_limited"}, "limits calls of a function, model or sandbox: none is given"),
+        ({"reward_manager": "rate_limited"}, "limits calls of a function, a model or a sandbox: none is given"),
         ({**MODEL, "reward_manager": "batch"}, "calls a function with whole batches"),
         ({**MODEL, "reward_kwargs": {"a": 1}}, "reward_kwargs is for functions"),
         ({**SERVED, "reward_model.template": "chat"}, "needs the model's tokenizer"),
         ({"reward_kwargs": {"nonsense": 1}}, "nonsense"),
+        ({"reward_manager": {"source": "importlib", "name": "M", "module": {"path": "m.py", "name": "N"}}}, "two classes, M and N"),
         ({**MODEL, "reward_manager": {"source": "importlib", "name": "M", "module": {"path": "m.py"}}}, "reward_model.enable is not given to"),
     ],
 )  # fmt: skip

@@ -188,32 +188,37 @@ def _said(given: Mapping[str, Any], *names: str) -> list[str]:
     ]
 
 
+_RULES: Sequence[tuple[str, str, str, str]] = (
+    ("", "function", "custom_reward_function", "needs custom_reward_function.path"),
+    ("", "service", "sandbox_fusion", "needs sandbox_fusion.url"),
+    ("", "model", "reward_model", "needs reward_model.enable=True"),
+    ("", "importlib", "reward_manager.module", "is read with reward_manager.source=importlib only"),
+    ("", "rate_limited", " ".join(_LIMITS), "is a limit of reward_manager.name=rate_limited"),
+    ("rate_limited", "function model service", "reward_manager.name", "limits calls of a function, a model or a sandbox: none is given"),
+    ("batch", "function", "reward_manager.name", "calls a function with whole batches: needs custom_reward_function.path"),
+    ("batch function", "", "num_workers", "does not split the call of the manager 'batch', which is one"),
+    ("own", "", "num_workers", "is not for a manager of your own, which one process calls"),
+    ("own", "function", "sandbox_fusion reward_model", "is not given to a manager of your own: add a custom_reward_function"),
+    ("function", "", "sandbox_fusion", "is not given to a custom_reward_function: pass the url in custom_reward_function.reward_kwargs"),
+    ("function model", "url", "reward_model.enable", "needs reward_model.url, a served model, beside a custom_reward_function, which gets its address"),
+    ("function", "", "reward_model.batch_size reward_model.template", "is the function's affair: it asks the model itself"),
+    ("model", "function dapo prime", "reward_kwargs", "is for functions and for the manager 'dapo'"),
+    ("url chat", "", "reward_model.template", "needs the model's tokenizer, which a server keeps: 'question_answer' there"),
+)  # fmt: skip
+"""(what is so, what is not, settings that then mean nothing, why), each of words."""
+
+
 def contradictions(given: Mapping[str, Any]) -> list[str]:
     """Settings that mean nothing beside the others, as lines of text: none is dropped without a word."""
-    function, service = "custom_reward_function.path" in given, "sandbox_fusion.url" in given
-    model, name = given.get("reward_model.enable", False), given.get("reward_manager.name", "naive")
-    own = given.get("reward_manager.source") == "importlib"
-    own = own or not issubclass(rewards.MANAGERS.get(name, NaiveRewardManager), NaiveRewardManager)
-    url = "reward_model.url" in given
-    asked = function or service or model
-    rules = [
-        (not function, ["custom_reward_function"], "needs custom_reward_function.path"),
-        (not service, ["sandbox_fusion"], "needs sandbox_fusion.url"),
-        (not model, ["reward_model"], "needs reward_model.enable=True"),
-        (given.get("reward_manager.source") != "importlib", ["reward_manager.module"], "is read with reward_manager.source=importlib only"),
-        (name != "rate_limited" or own, [*_LIMITS], "is a limit of reward_manager.name=rate_limited"),
-        (name == "rate_limited" and not asked, ["reward_manager.name"], "limits calls of a function, model or sandbox: none is given"),
-        (name == "batch" and not own and not function, ["reward_manager.name"], "calls a function with whole batches: needs custom_reward_function.path"),
-        (name == "batch" and function, ["num_workers"], "does not split the call of the manager 'batch', which is one"),
-        (own, ["num_workers"], "is not for a manager of your own, which one process calls"),
-        (own and not function, ["sandbox_fusion", "reward_model"], "is not given to a manager of your own: add a custom_reward_function"),
-        (function, ["sandbox_fusion"], "is not given to a custom_reward_function: pass its url as custom_reward_function.reward_kwargs"),
-        (function and model and not url, ["reward_model.enable"], "with a custom_reward_function needs reward_model.url, a served model: the function gets its address"),
-        (function, ["reward_model.batch_size", "reward_model.template"], "is the function's affair: it asks the model itself"),
-        (model and not function and name not in ("dapo", "prime"), ["reward_kwargs"], "is for functions and for the manager 'dapo'"),
-        (url and given.get("reward_model.template") == "chat", ["reward_model.template"], "needs the model's tokenizer, which a server keeps: 'question_answer' there"),
-    ]  # fmt: skip
-    return [f"{key} {why}" for wrong, names, why in rules if wrong for key in _said(given, *names)]
+    name, source = (given.get(f"reward_manager.{key}", _VERLS[f"reward_manager.{key}"]) for key in ("name", "source"))
+    ours = issubclass(rewards.MANAGERS.get(name, NaiveRewardManager), NaiveRewardManager)
+    parts = {"function": "custom_reward_function.path", "service": "sandbox_fusion.url", "url": "reward_model.url"}
+    so = {word for word, key in parts.items() if key in given}
+    so |= {"model"} if given.get("reward_model.enable") else set()
+    so |= {"own", source} if source == "importlib" or not ours else {name}
+    so |= {"chat"} if given.get("reward_model.template") == "chat" else set()
+    wrong = [rule for rule in _RULES if so.issuperset(rule[0].split()) and so.isdisjoint(rule[1].split())]
+    return [f"{key} {why}" for _, _, names, why in wrong for key in _said(given, *names.split())]
 
 
 def cannot(given: Mapping[str, Any]) -> list[str]:
@@ -226,6 +231,15 @@ def cannot(given: Mapping[str, Any]) -> list[str]:
     if source == "importlib" and not ("reward_manager.module.path" in given and _class(given)):
         lines.append(
             "reward_manager.source=importlib: needs module.path, and the class as reward_manager.name or module.name"
+        )
+    names = {given.get(f"reward_manager.{key}") for key in ("name", "module.name")} - {
+        None,
+        "naive",
+        "custom_reward_manager",
+    }
+    if source == "importlib" and len(names) > 1:
+        lines.append(
+            "reward_manager.name and reward_manager.module.name: two classes, " + " and ".join(sorted(map(str, names)))
         )
     if not given.get("reward_model.enable") or "reward_model.url" in given:
         return lines  # the engine's settings are the server's
