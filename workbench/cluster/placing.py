@@ -354,6 +354,11 @@ class PlacedReward(BaseReward):
         """The source text of the reward that the workers compute."""
         return self.inner.source
 
+    @property
+    def binding(self) -> Mapping[str, str]:
+        """The binding of the reward that the workers compute."""
+        return self.inner.binding
+
     def settings(self) -> dict[str, Any]:
         """The settings of the reward that the workers compute, and how many workers there are."""
         return {**self.inner.settings(), "cluster_workers": self.workers}
@@ -362,9 +367,9 @@ class PlacedReward(BaseReward):
         """Raise `RewardError`, before any work, where `columns` lack one that the reward reads."""
         self.inner.check_signature(columns)
 
-    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `DataError`, before any work, for rows of a data set that the reward cannot score."""
-        self.inner.check_rows(rows)
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """As the reward's own: raise `DataError`, before any work, where it can score none of the rows."""
+        return self.inner.check_rows(rows)
 
     def _started(self) -> RayRanks:
         if self._group is None or self._group.closed is not None:
@@ -376,7 +381,7 @@ class PlacedReward(BaseReward):
         """Score rows on the workers; returns one `Score` for each row, in order.
 
         Rows go to the workers in turn, so that rows of a slow kind are spread over all of them. If a worker dies or hangs,
-        all are replaced and all rows scored once more; if that fails, too, every row is an *infra_error*.
+        all are replaced and all rows scored once more; if that fails, too, every row is an *infra_error* with the reason.
         """
         each = [(rows[rank :: self.workers],) for rank in range(self.workers)]
         error = ""
@@ -386,7 +391,7 @@ class PlacedReward(BaseReward):
                 return [parts[number % self.workers][number // self.workers] for number in range(len(rows))]
             except (WorkerLost, TimeoutError) as lost:
                 error = str(lost).splitlines()[0]
-        return [failed("a worker that scores this batch died twice", error)] * len(rows)
+        return [failed(f"the workers did not score this batch in two tries: {error}", error)] * len(rows)
 
     def close(self) -> None:
         """End the workers, and close the reward itself."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -382,7 +382,7 @@ class VerlReward(rewards.ManagerReward):
     @property
     def binding(self) -> Mapping[str, str]:
         """Argument of the function → what it is filled from."""
-        return getattr(self._inner, "binding", {})
+        return self._inner.binding if self._inner is not None else {}
 
     def settings(self) -> dict[str, Any]:
         """The `reward.*` settings as they were given, and the settings of what scores."""
@@ -394,9 +394,9 @@ class VerlReward(rewards.ManagerReward):
         if self._inner is not None:
             self._inner.check_signature(columns)
 
-    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> Any:
-        """What the scorer finds in the rows of a data set; raises `DataError` for rows that it cannot score."""
-        return cast(Any, self._inner).check_rows(rows) if self._inner is not None else None
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """How many rows of a data set the scorer cannot score, or ""; raises `DataError` where it can score none."""
+        return self._inner.check_rows(rows) if self._inner is not None else ""
 
     def close(self) -> None:
         """End the worker processes of the manager."""

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -198,6 +199,10 @@ class Rows(Shown):
 
     def _like(self, rows: Sequence[dict[str, Any]]) -> Rows:
         return _made(rows, self.max_prompt_length, self.source)
+
+    def views(self) -> Iterator[Mapping[str, Any]]:
+        """Yields every row as it stands, uncopied: read only."""
+        return map(MappingProxyType, self._rows)
 
     def values(self, name: str) -> list[Any]:
         """The values of a column, None where a row has none."""

@@ -57,6 +57,12 @@ class Rubric(BaseReward, Shown):
         """The `source` of every part, one after the other."""
         return "\n\n".join(f"# {part}\n{reward.source}" for part, reward in self.parts.items() if reward.source)
 
+    @property
+    def binding(self) -> Mapping[str, str]:
+        """The parts' bindings, each argument under `part.argument`."""
+        each = self.parts.items()
+        return {f"{part}.{name}": said for part, reward in each for name, said in reward.binding.items()}
+
     def settings(self) -> dict[str, Any]:
         """The rubric's settings as plain values: policy, weights, gates, and the settings of each part."""
         own = {name: getattr(self, name) for name in ("weights", "gates", "gated", "normalise")}
@@ -68,11 +74,11 @@ class Rubric(BaseReward, Shown):
         for reward in self.parts.values():
             reward.check_signature(columns)
 
-    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `DataError`, before anything is scored, if a part cannot score these rows of a data set."""
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """Raise `DataError` if a part can score none of these rows; else what each says of them."""
         held = list(rows)
-        for reward in self.parts.values():
-            reward.check_rows(held)
+        notes = {part: reward.check_rows(held) for part, reward in self.parts.items()}
+        return "; ".join(f"{part}: {note}" for part, note in notes.items() if note)
 
     def close(self) -> None:
         """End the worker processes and connections of every part."""
@@ -127,7 +133,7 @@ class Rubric(BaseReward, Shown):
 
 def _settled(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
     """A part's scores after its own policy; that it failed on all rows is left to the rubric's policy."""
-    scores = reward.judge(rows)
+    scores = reward.tried(rows)
     return reward.settle(scores) if reward.on_failure == "raise" or reward.failed_value is not None else scores
 
 
@@ -138,5 +144,7 @@ def _said(score: Score) -> dict[str, Any]:
 
 
 def _joint(statuses: Collection[Status]) -> Status:
-    """Of parts that do not agree: no answer where the response failed in all of them."""
+    """Of parts that do not agree: counted where a part is, no answer where the response failed in all of them."""
+    if Status.COUNTED in statuses:
+        return Status.COUNTED
     return Status.NO_ANSWER if all(one.failed_by_model for one in statuses) else Status.SCORED

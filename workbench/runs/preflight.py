@@ -26,6 +26,7 @@ from workbench.dataproto import DataProto
 from workbench.datasets import Rows
 from workbench.engines.local_engine.memory import available, gib
 from workbench.engines.protocol import Bounded, Estimates, switches_of
+from workbench.rewards.signatures import told
 from workbench.runs.folder import read_settings
 from workbench.runs.settings import Plan
 from workbench.stages.pipeline import Pipeline
@@ -74,18 +75,21 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
     blank = getattr(rollout, "blank", {})
     reward.function.check_signature((*first.columns, *blank))  # before the pipeline's check: it knows the nearest name
     pipeline.check(first)
-    for part in parts:
-        reward.function.check_rows(part)
+    unscorable = list(filter(None, (reward.function.check_rows(part.views()) for part in parts)))
+    for note in unscorable:
+        log.warning("truths: %s", note)
     prompt, sources = prompts.limit(rows), Counter(map(str, rows.values("data_source"))).most_common(6)
     findings = [
         ("data", _data(rows, eval_rows)),
         ("rewards", f"{reward.function.name}: " + ", ".join(f"{source} × {count}" for source, count in sources)),
+        *([("arguments", told(reward.function.binding))] if reward.function.binding else []),
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
         ("placement", _placement(pipeline, plan)),
         ("lengths", _lengths(rollout, prompt, lambda: prompts.longest(rows))),
         ("memory", _memory(pipeline)),
         ("disk", _disk(pipeline, plan, path, (prompt + rollout.sampling.max_tokens) * rollout.group_size)),
     ]
+    findings += [("truths", note) for note in unscorable]
     tried = _tried(reward, first[:2], tokenizer, blank)
     return Preflight(rows, eval_rows, (*findings, ("reward function", tried)), prompts.found)
 
@@ -165,7 +169,7 @@ def _placement(pipeline: Pipeline, plan: Plan) -> str:
     found = f"{drawn} one step ahead by {type(sampler).__name__}, one version behind; a step can be done again as far as that sampler repeats its tokens"
     if how := execute.correction(pipeline):
         return f"{found}; corrected: {how}"
-    found += "; NOT corrected: PPO's ratio does not see how old the rows are, take recipes.with_importance_sampling(pipeline)"
+    found += "; NOT corrected: PPO's ratio does not see how old the rows are, take recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
     log.warning("ahead=%d: %s", plan.ahead, found)
     return found
 

@@ -7,10 +7,11 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from workbench.rewards.score import Status
+from workbench.rewards.signatures import told
 from workbench.views import document as doc
 
 if TYPE_CHECKING:
-    from workbench.rewards import Rubric, Score
+    from workbench.rewards import Reward, Rubric, Score
     from workbench.rewards.dry_run import DryRun, Judged
     from workbench.rewards.pins import Checked, Pin, PinCheck, Pins
 
@@ -84,7 +85,9 @@ def rubric(made: Rubric) -> doc.Part:
         name = doc.bold(part), doc.BREAK, doc.small(f"column reward/{part}")
         bar = doc.bar(abs(weight) / top, f"{weight:g}", weight >= 0) if weight else "–"
         gate = f"≥ {made.gates[part]:g}, else {made.gated:g}" if part in made.gates else ""
-        settings = doc.Fold("settings", doc.pairs([(key, str(value)) for key, value in reward.settings().items()]))
+        settings = doc.Fold(
+            "settings", doc.pairs([(key, str(value)) for key, value in {**reward.settings(), **reward.binding}.items()])
+        )
         rows.append([name, bar, gate, f"{type(reward).__name__} {doc.cut(reward.name, 80)}", settings])
     what = "weighted mean" if made.normalise else "weighted sum"
     title = doc.line(doc.bold("Rubric"), f" · {what} of {len(made.parts)} parts")
@@ -93,7 +96,7 @@ def rubric(made: Rubric) -> doc.Part:
 
 # --- a dry run --------------------------------------------------------------------------------
 
-_ROWS = 8
+_ROWS = 50
 _AROUND = 160
 _COLOURS = ("rgba(9,105,218,0.28)", "rgba(191,135,0,0.32)", "rgba(130,80,223,0.28)", "rgba(46,160,67,0.30)")
 
@@ -103,6 +106,12 @@ def dry_run(made: DryRun) -> doc.Part:
     several, failures = len(made.judged) > 1, list(made.failures.iterrows())
     rows = list(made.disagreements.index) if several else list(range(len(made.rows)))
     what = f"{len(rows)} rows" + (" that the scorers score differently" if several else "")
+    if len(rows) > _ROWS:
+        what += (
+            f", the first {_ROWS}: views.samples(run, where={{'reward/differs': 1}}) has all"
+            if several
+            else f", the first {_ROWS}"
+        )
     said = [f"{len(rows)} rows are scored differently"] if several else []
     said += [f"  {int(counts.sum()):5d} × {doc.cut(reason, 100)}" for reason, counts in failures[:5]]
     cells = [[doc.cut(reason, 160), *(f"{int(count)}" for count in counts)] for reason, counts in failures[:12]]
@@ -110,9 +119,23 @@ def dry_run(made: DryRun) -> doc.Part:
     return (
         doc.line(doc.bold(f"{len(made.rows)} completions")),
         _scorers(made),
+        doc.Either(_calls(made), doc.Fold("what each argument was filled from", doc.stacked(_calls(made)))),
         doc.Either(said),
         doc.Fold(f"why rows are not plainly scored ({len(failures)} reasons)", reasons) if cells else (),
         doc.Either(page=doc.Fold(what, lambda: _rows(made, rows[:_ROWS]), opened=True) if rows else ()),
+    )
+
+
+def _calls(made: DryRun) -> list[str]:
+    return [f"  {name}({told(binding)})" for name, binding in made.bindings.items() if binding]
+
+
+def reward(made: Reward) -> doc.Part:
+    """The view of a `Reward`: where it runs and its policy, then each argument of its function and what fills it."""
+    where = "in this process" if made.in_process else f"{made.workers} workers, {made.timeout:g} s a row"
+    line = f"Reward({made.name}: one call per {made.per}, {where}, on failure {made.on_failure}"
+    return doc.Either(
+        f"{line}; {told(made.binding)})", (doc.line(doc.bold(f"{line})")), doc.pairs(list(made.binding.items())))
     )
 
 
@@ -126,7 +149,7 @@ def _scorers(made: DryRun) -> doc.Part:
         bar = doc.bar(abs(mean), f"{mean:.3f}", mean >= 0) if mean == mean else "–"
         rows.append([doc.Span(str(name), f"background:{colour};padding:0 4px"), bar, *counts, *times])
         said = [f"mean {mean:.3f}", f"{int(numbers['judged'])} judged"]
-        said += [f"{int(numbers[key])} {key}" for key in ("infra_error", "not_applicable") if key in frame]
+        said += [f"{int(numbers[key])} {key}" for key in ("infra_error", "counted", "not_applicable") if key in frame]
         lines.append(f"  {name!s:<20} {', '.join(said)}, median {times[0]}, longest {times[1]}")
     return doc.Either(lines, doc.Table(["scorer", "mean", *statuses, "extracted", "median", "longest"], rows))
 

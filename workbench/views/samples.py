@@ -25,16 +25,16 @@ Where: TypeAlias = "Mapping[str, Any] | Callable[[pd.DataFrame], Any] | None"
 
 
 def batch_of(thing: Any) -> DataProto:
-    """The batch of a trace, phase, stepper or run (its last trace), or a batch itself; `TypeError` for anything else."""
+    """The batch of a trace, phase, stepper, dry run or run (its last trace), or a batch itself; `TypeError` for anything else."""
     if isinstance(thing, DataProto):
         return thing
     traces = getattr(thing, "traces", None)
     if isinstance(traces, Mapping) and len(traces):
         thing = traces[max(traces)]
-    found = getattr(thing, "batch", None)
+    found = getattr(thing, "batch", getattr(thing, "as_batch", None))
     if isinstance(found, DataProto):
         return found
-    expected = "a DataProto, or what has one: a trace, a phase, a stepper, a run with traces"
+    expected = "a DataProto, or what has one: a trace, a phase, a stepper, a dry run, a run with traces"
     raise TypeError(message("no batch to show", expected=expected, found=f"a {type(thing).__name__}"))
 
 
@@ -261,7 +261,9 @@ class Samples(doc.View):
         step = self.index.batch.meta_info.get("step")
         which = "" if step is None else f"step {step}: "
         counts = Counter(self.index.frame.get("status", ()))
-        unscored = "".join(f"; {counts[one]} {one}" for one in ("infra_error", "not_applicable") if counts[one])
+        unscored = "".join(
+            f"; {counts[one]} {one}" for one in ("infra_error", "counted", "not_applicable") if counts[one]
+        )
         return shown, doc.small(f"{which}{len(frame)} of {of}{first}{unscored}")
 
     def _over(self, group: int) -> doc.Part:
