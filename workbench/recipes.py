@@ -1,7 +1,7 @@
 """Algorithms as lists of stages: `grpo`, `ppo`, `dapo` and others.
 
 A recipe returns a `Pipeline`: print it, index it, replace a stage of it. Settings have verl's names
-and defaults (`algorithm`, `actor`, `critic`, `rollout` of its configuration) unless a line says otherwise.
+and defaults (`algorithm`, `actor`, `critic`, `rollout` of its configuration) unless a line says otherwise; None is the default.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from workbench.stages import (
 from workbench.stages.stage import Stage
 
 __all__ = [
-    "by_name", "cispo", "dapo", "dr_grpo", "gpg", "grpo", "gspo", "opo", "ppo", "reinforce_plus_plus", "remax",
+    "by_name", "cispo", "dapo", "dr_grpo", "gpg", "grpo", "gspo", "maxrl", "opo", "ppo", "reinforce_plus_plus", "remax",
     "rloo", "with_rollout_correction",
 ]  # fmt: skip
 
@@ -127,7 +127,8 @@ def _policy_gradient(
 def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pipeline]]:
     """Makes a recipe: `PolicyGradientSettings` with these defaults in place of `**settings`, all of them in its signature.
 
-    A name that the recipe does not take is refused with the nearest one, or with the one here for another library's.
+    A setting that is None is the recipe's own. A name that the recipe does not take is refused with the nearest one, or with
+    the one here for another library's.
     """
     kinds = get_type_hints(PolicyGradientSettings)
 
@@ -143,7 +144,8 @@ def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pi
             for name in settings:
                 if name not in own:
                     raise SettingError(_unknown(build.__name__, name, own))
-            return build(*args, **{**defaults, **settings})
+            given = {name: one for name, one in settings.items() if one is not None or own[name].default is None}
+            return build(*args, **{**defaults, **given})
 
         made.__signature__ = inspect.Signature(list(own.values()), return_annotation=Pipeline)  # type: ignore[attr-defined]
         return made
@@ -251,6 +253,13 @@ def gpg(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettin
     """GPG (settings: see `grpo`): the plain policy gradient over groups, without ratio, clip or reference. Chu et al. 2025,
     https://arxiv.org/abs/2504.02546."""
     return _policy_gradient(engine, reward, Advantage(F.gpg), **settings)
+
+
+@_recipe(kl_coef=0.0)
+def maxrl(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+    """MaxRL (settings: see `grpo`): the advantage is divided by the group's mean reward, for rewards of 0 and 1.
+    Tajwar et al. 2026, https://arxiv.org/abs/2602.02710."""
+    return _policy_gradient(engine, reward, Advantage(F.maxrl), **settings)
 
 
 @_recipe(kl_coef=0.0, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean", clip_ratio_low=3e-4, clip_ratio_high=4e-4)

@@ -22,9 +22,10 @@ from workbench import functional as F
 from workbench.base.metrics import reduce
 from workbench.dataproto import DataProto
 from workbench.engines.protocol import LossCounts
+from workbench.functional import balancing
 from workbench.rewards import Score
 from workbench.runs.batch_metrics import sample_metrics, timing_metrics
-from workbench.stages import Advantage, PolicyLoss, ValueLoss
+from workbench.stages import Advantage, PolicyLoss, RolloutCorrection, ValueLoss
 from workbench.stages.log_prob import sampler_logprob_diff
 from workbench.stages.measures import data_metrics
 
@@ -32,6 +33,11 @@ VERL = importlib.util.find_spec("verl")
 beside = pytest.mark.skipif(VERL is None, reason="verl is not installed here")
 SAME = [row for row in rows(METRICS) if row.ours in ("=", "≈")]
 S, T = 3, 6
+LEVELS = ("token", "sequence")
+CORRECTION = {
+    "rollout_is_threshold": 1.2, "rollout_is_batch_normalize": True, "rollout_rs": "token_k1,seq_mean_k3,seq_max_k2",
+    "rollout_rs_threshold": "0.95_1.05,0.01,0.02",
+}  # fmt: skip
 
 
 class Config(dict):  # verl reads its configuration by attribute and by get
@@ -104,7 +110,8 @@ def test_every_metric_key_in_verls_trainer_is_in_the_table() -> None:
     found = {key for path in files for key in literal.findall(path.read_text())}
     found = {re.sub(r"\{[^}]*\}", "x", key) for key in found if not key.startswith("timing_") and not key.endswith("/")}
     assert len(found) > 80
-    assert sorted(key for key in found if not any(matching(key, row.theirs) for row in rows(METRICS))) == []
+    missing = sorted(key for key in found if not any(matching(key, row.theirs) for row in rows(METRICS)))
+    assert not missing, missing
 
 
 def of_a_step(seed: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -161,6 +168,7 @@ def of_a_step(seed: int) -> tuple[dict[str, float], dict[str, float]]:
         **reduce([outcome.metrics]), **reduce([data_metrics(done)]),
         **reduce([policy(outputs, done, counts).metrics]), **reduce([ValueLoss()({"values": vpreds}, done, counts).metrics]),
         **reduce([sampler_logprob_diff(old, tensors["rollout_log_probs"], mask)]),
+        **reduce([RolloutCorrection(**CORRECTION, rollout_is=LEVELS[seed % 2])(batch).metrics]),
         **timing_metrics({**{f"timing_s/{name}": value for name, value in seconds.items()}, "timing_s/step": 12.0}, done, 3),
     }  # fmt: skip
     ours |= {name: ours[f"timing_s/{name.split('/')[1]}"] if name in ours else seconds[name.split("/")[1]]
@@ -169,6 +177,7 @@ def of_a_step(seed: int) -> tuple[dict[str, float], dict[str, float]]:
         return ours, {}
     import verl
     from verl.trainer.ppo import core_algos, metric_utils
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
     from verl.utils.debug.metrics import calculate_debug_metrics
     from verl.workers.config import ActorConfig
 
@@ -196,8 +205,12 @@ def of_a_step(seed: int) -> tuple[dict[str, float], dict[str, float]]:
         config=config,
     )
     value, clipped = core_algos.compute_value_loss(vpreds, data["returns"], data["values"], mask, 0.5)
+    _, corrected = compute_rollout_correction_and_add_to_batch(
+        verl.DataProto.from_dict({name: one.clone() for name, one in tensors.items()}),
+        Config(CORRECTION, rollout_is=LEVELS[seed % 2]),
+    )
     theirs = {
-        **theirs, **metric_utils.compute_data_metrics(theirs_batch), **calculate_debug_metrics(theirs_batch),
+        **theirs, **corrected, **metric_utils.compute_data_metrics(theirs_batch), **calculate_debug_metrics(theirs_batch),
         **metric_utils.compute_timing_metrics(theirs_batch, timing), **of_loss, "actor/pg_loss": loss,
         **metric_utils.compute_throughout_metrics(theirs_batch, {"step": 12.0}, 3),
         "actor/entropy_loss": core_algos.agg_loss(vpreds, mask, "token-mean"), "actor/kl_coef": 0.1,
@@ -259,6 +272,66 @@ def test_what_is_the_same_in_the_table_is_the_same_number(seed: int) -> None:
         extra = [name for name in ours if any(matching(name, row.theirs) for row in SAME) and name not in theirs]
         assert extra == [], "a name of verl's where verl has none"
     assert {row.theirs for row in SAME} - {row.theirs for row in compared} == set()
+
+
+@beside
+@pytest.mark.parametrize("seed", range(4))
+def test_sessions_of_several_rows_are_verls(seed: int) -> None:
+    """compute_advantage_for_multi_trajectories: only a session's last output is compared, all outputs get its advantage."""
+    import verl
+    from verl.trainer.ppo import core_algos
+
+    def compute_advantage(data: Any, **_: Any) -> Any:
+        plain = {"token_level_rewards": data.batch["token_level_rewards"], "response_mask": data.batch["response_mask"]}
+        found = core_algos.compute_grpo_outcome_advantage(**plain, index=data.non_tensor_batch["uid"])
+        data.batch["advantages"], data.batch["returns"] = found
+        return data
+
+    generator = torch.Generator().manual_seed(seed)
+    named = [
+        (f"u{prompt}", str(session), index)
+        for prompt in range(3)
+        for session in range(3)
+        for index in range(1 + (prompt + session + seed) % 3)
+    ]
+    mask = (torch.rand(len(named), T, generator=generator) > 0.3).long()
+    mask[:, 0] = 1
+    last = (mask * torch.arange(T)).amax(-1, keepdim=True)
+    scores = torch.zeros(len(named), T).scatter_(1, last, (torch.rand(len(named), 1, generator=generator) * 4).round())
+    uids, sessions = ([one[place] for one in named] for place in (0, 1))
+    multi = lifted(
+        "trainer/ppo/v1/utils.py", "compute_advantage_for_multi_trajectories",
+        core_algos=core_algos, compute_advantage=compute_advantage, torch=torch,
+    )  # fmt: skip
+    data = verl.DataProto.from_dict(
+        {"token_level_rewards": scores, "response_mask": mask}, {"uid": np.array(uids, dtype=object)}
+    )
+    theirs = multi(data, [f"{uid}_{session}_{index}" for uid, session, index in named], "grpo").batch["advantages"]
+    columns = {
+        "response_mask": mask,
+        "token_level_scores": scores,
+        "reward": scores.sum(-1),
+        "uid": uids,
+        "session": sessions,
+    }
+    batch = DataProto.from_single_dict({**columns, "scored": torch.ones(len(named), dtype=torch.bool)})
+    ours = Advantage(F.grpo, sessions="session")(batch).batch["advantages"]
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@beside
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_are_shared_out_no_worse_than_by_verl(seed: int) -> None:
+    from verl.utils.seqlen_balancing import get_group_balanced_partitions
+
+    lengths = np.random.default_rng(seed).integers(1, 4000, 48).tolist()
+    uids = [f"u{row // 4}" for row in range(48)]
+    loads = [balancing.workload(length) for length in lengths]
+    ours = balancing.balanced_groups(loads, uids, 4, equal_size=True)
+    theirs = get_group_balanced_partitions(lengths, uids, 4)
+    assert [len(one) for one in ours] == [len(one) for one in theirs]
+    heaviest = [max(sum(loads[row] for row in rows) for rows in parts) for parts in (ours, theirs)]
+    assert heaviest[0] <= heaviest[1] * (1 + 1e-9)
 
 
 # --- settings ----------------------------------------------------------------------------------------

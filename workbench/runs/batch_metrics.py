@@ -41,7 +41,8 @@ def devices_of(engines: Iterable[Any]) -> int:
     for engine in engines:
         record = engine.describe() if isinstance(engine, Described) else {}
         ranks = max(ranks, int(record.get("ranks", 1)))
-        if (its := record.get("sampler")) is not None and not getattr(engine, "share_device", False):
+        its = record.get("sampler")
+        if isinstance(its, Mapping) and not getattr(engine, "share_device", False):
             samplers = max(samplers, int(its.get("replicas", 1)) * int(its.get("tensor_parallel_size", 1)))
     return ranks + samplers
 
@@ -117,7 +118,7 @@ def _variables(batch: DataProto, rows: Sequence[int]) -> dict[str, tuple[list[fl
     for column in batch.columns:
         if column.startswith(REWARD_PREFIX):
             every = [float(batch[column][row]) for row in scored]
-            found[column.removeprefix(REWARD_PREFIX)] = ([one for one in every if not math.isnan(one)], answers)
+            found[column.removeprefix(REWARD_PREFIX)] = ([one for one in every if math.isfinite(one)], answers)
     if "acc" in found:
         there, _ = found["acc_success_only"] = found["acc"]
         found["acc"] = ([*there, *[0.0] * (len(rows) - len(there))], answers)

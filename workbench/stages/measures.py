@@ -52,9 +52,10 @@ def length_metrics(batch: DataProto) -> dict[str, Metric]:
         found |= mean(f"{name}/clip_ratio", values >= limit) if limit is not None else {}
     if "finish_reason" in batch:
         found |= mean("response/cut_ratio", torch.tensor([one == "length" for one in batch["finish_reason"]]))
-    if "num_turns" in batch:
-        for name, column in (("num_turns", "num_turns"), ("tool_call_counts", "num_tool_calls")):
+    for name, column in (("num_turns", "num_turns"), ("tool_call_counts", "num_tool_calls")):
+        if column in batch:
             found |= spread(name, torch.tensor([float(value) for value in batch[column]]))
+    if "num_turns" in batch:
         found |= spread("model_tokens", batch["response_mask"].sum(-1))
     return found
 
@@ -81,8 +82,13 @@ def score_metrics(batch: DataProto) -> dict[str, Metric]:
 
 
 def counted_tokens(batch: DataProto) -> Tensor:
-    """[B, T] bool: the model's own tokens that are not rejected, of rows that were scored."""
-    mask = batch["loss_mask" if "loss_mask" in batch else "response_mask"].bool()
+    """[B, T] bool: the model's own tokens of rows that were scored, without those that were rejected before the advantages.
+
+    In bypass mode the loss rejects, at the update: that is in no metric of the batch, as in verl.
+    """
+    origin = batch.origins.get("loss_mask")
+    rejected = "loss_mask" in batch and not (origin is not None and origin.stage.startswith("update_"))
+    mask = batch["loss_mask" if rejected else "response_mask"].bool()
     return mask & batch["scored"][:, None] if "scored" in batch else mask
 
 
