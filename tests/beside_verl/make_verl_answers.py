@@ -17,6 +17,6 @@ if __name__ == "__main__":
     if not verl.here():
         raise SystemExit(f"verl {VERSION} is not installed")
     assert all((verl_functional, verl_stages, verl_texts))
-    wanted = {name: case for name, case in CASES.items() if case.recorded}
-    save({name: {kind: case.said(kind, SEED, verl) for kind in case.kinds} for name, case in wanted.items()})
+    wanted = {name: case for name, case in CASES.items() if case.tried(live=False)}
+    save({name: {kind: case.said(kind, SEED, verl) for kind in case.tried(False)} for name, case in wanted.items()})
     print(f"{RECORDED}: {len(wanted)} cases, {RECORDED.stat().st_size // 1024} KiB")

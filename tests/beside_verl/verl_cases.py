@@ -42,7 +42,7 @@ class Verl:
     """verl's modules, each imported when it is first asked for."""
 
     _paths = (
-        "verl.trainer.ppo", "verl.utils", "verl.utils.reward_score", "verl.workers", "verl",
+        "verl.trainer.ppo", "verl.trainer.config", "verl.utils", "verl.utils.reward_score", "verl.workers", "verl",
         "verl.experimental.reward_loop.reward_manager",
     )  # fmt: skip
 
@@ -95,8 +95,8 @@ class Case:
     kinds: tuple[str, ...] = tuple(KINDS)
     atol: float = 2e-5
     rtol: float = 2e-4
-    recorded: bool = True
-    """Whether verl's answers are written down."""
+    recorded: tuple[str, ...] | None = None
+    """Kinds of which verl's answers are written down; None: all."""
     seeds: tuple[int, ...] = SEEDS
     make: Callable[[str, int], Any] = batch
     """What the two functions are called with, by kind and seed."""
@@ -110,6 +110,10 @@ class Case:
                 return self.theirs(verl, asked) if verl else self.ours(asked.ours(asked) if isinstance(asked, Batch) else asked)
         except REFUSALS as error:
             return {RAISES: f"{type(error).__name__}: {error}"}
+
+    def tried(self, live: bool) -> tuple[str, ...]:
+        """Kinds that are compared: with verl all, else those whose answers are written down."""
+        return self.kinds if live or self.recorded is None else self.recorded
 
     def close(self, kind: str) -> float:
         """How much wider than usual two answers may lie apart on batches of this kind."""
@@ -225,28 +229,35 @@ def remembered(said: Mapping[str, Any]) -> Answer:
 
 
 def save(answers: Mapping[str, Mapping[str, Answer]]) -> None:
-    """Write answers (case → kind → answer) down: of a case its outputs' names once, then the values of each kind."""
-    written = {}
-    for name, kinds in answers.items():
-        said = {kind: plain(answer) for kind, answer in kinds.items()}
-        names = next((list(one) for one in said.values() if RAISES not in one), [])
-        values = {kind: one[RAISES] if RAISES in one else list(one.values()) for kind, one in said.items()}
-        assert all(RAISES in one or list(one) == names for one in said.values()), name
-        written[name] = {"names": names, **values}
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(one, separators=(',', ':'))}" for name, one in written.items())
-    RECORDED.write_text(f"{{{lines}}}\n")
+    """Write answers (case → kind → answer) down: every output's name once, of a case their numbers, then each kind's values."""
+    said = {name: {kind: plain(answer) for kind, answer in kinds.items()} for name, kinds in answers.items()}
+    names = list(dict.fromkeys(output for kinds in said.values() for one in kinds.values() for output in one))
+    number = {output: place for place, output in enumerate(names)}
+    lines = [f'"{_NAMES}": {json.dumps(names)}']
+    for name, kinds in said.items():
+        first = next((list(one) for one in kinds.values() if RAISES not in one), [])
+        values = {kind: list(one.values()) if list(one) == first else one for kind, one in kinds.items()}
+        written = json.dumps([[number[output] for output in first], values], separators=(",", ":"))
+        lines.append(f"{json.dumps(name)}: {written}")
+    RECORDED.write_text("{" + ",\n".join(lines) + "}\n")
+
+
+_NAMES = "names of outputs"
 
 
 @cache
 def load() -> dict[str, dict[str, Answer]]:
     """verl's recorded answers: case → kind → answer."""
     read = json.loads(RECORDED.read_text())
-    return {name: {kind: _read(one["names"], one[kind]) for kind in one if kind != "names"} for name, one in read.items()}
+    names = read.pop(_NAMES)
+    return {
+        name: {kind: _read([names[place] for place in places], one) for kind, one in kinds.items()}
+        for name, (places, kinds) in read.items()
+    }
 
 
-def _read(names: list[str], values: Any) -> Answer:
-    said = {RAISES: values} if isinstance(values, str) else dict(zip(names, values, strict=True))
-    return remembered(said)
+def _read(names: list[str], values: list[Any] | dict[str, Any]) -> Answer:
+    return remembered(values if isinstance(values, dict) else dict(zip(names, values, strict=True)))
 
 
 def _short(value: Any) -> str:

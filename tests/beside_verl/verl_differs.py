@@ -34,4 +34,16 @@ def _among(name: str, patterns: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns.split("|"))
 
 
-DIFFERS: tuple[Entry, ...] = ()
+NOTHING = "there is nothing to average: ours is a loss of 0 and no number elsewhere, verl's NaN or an error, or 0 for a share"
+ALONE = "a row alone in its group has nothing to be compared with: 0, unless singleton='verl' asks for its raw score"
+EMPTY = "a row without a token is in no mean over rows; verl divides by it, too"
+UNBOUNDED = "log ρ is bounded by ±20 before it is exponentiated in every loss; verl forgets it in these"
+FLOAT32 = "half precision is computed in float32; verl rounds at every step, here across a threshold"
+NONE_LEFT = "no weight is inside the band: ours are all 0; verl divides by their mean and stops"
+
+DIFFERS: tuple[Entry, ...] = (
+    Entry("estimator *, singleton=zero", "advantages", "groups of one", ALONE),
+    Entry("estimator *grpo_passk|stage Advantage(grpo_passk)", "raises", "groups of one|one row|one token", "a group of one gets 0; verl stops"),
+    Entry("loss geo_mean*|stage PolicyLoss(geo_mean*", "loss|gradient|actor/pg_loss", "empty rows", EMPTY),
+    Entry("scorer gsm8k, flexible, format", "scores", "numbers", "a lone dot is no number; verl takes it for a wrong answer"),
+)

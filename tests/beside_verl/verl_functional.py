@@ -388,7 +388,7 @@ for _parts, _equal in ((2, False), (3, False), (8, False), (2, True), (4, True))
 case(
     "balanced by groups",
     lambda b: {
-        "heaviest": AtMost(_heaviest(_loads(b), balancing.balanced(_loads(b), 3, groups=[row // 4 for row in range(72)])))
+        "heaviest": AtMost(_heaviest(_loads(b), balancing.balanced(_loads(b), 3, groups=[row // 4 for row in range(72)], equal_size=True)))
     },
     lambda verl, b: {
         "heaviest": _heaviest(

@@ -186,5 +186,6 @@ if GSM8K.exists():
             ),
             kinds=("rows",),
             make=gsm8k_rows,
-            recorded=False,
+            seeds=(0,),
+            recorded=(),
         )
