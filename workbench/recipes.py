@@ -19,6 +19,7 @@ from workbench.engines.protocol import SamplingSettings
 from workbench.stages import (
     Advantage,
     Baseline,
+    CorrectionSettings,
     EpisodeRollout,
     FilterGroups,
     LogProb,
@@ -353,10 +354,11 @@ def with_rollout_correction(
             `rollout_is_batch_normalize`, `rollout_rs`, `rollout_rs_threshold`, `bypass_mode`, `loss_type`.
 
     Decoupled, a stage before `advantage` writes `rollout_is_weights` and `loss_mask`. With `bypass_mode` there is no
-    `old_log_prob` stage, and the loss computes both. Raises `SettingError` as `compat.read_correction`, and where bypass
+    `old_log_prob` stage, and the loss computes both. Raises `SettingError` for an unknown name or a bad threshold, and where bypass
     mode would replace the loss by another.
     """
     how = read_correction(block, **settings)
+    correction = CorrectionSettings(**how.correction())
     stages = [one for one in pipeline if one.name != RolloutCorrection.name]
     names = [one.name for one in stages]
     loss: dict[str, Any] = {"rollout_is": how.rollout_is is not None, "bypass": None}
@@ -366,11 +368,11 @@ def with_rollout_correction(
         what, do = f"loss_mode in bypass mode with loss_type={how.loss_type}", "verl would replace it without a word"
         require(own in ("vanilla", wanted), what, expected="vanilla, a recipe's default", found=own, do=do)
         weighs = how.loss_type == "reinforce" and how.rollout_is is not None
-        loss = {"rollout_is": weighs, "bypass": how.correction, "loss_mode": wanted}
+        loss = {"rollout_is": weighs, "bypass": correction, "loss_mode": wanted}
         place = names.index("old_log_prob") if "old_log_prob" in names else names.index("advantage")
         stages[place : place + ("old_log_prob" in names)] = [RolloutCorrection(bypass_mode=True)]
     else:
-        stages.insert(names.index("advantage"), RolloutCorrection(**how.correction.to_dict()))
+        stages.insert(names.index("advantage"), RolloutCorrection(**correction.to_dict()))
     corrected = [one.with_settings(**loss) if one.name == "update_actor" else one for one in stages]
     return Pipeline(corrected, overlap=pipeline.overlap)
 

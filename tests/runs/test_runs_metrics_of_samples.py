@@ -28,7 +28,9 @@ def test_two_prompts_of_four_samples_by_hand() -> None:
         (0.5 + 1.0) / 2
     )
     assert found["val-aux/s/reward/std@4"] == pytest.approx(0.4330127)
-    assert found["val-core/s/reward/maj@4/mean"] < 0.3  # 8 mostly wins for a; b, with a row without an answer, has no majority
+    assert (
+        found["val-core/s/reward/maj@4/mean"] < 0.3
+    )  # 8 mostly wins for a; b, with a row without an answer, has no majority
     deviation = (0.75**4 * (1 - 0.75**4)) ** 0.5 / 2 + (0.25**4 * (1 - 0.25**4)) ** 0.5 / 2
     assert found["val-aux/s/reward/worst@4/std"] == pytest.approx(deviation) == found["val-core/s/reward/best@4/std"]
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.base.config import nested, require
+from workbench.base.config import Settings, nested, require
 from workbench.base.errors import SettingError, unknown
-from workbench.functional.correction import CorrectionSettings
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
 _WEIGHTS: Mapping[str, Mapping[str, Any]] = {
@@ -46,23 +45,28 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerlCorrection(CorrectionSettings):
-    """verl's whole block `algorithm.rollout_correction`, with the defaults of its YAML."""
+class VerlCorrection(Settings):
+    """verl's block `algorithm.rollout_correction`, with the defaults of its YAML; thresholds as they are written."""
 
+    rollout_is: str | None = None
+    rollout_is_threshold: str | float | tuple[float, float] | None = 2.0
+    rollout_is_batch_normalize: bool = False
+    rollout_rs: str | Mapping[str, Any] | None = None
+    rollout_rs_threshold: str | float | None = None
     bypass_mode: bool = False
     """The sampler's log-probs are the old ones; weights and rejection are computed in the loss."""
     loss_type: str = "ppo_clip"
     """Loss of bypass mode: `ppo_clip`, or `reinforce`, −w·A·log π."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        require(isinstance(self.bypass_mode, bool), "bypass_mode", expected="true or false", found=self.bypass_mode)
         require(self.loss_type in LOSS_TYPES, "loss_type", expected=" or ".join(LOSS_TYPES), found=self.loss_type)
 
-    @property
-    def correction(self) -> CorrectionSettings:
-        """The settings of weights and rejection alone."""
-        return CorrectionSettings(**{name: getattr(self, name) for name in CorrectionSettings.field_names()})
+    def correction(self) -> dict[str, Any]:
+        """The settings of weights and rejection: arguments of `stages.CorrectionSettings`, which checks them."""
+        found = {name: value for name, value in self.to_dict().items() if name not in ("bypass_mode", "loss_type")}
+        if self.rollout_is is None and self.rollout_is_threshold is None:  # null beside no weights is verl's as well
+            del found["rollout_is_threshold"]
+        return found
 
 
 def read_correction(given: str | Mapping[str, Any] | None = None, **settings: Any) -> VerlCorrection:
@@ -71,14 +75,10 @@ def read_correction(given: str | Mapping[str, Any] | None = None, **settings: An
     `given` is a mapping (verl's or OmegaConf's own objects, nested under `algorithm.rollout_correction`,
     `rollout_correction` or bare; dotted names, too), YAML text of one, the overrides of a command line
     (`algorithm.rollout_correction.rollout_is=token …`), or the name of a preset (`PRESETS`). Other parts of a whole
-    configuration are not read. Raises `SettingError` for an unknown name and for what verl refuses, or ignores silently:
-    a threshold that is not finite, positive and ordered, weights with no threshold.
+    configuration are not read. Raises `SettingError` for an unknown name, and for a value of another type.
     """
     block = _block(_preset_or_text(given) if isinstance(given, str) else given or {})
-    block = {**block, **settings}
-    if block.get("rollout_is") is None and block.get("rollout_is_threshold", 0) is None:
-        del block["rollout_is_threshold"]  # null beside no weights: verl's as well
-    return VerlCorrection.from_parameters(block)
+    return VerlCorrection.from_parameters({**block, **settings})
 
 
 def _preset_or_text(given: str) -> Mapping[str, Any]:
@@ -102,7 +102,7 @@ def _preset_or_text(given: str) -> Mapping[str, Any]:
 
 def _block(given: Mapping[str, Any]) -> dict[str, Any]:
     whole = nested(given)
-    place: Any = whole["algorithm"] if "algorithm" in whole else whole
+    place: Any = whole.get("algorithm", whole)
     if "algorithm" in whole or "rollout_correction" in whole:
         inside = isinstance(place, Mapping) and "rollout_correction" in place
         do = "give the block itself, or name a preset"

@@ -8,19 +8,13 @@ rows as verl counts them: weight 0, log r 0, perplexity 1.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from workbench.base.config import Settings, require
-from workbench.base.errors import SettingError, unknown
-from workbench.base.metrics import Max, Mean, Metric, Min
 from workbench.functional.masking import masked_mean, masked_sum
 
 LEVELS = ("token", "sequence")
@@ -34,115 +28,6 @@ _FAR = 20.0
 """Bound of log r before it is exponentiated."""
 Band = tuple[float | None, float]
 """(lower, upper) of a threshold; lower None: only the upper bound was given."""
-
-
-# --- settings -------------------------------------------------------------------------------------
-
-
-def read_band(what: str, given: Any) -> Band:
-    """(lower, upper) of a threshold: a number, (lower, upper), or either as verl's text: `"2.0"`, `"0.5_5.0"`.
-
-    Raises `SettingError`, naming `what`, unless all are finite and > 0 and lower ≤ upper.
-    """
-    pair = isinstance(given, tuple | list) and len(given) == 2
-    parts = given.split("_") if isinstance(given, str) else list(given) if pair else [given]
-    numbers = [_number(part) for part in parts]
-    fits = len(numbers) <= 2 and all(0 < one < math.inf for one in numbers) and numbers[0] <= numbers[-1]
-    expected = "a finite number > 0, or lower and upper, '0.5_5.0' or (0.5, 5.0), with lower ≤ upper"
-    require(fits, what, expected=expected, found=given)
-    return (numbers[0] if len(numbers) == 2 else None), numbers[-1]
-
-
-def _number(part: Any) -> float:
-    """A number or its text as a float; NaN for anything else, True among them."""
-    if isinstance(part, bool) or not isinstance(part, Real | str):
-        return math.nan
-    with contextlib.suppress(ValueError):
-        return float(part)
-    return math.nan
-
-
-def _rejection_band(kind: str, given: Any) -> Band:
-    """The band of one kind of rejection; both bounds for k1, where verl takes a lone upper one's reciprocal as the lower."""
-    if kind not in REJECTIONS:
-        raise SettingError(unknown("kind of rejection (rollout_rs)", kind, REJECTIONS))
-    what = f"rollout_rs_threshold of {kind}"
-    lower, upper = read_band(what, given)
-    if kind.endswith("k1"):
-        lone = "≥ 1 where it stands alone (the lower bound is then 1/upper), or lower and upper: '0.5_2.0'"
-        require(lower is not None or upper >= 1, what, expected=lone, found=given)
-        return (1 / upper if lower is None else lower), upper
-    require(lower is None, what, expected="one upper bound: k2 and k3 are never negative", found=given)
-    return None, upper
-
-
-def _text(band: Band) -> str:
-    return "_".join(repr(one) for one in band if one is not None)
-
-
-def _read_rejections(kinds: Any, threshold: Any) -> dict[str, Band]:
-    """Kind → (lower, upper), from a mapping, or from verl's two texts."""
-    if isinstance(kinds, Mapping):
-        do = "give it with kinds as a text, or a mapping of kind to threshold alone"
-        what = "rollout_rs_threshold beside a mapping of kinds"
-        require(threshold is None, what, expected="None", found=threshold, do=do)
-        return {kind: _rejection_band(kind, one) for kind, one in kinds.items()}
-    if kinds is None:
-        return {}
-    named = [one.strip() for one in kinds.split(",") if one.strip()] if isinstance(kinds, str) else []
-    require(bool(named), "rollout_rs", expected="kinds separated by commas, a mapping or None", found=kinds)
-    named = list(dict.fromkeys(named))
-    parts = [one.strip() for one in threshold.split(",")] if isinstance(threshold, str) else [threshold]
-    count = f"one threshold, or one for each of {', '.join(named)}"
-    fits = threshold is not None and len(parts) in (1, len(named))
-    require(fits, "rollout_rs_threshold", expected=count, found=threshold)
-    return {kind: _rejection_band(kind, part) for kind, part in zip(named, parts * len(named), strict=False)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorrectionSettings(Settings):
-    """Settings of rollout correction, by verl's names; thresholds may be numbers, pairs, or verl's texts.
-
-    Raises `SettingError` for an unknown level or kind, and for a threshold that is not finite, positive and ordered.
-    """
-
-    rollout_is: str | None = None
-    """Level of importance weights: `token` or `sequence`; None: no weights."""
-    rollout_is_threshold: str | float | tuple[float, float] = 2.0
-    """Where weights are truncated; lower and upper, `"0.5_5.0"`: weights outside are 0 (IcePop)."""
-    rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean: over the tokens, or for `sequence` over the rows."""
-    rollout_rs: str | Mapping[str, Any] | None = None
-    """Kinds of rejection, separated by commas (`REJECTIONS`), or kind → threshold; None: nothing is rejected."""
-    rollout_rs_threshold: str | float | None = None
-    """One threshold for all kinds, or one for each, separated by commas: `"0.5_2.0,0.01"`."""
-
-    def __post_init__(self) -> None:
-        levels = f"{', '.join(LEVELS)} or None"
-        require(self.rollout_is in (None, *LEVELS), "rollout_is", expected=levels, found=self.rollout_is)
-        normal = self.rollout_is_batch_normalize
-        require(isinstance(normal, bool), "rollout_is_batch_normalize", expected="True or False", found=normal)
-        band, bands = self.weights, self.rejections  # refused here, not in a run
-        plain: dict[str, str] = {}  # records hold numbers and texts
-        if isinstance(self.rollout_is_threshold, tuple | list):
-            plain["rollout_is_threshold"] = _text(band)
-        if isinstance(self.rollout_rs, Mapping):
-            plain |= {"rollout_rs": ",".join(bands), "rollout_rs_threshold": ",".join(map(_text, bands.values()))}
-        for name, value in plain.items():
-            object.__setattr__(self, name, value or None)
-
-    @property
-    def weights(self) -> Band:
-        """(lower, upper) of the weights; lower None: they are truncated at upper."""
-        return read_band("rollout_is_threshold", self.rollout_is_threshold)
-
-    @property
-    def rejections(self) -> dict[str, Band]:
-        """Kind of rejection → (lower, upper), as `rejected` takes them."""
-        return _read_rejections(self.rollout_rs, self.rollout_rs_threshold)
-
-
-# --- weights and rejections -----------------------------------------------------------------------
 
 
 def log_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -182,6 +67,8 @@ def _raw_weights(logs: Tensor, mask: Tensor, level: str) -> Tensor:
 
 
 def _limited(raw: Tensor, lower: float | None, upper: float) -> Tensor:
+    if not 0 < (upper if lower is None else lower) <= upper < math.inf:
+        raise ValueError(f"bounds of importance weights; expected 0 < lower ≤ upper; found {lower} and {upper}")
     return raw.clamp(max=upper) if lower is None else torch.where((raw >= lower) & (raw <= upper), raw, 0.0)
 
 
@@ -210,17 +97,23 @@ def rejected(
     r from 1/1.4 = 0.71 to 1/0.6 = 1.67, so that of r = 1.5 and r = 0.65 the second is rejected (verl's prose speaks of
     bounds of r itself; the same where lower = 1/upper). NaN is rejected. Raises `ValueError` for another kind.
     """
-    values, bounds = _statistic(log_ratio(old_log_probs, rollout_log_probs, mask), mask, kind, lower, upper)
+    values, bounds = _tested(log_ratio(old_log_probs, rollout_log_probs, mask), mask, kind, lower, upper)
     return ~_kept(values, bounds).expand_as(mask) & mask.bool()
 
 
-def _statistic(
+def _tested(
     logs: Tensor, mask: Tensor, kind: str, lower: float | None, upper: float
 ) -> tuple[Tensor, tuple[float | None, float]]:
     """What a kind of rejection tests: [B, T], or [B, 1] of rows; and its bounds, logs of the given ones for k1."""
     if kind not in REJECTIONS:
         raise ValueError(f"kind of rejection {kind!r}; expected one of {', '.join(REJECTIONS)}")
     over, _, estimator = kind.rpartition("_")
+    if not 0 < (upper if lower is None else lower) < math.inf or (
+        lower is not None and (lower > upper or estimator != "k1")
+    ):
+        raise ValueError(
+            f"bounds of {kind}; expected 0 < lower ≤ upper, and an upper one alone but for k1; found {lower}, {upper}"
+        )
     logs = logs.clamp(-_FAR, _FAR)
     values = {"k1": -logs, "k2": 0.5 * logs.square(), "k3": logs.exp() - 1 - logs}[estimator]
     if over == "seq_sum":
@@ -240,6 +133,17 @@ def _kept(values: Tensor, bounds: tuple[float | None, float]) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Statistic:
+    """A number of some rows, and how it is joined with that of others."""
+
+    value: float
+    weight: float = 1.0
+    """Of a mean: how many tokens or rows it is over."""
+    kind: str = "mean"
+    """`mean`, `max` or `min`."""
+
+
+@dataclass(frozen=True)
 class Corrected:
     """Result of `corrected`."""
 
@@ -247,36 +151,44 @@ class Corrected:
     """Importance weights [B, T]; None where none were asked for."""
     mask: Tensor
     """The mask without what was rejected: [B, T], of the mask's dtype."""
-    metrics: dict[str, Metric]
-    """verl's names without `rollout_corr/`; joined over parts of a batch each is weighted by its tokens or rows."""
+    metrics: dict[str, Statistic]
+    """verl's names, without `rollout_corr/`."""
 
 
 def corrected(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, settings: CorrectionSettings
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    level: str | None = None,
+    upper: float = 2.0,
+    lower: float | None = None,
+    batch_normalize: bool = False,
+    rejections: Mapping[str, Band] | None = None,
 ) -> Corrected:
     """Importance weights, rejection and metrics of the gap between trainer (old) and sampler (rollout) log-probs [B, T].
 
-    Weights: `importance_weights`. The mask loses what any kind rejects: `rejected`. Both are computed on the whole mask.
+    Weights are those of `importance_weights` (`level` None: none); the mask loses what any kind of `rejections`, kind →
+    (lower, upper), marks: see `rejected`. Both are computed on the whole mask.
     """
     logs = log_ratio(old_log_probs, rollout_log_probs, mask)
     metrics = off_policy(old_log_probs, rollout_log_probs, mask)
-    weights, level, inside = None, settings.rollout_is, mask.bool()
+    weights, inside = None, mask.bool()
     if level is not None:
-        lower, upper = settings.weights
         raw = _raw_weights(logs, mask, level)
         weights = _limited(raw, lower, upper)
         metrics |= _weight_metrics(weights, raw, logs, mask, level, (lower, upper))
-        if settings.rollout_is_batch_normalize:
+        if batch_normalize:
             norm = _norm(weights, mask, level)
-            metrics["rollout_is_batch_norm_factor"] = Mean.of(norm, float(inside.sum()))
+            metrics["rollout_is_batch_norm_factor"] = Statistic(norm, float(inside.sum()))
             weights = weights / norm
     out = torch.zeros_like(inside)
-    for kind, (lower, upper) in settings.rejections.items():
-        values, bounds = _statistic(logs, mask, kind, lower, upper)
+    for kind, band in (rejections or {}).items():
+        values, bounds = _tested(logs, mask, kind, *band)
         mine = ~_kept(values, bounds).expand_as(inside) & inside
         metrics |= _rejection_metrics(kind, values, bounds, mine, mask)
         out |= mine
-    if settings.rejections and inside.any():
+    if rejections and inside.any():
         metrics["rollout_rs_masked_fraction"] = _over_tokens(out, mask)
         metrics["rollout_rs_seq_masked_fraction"] = _over_rows(out.any(-1))
     return Corrected(weights, mask * (~out).to(mask.dtype), metrics)
@@ -285,30 +197,38 @@ def corrected(
 # --- metrics --------------------------------------------------------------------------------------
 
 
-def _over_tokens(values: Tensor, mask: Tensor) -> Mean:
-    return Mean.of(float(masked_mean(values.expand_as(mask).double(), mask)), float(mask.sum()))
+def _over_tokens(values: Tensor, mask: Tensor) -> Statistic:
+    return Statistic(float(masked_mean(values.expand_as(mask).double(), mask)), float(mask.sum()))
 
 
-def _over_rows(values: Tensor) -> Mean:
-    return Mean.of(float(values.double().mean()), len(values))
+def _over_rows(values: Tensor) -> Statistic:
+    return Statistic(float(values.double().mean()), len(values))
 
 
-def _spread(name: str, values: Tensor) -> dict[str, Metric]:
+def _largest(values: Tensor) -> Statistic:
+    return Statistic(float(values.max()), kind="max")
+
+
+def _smallest(values: Tensor) -> Statistic:
+    return Statistic(float(values.min()), kind="min")
+
+
+def _spread(name: str, values: Tensor) -> dict[str, Statistic]:
     """Mean, deviation (unbiased; 0 of one), maximum and minimum of one number a row: [B]."""
     std = float(values.double().std()) if len(values) > 1 else 0.0
-    extremes = {f"{name}_max": Max(float(values.max())), f"{name}_min": Min(float(values.min()))}
-    return {f"{name}_mean": _over_rows(values), f"{name}_std": Mean.of(std, len(values)), **extremes}
+    extremes = {f"{name}_max": _largest(values), f"{name}_min": _smallest(values)}
+    return {f"{name}_mean": _over_rows(values), f"{name}_std": Statistic(std, len(values)), **extremes}
 
 
-def _deviation(values: Tensor, mask: Tensor) -> Mean:
+def _deviation(values: Tensor, mask: Tensor) -> Statistic:
     """Deviation of [B, T] over the mask, not unbiased."""
     inside = values.expand_as(mask)[mask.bool()].double()
-    return Mean.of(float(inside.std(unbiased=False)), len(inside))
+    return Statistic(float(inside.std(unbiased=False)), len(inside))
 
 
 def _weight_metrics(
     weights: Tensor, raw: Tensor, logs: Tensor, mask: Tensor, level: str, band: Band
-) -> dict[str, Metric]:
+) -> dict[str, Statistic]:
     """verl's `rollout_is_*`; maximum and minimum of sequence weights are those before truncation. {} for an empty mask."""
     inside = mask.bool()
     if not inside.any():
@@ -318,23 +238,23 @@ def _weight_metrics(
     if level == "sequence":
         sums = logs.sum(-1)
         high, low = _over_rows(sums > math.log(upper)), _over_rows(sums < math.log(lowest))
-        largest, smallest = sums.max().clamp(max=_FAR).exp(), sums.min().exp()
+        extremes = sums.clamp(max=_FAR).exp()
     else:
         high, low = _over_tokens(raw > upper, mask), _over_tokens(raw < lowest, mask)
-        largest, smallest = weights[inside].max(), weights[inside].min()
+        extremes = weights[inside]
     rows, raw_rows = masked_mean(weights, mask, dim=-1), masked_mean(raw, mask, dim=-1)
     outside = {} if lower is None else {"rollout_is_oob_ratio": _over_tokens((raw < lower) | (raw > upper), mask)}
     return {
         "rollout_is_mean": _over_tokens(weights, mask),
         "rollout_is_std": _deviation(weights, mask),
-        "rollout_is_max": Max(float(largest)),
-        "rollout_is_min": Min(float(smallest)),
-        "rollout_is_eff_sample_size": Mean.of(effective_sample_size(weights, mask), float(mask.sum())),
+        "rollout_is_max": _largest(extremes),
+        "rollout_is_min": _smallest(extremes),
+        "rollout_is_eff_sample_size": Statistic(effective_sample_size(weights, mask), float(mask.sum())),
         "rollout_is_ratio_fraction_high": high,
         "rollout_is_ratio_fraction_low": low,
         **outside,
         **_spread("rollout_is_seq", rows),
-        "rollout_is_seq_max_deviation": Max(float((rows - 1).abs().max())),
+        "rollout_is_seq_max_deviation": _largest((rows - 1).abs()),
         "rollout_is_seq_fraction_high": _over_rows(raw_rows > upper),
         "rollout_is_seq_fraction_low": _over_rows(raw_rows < lowest),
     }
@@ -342,7 +262,7 @@ def _weight_metrics(
 
 def _rejection_metrics(
     kind: str, values: Tensor, bounds: tuple[float | None, float], out: Tensor, mask: Tensor
-) -> dict[str, Metric]:
+) -> dict[str, Statistic]:
     """verl's `rollout_rs_<kind>_*` of what a kind tests: per token [B, T] or per row [B, 1]. {} for an empty mask.
 
     `_seq_*` and the shares of rows are over rows that have a token.
@@ -358,12 +278,12 @@ def _rejection_metrics(
     return {
         f"{name}_mean": _over_tokens(values, mask),
         f"{name}_std": _deviation(values.clamp(floor, upper), mask),
-        f"{name}_max": Max(float(tested.max())),
-        f"{name}_min": Min(float(tested.min())),
+        f"{name}_max": _largest(tested),
+        f"{name}_min": _smallest(tested),
         f"{name}_fraction_high": _over_rows(tested > upper),
         f"{name}_fraction_low": _over_rows(tested < (-math.inf if lower is None else lower)),
         **_spread(f"{name}_seq", rows),
-        f"{name}_seq_max_deviation": Max(float(rows.abs().max())),
+        f"{name}_seq_max_deviation": _largest(rows.abs()),
         f"{name}_seq_fraction_high": _over_rows(rows > upper),
         **below,
         f"{name}_masked_fraction": _over_tokens(out, mask),
@@ -378,7 +298,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
     return float(masked_mean(weights, mask)) ** 2 / squares if squares > 0 else 0.0
 
 
-def off_policy(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Metric]:
+def off_policy(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Statistic]:
     """Metrics of the gap between the trainer's (old) and the sampler's (rollout) log-probs [B, T]: verl's names → values.
 
     `kl` = mean(rollout − old) estimates KL(sampler‖trainer) in nats, `k3_kl` does so without negative values. Perplexities
@@ -400,8 +320,8 @@ def off_policy(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -
         "k3_kl": _over_tokens(logs.expm1() - logs, mask),
         "log_ppl_diff": _over_rows(gap),
         "log_ppl_abs_diff": _over_rows(gap.abs()),
-        "log_ppl_diff_max": Max(float(gap.max())),
-        "log_ppl_diff_min": Min(float(gap.min())),
+        "log_ppl_diff_max": _largest(gap),
+        "log_ppl_diff_min": _smallest(gap),
         "ppl_ratio": _over_rows(gap.exp()),
         "chi2_token": chi2_token,
         "chi2_seq": chi2_seq,

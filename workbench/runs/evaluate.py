@@ -161,7 +161,7 @@ def _joined(parts: list[DataProto]) -> DataProto:
         extra = (0, width - part["response_mask"].shape[1])
         wide = {name: torch.nn.functional.pad(part[name], extra) for name in ("responses", "response_mask")}
         missing = torch.full((len(part),), float("nan"))
-        scores = {name: part[name] if name in part else missing for name in named}
+        scores = {name: part.batch.get(name, missing) for name in named}
         kept = part.without("responses", "response_mask").select(["reward", "scored"], objects)
         joined.append(kept.with_columns({**wide, **scores}))
     return DataProto.concat(joined)

@@ -28,8 +28,9 @@ from workbench.engines.protocol import Described, SamplingSettings
 from workbench.functional import AdaptiveKL, FixedKL
 from workbench.rewards.base import BaseReward
 from workbench.runs.folder import crc32_of
+from workbench.stages.correction import CorrectionSettings
 from workbench.stages.pipeline import Pipeline
-from workbench.stages.update import CorrectionSettings, PolicyLoss, ValueLoss
+from workbench.stages.update import PolicyLoss, ValueLoss
 from workbench.steps.trace import describe_settings
 
 OURS = "workbench."

@@ -1,8 +1,7 @@
 """The phases of a training step, each an object a cell can call."""
 
-from workbench.functional.correction import CorrectionSettings
 from workbench.stages.advantage import Advantage
-from workbench.stages.correction import RolloutCorrection
+from workbench.stages.correction import CorrectionSettings, RolloutCorrection
 from workbench.stages.diagnostics import ExactKL, Influence
 from workbench.stages.episodes import EpisodeRollout, validation_rollout
 from workbench.stages.filtering import FilterGroups, Overlong, Resample

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from workbench.base.errors import NonFinite, PipelineError, unknown
+from workbench.base.errors import NonFinite, PipelineError, boundary, unknown
 from workbench.base.metrics import Count, Mean, Metric
 from workbench.dataproto.columns import REWARD_PREFIX
 from workbench.dataproto.core import DataProto
 from workbench.functional.kl import kl_penalty
 from workbench.functional.masking import masked_mean
-from workbench.stages.measures import advantage_metrics, row_scores, score_metrics, share
+from workbench.stages.measures import advantage_metrics, mean, row_scores, score_metrics
 from workbench.stages.stage import BaseStage, Outcome
 
 INPUTS: Mapping[str, str] = {
@@ -77,13 +77,14 @@ class Advantage(BaseStage):
         self.estimator_settings = settings
         self.parts = tuple(parts)
         self._controller = kl_controller
+        self._called = getattr(estimator, "__name__", repr(estimator))
         self._asked = _asked(estimator, settings)
         parameters = inspect.signature(estimator).parameters
         open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         strange = [name for name in settings if name not in parameters and not open_ended]
         if strange:
             known = [name for name in parameters if name not in self._asked]
-            raise PipelineError(unknown(f"setting of {getattr(estimator, '__name__', estimator)!r}", strange[0], known))
+            raise PipelineError(unknown(f"setting of {self._called!r}", strange[0], known))
         needed = [name for arg, name in self._asked.items() if parameters[arg].default is inspect.Parameter.empty]
         columns = [INPUTS[name] for name in needed if INPUTS[name]]
         if kl_controller is not None:
@@ -94,8 +95,7 @@ class Advantage(BaseStage):
             raise PipelineError("the estimator reads components, but no parts of the reward are given", do=do)
         if sessions is not None:
             if not {"scores", "scored"} <= set(self._asked.values()):
-                name = getattr(estimator, "__name__", repr(estimator))
-                what = f"sessions={sessions!r} with estimator {name}"
+                what = f"sessions={sessions!r} with estimator {self._called}"
                 raise PipelineError(what, expected="one that reads scores and scored", do="use grpo, rloo or such")
             columns += [sessions, "scored"]
         self.reads = tuple(dict.fromkeys(["token_level_scores", "response_mask", "reward", *columns]))
@@ -142,7 +142,8 @@ class Advantage(BaseStage):
         if self.parts:
             inputs["components"] = torch.stack([batch[f"{REWARD_PREFIX}{part}"] for part in self.parts], dim=1)
         given = {argument: inputs[name] for argument, name in self._asked.items() if name in inputs}
-        result = self.estimator(**given, **self.estimator_settings)
+        with boundary(f"estimator {self._called}", PipelineError):
+            result = self.estimator(**given, **self.estimator_settings)
         advantages, returns = result if isinstance(result, tuple) else (result, result)
         self._check(advantages, mask)
         if last is not None:  # a row's advantage is one number: that of its first token
@@ -153,7 +154,7 @@ class Advantage(BaseStage):
 
     def _penalised(self, batch: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
         scores, mask = batch["token_level_scores"], batch["response_mask"]
-        if self._controller is None:
+        if self._controller is None or not len(batch):
             return scores, {}
         kl = kl_penalty(batch["old_log_probs"], batch["ref_log_prob"], self.kl_type)
         kl = torch.where(mask.bool(), kl, 0.0)
@@ -168,7 +169,7 @@ class Advantage(BaseStage):
         return scores - beta * kl, {"actor/reward_kl_penalty": penalty, "actor/reward_kl_penalty_coeff": Mean.of(beta)}
 
     def _check(self, advantages: Any, mask: torch.Tensor) -> None:
-        name = getattr(self.estimator, "__name__", repr(self.estimator))
+        name = self._called
         if not isinstance(advantages, torch.Tensor) or advantages.shape != mask.shape:
             found = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
             raise PipelineError(f"advantages of {name}", expected=f"a tensor [B, T] = {tuple(mask.shape)}", found=found)
@@ -185,7 +186,7 @@ class Advantage(BaseStage):
             **advantage_metrics(batch),
             "advantage/singleton_groups": Count(int((sizes == 1).sum())),
             "advantage/zero_rows": Count(int(zero.sum())),
-            "advantage/zero_share": share(zero),
+            **mean("advantage/zero_share", zero),
         }
 
 

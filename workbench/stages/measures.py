@@ -27,14 +27,16 @@ def data_metrics(batch: DataProto) -> dict[str, Metric]:
     return {name: value for column, part in parts if column in batch for name, value in part(batch).items()}
 
 
-def share(rows: Tensor) -> Mean:
-    """The share of rows [B] bool that are True, as a metric."""
-    return Mean.of(rows.double().mean().item(), len(rows))
+def mean(name: str, values: Tensor) -> dict[str, Metric]:
+    """The mean of numbers, or the share of bools that are True, as the metric `name`; {} for none, or if it is not finite."""
+    found = values.double().mean().item() if len(values) else math.nan
+    return {name: Mean.of(found, len(values))} if math.isfinite(found) else {}
 
 
 def length_metrics(batch: DataProto) -> dict[str, Metric]:
     """`response_length/…` counts all tokens of a response, tool and user text included; `model_tokens/…`, of episodes alone,
-    the model's own. `clip_ratio` is the share of rows that fill `max_tokens` or `max_prompt_length`."""
+    the model's own. `clip_ratio` is the share of rows that fill `max_tokens` or `max_prompt_length`; `response/cut_ratio` that
+    of rows which ended for want of room (finish reason `length`)."""
     lengths = response_lengths(batch)
     meta = batch.meta_info
     longest = {"response": meta.get("max_response_length"), "prompt": meta.get("max_prompt_length")}
@@ -43,12 +45,13 @@ def length_metrics(batch: DataProto) -> dict[str, Metric]:
         "response_length_non_aborted": lengths[lengths > 0],
         "prompt_length": batch["prompt_mask"].sum(-1),
     }
-    found: dict[str, Metric] = {"response/aborted_ratio": share(lengths == 0)}
+    found = mean("response/aborted_ratio", lengths == 0)
     for name, values in every.items():
         found |= spread(name, values)
         limit = longest[name.split("_")[0]]
-        if limit is not None and len(values):
-            found[f"{name}/clip_ratio"] = share(values >= limit)
+        found |= mean(f"{name}/clip_ratio", values >= limit) if limit is not None else {}
+    if "finish_reason" in batch:
+        found |= mean("response/cut_ratio", torch.tensor([one == "length" for one in batch["finish_reason"]]))
     if "num_turns" in batch:
         for name, column in (("num_turns", "num_turns"), ("tool_call_counts", "num_tool_calls")):
             found |= spread(name, torch.tensor([float(value) for value in batch[column]]))
@@ -58,23 +61,23 @@ def length_metrics(batch: DataProto) -> dict[str, Metric]:
 
 def row_scores(batch: DataProto, tokens: Tensor) -> Tensor:
     """The sum of each row's token scores or rewards [B, T]: [B]. A row without a token of the model's own has its `reward`."""
-    total = tokens.sum(-1)
-    return total + batch["reward"] * (batch["response_mask"].sum(-1) == 0) if "reward" in batch else total
+    mask = batch["response_mask"].bool()
+    total = torch.where(tokens.isnan() & ~mask, 0.0, tokens).sum(-1)
+    return torch.where(mask.any(-1), total, batch["reward"].to(total.dtype)) if "reward" in batch else total
 
 
 def score_metrics(batch: DataProto) -> dict[str, Metric]:
     """`critic/score/…` and, after the advantages, `critic/rewards/…` (KL included) over scored rows whose response is not
-    empty; the scores' deviation as `critic/score/std`."""
-    rows = response_lengths(batch) > 0
-    if "scored" in batch:
-        rows = rows & batch["scored"]
+    empty; the scores' deviation as `critic/score/std`. `reward/mean` is of all scored rows, empty responses included."""
+    scored = batch["scored"] if "scored" in batch else torch.ones(len(batch), dtype=torch.bool)
+    rows = scored & (response_lengths(batch) > 0)
     names = {"critic/score": "token_level_scores", "critic/rewards": "token_level_rewards"}
     sums = {name: row_scores(batch, batch[column])[rows] for name, column in names.items() if column in batch}
     found = {name: value for prefix, values in sums.items() for name, value in spread(prefix, values).items()}
-    deviation = sums["critic/score"].double().std(correction=0).item()
-    if math.isfinite(deviation):  # min and max say little of rewards that are 0 or 1
-        found["critic/score/std"] = Mean.of(deviation, int(rows.sum()))
-    return found
+    scores = sums["critic/score"].double()  # min and max say little of rewards that are 0 or 1
+    if "critic/score/mean" in found:
+        found["critic/score/std"] = Mean.of(scores.std(correction=0).item(), len(scores))
+    return found | (mean("reward/mean", batch["reward"][scored]) if "reward" in batch else {})
 
 
 def counted_tokens(batch: DataProto) -> Tensor:

@@ -78,7 +78,7 @@ class Reward(BaseStage):
         return Outcome(written, {**score_metrics(written), **self._metrics(columns, scores, mask)})
 
     def _metrics(self, columns: dict[str, Any], scores: Sequence[Score], mask: torch.Tensor) -> dict[str, Metric]:
-        scored, reward = columns["scored"], columns["reward"]
+        scored = columns["scored"]
         statuses = Counter(score.status.value for score in scores)
         metrics: dict[str, Metric] = {f"reward/status/{name}": Count(number) for name, number in statuses.items()}
         metrics["reward/empty_responses"] = Count(int((mask.sum(-1) == 0).sum()))
@@ -86,8 +86,6 @@ class Reward(BaseStage):
         for name, column in columns.items():
             if name.startswith("reward/"):
                 metrics.update(spread(name, column[~column.isnan()]))
-        if scored.any():  # empty responses, which are not in verl's critic/score, included
-            metrics["reward/mean"] = Mean.of(reward[scored].double().mean().item(), int(scored.sum()))
         return metrics
 
 

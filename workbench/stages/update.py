@@ -16,11 +16,10 @@ from workbench.base.metrics import Max, Mean, Metric, Min, Sum, join
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
 from workbench.engines.protocol import Learner, LossCounts, LossOutput, StepResult
-from workbench.functional.correction import CorrectionSettings, corrected
 from workbench.functional.kl import kl_penalty
 from workbench.functional.losses import AGGREGATIONS, POLICY_LOSSES, Surrogate, aggregate, value_loss
 from workbench.functional.masking import masked_mean
-from workbench.stages.correction import PREFIX
+from workbench.stages.correction import CorrectionSettings
 from workbench.stages.log_prob import SCORED_COLUMNS
 from workbench.stages.stage import BaseStage, Outcome, used
 
@@ -116,9 +115,7 @@ class PolicyLoss(Settings):
     @property
     def writes(self) -> tuple[str, ...]:
         """Columns [B, T] that an update with this loss writes."""
-        how = self.bypass or CorrectionSettings()
-        weights, rejects = how.rollout_is is not None, bool(how.rejections)
-        return ("new_log_probs", "clipped") + ("rollout_is_weights",) * weights + ("loss_mask",) * rejects
+        return ("new_log_probs", "clipped") + (() if self.bypass is None else self.bypass.writes)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -162,11 +159,9 @@ class PolicyLoss(Settings):
         """The old log-probs, the mask of the policy loss, and, of `bypass`, the columns and metrics."""
         if self.bypass is None:
             return rows["old_log_probs"], mask, {}, {}
-        sampler = rows["rollout_log_probs"]
-        made = corrected(new, sampler, rows["response_mask"], self.bypass)
-        found = {"rollout_is_weights": made.weights, "loss_mask": made.mask}
-        columns = {name: values for name, values in found.items() if name in self.writes and values is not None}
-        return sampler, mask * made.mask, columns, {f"{PREFIX}{key}": one for key, one in made.metrics.items()}
+        columns, metrics = self.bypass.apply(new, rows)
+        kept = mask * columns["loss_mask"] if "loss_mask" in columns else mask
+        return rows["rollout_log_probs"], kept, columns, metrics
 
     def _aggregate(self, values: Tensor, mask: Tensor, counts: LossCounts, mode: str | None = None) -> Tensor:
         width = self.loss_scale_factor or counts.width
@@ -297,10 +292,7 @@ class Update(BaseStage):
                     columns.setdefault(name, values.new_zeros((len(batch), *values.shape[1:])))[indices] = values
         if steps:
             self._learner.commit()
-        metrics: dict[str, Metric] = {
-            (key if "/" in key else f"{self.role}/{key}"): _over_steps([one[key] for one in steps if key in one])
-            for key in dict.fromkeys(key for one in steps for key in one)
-        }
+        metrics = {key if "/" in key else f"{self.role}/{key}": one for key, one in _over_steps(steps).items()}
         if self.skip_nonfinite:
             metrics[f"{self.role}/nonfinite"] = Mean(float(skipped))
         return Outcome(self.written(batch, columns), metrics)
@@ -363,14 +355,19 @@ class Update(BaseStage):
         return {name: found[name] for name in self.writes}
 
 
-def _over_steps(found: Sequence[Metric]) -> Metric:
-    """One metric of several optimizer steps: their maximum or minimum, or the mean with every step of one weight."""
-    if isinstance(found[0], Max | Min):
-        return join({"": one} for one in found)[""]
-    measured = [
-        one for one in found if not isinstance(one, Mean) or one.weight
-    ] or found  # a step may lose all its tokens
-    return Mean(sum(one.result() for one in measured), len(measured))
+def _over_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """The metrics of several optimizer steps: maxima and minima of all, means with every step of one weight.
+
+    A step without a token of a mean is left out of it.
+    """
+    found: dict[str, Metric] = {}
+    for key in dict.fromkeys(key for step in steps for key in step):
+        every = [step[key] for step in steps if key in step]
+        measured = [one for one in every if not isinstance(one, Mean) or one.weight] or every
+        extreme = isinstance(every[0], Max | Min)
+        means = Mean(sum(one.result() for one in measured), len(measured))
+        found[key] = join({key: one} for one in every)[key] if extreme else means
+    return found
 
 
 def _refuse_nonfinite(rows: DataProto, names: Sequence[str]) -> None:
