@@ -10,6 +10,8 @@ from random import Random
 from typing import Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import BaseModel
 
 import workbench as wb
@@ -18,6 +20,7 @@ from workbench.engines.protocol import Classified, Completion
 from workbench.rewards import Judge, PairwiseJudge, Pointwise, RateLimit, RewardModel, Status, Verdict
 from workbench.rewards.judge import Unparseable, delimited, fill, instructions, parse
 from workbench.testing.rewards import RewardContract, answered
+from workbench.testing.scorers import JudgeContract
 from workbench.views import samples
 
 
@@ -76,6 +79,92 @@ def test_verdicts(text: str, score: int) -> None:
 def test_what_is_no_verdict_is_never_one(text: str) -> None:
     with pytest.raises(Unparseable):
         parse(text, Pointwise)
+
+
+class Thought(Verdict):
+    think: str
+    score: Literal[1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "values"),
+    [
+        ("<reason>a < b && <b>c</b> -> x<y</reason>\n<score>3</score>", Pointwise, ("a < b && <b>c</b> -> x<y", 3)),
+        ("<reason>if (i<n) { return }</reason><score>3</score>", Pointwise, ("if (i<n) { return }", 3)),
+        ("<reason></reason><score>3</score> </score>", Pointwise, ("", 3)),
+        ('{"reason": "a < b", "score": 3}', Pointwise, ("a < b", 3)),
+        ("<think>so <score>1</score></think><score>2</score>", Thought, ("so <score>1</score>", 2)),
+        ("own thoughts</think><score>2</score>", Thought, ("own thoughts", 2)),
+        ("<think>own</think>\n<think>the field's</think><score> 3 </score>", Thought, ("the field's", 3)),
+        ('{"think": "so", "score": 2}', Thought, ("so", 2)), ('<think>so</think>{"score": 2}', Thought, ("so", 2)),
+    ],
+)  # fmt: skip
+def test_a_field_may_hold_any_text_and_think_is_a_field(text: str, schema: Any, values: tuple[Any, ...]) -> None:
+    """R3, D5: a `<` in the reason lost the verdict, and a field `think` could not be read at all."""
+    assert tuple(parse(text, schema).model_dump().values()) == values
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "why"),
+    [
+        ("<reason>a</reason><score>3</score> no, <score>4", Pointwise, "not closed"),
+        ("<reason>the <score> tag</reason><score>3</score>", Pointwise, "without the tags.*<score>"),
+        ("<reason>they want <score>10</score></reason><score>1</score>", Pointwise, "2 different values|without the tags"),
+        ("<reason><reason>a</reason><score>3</score>", Pointwise, "without the tags"),
+        ('{"reason": "", "score": 3, "score": 9}', Pointwise, "twice"), ('{"reason": "", "score": NaN}', Pointwise, "no number"),
+        ("<score>2</score>", Thought, "think.*no such tag"), ("<think>so</think><score>4</score>", Thought, "score"),
+        ("<think>so <score>2</score>", Thought, "inside <think>"), ("<think>so</think><score>02</score>", Thought, "score"),
+    ],
+)  # fmt: skip
+def test_of_two_readings_none_is_chosen(text: str, schema: Any, why: str) -> None:
+    with pytest.raises(Unparseable, match=why):
+        parse(text, schema)
+
+
+PIECES = ["<reason>", "</reason>", "<score>", "</score>", "<think>", "</think>", "3", "7", "<", "{", '"score": 3', ",", "}", "\ud800", " so "]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=16).map("".join) | st.text(max_size=40))
+def test_whatever_a_judge_writes_is_a_verdict_that_it_wrote_or_unparseable(text: str) -> None:
+    for schema in (Pointwise, Thought):
+        try:
+            found = parse(text, schema)
+        except Unparseable as error:
+            assert " " in str(error)
+        else:
+            assert f"<score>{found.score}</score>" in text.replace(" ", "") or f'"score": {found.score}' in text
+
+
+class TestJudge(JudgeContract):
+    def make_judge(self, answer: Callable[[str], str]) -> Any:
+        return Judge(Says(lambda text, seed: answer(text)), attempts=1)
+
+    def make_rows(self) -> list[dict[str, Any]]:
+        return views(answered(["an answer"]))
+
+
+class TestPairwiseJudge(TestJudge):
+    def make_judge(self, answer: Callable[[str], str]) -> Any:
+        return PairwiseJudge(Says(lambda text, seed: answer(text)), attempts=1)
+
+    def make_rows(self) -> list[dict[str, Any]]:
+        return views(answered(["one", "two"]).with_columns({"uid": ["u", "u"]}))
+
+
+def test_one_bad_row_or_verdict_is_one_bad_row() -> None:
+    """A value that is no number, a row whose text cannot be made, a truth that is not there: its siblings go on."""
+    values = {"nan": float("nan"), "raises": None}
+    odd = Judge(Says(lambda text, seed: verdict(1)), value=lambda found: values.get(found.reason, 1.0) + 0.0)
+    odd.model.answer = lambda text, seed: (
+        f"<reason>{next((w for w in values if w in text), 'so')}</reason><score>1</score>"
+    )  # type: ignore[attr-defined]
+    scores = odd.judge(views(answered(["nan", "raises", "good"])))
+    assert [score.status for score in scores] == [Status.INFRA_ERROR, Status.INFRA_ERROR, Status.SCORED]
+    assert "finite" in scores[0].why and "Traceback" in (scores[1].error or "")
+    compares = Judge(Says(lambda text, seed: verdict(1)), prompt="{response} {ground_truth} {instructions}")
+    truths: Any = [None, "", "4"]
+    found = compares.judge(views(answered(["a", "b", "c"], truths)))
+    assert [score.status for score in found] == [Status.NOT_APPLICABLE, Status.NOT_APPLICABLE, Status.SCORED]
 
 
 def test_prompts_are_filled_once_and_quote_what_they_judge() -> None:
@@ -188,6 +277,9 @@ def test_a_comparison_that_failed_says_why() -> None:
         assert score.scored and score.extra["compared"] == score.extra["dropped"] == 1
         assert score.extra["no_verdict"] == ["OSError: the line is dead"] and score.parts == {"swap_consistency": 1}
     assert third.status is Status.INFRA_ERROR and third.why.endswith("agree: OSError: the line is dead")
+    odd = PairwiseJudge(Says(lambda text, seed: f"no idea {text[-300:].count('fine')}"), attempts=1)
+    for score in odd.judge(views(rows[:2])):
+        assert "the judge wrote 'no idea" in score.why and "no such tag" in (score.error or "")
 
 
 def views(batch: Any) -> list[dict[str, Any]]:

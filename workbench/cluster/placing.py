@@ -362,9 +362,9 @@ class PlacedReward(BaseReward):
         """Raise `RewardError`, before any work, where `columns` lack one that the reward reads."""
         self.inner.check_signature(columns)
 
-    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `DataError`, before any work, for rows of a data set that the reward cannot score."""
-        self.inner.check_rows(rows)
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """As the reward's own: raise `DataError`, before any work, where it can score none of the rows."""
+        return self.inner.check_rows(rows)
 
     def _started(self) -> RayRanks:
         if self._group is None or self._group.closed is not None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -199,6 +200,10 @@ class Rows(Shown):
 
     def _like(self, rows: Sequence[dict[str, Any]]) -> Rows:
         return Rows(rows, max_prompt_length=self.max_prompt_length, source=self.source)
+
+    def views(self) -> Iterator[Mapping[str, Any]]:
+        """Yields every row as it stands, uncopied: read only."""
+        return map(MappingProxyType, self._rows)
 
     def values(self, name: str) -> list[Any]:
         """The values of a column, None where a row has none."""

@@ -52,8 +52,10 @@ class BaseReward:
     def check_signature(self, columns: Sequence[str]) -> None:
         """Raise `RewardError`, before anything is scored, if the reward needs a column that `columns` (names) lack."""
 
-    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `DataError`, before anything is scored, if the reward cannot score these rows of a data set."""
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """Raise `DataError`, before anything is scored, if the reward can score none of these rows of a data set, whatever
+        the responses are (their ground truths are missing or unreadable); else say how many it cannot, or ""."""
+        return ""
 
     def close(self) -> None:
         """End the reward's worker processes and connections."""

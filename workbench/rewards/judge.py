@@ -19,6 +19,7 @@ import math
 import re
 import secrets
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -27,11 +28,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from workbench.base import runtime
 from workbench.base.config import Settings, require
-from workbench.base.errors import SettingError, WorkbenchError, describe, first_line
+from workbench.base.errors import RewardError, SettingError, WorkbenchError, describe, first_line
 from workbench.engines.protocol import ChatModel, Classifier, Completion
 from workbench.rewards.base import BaseReward
 from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.score import Score, Status, failed, no_answer
+from workbench.rewards.truths import no_truth
 
 MAX_OUTPUT = 100_000
 """Characters at the end of a judge's output that are parsed."""
@@ -73,34 +75,54 @@ def instructions(schema: type[BaseModel]) -> str:
 
 
 def parse(text: str, schema: type[V]) -> V:
-    """Parse a judge's output. Raises `Unparseable` where a field of the verdict is missing, ambiguous or invalid."""
-    answer = without_thinking(text[-MAX_OUTPUT:])
-    found = _from_json(answer)
-    values = found if found is not None else {name: _tag(answer, name) for name in schema.model_fields}
+    """Parse a judge's output. Raises `Unparseable` where a field of the verdict is missing, ambiguous or invalid.
+
+    The text between a field's tags may be any but a tag of the schema: `a < b` is. What stands before the last `</think>` is
+    the judge's thinking and no verdict, or the field `think` of a schema that has one.
+    """
+    answer = text[-MAX_OUTPUT:]
+    thought, closed, rest = answer.rpartition("</think>")
+    if "<think>" in rest and _from_json(rest) is None:
+        raise Unparseable("the judge's output ends inside <think>", do="raise max_tokens of the judge")
+    values: dict[str, Any] = {}
+    if "think" in schema.model_fields and closed:
+        values["think"] = thought.rpartition("<think>")[2].strip()
+    found = _from_json(rest)
+    for name, field in schema.model_fields.items():
+        if found is None and name not in values:
+            values[name] = _read(_tag(rest, name, schema), field.annotation)
     try:
         # strict for JSON; text in tags is read as its type, `7` but not `7/10`
-        return schema.model_validate(values, strict=found is not None)
+        return schema.model_validate({**values, **(found or {})}, strict=found is not None)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False)[0]
         what, said = f"the judge's verdict, field {'.'.join(map(str, first['loc']))}", describe(first.get("input"), 60)
         raise Unparseable(f"{what}: {first['msg']}", found=said) from error
 
 
-def without_thinking(text: str) -> str:
-    """The text after the last `</think>`. Raises `Unparseable` where a `<think>` is never closed."""
-    rest = text.rpartition("</think>")[2]
-    if "<think>" in rest:
-        raise Unparseable("the judge's output ends inside <think>", do="raise max_tokens of the judge")
-    return rest
+def _tag(text: str, name: str, schema: type[BaseModel]) -> str:
+    """The one value of a tag. Linear in the text: a pattern would be quadratic in tags that are never closed."""
+    *pieces, rest = text.split(f"</{name}>")
+    found = {value.strip() for _, opened, value in (piece.partition(f"<{name}>") for piece in pieces) if opened}
+    what = f"the tag <{name}> in the output of the judge"
+    if f"<{name}>" in rest:
+        raise Unparseable(
+            what, expected="one value", found="a tag that is not closed", do="raise max_tokens of the judge"
+        )
+    if len(found) != 1:
+        many = f"{len(found)} different values" if found else "no such tag"
+        raise Unparseable(what, expected="one value", found=many)
+    value = found.pop()
+    inside = next((tag for one in schema.model_fields for tag in (f"<{one}>", f"</{one}>") if tag in value), None)
+    if inside is not None:
+        raise Unparseable(what, expected="a value without the tags of the verdict", found=inside)
+    return value
 
 
-def _tag(text: str, name: str) -> str:
-    found = re.findall(rf"<{re.escape(name)}>([^<]*)</{re.escape(name)}>", text)
-    different = {value.strip() for value in found}
-    if len(different) != 1:
-        many = f"{len(different)} different values" if found else "no such tag"
-        raise Unparseable(f"the tag <{name}> in the output of the judge", expected="one value", found=many)
-    return different.pop()
+def _read(text: str, kind: Any) -> Any:
+    """The option of a `Literal` that is written so (`Literal[1, 2]` has no texts); of other types pydantic reads the text."""
+    options = get_args(kind) if get_origin(kind) is Literal else ()
+    return next((option for option in options if str(option) == text), text)
 
 
 def _from_json(text: str) -> dict[str, Any] | None:
@@ -108,10 +130,22 @@ def _from_json(text: str) -> dict[str, Any] | None:
     if not stripped.startswith("{"):
         return None
     try:
-        found = json.loads(stripped)
+        found = json.loads(stripped, object_pairs_hook=_once, parse_constant=_refused)
     except (ValueError, RecursionError) as error:
         raise Unparseable("the judge's output, which begins with {", expected="a JSON object", found=error) from error
     return found if isinstance(found, dict) else None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose names are all different: of two values none is chosen."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name is there twice")
+    return made
+
+
+def _refused(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
 
 
 def delimited(text: str) -> str:
@@ -284,7 +318,10 @@ class Judge(BaseReward):
             except Unparseable as cause:
                 error, cause.output = cause, answer.text
             else:
-                return float(self._value(verdict)), verdict, answer
+                value = float(self._value(verdict))
+                if not math.isfinite(value):
+                    raise RewardError("the value of a verdict", expected="a finite number", found=value)
+                return value, verdict, answer
         raise error
 
     def __repr__(self) -> str:
@@ -302,13 +339,15 @@ class Judge(BaseReward):
     async def _row(self, row: Mapping[str, Any]) -> Score:
         if not str(row["response"]).strip():
             return no_answer("the response is empty; the judge was not asked")
-        began = time.perf_counter()
-        text, cut = self.text_for(row)
+        if "{ground_truth}" in self.prompt and not _there(row.get("ground_truth")):
+            return no_truth()
+        began, text = time.perf_counter(), ""
         try:
+            text, cut = self.text_for(row)
             value, verdict, answer = await self.ask(text)
         except Exception as error:  # noqa: BLE001 - a judge that failed is that row's record
             said = {"judge_output": error.output} if isinstance(error, Unparseable) else {}
-            lost = failed(f"no verdict: {first_line(error)}", seconds=time.perf_counter() - began)
+            lost = failed(f"no verdict: {first_line(error)}", _traced(error), time.perf_counter() - began)
             return lost.with_extra({"judge_prompt": text, **said})
         fields = verdict.model_dump()
         extra: dict[str, Any] = {"judge_prompt": text, "judge_output": answer.text, "verdict": fields}
@@ -316,6 +355,15 @@ class Judge(BaseReward):
         rated, why = str(fields.get("score", fields)), str(fields.get("reason", ""))
         score = Score(value=value, parts={"judge": value}, answer=rated, why=why, extra=extra)
         return score.timed(time.perf_counter() - began)
+
+
+def _there(truth: Any) -> bool:
+    """Whether a ground truth says anything that a judge could compare with."""
+    return truth is not None and str(truth).strip() not in ("", "nan", "[]", "{}")
+
+
+def _traced(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 def _scaled(schema: type[BaseModel]) -> Callable[[Any], float]:
@@ -375,16 +423,17 @@ class PairwiseJudge(Judge):
     async def _pair(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> _Comparison:
         (forward, why), (backward, other_why) = await asyncio.gather(self._order(one, other), self._order(other, one))
         if forward is None or backward is None:
-            return None, why or other_why
+            return None, "; ".join(dict.fromkeys(filter(None, (why, other_why))))
         return (forward if forward == 1.0 - backward else None), ""
 
     async def _order(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> _Comparison:
-        prompt, first, _ = self.asking.cut(one, self.model.tokenizer)
-        second = self.asking.cut(other, self.model.tokenizer)[1]
         try:
+            prompt, first, _ = self.asking.cut(one, self.model.tokenizer)
+            second = self.asking.cut(other, self.model.tokenizer)[1]
             share, *_ = await self.ask(self.filled(prompt=prompt, response_a=first, response_b=second))
         except Exception as error:  # noqa: BLE001 - counted: the comparison is dropped from both rows' n
-            return None, first_line(error)
+            wrote = f"; the judge wrote {error.output[:200]!r}" if isinstance(error, Unparseable) else ""
+            return None, f"{first_line(error)}{wrote}"
         return share, ""
 
 
@@ -405,7 +454,9 @@ def _standing(mine: Sequence[_Comparison]) -> Score:
     parts = {"swap_consistency": len(valid) / judged} if judged else {}
     if not valid:
         why = "no comparison of this row gave a verdict in both orders that agree"
-        return failed(f"{why}: {broken[0]}" if broken else why).with_extra(extra)
+        return failed(f"{why}: {broken[0]}" if broken else why, "\n".join(extra.get("no_verdict", ()))).with_extra(
+            extra
+        )
     value = (2 * sum(valid) - len(valid)) / len(valid)
     return Score(value=value, parts=parts, extra=extra, why=f"{sum(valid):g} wins in {len(valid)} comparisons")
 
@@ -463,12 +514,13 @@ class RewardModel(BaseReward):
         return [score.timed(seconds) for score in scores]
 
     async def _row(self, row: Mapping[str, Any]) -> Score:
-        text, cut = self.text_for(row)
-        extra = {"rm_text": text, "truncated": cut}
+        extra: dict[str, Any] = {}
         try:
+            text, cut = self.text_for(row)
+            extra = {"rm_text": text, "truncated": cut}
             answer = await self.classifier.classify(text)
         except Exception as error:  # noqa: BLE001 - a row's failure is that row's record
-            return failed(f"no reward: {first_line(error)}").with_extra(extra)
+            return failed(f"no reward: {first_line(error)}", _traced(error)).with_extra(extra)
         if not math.isfinite(answer.value):
             return failed(f"the reward model said {answer.value}").with_extra(extra)
         return Score(value=answer.value, parts={"rm": answer.value}, extra={**extra, "rm_tokens": answer.tokens})

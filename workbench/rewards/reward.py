@@ -15,17 +15,18 @@ from typing import Any
 from workbench.base import runtime
 from workbench.base.config import require, source_of
 from workbench.base.errors import DataError, RewardError, first_line, unknown
-from workbench.rewards import signatures
+from workbench.rewards import signatures, truths
 from workbench.rewards.base import BaseReward
 from workbench.rewards.code import Code
 from workbench.rewards.files import FileFunction, load_function
 from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.runner import Answer, Pool
 from workbench.rewards.score import Score, failed
+from workbench.rewards.scorers.equivalence import numina
 from workbench.rewards.scorers.gsm8k import gsm8k
 from workbench.rewards.scorers.math_dapo import math_dapo
 from workbench.rewards.scorers.math_string import math_string
-from workbench.rewards.scorers.numeric import geometry3k, numeric
+from workbench.rewards.scorers.numeric import geometry3k
 from workbench.rewards.scorers.search import search_em
 from workbench.sandbox.protocol import Sandbox
 
@@ -64,7 +65,7 @@ class Reward(BaseReward):
         rate_limit: RateLimit | None = None,
         name: str | None = None,
         given: Sequence[str] = (),
-        check_rows: Callable[[Iterable[Mapping[str, Any]]], None] | None = None,
+        check_rows: Callable[[Iterable[Mapping[str, Any]]], str | None] | None = None,
     ) -> None:
         require(workers >= 1, "workers", expected="≥ 1", found=workers)
         require(timeout > 0, "timeout", expected="seconds > 0", found=timeout)
@@ -103,10 +104,11 @@ class Reward(BaseReward):
         """Raise `RewardError`, before anything is scored, if the function needs an argument that rows do not have."""
         signatures.check_arguments(self.function, self._signature, columns)
 
-    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `DataError`, before anything is scored, for rows that cannot be (of an unknown `data_source`, say)."""
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """Raise `DataError` for rows that the function can never score (see `BaseReward.check_rows`)."""
         if self._check_rows is not None:
-            self._check_rows(rows)
+            return self._check_rows(rows) or ""
+        return truths.check(self.function, self._signature, rows, self.name)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -213,7 +215,7 @@ SCORERS: Mapping[str, Callable[..., Any]] = {
     "workbench/arith": gsm8k,
     **dict.fromkeys(_MATH, math_string),
     **dict.fromkeys(_DAPO, math_dapo),
-    **{f"numina_{name}": numeric for name in _NUMINA},
+    **{f"numina_{name}": numina for name in _NUMINA},
     "hiyouga/geometry3k": geometry3k,
     **{f"searchR1_{name}": search_em for name in _SEARCH},
 }
@@ -267,8 +269,14 @@ def by_data_source(
         further = (extra_info,) if isinstance(scorer, Code) else ()
         return scorer(response, ground_truth, *further)
 
-    def check(rows: Iterable[Mapping[str, Any]]) -> None:
-        check_sources((row.get("data_source") for row in rows), table, aliases)
+    def check(rows: Iterable[Mapping[str, Any]]) -> str:
+        by_source: dict[Any, list[Mapping[str, Any]]] = {}
+        for row in rows:
+            by_source.setdefault(row.get("data_source"), []).append(row)
+        check_sources(by_source, table, aliases)
+        scorers = {source: scorer_for(source, table, aliases) for source in by_source}
+        notes = [truths.check(scorers[source], None, held, str(source)) for source, held in by_source.items()]
+        return "; ".join(filter(None, notes))
 
     chosen = {"in_process": True, "on_failure": "raise", "timeout": Code.row_timeout if sandbox else 30.0, **options}
     # replay rebuilds the plain one by its name; a table, aliases and a sandbox are not recorded

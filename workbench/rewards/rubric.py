@@ -68,11 +68,11 @@ class Rubric(BaseReward, Shown):
         for reward in self.parts.values():
             reward.check_signature(columns)
 
-    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `DataError`, before anything is scored, if a part cannot score these rows of a data set."""
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """Raise `DataError` if a part can score none of these rows; else what each says of them."""
         held = list(rows)
-        for reward in self.parts.values():
-            reward.check_rows(held)
+        notes = {part: reward.check_rows(held) for part, reward in self.parts.items()}
+        return "; ".join(f"{part}: {note}" for part, note in notes.items() if note)
 
     def close(self) -> None:
         """End the worker processes and connections of every part."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +22,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 def bounded(function: F) -> F:
     """Decorator: marks a scorer whose run time is bounded, so that `as_reward` runs it in this process.
 
-    A scorer that another function returns (`shaping.repetition`, say) gets that function's name.
+    A scorer that another function returns (`shaping.repetition`, say) gets that function's name. A response that is no
+    text is refused with `RewardError`.
     """
-    function.in_process = True  # type: ignore[attr-defined]
-    function.__name__ = function.__qualname__.partition(".")[0]
-    return function
+
+    @functools.wraps(function)
+    def scorer(*args: Any, **options: Any) -> Any:
+        response = args[0] if args else options.get("response", "")
+        if first == "response" and not isinstance(response, str):
+            raise RewardError(f"response given to {scorer.__name__}", expected="text", found=type(response).__name__)
+        return function(*args, **options)
+
+    first = next(iter(inspect.signature(function).parameters), "")
+    scorer.in_process = True  # type: ignore[attr-defined]
+    scorer.__name__ = function.__qualname__.partition(".")[0]
+    return scorer  # type: ignore[return-value]
 
 
 class Status(StrEnum):
@@ -139,11 +151,6 @@ def extra_columns(scores: Sequence[Score]) -> dict[str, list[Any]]:
     """The extras of scores as columns `reward_extra/<key>`, one value per row: `MISSING` where a row lacks the key."""
     names = dict.fromkeys(name for score in scores for name in score.extra)
     return {f"reward_extra/{name}": [score.extra.get(name, MISSING) for score in scores] for name in names}
-
-
-def no_truth() -> Score:
-    """The score of a row without a ground truth: not applicable."""
-    return Score(status=Status.NOT_APPLICABLE, why="the row has no ground truth")
 
 
 def compared(right: bool, answer: str, ground_truth: Any, what: str = "the answer") -> Score:

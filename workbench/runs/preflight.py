@@ -74,8 +74,9 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
     blank = getattr(rollout, "blank", {})
     reward.function.check_signature((*first.columns, *blank))  # before the pipeline's check: it knows the nearest name
     pipeline.check(first)
-    for part in parts:
-        reward.function.check_rows(part)
+    unscorable = list(filter(None, (reward.function.check_rows(part.views()) for part in parts)))
+    for note in unscorable:
+        log.warning("truths: %s", note)
     prompt, sources = prompts.limit(rows), Counter(map(str, rows.values("data_source"))).most_common(6)
     findings = [
         ("data", _data(rows, eval_rows)),
@@ -86,6 +87,7 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
         ("memory", _memory(pipeline)),
         ("disk", _disk(pipeline, plan, path, (prompt + rollout.sampling.max_tokens) * rollout.group_size)),
     ]
+    findings += [("truths", note) for note in unscorable]
     tried = _tried(reward, first[:2], tokenizer, blank)
     return Preflight(rows, eval_rows, (*findings, ("reward function", tried)), prompts.found)
 

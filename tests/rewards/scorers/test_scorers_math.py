@@ -22,8 +22,7 @@ from workbench.testing.rewards import answered
     ("box", "truth", "value"),
     [
         (".5", "0.5", 1), ("1/2", "0.5", 1), ("x=5", "5", 1), (r"5\text{ cm}", "5", 1), (r"50\%", "50", 1), (r"\$5", "5", 1),
-        (r"\frac12", r"\frac{1}{2}", 1), (r"\dfrac{1}{2}", r"\frac12", 1), (r"\sqrt3", r"\sqrt{3}", 1), ("", "", 1),
-        (r"\left(1, 2\right)", "(1,2)", 1), (r"90^\circ", "90", 1),
+        (r"\frac12", r"\frac{1}{2}", 1), (r"\dfrac{1}{2}", r"\frac12", 1), (r"\sqrt3", r"\sqrt{3}", 1), (r"\left(1, 2\right)", "(1,2)", 1), (r"90^\circ", "90", 1),
         ("0.50", "0.5", 0), ("2/4", "1/2", 0), (r"5\text{cm}", "5", 0), ("1,000", "1000", 0), ("50%", "50", 0),
         ("2, 1", "1, 2", 0), (r"\text{A}", "A", 0), ("10^{3}", "1000", 0), ("0.25", r"\frac14", 0),
     ],
@@ -75,7 +74,7 @@ def test_dapos_boxes_alone() -> None:
         ("The answer is 0.5.", "1/2", 1), ("so the answer is 1,234", "1234", 1), (r"\boxed{\frac{3}{4}}", "0.75", 1),
         ("answer: 50%", "0.5", 1), ("answer: 50", "0.5", 0), (r"\boxed{(1, \frac{1}{2})}", "(1, 0.5)", 1),
         ("answer: [0, 1)", "[0, 1]", 0), (r"\boxed{2\sqrt{2}}", "2.8284271", 1), (r"\boxed{2\pi}", "6.2831853", 1),
-        (r"\boxed{x+x}", "2*x", 0), ("answer: (1, 2, 3)", "(1, 2)", 0), ("answer: −3", "-3", 1), ("nothing here", "3", 0),
+        ("answer: (1, 2, 3)", "(1, 2)", 0), ("answer: −3", "-3", 1), ("nothing here", "3", 0),
         ("<think>the answer is 4</think> The final answer is 5", "5", 1),
     ],
 )  # fmt: skip
@@ -118,7 +117,7 @@ def test_a_tower_of_powers_loses_its_row_and_an_unreadable_truth_says_so() -> No
     reward.score(answered([r"\boxed{1}"], ["1"]))  # warm: sympy takes its time to import
     rows = answered([r"\boxed{10^{10^{10^{10}}}}", r"\boxed{4}", r"\boxed{5}"], ["5", "4", ""])
     scores = reward.score(rows)
-    assert [score.status for score in scores] == [Status.INFRA_ERROR, Status.SCORED, Status.INFRA_ERROR]
+    assert [score.status for score in scores] == [Status.INFRA_ERROR, Status.SCORED, Status.NOT_APPLICABLE]
     assert f"{limit:g} s" in scores[0].why and scores[1].value == 1 and "cannot be read as mathematics" in scores[2].why
     strict = math_verify(strict=True, workers=1, timeout=LONG)
     boxed, plain = strict.score(answered([r"\boxed{7}", "so it is 7"], ["7", "7"]))

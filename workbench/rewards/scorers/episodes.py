@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from workbench.base.config import require
-from workbench.rewards.score import Score, Status, bounded, failed, no_answer, no_truth
+from workbench.rewards.score import Score, Status, bounded, failed, no_answer
 from workbench.rewards.scorers.gsm8k import gsm8k
+from workbench.rewards.truths import as_text, no_truth, unscorable_of
 
 Task = Callable[[str, Any], Score]
 _RUN = ("ok", "refused", "error", "late")
@@ -29,7 +30,7 @@ def task_minus_calls(task: Task = gsm8k, *, free: int = 3, cost: float = 0.1) ->
         over = max(0, int(num_tool_calls) - free)
         return _layered(task(response, ground_truth), calls=0.0 - cost * over, why=f"{num_tool_calls} calls")
 
-    return scorer
+    return _of(task, scorer)
 
 
 def task_minus_flat(task: Task = gsm8k, *, most: int = 5, penalty: float = 0.5) -> Callable[..., Score]:
@@ -41,7 +42,7 @@ def task_minus_flat(task: Task = gsm8k, *, most: int = 5, penalty: float = 0.5) 
         over = -penalty if int(num_tool_calls) > most else 0.0
         return _layered(task(response, ground_truth), calls=over, why=f"{num_tool_calls} calls")
 
-    return scorer
+    return _of(task, scorer)
 
 
 def episode(
@@ -73,7 +74,7 @@ def episode(
         score = _layered(task(response, ground_truth), why=why, **parts)
         return score.with_extra({"tool_totals": totals}) if totals else score
 
-    return scorer
+    return _of(task, scorer)
 
 
 def code_that_ran(*, tool: str = "python", partial: float = 0.5, tolerance: float = 1e-6) -> Callable[..., Score]:
@@ -85,8 +86,9 @@ def code_that_ran(*, tool: str = "python", partial: float = 0.5, tolerance: floa
 
     @bounded
     def scorer(ground_truth: Any, turns: Sequence[Mapping[str, Any]] = ()) -> Score:
-        if ground_truth is None:
-            return no_truth()
+        truth = as_text(ground_truth)
+        if truth is None:
+            return no_truth(ground_truth)
         calls = [call for turn in turns for call in turn.get("calls", ()) if call.get("name") == tool]
         called = next((call for call in reversed(calls) if call.get("status") in _RUN), None)
         if called is None:
@@ -97,10 +99,17 @@ def code_that_ran(*, tool: str = "python", partial: float = 0.5, tolerance: floa
         if called["status"] == "refused":
             return Score(status=Status.CRASHED, why=f"the program failed: {said}")
         answer = str(called.get("result", "")).strip().rpartition("\n")[2].strip()
-        if _same(answer, str(ground_truth), tolerance):
+        if _same(answer, truth, tolerance):
             return Score(value=1.0, answer=answer, why="the program printed the answer")
         return Score(value=partial, answer=answer, why=f"the program ran; the answer is {ground_truth}")
 
+    scorer.unscorable = lambda ground_truth, **_: "" if as_text(ground_truth) else no_truth(ground_truth).why  # type: ignore[attr-defined]
+    return scorer
+
+
+def _of(task: Task, scorer: Callable[..., Score]) -> Callable[..., Score]:
+    """The scorer, which cannot score the rows that its task cannot."""
+    scorer.unscorable = unscorable_of(task)  # type: ignore[attr-defined]
     return scorer
 
 

@@ -3,6 +3,9 @@
 Only the last 300 characters are searched. *strict* wants `#### ` (one space), an optional ASCII minus, then digits, dots
 and commas; the last one counts, its commas go, and it must equal the ground truth as a string: `18.0` is not `18`.
 *flexible* takes the last number anywhere, commas and all. Nothing found scores 0, a wrong answer `format_score`.
+
+The scorer `gsm8k` reads more truths than verl, which compares texts: numbers (`18`, `18.0`), and texts with commas or a
+`.0` (`1,000`). A truth that is no number is *not applicable*.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import re
 from typing import Any
 
 from workbench.base.errors import RewardError
-from workbench.rewards.score import Score, bounded, no_answer
+from workbench.rewards.score import Score, no_answer
+from workbench.rewards.truths import rule
 
 WINDOW = 300
 """Characters at the end of a response that are searched."""
@@ -47,15 +51,25 @@ def compute_score(
     return 0.0 if answer is None else score if answer == ground_truth else format_score
 
 
-@bounded
+def accepted(truth: str) -> tuple[str, str]:
+    """The texts that an answer may equal: the truth as it stands, and without commas and a final `.0`."""
+    plain = truth.strip()
+    return plain, re.sub(r"(?<=\d)\.0*$", "", plain.replace(",", ""))
+
+
+def _matches(response: str, truth: str) -> bool:
+    return re.search(r"[0-9]", truth) is not None and extract_answer(response) in accepted(truth)
+
+
+@rule(lambda truth: f"#### {accepted(truth)[1]}", _matches)
 def gsm8k(
-    response: str, ground_truth: Any, *, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+    response: str, ground_truth: str, *, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> Score:
     """Score a response by GSM8K's rule (see `compute_score`), with the extracted answer and the reason."""
     answer = extract_answer(response, method)
     if answer is None:
         wanted = "no '#### <number>'" if method == "strict" else "no number"
         return no_answer(f"{wanted} in the last {WINDOW} characters")
-    value = compute_score(response, ground_truth, method, format_score, score)
-    why = "the answer is right" if answer == ground_truth else f"the answer is {ground_truth}"
-    return Score(value=value, answer=answer, why=why)
+    right = answer in accepted(ground_truth)
+    why = "the answer is right" if right else f"the answer is {ground_truth}"
+    return Score(value=score if right else format_score, answer=answer, why=why)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from workbench.rewards.score import Score, bounded, compared, no_truth
+from workbench.rewards.score import Score, compared
 from workbench.rewards.scorers.math_string import last_box
+from workbench.rewards.truths import rule
 
 WINDOW, BOX_WINDOW = 300, 100
 """Characters at the end that are searched for a line, and for a box."""
@@ -67,12 +68,14 @@ def compute_score(solution_str: str, ground_truth: str, strict_box_verify: bool 
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
 
 
-@bounded
-def math_dapo(response: str, ground_truth: Any, *, strict_box_verify: bool = False) -> Score:
+def _matches(response: str, truth: str) -> bool:
+    return len(truth) <= WINDOW and bool(compute_score(response, truth)["acc"])
+
+
+@rule(lambda truth: f"Answer: {truth}", _matches)
+def math_dapo(response: str, ground_truth: str, *, strict_box_verify: bool = False) -> Score:
     """Score an answer by DAPO's rule: value ±1, part `acc`. A response without an answer scores −1, as in DAPO."""
-    if ground_truth is None:
-        return no_truth()
-    result = compute_score(response, str(ground_truth), strict_box_verify)
+    result = compute_score(response, ground_truth, strict_box_verify)
     right = bool(result["acc"])
     if result["pred"] in (None, _NOTHING):
         wanted = "box" if strict_box_verify else "line 'Answer: …'"

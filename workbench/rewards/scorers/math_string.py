@@ -7,9 +7,8 @@ equivalence as mathematics see `math_verify`. The rules are those of Hendrycks e
 
 from __future__ import annotations
 
-from typing import Any
-
-from workbench.rewards.score import Score, bounded, compared, no_answer, no_truth
+from workbench.rewards.score import Score, compared, no_answer
+from workbench.rewards.truths import rule
 
 _REMOVED = ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
 
@@ -97,15 +96,13 @@ def compute_score(solution_str: str, ground_truth: str) -> float:
     return float(answer is not None and same(answer, ground_truth))
 
 
-@bounded
-def math_string(response: str, ground_truth: Any) -> Score:
+@rule(lambda truth: f"\\boxed{{{truth}}}", lambda response, truth: compute_score(response, truth) == 1.0)
+def math_string(response: str, ground_truth: str) -> Score:
     """Score 1 where the last `\\boxed{…}` equals the ground truth as a normalised string (verl's `math_reward`), else 0."""
-    if ground_truth is None:
-        return no_truth()
     answer = box(response)
     if answer is None:
         return no_answer("no closed \\boxed{…} in the response")
-    return compared(same(answer, str(ground_truth)), answer, ground_truth, "the box")
+    return compared(same(answer, ground_truth), answer, ground_truth, "the box")
 
 
 def last_box(text: str) -> str | None:

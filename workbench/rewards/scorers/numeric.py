@@ -2,24 +2,28 @@ r"""Answers as numbers: the cascade of markers that verl's `prime_math` follows,
 
 What is read as a number is a small grammar of its own: decimals with thousands commas, `a/b`, `\frac{a}{b}`,
 `\sqrt{n}`, multiples of `\pi`, a percent sign. Tuples and intervals are compared part by part; all else as
-normalised strings. verl's equality of 50, 0.5 and 0.005 is here a choice, `lenient=True`. Geometry3k's score is nine
-tenths such an answer in a box, one tenth thinking in tags before it.
+normalised strings. Two texts that differ and are not both numbers or both single words may still be equal (`1+x`): then
+the row is *not applicable*. verl's equality of 50, 0.5 and 0.005 is here a choice, `lenient=True`. Geometry3k's score is
+nine tenths such an answer in a box, one tenth thinking in tags before it.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 from workbench.base.config import require
-from workbench.rewards.score import Score, bounded, compared, no_answer, no_truth
+from workbench.rewards.score import Score, Status, compared, no_answer
 from workbench.rewards.scorers.math_string import last_box, same
+from workbench.rewards.truths import rule
 
 LONGEST = 1000
 """Characters of an answer that are looked at."""
 _MARKERS = ("answer:", "answer is", "answers are", "final answer")
 _DECIMAL = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|[-+]?\.\d+"
+_WORD = re.compile(r"[A-Za-z]|yes|no|true|false", re.IGNORECASE)
 _NUMBER = re.compile(rf"^({_DECIMAL})$")
 _SLASH = re.compile(r"^([-+]?)(\d{1,30})\s*/\s*(\d{1,30})$")
 _FRAC = re.compile(r"^([-+]?)\\[dt]?frac\s*\{\s*([-+]?\d{1,30})\s*\}\s*\{\s*([-+]?\d{1,30})\s*\}$")
@@ -91,6 +95,22 @@ def same_answer(answer: str, truth: str, *, tolerance: float = 1e-4, lenient: bo
     return any(math.isclose(one, each, rel_tol=1e-12 if each.is_integer() else tolerance) for each in wanted)
 
 
+def understood(answer: str, truth: str) -> bool:
+    """Whether two answers can be told apart: both are numbers, tuples of numbers, or single words (`B`, `yes`)."""
+    sides = [_parts(text[:LONGEST].strip()) for text in (answer, truth)]
+    numbers = all(number(part) is not None for side in sides for part in side)
+    return numbers or all(_WORD.fullmatch(text.strip()) for text in (answer, truth))
+
+
+def judged(answer: str, truth: str, what: str = "the answer", **options: Any) -> Score:
+    """The score of an answer by `same_answer`: *not_applicable* where it is not the same and not `understood`."""
+    right = same_answer(answer, truth, **options)
+    score = compared(right, answer, truth, what)
+    if right or understood(answer, truth):
+        return score
+    return replace(score, status=Status.NOT_APPLICABLE, why=f"not both numbers: {answer[:60]!r} and {truth[:60]!r}")
+
+
 def _parts(text: str) -> list[str]:
     """The entries of `(a, b)` or `[a, b)`; the text itself where it is neither."""
     if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]" or "," not in text:
@@ -105,16 +125,27 @@ def _parts(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-@bounded
-def numeric(response: str, ground_truth: Any, *, tolerance: float = 1e-4, lenient: bool = False) -> Score:
-    """Score 1 where the answer (`extract_answer`) equals the ground truth (`same_answer`), else 0."""
-    if ground_truth is None:
-        return no_truth()
+def boxed(truth: str) -> str:
+    """A right response to a ground truth."""
+    return f"\\boxed{{{truth}}}"
+
+
+def meets(response: str, truth: str) -> bool:
+    """Whether the last box of a response is the ground truth."""
+    answer = last_box(response)
+    return answer is not None and same_answer(answer, truth)
+
+
+@rule(boxed, meets)
+def numeric(response: str, ground_truth: str, *, tolerance: float = 1e-4, lenient: bool = False) -> Score:
+    """Score 1 where the answer (`extract_answer`) equals the ground truth (`same_answer`), 0 where it is another number.
+
+    An answer that is not the ground truth's text and not a number is *not applicable*: see `understood`.
+    """
     answer = extract_answer(response)
     if answer is None:
         return no_answer("no 'answer is …' and no \\boxed{…} in the response")
-    right = same_answer(answer, str(ground_truth), tolerance=tolerance, lenient=lenient)
-    return compared(right, answer, ground_truth)
+    return judged(answer, ground_truth, tolerance=tolerance, lenient=lenient)
 
 
 def has_format(text: str) -> bool:
@@ -124,16 +155,19 @@ def has_format(text: str) -> bool:
     return last_box(text.split("</think>", 1)[1]) is not None
 
 
-@bounded
-def geometry3k(response: str, ground_truth: Any, *, format_score: float = 0.1) -> Score:
-    """Geometry3k's score: (1 − `format_score`)·accuracy + `format_score`·format; see `has_format`. No box: accuracy 0."""
-    if ground_truth is None:
-        return no_truth()
+@rule(boxed, meets)
+def geometry3k(response: str, ground_truth: str, *, format_score: float = 0.1) -> Score:
+    """Geometry3k's score: (1 − `format_score`)·accuracy + `format_score`·format; see `has_format`. No box: accuracy 0.
+
+    A box that is not the ground truth's text and not a number is *not applicable*.
+    """
     require(0 <= format_score <= 1, "format_score", expected="a number in [0, 1]", found=format_score)
     answer, form = last_box(response), float(has_format(response))
-    if answer is None:
-        score = no_answer("no \\boxed{…}")
+    if answer is None or not answer.strip():
+        score = no_answer("no \\boxed{…}" if answer is None else "the box is empty")
     else:
-        score = compared(same_answer(answer, str(ground_truth)), answer, ground_truth, "the box")
+        score = judged(answer, ground_truth, "the box")
+        if not score.scored:
+            return score
     value = (1 - format_score) * score.value + format_score * form
     return score.with_value(value, accuracy=score.value, format=form)

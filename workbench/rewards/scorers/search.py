@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from workbench.rewards.score import Score, bounded, no_answer, no_truth
+from workbench.rewards.score import Score, no_answer
+from workbench.rewards.truths import as_text, rule
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -62,11 +63,28 @@ def is_right(answer: str, ground_truth: Any, substring: bool = False) -> bool:
     return any(each in ours for each in theirs) if substring else ours in theirs
 
 
-@bounded
+def _read(ground_truth: Any) -> tuple[str, ...] | None:
+    """The targets that say anything after `normalise`; None without one. An answer of no words would meet the others."""
+    wanted = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
+    several = wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str | bytes) else [wanted]
+    texts = [as_text(one) for one in several if one is not None]
+    return tuple(text for text in texts if text is not None and normalise(text)) or None
+
+
+def _right(wanted: Sequence[str]) -> str:
+    return f"<answer>{next((text for text in wanted if '</answer>' not in text), '')}</answer>"
+
+
+def _matches(response: str, wanted: Sequence[str]) -> bool:
+    return is_right(extract_answer(response) or "", wanted)
+
+
+@rule(_right, _matches, _read)
 def search_em(response: str, ground_truth: Any, *, substring: bool = False, format_score: float = 0.0) -> Score:
-    """Score the text in `<answer>` tags by Search-R1's exact match (see `compute_score`), with the reason."""
-    if not targets(ground_truth):
-        return no_truth()
+    """Score the text in `<answer>` tags by Search-R1's exact match (see `compute_score`), with the reason.
+
+    A target without a word (`the`, `.`) does not count, and a row without another is *not applicable*.
+    """
     answer = extract_answer(response)
     if answer is None:
         return no_answer("no <answer>…</answer> in the response")
@@ -75,11 +93,9 @@ def search_em(response: str, ground_truth: Any, *, substring: bool = False, form
     return Score(value=value, answer=answer, why="a target is met" if right else f"expected {_some(ground_truth)}")
 
 
-@bounded
+@rule(_right, _matches, _read)
 def search_f1(response: str, ground_truth: Any) -> Score:
     """Score the text in `<answer>` tags by its word F1 with the best target, in [0, 1] (SQuAD's; Rajpurkar et al. 2016)."""
-    if not targets(ground_truth):
-        return no_truth()
     answer = extract_answer(response)
     if answer is None:
         return no_answer("no <answer>…</answer> in the response")
