@@ -101,6 +101,7 @@ class Case:
     make: Callable[[str, int], Any] = batch
     """What the two functions are called with, by kind and seed."""
 
+    @cache  # noqa: B019 there are as many as tests
     def said(self, kind: str, seed: int, verl: Verl | None = None) -> Answer:
         """verl's answer to a batch of this kind, or ours."""
         asked = self.make(kind, seed)
@@ -229,30 +230,34 @@ def remembered(said: Mapping[str, Any]) -> Answer:
 
 
 def save(answers: Mapping[str, Mapping[str, Answer]]) -> None:
-    """Write answers (case → kind → answer) down: every output's name once, of a case their numbers, then each kind's values."""
+    """Write answers (case → kind → answer) down: names of outputs and lists of kinds once, of a case their places, then values."""
     said = {name: {kind: plain(answer) for kind, answer in kinds.items()} for name, kinds in answers.items()}
     names = list(dict.fromkeys(output for kinds in said.values() for one in kinds.values() for output in one))
     number = {output: place for place, output in enumerate(names)}
-    lines = [f'"{_NAMES}": {json.dumps(names)}']
+    lists = list(dict.fromkeys(tuple(kinds) for kinds in said.values()))
+    lines = [f'"{_NAMES}": {json.dumps(names)}', f'"{_KINDS}": {json.dumps(lists)}']
     for name, kinds in said.items():
         first = next((list(one) for one in kinds.values() if RAISES not in one), [])
-        values = {kind: list(one.values()) if list(one) == first else one for kind, one in kinds.items()}
-        written = json.dumps([[number[output] for output in first], values], separators=(",", ":"))
-        lines.append(f"{json.dumps(name)}: {written}")
+        values = [list(one.values()) if list(one) == first else one for one in kinds.values()]
+        row = [[number[output] for output in first], lists.index(tuple(kinds)), values]
+        lines.append(f"{json.dumps(name)}: {json.dumps(row, separators=(',', ':'))}")
     RECORDED.write_text("{" + ",\n".join(lines) + "}\n")
 
 
-_NAMES = "names of outputs"
+_NAMES, _KINDS = "names of outputs", "kinds of batches"
 
 
 @cache
 def load() -> dict[str, dict[str, Answer]]:
     """verl's recorded answers: case → kind → answer."""
     read = json.loads(RECORDED.read_text())
-    names = read.pop(_NAMES)
+    names, lists = read.pop(_NAMES), read.pop(_KINDS)
     return {
-        name: {kind: _read([names[place] for place in places], one) for kind, one in kinds.items()}
-        for name, (places, kinds) in read.items()
+        name: {
+            kind: _read([names[place] for place in places], one)
+            for kind, one in zip(lists[kinds], values, strict=True)
+        }
+        for name, (places, kinds, values) in read.items()
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -200,6 +201,7 @@ KINDS: dict[str, Callable[[str, int], Batch]] = {
 """What a batch may be like → a batch of this kind, by seed."""
 
 
+@cache
 def batch(kind: str, seed: int) -> Batch:
-    """The batch of a kind that a seed makes."""
+    """The batch of a kind that a seed makes; nobody changes it."""
     return KINDS[kind](kind, seed)

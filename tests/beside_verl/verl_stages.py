@@ -20,9 +20,9 @@ from workbench.base.metrics import Metric, reduce
 from workbench.compat.verl_correction import PRESETS, read_correction
 from workbench.dataproto import DataProto
 from workbench.engines import LossCounts, Sample, SamplingSettings
-from workbench.functional.correction import CorrectionSettings
+
 from workbench.runs.batch_metrics import sample_metrics, timing_metrics
-from workbench.stages import Advantage, Overlong, PolicyLoss, Reward, Rollout, RolloutCorrection, ValueLoss, Values
+from workbench.stages import Advantage, CorrectionSettings, Overlong, PolicyLoss, Reward, Rollout, RolloutCorrection, ValueLoss, Values
 from workbench.stages.measures import data_metrics
 
 STAGE_KINDS = tuple(kind for kind in KINDS if kind not in ("bool mask", "float mask"))
@@ -554,8 +554,8 @@ def whole_step(b: Batch) -> tuple[DataProto, dict[str, float]]:
 
 def _metrics(b: Batch) -> Answer:
     batch, metrics = whole_step(b)
-    timed = timing_metrics({"timing_s/step": 2.0, "timing_s/rollout": 1.0, "timing_s/update_actor": 0.5}, batch)
-    return {**metrics, **timed}
+    timings = {"timing_s/step": 2.0, "timing_s/rollout": 1.0, "timing_s/update_actor": 0.5}
+    return {**metrics, **timings, **timing_metrics(timings, batch, devices=3)}
 
 
 def _verls_metrics(verl: Verl, b: Batch) -> Answer:
@@ -576,7 +576,7 @@ def _verls_metrics(verl: Verl, b: Batch) -> Answer:
     utils = verl.metric_utils
     timings = {"step": 2.0, "gen": 1.0, "update_actor": 0.5}
     found = utils.compute_data_metrics(batch) | utils.compute_timing_metrics(batch, timings)
-    return found | utils.compute_throughout_metrics(batch, timings, 1)
+    return found | utils.compute_throughout_metrics(batch, timings, 3)
 
 
 def _data_metrics(b: Batch) -> Answer:

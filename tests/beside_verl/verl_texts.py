@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -62,8 +64,8 @@ def fuzzed(kind: str, seed: int) -> Texts:
 def boxed(kind: str, seed: int) -> Texts:
     """An expression in a box or a sentence, and another as truth."""
     draw = random.Random(f"{kind} {seed}")
-    forms = ["\\boxed{%s}", "so \\boxed{%s}.", "Answer: %s", "the answer is $%s$", "<think>why</think> \\boxed{%s}", "%s"]
-    pairs = [(draw.choice(forms), draw.choice(EXPRESSIONS)) for _ in range(60)]
+    forms = ["\\boxed{%s}", "so \\boxed{%s}.", "Answer: %s", "the answer is $%s$", "<think>why</think> \\boxed{%s}"]
+    pairs = [(draw.choice(forms), draw.choice(EXPRESSIONS)) for _ in range(40)]
     return Texts(
         tuple(
             (form.replace("%s", one), draw.choice([one, *EXPRESSIONS]) if draw.random() < 0.6 else one)
@@ -96,6 +98,7 @@ def _mark(scorer: Callable[[str, Any], Any], text: str, truth: Any) -> str:
     """0–9 for tenths, a letter for what is below 0, x where the scorer raises, ? where it has no score."""
     try:
         found = scorer(text, truth)
+        found = asyncio.run(found) if inspect.iscoroutine(found) else found
     except (*REFUSALS, KeyError, TypeError, AttributeError):
         return "x"
     if isinstance(found, Score):
