@@ -188,7 +188,7 @@ class TestPlacing:
             for text in "123"
         ]
         scores = reward.judge(views)
-        assert {score.status for score in scores} == {Status.INFRA_ERROR} and "died twice" in scores[0].why
+        assert {score.status for score in scores} == {Status.INFRA_ERROR} and "in two tries" in scores[0].why
         reward.close()
 
     def test_a_reward_model_and_a_judge_are_served(self, session: Cluster) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from tests_patience import patience
 
 from workbench.base.errors import DataError, SandboxError, SettingError
-from workbench.rewards import Code, Reward, Score, Status, as_reward
+from workbench.rewards import Code, Reward, Score, Status, as_reward, by_data_source
+from workbench.rewards.base import row_views
 from workbench.rewards.case_harness import decode, encode
-from workbench.rewards.code import extract_code, read_cases, same_output, same_value
+from workbench.rewards.cases import read_cases
+from workbench.rewards.code import extract_code, same_output, same_value
 from workbench.sandbox import LocalSandbox
+from workbench.testing import borders
 from workbench.testing.rewards import RewardContract, answered
 
 
@@ -139,7 +143,7 @@ def test_rows_without_code_or_with_tests_that_are_none(box: LocalSandbox) -> Non
     bare = reward.score(answered(["print(2)"], [DOUBLE]))[0]
     assert bare.status is Status.NO_ANSWER and "no code block" in bare.why
     for tests in ({}, {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}, "not json", None,
-                  {"assert_case": ["x = add(1, 2)\nassert x == 3"]}, {"assert_case": ["assert 1 == 1"]}, {"assert_case": ["assert ("]}):  # fmt: skip
+                  {"assert_case": ["assert 1 == 1"]}, {"assert_case": ["assert ("]}):  # fmt: skip
         score = judged(box, "def add(a, b): return 3", tests)
         assert score.status is Status.NOT_APPLICABLE and "invalid tests" in score.why and not score.scored
 
@@ -224,3 +228,192 @@ def test_what_has_behaviour_does_not_cross() -> None:
         encode(nested)
     with pytest.raises(DataError, match="expected JSON"):
         read_cases("{")
+
+
+# --- the forms of data sets -----------------------------------------------------------------------
+
+PRIME = [{"input": "2", "output": "True"}, {"input": "4", "output": "False"}, {"input": "17", "output": "True"}]
+IS_PRIME = "n = int(input())\nprint(n > 1 and all(n % d for d in range(2, n)))"
+
+
+def test_the_seeds_own_rows(box: LocalSandbox) -> None:
+    """D2: a null ground truth, and a list of {input, output} in extra_info: 1, 2/3 and 0 for right, constant and no code."""
+    reward = by_data_source(sandbox=box)
+    answers = [f"```python\n{IS_PRIME}\n```", "```python\nprint(True)\n```", "it is prime"]
+    sources = {"data_source": ["codecontests"] * 3, "extra_info": [{"test_cases": PRIME}] * 3}
+    rows = answered(answers, ["x"] * 3, **sources).with_columns({"reward_model": [{"ground_truth": None}] * 3})
+    scores = reward.score(rows)
+    assert [score.value for score in scores] == [1, pytest.approx(2 / 3), 0] and scores[2].status is Status.NO_ANSWER
+
+
+HUMAN_EVAL = {
+    "entry_point": "add",
+    "prompt": "def helper(x):\n    return x + 1\n\ndef add(a, b):\n    'adds'\n",
+    "test": """
+METADATA = {'author': 'x'}
+
+def check(candidate):
+    assert True, "This prints if this assert fails 1"
+    assert candidate(1, 2) == 3, "small"
+    for a in range(3):
+        b = a * 2
+        assert candidate(a, b) == a + b
+    assert abs(candidate(0.1, 0.2) - 0.3) < 1e-6
+    assert candidate(candidate(1, 1), helper(1)) == 4
+    items = [candidate(n, n) for n in (1, 2)]
+    first, second = items
+    assert first == 2 and second == 4
+""",
+}
+KOD_CODE = """
+from solution import *
+import math
+
+def test_small():
+    assert add(1, 2) == 3
+
+def test_more():
+    result = add([1], [2])
+    assert isinstance(result, list)
+    assert result == [1, 2]
+    try:
+        add(1, None)
+        raised = False
+    except TypeError:
+        raised = True
+    assert raised
+"""
+MBPP = ["assert add(1, 2) == 3", "assert add(2, 2) == 4", "assert True"]
+LIVE = {
+    "public_test_cases": json.dumps([{"input": "[1]\n[2]", "output": "[1, 2]", "testtype": "functional"}]),
+    "private_test_cases": [{"input": "1\n2", "output": "3", "testtype": "functional"}],
+    "metadata": json.dumps({"func_name": "add"}),
+}
+FORMS: dict[str, tuple[Any, Any]] = {
+    "HumanEval": (HUMAN_EVAL, None),
+    "HumanEval as text": (HUMAN_EVAL["test"].replace("helper(1)", "2"), {"entry_point": "add"}),
+    "HumanEval that calls itself": (HUMAN_EVAL["test"].replace("helper(1)", "2") + "\ncheck(add)\n", None),
+    "KodCode": (KOD_CODE, None),
+    "MBPP": (MBPP, None),
+    "MBPP's record": ({"test_list": MBPP, "test_setup_code": "import math", "test_imports": []}, None),
+    "statements": (["x = add(1, 2)\nassert x == 3", "assert add(2, 2) == 4"], None),
+    "LiveCodeBench": (LIVE, None),
+    "LiveCodeBench, the name in extra_info": ([LIVE["private_test_cases"][0]], {"metadata": LIVE["metadata"]}),
+    "pairs": ([[[1, 2], 3], [["a", "b"], "ab"]], {"fn_name": "add"}),
+    "pairs of text": ([["1\n2", "3"], ["'a'\n'b'", "'ab'"]], {"fn_name": "add"}),
+    "Python's literals": ({"fn_name": "add", "inputs": ["True\n1", "(1,)\n(2,)"], "outputs": ["2", "(1, 2)"]}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_functions_in_every_form(box: LocalSandbox, form: str) -> None:
+    """R7: the canonical solution gets 1, another does not, whether the tests are values or JSON."""
+    tests, extra = FORMS[form]
+    reward = as_reward(Code(box, timeout=patience(5.0)))
+    answers = [f"```python\ndef {one}\n```" for one in ("add(a, b): return a + b", "add(a, b): return 99")]
+    rows = answered(answers, [tests, json.dumps(tests)], extra_info=[extra or {}] * 2)
+    right, constant = reward.judge(row_views(rows))
+    assert right.value == 1 and right.status is Status.SCORED, right
+    assert constant.scored and 0 <= constant.value < 1, constant
+
+
+def test_a_function_that_is_not_there_is_a_crash(box: LocalSandbox) -> None:
+    for form in ("KodCode", "MBPP", "pairs"):
+        tests, extra = FORMS[form]
+        rows = answered(["```python\ndef other(a, b): return a + b\n```"], [tests], extra_info=[extra or {}])
+        (missing,) = as_reward(Code(box)).judge(row_views(rows))
+        assert missing.value == 0 and missing.status is Status.CRASHED and "add" in missing.why, missing
+
+
+STDIN: dict[str, Any] = {
+    "CommonOJ": {"test": [{"input": {"stdin": "3\n"}, "output": {"stdout": "6\n"}}]},
+    "LiveCodeBench": [{"input": "3\n", "output": "6\n", "testtype": "stdin"}, {"input": "4", "output": "8"}],
+    "CodeContests": {"input": ["3", "4"], "output": ["6", "8"]},
+    "pairs": [["3", "6"], [4, 8]],
+    "JSON of each": [json.dumps({"input": "3", "output": "6"}), json.dumps(["4", "8"])],
+    "one": {"input": "3", "output": 6},
+}
+
+
+@pytest.mark.parametrize("form", STDIN)
+def test_programs_in_every_form(form: str) -> None:
+    for tests in (STDIN[form], json.dumps(STDIN[form]), np.array(STDIN[form], object)):
+        cases = read_cases(tests)
+        assert {case.kind for case in cases} == {"stdin"}
+        assert all(int(case.expected) == 2 * int(case.given) for case in cases) and len(cases) == len({*cases})
+
+
+@pytest.mark.parametrize(
+    ("tests", "extra", "why"),
+    [
+        ([["1", "2"], ["1", "2", "3"]], {}, "test case 1.*a pair.*3 values"), ([["1", "2"], "assert f(1)"], {}, "test case 1"),
+        ([{"input": "1", "output": "2"}, {"in": "1"}], {}, r"test case 1.*keys \['in'\]"), ([1, 2], {}, "test case 0"),
+        (["assert f(1) == 1", "assert ("], {}, "test case 1"), (["assert True"], {}, "a call of the response's own function"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], {}, "test case 0.*func_name"),
+        ([{"input": "1", "output": "1"}, {"input": "1", "output": "1", "testtype": "stdin"}], {"fn_name": "f"}, "test case 1 is a stdin"),
+        ("def check(candidate):\n    assert candidate(1) == 1", {}, "entry_point"), ([{"input": "1", "output": None}], {}, "test case 0: output"),
+        ("def test_a(tmp_path):\n    assert f(tmp_path)", {}, "fixtures"), ("def f(): pass", {}, "assertions"), (b"[]", {}, "test cases"),
+        ("def test_a():\n    assert 1 == 1", {}, "calls of the response's own functions"), (5, {}, "found 5"), ("5", {}, "found 5"),
+        ({"inputs": [{"a": 1}], "outputs": [1], "fn_name": "f"}, {}, "test case 0: arguments of f"), (None, {"test_cases": []}, "test cases"),
+    ],
+)  # fmt: skip
+def test_tests_that_cannot_be_read_are_named(tests: Any, extra: dict[str, Any], why: str) -> None:
+    with pytest.raises(DataError, match=why):
+        read_cases(tests, extra)
+
+
+def test_any_tests_are_read_or_refused() -> None:
+    for value in borders.VALUES.values():
+        for tests in (value, [value, value], {"inputs": value, "outputs": value}, {"test_cases": value}, {"assert_case": [value]},
+                      {"fn_name": "f", "inputs": [value], "outputs": [value]}, [{"input": value, "output": value}], {"test": value}):  # fmt: skip
+            found = borders.answer(lambda: read_cases(tests, {}))  # noqa: B023
+            assert isinstance(found, DataError) or found
+        for extra in (value, {"test_cases": value}, {"fn_name": value}, {"metadata": value}):
+            found = borders.answer(lambda: read_cases([["1", "2"]] if extra != {"test_cases": value} else None, extra))  # noqa: B023
+            assert isinstance(found, DataError) or found
+
+
+def test_scripts_that_fail_by_themselves_are_no_zero(box: LocalSandbox) -> None:
+    for tests in (
+        "import no_such_module\nassert add(1, 2) == 3",
+        "def test_a():\n    while True: pass\n    assert add(1) == 1",
+    ):
+        score = judged(box, "def add(a, b): return a + b", tests, timeout=1.0)
+        assert score.status is Status.NOT_APPLICABLE and "fail by themselves" in score.why
+    partly = judged(box, "def add(a, b):\n    if a == 2: raise KeyError('no')\n    return a + b",
+                    "def test_a():\n    assert add(1, 1) == 2\n    x = add(2, 2)\n    assert x == 4\n    assert add(3, 3) == 6")  # fmt: skip
+    assert partly.value == pytest.approx(1 / 3) and "KeyError" in partly.why
+
+
+@pytest.mark.parametrize("name", ["equals everything", "forges the result file", "forges deep values", "patches the harness", "walks the stack", "leaves early with 0"])  # fmt: skip
+def test_no_cheat_scores_by_scripts(box: LocalSandbox, name: str) -> None:
+    score = judged(box, CHEATS[name], "def test_a():\n    assert add(1, 2) == 3", timeout=2.0)
+    assert score.value == 0 and score.scored, score
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "same"),
+    [
+        (0.1 + 0.2, 0.3, True), ([0.1 + 0.2, {"a": (1.0,)}], [0.3, {"a": [1]}], True), (3, 3.0000001, True), (1e-9, 0.0, True),
+        (0.3, 0.31, False), (10**7 + 1, 10**7, False), (10**400, 1.5, False), (float("nan"), float("nan"), True), (True, 1.0000001, False),
+        (float("inf"), float("inf"), True), ("0.30000001", "0.3", False), ([1.0], 1.0, False), (1.0, [1.0], True),
+    ],
+)  # fmt: skip
+def test_floats_are_equal_within_a_millionth(got: Any, wanted: Any, same: bool) -> None:
+    assert same_value(got, wanted) is same
+
+
+def test_printed_floats_are_equal_within_a_millionth() -> None:
+    for compare in ("lines", "tokens"):
+        assert same_output("0.3333333333\n", "0.3333333\n", compare) and same_output("YES 1.0", "YES 1.00", compare)
+        assert not same_output("10000001", "10000000", compare) and not same_output("0.34", "0.33", compare)
+        assert not same_output("nan", "NaN", compare) and not same_output("1_0.0", "10.0", compare)
+    assert not same_output("1.0", "1.00", "exact") and not same_output("1.0  2", "1.00 2", "lines")
+
+
+def test_canonical_solutions_are_tried_on_their_rows(box: LocalSandbox) -> None:
+    right = {"reward_model": {"ground_truth": ADD}, "extra_info": {"solution": "def add(a, b): return a + b"}}
+    wrong = {**right, "extra_info": {"solution": "def add(a, b): return a"}}
+    unreadable = {**right, "reward_model": {"ground_truth": "?"}}
+    failing = Code(box).check_solutions([right, wrong, unreadable], lambda row: row["extra_info"]["solution"])
+    assert sorted(failing) == [1, 2] and failing[1].value == 0 and failing[2].status is Status.NOT_APPLICABLE

@@ -15,7 +15,8 @@ import torch
 from tests_patience import patience, within
 
 from workbench.base.errors import DataError, RewardError
-from workbench.rewards import Reward, Score, Status, as_reward, by_data_source, check_sources, load_function
+from workbench.rewards import Reward, Rubric, Score, Status, as_reward, by_data_source, check_sources, load_function
+from workbench.rewards.base import row_views
 from workbench.rewards.runner import Pool
 from workbench.rewards.signatures import as_score
 from workbench.testing.rewards import RewardContract, answered
@@ -342,3 +343,17 @@ def test_what_a_function_prints_is_kept_with_its_row() -> None:
         reward.close()
     assert [score.extra.get("printed") for score in scores] == [f"looking at {text}\n" for text in ("a", "bad", "ccc")]
     assert scores[2].value == 3.0 and scores[1].status is Status.INFRA_ERROR
+
+
+def test_a_failure_that_counts_stays_visible_as_one() -> None:
+    """`value=x` makes a number of a failure of the machinery: its status says so, in a rubric, too."""
+    counted = here(fragile, on_failure="value=0")
+    assert [score.status for score in counted] == [Status.SCORED, Status.SCORED, Status.COUNTED]
+    assert (
+        counted[2].scored
+        and not counted[2].status.failed_by_model
+        and "KeyError" in counted[2].why
+        and counted[2].error
+    )
+    both = Rubric({"a": Reward(fragile, in_process=True, on_failure="value=0"), "b": lambda response: 1.0})
+    assert [score.status for score in both.judge(row_views(BATCH))] == [Status.SCORED, Status.SCORED, Status.COUNTED]

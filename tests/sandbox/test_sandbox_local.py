@@ -339,3 +339,9 @@ def test_requests_and_programs_are_each_others_reverse() -> None:
     for wrong in ({"../x": b""}, {"/etc/x": b""}, {"": b""}):
         with pytest.raises(SettingError, match="inside its folder"):
             Program(code="", files=wrong)
+
+
+@pytest.mark.parametrize("python", ["/no/such/python", "no-such-python", "/usr", "/etc/passwd"])
+def test_an_interpreter_that_is_not_there_is_refused(python: str) -> None:
+    with pytest.raises(SandboxError, match="python of the sandbox; expected a program that can be run"):
+        LocalSandbox(python=python)

@@ -175,3 +175,55 @@ def test_settings_are_refused_before_anything_is_sent() -> None:
 def test_retry_after_in_seconds_or_as_a_date() -> None:
     assert _retry_after("2") == 2 and _retry_after(None) == 0 and _retry_after("soon") == 0
     assert _retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+
+
+NO_GO = {"status": "Finished", "execution_time": 0.1, "return_code": 127, "stdout": "", "stderr": "/bin/bash: line 1: go: command not found\n"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("phase", "language", "told"),
+    [
+        ({"compile_result": NO_GO}, "go", True), ({"run_result": NO_GO}, "go", True), ({"run_result": NO_GO}, "bash", False),
+        ({"run_result": NO_GO}, "python", False), ({"run_result": {**NO_GO, "stdout": "x"}}, "go", False),
+        ({"run_result": {**NO_GO, "return_code": 1}}, "go", False), ({"compile_result": NO_GO, "run_result": NO_GO}, "python", False),
+        ({"compile_result": {**NO_GO, "stderr": "sh: 1: /usr/bin/rustc: not found"}}, "rust", True),
+        ({"compile_result": {**NO_GO, "stderr": "main.go:3: x: command not found"}}, "go", False),
+    ],
+)  # fmt: skip
+def test_a_compiler_that_the_service_lacks_is_machinery(phase: dict[str, Any], language: str, told: bool) -> None:
+    reply = {**GOOD, "status": "Failed", "run_result": None, **phase}
+    with service(lambda n: (200, reply, {})) as (url, _):
+        result = quick(url).run("x", language=language)
+    assert (result.status == "SandboxError") is told and (not told or f"cannot run {language}: it has no" in result.why)
+
+
+def test_the_server_bounds_time_limits_and_says_what_was_wrong() -> None:
+    import http.client
+
+    class Ran:
+        async def execute(self, program: Program) -> Any:
+            return read_reply(GOOD)
+
+    with serve(Ran()) as url:  # type: ignore[arg-type]
+        host = url.removeprefix("http://")
+
+        def asked(path: str, body: bytes, **headers: str) -> tuple[int, str]:
+            connection = http.client.HTTPConnection(host)
+            connection.request("POST", path, body, headers)
+            reply = connection.getresponse()
+            return reply.status, reply.read().decode()
+
+        for field in ("run_timeout", "compile_timeout"):
+            for seconds in (-5, 0, 1e9, float("nan"), "soon", None):
+                body = json.dumps({"code": "1", "language": "python", field: seconds}).encode()
+                status, said = asked("/run_code", body)
+                assert status == 422 and ("timeout" in said), (field, seconds, said)
+        assert asked("/run_code", json.dumps({"code": "1", "language": "python", "run_timeout": 9}).encode())[0] == 200
+        assert asked("/run", b"{}")[0] == 404 and "expected /run_code" in asked("/run", b"{}")[1]
+        large = asked("/run_code", b"", **{"Content-Length": str(1 << 40)})
+        assert large[0] == 413 and "bytes" in large[1] and asked("/run_code", b"", **{"Content-Length": "-1"})[0] == 400
+    for seconds in (-1.0, 0.0, float("nan"), 1e9):
+        with pytest.raises(SettingError, match="run_timeout.*at most 3600"):
+            Program(code="1", run_timeout=seconds)
+        with pytest.raises(SettingError, match="timeout"):
+            code(Ran(), timeout=seconds)  # type: ignore[arg-type]

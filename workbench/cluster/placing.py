@@ -376,7 +376,7 @@ class PlacedReward(BaseReward):
         """Score rows on the workers; returns one `Score` for each row, in order.
 
         Rows go to the workers in turn, so that rows of a slow kind are spread over all of them. If a worker dies or hangs,
-        all are replaced and all rows scored once more; if that fails, too, every row is an *infra_error*.
+        all are replaced and all rows scored once more; if that fails, too, every row is an *infra_error* with the reason.
         """
         each = [(rows[rank :: self.workers],) for rank in range(self.workers)]
         error = ""
@@ -386,7 +386,7 @@ class PlacedReward(BaseReward):
                 return [parts[number % self.workers][number // self.workers] for number in range(len(rows))]
             except (WorkerLost, TimeoutError) as lost:
                 error = str(lost).splitlines()[0]
-        return [failed("a worker that scores this batch died twice", error)] * len(rows)
+        return [failed(f"the workers did not score this batch in two tries: {error}", error)] * len(rows)
 
     def close(self) -> None:
         """End the workers, and close the reward itself."""

@@ -85,7 +85,7 @@ class BaseReward:
         if value is None:
             return list(scores)
         return [
-            replace(score, value=value, status=Status.SCORED, why=f"counted as {value:g} by policy: {score.why}")
+            replace(score, value=value, status=Status.COUNTED, why=f"counted as {value:g} by policy: {score.why}")
             if score.status is Status.INFRA_ERROR
             else score
             for score in scores

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import builtins
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from workbench.base import runtime
 from workbench.base.config import require
-from workbench.base.errors import DataError, describe
+from workbench.base.errors import DataError
 from workbench.rewards import case_harness
+from workbench.rewards.cases import Case, read_cases
 from workbench.rewards.score import Score, Status, failed
-from workbench.sandbox.protocol import Program, Result, Sandbox
+from workbench.sandbox.protocol import MAX_SECONDS, Program, Result, Sandbox
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _SHOWN = 300
 _HARNESS = Path(case_harness.__file__).read_text(encoding="utf-8")
+_ROUNDS = 8
 _NO_VALUE = "the program ended before its function returned"
 
 
@@ -30,17 +31,6 @@ def extract_code(text: str) -> str | None:
     blocks = _FENCE.findall(text.rsplit("</think>", 1)[-1])
     python = [body for language, body in blocks if language.lower() in ("python", "py", "python3")]
     return (python or [body for _, body in blocks] or [None])[-1]
-
-
-class Case(NamedTuple):
-    """One test case of a program: its kind, its input and the expected result."""
-
-    kind: str
-    """`stdin`, `call` or `assert`."""
-    given: Any
-    """The text for stdin; for the other kinds what `case.json` tells the sandbox: which calls to make."""
-    expected: Any
-    """The right output or return value; for `assert` the assertion's code with `_value_0`, … in place of its calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +50,16 @@ class Outcome:
 class Code:
     """`rewards.code(sandbox)`: the share of test cases that the response's program passes.
 
-    The row's `ground_truth` (or `extra_info["test_cases"]`) has the tests: a dict, or its JSON, with `inputs` and `outputs`
-    (stdin and stdout; with `fn_name` arguments and return values), or with `assert_case`, a list of assertions. `timeout`
-    is in seconds per case. With `continuous=False` the score is 1 only if all cases pass, and where the first one fails the
+    The row's `ground_truth`, or where that is empty `extra_info["test_cases"]`, has the tests, as they are or as JSON:
+
+    - a dict with `inputs` and `outputs` (stdin and stdout; with `fn_name` arguments and return values): verl's, APPS, TACO;
+    - a list of `{input, output}` or of pairs, `public_test_cases` and `private_test_cases` of such (LiveCodeBench, whose
+      `functional` cases need `func_name`), `{"test": [{"input": {"stdin": …}, "output": {"stdout": …}}]}` (CommonOJ);
+    - a list of assertions, or a dict with one as `assert_case` or `test_list` (MBPP);
+    - Python tests: `check(candidate)` with `entry_point` beside it or in `extra_info` (HumanEval), or functions `test_…()`
+      (KodCode). They run in a process that has what the program's functions returned, and not the program.
+
+    Numbers of which one is a float are equal within 1e-6 (see `same_value`, `same_output`). `timeout` is in seconds per case. With `continuous=False` the score is 1 only if all cases pass, and where the first one fails the
     others do not run. `compare` is how printed output is compared (see `same_output`); `max_cases` keeps the first cases.
     The score's part `passed` is the share; its extra `cases` has a record of each case.
 
@@ -89,7 +86,7 @@ class Code:
         max_cases: int | None = None,
     ) -> None:
         require(compare in ("lines", "exact", "tokens"), "compare", expected="lines, exact or tokens", found=compare)
-        require(timeout > 0, "timeout", expected="seconds > 0", found=timeout)
+        require(0 < timeout <= MAX_SECONDS, "timeout", expected=f"seconds > 0, at most {MAX_SECONDS:g}", found=timeout)
         self.sandbox = sandbox
         self.continuous = continuous
         self.timeout = timeout
@@ -103,16 +100,33 @@ class Code:
         program = extract_code(response)
         if program is None:
             return Score(status=Status.NO_ANSWER, why="no code block in the response", parts={"passed": 0.0})
-        tests = ground_truth if ground_truth else (extra_info or {}).get("test_cases")
         try:
-            cases = read_cases(tests)[: self.max_cases]
+            cases = read_cases(ground_truth, extra_info)[: self.max_cases]
+            # where only all of them count, the first case may decide
+            outcomes = await self._outcomes(program, cases if self.continuous else cases[:1])
+            if not self.continuous and outcomes[0].passed and len(cases) > 1:
+                outcomes += await self._outcomes(program, cases[1:])
         except DataError as error:
             return Score(status=Status.NOT_APPLICABLE, why=f"invalid tests: {error}", answer=program)
-        # where only all of them count, the first case may decide
-        outcomes = await self._outcomes(program, cases if self.continuous else cases[:1])
-        if not self.continuous and outcomes[0].passed and len(cases) > 1:
-            outcomes += await self._outcomes(program, cases[1:])
         return self._score(program, outcomes)
+
+    def unscorable(self, ground_truth: Any = None, extra_info: Any = None, **_: Any) -> str:
+        """Why a row with these tests can never be scored, or "": its tests cannot be read."""
+        try:
+            return "" if read_cases(ground_truth, extra_info) else "no tests"
+        except DataError as error:
+            return f"invalid tests: {error}"
+
+    def check_solutions(
+        self, rows: Iterable[Mapping[str, Any]], solution: Callable[[Mapping[str, Any]], str]
+    ) -> dict[int, Score]:
+        """Score each row's own solution, `solution(row)` (code): row number → score of those that do not pass all tests."""
+        held = list(rows)
+        calls = [
+            (f"```python\n{solution(row)}\n```", row.get("reward_model") or {}, row.get("extra_info")) for row in held
+        ]
+        scores = runtime.run_all(lambda one: self(one[0], one[1].get("ground_truth"), one[2]), calls)
+        return {number: score for number, score in enumerate(scores) if not score.scored or score.value < 1}
 
     def _score(self, program: str, outcomes: Sequence[Outcome]) -> Score:
         broken = next((one for one in outcomes if one.passed is None), None)
@@ -134,6 +148,9 @@ class Code:
         if kind == "stdin":
             results = await self._run([self._program(program, stdin=case.given) for case in cases])
             return [self._printed(case, result) for case, result in zip(cases, results, strict=True)]
+        if kind == "script":
+            found = [await self._scripted(program, case) for case in cases]
+            return [one for outcomes in found for one in outcomes][: self.max_cases]
         results = await self._run([self._harness(case.given, program) for case in cases])
         values = [_from_harness(result, "values") for result in results]
         returned = [(case.expected, found) for case, found in zip(cases, values, strict=True) if found is not None]
@@ -157,6 +174,35 @@ class Code:
             return [(None, f"the assertions could not be judged: {judged.why}")] * len(assertions)
         return verdicts
 
+    async def _scripted(self, program: str, case: Case) -> list[Outcome]:
+        """One outcome for each assertion that the tests come to. They run without the program: first to collect its calls,
+        then with what these returned; a call that depends on another's result is asked for in a further round.
+
+        Raises `DataError` for tests that fail by themselves.
+        """
+        returned: list[Any] | None = None
+        calls: list[Any] = []
+        expected, answers = 0, Result(status="Success")
+        for _ in range(_ROUNDS):
+            (ran,) = await self._run([self._harness({**case.given, "calls": calls, "returned": returned}, None)])
+            found = _from_harness(ran, "script")
+            if found is None or len(found) != 5:
+                return [_unanswered(ran) if ran.status == "SandboxError" else _broken(ran.why)]
+            asked, verdicts, more, ended, error = found
+            if error or not asked:
+                _broken(error or "they call nothing of the program")
+            if returned is None:
+                expected = len(verdicts)
+            elif not more:
+                left = [(False, "not reached")] * (expected - len(verdicts) if ended else 0)
+                return [_outcome(answers, bool(right), str(why), None) for right, why in (*verdicts, *left)]
+            calls = asked
+            (answers,) = await self._run([self._harness({"role": "values", "requests": calls}, program)])
+            returned = _from_harness(answers, "values")
+            if returned is None or len(returned) != len(calls):
+                return [_unanswered(answers)] * max(expected, 1)
+        return [_broken(f"a call depends on others' results more than {_ROUNDS} deep")]
+
     def _program(self, code: str, **fields: Any) -> Program:
         return Program(code=code, run_timeout=self.timeout, memory_limit_mb=self.memory_limit_mb, **fields)
 
@@ -174,6 +220,10 @@ class Code:
             return _unanswered(result)
         right = same_output(result.stdout, case.expected, self.compare)
         return _outcome(result, right, "the output differs", result.stdout)
+
+
+def _broken(why: str) -> Outcome:
+    raise DataError("the row's tests fail by themselves", found=why)
 
 
 def _from_harness(result: Result, name: str) -> list[Any] | None:
@@ -203,7 +253,7 @@ def _met(returned: tuple[Any, list[Any]]) -> tuple[bool, str]:
     found = _decoded(values)
     if not found:
         return False, "what came back is not the function's value"
-    return same_value(found[0], expected), "the value differs"
+    return any(same_value(found[0], one) for one in expected), "the value differs"
 
 
 def _outcome(result: Result, right: bool | None, why: str, got: Any) -> Outcome:
@@ -231,109 +281,62 @@ def _cut(value: Any) -> str:
 code = Code
 
 
-def read_cases(tests: Any) -> list[Case]:
-    """Parse a row's test cases, in one of the forms that `Code` lists. Raises `DataError` for any other."""
-    if isinstance(tests, str):
-        try:
-            tests = json.loads(tests)
-        except ValueError as cause:
-            raise DataError("the row's test cases", expected="JSON", found=describe(tests)) from cause
-    if not isinstance(tests, Mapping):
-        raise DataError("the row's test cases", expected="a dict with inputs and outputs", found=describe(tests))
-    if tests.get("assert_case"):
-        return [_assertion(str(text)) for text in tests["assert_case"]]
-    inputs, outputs = list(tests.get("inputs") or ()), list(tests.get("outputs") or ())
-    if not inputs or len(inputs) != len(outputs):
-        found = f"{len(inputs)} inputs, {len(outputs)} outputs"
-        raise DataError("the row's test cases", expected="as many outputs as inputs, at least one", found=found)
-    name, pairs = tests.get("fn_name"), zip(inputs, outputs, strict=True)
-    return [_call(str(name), *pair) if name else Case("stdin", *map(_text, pair)) for pair in pairs]
-
-
-def _text(value: Any) -> str:
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _call(name: str, given: Any, wanted: Any) -> Case:
-    """Arguments are a list, or text with one JSON value a line; the output a value or its JSON."""
-    try:
-        arguments = [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
-        expected = json.loads(wanted) if isinstance(wanted, str) else wanted
-    except ValueError:
-        arguments, expected = [given] if isinstance(given, str) else list(given), wanted
-    return Case("call", {"role": "values", "function": name, "arguments": arguments}, expected)
-
-
-def _assertion(text: str) -> Case:
-    """Raises `DataError` where the calls of the model's program cannot be taken out of it."""
-    what = f"assertion {describe(text)} in assert_case"
-    try:
-        body = ast.parse(text).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
-        raise DataError(what, expected="valid Python", found=cause) from cause
-    imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
-    asserts = [node for node in body if isinstance(node, ast.Assert)]
-    if not asserts or len(imports) + len(asserts) != len(body):
-        raise DataError(what, expected="only imports and assertions", do="write the test as inputs and outputs")
-    imported = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
-    split = _Split({*imported, *vars(builtins)})
-    rest = [ast.unparse(split.visit(node)) for node in asserts]
-    if not split.calls:
-        raise DataError(what, expected="a call of the response's own function", found="none")
-    brought = "\n".join(map(ast.unparse, imports))
-    asked = {"role": "values", "imports": brought, "calls": split.calls}
-    return Case("assert", asked, "\n".join([brought, *rest]).strip())
-
-
-class _Split(ast.NodeTransformer):
-    """Takes out the outermost calls of names that the test does not bring itself."""
-
-    def __init__(self, known: set[str]) -> None:
-        self.known = known
-        self.calls: list[str] = []
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        root: ast.AST = node.func
-        while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
-            root = root.func if isinstance(root, ast.Call) else root.value
-        if not isinstance(root, ast.Name) or root.id in self.known:
-            return self.generic_visit(node)
-        self.calls.append(ast.unparse(node))
-        return ast.copy_location(ast.Name(f"_value_{len(self.calls) - 1}", ast.Load()), node)
+_TOLERANCE = 1e-6
+"""Numbers are equal within this, relative or absolute, where one of them is a float; whole numbers only exactly."""
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def same_output(got: str, wanted: str, compare: str) -> bool:
     """Whether a program's printed output equals the expected output.
 
     `compare` is `exact`: newlines at the end are ignored (as in verl's sandbox); `lines`: spaces around lines and around
-    the text are ignored; or `tokens`: word by word, and numbers may differ by 1e-6.
+    the text are ignored; or `tokens`: word by word. In `lines` and `tokens` two numbers of which one is written with a point
+    or an exponent are equal within 1e-6, relative or absolute.
     """
     if compare == "exact":
         return got.rstrip("\n") == wanted.rstrip("\n")
-    if compare == "lines":
-        ours, theirs = ([line.strip() for line in text.strip().splitlines()] for text in (got, wanted))
-        return ours == theirs
-    ours, theirs = got.split(), wanted.split()
+    if compare == "tokens":
+        return _alike(got.split(), wanted.split())
+    ours, theirs = ([line.strip() for line in text.strip().splitlines()] for text in (got, wanted))
+    if len(ours) != len(theirs):
+        return False
+    return all(a == b or _alike(a.split(" "), b.split(" ")) for a, b in zip(ours, theirs, strict=True))
+
+
+def _alike(ours: Sequence[str], theirs: Sequence[str]) -> bool:
     return len(ours) == len(theirs) and all(map(_close, ours, theirs))
 
 
 def _close(one: str, other: str) -> bool:
     if one == other:
         return True
-    try:
-        return math.isclose(float(one), float(other), rel_tol=1e-6, abs_tol=1e-6)
-    except ValueError:
-        return False
+    both = _NUMBER.fullmatch(one) and _NUMBER.fullmatch(other)
+    return bool(both) and set(one + other) & set(".eE") != set() and _near(float(one), float(other))
+
+
+def _near(one: float, other: float) -> bool:
+    return one == other or math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
 def same_value(got: Any, wanted: Any) -> bool:
     """Whether a returned value equals the expected one. Tuples count as lists, because expected values are JSON; a list of
-    one expected value also stands for that value, as some data sets write it."""
-    plain = _plain(got)
-    return bool(plain == wanted) or (isinstance(wanted, list) and len(wanted) == 1 and bool(plain == wanted[0]))
+    one expected value also stands for that value, as some data sets write it. Two numbers of which one is a float are equal
+    within 1e-6, relative or absolute, also inside lists and dicts; NaN equals NaN."""
+    return _same(got, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _same(got, wanted[0]))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return {str(key): _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+def _same(got: Any, wanted: Any) -> bool:
+    if isinstance(got, tuple | list) and isinstance(wanted, tuple | list):
+        return len(got) == len(wanted) and all(map(_same, got, wanted))
+    if isinstance(got, dict) and isinstance(wanted, dict):
+        ours, theirs = ({str(key): value for key, value in one.items()} for one in (got, wanted))
+        return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in theirs)
+    if isinstance(got, float) or isinstance(wanted, float):
+        numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (got, wanted))
+        if numbers and got != got and wanted != wanted:
+            return True
+        try:
+            return bool(got == wanted) or (numbers and _near(float(got), float(wanted)))
+        except OverflowError:  # an integer beyond the floats
+            return False
+    return bool(got == wanted)

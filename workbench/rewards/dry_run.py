@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from workbench.base.errors import DataError, RewardError, boundary, first_line
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
@@ -82,6 +84,27 @@ class DryRun(Shown):
         frame = self.table
         values = frame[list(self.judged)]
         return frame[values.nunique(axis=1, dropna=False) > 1]
+
+    @property
+    def batch(self) -> DataProto:
+        """The completions as a batch, for `views.samples`: `score` and `reward` are the first reward's, `reward/<name>` each
+        one's (NaN: not scored), and `reward/differs` is 1 where rewards differ (`where={"reward/differs": 1}`)."""
+        frame = self.table
+        first = [one.score for one in next(iter(self.judged.values()), [])]
+        values = {f"reward/{name}": torch.tensor(frame[name].to_numpy(float)).float() for name in self.judged}
+        differs = frame.index.isin(self.disagreements.index)
+        return DataProto.from_single_dict(
+            {
+                "raw_prompt": [row["prompt"] for row in self.rows],
+                "response_text": [row["response"] for row in self.rows],
+                "reward_model": [{"ground_truth": row["ground_truth"]} for row in self.rows],
+                "reward": torch.tensor([score.value for score in first]),
+                "scored": torch.tensor([score.scored for score in first]),
+                "score": first,
+                **values,
+                "reward/differs": torch.tensor(differs).float(),
+            }
+        )
 
     @property
     def failures(self) -> pd.DataFrame:

@@ -138,5 +138,7 @@ def _said(score: Score) -> dict[str, Any]:
 
 
 def _joint(statuses: Collection[Status]) -> Status:
-    """Of parts that do not agree: no answer where the response failed in all of them."""
+    """Of parts that do not agree: counted where a part is, no answer where the response failed in all of them."""
+    if Status.COUNTED in statuses:
+        return Status.COUNTED
     return Status.NO_ANSWER if all(one.failed_by_model for one in statuses) else Status.SCORED

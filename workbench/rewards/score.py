@@ -52,6 +52,8 @@ class Status(StrEnum):
     """The response's code ran over its time limit. It counts as scored."""
     INFRA_ERROR = "infra_error"
     """The row could not be scored: the function raised, hung or lost its worker. Never counted as 0."""
+    COUNTED = "counted"
+    """The row could not be scored and counts as x, by the policy `on_failure="value=x"`; `why` has the failure."""
     NOT_APPLICABLE = "not_applicable"
     """The function returned None: it does not score this row."""
 

@@ -197,7 +197,10 @@ def _interpreter(python: str | None, packages: bool) -> tuple[str, tuple[str, ..
     base = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     # another user can run it where every folder above is open to all
     open_to_all = os.geteuid() != 0 or all(folder.stat().st_mode & stat.S_IXOTH for folder in base.parents)
-    chosen = Path(python) if python else base if open_to_all else Path("/usr/bin/python3")
+    chosen = Path(shutil.which(python) or python) if python else base if open_to_all else Path("/usr/bin/python3")
+    if not chosen.is_absolute() or not os.access(chosen, os.X_OK) or chosen.is_dir():
+        do = "give python= the path of an interpreter, or leave it out"
+        raise SandboxError("python of the sandbox", expected="a program that can be run", found=str(chosen), do=do)
     readable = [] if chosen.is_relative_to("/usr") else [str(chosen.parents[1])]
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",

@@ -24,6 +24,8 @@ LANGUAGES = (
 )  # fmt: skip
 """The languages of the contract; `languages` of a sandbox are those that it runs."""
 
+MAX_SECONDS = 3600.0
+"""Longest time limit of a program's phase."""
 Status = Literal["Success", "Failed", "SandboxError"]
 PhaseStatus = Literal["Finished", "Error", "TimeLimitExceeded"]
 Limit = Literal["time", "memory", "output", "disk"]
@@ -31,7 +33,8 @@ Limit = Literal["time", "memory", "output", "disk"]
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program to run. Raises `SettingError` for a language outside the contract or a file outside its folder.
+    """A program to run. Raises `SettingError` for a language outside the contract, a file outside its folder, or a time
+    limit that is not above 0 and at most `MAX_SECONDS`.
 
     Example:
         >>> sandbox.local().run(Program(code="print(input())", stdin="hello"))  # doctest: +SKIP
@@ -55,6 +58,10 @@ class Program:
     def __post_init__(self) -> None:
         if self.language not in LANGUAGES:
             raise SettingError("language of a program", expected=f"one of {', '.join(LANGUAGES)}", found=self.language)
+        for name in ("compile_timeout", "run_timeout"):
+            seconds = getattr(self, name)
+            if not 0 < seconds <= MAX_SECONDS:
+                raise SettingError(name, expected=f"seconds, above 0 and at most {MAX_SECONDS:g}", found=seconds)
         for name in (*self.files, *self.fetch_files):
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:

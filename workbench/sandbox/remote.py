@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,15 @@ from workbench.sandbox.protocol import LANGUAGES, Limit, Phase, Program, Result,
 
 MAX_REQUEST = 64 << 20
 """Bytes of a request body."""
+INTERPRETERS: Mapping[str, tuple[str, ...]] = {
+    "go": ("go",), "go_test": ("go",), "nodejs": ("node",), "jest": ("npx", "node"), "typescript": ("tsx", "ts-node", "npx"),
+    "java": ("java",), "junit": ("java",), "php": ("php",), "csharp": ("dotnet", "mono"), "rust": ("cargo",),
+    "lua": ("lua",), "R": ("Rscript",), "perl": ("perl",), "ruby": ("ruby",), "scala": ("scala",), "julia": ("julia",),
+    "kotlin_script": ("kotlin", "kotlinc"), "verilog": ("vvp",), "lean": ("lean", "lake"), "swift": ("swift",),
+    "racket": ("racket",), "sql": ("sqlite3",), "D_ut": ("rdmd", "dub"),
+}  # fmt: skip
+"""Language → what may run its programs. Python is not there: a program could print that itself."""
+_NOT_FOUND = re.compile(r"(?:/bin/)?(?:ba|da)?sh: (?:(?:line )?\d+: )?(?:exec: )?([\w+./-]+): (?:command )?not found")
 CUT = 219_000
 """The service cuts longer output silently, at 219,264 characters; so much of it is taken as cut."""
 
@@ -81,7 +91,25 @@ class RemoteSandbox(SyncDoors):
             result = await self._client.post(f"{self.url}/run_code", asked, timeout=seconds, read=read_reply)
         except (Unreachable, Refused) as error:
             result = Result(status="SandboxError", message=first_line(error))
+        tool = missing_tool(result, program.language)
+        if tool:
+            result = Result(
+                status="SandboxError", message=f"the service cannot run {program.language}: it has no {tool}"
+            )
         return replace(result, where=urlsplit(self.url).netloc)
+
+
+def missing_tool(result: Result, language: str) -> str:
+    """The compiler or interpreter that a service's shell did not find, which says nothing about the program; else "".
+
+    A program's own output is not believed: in the run of an interpreted language only the name of its interpreter counts.
+    """
+    phase = result.compile if result.run is None else result.run
+    if phase is None or phase.return_code != 127 or phase.stdout:
+        return ""
+    found = _NOT_FOUND.fullmatch(phase.stderr.strip())
+    name = found[1].rsplit("/", 1)[-1] if found else ""
+    return name if result.run is None or name in INTERPRETERS.get(language, ()) else ""
 
 
 def read_reply(reply: Any) -> Result:
@@ -140,9 +168,14 @@ def serve(sandbox: Sandbox, *, port: int = 0) -> Iterator[str]:
             self._send(*((200, "pong") if self.path == "/v1/ping" else (404, {"detail": "Not Found"})))
 
         def do_POST(self) -> None:
-            size = int(self.headers.get("Content-Length") or 0)
-            if self.path != "/run_code" or size > MAX_REQUEST:
-                return self._send(404 if size <= MAX_REQUEST else 413, {"detail": "not /run_code, or too large"})
+            if self.path != "/run_code":
+                return self._send(404, {"detail": f"no such path: {self.path[:100]!r}; expected /run_code"})
+            length = self.headers.get("Content-Length") or "0"
+            size = int(length) if length.isdecimal() else -1
+            if size < 0:
+                return self._send(400, {"detail": "Content-Length is no number of bytes"})
+            if size > MAX_REQUEST:
+                return self._send(413, {"detail": f"the request has {size} bytes; expected at most {MAX_REQUEST}"})
             return self._send(*answer(sandbox, self.rfile.read(size)))
 
         def _send(self, status: int, reply: Any) -> None:

@@ -93,7 +93,7 @@ def rubric(made: Rubric) -> doc.Part:
 
 # --- a dry run --------------------------------------------------------------------------------
 
-_ROWS = 8
+_ROWS = 50
 _AROUND = 160
 _COLOURS = ("rgba(9,105,218,0.28)", "rgba(191,135,0,0.32)", "rgba(130,80,223,0.28)", "rgba(46,160,67,0.30)")
 
@@ -103,6 +103,12 @@ def dry_run(made: DryRun) -> doc.Part:
     several, failures = len(made.judged) > 1, list(made.failures.iterrows())
     rows = list(made.disagreements.index) if several else list(range(len(made.rows)))
     what = f"{len(rows)} rows" + (" that the scorers score differently" if several else "")
+    if len(rows) > _ROWS:
+        what += (
+            f", the first {_ROWS}: views.samples(run, where={{'reward/differs': 1}}) has all"
+            if several
+            else f", the first {_ROWS}"
+        )
     said = [f"{len(rows)} rows are scored differently"] if several else []
     said += [f"  {int(counts.sum()):5d} × {doc.cut(reason, 100)}" for reason, counts in failures[:5]]
     cells = [[doc.cut(reason, 160), *(f"{int(count)}" for count in counts)] for reason, counts in failures[:12]]
@@ -126,7 +132,7 @@ def _scorers(made: DryRun) -> doc.Part:
         bar = doc.bar(abs(mean), f"{mean:.3f}", mean >= 0) if mean == mean else "–"
         rows.append([doc.Span(str(name), f"background:{colour};padding:0 4px"), bar, *counts, *times])
         said = [f"mean {mean:.3f}", f"{int(numbers['judged'])} judged"]
-        said += [f"{int(numbers[key])} {key}" for key in ("infra_error", "not_applicable") if key in frame]
+        said += [f"{int(numbers[key])} {key}" for key in ("infra_error", "counted", "not_applicable") if key in frame]
         lines.append(f"  {name!s:<20} {', '.join(said)}, median {times[0]}, longest {times[1]}")
     return doc.Either(lines, doc.Table(["scorer", "mean", *statuses, "extracted", "median", "longest"], rows))
 

@@ -261,7 +261,9 @@ class Samples(doc.View):
         step = self.index.batch.meta_info.get("step")
         which = "" if step is None else f"step {step}: "
         counts = Counter(self.index.frame.get("status", ()))
-        unscored = "".join(f"; {counts[one]} {one}" for one in ("infra_error", "not_applicable") if counts[one])
+        unscored = "".join(
+            f"; {counts[one]} {one}" for one in ("infra_error", "counted", "not_applicable") if counts[one]
+        )
         return shown, doc.small(f"{which}{len(frame)} of {of}{first}{unscored}")
 
     def _over(self, group: int) -> doc.Part:

@@ -35,5 +35,5 @@ def math_verify(*, strict: bool = False, timeout: float = 5.0, workers: int = 2,
         return lint(calls, lambda why, ground_truth: why, f"math_verify ({len(some)} of {len(held)} rows read)")
 
     options = {"memory_limit_mb": 4096, "name": "math_verify", "check_rows": check, **options}
-    reward = Reward(function, timeout=timeout, workers=workers, given=("strict",), **options)
+    reward = Reward(function, timeout=timeout, workers=workers, **options)
     return reward

@@ -1,0 +1,289 @@
+"""Test cases of a row of code, as the data sets write them: pairs of input and output, assertions, tests with functions."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from workbench.base.errors import DataError, describe
+
+_GIVEN = ("input", "stdin", "inputs")
+_WANTED = ("output", "expected_output", "expected", "stdout", "outputs")
+_NAMES = ("fn_name", "func_name", "entry_point")
+_LISTS = ("test_cases", "tests", "public_test_cases", "private_test_cases", "test")
+_ANY = "lists of inputs and outputs, a list of {input, output} or of pairs, a list of assertions, check(candidate)"
+
+
+class Case(NamedTuple):
+    """One test case of a program: its kind, its input and the expected result."""
+
+    kind: str
+    """`stdin`, `call`, `assert` or `script`."""
+    given: Any
+    """The text for stdin; for the other kinds what `case.json` tells the sandbox: which calls to make, or the tests' text."""
+    expected: Any = None
+    """The right output; the return values that are right; for `assert` the code with `_value_0`, … in place of its calls."""
+
+
+def read_cases(ground_truth: Any, extra_info: Any = None) -> list[Case]:
+    """Parse a row's test cases, in one of the forms that `Code` lists. Raises `DataError` for any other, naming the case.
+
+    They are `ground_truth`, or where that is empty `extra_info["test_cases"]`. A function is called where its name is there,
+    as `fn_name`, `func_name` or `entry_point`, beside the tests or in `extra_info` (LiveCodeBench's `metadata`, too): none is
+    guessed.
+    """
+    extra = extra_info if isinstance(extra_info, Mapping) else {}
+    tests = _decoded(ground_truth)
+    if tests is None or (isinstance(tests, str | Sequence | Mapping) and not tests):
+        tests = _decoded(extra.get("test_cases"))
+    cases = _cases(tests, _named(extra))
+    if not cases:
+        raise DataError("the row's test cases", expected=_ANY, found="none")
+    if len({case.kind for case in cases}) > 1:
+        odd = next(number for number, case in enumerate(cases) if case.kind != cases[0].kind)
+        found = f"test case {odd} is a {cases[odd].kind}, test case 0 a {cases[0].kind}"
+        raise DataError("the row's test cases", expected="cases of one kind", found=found)
+    return cases
+
+
+def _decoded(value: Any) -> Any:
+    """A value without the JSON text or the numpy array around it; other text as it stands."""
+    for _ in range(3):  # some data sets encode twice
+        value = value.tolist() if callable(getattr(value, "tolist", None)) else value
+        if not isinstance(value, str):
+            return value
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return value.strip()
+    return value
+
+
+def _named(tests: Mapping[str, Any]) -> str | None:
+    """The name of the function to call, where it is given."""
+    inner = _decoded(tests.get("metadata"))
+    places = [tests, inner] if isinstance(inner, Mapping) else [tests]
+    for found in (one.get(name) for one in places for name in _NAMES):
+        if isinstance(found, str) and found.strip():
+            return found.strip()
+        if found is not None and found != "" and found == found:  # NaN is how pandas writes a missing one
+            raise DataError("the name of the function to call", expected="text", found=describe(found))
+    return None
+
+
+def _cases(tests: Any, name: str | None) -> list[Case]:
+    if not isinstance(tests, str | Mapping | Sequence) or isinstance(tests, bytes) or not tests:
+        raise DataError("the row's test cases", expected=_ANY, found=describe(tests))
+    if isinstance(tests, str):
+        return [_script(tests, name)]
+    if isinstance(tests, Mapping):
+        return _of_mapping(tests, _named(tests) or name)
+    items = [_decoded(item) for item in tests]
+    if all(isinstance(item, str) for item in items):
+        return _assertions(items, name)
+    return [_at(number, lambda item=item: _pair(item, name)) for number, item in enumerate(items)]  # type: ignore[misc]
+
+
+def _at(number: int, read: Callable[[], Case]) -> Case:
+    try:
+        return read()
+    except DataError as error:
+        raise DataError(f"test case {number}: {error}") from error
+
+
+def _of_mapping(tests: Mapping[str, Any], name: str | None) -> list[Case]:
+    texts = _decoded(tests.get("assert_case")) or _decoded(tests.get("test_list"))
+    if texts:
+        setup = [tests.get("test_setup_code") or "", *(_decoded(tests.get("test_imports")) or ())]
+        if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in (*texts, *setup)):
+            raise DataError("the row's assertions", expected="a list of texts", found=describe(texts))
+        return _assertions(texts, name, "\n".join(filter(None, setup)))
+    if isinstance(tests.get("test"), str) and "assert" in tests["test"]:
+        return [_script(tests["test"], name, str(tests.get("prompt") or ""))]
+    nested = [_decoded(tests[key]) for key in _LISTS if tests.get(key) is not None]
+    if nested:
+        return [case for one in nested if one not in ([], {}, "") for case in _cases(one, name)]
+    given, wanted = (next((tests[key] for key in keys if key in tests), None) for keys in (_GIVEN, _WANTED))
+    if not (isinstance(given, list | tuple) and isinstance(wanted, list | tuple)):
+        return [_pair(tests, name)]
+    if not given or len(given) != len(wanted):
+        found = f"{len(given)} inputs, {len(wanted)} outputs"
+        raise DataError("the row's test cases", expected="as many outputs as inputs, at least one", found=found)
+    pairs = enumerate(zip(given, wanted, strict=True))
+    return [_at(number, lambda pair=pair: _pair(pair, name)) for number, pair in pairs]  # type: ignore[misc]
+
+
+def _pair(item: Any, name: str | None) -> Case:
+    """A case of one input and one output, as `{input, output}` or as a pair."""
+    if isinstance(item, Mapping):
+        keys = [next((key for key in keys if key in item), None) for keys in (_GIVEN, _WANTED)]
+        if None in keys:
+            raise DataError("a test case", expected="input and output", found=f"keys {sorted(map(str, item))}")
+        given, wanted = (item[key] for key in keys)  # type: ignore[index]
+        if item.get("testtype") == "functional" and name is None:
+            raise DataError("a functional test case", expected="the function's name (func_name)", found="none")
+        name = None if item.get("testtype") == "stdin" else name
+    elif isinstance(item, list | tuple) and len(item) == 2:
+        given, wanted = item
+    else:
+        found = f"{len(item)} values" if isinstance(item, list | tuple) else describe(item)
+        raise DataError("a test case", expected="{input, output} or a pair [input, output]", found=found)
+    if isinstance(given, Mapping) and "stdin" in given:  # CommonOJ
+        given, wanted, name = given["stdin"], wanted["stdout"] if isinstance(wanted, Mapping) else wanted, None
+    if name is not None:
+        return _call(name, given, wanted)
+    return Case("stdin", _text(given, "input"), _text(wanted, "output"))
+
+
+def _text(value: Any, what: str) -> str:
+    if isinstance(value, list | tuple):
+        return "\n".join(_text(one, what) for one in value)
+    if not isinstance(value, str | int | float):
+        raise DataError(f"{what} of a program", expected="text, a number or a list of them", found=describe(value))
+    return str(value)
+
+
+def _call(name: str, given: Any, wanted: Any) -> Case:
+    """Arguments are a list, one value, or text with one value a line; values in text are JSON or Python's literals."""
+    if isinstance(given, Mapping):
+        raise DataError(f"arguments of {name}", expected="a list, or text with one value a line", found=describe(given))
+    if isinstance(given, str):
+        lines = [_meanings(line) for line in given.splitlines() if line.strip()]
+        # text that is no list of values is one argument
+        arguments = (
+            [line[0] for line in lines] if all(line[0] != line[-1] or len(line) == 1 for line in lines) else [given]
+        )
+    else:
+        arguments = list(given) if isinstance(given, list | tuple) else [given]
+    expected = _meanings(wanted) if isinstance(wanted, str) else [wanted]
+    return Case("call", {"role": "values", "function": name, "arguments": arguments}, expected)
+
+
+def _meanings(text: str) -> list[Any]:
+    """What a text may mean: its JSON value alone; else its value as a literal of Python (`True`), and the text itself."""
+    for read in (json.loads, _literal, str):
+        try:
+            found = read(text)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+        return [found] if read is json.loads else [found, text]
+    return [text, text]
+
+
+def _literal(text: str) -> Any:
+    """A literal of Python that can be sent as JSON."""
+    return json.loads(json.dumps(ast.literal_eval(text.strip())))
+
+
+# --- assertions -----------------------------------------------------------------------------------
+
+
+def _assertions(texts: Sequence[str], name: str | None, setup: str = "") -> list[Case]:
+    """A case for each assertion that calls the program; where one is more than imports and asserts, all in one script."""
+    bodies = [_parsed(f"{setup}\n{text}", f"test case {number}") for number, text in enumerate(texts)]
+    if any(not isinstance(node, ast.Import | ast.ImportFrom | ast.Assert) for body in bodies for node in body):
+        return [_script("\n".join([setup, *texts]), name)]
+    cases = [_assertion(body) for body in bodies]
+    if not any(cases):
+        found = "a call of the response's own function"
+        raise DataError("the row's assertions", expected=found, found=f"none in {describe(list(texts))}")
+    return [case for case in cases if case is not None]
+
+
+def _parsed(text: str, what: str) -> list[ast.stmt]:
+    try:
+        return ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
+        raise DataError(f"{what}: {describe(text)}", expected=f"JSON, or valid Python: {_ANY}", found=cause) from cause
+
+
+def _assertion(body: Sequence[ast.stmt]) -> Case | None:
+    """The case of imports and asserts; None where they call nothing of the program's (`assert True`)."""
+    imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    imported = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
+    split = _Split({*imported, *vars(builtins)})
+    rest = [ast.unparse(split.visit(node)) for node in body if isinstance(node, ast.Assert)]
+    if not split.calls:
+        return None
+    brought = "\n".join(map(ast.unparse, imports))
+    asked = {"role": "values", "imports": brought, "calls": split.calls}
+    return Case("assert", asked, "\n".join([brought, *rest]).strip())
+
+
+class _Split(ast.NodeTransformer):
+    """Takes out the outermost calls of names that the test does not bring itself."""
+
+    def __init__(self, known: set[str]) -> None:
+        self.known = known
+        self.calls: list[str] = []
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        root: ast.AST = node.func
+        while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
+            root = root.func if isinstance(root, ast.Call) else root.value
+        if not isinstance(root, ast.Name) or root.id in self.known:
+            return self.generic_visit(node)
+        self.calls.append(ast.unparse(node))
+        return ast.copy_location(ast.Name(f"_value_{len(self.calls) - 1}", ast.Load()), node)
+
+
+def _script(text: str, name: str | None, setup: str = "") -> Case:
+    """Tests that are a program: `check(candidate)`, functions `test_…()`, or statements with assertions.
+
+    The functions under test are `name`, what the text imports from `solution`, and names that it uses and does not define.
+    """
+    body = _parsed(text, "the row's tests")
+    tree = ast.Module(body, [])
+    nodes = list(ast.walk(tree))
+    if not any(isinstance(node, ast.Assert) for node in nodes):
+        raise DataError("the row's tests", expected=f"JSON, or assertions: {_ANY}", found=describe(text))
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    run = [f"{test}()" for test in functions if test.startswith("test")]
+    called = any(isinstance(node, ast.Expr) and ast.unparse(node).startswith("check(") for node in body)
+    if "check" in functions and not run and not called:
+        if name is None:
+            do = "add entry_point beside the test, or in extra_info"
+            raise DataError("tests with check(candidate)", expected="the name of the function", found="none", do=do)
+        run = [f"check({name})"]
+    for test in run:
+        arguments = functions[test.partition("(")[0]].args
+        if test.endswith("()") and len(arguments.args) > len(arguments.defaults):
+            raise DataError(
+                f"tests: {test[:-2]}", expected="a function without arguments", found="fixtures or parameters"
+            )
+    free = _free(nodes) - _defined(setup)
+    if name is not None:
+        free.add(name)
+    if not free or any(isinstance(node, ast.Import) and node.names[0].name == "solution" for node in nodes):
+        raise DataError("the row's tests", expected="calls of the response's own functions by name", found="none")
+    return Case("script", {"role": "script", "text": text, "setup": setup, "names": sorted(free), "run": run})
+
+
+def _defined(setup: str) -> set[str]:
+    """The functions that a prompt brings along."""
+    try:
+        return {node.name for node in ast.parse(setup).body if isinstance(node, ast.FunctionDef)}
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+
+
+def _free(nodes: Sequence[ast.AST]) -> set[str]:
+    """Names that a program uses and does not bind, and those that it imports from `solution`."""
+    used, bound, solution = set(), {"__name__", *vars(builtins)}, set()
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            ours = isinstance(node, ast.ImportFrom) and node.module == "solution"
+            names = {(alias.asname or alias.name).split(".")[0] for alias in node.names} - {"*"}
+            (solution if ours else bound).update(names)
+    return (used - bound) | solution
