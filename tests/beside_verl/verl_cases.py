@@ -108,7 +108,11 @@ class Case:
         try:
             with torch.random.fork_rng(devices=()):
                 torch.manual_seed(seed)
-                return self.theirs(verl, asked) if verl else self.ours(asked.ours(asked) if isinstance(asked, Batch) else asked)
+                return (
+                    self.theirs(verl, asked)
+                    if verl
+                    else self.ours(asked.ours(asked) if isinstance(asked, Batch) else asked)
+                )
         except REFUSALS as error:
             return {RAISES: f"{type(error).__name__}: {error}"}
 
@@ -134,6 +138,13 @@ class Case:
 
 
 CASES: dict[str, Case] = {}
+
+
+def gathered() -> dict[str, Case]:
+    """All cases, by name."""
+    for file in ("verl_functional", "verl_stages", "verl_texts"):
+        importlib.import_module(file)
+    return CASES
 
 
 def case(name: str, ours: Callable[[Any], Answer], theirs: Callable[[Verl, Any], Answer], **more: Any) -> None:
@@ -208,7 +219,7 @@ def scale(values: Tensor) -> float:
 
 
 def plain(answer: Answer) -> dict[str, Any]:
-    """An answer as JSON has it: names of tensors end in [], numbers have six digits."""
+    """An answer as JSON has it: names of tensors end in [], numbers have five digits."""
     if RAISES in answer:
         return {RAISES: answer[RAISES].partition(":")[0]}
     return {f"{name}[]" if isinstance(value, Tensor) else name: _plain(value) for name, value in answer.items()}
@@ -218,7 +229,10 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str):
         return value
     number = sketch(value) if isinstance(value, Tensor) else float(value)
-    return float(f"{number:.6g}") if math.isfinite(number) else str(number)
+    if not math.isfinite(number):
+        return str(number)
+    short = float(f"{number:.5g}")
+    return int(short) if short.is_integer() and abs(short) < 1e6 else short
 
 
 def remembered(said: Mapping[str, Any]) -> Answer:
@@ -254,8 +268,7 @@ def load() -> dict[str, dict[str, Answer]]:
     names, lists = read.pop(_NAMES), read.pop(_KINDS)
     return {
         name: {
-            kind: _read([names[place] for place in places], one)
-            for kind, one in zip(lists[kinds], values, strict=True)
+            kind: _read([names[place] for place in places], one) for kind, one in zip(lists[kinds], values, strict=True)
         }
         for name, (places, kinds, values) in read.items()
     }

@@ -279,7 +279,12 @@ def verls_config(verl: Verl, settings: Mapping[str, Any], mode: str = "vanilla",
 
 
 def verls_loss(
-    verl: Verl, b: Batch, name: str, settings: Mapping[str, Any], mode: str = "token-mean", weights: Tensor | None = None
+    verl: Verl,
+    b: Batch,
+    name: str,
+    settings: Mapping[str, Any],
+    mode: str = "token-mean",
+    weights: Tensor | None = None,
 ) -> Answer:
     """Value, gradient and metrics of a registered loss."""
     new = b.leaf()
@@ -351,8 +356,7 @@ for _kind, _bounds in BOUNDS.items():
         case(
             f"rejection {_kind}, {(_lower, _upper)}",
             lambda b, kind=_kind, lower=_lower, upper=_upper: {
-                "kept": b.mask
-                * ~correction.rejected(b.old, b.rollout, b.mask, kind, lower=lower, upper=upper)
+                "kept": b.mask * ~correction.rejected(b.old, b.rollout, b.mask, kind, lower=lower, upper=upper)
             },
             lambda verl, b, kind=_kind, lower=_lower, upper=_upper: {
                 "kept": verl.rollout_corr_helper.compute_rollout_rejection_mask(
@@ -388,11 +392,16 @@ for _parts, _equal in ((2, False), (3, False), (8, False), (2, True), (4, True))
 case(
     "balanced by groups",
     lambda b: {
-        "heaviest": AtMost(_heaviest(_loads(b), balancing.balanced(_loads(b), 3, groups=[row // 4 for row in range(72)], equal_size=True)))
+        "heaviest": AtMost(
+            _heaviest(
+                _loads(b), balancing.balanced(_loads(b), 3, groups=[row // 4 for row in range(72)], equal_size=True)
+            )
+        )
     },
     lambda verl, b: {
         "heaviest": _heaviest(
-            _loads(b), verl.seqlen_balancing.get_group_balanced_partitions(_loads(b), [row // 4 for row in range(72)], 3)
+            _loads(b),
+            verl.seqlen_balancing.get_group_balanced_partitions(_loads(b), [row // 4 for row in range(72)], 3),
         )
     },
     kinds=("ragged", "full"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_cases import REFUSALS, Answer, Marks, Verl, case
+from verl_cases import REFUSALS, Answer, Marks, case
 
 from workbench.rewards import Score
 from workbench.rewards.reward import scorer_for
@@ -65,7 +65,7 @@ def boxed(kind: str, seed: int) -> Texts:
     """An expression in a box or a sentence, and another as truth."""
     draw = random.Random(f"{kind} {seed}")
     forms = ["\\boxed{%s}", "so \\boxed{%s}.", "Answer: %s", "the answer is $%s$", "<think>why</think> \\boxed{%s}"]
-    pairs = [(draw.choice(forms), draw.choice(EXPRESSIONS)) for _ in range(40)]
+    pairs = [(draw.choice(forms), draw.choice(EXPRESSIONS)) for _ in range(20)]
     return Texts(
         tuple(
             (form.replace("%s", one), draw.choice([one, *EXPRESSIONS]) if draw.random() < 0.6 else one)
@@ -115,7 +115,14 @@ SCORERS: Sequence[tuple[str, str, Callable[..., Any], str, str, dict[str, Any]]]
     ("gsm8k", "numbers", gsm8k.compute_score, "gsm8k", "compute_score", {}),
     ("gsm8k, flexible", "numbers", gsm8k.compute_score, "gsm8k", "compute_score", {"method": "flexible"}),
     ("gsm8k, format", "numbers", gsm8k.compute_score, "gsm8k", "compute_score", {"format_score": 0.1, "score": 0.9}),
-    ("gsm8k, flexible, format", "numbers", gsm8k.compute_score, "gsm8k", "compute_score", {"method": "flexible", "format_score": 0.1}),
+    (
+        "gsm8k, flexible, format",
+        "numbers",
+        gsm8k.compute_score,
+        "gsm8k",
+        "compute_score",
+        {"method": "flexible", "format_score": 0.1},
+    ),
     ("math", "maths", math_string.compute_score, "math_reward", "compute_score", {}),
     ("math_dapo", "maths", math_dapo.compute_score, "math_dapo", "compute_score", {}),
     ("math_dapo, strict", "maths", math_dapo.compute_score, "math_dapo", "compute_score", {"strict_box_verify": True}),
@@ -168,9 +175,7 @@ for _source, _kind in ROUTES.items():
     case(
         f"route {_source}",
         lambda texts, source=_source: {
-            "scores": Marks(
-                marks(lambda one, truth: scorer_for(source)(one, _truth(source, truth)), texts)["scores"]
-            )
+            "scores": Marks(marks(lambda one, truth: scorer_for(source)(one, _truth(source, truth)), texts)["scores"])
         },
         lambda verl, texts, source=_source: marks(
             lambda one, truth: verl.reward_score.default_compute_score(source, one, _truth(source, truth)), texts
