@@ -116,7 +116,7 @@ def test_equal_policies_are_no_distance_apart() -> None:
 
 
 def test_geo_mean_takes_the_geometric_mean_of_a_rows_weights() -> None:
-    """N6, by verl 0.9.1: loss 0.806 where the weights per token on the first token alone gave 0.458."""
+    """N6: its loss stands on the first token, whose own weight alone had been taken, 0.5 here."""
     old, new = torch.zeros(1, 3), torch.tensor([[0.1, -0.1, 0.0]])
     advantages, mask = torch.full((1, 3), -1.0), torch.ones(1, 3).long()
     weights = torch.tensor([[0.5, 2.0, 1.5]])

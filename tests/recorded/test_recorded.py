@@ -44,10 +44,15 @@ SINCE = (
     "response_length_non_aborted/", "prompt_length/clip_ratio", "response/cut_ratio", "reward/mean", "num_turns/",
     "tool_call_counts/", "model_tokens/", "val-core/workbench/arith/reward/maj@2/std",
     "val-core/workbench/arith/reward/best@2/std", "val-aux/workbench/arith/reward/worst@2/std",
+    "rollout_corr/rollout_is_seq_fraction_",
 )  # fmt: skip
 """Metrics, or how they begin, which 0.6.0 did not write everywhere: where it did not, they are not compared."""
 OTHERWISE: dict[str, dict[str, str]] = {
     "": {"response_length/clip_ratio": "the share of rows that fill max_tokens; it was that of finish_reason 'length'"},
+    "ahead": {
+        "rollout_corr/rollout_is_oob_ratio": "verl has it of a band alone; it was written for any threshold",
+        "rollout_corr/rollout_is_seq_std": "the unbiased deviation, of all rows; it was not unbiased",
+    },
     "agents": {
         "response_length/": "all tokens of an episode; it was the model's own alone, now model_tokens/…",
         "response_length_non_aborted/": "the same",

@@ -105,7 +105,7 @@ def test_the_samples_view_opens_a_dry_run_and_filters_disagreements() -> None:
     rows = [{"response": f"#### {n}", "ground_truth": "1" if n % 2 else None, "prompt": "q"} for n in range(120)]
     run = wb.rewards.dry_run({"strict": wb.rewards.gsm8k, "one": lambda response: 1.0}, rows)
     shown = wb.views.samples(run, where={"reward/differs": 1})
-    assert len(shown.frame) == len(run.disagreements) == 119 and run.batch["reward/strict"].isnan().sum() == 60
+    assert len(shown.frame) == len(run.disagreements) == 119 and run.as_batch["reward/strict"].isnan().sum() == 60
     assert wb.views.samples(run, rows=3).row(1).values["response"] == "#### 1"
     page = run._repr_html_()
     assert "119 rows" in page and "the first 50" in page and "views.samples" in page

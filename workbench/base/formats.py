@@ -1,7 +1,7 @@
 """The version number of workbench's file formats, and how documents with older names are read.
 
 Documents on disk carry `FORMAT`; those without a number are older. A reader accepts every number up to its own and refuses
-newer ones. `RENAMED` has a row for each name in folders of format 1 (0.6.0 and before) that is called otherwise now: the
+newer ones. `RENAMED` has a row for each name in folders of format 1 (0.6.0 and before) or 2 (0.7.0) that is called otherwise now: the
 functions below put the present names into a document as it is read. Nothing on disk is rewritten, so that checksums hold.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from workbench.base.errors import WorkbenchError, describe, message
 
 V = TypeVar("V")
-FORMAT = 2
+FORMAT = 3
 _MOVED = {
     "agents.calls": "agents.checks",
     "agents.files": "agents.classes agents.tools.files",
@@ -29,7 +29,7 @@ _MOVED = {
     "datasets.rows": "datasets.gsm8k datasets.load datasets.order datasets.report",
     "functional.advantages": "functional.groups",
     "functional.losses": "functional.policy_losses",
-    "recipes:with_rollout_correction": "recipes:corrected",
+    "recipes:with_rollout_correction": "recipes:corrected recipes:with_importance_sampling",
     "rewards.code": "rewards.cases",
     "rewards.files:allowed_roots": "agents.classes:allowed_roots",
     "rewards.judge": "rewards.lengths rewards.reward_model rewards.templates",
@@ -39,6 +39,7 @@ _MOVED = {
     "rewards.scorers.math_string": "rewards.scorers.boxes",
     "rewards.scorers.math_verify": "rewards.scorers.equivalence_worker",
     "rewards.scorers.numeric": "rewards.scorers.geometry3k",
+    "stages.correction:RolloutCorrection": "stages.log_prob:RolloutCorrection",
     "stages.diagnostics": "stages.exact_kl stages.influence",
     "stages.filtering": "stages.joining stages.resample",
     "stages.log_prob": "stages.off_policy stages.values",
@@ -48,7 +49,7 @@ _MOVED = {
     "stages.update": "stages.losses",
 }
 """`module:name` of a function, or a module → where it was before, separated by spaces; all of them in `workbench`."""
-RENAMED: dict[str, dict[str, str]] = {
+RENAMED: dict[str, dict[str, Any]] = {
     # a stage's name in the pipeline, in `timing_s/<stage>`, in controllers, in who wrote a column
     "stage": {},
     # a class of ours by its bare name: a stage, a loss, a controller, an agent's part
@@ -63,7 +64,7 @@ RENAMED: dict[str, dict[str, str]] = {
         "rollout_correction.bypass": "bypass_mode",
     },
     # a setting's value that is a word: `"on_failure=mask"` → `"skip"`
-    "value": {},
+    "value": {"rollout_rs={}": None},
     # `module:name` of a function, or a module that has moved
     "function": {f"workbench.{old}": f"workbench.{now}" for now, before in _MOVED.items() for old in before.split()},
     "metric": {

@@ -52,7 +52,7 @@ def importance_weights(
     r = exp(clamp(log r, ±20)); a row's log r is the sum over its tokens. Without `lower` weights are truncated at `upper`
     (TIS); with it, weights outside [lower, upper] are 0 (masked IS, IcePop). `batch_normalize` divides them by their mean,
     over all tokens, or for `sequence` over the rows that have a token, each counted once. 0 outside the mask. No gradient
-    flows through them. Yao et al. 2025 (TIS); verl's `rollout_is`. Raises `ValueError` for another level.
+    flows through them. Yao et al. 2025 (TIS); verl's `rollout_is`. Raises `ValueError` for another level or such bounds.
     """
     raw = _raw_weights(log_ratio(old_log_probs, rollout_log_probs, mask), mask, level)
     weights = _limited(raw, lower, upper)
@@ -95,7 +95,8 @@ def rejected(
     `seq_*` take a row's sum, mean or maximum of it. k2 and k3 are kept up to `upper`. k1 is kept between log `lower` and
     log `upper`, `lower` None meaning 1/upper. As in verl's code it is −log r that is tested: bounds (0.6, 1.4) keep
     r from 1/1.4 = 0.71 to 1/0.6 = 1.67, so that of r = 1.5 and r = 0.65 the second is rejected (verl's prose speaks of
-    bounds of r itself; the same where lower = 1/upper). NaN is rejected. Raises `ValueError` for another kind.
+    bounds of r itself; the same where lower = 1/upper). NaN is rejected. Raises `ValueError` for another kind, and for
+    bounds that are not finite, positive and ordered.
     """
     values, bounds = _tested(log_ratio(old_log_probs, rollout_log_probs, mask), mask, kind, lower, upper)
     return ~_kept(values, bounds).expand_as(mask) & mask.bool()

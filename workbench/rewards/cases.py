@@ -13,7 +13,7 @@ from workbench.base.errors import DataError, describe
 _GIVEN = ("input", "stdin", "inputs")
 _WANTED = ("output", "expected_output", "expected", "stdout", "outputs")
 _NAMES = ("fn_name", "func_name", "entry_point")
-_LISTS = ("test_cases", "tests", "public_test_cases", "private_test_cases", "test")
+_LISTS = ("test_cases", "tests", "public_test_cases", "private_test_cases", "public_tests", "private_tests", "test")
 _ANY = "lists of inputs and outputs, a list of {input, output} or of pairs, a list of assertions, check(candidate)"
 
 
@@ -97,15 +97,25 @@ def _at(number: int, read: Callable[[], Case]) -> Case:
 def _of_mapping(tests: Mapping[str, Any], name: str | None) -> list[Case]:
     texts = _decoded(tests.get("assert_case")) or _decoded(tests.get("test_list"))
     if texts:
-        setup = [tests.get("test_setup_code") or "", *(_decoded(tests.get("test_imports")) or ())]
-        if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in (*texts, *setup)):
-            raise DataError("the row's assertions", expected="a list of texts", found=describe(texts))
-        return _assertions(texts, name, "\n".join(filter(None, setup)))
+        return _assertions(texts, name, _setup(texts, tests))
     if isinstance(tests.get("test"), str) and "assert" in tests["test"]:
         return [_script(tests["test"], name, str(tests.get("prompt") or ""))]
     nested = [_decoded(tests[key]) for key in _LISTS if tests.get(key) is not None]
     if nested:
         return [case for one in nested if one not in ([], {}, "") for case in _cases(one, name)]
+    return _columns(tests, name)
+
+
+def _setup(texts: Any, tests: Mapping[str, Any]) -> str:
+    """The imports of MBPP's assertions. Raises `DataError` for assertions that are no list of texts."""
+    setup = [tests.get("test_setup_code") or "", *(_decoded(tests.get("test_imports")) or ())]
+    if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in (*texts, *setup)):
+        raise DataError("the row's assertions", expected="a list of texts", found=describe(texts))
+    return "\n".join(filter(None, setup))
+
+
+def _columns(tests: Mapping[str, Any], name: str | None) -> list[Case]:
+    """Cases of a list of inputs beside a list of outputs; one case where they are no lists."""
     given, wanted = (next((tests[key] for key in keys if key in tests), None) for keys in (_GIVEN, _WANTED))
     if not (isinstance(given, list | tuple) and isinstance(wanted, list | tuple)):
         return [_pair(tests, name)]
@@ -119,23 +129,30 @@ def _of_mapping(tests: Mapping[str, Any], name: str | None) -> list[Case]:
 def _pair(item: Any, name: str | None) -> Case:
     """A case of one input and one output, as `{input, output}` or as a pair."""
     if isinstance(item, Mapping):
-        keys = [next((key for key in keys if key in item), None) for keys in (_GIVEN, _WANTED)]
-        if None in keys:
-            raise DataError("a test case", expected="input and output", found=f"keys {sorted(map(str, item))}")
-        given, wanted = (item[key] for key in keys)  # type: ignore[index]
+        given, wanted = _halves(item)
         if item.get("testtype") == "functional" and name is None:
             raise DataError("a functional test case", expected="the function's name (func_name)", found="none")
-        name = None if item.get("testtype") == "stdin" else name
+        if item.get("testtype") == "stdin" or (isinstance(item.get("input"), Mapping) and "stdin" in item["input"]):
+            name = None
     elif isinstance(item, list | tuple) and len(item) == 2:
         given, wanted = item
     else:
         found = f"{len(item)} values" if isinstance(item, list | tuple) else describe(item)
         raise DataError("a test case", expected="{input, output} or a pair [input, output]", found=found)
-    if isinstance(given, Mapping) and "stdin" in given:  # CommonOJ
-        given, wanted, name = given["stdin"], wanted["stdout"] if isinstance(wanted, Mapping) else wanted, None
     if name is not None:
         return _call(name, given, wanted)
     return Case("stdin", _text(given, "input"), _text(wanted, "output"))
+
+
+def _halves(item: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Input and output of a case; of CommonOJ's the text inside."""
+    keys = [next((key for key in keys if key in item), None) for keys in (_GIVEN, _WANTED)]
+    if None in keys:
+        raise DataError("a test case", expected="input and output", found=f"keys {sorted(map(str, item))}")
+    given, wanted = (item[str(key)] for key in keys)
+    if isinstance(given, Mapping) and "stdin" in given:
+        return given["stdin"], wanted.get("stdout") if isinstance(wanted, Mapping) else wanted
+    return given, wanted
 
 
 def _text(value: Any, what: str) -> str:
@@ -150,32 +167,29 @@ def _call(name: str, given: Any, wanted: Any) -> Case:
     """Arguments are a list, one value, or text with one value a line; values in text are JSON or Python's literals."""
     if isinstance(given, Mapping):
         raise DataError(f"arguments of {name}", expected="a list, or text with one value a line", found=describe(given))
+    arguments = list(given) if isinstance(given, list | tuple) else [given]
     if isinstance(given, str):
         lines = [_meanings(line) for line in given.splitlines() if line.strip()]
-        # text that is no list of values is one argument
-        arguments = (
-            [line[0] for line in lines] if all(line[0] != line[-1] or len(line) == 1 for line in lines) else [given]
-        )
-    else:
-        arguments = list(given) if isinstance(given, list | tuple) else [given]
-    expected = _meanings(wanted) if isinstance(wanted, str) else [wanted]
+        if all(lines):  # text that is no list of values is one argument
+            arguments = [line[0] for line in lines]
+    # `True` is Python's value, or the text itself
+    expected = _meanings(wanted) or [wanted] if isinstance(wanted, str) else [wanted]
     return Case("call", {"role": "values", "function": name, "arguments": arguments}, expected)
 
 
 def _meanings(text: str) -> list[Any]:
-    """What a text may mean: its JSON value alone; else its value as a literal of Python (`True`), and the text itself."""
-    for read in (json.loads, _literal, str):
-        try:
-            found = read(text)
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            continue
-        return [found] if read is json.loads else [found, text]
-    return [text, text]
+    """What a text may mean: its JSON value; else its value as a literal of Python, and the text itself; [] for others."""
+    try:
+        return [json.loads(text)]
+    except (ValueError, RecursionError):
+        return _literals(text)
 
 
-def _literal(text: str) -> Any:
-    """A literal of Python that can be sent as JSON."""
-    return json.loads(json.dumps(ast.literal_eval(text.strip())))
+def _literals(text: str) -> list[Any]:
+    try:
+        return [json.loads(json.dumps(ast.literal_eval(text.strip()))), text]
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return []
 
 
 # --- assertions -----------------------------------------------------------------------------------
@@ -240,26 +254,29 @@ def _script(text: str, name: str | None, setup: str = "") -> Case:
     nodes = list(ast.walk(tree))
     if not any(isinstance(node, ast.Assert) for node in nodes):
         raise DataError("the row's tests", expected=f"JSON, or assertions: {_ANY}", found=describe(text))
-    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
-    run = [f"{test}()" for test in functions if test.startswith("test")]
-    called = any(isinstance(node, ast.Expr) and ast.unparse(node).startswith("check(") for node in body)
-    if "check" in functions and not run and not called:
-        if name is None:
-            do = "add entry_point beside the test, or in extra_info"
-            raise DataError("tests with check(candidate)", expected="the name of the function", found="none", do=do)
-        run = [f"check({name})"]
-    for test in run:
-        arguments = functions[test.partition("(")[0]].args
-        if test.endswith("()") and len(arguments.args) > len(arguments.defaults):
-            raise DataError(
-                f"tests: {test[:-2]}", expected="a function without arguments", found="fixtures or parameters"
-            )
+    run = _entries(body, name)
     free = _free(nodes) - _defined(setup)
     if name is not None:
         free.add(name)
     if not free or any(isinstance(node, ast.Import) and node.names[0].name == "solution" for node in nodes):
         raise DataError("the row's tests", expected="calls of the response's own functions by name", found="none")
     return Case("script", {"role": "script", "text": text, "setup": setup, "names": sorted(free), "run": run})
+
+
+def _entries(body: Sequence[ast.stmt], name: str | None) -> list[str]:
+    """The calls that start the tests: of each `test_…()`, or of `check` where the text does not call it itself."""
+    functions = {node.name: node.args for node in body if isinstance(node, ast.FunctionDef)}
+    tests = [test for test in functions if test.startswith("test")]
+    for test in tests:
+        if len(functions[test].args) > len(functions[test].defaults):
+            raise DataError(f"tests: {test}", expected="a function without arguments", found="fixtures or parameters")
+    called = any(isinstance(node, ast.Expr) and ast.unparse(node).startswith("check(") for node in body)
+    if tests or called or "check" not in functions:
+        return [f"{test}()" for test in tests]
+    if name is None:
+        do = "add entry_point beside the test, or in extra_info"
+        raise DataError("tests with check(candidate)", expected="the name of the function", found="none", do=do)
+    return [f"check({name})"]
 
 
 def _defined(setup: str) -> set[str]:

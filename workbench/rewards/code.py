@@ -13,7 +13,7 @@ from typing import Any
 
 from workbench.base import runtime
 from workbench.base.config import require
-from workbench.base.errors import DataError
+from workbench.base.errors import DataError, RewardError
 from workbench.rewards import case_harness
 from workbench.rewards.cases import Case, read_cases
 from workbench.rewards.score import Score, Status, failed
@@ -97,11 +97,13 @@ class Code:
 
     async def __call__(self, response: str, ground_truth: Any, extra_info: Any = None) -> Score:
         """Score one response by the test cases in `ground_truth`, or else in `extra_info["test_cases"]`."""
+        if not isinstance(response, str):
+            raise RewardError("response given to code", expected="text", found=type(response).__name__)
         program = extract_code(response)
-        if program is None:
-            return Score(status=Status.NO_ANSWER, why="no code block in the response", parts={"passed": 0.0})
         try:
             cases = read_cases(ground_truth, extra_info)[: self.max_cases]
+            if program is None:
+                return Score(status=Status.NO_ANSWER, why="no code block in the response", parts={"passed": 0.0})
             # where only all of them count, the first case may decide
             outcomes = await self._outcomes(program, cases if self.continuous else cases[:1])
             if not self.continuous and outcomes[0].passed and len(cases) > 1:
@@ -331,12 +333,13 @@ def _same(got: Any, wanted: Any) -> bool:
     if isinstance(got, dict) and isinstance(wanted, dict):
         ours, theirs = ({str(key): value for key, value in one.items()} for one in (got, wanted))
         return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in theirs)
-    if isinstance(got, float) or isinstance(wanted, float):
-        numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in (got, wanted))
-        if numbers and got != got and wanted != wanted:
-            return True
-        try:
-            return bool(got == wanted) or (numbers and _near(float(got), float(wanted)))
-        except OverflowError:  # an integer beyond the floats
-            return False
+    if float in (type(got), type(wanted)) and {type(got), type(wanted)} <= {int, float}:
+        return _same_number(got, wanted)
     return bool(got == wanted)
+
+
+def _same_number(got: float, wanted: float) -> bool:
+    try:
+        return _near(float(got), float(wanted)) or (math.isnan(got) and math.isnan(wanted))
+    except OverflowError:  # a whole number beyond the floats
+        return False

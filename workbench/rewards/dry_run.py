@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,9 +41,16 @@ class Judged:
 class DryRun(Shown):
     """The result of `dry_run`. Print it, or look at its tables `table`, `summary`, `disagreements` and `failures`."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], judged: Mapping[str, Sequence[Judged]]) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        judged: Mapping[str, Sequence[Judged]],
+        bindings: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    ) -> None:
         self.rows = list(rows)
         self.judged = {name: list(found) for name, found in judged.items()}
+        self.bindings = {name: dict(binding) for name, binding in bindings.items()}
+        """Reward → its `binding`: argument → what it was filled from."""
 
     @property
     def table(self) -> pd.DataFrame:
@@ -86,7 +94,7 @@ class DryRun(Shown):
         return frame[values.nunique(axis=1, dropna=False) > 1]
 
     @property
-    def batch(self) -> DataProto:
+    def as_batch(self) -> DataProto:
         """The completions as a batch, for `views.samples`: `score` and `reward` are the first reward's, `reward/<name>` each
         one's (NaN: not scored), and `reward/differs` is 1 where rewards differ (`where={"reward/differs": 1}`)."""
         frame = self.table
@@ -133,7 +141,8 @@ def dry_run(functions: Any, completions: Any, *, limit: int | None = None) -> Dr
     """
     rows = _rows(completions)[:limit]
     rewards = _named(functions)
-    return DryRun(rows, {name: _judge(reward, rows) for name, reward in rewards.items()})
+    judged = {name: _judge(reward, rows) for name, reward in rewards.items()}
+    return DryRun(rows, judged, {name: reward.binding for name, reward in rewards.items()})
 
 
 def _named(functions: Any) -> dict[str, BaseReward]:
@@ -150,7 +159,7 @@ def _named(functions: Any) -> dict[str, BaseReward]:
 def _judge(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Judged]:
     try:
         if rows:
-            reward.check_signature(list(rows[0]["columns"]))
+            reward.check_signature(list(dict.fromkeys(name for row in rows for name in row["columns"])))
         scores = reward.judged(rows)
     except (RewardError, DataError) as error:
         scores = [failed(first_line(error, 500)) for _ in rows]
@@ -194,10 +203,11 @@ def _row(record: Any, number: int) -> dict[str, Any]:
         truth = next((columns[name] for name in TRUTH if columns.get(name) is not None), None)
         judged = {"ground_truth": truth}
     prompt = next((columns[name] for name in PROMPT if columns.get(name) is not None), None)
-    chat = prompt if isinstance(prompt, list | None) else [{"role": "user", "content": str(prompt)}]
-    plain = {**columns, "reward_model": dict(judged), "raw_prompt": chat}
+    plain = {**columns, "reward_model": dict(judged), "raw_prompt": prompt}
+    if not isinstance(prompt, list | None):
+        plain |= {"raw_prompt": [{"role": "user", "content": str(prompt)}], "prompt_is_text": True}
     ids = columns.get("response_ids", columns.get("completion_ids"))
-    return row_view(plain, said(columns[name]), () if ids is None else ids)
+    return row_view(plain, said(columns[name]), () if ids is None else ids, columns.get("prompt_ids"))
 
 
 def said(completion: Any) -> str:

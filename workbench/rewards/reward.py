@@ -9,14 +9,17 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from workbench.base import runtime
 from workbench.base.config import require, source_of
-from workbench.base.errors import DataError, RewardError, first_line, unknown
-from workbench.rewards import signatures, truths
-from workbench.rewards.base import BaseReward
+from workbench.base.errors import DataError, first_line, unknown
+from workbench.base.shown import Shown
+from workbench.dataproto.columns import declared
+from workbench.rewards import signatures
+from workbench.rewards.base import BaseReward, row_view
 from workbench.rewards.code import Code
 from workbench.rewards.files import FileFunction, load_function
 from workbench.rewards.rate_limit import RateLimit
@@ -28,27 +31,34 @@ from workbench.rewards.scorers.math_dapo import math_dapo
 from workbench.rewards.scorers.math_string import math_string
 from workbench.rewards.scorers.numeric import geometry3k
 from workbench.rewards.scorers.search import search_em
+from workbench.rewards.truths import lint, unscorable_of
 from workbench.sandbox.protocol import Sandbox
 
 
-class Reward(BaseReward):
+class Reward(BaseReward, Shown):
     """`Reward(function)`: scores a batch by a function, one `Score` per row, in order.
 
     The function is called by its own signature: verl's `compute_score(data_source, solution_str, ground_truth,
-    extra_info)` or its batch form, TRL's keyword style (`completions`, …), OpenRLHF's `(queries, prompts, labels)`, or any
-    arguments named like values or columns of a row. `per="group"` calls it once for the rows of one prompt, with lists, so
-    that it can rank or compare them; by default plural names mean one call for the batch, others one call per row.
+    extra_info)` or its batch form, TRL's keyword style (`completions`, …), OpenRLHF's `(queries, prompts, labels)`, AReaL's,
+    EasyR1's, slime's `(args, sample)` with `args` bound, or any arguments named like values or columns of a row.
+    An argument is filled from the value that its name means (`signatures.ALIASES`), or from a column of its name; one with a
+    default from such a value alone. `rename={"argument": "value or column"}` fills any argument, one with a default too.
+    TRL's functions with `**kwargs` get every column by its name, over a default too, as TRL calls them. `binding` says what
+    each argument gets. Constants are bound by `functools.partial`. `completion` is a text; for functions of verifiers,
+    `rename={"completion": "completion_messages"}` makes it a list of messages.
+    `per="group"` calls it once for the rows of one prompt, with lists, so that it can rank or compare them; by default plural
+    names mean one call for the batch, others one call per row.
 
     It runs in a pool of `workers` processes with `timeout` seconds per row and `memory_limit_mb` per process, or with
     `in_process=True` in this process, where only an async function can be stopped at its timeout.
-    A `rate_limit` holds for all calls of all rewards that share the object. `given` names arguments that are bound already;
-    `check_rows` is called with a data set's rows before a run.
-    `on_failure` is the policy for rows that could not be scored (the function raised, hung or lost its worker):
+    A `rate_limit` holds for all calls of all rewards that share the object. `check_rows` is called with a data set's rows
+    before a run. `on_failure` is the policy for rows that could not be scored (the function raised, hung, lost its worker, or
+    returned NaN or what is no reward; of a batch or group all rows, where the number of results is wrong):
 
     - `mask` (default): the row is not scored: it is counted and left out of means and losses. If every row fails,
       that is a `RewardError` all the same, because then the function is broken.
     - `raise`: the first failure raises `RewardError`.
-    - `retry(n)`: up to n more tries, then `mask`.
+    - `retry(n)`: up to n more tries, of a group or batch all its rows, then `mask`.
     - `value=x`: the row counts as x; its `why` still says that the function did not score it.
     """
 
@@ -64,21 +74,24 @@ class Reward(BaseReward):
         per: str | None = None,
         rate_limit: RateLimit | None = None,
         name: str | None = None,
-        given: Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
         check_rows: Callable[[Iterable[Mapping[str, Any]]], str | None] | None = None,
     ) -> None:
         require(workers >= 1, "workers", expected="≥ 1", found=workers)
         require(timeout > 0, "timeout", expected="seconds > 0", found=timeout)
         require(per in (None, "row", "batch", "group"), "per", expected="one of row, batch, group", found=per)
-        super().__init__(name or str(getattr(function, "__name__", type(function).__name__)), on_failure)
+        super().__init__(name or signatures.called(function), on_failure)
         self.function = function
-        signature = signatures.read_signature(function, given)
+        self._file = function.func if isinstance(function, partial) else function
+        self._columns: Sequence[str] | None = None
+        signature = signatures.read_signature(function, rename)
         self.per = per or ("batch" if signature.batched else "row")
         self._signature = replace(signature, batched=self.per != "row")
         self.reads = self._signature.columns()
         if self.per == "group":
             self.reads = tuple(dict.fromkeys((*self.reads, "uid")))
-        self.streams = self.per == "row"
+        # a row that streams comes without its prompt's tokens
+        self.streams = self.per == "row" and "prompt_ids" not in map(signature.wanted, signature.defaults)
         self.in_process = in_process
         self.workers = workers
         self.timeout = timeout
@@ -89,26 +102,35 @@ class Reward(BaseReward):
     @property
     def source(self) -> str | None:
         """The function's source text, also of one defined in a notebook cell; None where it cannot be found."""
-        return self.function.text if isinstance(self.function, FileFunction) else source_of(self.function)
+        return self._file.text if isinstance(self._file, FileFunction) else source_of(self.function)
+
+    @property
+    def binding(self) -> Mapping[str, str]:
+        """Argument of the function → what it is filled from: exact once `check_signature` has seen the rows' columns."""
+        return self._signature.binding(self._columns)
 
     def settings(self) -> dict[str, Any]:
         """The reward's settings as plain values; for a function from a file also its name and the file's hash."""
         found = {"in_process": self.in_process, "timeout": self.timeout, **super().settings()}
         if self.per == "group":
             found["per"] = self.per
-        if isinstance(self.function, FileFunction):
-            found["file"] = self.function.describe()
+        if self._signature.rename:
+            found["rename"] = dict(self._signature.rename)
+        if isinstance(self._file, FileFunction):
+            found["file"] = self._file.describe()
         return found
 
     def check_signature(self, columns: Sequence[str]) -> None:
         """Raise `RewardError`, before anything is scored, if the function needs an argument that rows do not have."""
-        signatures.check_arguments(self.function, self._signature, columns)
+        # a function gets a row's objects, not its tensors
+        self._columns = [name for name in columns if (column := declared(name)) is None or not column.is_tensor]
+        self._signature.check(self._columns)
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
         """Raise `DataError` for rows that the function can never score (see `BaseReward.check_rows`)."""
         if self._check_rows is not None:
             return self._check_rows(rows) or ""
-        return truths.check(self.function, self._signature, rows, self.name)
+        return _lint(self.function, self._signature, rows, self.name)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -124,7 +146,8 @@ class Reward(BaseReward):
         together = list(calls.values())
         arguments = [self._arguments([rows[number] for number in numbers]) for numbers in together]
         # a call's time limit is the row limit times its rows
-        answers = self._answers(arguments, [self.timeout * len(numbers) for numbers in together])
+        ask = self._here if self._pool is None else self._pool.map
+        answers = ask(arguments, [self.timeout * len(numbers) for numbers in together])
         scores: dict[int, Score] = {}
         for numbers, answer in zip(together, answers, strict=True):
             scores.update(zip(numbers, self._scores(answer, numbers), strict=True))
@@ -136,32 +159,14 @@ class Reward(BaseReward):
         return signatures.call_arguments(self._signature, rows[0])
 
     def _scores(self, answer: Answer, numbers: Sequence[int]) -> list[Score]:
-        """What one call gave for these rows. Raises `RewardError` for a wrong count."""
-        if not answer.ok:
-            results: Any = [failed(answer.why, answer.traceback)] * len(numbers)
-        elif self.per == "row":
-            results = [answer.result]
-        else:
-            results = signatures.results_of_batch(answer.result)
-        if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != len(numbers):
-            found = len(results) if hasattr(results, "__len__") else type(results).__name__
-            what, expected = f"result of reward function {self.name}", f"a list of {len(numbers)} rewards"
-            raise RewardError(what, expected=expected, found=found)
-        each = answer.seconds / len(numbers)
-        pairs = zip(numbers, results, strict=True)
-        scores = [signatures.as_score(result, self.name, row).timed(each) for row, result in pairs]
+        """What one call gave for these rows."""
+        found = [failed(answer.why, answer.traceback)] * len(numbers)
+        if answer.ok:
+            found = signatures.scores_of(answer.result, self.name, numbers, self.per != "row")
+        scores = [score.timed(answer.seconds / len(numbers)) for score in found]
         if self.per == "row" and answer.printed:
             return [scores[0].with_extra({"printed": answer.printed})]
         return scores
-
-    def _answers(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float]) -> list[Answer]:
-        ask = self._here if self._pool is None else self._pool.map
-        answers: dict[int, Answer] = {}
-        for _ in range(1 + self.retries):
-            left = [number for number in range(len(calls)) if number not in answers or not answers[number].ok]
-            found = ask([calls[number] for number in left], [limits[number] for number in left])
-            answers.update(zip(left, found, strict=True))
-        return [answers[number] for number in range(len(calls))]
 
     def _here(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float]) -> list[Answer]:
         """In this process: one after the other; what async functions return is awaited together, each to its limit."""
@@ -181,10 +186,6 @@ class Reward(BaseReward):
             found.update(zip(waiting, answers, strict=True))
         return list(found.values())
 
-    def __repr__(self) -> str:
-        where = "in this process" if self.in_process else f"{self.workers} workers, {self.timeout:g} s a row"
-        return f"Reward({self.name}: {where}, on failure {self.on_failure})"
-
 
 async def _awaited(awaitable: Any, limit: float, rate_limit: RateLimit | None) -> Answer:
     """What an async function gives within its limit, which counts from when the rate limit lets it in."""
@@ -202,6 +203,19 @@ async def _awaited(awaitable: Any, limit: float, rate_limit: RateLimit | None) -
 def _failure(error: BaseException, began: float) -> Answer:
     text = "".join(traceback.format_exception(error))
     return Answer(False, None, first_line(error), text, time.perf_counter() - began)
+
+
+def _lint(scorer: Any, signature: signatures.Signature | None, rows: Iterable[Mapping[str, Any]], name: str) -> str:
+    """`lint` rows by a scorer's attribute `unscorable`, which gets the scorer's arguments; "" for a scorer without it.
+
+    `signature` is by default the scorer's own.
+    """
+    unscorable = unscorable_of(scorer)
+    if unscorable is None:
+        return ""
+    how = signature or signatures.read_signature(scorer)
+    views = (row_view({**row, "raw_prompt": row.get("prompt")}, "", ()) for row in rows)
+    return lint((signatures.call_arguments(how, view) for view in views), unscorable, name)
 
 
 _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
@@ -275,7 +289,7 @@ def by_data_source(
             by_source.setdefault(row.get("data_source"), []).append(row)
         check_sources(by_source, table, aliases)
         scorers = {source: scorer_for(source, table, aliases) for source in by_source}
-        notes = [truths.check(scorers[source], None, held, str(source)) for source, held in by_source.items()]
+        notes = [_lint(scorers[source], None, held, str(source)) for source, held in by_source.items()]
         return "; ".join(filter(None, notes))
 
     chosen = {"in_process": True, "on_failure": "raise", "timeout": Code.row_timeout if sandbox else 30.0, **options}

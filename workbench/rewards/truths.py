@@ -6,14 +6,12 @@ import functools
 import math
 import numbers
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from decimal import Decimal
 from typing import Any, TypeVar
 
 from workbench.base.errors import DataError, describe
-from workbench.rewards.base import row_view
 from workbench.rewards.score import Score, Status, bounded
-from workbench.rewards.signatures import Signature, call_arguments, read_signature
 
 F = TypeVar("F", bound=Callable[..., Any])
 _KINDS = {"int": "integers", "float": "floats", "str": "texts", "NoneType": "missing", "list": "lists", "dict": "dicts"}
@@ -76,19 +74,6 @@ def rule(
         return bounded(scorer)  # type: ignore[return-value]
 
     return decorated
-
-
-def check(scorer: Any, signature: Signature | None, rows: Iterable[Mapping[str, Any]], name: str) -> str:
-    """`lint` the rows of a data set by a scorer's attribute `unscorable`; "" for a scorer that has none.
-
-    The scorer gets the arguments that it would get with a response; `signature` is by default its own.
-    """
-    unscorable = unscorable_of(scorer)
-    if unscorable is None:
-        return ""
-    how = signature or read_signature(scorer)
-    views = (row_view({**row, "raw_prompt": row.get("prompt")}, "", ()) for row in rows)
-    return lint((call_arguments(how, view) for view in views), unscorable, name)
 
 
 def lint(calls: Iterable[Any], unscorable: Callable[..., str], name: str) -> str:

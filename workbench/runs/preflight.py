@@ -26,6 +26,7 @@ from workbench.dataproto import DataProto
 from workbench.datasets import Rows
 from workbench.engines.local_engine.memory import available, gib
 from workbench.engines.protocol import Bounded, Estimates, switches_of
+from workbench.rewards.signatures import told
 from workbench.runs.folder import read_settings
 from workbench.runs.settings import Plan
 from workbench.stages.pipeline import Pipeline
@@ -81,6 +82,7 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
     findings = [
         ("data", _data(rows, eval_rows)),
         ("rewards", f"{reward.function.name}: " + ", ".join(f"{source} × {count}" for source, count in sources)),
+        *([("arguments", told(reward.function.binding))] if reward.function.binding else []),
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
         ("placement", _placement(pipeline, plan)),
         ("lengths", _lengths(rollout, prompt, lambda: prompts.longest(rows))),

@@ -43,7 +43,8 @@ class Reward(BaseStage):
 
     def with_function(self, function: Callable[..., Any]) -> Reward:
         """A copy of the stage with another reward function."""
-        return Reward(function) if isinstance(function, BaseReward) else Reward(function, **self._options)
+        options = {name: value for name, value in self._options.items() if name != "rename"}  # of the other's arguments
+        return Reward(function) if isinstance(function, BaseReward) else Reward(function, **options)
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raise `RewardError`, with the columns that there are, if the function has an argument that no column provides."""

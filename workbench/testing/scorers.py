@@ -46,21 +46,47 @@ def settled(call: Callable[[], Any]) -> Any:
     return borders.answer(waited)
 
 
-class ScorerContract:
-    """Pytest tests of a scorer `f(response, ground_truth)`: inherit this class and override `make_scorer` and `right`."""
+class ResponseContract:
+    """Pytest tests of a scorer of responses: inherit this class and override `make_scorer`."""
+
+    def make_scorer(self) -> Callable[..., Any]:
+        """The scorer."""
+        raise NotImplementedError("override make_scorer: return the scorer")
+
+    def scored(self, response: Any, *further: Any) -> Any:
+        """What the scorer says: a `Score`, or its refusal."""
+        return settled(lambda: self.make_scorer()(response, *further))
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Further arguments of the scorer."""
+        return ()
+
+    def test_any_text_gives_a_value_or_a_status(self) -> None:
+        """Any text as a response gives a `Score` with a finite value, or with a status and its reason."""
+        for name, text in borders.TEXTS.items():
+            found = self.scored(text, *self.arguments())
+            assert isinstance(found, Score) and math.isfinite(found.value), f"response {name}: {found!r}"
+            assert found.status is Status.SCORED or found.why, f"response {name}: {found.status} says why"
+
+    def test_a_response_that_is_no_text_is_refused(self) -> None:
+        """A response of another type raises a `WorkbenchError` that names its type."""
+        for name, value in borders.VALUES.items():
+            if not isinstance(value, str):
+                refused = isinstance(self.scored(value, *self.arguments()), WorkbenchError)
+                assert refused, f"response {name} is refused"
+
+
+class ScorerContract(ResponseContract):
+    """Pytest tests of a scorer `f(response, ground_truth)`: inherit this class, override `make_scorer` and `right`."""
 
     right: tuple[str, Any] = ("", "")
     """A response and the ground truth that it gets full marks for."""
     reads_lists = False
     """Whether a ground truth may be a list or a set of accepted answers."""
 
-    def make_scorer(self) -> Callable[..., Any]:
-        """The scorer."""
-        raise NotImplementedError("override make_scorer: return the scorer")
-
-    def scored(self, response: Any, truth: Any) -> Any:
-        """What the scorer says: a `Score`, or its refusal."""
-        return settled(lambda: self.make_scorer()(response, truth))
+    def arguments(self) -> tuple[Any, ...]:
+        """The ground truth."""
+        return self.right[1:]
 
     def test_a_truth_that_cannot_be_read_is_not_applicable(self) -> None:
         """A missing, empty or unreadable truth is *not applicable*, whatever the response: never a 0."""
@@ -80,20 +106,13 @@ class ScorerContract:
             found = self.scored(self.right[0], truth)
             assert isinstance(found, Score) and math.isfinite(found.value), f"truth {name}: {found!r}"
 
-    def test_any_text_gives_a_value_or_a_status(self) -> None:
-        """Any text as a response gives a finite value or a status, and never full marks."""
+    def test_only_the_right_response_has_full_marks(self) -> None:
+        """The right response is scored above 0, and any text from beyond the borders below it."""
         best = self.scored(*self.right)
         assert isinstance(best, Score) and best.scored and best.value > 0, f"the right response is right: {best!r}"
         for name, text in borders.TEXTS.items():
             found = self.scored(text, self.right[1])
-            assert isinstance(found, Score) and math.isfinite(found.value), f"response {name}: {found!r}"
             assert not found.scored or found.value < best.value, f"response {name} is not right"
-
-    def test_a_response_that_is_no_text_is_refused(self) -> None:
-        """A response of another type raises a `WorkbenchError` that names its type."""
-        for name, value in borders.VALUES.items():
-            if not isinstance(value, str):
-                assert isinstance(self.scored(value, self.right[1]), WorkbenchError), f"response {name} is refused"
 
 
 class JudgeContract:

@@ -25,16 +25,16 @@ Where: TypeAlias = "Mapping[str, Any] | Callable[[pd.DataFrame], Any] | None"
 
 
 def batch_of(thing: Any) -> DataProto:
-    """The batch of a trace, phase, stepper or run (its last trace), or a batch itself; `TypeError` for anything else."""
+    """The batch of a trace, phase, stepper, dry run or run (its last trace), or a batch itself; `TypeError` for anything else."""
     if isinstance(thing, DataProto):
         return thing
     traces = getattr(thing, "traces", None)
     if isinstance(traces, Mapping) and len(traces):
         thing = traces[max(traces)]
-    found = getattr(thing, "batch", None)
+    found = getattr(thing, "batch", getattr(thing, "as_batch", None))
     if isinstance(found, DataProto):
         return found
-    expected = "a DataProto, or what has one: a trace, a phase, a stepper, a run with traces"
+    expected = "a DataProto, or what has one: a trace, a phase, a stepper, a dry run, a run with traces"
     raise TypeError(message("no batch to show", expected=expected, found=f"a {type(thing).__name__}"))
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.base.errors import DataError
-from workbench.rewards import Reward, Rubric, Status, as_reward, by_data_source, code, episodes
+from workbench.base.errors import DataError, RewardError
+from workbench.rewards import Reward, Rubric, Status, as_reward, by_data_source, code, episodes, shaping
 from workbench.rewards.reward import SCORERS
 from workbench.rewards.scorers.gsm8k import gsm8k
 from workbench.rewards.scorers.math_dapo import math_dapo
@@ -23,7 +23,7 @@ from workbench.rewards.scorers.numeric import geometry3k, numeric
 from workbench.rewards.scorers.search import search_em, search_f1
 from workbench.rewards.truths import as_text
 from workbench.testing.rewards import answered
-from workbench.testing.scorers import ScorerContract
+from workbench.testing.scorers import ResponseContract, ScorerContract
 
 
 class TestGsm8k(ScorerContract):
@@ -93,6 +93,56 @@ class TestTaskMinusFlat(TestGsm8k):
 class TestEpisode(TestGsm8k):
     def make_scorer(self) -> Callable[..., Any]:
         return episodes.episode()
+
+
+class TestCodeThatRan(ScorerContract):
+    right = ("", "4")
+
+    def make_scorer(self) -> Callable[..., Any]:
+        scorer = episodes.code_that_ran()
+
+        def with_a_call(response: Any, truth: Any) -> Any:
+            if not isinstance(response, str):
+                raise RewardError("a printed line", expected="text", found=type(response).__name__)
+            calls = [{"name": "python", "status": "ok", "result": response or "4"}]
+            return scorer(truth, [{"calls": calls}])
+
+        return with_a_call
+
+    def test_only_the_right_response_has_full_marks(self) -> None:
+        assert self.scored(*self.right).value == 1 and self.scored("#### 4", "4").value == 0.5
+
+
+class TestCode(ScorerContract):
+    """No text here has a code block, so that nothing is run."""
+
+    right = ("no block", [["1", "2"]])
+
+    def make_scorer(self) -> Callable[..., Any]:
+        return code(object())  # type: ignore[arg-type]
+
+    def test_only_the_right_response_has_full_marks(self) -> None:
+        assert self.scored(*self.right).status is Status.NO_ANSWER
+
+
+class TestThinkAnswer(ResponseContract):
+    def make_scorer(self) -> Callable[..., Any]:
+        return shaping.think_answer_format
+
+
+class TestBoxed(ResponseContract):
+    def make_scorer(self) -> Callable[..., Any]:
+        return shaping.boxed_format
+
+
+class TestLength(ResponseContract):
+    def make_scorer(self) -> Callable[..., Any]:
+        return shaping.length_penalty()
+
+
+class TestRepetition(ResponseContract):
+    def make_scorer(self) -> Callable[..., Any]:
+        return shaping.repetition()
 
 
 def test_the_contract_holds_for_every_scorer_of_the_table() -> None:
