@@ -22,6 +22,7 @@ from workbench import functional as F
 from workbench.base.metrics import reduce
 from workbench.dataproto import DataProto
 from workbench.engines.protocol import LossCounts
+from workbench.functional import balancing
 from workbench.rewards import Score
 from workbench.runs.batch_metrics import sample_metrics, timing_metrics
 from workbench.stages import Advantage, PolicyLoss, RolloutCorrection, ValueLoss
@@ -271,6 +272,66 @@ def test_what_is_the_same_in_the_table_is_the_same_number(seed: int) -> None:
         extra = [name for name in ours if any(matching(name, row.theirs) for row in SAME) and name not in theirs]
         assert extra == [], "a name of verl's where verl has none"
     assert {row.theirs for row in SAME} - {row.theirs for row in compared} == set()
+
+
+@beside
+@pytest.mark.parametrize("seed", range(4))
+def test_sessions_of_several_rows_are_verls(seed: int) -> None:
+    """compute_advantage_for_multi_trajectories: only a session's last output is compared, all outputs get its advantage."""
+    import verl
+    from verl.trainer.ppo import core_algos
+
+    def compute_advantage(data: Any, **_: Any) -> Any:
+        plain = {"token_level_rewards": data.batch["token_level_rewards"], "response_mask": data.batch["response_mask"]}
+        found = core_algos.compute_grpo_outcome_advantage(**plain, index=data.non_tensor_batch["uid"])
+        data.batch["advantages"], data.batch["returns"] = found
+        return data
+
+    generator = torch.Generator().manual_seed(seed)
+    named = [
+        (f"u{prompt}", str(session), index)
+        for prompt in range(3)
+        for session in range(3)
+        for index in range(1 + (prompt + session + seed) % 3)
+    ]
+    mask = (torch.rand(len(named), T, generator=generator) > 0.3).long()
+    mask[:, 0] = 1
+    last = (mask * torch.arange(T)).amax(-1, keepdim=True)
+    scores = torch.zeros(len(named), T).scatter_(1, last, (torch.rand(len(named), 1, generator=generator) * 4).round())
+    uids, sessions = ([one[place] for one in named] for place in (0, 1))
+    multi = lifted(
+        "trainer/ppo/v1/utils.py", "compute_advantage_for_multi_trajectories",
+        core_algos=core_algos, compute_advantage=compute_advantage, torch=torch,
+    )  # fmt: skip
+    data = verl.DataProto.from_dict(
+        {"token_level_rewards": scores, "response_mask": mask}, {"uid": np.array(uids, dtype=object)}
+    )
+    theirs = multi(data, [f"{uid}_{session}_{index}" for uid, session, index in named], "grpo").batch["advantages"]
+    columns = {
+        "response_mask": mask,
+        "token_level_scores": scores,
+        "reward": scores.sum(-1),
+        "uid": uids,
+        "session": sessions,
+    }
+    batch = DataProto.from_single_dict({**columns, "scored": torch.ones(len(named), dtype=torch.bool)})
+    ours = Advantage(F.grpo, sessions="session")(batch).batch["advantages"]
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@beside
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_are_shared_out_no_worse_than_by_verl(seed: int) -> None:
+    from verl.utils.seqlen_balancing import get_group_balanced_partitions
+
+    lengths = np.random.default_rng(seed).integers(1, 4000, 48).tolist()
+    uids = [f"u{row // 4}" for row in range(48)]
+    loads = [balancing.workload(length) for length in lengths]
+    ours = balancing.balanced_groups(loads, uids, 4, equal_size=True)
+    theirs = get_group_balanced_partitions(lengths, uids, 4)
+    assert [len(one) for one in ours] == [len(one) for one in theirs]
+    heaviest = [max(sum(loads[row] for row in rows) for rows in parts) for parts in (ours, theirs)]
+    assert heaviest[0] <= heaviest[1] * (1 + 1e-9)
 
 
 # --- settings ----------------------------------------------------------------------------------------

@@ -222,7 +222,7 @@ DataProto.unfold_column_chunks | = | objects are lists, which are cut as well; v
 fold_batch_dim, unfold_batch_dim | DataProto.split, DataProto.concat | a list of batches: the dims of a column stay what they are declared to be
 DataProtoConfig.auto_padding, DataProto.is_padding_enabled, DataProto.padding | DataProto.pad_to_divisor, DataProto.unpad | said where it is done, by the rows it adds; engines share out uneven batches by themselves
 get_seqlen_balanced_partitions | functional.balancing.balanced | never less balanced
-get_group_balanced_partitions | functional.balancing.balanced(groups=uids, equal_size=True) | groups need not be neighbours
+get_group_balanced_partitions | functional.balancing.balanced_groups | groups need not be neighbours
 compute_advantage_for_multi_trajectories | stages.Advantage(sessions=column) | for every estimator of whole rows, where verl has grpo alone; the last row of a session is the one that counts
 """
 

@@ -68,15 +68,15 @@ def test_groups_stay_together(lengths: list[int], data: st.DataObject) -> None:
     groups = data.draw(st.lists(st.sampled_from("abcd"), min_size=len(lengths), max_size=len(lengths)))
     number = len(set(groups))
     parts = data.draw(st.integers(1, number))
-    found = balancing.balanced(lengths, parts, groups=groups)
+    found = balancing.balanced_groups(lengths, groups, parts)
     assert sorted(row for rows in found for row in rows) == list(range(len(lengths)))
     assert all(rows == sorted(rows) and rows for rows in found)
     assert sum(len({groups[row] for row in rows}) for rows in found) == number
     if number % parts == 0:
-        same = balancing.balanced(lengths, parts, groups=groups, equal_size=True)
+        same = balancing.balanced_groups(lengths, groups, parts, equal_size=True)
         assert {len({groups[row] for row in rows}) for rows in same} == {number // parts}
     with pytest.raises(ValueError, match="cannot be shared out"):
-        balancing.balanced(lengths, number + 1, groups=groups)
+        balancing.balanced_groups(lengths, groups, number + 1)
 
 
 @given(st.integers(1, 8), st.data())

@@ -226,21 +226,8 @@ class DataProto(Value, Shown):
         """
         if n_split < 1:
             raise BatchError("n_split", expected="≥ 1", found=n_split)
-        rows = self.without(*(split_keys or ())).repeat(n_split)
-        columns: dict[str, Any] = {}
-        for name in split_keys or ():
-            values = self[name]
-            tensor = isinstance(values, torch.Tensor)
-            widths = set(values.shape[1:2]) if tensor else {len(one) for one in values}
-            if not widths or any(width % n_split for width in widths):
-                found = ", ".join(map(str, sorted(widths))) or "no second dim"
-                raise BatchError(f"second dim of column {name!r}", expected=f"a multiple of {n_split}", found=found)
-            if tensor:
-                columns[name] = values.reshape(len(rows), values.shape[1] // n_split, *values.shape[2:])
-            else:
-                parts = ((one, len(one) // n_split, part) for one in values for part in range(n_split))
-                columns[name] = [one[part * size : (part + 1) * size] for one, size, part in parts]
-        return rows.with_columns(columns)
+        cut = {name: _cut(name, self[name], n_split) for name in split_keys or ()}
+        return self.without(*cut).repeat(n_split).with_columns(cut)
 
     def chunk(self, chunks: int) -> list[Self]:
         """Cut the rows into `chunks` equal batches. Raises `BatchError` where that is impossible: pad first, or `split`."""
@@ -389,6 +376,19 @@ class DataProto(Value, Shown):
         new = object.__new__(DataProto)
         new._set(*io.load(path))
         return new
+
+
+def _cut(name: str, values: Any, parts: int) -> Any:
+    """A column whose second dim, or whose lists, are cut into equal `parts`: a row for each."""
+    tensor = isinstance(values, torch.Tensor)
+    widths = set(values.shape[1:2]) if tensor else {len(one) for one in values}
+    if not widths or any(width % parts for width in widths):
+        found = ", ".join(map(str, sorted(widths))) or "no second dim"
+        raise BatchError(f"second dim of column {name!r}", expected=f"a multiple of {parts}", found=found)
+    if tensor:
+        return values.reshape(len(values) * parts, values.shape[1] // parts, *values.shape[2:])
+    sizes = [(one, len(one) // parts) for one in values]
+    return [one[part * size : (part + 1) * size] for one, size in sizes for part in range(parts)]
 
 
 def _length(mask: torch.Tensor) -> int:

@@ -41,7 +41,8 @@ def devices_of(engines: Iterable[Any]) -> int:
     for engine in engines:
         record = engine.describe() if isinstance(engine, Described) else {}
         ranks = max(ranks, int(record.get("ranks", 1)))
-        if (its := record.get("sampler")) is not None and not getattr(engine, "share_device", False):
+        its = record.get("sampler")
+        if isinstance(its, Mapping) and not getattr(engine, "share_device", False):
             samplers = max(samplers, int(its.get("replicas", 1)) * int(its.get("tensor_parallel_size", 1)))
     return ranks + samplers
 

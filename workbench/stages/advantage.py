@@ -86,21 +86,23 @@ class Advantage(BaseStage):
             known = [name for name in parameters if name not in self._asked]
             raise PipelineError(unknown(f"setting of {self._called!r}", strange[0], known))
         needed = [name for arg, name in self._asked.items() if parameters[arg].default is inspect.Parameter.empty]
-        columns = [INPUTS[name] for name in needed if INPUTS[name]]
-        if kl_controller is not None:
-            columns += ["old_log_probs", "ref_log_prob"]
-        columns += [f"{REWARD_PREFIX}{part}" for part in self.parts]
-        if "components" in self._asked and not self.parts:
+        if "components" in self._asked.values() and not self.parts:
             do = "name them: parts=('correct', 'format')"
             raise PipelineError("the estimator reads components, but no parts of the reward are given", do=do)
-        if sessions is not None:
-            if not {"scores", "scored"} <= set(self._asked.values()):
-                what = f"sessions={sessions!r} with estimator {self._called}"
-                raise PipelineError(what, expected="one that reads scores and scored", do="use grpo, rloo or such")
-            columns += [sessions, "scored"]
-        self.reads = tuple(dict.fromkeys(["token_level_scores", "response_mask", "reward", *columns]))
-        may = [INPUTS[name] for name in self._asked.values() if INPUTS[name] and INPUTS[name] not in self.reads]
-        self.optional = ("loss_mask", *dict.fromkeys(may))
+        if sessions is not None and not {"scores", "scored"} <= set(self._asked.values()):
+            what, do = f"sessions={sessions!r} with estimator {self._called}", "use grpo, rloo or such"
+            raise PipelineError(what, expected="one that reads scores and scored", do=do)
+        self.reads = self._needed(needed)
+        may = [INPUTS[name] for name in self._asked.values()]
+        self.optional = ("loss_mask", *dict.fromkeys(name for name in may if name and name not in self.reads))
+
+    def _needed(self, inputs: Sequence[str]) -> tuple[str, ...]:
+        """Columns that the stage cannot do without: those of the estimator's `inputs`, of the KL, parts and sessions."""
+        columns = ["token_level_scores", "response_mask", "reward", *(INPUTS[name] for name in inputs if INPUTS[name])]
+        columns += ["old_log_probs", "ref_log_prob"] if self._controller is not None else []
+        columns += [f"{REWARD_PREFIX}{part}" for part in self.parts]
+        columns += [self.sessions, "scored"] if self.sessions is not None else []
+        return tuple(dict.fromkeys(columns))
 
     def settings(self) -> dict[str, Any]:
         """The estimator, its settings and those of the KL penalty (if there is one) in one flat dict."""

@@ -10,6 +10,7 @@ A failing assertion says what is wrong.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class EstimatorContract:
     def test_at_the_borders_it_is_finite_or_refuses(self) -> None:
         """Each batch gets finite advantages and returns, 0 outside the mask and in rows that were not scored, or a refusal."""
         for name, batch in hostile_batches().items():
-            found = answer(lambda batch=batch: self.make_stage()(batch))
+            found = answer(partial(self.make_stage(), batch))
             if isinstance(found, WorkbenchError):
                 assert name in ("a NaN score", "endless scores", "negative scores"), f"{name}: refused, {found}"
                 continue
@@ -111,7 +112,7 @@ class EstimatorContract:
     def test_a_metric_is_a_finite_number_or_absent(self) -> None:
         """At the same borders no metric of the stage, nor of the finished batch, is NaN or infinite."""
         for name, batch in hostile_batches().items():
-            found = answer(lambda batch=batch: self.make_stage()(batch))
+            found = answer(partial(self.make_stage(), batch))
             if not isinstance(found, WorkbenchError):
                 metrics = reduce([found.metrics]) | reduce([data_metrics(found.batch)])
                 odd = [key for key, value in metrics.items() if not math.isfinite(value)]
