@@ -394,7 +394,7 @@ case(
     lambda b: {
         "heaviest": AtMost(
             _heaviest(
-                _loads(b), balancing.balanced(_loads(b), 3, groups=[row // 4 for row in range(72)], equal_size=True)
+                _loads(b), balancing.balanced_groups(_loads(b), [row // 4 for row in range(72)], 3, equal_size=True)
             )
         )
     },
