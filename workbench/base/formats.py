@@ -29,7 +29,7 @@ _MOVED = {
     "datasets.rows": "datasets.gsm8k datasets.load datasets.order datasets.report",
     "functional.advantages": "functional.groups",
     "functional.losses": "functional.policy_losses",
-    "recipes:with_importance_sampling": "recipes:corrected",
+    "recipes:with_rollout_correction": "recipes:corrected",
     "rewards.code": "rewards.cases",
     "rewards.files:allowed_roots": "agents.classes:allowed_roots",
     "rewards.judge": "rewards.lengths rewards.reward_model rewards.templates",
@@ -41,7 +41,7 @@ _MOVED = {
     "rewards.scorers.numeric": "rewards.scorers.geometry3k",
     "stages.diagnostics": "stages.exact_kl stages.influence",
     "stages.filtering": "stages.joining stages.resample",
-    "stages.log_prob": "stages.correction stages.off_policy stages.values",
+    "stages.log_prob": "stages.off_policy stages.values",
     "stages.log_prob:sampler_logprob_diff": "stages.off_policy:sampler_gap",
     "stages.reward": "stages.turn_scores",
     "stages.rollout": "stages.baseline",
@@ -54,7 +54,14 @@ RENAMED: dict[str, dict[str, str]] = {
     # a class of ours by its bare name: a stage, a loss, a controller, an agent's part
     "class": {},
     # a setting or argument, anywhere (`"kl_kind"`) or of one class, stage or part alone (`"Advantage.kl_kind"`, `"train.ahead"`)
-    "setting": {"kl_kind": "kl_type", "kl_loss_coef": "kl_coef", "kl_loss_type": "kl_type", "heldout": "eval_rows"},
+    "setting": {
+        "kl_kind": "kl_type",
+        "kl_loss_coef": "kl_coef",
+        "kl_loss_type": "kl_type",
+        "heldout": "eval_rows",
+        "RolloutCorrection.bypass": "bypass_mode",
+        "rollout_correction.bypass": "bypass_mode",
+    },
     # a setting's value that is a word: `"on_failure=mask"` → `"skip"`
     "value": {},
     # `module:name` of a function, or a module that has moved

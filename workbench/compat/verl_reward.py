@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from workbench import engines, rewards, sandbox
+from workbench.base.config import nested
 from workbench.base.errors import SettingError, unknown
 from workbench.rewards.base import BaseReward
 
@@ -67,19 +68,9 @@ def reward_from(settings: Mapping[str, Any], *, tokenizer: Any = None, roots: tu
 
 def read_block(settings: Mapping[str, Any]) -> dict[str, Any]:
     """verl's `reward.*` settings, nested or dotted, as a nested dict with defaults; older roots (`reward_model.*`) too."""
-    nested: dict[str, Any] = {}
-    for key, value in settings.items():
-        place = nested
-        *parents, last = str(key).split(".")
-        for name in parents:
-            place = place.setdefault(name, {})
-        if isinstance(place.get(last), dict) and isinstance(value, Mapping):
-            place[last].update(value)
-        else:
-            place[last] = dict(value) if isinstance(value, Mapping) else value
-    old = {name: nested.pop(name) for name in _OLD_ROOTS if name in nested}
-    given = {**old, **nested.pop("reward", {}), **nested}
-    return _filled(BLOCK, given, "reward")
+    given = nested(settings)
+    old = {name: given.pop(name) for name in _OLD_ROOTS if name in given}
+    return _filled(BLOCK, {**old, **given.pop("reward", {}), **given}, "reward")
 
 
 def _filled(known: Mapping[str, Any], given: Any, place: str) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def _placement(pipeline: Pipeline, plan: Plan) -> str:
     found = f"{drawn} one step ahead by {type(sampler).__name__}, one version behind; a step can be done again as far as that sampler repeats its tokens"
     if how := execute.correction(pipeline):
         return f"{found}; corrected: {how}"
-    found += "; NOT corrected: PPO's ratio does not see how old the rows are, take recipes.with_importance_sampling(pipeline)"
+    found += "; NOT corrected: PPO's ratio does not see how old the rows are, take recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
     log.warning("ahead=%d: %s", plan.ahead, found)
     return found
 

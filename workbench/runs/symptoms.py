@@ -129,7 +129,7 @@ def _two_policies(rows: Rows, _: Any) -> Iterator[Symptom]:
     if value is not None and value > 0.02:
         do = "training is off-policy: check weights' sync and precision, or add stages.RolloutCorrection"
         if late:
-            do = "rows are of older weights (ahead=1): take recipes.with_importance_sampling(pipeline)"
+            do = "rows are of older weights (ahead=1): take recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
         found = f"probabilities are {value:.3g} apart on average"
         yield Symptom("sampler and trainer differ", found, _since(rows), do)
 

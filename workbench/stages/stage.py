@@ -50,8 +50,8 @@ class Stage(Protocol):
         """Run the stage on a batch."""
 
     def settings(self) -> dict[str, Any]:
-        """The stage's settings by name: all public attributes except `name`, `reads`, `writes` and `updates`."""
-        contract = {"name", "reads", "writes", "updates"}
+        """The stage's settings by name: all public attributes except `name`, `reads`, `optional`, `writes` and `updates`."""
+        contract = {"name", "reads", "optional", "writes", "updates"}
         return {key: value for key, value in vars(self).items() if not key.startswith("_") and key not in contract}
 
     def learners(self) -> tuple[Any, ...]:
@@ -88,6 +88,8 @@ class BaseStage(Remembering, Stage):
         ...         return Outcome(self.written(batch, {"token_level_scores": 2 * batch["token_level_scores"]}))
     """
 
+    optional: tuple[str, ...] = ()
+    """Columns that the stage uses where the batch has them."""
     _learners: tuple[Any, ...] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -143,13 +145,18 @@ def foreign_class(stage: Any) -> dict[str, type]:
     return {} if type(stage).__module__.startswith("workbench.") else {"class": type(stage)}
 
 
+def used(stage: Stage, batch: DataProto) -> tuple[str, ...]:
+    """Columns of a batch that a stage uses: its `reads`, and those of its `optional` columns that are there."""
+    return (*stage.reads, *(name for name in getattr(stage, "optional", ()) if name in batch))
+
+
 def _refusing_other_steps(call: Callable[..., Outcome]) -> Callable[..., Outcome]:
     """Cells can run out of order: a column that the stage reads may have been written for another step's batch."""
 
     @functools.wraps(call)
     def checked(self: Any, batch: DataProto) -> Outcome:
         step = batch.meta_info.get("step")
-        for name in self.reads:
+        for name in used(self, batch):
             origin = batch.origins.get(name)
             if origin is not None and None not in (origin.step, step) and origin.step != step:
                 expected, do = f"values of step {step}, the batch's", f"run {origin.stage!r} on this batch first"
