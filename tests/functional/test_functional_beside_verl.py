@@ -18,20 +18,27 @@ core = pytest.importorskip(
 )
 
 SEEDS = range(6)
+SIZES = {"whole": (3, 3, 3, 3), "ragged": (4, 3, 2, 1, 1, 1)}
 
 
-def batch(seed: int) -> dict[str, Any]:
-    """Twelve rows in four groups of three; contiguous masks, as verl's baselines of tokens need."""
+def batch(seed: int, kind: str = "whole") -> dict[str, Any]:
+    """Twelve rows. `whole`: four groups of three, no row empty, no tool text. `ragged`: groups of four to one, empty rows
+    and tool text between the model's tokens and behind them."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=generator)
 
     rows, width = 12, 7
-    lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
+    lengths = torch.randint(1 if kind == "whole" else 0, width + 1, (rows, 1), generator=generator)
     mask = (torch.arange(width) < lengths).long()
-    rewards = torch.zeros(rows, width).scatter_(1, lengths - 1, (random(rows, 1) * 4).round() / 4)
-    groups = torch.arange(rows) // 3
+    if kind == "ragged":
+        mask = mask * (random(rows, width) > 0.3).long()
+        mask[0, 0] = mask[6, 0] = 1  # verl's opo needs a token in each group of several
+        mask[7, 1] = 1
+    last = (mask * torch.arange(width)).amax(-1, keepdim=True)
+    rewards = torch.zeros(rows, width).scatter_(1, last, (random(rows, 1) * 4).round() / 4) * mask
+    groups = torch.arange(len(SIZES[kind])).repeat_interleave(torch.tensor(SIZES[kind]))
     old = -random(rows, width) * 3
     return {
         "mask": mask,
@@ -46,6 +53,8 @@ def batch(seed: int) -> dict[str, Any]:
         "ref": (old + random(rows, width) - 0.5).clamp(max=-1e-3),
         "squared": old.exp() ** 2 + random(rows, width) * (1 - old.exp()) ** 2,
         "advantages": (random(rows, width) - 0.5) * 2,
+        "weights": random(rows, width) * 2,
+        "parts": (random(rows, 2) * 3).round(),
     }
 
 
@@ -53,60 +62,108 @@ class Config(dict):  # verl reads its configuration by attribute and by get
     __getattr__ = dict.__getitem__
 
 
-def pairs(b: dict[str, Any]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Name → (ours, verl's)."""
+def pairs(b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Name → (ours, verl's), each a pair of advantages and returns."""
     rewards, mask, scores, groups = b["rewards"], b["mask"], b["scores"], b["groups"]
     plain = {"token_level_rewards": rewards, "response_mask": mask}
     grouped = {**plain, "index": b["index"]}
     config = Config(gamma=0.9, norm_adv_by_std_in_grpo=True)
     tokens = {**grouped, "old_log_probs": b["old"], "sum_pi_squared": b["squared"]}
-    return {
-        "grpo": (F.grpo(scores, groups, mask)[0], core.compute_grpo_outcome_advantage(**grouped)[0]),
+    ours = (rewards, groups, mask, b["old"], b["squared"])
+    weights = {"rollout_is_weights": b["weights"]}
+    alone: dict[str, Any] = {"singleton": "verl"}
+    found = {
+        "grpo": (F.grpo(scores, groups, mask, **alone), core.compute_grpo_outcome_advantage(**grouped)),
+        "grpo_vectorized": (
+            F.grpo(scores, groups, mask, **alone),
+            core.compute_grpo_vectorized_outcome_advantage(**grouped),
+        ),
         "dr_grpo": (
-            F.grpo(scores, groups, mask, norm_by_std=False)[0],
-            core.compute_grpo_outcome_advantage(**grouped, norm_adv_by_std_in_grpo=False)[0],
+            F.grpo(scores, groups, mask, norm_by_std=False, **alone),
+            core.compute_grpo_outcome_advantage(**grouped, norm_adv_by_std_in_grpo=False),
         ),
-        "passk": (
-            F.grpo_passk(scores, groups, mask)[0],
-            core.compute_grpo_passk_outcome_advantage(**grouped, config=config)[0],
+        "rloo": (F.rloo(scores, groups, mask, **alone), core.compute_rloo_outcome_advantage(**grouped)),
+        "rloo_vectorized": (F.rloo(scores, groups, mask), core.compute_rloo_vectorized_outcome_advantage(**grouped)),
+        "opo": (F.opo(scores, groups, mask, **alone), core.compute_opo_outcome_advantage(**grouped)),
+        "gpg": (
+            F.gpg(scores, groups, mask, f_norm=2.0, **alone),
+            core.compute_gpg_outcome_advantage(**grouped, f_norm=2.0),
         ),
-        "rloo": (F.rloo(scores, groups, mask)[0], core.compute_rloo_outcome_advantage(**grouped)[0]),
-        "opo": (F.opo(scores, groups, mask)[0], core.compute_opo_outcome_advantage(**grouped)[0]),
-        "gpg": (F.gpg(scores, groups, mask)[0], core.compute_gpg_outcome_advantage(**grouped)[0]),
+        "gdpo": (F.gdpo(b["parts"], groups, mask, weights=[1.0, 0.5], **alone), gdpo_of_verl(b)),
         "r++": (
-            F.reinforce_plus_plus(rewards, mask, gamma=0.9)[0],
-            core.compute_reinforce_plus_plus_outcome_advantage(**plain, config=config)[0],
+            F.reinforce_plus_plus(rewards, mask, gamma=0.9),
+            core.compute_reinforce_plus_plus_outcome_advantage(**plain, config=config),
         ),
         "r++ baseline": (
-            F.reinforce_plus_plus_baseline(scores, groups, mask)[0],
-            core.compute_reinforce_plus_plus_baseline_outcome_advantage(**grouped)[0],
+            F.reinforce_plus_plus_baseline(scores, groups, mask, **alone),
+            core.compute_reinforce_plus_plus_baseline_outcome_advantage(**grouped),
         ),
         "remax": (
-            F.remax(rewards, b["baselines"], mask)[0],
-            core.compute_remax_outcome_advantage(**plain, reward_baselines=b["baselines"])[0],
+            F.remax(rewards, b["baselines"], mask),
+            core.compute_remax_outcome_advantage(**plain, reward_baselines=b["baselines"]),
         ),
         "gae": (
-            F.gae(rewards, b["values"], mask, 0.99, 0.95)[0],
-            core.compute_gae_advantage_return(rewards, b["values"], mask, 0.99, 0.95)[0],
+            F.gae(rewards, b["values"], mask, 0.99, 0.95),
+            core.compute_gae_advantage_return(rewards, b["values"], mask, 0.99, 0.95),
         ),
-        "otb": (
-            F.optimal_token_baseline(rewards, groups, mask, b["old"], b["squared"])[0],
-            core.compute_optimal_token_baseline_advantage(**tokens)[0],
+        "otb": (F.optimal_token_baseline(*ours), core.compute_optimal_token_baseline_advantage(**tokens)),
+        "otb weighted": (
+            F.optimal_token_baseline(*ours, **weights),
+            core.compute_optimal_token_baseline_advantage(**tokens, **weights),
         ),
         "tir otb": (
-            F.tir_optimal_token_baseline(rewards, groups, mask, b["old"], b["squared"])[0],
-            core.compute_multi_turn_optimal_token_baseline_advantage(**tokens)[0],
+            F.tir_optimal_token_baseline(*ours),
+            core.compute_multi_turn_optimal_token_baseline_advantage(**tokens),
+        ),
+        "tir otb weighted": (
+            F.tir_optimal_token_baseline(*ours, **weights),
+            core.compute_multi_turn_optimal_token_baseline_advantage(**tokens, **weights),
         ),
     }
+    if int(groups.bincount().min()) > 1:  # verl's refuses groups of one
+        found["passk"] = (
+            F.grpo_passk(scores, groups, mask),
+            core.compute_grpo_passk_outcome_advantage(**grouped, config=config),
+        )
+    return found
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+def gdpo_of_verl(b: dict[str, Any]) -> Any:
+    """verl's steps, without its search for a token to place each part on: an empty row has none."""
+    total = 0
+    for number, weight in ((0, 1.0), (1, 0.5)):
+        scores = torch.zeros_like(b["rewards"])
+        scores[:, 0] = b["parts"][:, number]
+        grouped = {"token_level_rewards": scores, "response_mask": b["mask"], "index": b["index"]}
+        total = total + weight * core.compute_grpo_outcome_advantage(**grouped)[0]
+    advantages = core.verl_F.masked_whiten(total, b["mask"]) * b["mask"]
+    return advantages, advantages
+
+
+@pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("name", list(pairs(batch(0))))
-def test_estimators(name: str, seed: int) -> None:
-    b = batch(seed)
-    ours, theirs = pairs(b)[name]
-    # where scores of a group are all equal verl divides rounding by eps, and outside the mask some are left standing
-    torch.testing.assert_close(ours, theirs * b["mask"], atol=2e-5, rtol=2e-4)
+def test_estimators(name: str, kind: str) -> None:
+    for seed in SEEDS:
+        b = batch(seed, kind)
+        for ours, theirs in zip(*pairs(b).get(name, ((), ())), strict=True):
+            # where scores of a group are all equal verl divides rounding by eps, and outside the mask some are left standing
+            torch.testing.assert_close(ours * b["mask"], theirs * b["mask"], atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", list(pairs(batch(0))))
+def test_estimators_in_bfloat16(name: str) -> None:
+    """Of bfloat16 inputs ours has what verl has of the same numbers in float32, to bfloat16's digits."""
+    for seed in SEEDS:
+        b = batch(seed)
+        low = {
+            key: one.bfloat16() if torch.is_tensor(one) and one.is_floating_point() else one for key, one in b.items()
+        }
+        same = {
+            key: one.float() if torch.is_tensor(one) and one.is_floating_point() else one for key, one in low.items()
+        }
+        for ours, theirs in zip(pairs(low)[name][0], pairs(same)[name][1], strict=True):
+            assert ours.dtype == torch.bfloat16
+            torch.testing.assert_close(ours.float() * b["mask"], theirs * b["mask"], atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

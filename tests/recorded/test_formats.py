@@ -81,6 +81,7 @@ GONE = {
     "workbench.rewards.templates:choices",
     "workbench.rewards.worker:call",
     "workbench.functional.balancing:imbalance",
+    "workbench.functional.passes:expected_best",
     "workbench.rewards.worker:end_with_parent",
     "workbench.rewards.worker:read_frame",
     "workbench.rewards.worker:write_frame",

@@ -28,7 +28,11 @@ def test_two_prompts_of_four_samples_by_hand() -> None:
         (0.5 + 1.0) / 2
     )
     assert found["val-aux/s/reward/std@4"] == pytest.approx(0.4330127)
-    assert 0.5 < found["val-core/s/reward/maj@4/mean"] < 0.75  # 8 mostly wins for a, 5 always for b
+    assert (
+        found["val-core/s/reward/maj@4/mean"] < 0.3
+    )  # 8 mostly wins for a; b, with a row without an answer, has no majority
+    deviation = (0.75**4 * (1 - 0.75**4)) ** 0.5 / 2 + (0.25**4 * (1 - 0.25**4)) ** 0.5 / 2
+    assert found["val-aux/s/reward/worst@4/std"] == pytest.approx(deviation) == found["val-core/s/reward/best@4/std"]
 
 
 def test_unjudged_rows_are_left_out_and_other_rewards_have_no_pass() -> None:
@@ -37,3 +41,29 @@ def test_unjudged_rows_are_left_out_and_other_rewards_have_no_pass() -> None:
         {"uid": ["a", "a", "b"], "data_source": ["s", "s", "t"]},
     )
     assert sample_metrics(batch) == {"val-core/s/reward/mean@1": 0.5, "val-core/t/reward/mean@1": 0.25}
+
+
+def test_missing_accuracies_are_wrong_ones() -> None:
+    """Source s has a part acc, t none; a row of s was not scored, and one has no acc."""
+    batch = wb.DataProto(
+        {
+            "reward": torch.tensor([1.0, 0.5, 0.0, 1.0, 0.25, 0.75]),
+            "reward/acc": torch.tensor([1.0, float("nan"), float("nan"), 1.0, float("nan"), float("nan")]),
+            "scored": torch.tensor([True, True, False, True, True, True]),
+        },
+        {"uid": ["a", "a", "a", "b", "c", "c"], "data_source": ["s"] * 4 + ["t"] * 2},
+    )
+    found = sample_metrics(batch)
+    assert found["val-core/s/acc/mean@3"] == pytest.approx(1 / 3) and found["val-aux/s/acc/mean@1"] == 1.0
+    assert found["val-aux/s/acc_success_only/mean@1"] == 1.0
+    assert found["val-aux/s/reward/mean@2"] == 0.75 and found["val-aux/s/reward/mean@1"] == 1.0
+    assert found["val-core/t/reward/mean@2"] == 0.5 and not any("/t/acc" in name for name in found)
+
+
+def test_turns_of_held_out_episodes_are_counted() -> None:
+    batch = wb.DataProto(
+        {"reward": torch.tensor([1.0, 0.0]), "scored": torch.tensor([True, True])},
+        {"uid": ["a", "b"], "data_source": ["s", "s"], "num_turns": [2, 5]},
+    )
+    found = sample_metrics(batch)
+    assert [found[f"val-aux/num_turns/{name}"] for name in ("min", "max", "mean")] == [2.0, 5.0, 3.5]

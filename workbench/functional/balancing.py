@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,12 +14,22 @@ def workload(length: float) -> float:
     return 24_576 * length + length * length
 
 
-def balanced(loads: Sequence[float], parts: int, *, equal_size: bool = False) -> list[list[int]]:
+def balanced(
+    loads: Sequence[float], parts: int, *, equal_size: bool = False, groups: Sequence[Hashable] | None = None
+) -> list[list[int]]:
     """Split rows into `parts` lists of row numbers with nearly equal loads.
 
     By the largest differencing method (Karmarkar and Karp 1982). Each row is in one list; lists are ascending.
-    `equal_size` gives all lists the same length. Raises `ValueError` for fewer rows than parts, or an uneven division.
+    `equal_size` gives all lists the same length. `groups` (a value per row, such as its uid) keeps the rows of a group in one
+    list; `equal_size` is then the number of groups. Raises `ValueError` for fewer rows than parts, or an uneven division.
     """
+    if groups is not None:
+        members: dict[Hashable, list[int]] = {}
+        for row, (_, group) in enumerate(zip(loads, groups, strict=True)):
+            members.setdefault(group, []).append(row)
+        units = [*members.values()]
+        shares = balanced([sum(loads[row] for row in rows) for rows in units], parts, equal_size=equal_size)
+        return [sorted(row for unit in share for row in units[unit]) for share in shares]
     if not 1 <= parts <= len(loads):
         raise ValueError(f"{len(loads)} rows cannot be shared out to {parts} parts: each part needs a row")
     if equal_size and len(loads) % parts:

@@ -112,7 +112,7 @@ def sampler_logprob_diff(mine: Tensor, sampled: Tensor, mask: Tensor) -> dict[st
         "training/rollout_probs_diff_valid": Max(1.0),
         "training/rollout_probs_diff_max": Max(float(gap.max())),
         GAP: Mean.of(float(gap.mean()), count),
-        "training/rollout_probs_diff_std": Mean.of(float(gap.std(unbiased=False)), count),
+        "training/rollout_probs_diff_std": Mean.of(float(gap.std(correction=min(1, count - 1))), count),
         "training/rollout_log_probs_diff_max": Max(float((logs[0] - logs[1]).abs().max())),
         KL: Mean.of(float((torch.expm1(ratio) - ratio).mean()), count),
     }

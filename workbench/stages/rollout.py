@@ -19,7 +19,8 @@ from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
 from workbench.datasets.rendering import encode_all
 from workbench.engines.protocol import Located, Request, Sample, Sampler, SamplingSettings, switches_of
-from workbench.stages.stage import BaseStage, Outcome, spread
+from workbench.stages.measures import length_metrics
+from workbench.stages.stage import BaseStage, Outcome
 
 Arrived = Callable[[int, Mapping[str, Any], Sample], None]
 
@@ -105,19 +106,26 @@ class Rollout(BaseStage):
         columns = columns_of([prompts[int(row)] for row in rows], samples, self._pad_id)
         texts = self.sampler.tokenizer.batch_decode([list(sample.ids) for sample in samples], skip_special_tokens=True)
         columns["response_text"] = list(texts)
-        return self._finished(batch, columns, rows, self._metrics(columns))
+        return self._finished(batch, columns, rows)
 
-    def _finished(self, batch: DataProto, columns: dict[str, Any], rows: Tensor, metrics: dict[str, Any]) -> Outcome:
+    def _finished(
+        self,
+        batch: DataProto,
+        columns: dict[str, Any],
+        rows: Tensor,
+        metrics: Mapping[str, Metric] = MappingProxyType({}),
+    ) -> Outcome:
         """The batch's prompts repeated, with the columns of their responses."""
         each = self.group_size + self.greedy_baseline
         if self.greedy_baseline:
             columns["greedy"] = (torch.arange(len(rows)) % each) == self.group_size
-        repeated = batch.repeat(each, interleave=True).with_meta(group_size=each, **self._model())
-        return Outcome(self.written(repeated, columns), metrics, rows)
+        written = self.written(batch.repeat(each, interleave=True).with_meta(group_size=each, **self._facts()), columns)
+        return Outcome(written, {**length_metrics(written), **metrics}, rows)
 
-    def _model(self) -> dict[str, str]:
-        """The folder of the sampler's model, where it has one: a viewer may open its tokenizer."""
-        return {"model": str(self.sampler.path)} if isinstance(self.sampler, Located) else {}
+    def _facts(self) -> dict[str, Any]:
+        """The longest response allowed; the folder of the sampler's model, where it has one: a viewer may open its tokenizer."""
+        model = {"model": str(self.sampler.path)} if isinstance(self.sampler, Located) else {}
+        return {"max_response_length": self.sampling.max_tokens, **model}
 
     def _teller(self, batch: DataProto, rows: Tensor) -> Callable[..., None]:
         """A function of (row, sample, further columns) that passes on what a reward may read of a finished row."""
@@ -159,16 +167,6 @@ class Rollout(BaseStage):
     def _pad_id(self) -> int:
         tokenizer = self.sampler.tokenizer
         return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-
-    def _metrics(self, columns: dict[str, Any]) -> dict[str, Any]:
-        lengths = columns["response_mask"].sum(-1)
-        cut = [reason == "length" for reason in columns["finish_reason"]]
-        return {
-            **spread("response_length", lengths),
-            "response_length/clip_ratio": Mean.of(sum(cut) / len(cut), len(cut)),
-            "response/aborted_ratio": Mean.of((lengths == 0).double().mean().item(), len(cut)),
-            **spread("prompt_length", columns["prompt_mask"].sum(-1)),
-        }
 
 
 def columns_of(

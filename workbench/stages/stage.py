@@ -173,10 +173,10 @@ def _short(value: Any) -> str:
 
 
 def spread(prefix: str, values: torch.Tensor) -> dict[str, Metric]:
-    """The metrics `<prefix>/mean`, `<prefix>/max` and `<prefix>/min` of a flat tensor; {} if it is empty."""
-    if values.numel() == 0:
-        return {}
+    """The metrics `<prefix>/mean`, `<prefix>/max` and `<prefix>/min` of a flat tensor; {} if it is empty or not finite."""
     values = values.double()
+    if values.numel() == 0 or not values.sum().isfinite():
+        return {}
     return {
         f"{prefix}/mean": Mean.of(values.mean().item(), values.numel()),
         f"{prefix}/max": Max(values.max().item()),
