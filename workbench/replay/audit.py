@@ -12,32 +12,31 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from workbench.base.shown import Shown
 from workbench.engines.local_engine.loading import open_tokenizer
-from workbench.replay import audit_correction
+from workbench.replay import audit_advantages, audit_correction, audit_losses, audit_stages
 from workbench.replay import audit_formulas as slow
-from workbench.replay import audit_learning as learning
 from workbench.replay.audit_formulas import Claim, Claims, Left, Lists, View
 from workbench.steps.trace import Phase, Trace
 
 FORMULAS: Mapping[str, Callable[[View], Claims]] = {
-    "purpose": slow.rollout,
-    "function": slow.reward,
-    "column": slow.log_prob,
-    "estimator": learning.advantage,
-    "loss": learning.update,
-    "overlong": slow.overlong,
-    "filter_groups": slow.filter_groups,
-    "baseline": slow.baseline,
-    "resample": slow.resample,
-    "turn_scores": slow.turn_scores,
-    "values": slow.values,
-    "exact_kl": slow.exact_kl,
-    "influence": slow.influence,
+    "purpose": audit_stages.rollout,
+    "function": audit_stages.reward,
+    "column": audit_stages.log_prob,
+    "estimator": audit_advantages.advantage,
+    "loss": audit_losses.update,
+    "overlong": audit_stages.overlong,
+    "filter_groups": audit_stages.filter_groups,
+    "baseline": audit_stages.baseline,
+    "resample": audit_stages.resample,
+    "turn_scores": audit_stages.turn_scores,
+    "values": audit_stages.values,
+    "exact_kl": audit_stages.exact_kl,
+    "influence": audit_stages.influence,
     "rollout_correction": audit_correction.correction,
 }
 """A stage's name, or a setting that only its kind has → its formulas."""
@@ -220,13 +219,13 @@ def audit_trace(
         spoken |= found.compare(phase.stage, _carried(view, spoken), view.after, {})
         found.unread([*phase.wrote, *phase.metrics], spoken)
         if after and (state := after.get(phase.stage)) and "value" in state and "kl_controller" in phase.settings:
-            found.compare(phase.stage, learning.controller(view), view.after, {"controller": state["value"]})
+            found.compare(phase.stage, audit_advantages.controller(view), view.after, {"controller": state["value"]})
     if row is not None:
         _whole_step(found, trace, views[-1] if views else None, row)
     agreed, wrong = found.agreed, {one.name for one in found.disagreements}
-    sure = (frozenset(names - wrong) for names in agreed)
+    columns, metrics = (frozenset(names - wrong) for names in agreed)
     left = {name: why for name, why in found.left.items() if not any(name in names for names in agreed)}
-    return Audit((found.step,), *sure, tuple(found.disagreements), left, frozenset(found.unaudited))
+    return Audit((found.step,), columns, metrics, tuple(found.disagreements), left, frozenset(found.unaudited))
 
 
 def _formulas(phase: Phase) -> Callable[[View], Claims] | None:
@@ -282,13 +281,12 @@ def _carried(view: View, spoken: set[str]) -> Claims:
 def _drawn_rows(found: _Findings, views: Sequence[View], view: View) -> set[str]:
     """Columns of rows that dynamic sampling drew beside the step's own: what the stages before wrote, checked at the end."""
     spoken: set[str] = set()
-    scored = [float(one.value) * (str(one.status.value) not in slow.UNSCORED) for one in view.after["score"]]
+    scored = [float(one.value) * (str(one.status.value) not in audit_stages.UNSCORED) for one in view.after["score"]]
     for one in views[: views.index(view)]:
         past = Lists(view.after.batch)
         if one.stage == "overlong":
             past = Lists(past.batch, reward=scored, token_level_scores=slow.on_last(scored, past.mask))
-        settings = {"settings": one.settings, "metrics": {}, "rows": None, "sampling": one.sampling, "ends": one.ends}
-        again = View(tokenizer=one.tokenizer, stage=one.stage, before=past, after=view.after, step=one.step, **settings)
+        again = replace(one, before=past, after=view.after, metrics={}, rows=None)
         formulas = FORMULAS.get(one.stage)
         overlong = "reward/overlong" in view.after and one.stage == "reward"
         changed = ("reward", "token_level_scores") if overlong else ()
@@ -299,15 +297,14 @@ def _drawn_rows(found: _Findings, views: Sequence[View], view: View) -> set[str]
 
 
 def _whole_step(found: _Findings, trace: Trace, last: View | None, row: Mapping[str, Any]) -> None:
-    """The row of metrics.jsonl: the trace's metrics, and those of the whole step."""
-    mine = {name: value if math.isfinite(value) else None for name, value in trace.metrics.items()}
-    same = [
-        Claim(name, value, "the trace's", near=0.0, partial=True) for name, value in mine.items() if value is not None
-    ]
-    found.compare("metrics.jsonl", same, Lists(trace.start), row)
+    """The row of metrics.jsonl: what the loop adds, and all else as in the trace."""
+    mine, spoken = trace.metrics, set()
     if last is not None:
         spoken = found.compare("step", slow.whole_step(last, trace, row), last.after, row)
         found.unread([name for name in row if name not in mine], spoken)
+    kept = {name: value for name, value in mine.items() if name not in spoken and math.isfinite(value)}
+    same = [Claim(name, value, "the trace's", near=0.0, partial=True) for name, value in kept.items()]
+    found.compare("metrics.jsonl", same, Lists(trace.start), row)
 
 
 def audit_run(

@@ -5,8 +5,9 @@ As `audit_formulas`: plain Python floats from the definitions, nothing of `funct
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import pstdev, stdev
 from typing import Any
 
@@ -14,6 +15,7 @@ from workbench.replay.audit_formulas import (
     FLOAT32,
     Claim,
     Claims,
+    Left,
     Ragged,
     View,
     averaged,
@@ -22,6 +24,7 @@ from workbench.replay.audit_formulas import (
     each,
     either,
     flat,
+    gap,
     mean,
     placed,
     size,
@@ -29,41 +32,58 @@ from workbench.replay.audit_formulas import (
 
 
 def correction(v: View) -> Claims:
-    """Weights on the full mask, rejected tokens, and the gap between sampler and trainer."""
+    """The stage: weights on the full mask, rejected tokens, and the gap between sampler and trainer."""
+    if v.setting("bypass_mode"):
+        yield Claim("old_log_probs", v.after["rollout_log_probs"], "bypass: the sampler's", near=0.0)
+    else:
+        yield from corrected(v, "old_log_probs", "", whole=True)
+
+
+def corrected(v: View, column: str, prefix: str, *, whole: bool) -> Claims:
+    """Weights, rejection and metrics from the trainer's log-probs of a column. `prefix` is that of the settings' names. Not
+    `whole`: they were computed in several mini-batches, and their metrics cannot be put together again."""
     b, mask = v.after, v.after.mask
-    sampler, trainer = b.own("rollout_log_probs"), b.own("old_log_probs")
-    if v.setting("bypass"):
-        yield Claim("old_log_probs", b["rollout_log_probs"], "bypass: the sampler's", near=0.0)
-    logs = each(lambda x, y: clamp(x - y, -20, 20), trainer, sampler)
-    for name, one in _off_policy(trainer, sampler, logs):
-        yield Claim(f"rollout_corr/{name}", one, "verl's off-policy diagnostics", 50.0)
-    if v.setting("rollout_is"):
-        yield from _weights(v, logs, mask)
-    if v.setting("rollout_rs"):
-        yield from _rejections(v, logs, mask)
+    trainer, sampler = b.own(column), b.own("rollout_log_probs")
+    logs = each(gap, trainer, sampler)
+    claims = _off_policy(trainer, sampler, logs)
+    if v.setting(f"{prefix}rollout_is"):
+        claims = itertools.chain(claims, _weights(v, logs, mask, prefix))
+    if v.setting(f"{prefix}rollout_rs"):
+        claims = itertools.chain(claims, _rejections(v, logs, mask, prefix))
+    for claim in claims:
+        column_of = isinstance(claim.value, list)
+        if whole or (column_of and not v.setting(f"{prefix}rollout_is_batch_normalize")):
+            yield claim
+        else:
+            yield Left(claim.name, "computed in several mini-batches")
 
 
-def _off_policy(trainer: Ragged, sampler: Ragged, logs: Ragged) -> list[tuple[str, float]]:
-    mine, theirs = ([-mean(row) for row in rows if row] for rows in (trainer, sampler))
-    if not mine:
-        return []
-    gaps, each = [x - y for x, y in zip(mine, theirs, strict=True)], flat(logs)
-    sums = [clamp(math.fsum(row), -20, 20) for row in logs if row]
-    return [
-        ("training_ppl", mean([math.exp(x) for x in mine])),
-        ("training_log_ppl", mean(mine)),
-        ("rollout_ppl", mean([math.exp(x) for x in theirs])),
-        ("rollout_log_ppl", mean(theirs)),
-        ("kl", -mean(each)),
-        ("k3_kl", mean([math.expm1(x) - x for x in each])),
-        ("log_ppl_diff", mean(gaps)),
-        ("log_ppl_abs_diff", size(gaps)),
-        ("log_ppl_diff_max", max(gaps)),
-        ("log_ppl_diff_min", min(gaps)),
-        ("ppl_ratio", mean([math.exp(x) for x in gaps])),
-        ("chi2_token", mean([math.exp(2 * x) for x in each]) - 1),
-        ("chi2_seq", mean([math.exp(2 * x) for x in sums]) - 1),
-    ]
+def _off_policy(trainer: Ragged, sampler: Ragged, logs: Ragged) -> Iterator[Claim]:
+    """verl's diagnostics; a row without a token has log-perplexity 0."""
+    each_log = flat(logs)
+    if not each_log:
+        return
+    mine, theirs = [-mean(row) for row in trainer], [-mean(row) for row in sampler]
+    gaps, sums = [x - y for x, y in zip(mine, theirs, strict=True)], [clamp(math.fsum(row), -20, 20) for row in logs]
+    found = {
+        "training_ppl": mean([math.exp(x) for x in mine]),
+        "training_log_ppl": mean(mine),
+        "rollout_ppl": mean([math.exp(x) for x in theirs]),
+        "rollout_log_ppl": mean(theirs),
+        "kl": -mean(each_log),
+        "k3_kl": mean([math.expm1(x) - x for x in each_log]),
+        "log_ppl_diff": mean(gaps),
+        "log_ppl_abs_diff": size(gaps),
+        "log_ppl_diff_max": max(gaps),
+        "log_ppl_diff_min": min(gaps),
+        "ppl_ratio": mean([math.exp(x) for x in gaps]),
+        "chi2_token": mean([math.expm1(2 * clamp(x, -20, 20)) for x in each_log]),
+        "chi2_seq": mean([math.expm1(2 * x) for x in sums]),
+    }
+    rough = {"k3_kl": size(each_log), "kl": size(each_log), "chi2_token": size(each_log), "chi2_seq": size(sums)}
+    for name, value in found.items():
+        noise = rough.get(name, max(map(abs, (*mine, *theirs))) if "diff" in name else 1.0)
+        yield Claim(f"rollout_corr/{name}", value, "verl's off-policy diagnostics", noise)
 
 
 def _band(given: Any) -> tuple[float | None, float]:
@@ -78,15 +98,13 @@ def _share(name: str, flags: Sequence[bool | None], formula: str) -> Claim:
 
 
 def _deviation(values: Sequence[float], name: str, formula: str) -> Claim:
-    """√(mean of squares − squared mean), whose difference cancels in float32."""
-    found, top = (pstdev(values) if len(values) > 1 else 0.0), mean([x * x for x in values])
-    return Claim(name, found, formula, min(top / max(found, 1e-9), 500 * math.sqrt(top)))
+    return Claim(name, pstdev(values) if len(values) > 1 else 0.0, formula, 1 + max(map(abs, values), default=0.0))
 
 
-def _weights(v: View, logs: Ragged, mask: list[list[int]]) -> Claims:
+def _weights(v: View, logs: Ragged, mask: list[list[int]], prefix: str) -> Iterator[Claim]:
     """Importance weights of tokens or rows; a row's is the product over its own tokens."""
-    lower, upper = _band(v.setting("rollout_is_threshold"))
-    whole, formula, p = v.setting("rollout_is") == "sequence", "verl's rollout_is", "rollout_corr/rollout_is"
+    lower, upper = _band(v.setting(f"{prefix}rollout_is_threshold"))
+    whole, formula, p = v.setting(f"{prefix}rollout_is") == "sequence", "verl's rollout_is", "rollout_corr/rollout_is"
     sums = [math.fsum(row) for row in logs]
     raw = [
         [math.exp(clamp(total if whole else x, -20, 20)) for x in row] for row, total in zip(logs, sums, strict=True)
@@ -96,7 +114,7 @@ def _weights(v: View, logs: Ragged, mask: list[list[int]]) -> Claims:
     if not tokens:
         return
     factor = 1.0
-    if v.setting("rollout_is_batch_normalize"):
+    if v.setting(f"{prefix}rollout_is_batch_normalize"):
         found = mean([x for x, own in zip(rows, kept, strict=True) if own]) if whole else mean(tokens)
         factor = found if found > 1e-8 else 1.0
         yield Claim(f"{p}_batch_norm_factor", factor, "mean weight of tokens, or of rows", 1.0)
@@ -124,9 +142,9 @@ def _weights(v: View, logs: Ragged, mask: list[list[int]]) -> Claims:
     yield _share(f"{p}_seq_fraction_low", [beyond(-x, -low) for x in means], "share of rows below")
 
 
-def _rejections(v: View, logs: Ragged, mask: list[list[int]]) -> Claims:
+def _rejections(v: View, logs: Ragged, mask: list[list[int]], prefix: str) -> Iterator[Claim]:
     """Tokens and rows that the loss leaves out: k1 = −log r between the bounds' logarithms, k2 and k3 up to one bound."""
-    given, thresholds = v.setting("rollout_rs"), v.setting("rollout_rs_threshold")
+    given, thresholds = v.setting(f"{prefix}rollout_rs"), v.setting(f"{prefix}rollout_rs_threshold")
     if isinstance(given, str):
         names = [one.strip() for one in given.split(",")]
         parts = thresholds.split(",") if isinstance(thresholds, str) else [thresholds]
@@ -137,15 +155,14 @@ def _rejections(v: View, logs: Ragged, mask: list[list[int]]) -> Claims:
         level, _, k = kind.rpartition("_")
         if k == "k1":
             lower, upper = math.log(1 / upper if lower is None else lower), math.log(upper)
-        each = [[{"k1": -x, "k2": x * x / 2, "k3": math.expm1(x) - x}[k] for x in row] for row in logs]
+        stats = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.expm1(x) - x}
+        one = each(lambda x, of=stats[k]: of(clamp(x, -20, 20)), logs)
         whole = {"seq_sum": math.fsum, "seq_mean": mean, "seq_max": lambda row: max(row, default=0.0)}.get(level)
-        stat = each if whole is None else [[whole(row)] * len(row) for row in each]
+        stat = one if whole is None else [[whole(row)] * len(row) for row in one]
         high = [[beyond(x, upper) for x in row] for row in stat]
         low = [[lower is not None and beyond(-x, -lower) for x in row] for row in stat]
         mine = each(either, high, low)
-        yield from _of_kind(
-            f"rollout_corr/rollout_rs_{kind}", whole is None, stat, (high, low, mine), (lower, upper), v
-        )
+        yield from _of_kind(f"rollout_corr/rollout_rs_{kind}", whole is None, stat, (high, low, mine), (lower, upper))
         out = each(either, out, mine)
     kept = placed([[None if x is None else float(not x) for x in row] for row in out], mask)
     yield Claim("loss_mask", kept, "the response mask without rejected tokens")
@@ -158,7 +175,7 @@ def _any(flags: Sequence[bool | None]) -> bool | None:
     return True if any(flags) else None if None in flags else False
 
 
-def _of_kind(p: str, tokenwise: bool, stat: Ragged, flags: Any, bounds: Any, v: View) -> Claims:
+def _of_kind(p: str, tokenwise: bool, stat: Ragged, flags: Any, bounds: Any) -> Iterator[Claim]:
     """verl's statistics of one kind of rejection."""
     (high, low, out), (lower, upper) = flags, bounds
     tokens, rows = flat(stat), [mean(row) for row in stat if row]

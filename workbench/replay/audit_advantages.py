@@ -1,4 +1,4 @@
-"""The second reading, continued: KL in the reward, advantages and losses, row by row.
+"""The second reading of advantages: KL in the reward, every estimator, its metrics.
 
 As `audit_formulas`: plain Python floats from the definitions, nothing of `functional` and `stages`.
 """
@@ -14,27 +14,23 @@ from typing import Any
 from workbench.replay.audit_formulas import (
     EXACT,
     FLOAT32,
-    MODEL,
     Claim,
     Claims,
     Left,
-    Lists,
     Ragged,
     View,
-    averaged,
-    beyond,
-    bounded,
     clamp,
     each,
-    either,
-    flat,
     gap,
     groups_of,
     kl,
     mean,
+    measured_advantages,
+    measured_scores,
     placed,
+    row_sums,
+    shares,
     size,
-    spread,
 )  # fmt: skip
 
 # --- advantages -----------------------------------------------------------------------------------------
@@ -42,7 +38,7 @@ from workbench.replay.audit_formulas import (
 
 def advantage(v: View) -> Claims:
     """Token rewards with the KL penalty, advantages, returns, and their metrics."""
-    b, mask = v.after, v.after.mask
+    b, mask = v.after, [[int(bool(x)) for x in row] for row in v.after.get("loss_mask", v.after.mask)]
     yield from _penalised(v)
     name, rewards = str(v.settings["estimator"]), b["token_level_rewards"]
     if (estimate := ESTIMATORS.get(name)) is None:
@@ -50,26 +46,29 @@ def advantage(v: View) -> Claims:
             yield Left(column, f"foreign estimator {name}")
     else:
         scored = [bool(x) for x in b["scored"]] if "scored" in b else [True] * len(mask)
-        *found, noise, near = estimate(v, mask, rewards, scored)
+        last = _last_of_session(v)
+        told = [ok and last[row] == row for row, ok in enumerate(scored)]
+        *found, noise, near = estimate(v, mask, rewards, told)
+        if v.setting("sessions"):  # a row's advantage is one number: that of its session's last row
+            one = [[found[0][row][0] if found[0][row] else 0.0] for row in last]
+            found = [[x * sum(own) for x, own in zip(one, mask, strict=True)]] * 2
         for column, ragged in zip(("advantages", "returns"), found, strict=True):
             yield Claim(column, placed(ragged, mask), f"{name}, from the token rewards", noise, near)
-    sums = [math.fsum(row) for row in rewards]
-    rounding = max((math.fsum(map(abs, row)) for row in rewards), default=0.0)
-    yield from spread("critic/rewards", sums, "rows' token rewards", rounding)
-    for column in ("advantages", "returns"):
-        yield from spread(f"critic/{column}", flat(b.own(column)), f"{column} of own tokens")
     groups = groups_of(b["uid"])
     yield Claim("advantage/singleton_groups", sum(len(rows) == 1 for rows in groups.values()), "groups of one row")
-    zero = [not any(row) for row in b.own("advantages")]
+    zero = [not any(row) for row in b.own("advantages", mask)]
     yield Claim("advantage/zero_rows", sum(zero), "rows whose advantages are all 0")
-    yield averaged("advantage/zero_share", [float(x) for x in zero], "their share")
-    if "values" in b and len(flat(b.own("values"))) > 1:
-        returns, guess = flat(b.own("returns")), flat(b.own("values"))
-        rest = variance([x - y for x, y in zip(returns, guess, strict=True)])
-        bottom = variance(returns) + 1e-5
-        explained = 1 - rest / bottom
-        rounding = (max(map(abs, returns)) ** 2 + max(map(abs, guess)) ** 2) / bottom
-        yield Claim("critic/vf_explained_var", explained, "1 − Var(R − V) / (Var(R) + 1e-5)", 1 + rounding)
+    yield from shares("advantage/zero_share", zero, "their share")
+    yield from measured_scores(b)
+    yield from measured_advantages(b)
+
+
+def _last_of_session(v: View) -> list[int]:
+    """For each row the last row of its session; itself without sessions."""
+    uids, column = v.after["uid"], v.setting("sessions")
+    names = list(zip(uids, v.after[column] if column else range(len(uids)), strict=True))
+    last = {name: row for row, name in enumerate(names)}
+    return [last[name] for name in names]
 
 
 def _penalised(v: View) -> Claims:
@@ -160,10 +159,7 @@ def _rowwise(make: Callable[[View], Any], *, whiten: bool = False, alpha: bool =
     """An estimator that gives each row one number on all its tokens."""
 
     def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
-        # an empty response has no token for its reward, which still counts in its group
-        scores = [
-            math.fsum(row) + x * (not any(own)) for row, own, x in zip(rewards, mask, v.after["reward"], strict=True)
-        ]
+        scores = row_sums(v.after, "token_level_rewards")
         values = _grouped(v, mask, scores, scored, make(v))
         if alpha:
             told = [x for x, ok in zip(scores, scored, strict=True) if ok]
@@ -222,7 +218,7 @@ def _remax(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) 
 
 def _gae(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
     gamma, lam, made = v.setting("gamma", 1.0), v.setting("lam", 1.0), []
-    guesses = v.after.own("values")
+    guesses = v.after.own("values", mask)
     for row, guess in zip(_inside(rewards, mask), guesses, strict=True):
         after = next_value = 0.0
         found = []
@@ -231,11 +227,15 @@ def _gae(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) ->
             next_value = value
             found.append(after)
         made.append(found[::-1])
-    returns = each(lambda a, value: a + value, made, guesses)
+    made = [[a * ok for a in row] for row, ok in zip(made, scored, strict=True)]
+    returns = [
+        [a + value * ok for a, value in zip(*rows, strict=True)]
+        for *rows, ok in zip(made, guesses, scored, strict=True)
+    ]
     noise = _total(rewards) + 2 * _total(guesses)
     if not v.setting("whiten", True):
         return made, returns, noise, FLOAT32
-    white, _, more, near = _white(made, [True] * len(mask), noise)
+    white, _, more, near = _white(made, scored, noise)
     return white, returns, more, near
 
 
@@ -259,8 +259,8 @@ def _token_baseline(packed: bool) -> Callable[..., Estimate]:
 
     def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
         returns = _to_go(_inside(rewards, mask), 1.0, scored)
-        probabilities, squares = v.after.own("old_log_probs"), v.after.own("sum_pi_squared")
-        ratios = v.after.own("rollout_is_weights") if "rollout_is_weights" in v.after else None
+        probabilities, squares = v.after.own("old_log_probs", mask), v.after.own("sum_pi_squared", mask)
+        ratios = v.after.own("rollout_is_weights", mask) if "rollout_is_weights" in v.after else None
         made: Ragged = [[] for _ in mask]
         for rows in groups_of(v.after["uid"]).values():
             above: dict[int, float] = {}
@@ -304,198 +304,3 @@ ESTIMATORS: Mapping[str, Callable[[View, list[list[int]], Ragged, list[bool]], E
     "tir_optimal_token_baseline": _token_baseline(packed=True),
 }
 """Estimator → its slow form: of the view, mask, token rewards and scored rows."""
-
-
-# --- updates --------------------------------------------------------------------------------------------
-
-
-def loss_mask(b: Lists) -> list[list[int]]:
-    """1 on own tokens that no correction rejected, of scored rows."""
-    kept = b.get("loss_mask", b.mask)
-    scored = b["scored"] if "scored" in b else [True] * len(kept)
-    return [
-        [int(bool(x and own and ok)) for x, own in zip(*rows, strict=True)]
-        for *rows, ok in zip(kept, b.mask, scored, strict=True)
-    ]
-
-
-def minis(v: View) -> list[range] | None:
-    """Rows of each optimizer step of a single pass; None where rows were shuffled or passed several times."""
-    total, prompts = len(v.after["uid"]), v.setting("ppo_mini_batch_size")
-    if v.setting("ppo_epochs") != 1 or (v.setting("shuffle") and prompts) or v.setting("skip_nonfinite"):
-        return None
-    number = total if prompts is None else prompts * int(v.after.batch.meta_info.get("group_size", 1))
-    return [range(start, min(start + number, total)) for start in range(0, total, number)]
-
-
-def aggregated(rows: Ragged, mode: str, scale: float) -> float:
-    """Token losses of a mini-batch as one number; rows without a token are left out."""
-    there = [row for row in rows if row]
-    total = math.fsum(flat(there))
-    if mode == "token-sum":
-        return total
-    if mode == "token-mean":
-        return total / max(len(flat(there)), 1)
-    if mode == "seq-mean-token-mean":
-        return mean([mean(row) for row in there])
-    return total / max(len(there), 1) / (scale if mode == "seq-mean-token-sum-norm" else 1)
-
-
-def update(v: View) -> Claims:
-    """Loss, clipping and KL of the update's last pass."""
-    role = v.stage.removeprefix("update_")
-    for name in ("grad_norm", "lr"):
-        yield Left(f"{role}/{name}", "the optimizer's")
-    yield Left(f"{role}/nonfinite", "mini-batches that were skipped are not recorded")
-    if v.step < v.setting("from_step"):
-        yield Claim(f"{role}/skipped", 1.0, "step < from_step")
-        if "new_log_probs" in v.after:
-            yield Claim("new_log_probs", v.before["old_log_probs"], "nothing was updated", near=0.0)
-            yield Claim("clipped", [[False] * len(row) for row in v.after.mask], "nothing was updated")
-        return
-    yield from _critic(v, role) if v.settings.get("loss") == "ValueLoss" else _policy(v, role)
-
-
-def _critic(v: View, role: str) -> Claims:
-    """One mini-batch begins with the recorded values, so that nothing is clipped yet."""
-    names = ("vf_loss", "vf_clipfrac", "vpred_mean", "loss")
-    if (cut := minis(v)) is None or len(cut) > 1:
-        for name in names:
-            yield Left(f"{role}/{name}", "the values of a later mini-batch are not recorded")
-        return
-    mask = loss_mask(v.after)
-    guesses, returns = v.after.own("values", mask), v.after.own("returns", mask)
-    gaps = each(gap, guesses, returns)
-    width = float(len(mask[0])) if mask else 1.0
-    found = aggregated([[x * x / 2 for x in row] for row in gaps], v.setting("loss_agg_mode"), width)
-    ends = max((abs(x) for x in flat(guesses) + flat(returns)), default=0.0)
-    noise = 20 * ends * aggregated([[abs(x) + 1e-6 for x in row] for row in gaps], v.setting("loss_agg_mode"), width)
-    yield Claim(f"{role}/vf_loss", found, "½·(V − R)², aggregated: the first pass clips nothing", noise)
-    yield Claim(f"{role}/vf_clipfrac", 0.0, "the first pass clips nothing")
-    yield averaged(f"{role}/vpred_mean", flat(guesses), "mean value", 20 * size(flat(guesses)) + 1)
-    yield Claim(f"{role}/loss", v.metrics[f"{role}/vf_loss"], "vf_loss")
-
-
-def _policy(v: View, role: str) -> Claims:
-    b, mask, mode = v.after, loss_mask(v.after), str(v.setting("loss_mode"))
-    yield Left("new_log_probs", MODEL)
-    yield from bounded(b, "new_log_probs")
-    own = [b.own(name, mask) for name in ("old_log_probs", "new_log_probs", "advantages")]
-    tokens = [[token(mode, v, *x, rows=rows) for x in zip(*rows, strict=True)] for rows in zip(*own, strict=True)]
-    random = {"clip_cov": "clip_cov draws its tokens at random", "kl_cov": "kl_cov chooses in each micro-batch"}.get(
-        mode
-    )
-    if random is None:
-        flags = [[either(x[1], x[2]) for x in row] for row in tokens]
-        yield Claim("clipped", placed(flags, mask, False), f"{mode}: where the clip decides, in the last pass")
-    cut, why = minis(v), random
-    if cut is None:
-        why = "passes before the last are not recorded"
-    names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy_loss")
-    if random:
-        yield Left("clipped", random)
-    if cut is None or random:
-        for name in names:
-            yield Left(f"{role}/{name}", str(why))
-    else:
-        yield from _of_minis(v, role, cut, tokens, mask)
-    if v.setting("kl_coef"):
-        yield Claim(f"{role}/kl_coef", v.setting("kl_coef"), "the setting")
-    total, parts = v.metrics.get(f"{role}/pg_loss", 0.0), [f"{role}/pg_loss"]
-    for name, factor in (("entropy_loss", -v.setting("entropy_coeff")), ("kl_loss", v.setting("kl_coef"))):
-        total += factor * v.metrics.get(f"{role}/{name}", 0.0)
-        parts += [f"{role}/{name}"] * bool(factor)
-    yield Claim(
-        f"{role}/loss",
-        total,
-        "pg_loss − entropy_coeff·entropy_loss + kl_coef·kl_loss",
-        sum(abs(v.metrics.get(name, 0.0)) for name in parts),
-    )
-
-
-def _of_minis(v: View, role: str, cut: list[range], tokens: list[list[Any]], mask: list[list[int]]) -> Claims:
-    """Metrics of a single pass: each the mean over mini-batches of the mini-batch's own number."""
-    b, settings = v.after, v.setting
-    scale = settings("loss_scale_factor") or float(len(mask[0]))
-    fixed = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum"}.get(str(settings("loss_mode")))
-    mode = fixed or settings("loss_agg_mode")
-    weights = b.own("rollout_is_weights", mask) if settings("rollout_is") else [[1.0] * len(row) for row in tokens]
-    losses = each(lambda x, w: x[0] * w, tokens, weights)
-
-    def over(name: str, rows: Any, how: str, formula: str, noise: Any = None, more: float = 0.0) -> Claim:
-        each = [aggregated([rows[row] for row in one], how, scale) for one in cut]
-        rough = rows if noise is None else noise
-        size_of = mean([aggregated([[abs(x) for x in rough[row]] for row in one], how, scale) for one in cut])
-        return Claim(f"{role}/{name}", mean(each), formula, size_of + more)
-
-    yield over("pg_loss", losses, mode, f"{settings('loss_mode')}, {mode}, mean over mini-batches", more=mean([0.0]))
-    for name, place in (("pg_clipfrac", 1), ("pg_clipfrac_lower", 2)):
-        flags = [[float(bool(x[place])) for x in row] for row in tokens]
-        unsure = sum(x[place] is None for row in tokens for x in row) / max(len(flat(tokens)), 1)
-        yield over(name, flags, "token-mean", "share of own tokens", more=len(cut) * unsure / FLOAT32)
-    old, new = b.own("old_log_probs", mask), b.own("new_log_probs", mask)
-    gaps = each(gap, old, new)
-    yield over("ppo_kl", gaps, "token-mean", "mean old − new")
-    if settings("kl_coef"):
-        deltas = each(gap, new, b.own("ref_log_prob", mask))
-        kls = each(lambda x: kl(x, settings("kl_type")), deltas)
-        yield over("kl_loss", kls, settings("loss_agg_mode"), f"{settings('kl_type')}, aggregated", deltas)
-    if settings("entropy_coeff"):
-        if len(cut) == 1 and "entropys" in b:
-            entropies = b.own("entropys", mask)
-            yield over("entropy_loss", entropies, settings("loss_agg_mode"), "entropies before the update, aggregated", [[100.0] * len(row) for row in entropies])  # fmt: skip
-        else:
-            yield Left(f"{role}/entropy_loss", "entropies of a later mini-batch are not recorded")
-
-
-Token = tuple[float, bool | None, bool | None]
-"""(loss, clipped, bounded by the dual clip) of a token."""
-
-
-def token(mode: str, v: View, old: float, new: float, adv: float, *, rows: Any) -> Token:
-    """The surrogate loss of one token, from its definition; `rows` are its row's old, new and advantages."""
-    low, high = 1 - v.setting("clip_ratio_low"), 1 + v.setting("clip_ratio_high")
-    top, ratio = v.setting("clip_ratio_c"), math.exp(clamp(new - old, -20, 20))
-    if mode == "gspo":
-        ratio = math.exp(min(mean([x - y for x, y in zip(rows[1], rows[0], strict=True)]), 10))
-    if mode in ("vanilla", "gspo"):
-        clipped = beyond(ratio, high) if adv > 0 else beyond(-ratio, -low) if adv < 0 else False
-        worse = max(-adv * ratio, -adv * clamp(ratio, low, high))
-        if mode == "gspo" or adv >= 0:
-            return worse, clipped, False
-        return min(worse, -adv * top), clipped, beyond(max(ratio, low), top)
-    if mode == "sapo":
-        tau = v.setting("tau_pos") if adv > 0 else v.setting("tau_neg")
-        return -adv * 4 / tau / (1 + math.exp(-tau * (ratio - 1))), False, False
-    if mode == "gpg":
-        return -adv * new, False, False
-    if mode == "cispo":
-        return -adv * clamp(ratio, low, high) * new, either(beyond(ratio, high), beyond(-ratio, -low)), False
-    if mode in ("dppo_tv", "dppo_kl"):
-        out = _moved(mode, v, old, new, adv, ratio)
-        return -adv * min(ratio, top) * new * (not out), out, False
-    if mode == "dro":
-        return -(new * adv - v.setting("dro_beta") / 2 * (new - old) ** 2), False, False
-    return _geo_mean(v, old, new, adv, rows) if mode == "geo_mean" else (0.0, None, None)
-
-
-def _moved(mode: str, v: View, old: float, new: float, adv: float, ratio: float) -> bool | None:
-    """Whether a token's probability has moved too far in its advantage's direction."""
-    p, q, bound = math.exp(old), math.exp(new), v.setting("clip_ratio_high" if adv > 0 else "clip_ratio_low")
-    if mode == "dppo_tv":
-        return beyond(q - p if adv > 0 else p - q, bound)
-    p, q = clamp(p, 1e-8, 1 - 1e-7), clamp(q, 1e-8, 1 - 1e-7)
-    far = beyond(p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)), bound)
-    return far if (ratio > 1 if adv > 0 else ratio < 1) else False
-
-
-def _geo_mean(v: View, old: float, new: float, adv: float, rows: Any) -> Token:
-    """GMPO: one number per row, shared out here over its tokens so that their sum is it."""
-    low, high, number = -v.setting("clip_ratio_low"), v.setting("clip_ratio_high"), len(rows[0])
-    logs = []
-    for o, n, a in zip(*rows, strict=True):
-        x = clamp(n - o, -20, 20)
-        logs.append(min(x, clamp(x, low, high)) if a > 0 else max(x, clamp(x, low, high)) if a < 0 else 0.0)
-    loss = -mean(rows[2]) * math.exp(mean(logs)) / number
-    out = either(beyond(new - old, high), beyond(old - new, -low))
-    return loss, out if adv > 0 else False, out if adv < 0 else False

@@ -1,0 +1,382 @@
+"""The second reading of rollouts, rewards, filters and log-probs, a generator of claims per stage.
+
+As `audit_formulas`: plain Python floats from the definitions, nothing of `functional` and `stages`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from statistics import stdev
+from typing import Any
+
+from workbench.replay.audit_formulas import (
+    EXACT,
+    FLOAT32,
+    MODEL,
+    Claim,
+    Claims,
+    Left,
+    Lists,
+    View,
+    averaged,
+    bounded,
+    clamp,
+    each,
+    flat,
+    groups_of,
+    kl,
+    mean,
+    measured_lengths,
+    measured_scores,
+    on_last,
+    placed,
+    policy_lag,
+    size,
+    spread,
+)  # fmt: skip
+
+# --- rollout ------------------------------------------------------------------------------------------
+
+
+def rollout(v: View) -> Claims:
+    """Masks, positions and lengths from prompts, responses, finish reasons and transcripts."""
+    b, lengths = v.after, v.after.lengths
+    prompts = [sum(row) for row in b["prompt_mask"]]
+    wide, long = len(b["prompts"][0]), len(b["responses"][0])
+    if "prompts" in v.before or v.rows is None:  # joined batches: only their columns
+        each: int | None = None
+    else:
+        each = v.setting("group_size") + bool(v.settings.get("greedy_baseline"))
+        yield Claim("uid", [uid for uid in v.before["uid"] for _ in range(each)], "each prompt G times", partial=True)
+    real = [[0] * (wide - n) + [1] * n + [1] * m + [0] * (long - m) for n, m in zip(prompts, lengths, strict=True)]
+    whole = [row[wide:] for row in real]
+    yield Claim("prompt_mask", [row[:wide] for row in real], "0 on the left padding, 1 on the prompt")
+    yield Claim("attention_mask", real, "1 on the prompt and on the response's tokens, 0 on padding")
+    yield Claim("input_ids", [p + r for p, r in zip(b["prompts"], b["responses"], strict=True)], "prompts, responses")
+    places = [[sum(row[: t + 1]) - 1 if x else None for t, x in enumerate(row)] for row in real]
+    yield Claim("position_ids", places, "number of attended tokens before")
+    yield from _own_tokens(v, whole)
+    yield Left("prompts", "needs the tokenizer's chat template; its padding and its groups are checked")
+    first = {uid: b["input_ids"][rows[0]][wide - prompts[rows[0]] : wide] for uid, rows in groups_of(b["uid"]).items()}
+    same = [[*[None] * (wide - n), *first[uid]][-wide:] for uid, n in zip(b["uid"], prompts, strict=True)]
+    yield Claim("prompts", same, "rows of one uid have one prompt", partial=True)
+    yield from _texts(v, prompts, lengths)
+    yield from _lengths(v, each is None)
+    for name in ("responses", "rollout_log_probs", "policy_version", "finish_reason"):
+        yield Left(name, "sampled by the model; its padding, bounds and end are checked")
+    if "greedy" in b and each:
+        yield Claim("greedy", [row % each == each - 1 for row in range(len(prompts))], "the last of each prompt's rows")
+
+
+def _own_tokens(v: View, whole: list[list[int]]) -> Claims:
+    """The response mask, where responses end, and what stands outside."""
+    b, episodes = v.after, "turns" in v.after
+    expected: list[list[int | None]] = [list(row) for row in whole]
+    if episodes and all(b["turns"]):
+        turns = [[turn for turn in row if turn["role"] == "assistant"] for row in b["turns"]]
+        spans = [{t for one in row for t in range(one["first"], one["last"] + 1)} for row in turns]
+        expected = [[int(t in span) for t in range(len(row))] for span, row in zip(spans, whole, strict=True)]
+    elif episodes:
+        expected = [[None if x else 0 for x in row] for row in whole]
+    what = "1 on the tokens of the model's turns" if episodes else "1 on the response's tokens, 0 behind"
+    yield Claim("response_mask", expected, what, partial=episodes and not all(b["turns"]))
+    limit, reasons = v.sampling.get("max_tokens"), b["finish_reason"]
+    if not episodes and v.sampling.get("stop") == "()" and not v.sampling.get("ignore_eos") and limit:
+        for_each = []
+        for ids, reason, row in zip(b["responses"], reasons, whole, strict=True):
+            end = next((t + 1 for t, token in enumerate(ids) if token in v.ends), limit)
+            end = {"stop": end if v.ends else sum(row), "length": limit}.get(reason, sum(row))
+            for_each.append([int(t < end) for t in range(len(row))] + ([1] if end > len(row) else []))
+        yield Claim("response_mask", for_each, "stop: up to the first EOS; length: max_tokens", partial=True)
+    pads = {row[0] for row, own in zip(b["prompts"], b["prompt_mask"], strict=True) if not own[0]} | {0}
+    behind = [
+        [None if x or token in pads or len(pads) < 2 else min(pads) for token, x in zip(ids, row, strict=True)]
+        for ids, row in zip(b["responses"], whole, strict=True)
+    ]
+    yield Claim("responses", behind, "padding behind the response", partial=True)
+    yield from bounded(b, "rollout_log_probs", expected)
+
+
+def _texts(v: View, prompts: list[int], lengths: list[int]) -> Claims:
+    """The responses' texts; the last message of each prompt in its decoded tokens, where the tokenizer keeps texts whole."""
+    b, decode = v.after, getattr(v.tokenizer, "decode", None)
+    if decode is None:
+        yield Left("response_text", "the tokenizer's folder is not here")
+        return
+    texts = [decode(ids[:n], skip_special_tokens=True) for ids, n in zip(b["responses"], lengths, strict=True)]
+    yield Claim("response_text", texts, "the response's tokens decoded")
+    strange: list[Any] = []
+    for ids, n, chat in zip(b["prompts"], prompts, b["raw_prompt"], strict=True):
+        said = chat[-1].get("content") if isinstance(chat, list) and chat and "turns" not in b else None
+        bare = "".join(said.split()) if isinstance(said, str) else ""
+        whole = "".join(decode(v.tokenizer.encode(said)).split()) if bare else ""
+        found = bare in whole and bare not in "".join(decode(ids[len(ids) - n :]).split())
+        strange.append("its last message" if bare and found else None)
+    yield Claim("prompts", strange, "tokens of the row's own prompt", partial=True)
+
+
+def _lengths(v: View, columns_only: bool) -> Claims:
+    if "turns" in v.after:
+        yield from _episodes(v)
+    if columns_only:
+        return
+    yield from measured_lengths(v.after)
+
+
+def _episodes(v: View) -> Claims:
+    """Counts of an episode from its transcript."""
+    b = v.after
+    if not all(b["turns"]):
+        for name in ("num_turns", "num_tool_calls", "turn_scores", "tool_rewards"):
+            yield Left(name, "the agent loop left no transcript")
+    else:
+        calls = [
+            [c for turn in row for c in turn["calls"] if c["status"] not in ("ignored", "not run")]
+            for row in b["turns"]
+        ]
+        heard = [sum(t["role"] != "assistant" and t["last"] >= t["first"] for t in row) for row in b["turns"]]
+        said = [sum(t["role"] == "assistant" for t in row) for row in b["turns"]]
+        yield Claim(
+            "num_turns", [m + n + 1 for m, n in zip(said, heard, strict=True)], "turns of model, tools, users, and 1"
+        )
+        yield Claim("num_tool_calls", [len(row) for row in calls], "calls that were answered")
+        scores = [[t["score"] for t in row if t["score"] is not None] for row in b["turns"]]
+        yield Claim("turn_scores", scores, "scores of the turns, in order")
+        rewards = [[c["reward"] for c in row if c["reward"] is not None] for row in calls]
+        yield Claim("tool_rewards", rewards, "rewards of the calls, in order")
+    yield Left("turns", "the agent's own transcript")
+    yield Left("agent_extra", "whatever the agent loop gave")
+    failed = [c["status"] in ("error", "late") for row in b["turns"] for t in row for c in t["calls"]]
+    yield Claim("agent_loop/tool_errors", sum(failed), "calls that failed or were late")
+    errors = [bool((extra or {}).get("errors")) for extra in b["agent_extra"]]
+    yield Claim("agent_loop/errors", sum(errors), "episodes with errors")
+    yield from spread("agent_loop/num_turns", b["num_turns"], "turns")
+    yield from spread("agent_loop/num_tool_calls", b["num_tool_calls"], "calls")
+
+
+# --- reward and what reshapes it ----------------------------------------------------------------------
+
+_GSM8K = ("openai/gsm8k", "workbench/arith")
+UNSCORED = ("infra_error", "not_applicable")
+
+
+def reward(v: View) -> Claims:
+    """Rewards and metrics from the Score records."""
+    b, mask, records = v.after, v.after.mask, v.after["score"]
+    scored = [str(one.status.value) not in UNSCORED for one in records]
+    value = [float(one.value) if ok else 0.0 for one, ok in zip(records, scored, strict=True)]
+    yield from _scores(v)
+    yield Claim("scored", scored, "status is neither infra_error nor not_applicable")
+    yield Claim("reward", value, "value of the Score; 0 where not scored", near=EXACT)
+    yield Claim("token_level_scores", on_last(value, mask), "the reward on the last own token", near=EXACT)
+    for part in dict.fromkeys(part for one in records for part in one.parts):
+        column = [float(one.parts.get(part, math.nan)) for one in records]
+        yield Claim(f"reward/{part}", column, "the part of the Score; NaN without it", near=EXACT)
+        yield from spread(f"reward/{part}", [x for x in b[f"reward/{part}"] if x == x], f"part {part}")
+    for key in dict.fromkeys(key for one in records for key in one.extra):
+        column = [one.extra.get(key, b[f"reward_extra/{key}"][row]) for row, one in enumerate(records)]
+        yield Claim(f"reward_extra/{key}", column, "the extra of the Score")
+    for status, number in Counter(str(one.status.value) for one in records).items():
+        yield Claim(f"reward/status/{status}", number, "rows of this status")
+    yield Claim("reward/empty_responses", sum(not any(own) for own in mask), "rows without an own token")
+    yield averaged("reward/scored_ratio", [float(ok) for ok in scored], "share of scored rows")
+    yield from measured_scores(b)
+
+
+def _scores(v: View) -> Claims:
+    """The Score records: GSM8K's rule is applied again, any other scorer's record is the source."""
+    yield Left("score", "the scorer's own record; GSM8K's strict rule is applied again")
+    if v.settings.get("function") not in ("by data_source", "gsm8k"):
+        return
+    b = v.after
+    expected: list[float | None] = []
+    for row, one in enumerate(b["score"]):
+        truth = (b["reward_model"][row] or {}).get("ground_truth") if "reward_model" in b else None
+        known = "data_source" in b and b["data_source"][row] in _GSM8K and isinstance(truth, str) and truth.strip()
+        if not known or str(one.status.value) not in ("scored", "no_answer"):
+            expected.append(None)
+            continue
+        answers = re.findall(r"#### (-?[0-9.,]+)", b["response_text"][row][-300:])
+        expected.append(float(bool(answers) and answers[-1].replace(",", "") == truth))
+    yield Claim("reward", expected, "1 where the number behind the last '#### ' is the truth, else 0", partial=True)
+
+
+def overlong(v: View) -> Claims:
+    """DAPO's soft length penalty."""
+    b, start = v.before, v.setting("max_tokens") - v.setting("buffer")
+    beyond = [clamp(n - start, 0, v.setting("buffer")) / v.setting("buffer") for n in b.lengths]
+    taken = [-v.setting("penalty") * x if ok else 0.0 for x, ok in zip(beyond, b["scored"], strict=True)]
+    yield Claim("reward/overlong", taken, "−penalty·(length − (max_tokens − buffer))/buffer, between −penalty and 0")
+    total = [x + y for x, y in zip(b["reward"], taken, strict=True)]
+    yield Claim("reward", total, "reward and penalty", 1.0)
+    last = zip(b["token_level_scores"], on_last(taken, b.mask), strict=True)
+    added = [[x + y for x, y in zip(row, more, strict=True)] for row, more in last]
+    yield Claim("token_level_scores", added, "the penalty is added on the last own token", 1.0)
+    yield averaged("reward/overlong/mean", taken, "mean penalty")
+    yield averaged("reward/overlong/share", [float(x > 0) for x in beyond], "share of rows in the buffer or beyond")
+    yield from measured_scores(v.after)
+
+
+def turn_scores(v: View) -> Claims:
+    """Scores of turns and calls on the turns' last tokens."""
+    b, mask = v.before, v.before.mask
+    extra = [[0.0] * len(row) for row in mask]
+    for row, turns in enumerate(b["turns"]):
+        for turn in turns:
+            last = turn["last"]
+            if turn["role"] == "assistant" and turn["first"] <= last < len(mask[row]) and mask[row][last]:
+                score = v.setting("turn_weight") * (turn["score"] or 0.0)
+                extra[row][last] += score + v.setting("tool_weight") * sum(c["reward"] or 0.0 for c in turn["calls"])
+    scored = b["scored"] if "scored" in b else [True] * len(mask)
+    total = [
+        [(v.setting("final_weight") * x + y) * ok for x, y in zip(row, more, strict=True)]
+        for row, more, ok in zip(b["token_level_scores"], extra, scored, strict=True)
+    ]
+    yield Claim("token_level_scores", total, "final score, turns' and calls' scores, weighted", 1.0)
+    yield from spread("turn_scores", [sum(row) for row in extra], "added scores", 1.0)
+    yield from measured_scores(v.after)
+
+
+def with_signal(b: Lists) -> list[int]:
+    """Rows of groups whose scored rewards differ, or that have one scored row."""
+    kept = []
+    for rows in groups_of(b["uid"]).values():
+        values = [b["reward"][row] for row in rows if b["scored"][row]]
+        if len(values) == 1 or len(set(values)) > 1:
+            kept += rows
+    return sorted(kept)
+
+
+def filter_groups(v: View) -> Claims:
+    """Which groups stay, and the counts of sampled, kept and dropped ones."""
+    b, rows, number = v.before, with_signal(v.before), v.metrics.get("train/num_gen_batches", 1)
+    wanted = len(set(b["uid"]))
+    mine = len({b["uid"][row] for row in rows})
+    if number == 1:
+        kept = rows if mine else list(range(len(b["uid"])))
+        yield Claim(
+            "uid", [b["uid"][row] for row in kept], "groups whose rewards differ, all if there are none", partial=True
+        )
+        found = float(mine)
+    else:
+        found = v.metrics["filter_groups/kept"] + v.metrics["filter_groups/surplus"]
+        flat_groups = [row for row in range(len(v.after["uid"])) if row not in with_signal(v.after)]
+        uids: list[Any] = [None if row not in flat_groups else "" for row in range(len(v.after["uid"]))]
+        yield Claim("uid", uids if found else [None] * len(uids), "no group of equal rewards", partial=True)
+        first = [b["uid"][row] for row in rows] + [None] * len(v.after["uid"])
+        yield Claim("uid", first[: len(v.after["uid"])], "the step's own groups come first", partial=True)
+        number = number if found >= wanted else v.setting("max_num_gen_batches")
+    yield Claim("train/num_gen_batches", number, "until the step is full, at most max_num_gen_batches")
+    kept_now = len(set(v.after["uid"])) if found else 0
+    yield Claim("filter_groups/kept", min(kept_now, wanted), "groups with signal, at most those wanted")
+    yield Claim("filter_groups/dropped", wanted * number - found, "groups sampled that have no signal")
+    yield Claim("filter_groups/surplus", max(found - wanted, 0), "groups with signal beyond those wanted")
+
+
+def baseline(v: View) -> Claims:
+    """ReMax's greedy rows as a column."""
+    b = v.before
+    greedy = {uid: row for row, uid in enumerate(b["uid"]) if b["greedy"][row]}
+    rest = [row for row in range(len(b["uid"])) if not b["greedy"][row]]
+    of = [greedy[b["uid"][row]] for row in rest]
+    yield Claim("uid", [b["uid"][row] for row in rest], "rows that are not greedy", partial=True)
+    yield Claim("reward_baselines", [b["reward"][row] for row in of], "reward of the prompt's greedy row")
+    both = [bool(b["scored"][row] and b["scored"][base]) for row, base in zip(rest, of, strict=True)]
+    yield Claim("scored", both, "scored, and so is the greedy row")
+    scored = [b["reward"][row] for row in greedy.values() if b["scored"][row]]
+    if scored:
+        yield averaged("reward/greedy_baseline", scored, "mean reward of scored greedy rows")
+    without = sum(not b["scored"][row] for row in greedy.values())
+    yield Claim("reward/without_baseline", without, "prompts whose greedy row was not scored")
+
+
+def resample(v: View) -> Claims:
+    """Which rows may be drawn; the draw itself is random."""
+    rows = v.rows or []
+    yield Claim("resample/distinct", len(set(rows)) / max(len(rows), 1), "share of different rows")
+    drawn = [v.before["reward"][row] for row in rows]
+    yield Claim("reward", drawn, "the drawn rows'", partial=True)
+
+
+# --- log-probs ------------------------------------------------------------------------------------------
+
+
+def log_prob(v: View) -> Claims:
+    """Metrics of log-probs and entropies; the distance of the trainer's from the sampler's."""
+    b, column = v.after, v.setting("column")
+    yield Left(column, MODEL)
+    yield from bounded(b, column)
+    if v.setting("sum_pi_squared"):
+        yield Left("sum_pi_squared", MODEL)
+        least = each(lambda x, p, own: max(x, math.exp(2 * p)) if own else 0.0, b["sum_pi_squared"], b[column], b.mask)
+        yield Claim("sum_pi_squared", least, "at least the token's own π²; 0 outside the mask", 1.0, partial=True)
+    if v.setting("entropy"):
+        entropies = b.own("entropys")
+        yield Left("entropys", MODEL)
+        yield Claim("entropys", placed([[max(x, 0.0) for x in row] for row in entropies], b.mask), "at least 0; 0 outside the mask", 1.0, partial=True)  # fmt: skip
+        yield averaged("actor/entropy", flat(entropies), "mean over own tokens")
+        if "rollout_log_probs" in b and any(map(any, b.mask)):
+            yield from _sampler_diff(v, column)
+    if v.version is not None and "policy_version" in b and b["policy_version"]:
+        yield from policy_lag(v.version, b["policy_version"])
+
+
+def _sampler_diff(v: View, column: str) -> Claims:
+    b = v.after
+    gaps = each(lambda x, y: abs(x - y), b.own(column), b.own("rollout_log_probs"))
+    largest = [max(row, default=0.0) for row in gaps]
+    yield Claim("sampler_logprob_diff", largest, "largest |trainer − sampler| of the row's own tokens")
+    mine, theirs = flat(b.own(column)), flat(b.own("rollout_log_probs"))
+    p, q = [math.exp(x) for x in mine], [math.exp(x) for x in theirs]
+    moved = [abs(x - y) for x, y in zip(p, q, strict=True)]
+    yield Claim("training/rollout_probs_diff_valid", 1.0, "1: measured")
+    yield averaged("training/rollout_probs_diff_mean", moved, "mean |π trainer − π sampler|")
+    yield Claim("training/rollout_probs_diff_max", max(moved), "largest |π trainer − π sampler|")
+    std = stdev(moved) if len(moved) > 1 else 0.0
+    yield Claim("training/rollout_probs_diff_std", std, "deviation (n − 1)", max(moved))
+    yield Claim("training/rollout_log_probs_diff_max", max(flat(gaps)), "largest |trainer − sampler|, nats")
+    ratio = [clamp(x - y, -20, 20) for x, y in zip(mine, theirs, strict=True)]
+    yield averaged("training/rollout_kl", [math.expm1(x) - x for x in ratio], "mean r − 1 − log r")
+    if len(p) > 1 and len(set(p)) > 1 and len(set(q)) > 1:
+        dp, dq = [x - mean(p) for x in p], [x - mean(q) for x in q]
+        both = math.sqrt(math.fsum(x * x for x in dp) * math.fsum(x * x for x in dq))
+        corr = math.fsum(x * y for x, y in zip(dp, dq, strict=True)) / both if both else math.nan
+        yield Claim(
+            "training/rollout_actor_probs_pearson_corr", corr, "Pearson's correlation of π trainer and π sampler", 1.0
+        )
+    plain = v.sampling.get("top_p", 1.0) == 1.0 and (v.sampling.get("temperature") or 1.0) == v.setting("temperature")
+    if plain and mean(moved) > 0.1 and v.version is not None and set(b["policy_version"]) == {v.version}:
+        yield Claim(
+            column, b["rollout_log_probs"], "the sampler's, of the same tokens and version", 0.1 / FLOAT32, partial=True
+        )
+
+
+def values(v: View) -> Claims:
+    """Metrics of the critic's values."""
+    yield Left("values", MODEL)
+    yield Claim(
+        "values", [[None if own else 0.0 for own in row] for row in v.after.mask], "0 outside the mask", partial=True
+    )
+    yield from spread("critic/values", flat(v.after.own("values")), "values of own tokens")
+
+
+def exact_kl(v: View) -> Claims:
+    """Metrics of the exact KL, and of two estimators of it."""
+    b, full = v.after, flat(v.after.own("full_kl"))
+    yield Left("full_kl", MODEL)
+    yield averaged("actor/full_kl", full, "mean over own tokens")
+    yield Claim("actor/full_kl_max", max([*full, 0.0]), "largest of own tokens")
+    if "old_log_probs" in b and "ref_log_prob" in b:
+        deltas = [x - y for x, y in zip(flat(b.own("old_log_probs")), flat(b.own("ref_log_prob")), strict=True)]
+        for kind in ("k1", "k3"):
+            yield averaged(f"actor/full_kl_{kind}", [kl(x, kind) for x in deltas], f"mean {kind}", size(deltas))
+
+
+def influence(v: View) -> Claims:
+    """The spread of the rows' influence."""
+    yield Left("influence", MODEL)
+    yield Left("influence/gradient_norm", "needs the model")
+    rows = [math.fsum(row) for row in v.after["influence"]]
+    yield from spread("influence", rows, "sums over a row's tokens", max((size(row) * len(row) for row in v.after["influence"]), default=0.0))  # fmt: skip
