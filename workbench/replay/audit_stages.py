@@ -58,6 +58,7 @@ def rollout(v: View) -> Claims:
     places = [[sum(row[: t + 1]) - 1 if x else None for t, x in enumerate(row)] for row in real]
     yield Claim("position_ids", places, "number of attended tokens before")
     yield from _own_tokens(v, whole)
+    yield from _padding(v, prompts, whole)
     yield Left("prompts", "needs the tokenizer's chat template; its padding and its groups are checked")
     first = {uid: b["input_ids"][rows[0]][wide - prompts[rows[0]] : wide] for uid, rows in groups_of(b["uid"]).items()}
     same = [[*[None] * (wide - n), *first[uid]][-wide:] for uid, n in zip(b["uid"], prompts, strict=True)]
@@ -90,13 +91,23 @@ def _own_tokens(v: View, whole: list[list[int]]) -> Claims:
             end = {"stop": end if v.ends else sum(row), "length": limit}.get(reason, sum(row))
             for_each.append([int(t < end) for t in range(len(row))] + ([1] if end > len(row) else []))
         yield Claim("response_mask", for_each, "stop: up to the first EOS; length: max_tokens", partial=True)
-    pads = {row[0] for row, own in zip(b["prompts"], b["prompt_mask"], strict=True) if not own[0]} | {0}
-    behind = [
-        [None if x or token in pads or len(pads) < 2 else min(pads) for token, x in zip(ids, row, strict=True)]
-        for ids, row in zip(b["responses"], whole, strict=True)
-    ]
-    yield Claim("responses", behind, "padding behind the response", partial=True)
     yield from bounded(b, "rollout_log_probs", expected)
+
+
+def _padding(v: View, prompts: list[int], whole: list[list[int]]) -> Claims:
+    """What stands before prompts and behind responses is padding: one id, or 0 where batches were joined."""
+    b = v.after
+    outside = [ids[: len(ids) - n] for ids, n in zip(b["prompts"], prompts, strict=True)]
+    outside += [ids[sum(row) :] for ids, row in zip(b["responses"], whole, strict=True)]
+    known = getattr(v.tokenizer, "pad_token_id", None)
+    pad = known if known is not None else next((x for x, _ in Counter(flat(outside)).most_common(1)), 0)
+    pads = {pad, 0, getattr(v.tokenizer, "eos_token_id", None) if known is None else pad}
+    kept = zip(b["prompts"], prompts, strict=True)
+    before = [[pad if t < len(ids) - n and x not in pads else None for t, x in enumerate(ids)] for ids, n in kept]
+    yield Claim("prompts", before, "padding before the prompt", partial=True)
+    rows = zip(b["responses"], whole, strict=True)
+    behind = [[None if x or ids[t] in pads else pad for t, x in enumerate(row)] for ids, row in rows]
+    yield Claim("responses", behind, "padding behind the response", partial=True)
 
 
 def _texts(v: View, prompts: list[int], lengths: list[int]) -> Claims:
