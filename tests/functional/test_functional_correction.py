@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from typing import Any
@@ -216,3 +217,41 @@ def test_ratios_beyond_exp_20(level: str) -> None:
         # verl adds 1e-8 to a mean weight of 2e-5
         wanted = pytest.approx(theirs[f"rollout_corr/{name}"], rel=2e-3 if "eff" in name else 1e-4, abs=1e-6)
         assert one(value) == wanted, name
+
+
+@pytest.mark.parametrize("weigh", [False, True])
+@pytest.mark.parametrize("name", sorted(F.POLICY_LOSSES))
+def test_losses_with_weights_gradients_and_metrics_are_verls(name: str, weigh: bool) -> None:
+    core = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed here")
+    workers = pytest.importorskip("verl.workers.config")
+    held = {"clip_cov_lb": 0.01, "clip_cov_ratio": 0.2, "kl_cov_ratio": 0.2, "ppo_kl_coef": 0.1, "dro_beta": 0.1}
+    policy = workers.PolicyLossConfig(loss_mode=name, **held)
+    config = workers.ActorConfig(
+        strategy="fsdp", ppo_micro_batch_size_per_gpu=1, rollout_n=1, policy_loss=policy, clip_ratio_c=1.3
+    )
+    for seed in range(4):
+        b = batch(seed)
+        keep = b["mask"].sum(-1) > 0 if name == "geo_mean" else slice(None)  # verl's geo_mean counts empty rows
+        mask, old = b["mask"][keep], b["rollout"].nan_to_num(-1.0)[keep]
+        drawn = torch.Generator().manual_seed(seed + 10)
+        advantages = torch.randn(old.shape, generator=drawn)
+        weights = correction.importance_weights(b["old"], b["rollout"], b["mask"])[keep] if weigh else None
+        new, theirs_new = (b["old"].nan_to_num(-1.0)[keep].clamp(max=-1e-3).requires_grad_() for _ in range(2))
+        torch.manual_seed(seed)  # clip_cov draws
+        theirs, measured = core.get_policy_loss_fn(name)(
+            old_log_prob=old, log_prob=theirs_new, advantages=advantages, response_mask=mask,
+            loss_agg_mode="token-mean", config=config, rollout_is_weights=weights,
+        )  # fmt: skip
+        theirs.backward()
+        known = inspect.signature(F.POLICY_LOSSES[name]).parameters
+        taken = {key: value for key, value in {**held, "clip_ratio_c": 1.3}.items() if key in known}
+        torch.manual_seed(seed)
+        made = F.POLICY_LOSSES[name](old, new, advantages, mask, **taken)
+        values = made.loss if weights is None else made.weighted(weights, mask)
+        ours = F.aggregate(values, mask, made.aggregation or "token-mean")
+        ours.backward()
+        assert ours.item() == pytest.approx(theirs.item(), rel=1e-4, abs=1e-6)
+        torch.testing.assert_close(new.grad, theirs_new.grad * mask, atol=1e-6, rtol=1e-4)
+        found = {key: float(F.masked_mean(one.float(), mask)) for key, one in made.metrics.items()}
+        for key, value in measured.items():
+            assert found[key.removeprefix("actor/")] == pytest.approx(value, rel=1e-4, abs=1e-6), key

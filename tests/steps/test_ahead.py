@@ -236,7 +236,7 @@ def test_an_uncorrected_pipeline_is_warned_of(
     measured = wb.Pipeline([*[*plain][:4], wb.stages.RolloutCorrection(), *[*plain][4:]])
     assert execute.correction(measured) is None  # only measured
     bypass = [one for one in plain if one.name not in ("old_log_prob", "ref_log_prob")]
-    bypass.insert(2, wb.stages.RolloutCorrection(bypass=True))
+    bypass.insert(2, wb.stages.RolloutCorrection(bypass_mode=True))
     assert "the sampler's log-probs" in str(
         execute.correction(wb.Pipeline([*bypass[:-1], bypass[-1].with_settings(kl_coef=0.0)]))
     )

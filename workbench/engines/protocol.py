@@ -300,7 +300,7 @@ class WholeDistributions(Protocol):
 
 @runtime_checkable
 class WholeModel(Protocol):
-    """Protocol of a frozen transformers model in this process (a local engine's reference): for `stages.ExactKL`."""
+    """Protocol of a frozen transformers model (the reference of a local or FSDP engine), for `stages.ExactKL`."""
 
     def model(self) -> AbstractContextManager[Any]:
         """Context manager: yields the frozen transformers model."""

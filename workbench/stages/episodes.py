@@ -90,6 +90,7 @@ class EpisodeRollout(Rollout):
 
     def __call__(self, batch: DataProto) -> Outcome:
         """P rows in, P·G rows out (P·(G + 1) with a greedy baseline)."""
+        self._refuse_media(batch)
         each = self.group_size + self.greedy_baseline
         rows = torch.arange(len(batch)).repeat_interleave(each)
         names = batch.non_tensor_batch["agent_name"] if "agent_name" in batch else itertools.repeat(None, len(batch))

@@ -13,10 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from workbench.base import runtime
 from workbench.base.config import require
-from workbench.base.errors import DataError
+from workbench.base.errors import DataError, NonFinite
 from workbench.base.metrics import Count, Mean, Metric
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
+from workbench.datasets.records import MEDIA, refuse_media
 from workbench.datasets.rendering import encode_all
 from workbench.engines.protocol import Located, Request, Sample, Sampler, SamplingSettings, switches_of
 from workbench.stages.measures import length_metrics
@@ -91,6 +92,7 @@ class Rollout(BaseStage):
 
     def __call__(self, batch: DataProto) -> Outcome:
         """P rows in, P·G rows out (P·(G + 1) with a greedy baseline)."""
+        self._refuse_media(batch)
         prompts = self._encode(batch)
         each = self.group_size + self.greedy_baseline
         rows = torch.arange(len(batch)).repeat_interleave(each)
@@ -141,6 +143,12 @@ class Rollout(BaseStage):
 
         return tell
 
+    def _refuse_media(self, batch: DataProto) -> None:
+        """Rows of a data set have none; a batch may be made by hand."""
+        columns = {name: batch.non_tensor_batch[name] for name in MEDIA if name in batch.non_tensor_batch}
+        for row in range(len(batch) if columns else 0):
+            refuse_media({name: values[row] for name, values in columns.items()}, f"row {row} of the batch")
+
     def _encode(self, batch: DataProto) -> list[tuple[int, ...]]:
         limit = batch.meta_info.get("max_prompt_length")
         switches = switches_of(self.sampler)
@@ -186,6 +194,14 @@ def columns_of(
     mask_s = _padded([[1] * len(ids) for ids in prompts], 0, "left")
     whole = _padded([[1] * len(ids) for ids in responses], 0)
     attention = torch.cat([mask_s, whole], dim=1)
+    log_probs = _padded([sample.log_probs for sample in samples], 0.0, dtype=torch.float32)
+    if not log_probs.isfinite().all():  # of NaN weights every sampler makes some text
+        rows = (~log_probs.isfinite()).any(-1).nonzero()[:, 0].tolist()
+        found, do = (
+            f"in {len(rows)} of {len(samples)} rows, the first {rows[0]}",
+            "check the model's weights and its dtype",
+        )
+        raise NonFinite("the sampler's log-probs are NaN or infinite", found=found, do=do)
     return {
         "prompts": ids_s,
         "prompt_mask": mask_s,
@@ -194,7 +210,7 @@ def columns_of(
         "input_ids": torch.cat([ids_s, ids_t], dim=1),
         "attention_mask": attention,
         "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
-        "rollout_log_probs": _padded([sample.log_probs for sample in samples], 0.0, dtype=torch.float32),
+        "rollout_log_probs": log_probs,
         "finish_reason": [sample.finish_reason for sample in samples],
         "policy_version": torch.tensor([sample.version for sample in samples]),
     }

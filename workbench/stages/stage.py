@@ -113,16 +113,18 @@ class BaseStage(Remembering, Stage):
         made = {**self.made_with, **{name: value for name, value in changes.items() if name in own}}
         given = {name: made.get(name, getattr(self, name, None)) for name in own}
         nested = {name: value for name, value in given.items() if isinstance(value, Settings)}
+        inner: dict[str, dict[str, Any]] = {}
         for name in [name for name in changes if name not in own]:
             holder = next((held for held, one in nested.items() if name in one.field_names()), None)
             if name in made or (holder is None and len(own) < len(parameters)):  # with **keywords the constructor knows
                 made[name] = changes[name]
             elif holder is not None:
-                made[holder] = nested[holder] = nested[holder].replace(**{name: changes[name]})
+                inner.setdefault(holder, {})[name] = changes[name]
             else:
                 fields = [field for one in nested.values() for field in one.field_names()]
                 raise PipelineError(unknown(f"setting of stage {self.name!r}", name, [*own, *fields]))
-        return type(self)(**made)
+        replaced = {holder: nested[holder].replace(**given) for holder, given in inner.items()}  # each at once
+        return type(self)(**{**made, **replaced})
 
     def written(self, batch: DataProto, columns: Mapping[str, Any]) -> DataProto:
         """`batch` with these columns added; the `Origin` of each records the stage, step, policy version and settings."""

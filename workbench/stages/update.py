@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from workbench.base.config import Settings, require
-from workbench.base.errors import NonFinite, SettingError, VersionMismatch, unknown
-from workbench.base.metrics import Max, Mean, Metric, Min, Sum, join
+from workbench.base.errors import NonFinite, RewardError, SettingError, VersionMismatch, unknown
+from workbench.base.metrics import Count, Max, Mean, Metric, Min, Sum, join
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
 from workbench.engines.protocol import Learner, LossCounts, LossOutput, StepResult
@@ -217,7 +218,8 @@ class Update(BaseStage):
         skip_nonfinite: how many mini-batches in a row may be skipped, and counted, for a NaN or infinite loss or gradient;
             they change no weight. One more raises `NonFinite`.
 
-    Raises `VersionMismatch` for a stale batch: a batch is used once.
+    A mini-batch without a token to learn from is left out and counted. Raises `VersionMismatch` for a stale batch (a batch is
+    used once), and `RewardError` where no row was scored.
     """
 
     updates = True
@@ -274,13 +276,17 @@ class Update(BaseStage):
         step = batch.meta_info.get("step", 0)
         if step < self.from_step:
             return Outcome(self.written(batch, self._unchanged(batch)), {f"{self.role}/skipped": Mean(1.0)})
+        self._refuse_unscored(batch)
         rows = batch.select(list(used(self, batch)), ["uid"] if "uid" in batch else [])
-        columns = self._unchanged(batch) if self.skip_nonfinite else {}
+        columns = self._unchanged(batch)
         steps: list[dict[str, Metric]] = []
-        skipped = 0
+        skipped = empty = 0
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         for epoch in range(self.ppo_epochs):
             for number, indices in enumerate(self._mini_batches(batch, epoch)):
+                if not loss_mask(rows.select_idxs(indices)).any():
+                    empty += 1  # a step without a gradient would still move weights, by decay and momentum
+                    continue
                 with torch.random.fork_rng(devices):  # dropout is a function of the step: an update repeats bit for bit
                     torch.manual_seed(derive(batch.meta_info.get("seed", 0), self.name, step, epoch, number))
                     learned = self._learn_or_skip(rows.select_idxs(indices))
@@ -295,7 +301,17 @@ class Update(BaseStage):
         metrics = {key if "/" in key else f"{self.role}/{key}": one for key, one in _over_steps(steps).items()}
         if self.skip_nonfinite:
             metrics[f"{self.role}/nonfinite"] = Mean(float(skipped))
+        if empty:
+            metrics[f"{self.role}/empty_mini_batches"] = Count(empty)
         return Outcome(self.written(batch, columns), metrics)
+
+    def _refuse_unscored(self, batch: DataProto) -> None:
+        if batch["scored"].any() or not len(batch):
+            return
+        whys = Counter(f"{one.status.value}: {one.why}" for one in batch.non_tensor_batch.get("score", ()))
+        what = f"stage {self.name!r}: none of {len(batch)} rows was scored, so that there is nothing to learn from"
+        found = "; ".join(f"{number} × {why}" for why, number in whys.most_common(3)) or None
+        raise RewardError(what, found=found, do="give the rows truths that the reward reads, or another reward")
 
     def _refuse_stale(self, batch: DataProto) -> None:
         for name in ("old_log_probs", "values"):
