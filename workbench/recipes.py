@@ -36,7 +36,7 @@ from workbench.stages import (
 from workbench.stages.stage import Stage
 
 __all__ = [
-    "by_name", "cispo", "dapo", "dr_grpo", "gpg", "grpo", "gspo", "opo", "ppo", "reinforce_plus_plus", "remax",
+    "by_name", "cispo", "dapo", "dr_grpo", "gpg", "grpo", "gspo", "maxrl", "opo", "ppo", "reinforce_plus_plus", "remax",
     "rloo", "with_rollout_correction",
 ]  # fmt: skip
 
@@ -251,6 +251,13 @@ def gpg(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettin
     """GPG (settings: see `grpo`): the plain policy gradient over groups, without ratio, clip or reference. Chu et al. 2025,
     https://arxiv.org/abs/2504.02546."""
     return _policy_gradient(engine, reward, Advantage(F.gpg), **settings)
+
+
+@_recipe(kl_coef=0.0)
+def maxrl(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+    """MaxRL (settings: see `grpo`): the advantage is divided by the group's mean reward, for rewards of 0 and 1.
+    Tajwar et al. 2026, https://arxiv.org/abs/2602.02710."""
+    return _policy_gradient(engine, reward, Advantage(F.maxrl), **settings)
 
 
 @_recipe(kl_coef=0.0, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean", clip_ratio_low=3e-4, clip_ratio_high=4e-4)

@@ -24,7 +24,7 @@ from workbench.dataproto import DataProto
 from workbench.engines.protocol import LossCounts
 from workbench.rewards import Score
 from workbench.runs.batch_metrics import sample_metrics, timing_metrics
-from workbench.stages import Advantage, PolicyLoss, ValueLoss
+from workbench.stages import Advantage, PolicyLoss, RolloutCorrection, ValueLoss
 from workbench.stages.log_prob import sampler_logprob_diff
 from workbench.stages.measures import data_metrics
 
@@ -32,6 +32,11 @@ VERL = importlib.util.find_spec("verl")
 beside = pytest.mark.skipif(VERL is None, reason="verl is not installed here")
 SAME = [row for row in rows(METRICS) if row.ours in ("=", "≈")]
 S, T = 3, 6
+LEVELS = ("token", "sequence")
+CORRECTION = {
+    "rollout_is_threshold": 1.2, "rollout_is_batch_normalize": True, "rollout_rs": "token_k1,seq_mean_k3,seq_max_k2",
+    "rollout_rs_threshold": "0.95_1.05,0.01,0.02",
+}  # fmt: skip
 
 
 class Config(dict):  # verl reads its configuration by attribute and by get
@@ -104,7 +109,8 @@ def test_every_metric_key_in_verls_trainer_is_in_the_table() -> None:
     found = {key for path in files for key in literal.findall(path.read_text())}
     found = {re.sub(r"\{[^}]*\}", "x", key) for key in found if not key.startswith("timing_") and not key.endswith("/")}
     assert len(found) > 80
-    assert sorted(key for key in found if not any(matching(key, row.theirs) for row in rows(METRICS))) == []
+    missing = sorted(key for key in found if not any(matching(key, row.theirs) for row in rows(METRICS)))
+    assert not missing, missing
 
 
 def of_a_step(seed: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -161,6 +167,7 @@ def of_a_step(seed: int) -> tuple[dict[str, float], dict[str, float]]:
         **reduce([outcome.metrics]), **reduce([data_metrics(done)]),
         **reduce([policy(outputs, done, counts).metrics]), **reduce([ValueLoss()({"values": vpreds}, done, counts).metrics]),
         **reduce([sampler_logprob_diff(old, tensors["rollout_log_probs"], mask)]),
+        **reduce([RolloutCorrection(**CORRECTION, rollout_is=LEVELS[seed % 2])(batch).metrics]),
         **timing_metrics({**{f"timing_s/{name}": value for name, value in seconds.items()}, "timing_s/step": 12.0}, done, 3),
     }  # fmt: skip
     ours |= {name: ours[f"timing_s/{name.split('/')[1]}"] if name in ours else seconds[name.split("/")[1]]
@@ -169,6 +176,7 @@ def of_a_step(seed: int) -> tuple[dict[str, float], dict[str, float]]:
         return ours, {}
     import verl
     from verl.trainer.ppo import core_algos, metric_utils
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
     from verl.utils.debug.metrics import calculate_debug_metrics
     from verl.workers.config import ActorConfig
 
@@ -196,8 +204,12 @@ def of_a_step(seed: int) -> tuple[dict[str, float], dict[str, float]]:
         config=config,
     )
     value, clipped = core_algos.compute_value_loss(vpreds, data["returns"], data["values"], mask, 0.5)
+    _, corrected = compute_rollout_correction_and_add_to_batch(
+        verl.DataProto.from_dict({name: one.clone() for name, one in tensors.items()}),
+        Config(CORRECTION, rollout_is=LEVELS[seed % 2]),
+    )
     theirs = {
-        **theirs, **metric_utils.compute_data_metrics(theirs_batch), **calculate_debug_metrics(theirs_batch),
+        **theirs, **corrected, **metric_utils.compute_data_metrics(theirs_batch), **calculate_debug_metrics(theirs_batch),
         **metric_utils.compute_timing_metrics(theirs_batch, timing), **of_loss, "actor/pg_loss": loss,
         **metric_utils.compute_throughout_metrics(theirs_batch, {"step": 12.0}, 3),
         "actor/entropy_loss": core_algos.agg_loss(vpreds, mask, "token-mean"), "actor/kl_coef": 0.1,

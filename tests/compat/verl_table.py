@@ -46,7 +46,7 @@ timing_per_token_ms/{gen,ref,values,adv,update_critic,update_actor} | = | absent
 perf/total_num_tokens | = |
 perf/time_per_step | = | of our `timing_s/step`
 perf/throughput | = | tokens per second and device: the learner's ranks and samplers on devices of their own; a server elsewhere is one
-perf/mfu/{actor,critic,actor_infer} | — | FLOPs are not estimated
+{perf/mfu/actor,perf/mfu/critic,perf/mfu/actor_infer,actor/mfu,critic/mfu} | — | FLOPs are not estimated
 perf/max_memory_{allocated,reserved}_gb | perf/max_memory_{allocated,reserved}_gb | of this process; of FSDP's ranks: none
 perf/cpu_memory_used_gb | perf/max_rss_gb | verl: memory in use on the machine; ours: the most that this process has had
 actor/entropy | actor/entropy | the mean over tokens; verl aggregates by `loss_agg_mode`, the same with `token-mean`
@@ -67,13 +67,14 @@ training/off_policy/trajectory_staleness{,_worst}/{mean,max} | training/policy_l
 training/off_policy/trajectory_staleness{,_worst}/min | — | 0 in all but the first step of a run ahead
 {training,validation}/filter_groups/evicted_samples | filter_groups/dropped | the same meaning, of training; verl's trainer: prompts dropped for equal rewards
 {training,validation}/filter_groups/discarded_surplus_samples | filter_groups/surplus | the same meaning, of training
-{training,validation}/{off_policy,rollout_failure}/evicted_samples* | — | no row waits to be evicted; a failed episode is a row that was not scored
+{training,validation}/{off_policy,rollout_failure}/evicted_samples{,_staleness/*} | — | no row waits to be evicted; a failed episode is a row that was not scored
+rollout_corr/* | = | absent where verl writes NaN
 global_seqlen/* | — | rows are shared out inside the engine, balanced by length at every pass
 variance_proxy/* | — | not measured; `sum_pi_squared` is there for it
 gdpo/<part>/{mean,max,min} | reward/<part>/{mean,max,min} | over rows that were scored
 gdpo/<part>/std | — | the column `reward/<part>` is in the batch
 rollout/spec_accept_{rate,length} | — | no speculative decoding
-rollout/moe/* | — | no routed experts are recorded
+rollout/moe{,/*} | — | no routed experts are recorded
 val-{core,aux}/<source>/<variable>/mean@<n> | = | variables: `reward` and the reward's named parts; the part `acc` is the core one where there is any
 val-aux/<source>/<variable>/std@<n> | = |
 val-{core,aux}/<source>/<variable>/best@<n>/{mean,std} | ≈ | exact, where verl draws 1000 times
@@ -216,6 +217,16 @@ trainer.logger | train(trackers) | beside the run folder's own files
 """
 
 
+DATA = """
+DataProto.unfold_column_chunks | = | objects are lists, which are cut as well; verl fails without `split_keys` where there are objects
+fold_batch_dim, unfold_batch_dim | DataProto.split, DataProto.concat | a list of batches: the dims of a column stay what they are declared to be
+DataProtoConfig.auto_padding, DataProto.is_padding_enabled, DataProto.padding | DataProto.pad_to_divisor, DataProto.unpad | said where it is done, by the rows it adds; engines share out uneven batches by themselves
+get_seqlen_balanced_partitions | functional.balancing.balanced | never less balanced
+get_group_balanced_partitions | functional.balancing.balanced(groups=uids, equal_size=True) | groups need not be neighbours
+compute_advantage_for_multi_trajectories | stages.Advantage(sessions=column) | for every estimator of whole rows, where verl has grpo alone; the last row of a session is the one that counts
+"""
+
+
 class Row(NamedTuple):
     """A row of one of the tables."""
 
@@ -264,6 +275,7 @@ def page() -> str:
         return ", ".join(f"`{one}`" for one in text.split(", "))
 
     metrics = [[code(one.theirs), same.get(one.ours) or code(one.ours), one.note] for one in rows(METRICS)]
+    functions = [[code(one.theirs), same.get(one.ours) or code(one.ours), one.note] for one in rows(DATA)]
     settings = [
         [code(one.theirs), same.get(one.ours) or code(one.ours), "the same default" if one.note == "=" else one.note]
         for one in rows(SETTINGS)
@@ -283,6 +295,10 @@ def page() -> str:
             "## Metrics of our own",
             "",
             *table("| metric | what it is |", ours),
+            "",
+            "## Functions that differ",
+            "",
+            *table("| verl | workbench | note |", functions),
             "",
             "## Settings",
             "",

@@ -218,6 +218,30 @@ class DataProto(Value, Shown):
             raise BatchError("repeat_times", expected=f"{len(self)} numbers, one per row", found=len(times))
         return self.select_idxs(torch.arange(len(self)).repeat_interleave(times))
 
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
+        """Make `n_split` rows of each: columns in `split_keys` are cut along their second dim, [B, n·k, …] to [B·n, k, …], all
+        others repeated, a a b b. An object in such a column is a list, of which each row gets a part.
+
+        Raises `BatchError` for a column whose second dim `n_split` does not divide.
+        """
+        if n_split < 1:
+            raise BatchError("n_split", expected="≥ 1", found=n_split)
+        rows = self.without(*(split_keys or ())).repeat(n_split)
+        columns: dict[str, Any] = {}
+        for name in split_keys or ():
+            values = self[name]
+            tensor = isinstance(values, torch.Tensor)
+            widths = set(values.shape[1:2]) if tensor else {len(one) for one in values}
+            if not widths or any(width % n_split for width in widths):
+                found = ", ".join(map(str, sorted(widths))) or "no second dim"
+                raise BatchError(f"second dim of column {name!r}", expected=f"a multiple of {n_split}", found=found)
+            if tensor:
+                columns[name] = values.reshape(len(rows), values.shape[1] // n_split, *values.shape[2:])
+            else:
+                parts = ((one, len(one) // n_split, part) for one in values for part in range(n_split))
+                columns[name] = [one[part * size : (part + 1) * size] for one, size, part in parts]
+        return rows.with_columns(columns)
+
     def chunk(self, chunks: int) -> list[Self]:
         """Cut the rows into `chunks` equal batches. Raises `BatchError` where that is impossible: pad first, or `split`."""
         if chunks < 1 or len(self) % chunks:

@@ -99,6 +99,8 @@ class Advantage(BaseStage):
                 raise PipelineError(what, expected="one that reads scores and scored", do="use grpo, rloo or such")
             columns += [sessions, "scored"]
         self.reads = tuple(dict.fromkeys(["token_level_scores", "response_mask", "reward", *columns]))
+        may = [INPUTS[name] for name in self._asked.values() if INPUTS[name] and INPUTS[name] not in self.reads]
+        self.optional = ("loss_mask", *dict.fromkeys(may))
 
     def settings(self) -> dict[str, Any]:
         """The estimator, its settings and those of the KL penalty (if there is one) in one flat dict."""

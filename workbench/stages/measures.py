@@ -81,8 +81,13 @@ def score_metrics(batch: DataProto) -> dict[str, Metric]:
 
 
 def counted_tokens(batch: DataProto) -> Tensor:
-    """[B, T] bool: the model's own tokens that are not rejected, of rows that were scored."""
-    mask = batch["loss_mask" if "loss_mask" in batch else "response_mask"].bool()
+    """[B, T] bool: the model's own tokens of rows that were scored, without those that were rejected before the advantages.
+
+    In bypass mode the loss rejects, at the update: that is in no metric of the batch, as in verl.
+    """
+    origin = batch.origins.get("loss_mask")
+    rejected = "loss_mask" in batch and not (origin is not None and origin.stage.startswith("update_"))
+    mask = batch["loss_mask" if rejected else "response_mask"].bool()
     return mask & batch["scored"][:, None] if "scored" in batch else mask
 
 

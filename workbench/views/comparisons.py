@@ -254,7 +254,7 @@ def _ratios(made: WhatIf, after: torch.Tensor) -> torch.Tensor:
 
 ESTIMATORS: Mapping[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "grpo": (F.grpo, {}), "dr_grpo": (F.grpo, {"norm_by_std": False}), "rloo": (F.rloo, {}), "opo": (F.opo, {}),
-    "gpg": (F.gpg, {}), "grpo_passk": (F.grpo_passk, {}),
+    "gpg": (F.gpg, {}), "maxrl": (F.maxrl, {}), "grpo_passk": (F.grpo_passk, {}),
     "reinforce_plus_plus_baseline": (F.reinforce_plus_plus_baseline, {}),
     "reinforce_plus_plus": (F.reinforce_plus_plus, {}), "optimal_token_baseline": (F.optimal_token_baseline, {}),
     "remax": (F.remax, {}), "gae": (F.gae, {"lam": 0.95}),
@@ -266,7 +266,8 @@ def advantage_table(batch: DataProto, names: Sequence[str] | None = None) -> pd.
     """The advantages of every estimator on one batch: a DataFrame with a line for each row.
 
     Columns: group, reward, tokens, and for each estimator the mean advantage of the row's tokens. Estimators whose inputs
-    the batch lacks (values, a greedy baseline, Σπ²) are left out; they raise `PipelineError` if `names` has them.
+    the batch lacks (values, a greedy baseline, Σπ²) are left out, as is maxrl for rewards below 0; they raise
+    `PipelineError` if `names` has them.
 
     Example:
         >>> wb.views.advantage_figure(wb.views.advantage_table(batch, ["grpo", "rloo"]))  # doctest: +SKIP
@@ -285,7 +286,7 @@ def advantage_table(batch: DataProto, names: Sequence[str] | None = None) -> pd.
         missing = [column for column in stage.reads if column not in batch]
         if missing and names is not None:
             raise PipelineError(f"estimator {name} reads {', '.join(missing)}", found="a batch without these columns")
-        if missing:
+        if missing or (name == "maxrl" and names is None and bool((batch["reward"] < 0).any())):
             continue
         kept = batch.without(*(column for column in stage.writes if column in batch))
         advantages = stage(kept).batch["advantages"]
