@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from workbench import functional as F
 from workbench.cli import main
 from workbench.dataproto import DataProto
 from workbench.replay.audit import Audit, audit_trace
+from workbench.runs.loop import run_step
 from workbench.stages import Advantage, ExactKL, LogProb, Resample, TurnScores
 from workbench.steps.trace import Phase, Trace, perform
 
@@ -107,13 +109,22 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., wb.Run]:
     return run
 
 
+def two_steps(make: Make) -> Iterator[tuple[Trace, Audit]]:
+    """Traces that were never on disk, and what the audit says of them."""
+    pipe = make(wb.engines.local(ROOT / "data/tiny-arith", lr=1e-3, device="cpu"))
+    rows = wb.datasets.load(ROOT / "data/arith/train.parquet", max_prompt_length=256)[:12]
+    for step in (1, 2):
+        before = copy.deepcopy(pipe.state())
+        trace = run_step(pipe, rows.batch(3, step=step, seed=0))
+        yield trace, audit_trace(trace, before=before, after=pipe.state())
+
+
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_second_reading_of_every_algorithm_agrees(name: str, train: Callable[..., wb.Run]) -> None:
-    run = train(PIPELINES[name])
-    found = run.audit()
-    assert found.agrees and not found.unaudited and found.steps == (1, 2), found
-    assert len(found.columns) >= 13 and len(found.metrics) >= 65
-    assert f"{len(found.columns)} columns, {len(found.metrics)} metrics agree" in repr(found)
+def test_a_second_reading_of_every_algorithm_agrees(name: str) -> None:
+    for _, found in two_steps(PIPELINES[name]):
+        assert found.agrees and not found.unaudited, found
+        assert len(found.columns) >= 13 and len(found.metrics) >= 45
+        assert f"{len(found.columns)} columns, {len(found.metrics)} metrics agree" in repr(found)
 
 
 def rejecting(engine: Any) -> wb.Pipeline:
@@ -174,7 +185,7 @@ def test_gdpo_and_dynamic_sampling_agree(train: Callable[..., wb.Run]) -> None:
     run = train(lambda engine: wb.recipes.dapo(engine, group_size=2, rows=rows, overlong_buffer=4, max_tokens=30))
     found = run.audit()
     assert found.agrees and not found.unaudited and run.rows[0]["train/num_gen_batches"] > 1, found
-    plain = train(recipe("grpo"), steps=1).traces[1]
+    plain, _ = next(two_steps(recipe("grpo")))
     until = plain.first(plain.names.index("advantage"))
     stage = Advantage(F.gdpo, parts=("length", "even"), weights=[1.0, 0.5])
     assert audit_trace(until.add(perform(stage, until.batch))).agrees

@@ -133,7 +133,7 @@ class _Findings:
     ) -> set[str]:
         """Compare claims with what is recorded; returns the names that were spoken of."""
         spoken = set()
-        for claim in claims:
+        for claim in self._made(stage, claims):
             spoken.add(claim.name)
             if isinstance(claim, Left):
                 if claim.name in columns or claim.name in metrics:
@@ -151,6 +151,14 @@ class _Findings:
             elif not claim.partial:
                 self.agreed[0 if is_column else 1].add(claim.name)
         return spoken
+
+    def _made(self, stage: str, claims: Iterable[Claim | Left]) -> Claims:
+        """The claims; formulas that a record does not fit are a disagreement, too."""
+        try:
+            yield from claims
+        except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+            told = (None, None, "what they cannot read", repr(error), "the formulas could not be applied")
+            self.disagreements.append(Disagreement(self.step, stage, stage, *told))
 
     def unread(self, names: Iterable[str], spoken: set[str]) -> None:
         """Sort names that no claim spoke of: by `UNREAD`, or unaudited."""
@@ -209,8 +217,9 @@ def audit_trace(
     views = [_view(trace, phase, before) for phase in trace]
     for view, phase in zip(views, trace, strict=True):
         formulas = None if "class" in phase.source else _formulas(phase)
-        if formulas is None:
+        if formulas is None or not len(phase.batch):
             why = "a stage of your own" if "class" in phase.source else "a stage that the audit does not know"
+            why = why if len(phase.batch) else "no rows"
             found.left |= dict.fromkeys((*phase.wrote, *phase.metrics), why)
             continue
         spoken = found.compare(phase.stage, formulas(view), view.after, phase.metrics)

@@ -266,14 +266,14 @@ def measured_scores(b: Lists) -> Claims:
         yield averaged("reward/mean", scored, "mean reward of scored rows")
 
 
-def counted_tokens(b: Lists) -> list[list[int]]:
-    """[B, T]: own tokens that no correction rejected, of scored rows."""
-    kept = b.get("loss_mask", b.mask)
+def counted_tokens(b: Lists, *, of_loss: bool = False) -> list[list[int]]:
+    """[B, T]: own tokens of scored rows that no correction rejected; one in the loss (bypass) counts `of_loss` only."""
+    origin = b.batch.origins.get("loss_mask")
+    rejected = "loss_mask" in b and (of_loss or origin is None or not origin.stage.startswith("update_"))
+    kept = b["loss_mask"] if rejected else b.mask
     scored = b["scored"] if "scored" in b else [True] * len(kept)
-    return [
-        [int(bool(x and own and ok)) for x, own in zip(*rows, strict=True)]
-        for *rows, ok in zip(kept, b.mask, scored, strict=True)
-    ]
+    rows = zip(kept, b.mask, scored, strict=True)
+    return [[int(bool(x and own and ok)) for x, own in zip(*pair, strict=True)] for *pair, ok in rows]
 
 
 def measured_advantages(b: Lists) -> Claims:

@@ -101,8 +101,7 @@ def _policy(v: View, role: str) -> Claims:
     yield from bounded(b, "new_log_probs")
     kept, sampler = mask, any(name.startswith("bypass.") for name in v.settings)
     if sampler:  # weights and rejection come from this pass's own log-probs
-        mask = [[int(x and ok) for x in row] for row, ok in zip(b.mask, b["scored"], strict=True)]
-        kept = counted_tokens(b)
+        kept = counted_tokens(b, of_loss=True)
         yield from corrected(v, "new_log_probs", "bypass.", whole=cut is not None and len(cut) == 1)
     names = ("rollout_log_probs" if sampler else "old_log_probs", "new_log_probs", "advantages")
     rows_of = list(zip(*(b.own(name, kept) for name in names), strict=True))
@@ -120,7 +119,8 @@ def _policy(v: View, role: str) -> Claims:
     factors = {"pg_loss": 1.0, "entropy_loss": -v.setting("entropy_coeff"), "kl_loss": v.setting("kl_coef")}
     terms = [factor * v.metrics[f"{role}/{name}"] for name, factor in factors.items() if factor]
     formula = "pg_loss − entropy_coeff·entropy_loss + kl_coef·kl_loss"
-    yield Claim(f"{role}/loss", math.fsum(terms), formula, math.fsum(map(abs, terms)))
+    hidden = 0.0 if cut is not None and len(cut) == 1 else size(flat(b.own("advantages", mask)))  # steps may cancel
+    yield Claim(f"{role}/loss", math.fsum(terms), formula, math.fsum(map(abs, terms)) + hidden)
 
 
 def _of_minis(v: View, role: str, cut: list[range] | None, tokens: Any, masks: tuple[Masks, Masks]) -> Claims:
@@ -130,6 +130,7 @@ def _of_minis(v: View, role: str, cut: list[range] | None, tokens: Any, masks: t
     random = (
         {"pg_loss", "pg_clipfrac"} if mode == "clip_cov" else {"pg_loss", "kl_cov_frac"} if mode == "kl_cov" else set()
     )
+    yield Left(f"{role}/empty_mini_batches", "counted over all passes")
     for name in random:
         yield Left(f"{role}/{name}", f"{mode} chooses tokens in each micro-batch")
     if cut is None:
@@ -137,7 +138,10 @@ def _of_minis(v: View, role: str, cut: list[range] | None, tokens: Any, masks: t
         for name in every:
             yield Left(f"{role}/{name}", "passes before the last, shuffled or skipped mini-batches are not recorded")
         return
-    scale, steps, counts = setting("loss_scale_factor") or float(len(mask[0])), cut, b.own("advantages", mask)
+    scale, counts = setting("loss_scale_factor") or float(len(mask[0])), b.own("advantages", mask)
+    steps = [one for one in cut if any(counts[row] for row in one)]
+    if len(steps) < len(cut):
+        yield Claim(f"{role}/empty_mini_batches", len(cut) - len(steps), "mini-batches without a token to learn from")
     fixed = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum"}.get(mode, agg)
 
     def over(name: str, rows: Any, formula: str, how: str = "", noise: Any = None, more: float = 0.0) -> Claim:
