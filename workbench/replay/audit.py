@@ -152,6 +152,13 @@ class _Findings:
                 self.agreed[0 if is_column else 1].add(claim.name)
         return spoken
 
+    def result(self) -> Audit:
+        """The report of the step."""
+        wrong = {one.name for one in self.disagreements}
+        columns, metrics = (frozenset(names - wrong) for names in self.agreed)
+        left = {name: why for name, why in self.left.items() if name not in columns | metrics}
+        return Audit((self.step,), columns, metrics, tuple(self.disagreements), left, frozenset(self.unaudited))
+
     def _made(self, stage: str, claims: Iterable[Claim | Left]) -> Claims:
         """The claims; formulas that a record does not fit are a disagreement, too."""
         try:
@@ -215,26 +222,28 @@ def audit_trace(
     `row`: the step's row of metrics.jsonl."""
     found = _Findings(int(trace.step or 0))
     views = [_view(trace, phase, before) for phase in trace]
-    for view, phase in zip(views, trace, strict=True):
-        formulas = None if "class" in phase.source else _formulas(phase)
-        if formulas is None or not len(phase.batch):
-            why = "a stage of your own" if "class" in phase.source else "a stage that the audit does not know"
-            why = why if len(phase.batch) else "no rows"
-            found.left |= dict.fromkeys((*phase.wrote, *phase.metrics), why)
-            continue
-        spoken = found.compare(phase.stage, formulas(view), view.after, phase.metrics)
-        if phase.stage == "filter_groups" and view.metrics.get("train/num_gen_batches", 1) > 1:
-            spoken |= _drawn_rows(found, views, view)
-        spoken |= found.compare(phase.stage, _carried(view, spoken), view.after, {})
-        found.unread([*phase.wrote, *phase.metrics], spoken)
-        if after and (state := after.get(phase.stage)) and "value" in state and "kl_controller" in phase.settings:
-            found.compare(phase.stage, audit_advantages.controller(view), view.after, {"controller": state["value"]})
+    for number, phase in enumerate(trace):
+        _phase(found, views, number, phase, (after or {}).get(phase.stage, {}))
     if row is not None:
         _whole_step(found, trace, views[-1] if views else None, row)
-    agreed, wrong = found.agreed, {one.name for one in found.disagreements}
-    columns, metrics = (frozenset(names - wrong) for names in agreed)
-    left = {name: why for name, why in found.left.items() if not any(name in names for names in agreed)}
-    return Audit((found.step,), columns, metrics, tuple(found.disagreements), left, frozenset(found.unaudited))
+    return found.result()
+
+
+def _phase(found: _Findings, views: Sequence[View], number: int, phase: Phase, state: Mapping[str, float]) -> None:
+    """One phase of a step; `state` is its controller's after it."""
+    view, formulas = views[number], _formulas(phase)
+    whys = {"a stage of your own": "class" in phase.source, "no rows": not len(phase.batch)}
+    why = next((why for why, holds in whys.items() if holds), "a stage that the audit does not know")
+    if formulas is None or whys.get(why):
+        found.left |= dict.fromkeys((*phase.wrote, *phase.metrics), why)
+        return
+    spoken = found.compare(phase.stage, formulas(view), view.after, phase.metrics)
+    if phase.stage == "filter_groups" and view.metrics.get("train/num_gen_batches", 1) > 1:
+        spoken |= _drawn_rows(found, views, view)
+    spoken |= found.compare(phase.stage, _carried(view, spoken), view.after, {})
+    found.unread([*phase.wrote, *phase.metrics], spoken)
+    if "value" in state and "kl_controller" in phase.settings:
+        found.compare(phase.stage, audit_advantages.controller(view), view.after, {"controller": state["value"]})
 
 
 def _formulas(phase: Phase) -> Callable[[View], Claims] | None:
@@ -334,15 +343,21 @@ def audit_run(
         if trace.step != number:
             told = Disagreement(number, "trace", "step", None, None, trace.step, number, "the folder's number")
             audits.append(Audit((), disagreements=(told,)))
+    return _together([*audits, Audit((), disagreements=tuple(_versions(versions, by_step)))])
+
+
+def _versions(versions: Mapping[int, int | None], by_step: Mapping[int, Mapping[str, Any]]) -> Iterator[Disagreement]:
+    """Policy versions between recorded steps: one more for each that updated the actor."""
     for (first, old), (then, new) in itertools.pairwise(versions.items()):
         between = [by_step.get(one, {}) for one in range(first, then)]
-        plain = all("actor/loss" in one or "actor/skipped" in one for one in between)  # not stopped, nothing skipped
-        if old is not None and new is not None and plain and not any(one.get("actor/nonfinite") for one in between):
-            expected = old + sum("actor/skipped" not in one for one in between)
-            if new != expected:
-                told = Disagreement(then, "trace", "policy_version", None, None, new, expected, "one more each update")
-                audits.append(Audit((), disagreements=(told,)))
-    return _together(audits)
+        updates = [
+            sum(row.get("actor/loss") is not None for row in between),
+            sum(bool(row.get("actor/skipped")) for row in between),
+        ]
+        known = old is not None and sum(updates) == len(between)
+        if known and new != (old or 0) + updates[0]:
+            expected = (old or 0) + updates[0]
+            yield Disagreement(then, "trace", "policy_version", None, None, new, expected, "one more each update")
 
 
 def _together(audits: Sequence[Audit]) -> Audit:

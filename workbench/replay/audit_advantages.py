@@ -5,6 +5,7 @@ As `audit_formulas`: plain Python floats from the definitions, nothing of `funct
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -38,29 +39,31 @@ from workbench.replay.audit_formulas import (
 
 def advantage(v: View) -> Claims:
     """Token rewards with the KL penalty, advantages, returns, and their metrics."""
-    b, mask = v.after, [[int(bool(x)) for x in row] for row in v.after.get("loss_mask", v.after.mask)]
+    b, mask = v.after, [list(map(bool, row)) for row in v.after.get("loss_mask", v.after.mask)]
     yield from _penalised(v)
-    name, rewards = str(v.settings["estimator"]), b["token_level_rewards"]
-    if (estimate := ESTIMATORS.get(name)) is None:
-        for column in ("advantages", "returns"):
-            yield Left(column, f"foreign estimator {name}")
-    else:
-        scored = [bool(x) for x in b["scored"]] if "scored" in b else [True] * len(mask)
-        last = _last_of_session(v)
-        told = [ok and last[row] == row for row, ok in enumerate(scored)]
-        *found, noise, near = estimate(v, mask, rewards, told)
-        if v.setting("sessions"):  # a row's advantage is one number: that of its session's last row
-            one = [[found[0][row][0] if found[0][row] else 0.0] for row in last]
-            found = [[x * sum(own) for x, own in zip(one, mask, strict=True)]] * 2
-        for column, ragged in zip(("advantages", "returns"), found, strict=True):
-            yield Claim(column, placed(ragged, mask), f"{name}, from the token rewards", noise, near)
-    groups = groups_of(b["uid"])
-    yield Claim("advantage/singleton_groups", sum(len(rows) == 1 for rows in groups.values()), "groups of one row")
-    zero = [not any(row) for row in b.own("advantages", mask)]
+    yield from _estimated(v, each(int, mask))
+    groups, zero = groups_of(b["uid"]), [not any(row) for row in b.own("advantages", mask)]
+    yield Claim("advantage/singleton_groups", list(map(len, groups.values())).count(1), "groups of one row")
     yield Claim("advantage/zero_rows", sum(zero), "rows whose advantages are all 0")
     yield from shares("advantage/zero_share", zero, "their share")
     yield from measured_scores(b)
     yield from measured_advantages(b)
+
+
+def _estimated(v: View, mask: list[list[int]]) -> Claims:
+    name, rewards, last = str(v.settings["estimator"]), v.after["token_level_rewards"], _last_of_session(v)
+    if (estimate := ESTIMATORS.get(name)) is None:
+        yield Left("advantages", f"foreign estimator {name}")
+        yield Left("returns", f"foreign estimator {name}")
+        return
+    scored = v.after["scored"] if "scored" in v.after else [True] * len(mask)
+    told = [bool(ok) and last[row] == row for row, ok in enumerate(scored)]
+    *found, noise, near = estimate(v, mask, rewards, told)
+    if v.setting("sessions"):  # a row's advantage is one number: that of its session's last row
+        numbers = [(found[0][row] or [0.0])[0] for row in last]
+        found = [[[x] * sum(own) for x, own in zip(numbers, mask, strict=True)]] * 2
+    for column, ragged in zip(("advantages", "returns"), found, strict=True):
+        yield Claim(column, placed(ragged, mask), f"{name}, from the token rewards", noise, near)
 
 
 def _last_of_session(v: View) -> list[int]:
@@ -160,22 +163,34 @@ def _rowwise(make: Callable[[View], Any], *, whiten: bool = False, alpha: bool =
 
     def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
         scores = row_sums(v.after, "token_level_rewards")
-        values = _grouped(v, mask, scores, scored, make(v))
-        if alpha:
-            told = [x for x, ok in zip(scores, scored, strict=True) if ok]
-            factor = len(told) / max(sum(x != 0 for x in told), 1) if any(told) else 1.0
-            values = [factor / v.setting("f_norm", 1.0) * x for x in values]
-        rough = [math.fsum(map(abs, row)) * (sum(x != 0 for x in row) > 1) for row in rewards]  # sums that were rounded
-        noise = [0.0] * len(mask)
-        for rows in groups_of(v.after["uid"]).values():
-            spread_of = [scores[row] for row in rows if scored[row]]
-            below = max(stdev(spread_of), 1e-6) if len(spread_of) > 1 else 1.0
-            for row in rows:
-                noise[row] = max(rough[one] for one in rows) * (1 + abs(values[row])) * max(1 / below, 1)
+        factor = _alpha(v, scores, scored) if alpha else 1.0
+        values = [factor * x for x in _grouped(v, mask, scores, scored, make(v))]
+        noise = _rounding(v, scores, rewards, values, scored)
         ragged = [[value] * sum(own) for value, own in zip(values, mask, strict=True)]
         return _white(ragged, scored, max(noise)) if whiten else (ragged, ragged, noise, EXACT)
 
     return estimate
+
+
+def _alpha(v: View, scores: Sequence[float], scored: Sequence[bool]) -> float:
+    """GPG's factor: scored rows over those whose score is not 0, by f_norm."""
+    told = [x for x, ok in zip(scores, scored, strict=True) if ok]
+    nonzero = len(told) - told.count(0)
+    return (len(told) / nonzero if nonzero else 1.0) / v.setting("f_norm", 1.0)
+
+
+def _rounding(
+    v: View, scores: Sequence[float], rewards: Ragged, values: Ragged | list[float], scored: Sequence[bool]
+) -> Any:
+    """Noise of each row's advantage: sums of several rewards are rounded, and the deviation divides that."""
+    rough = [math.fsum(map(abs, row)) * (len(row) - row.count(0) > 1) for row in rewards]
+    noise = [0.0] * len(scores)
+    for rows in groups_of(v.after["uid"]).values():
+        told = [scores[row] for row in rows if scored[row]]
+        below = max(stdev(told), 1e-6) if len(told) > 1 else 1.0
+        worst = max(rough[one] for one in rows) * max(1 / below, 1)
+        noise = [worst * (1 + abs(values[row])) if row in rows else x for row, x in enumerate(noise)]
+    return noise
 
 
 def _white(ragged: Ragged, scored: Sequence[bool], noise: float = 0.0, returns: Ragged | None = None) -> Estimate:
@@ -258,34 +273,45 @@ def _token_baseline(packed: bool) -> Callable[..., Estimate]:
     """The optimal baseline of each position; `packed`: positions count own tokens alone."""
 
     def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
-        returns = _to_go(_inside(rewards, mask), 1.0, scored)
-        probabilities, squares = v.after.own("old_log_probs", mask), v.after.own("sum_pi_squared", mask)
-        ratios = v.after.own("rollout_is_weights", mask) if "rollout_is_weights" in v.after else None
+        returns, weights = _to_go(_inside(rewards, mask), 1.0, scored), _energies(v, mask, scored)
+        places = [list(range(sum(own))) if packed else [t for t, x in enumerate(own) if x] for own in mask]
         made: Ragged = [[] for _ in mask]
         for rows in groups_of(v.after["uid"]).values():
-            above: dict[int, float] = {}
-            below: dict[int, float] = {}
-            counted = [*sorted((sum(mask[row]) for row in rows if scored[row]), reverse=True), 0, 0]
-            places = {
-                row: list(range(sum(mask[row]))) if packed else [t for t, own in enumerate(mask[row]) if own]
-                for row in rows
-            }
+            lengths = sorted([sum(mask[row]) * scored[row] for row in rows] + [0, 0])
+            longest, second = lengths[-1], lengths[-2]
             for row in rows:
-                energy = 0.0
-                for n, place in enumerate(places[row] if scored[row] else ()):
-                    ratio = ratios[row][n] if ratios else 1.0
-                    energy += (1 - 2 * math.exp(probabilities[row][n]) + squares[row][n]) * ratio**2
-                    above[place] = above.get(place, 0.0) + returns[row][n] * energy
-                    below[place] = below.get(place, 0.0) + energy
-            for row in rows:
-                longest = counted[0] > counted[1] and sum(mask[row]) == counted[0] and scored[row]
+                alone = second if sum(mask[row]) == longest > second else math.inf
                 for n, place in enumerate(places[row]):
-                    alone = not scored[row] or (longest and place >= counted[1])
-                    base = 0.0 if alone else above[place] / (below[place] + v.setting("eps", 1e-8))
-                    made[row].append(returns[row][n] - base)
+                    base = _base(rows, place, places, returns, weights, v.setting("eps", 1e-8))
+                    made[row].append((returns[row][n] - (base if place < alone else 0.0)) * scored[row])
         return made, returns, 4 * _total(rewards), FLOAT32
 
     return estimate
+
+
+def _energies(v: View, mask: list[list[int]], scored: Sequence[bool]) -> Ragged:
+    """Σ up to each own token of (1 − 2π + Σπ²)·ρ²; 0 in rows that were not scored."""
+    b = v.after
+    ratios = (
+        b.own("rollout_is_weights", mask)
+        if "rollout_is_weights" in b
+        else each(lambda _: 1.0, b.own("old_log_probs", mask))
+    )
+    steps = each(
+        lambda x, s, r: (1 - 2 * math.exp(x) + s) * r * r,
+        b.own("old_log_probs", mask),
+        b.own("sum_pi_squared", mask),
+        ratios,
+    )
+    return [[x * ok for x in itertools.accumulate(row)] for row, ok in zip(steps, scored, strict=True)]
+
+
+def _base(
+    rows: Sequence[int], place: int, places: list[list[int]], returns: Ragged, weights: Ragged, eps: float
+) -> float:
+    """Σ G·W / (Σ W + eps) over the group's rows that have this position."""
+    there = [(returns[row][n], weights[row][n]) for row in rows for n, at in enumerate(places[row]) if at == place]
+    return math.fsum(g * w for g, w in there) / (math.fsum(w for _, w in there) + eps)
 
 
 ESTIMATORS: Mapping[str, Callable[[View, list[list[int]], Ragged, list[bool]], Estimate]] = {
