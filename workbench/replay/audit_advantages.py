@@ -274,14 +274,14 @@ def _token_baseline(packed: bool) -> Callable[..., Estimate]:
 
     def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
         returns, weights = _to_go(_inside(rewards, mask), 1.0, scored), _energies(v, mask, scored)
-        places = [list(range(sum(own))) if packed else [t for t, x in enumerate(own) if x] for own in mask]
+        places = [_places(own, packed) for own in mask]
         made: Ragged = [[] for _ in mask]
         for rows in groups_of(v.after["uid"]).values():
             lengths = sorted([sum(mask[row]) * scored[row] for row in rows] + [0, 0])
             longest, second = lengths[-1], lengths[-2]
             for row in rows:
                 alone = second if sum(mask[row]) == longest > second else math.inf
-                for n, place in enumerate(places[row]):
+                for place, n in places[row].items():
                     base = _base(rows, place, places, returns, weights, v.setting("eps", 1e-8))
                     made[row].append((returns[row][n] - (base if place < alone else 0.0)) * scored[row])
         return made, returns, 4 * _total(rewards), FLOAT32
@@ -306,11 +306,19 @@ def _energies(v: View, mask: list[list[int]], scored: Sequence[bool]) -> Ragged:
     return [[x * ok for x in itertools.accumulate(row)] for row, ok in zip(steps, scored, strict=True)]
 
 
+def _places(own: Sequence[int], packed: bool) -> dict[int, int]:
+    """Position of each own token → which own token it is."""
+    found = [t for t, inside in enumerate(own) if inside]
+    return {n if packed else t: n for n, t in enumerate(found)}
+
+
 def _base(
-    rows: Sequence[int], place: int, places: list[list[int]], returns: Ragged, weights: Ragged, eps: float
+    rows: Sequence[int], place: int, places: list[dict[int, int]], returns: Ragged, weights: Ragged, eps: float
 ) -> float:
     """Σ G·W / (Σ W + eps) over the group's rows that have this position."""
-    there = [(returns[row][n], weights[row][n]) for row in rows for n, at in enumerate(places[row]) if at == place]
+    there = [
+        (returns[row][places[row][place]], weights[row][places[row][place]]) for row in rows if place in places[row]
+    ]
     return math.fsum(g * w for g, w in there) / (math.fsum(w for _, w in there) + eps)
 
 

@@ -104,70 +104,95 @@ def _deviation(values: Sequence[float], name: str, formula: str) -> Claim:
 def _weights(v: View, logs: Ragged, mask: list[list[int]], prefix: str) -> Iterator[Claim]:
     """Importance weights of tokens or rows; a row's is the product over its own tokens."""
     lower, upper = _band(v.setting(f"{prefix}rollout_is_threshold"))
-    whole, formula, p = v.setting(f"{prefix}rollout_is") == "sequence", "verl's rollout_is", "rollout_corr/rollout_is"
-    sums = [math.fsum(row) for row in logs]
-    raw = [
-        [math.exp(clamp(total if whole else x, -20, 20)) for x in row] for row, total in zip(logs, sums, strict=True)
-    ]
-    kept = [[min(x, upper) if lower is None else x * (lower <= x <= upper) for x in row] for row in raw]
-    rows, tokens = [mean(row) for row in kept], flat(kept)
-    if not tokens:
+    whole, sums = v.setting(f"{prefix}rollout_is") == "sequence", list(map(math.fsum, logs))
+    exponents = [[total] * len(row) for row, total in zip(logs, sums, strict=True)] if whole else logs
+    raw = each(lambda x: math.exp(clamp(x, -20, 20)), exponents)
+    kept = each(lambda x: min(x, upper) if lower is None else x * (lower <= x <= upper), raw)
+    if not flat(kept):
         return
     factor = 1.0
     if v.setting(f"{prefix}rollout_is_batch_normalize"):
-        found = mean([x for x, own in zip(rows, kept, strict=True) if own]) if whole else mean(tokens)
+        found = mean(list(map(mean, filter(None, kept)))) if whole else mean(flat(kept))
         factor = found if found > 1e-8 else 1.0
-        yield Claim(f"{p}_batch_norm_factor", factor, "mean weight of tokens, or of rows", 1.0)
-    yield Claim("rollout_is_weights", placed([[x / factor for x in row] for row in kept], mask), formula, 20.0)
+        yield Claim("rollout_corr/rollout_is_batch_norm_factor", factor, "mean weight of tokens, or of rows", 1.0)
+    made = placed(each(lambda x: x / factor, kept), mask)
+    yield Claim("rollout_is_weights", made, "trainer over sampler, truncated or in the band", 20.0)
+    of_rows = each(lambda x: math.exp(min(x, 20)), [sums])[0]
+    yield from _of_weights("rollout_corr/rollout_is", raw, kept, of_rows if whole else None, (lower, upper))
+
+
+def _of_weights(p: str, raw: Ragged, kept: Ragged, of_rows: list[float] | None, band: Any) -> Iterator[Claim]:
+    """verl's statistics of the weights; largest and smallest of rows are those before truncation."""
+    tokens, rows, (lower, upper) = flat(kept), list(map(mean, kept)), band
     low = 1 / upper if lower is None else lower
-    wide: Sequence[float] = [math.exp(min(x, 20)) for x in sums] if whole else flat(raw)
+    ratios, extremes = (flat(raw), tokens) if of_rows is None else (of_rows, of_rows)
+    high_of, low_of = each(lambda x: beyond(x, upper), [ratios]), each(lambda x: beyond(-x, -low), [ratios])
     yield averaged(f"{p}_mean", tokens, "mean weight of own tokens", 20 * size(tokens))
-    yield Claim(f"{p}_max", max(wide if whole else tokens), "largest weight; of rows untruncated", 20 * max(wide))
-    yield Claim(f"{p}_min", min(wide if whole else tokens), "smallest weight; of rows untruncated", 20.0)
-    yield _share(f"{p}_ratio_fraction_high", [beyond(x, upper) for x in wide], "share of ratios above")
-    yield _share(f"{p}_ratio_fraction_low", [beyond(-x, -low) for x in wide], "share of ratios below")
+    yield Claim(f"{p}_max", max(extremes), "largest weight; of rows untruncated", 20 * max(extremes))
+    yield Claim(f"{p}_min", min(extremes), "smallest weight; of rows untruncated", 20.0)
+    yield _share(f"{p}_ratio_fraction_high", high_of[0], "share of ratios above")
+    yield _share(f"{p}_ratio_fraction_low", low_of[0], "share of ratios below")
     if lower is not None:
-        out = [a if a is None else a or beyond(-x, -low) for x in flat(raw) for a in [beyond(x, upper)]]
-        yield _share(f"{p}_oob_ratio", out, "share of tokens outside the band")
-    yield _deviation([clamp(x, 0, upper) for x in tokens], f"{p}_std", "deviation of the weights")
-    normal = [x / (mean(tokens) + 1e-8) for x in tokens]
-    yield Claim(f"{p}_eff_sample_size", 1 / mean([x * x for x in normal]), "1 / mean((w / mean w)²)", 20.0)
-    yield averaged(f"{p}_seq_mean", rows, "mean of rows' mean weights", 20 * size(rows))
-    yield Claim(f"{p}_seq_std", stdev(rows) if len(rows) > 1 else 0.0, "their deviation (n − 1)", 20 * max(rows))
-    yield Claim(f"{p}_seq_max", max(rows), "the largest", 20 * max(rows))
-    yield Claim(f"{p}_seq_min", min(rows), "the smallest", 20.0)
+        out = each(lambda x: either(beyond(x, upper), beyond(-x, -lower)), raw)
+        yield _share(f"{p}_oob_ratio", flat(out), "share of tokens outside the band")
+    yield _deviation(tokens, f"{p}_std", "deviation of the weights")
+    squares = mean(flat(each(lambda x: x * x, kept)))
+    yield Claim(f"{p}_eff_sample_size", mean(tokens) ** 2 / squares if squares else 0.0, "(mean w)² / mean w²", 20.0)
+    yield from _of_rows(f"{p}_seq", rows, "rows' mean weights", 20.0)
     yield Claim(f"{p}_seq_max_deviation", max(abs(x - 1) for x in rows), "largest |row's mean weight − 1|", 20.0)
-    means = [mean(row) for row in raw]
-    yield _share(f"{p}_seq_fraction_high", [beyond(x, upper) for x in means], "share of rows above")
-    yield _share(f"{p}_seq_fraction_low", [beyond(-x, -low) for x in means], "share of rows below")
+    means = list(map(mean, raw))
+    yield _share(f"{p}_seq_fraction_high", each(lambda x: beyond(x, upper), [means])[0], "share of rows above")
+    yield _share(f"{p}_seq_fraction_low", each(lambda x: beyond(-x, -low), [means])[0], "share of rows below")
+
+
+def _of_rows(p: str, rows: list[float], what: str, noise: float) -> Iterator[Claim]:
+    top = max(map(abs, rows))
+    yield averaged(f"{p}_mean", rows, f"mean of {what}", noise * (1 + top))
+    yield Claim(f"{p}_std", stdev(rows) if len(rows) > 1 else 0.0, f"deviation of {what} (n − 1)", noise * (1 + top))
+    yield Claim(f"{p}_max", max(rows), f"largest of {what}", noise * (1 + top))
+    yield Claim(f"{p}_min", min(rows), f"smallest of {what}", noise * (1 + top))
+
+
+def _kinds(v: View, prefix: str) -> dict[str, Any]:
+    """Kind of rejection → its threshold, from a mapping, or from verl's two texts."""
+    given, thresholds = v.setting(f"{prefix}rollout_rs"), v.setting(f"{prefix}rollout_rs_threshold")
+    if not isinstance(given, str):
+        return dict(given)
+    names = [one.strip() for one in given.split(",")]
+    parts = thresholds.split(",") if isinstance(thresholds, str) else [thresholds]
+    return dict(zip(names, parts * len(names) if len(parts) == 1 else parts, strict=True))
+
+
+_STATISTICS: dict[str, Any] = {
+    "k1": lambda x: -clamp(x, -20, 20),
+    "k2": lambda x: clamp(x, -20, 20) ** 2 / 2,
+    "k3": lambda x: math.expm1(clamp(x, -20, 20)) - clamp(x, -20, 20),
+}
+_OVER: dict[str, Any] = {"seq_sum": math.fsum, "seq_mean": mean, "seq_max": lambda row: max(row, default=0.0)}
 
 
 def _rejections(v: View, logs: Ragged, mask: list[list[int]], prefix: str) -> Iterator[Claim]:
     """Tokens and rows that the loss leaves out: k1 = −log r between the bounds' logarithms, k2 and k3 up to one bound."""
-    given, thresholds = v.setting(f"{prefix}rollout_rs"), v.setting(f"{prefix}rollout_rs_threshold")
-    if isinstance(given, str):
-        names = [one.strip() for one in given.split(",")]
-        parts = thresholds.split(",") if isinstance(thresholds, str) else [thresholds]
-        given = dict(zip(names, parts * len(names) if len(parts) == 1 else parts, strict=True))
-    out: list[list[bool | None]] = [[False] * len(row) for row in logs]
-    for kind, bound in given.items():
+    out: list[list[bool | None]] = each(lambda _: False, logs)
+    for kind, bound in _kinds(v, prefix).items():
         lower, upper = _band(bound)
         level, _, k = kind.rpartition("_")
         if k == "k1":
             lower, upper = math.log(1 / upper if lower is None else lower), math.log(upper)
-        stats = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.expm1(x) - x}
-        one = each(lambda x, of=stats[k]: of(clamp(x, -20, 20)), logs)
-        whole = {"seq_sum": math.fsum, "seq_mean": mean, "seq_max": lambda row: max(row, default=0.0)}.get(level)
-        stat = one if whole is None else [[whole(row)] * len(row) for row in one]
-        high = [[beyond(x, upper) for x in row] for row in stat]
-        low = [[lower is not None and beyond(-x, -lower) for x in row] for row in stat]
+        stat = each(_STATISTICS[k], logs)
+        if level in _OVER:
+            stat = [[_OVER[level](row)] * len(row) for row in stat]
+        high = each(lambda x, at=upper: beyond(x, at), stat)
+        low = each(lambda x, at=lower: at is not None and beyond(-x, -at), stat)
         mine = each(either, high, low)
-        yield from _of_kind(f"rollout_corr/rollout_rs_{kind}", whole is None, stat, (high, low, mine), (lower, upper))
+        yield from _of_kind(
+            f"rollout_corr/rollout_rs_{kind}", level not in _OVER, stat, (high, low, mine), (lower, upper)
+        )
         out = each(either, out, mine)
-    kept = placed([[None if x is None else float(not x) for x in row] for row in out], mask)
+    kept = placed(each(lambda x: None if x is None else float(not x), out), mask)
     yield Claim("loss_mask", kept, "the response mask without rejected tokens")
     yield _share("rollout_corr/rollout_rs_masked_fraction", flat(out), "share of own tokens rejected")
-    rows = [_any(row) for row in out]
+    rows = list(map(_any, out))
     yield _share("rollout_corr/rollout_rs_seq_masked_fraction", rows, "share of rows with a rejected token")
 
 
@@ -191,10 +216,7 @@ def _of_kind(p: str, tokenwise: bool, stat: Ragged, flags: Any, bounds: Any) -> 
     yield _deviation([clamp(x, lower or 0.0, upper) for x in tokens], f"{p}_std", "deviation within the bounds")
     yield _share(f"{p}_masked_fraction", flat(out), "share of own tokens rejected")
     yield _share(f"{p}_seq_masked_fraction", [_any(row) for row in out if row], "share of rows with a rejected token")
-    yield averaged(f"{p}_seq_mean", rows, "mean over rows", 1 + size(rows))
-    yield Claim(f"{p}_seq_std", stdev(rows) if len(rows) > 1 else 0.0, "deviation over rows (n − 1)", 1 + size(rows))
-    yield Claim(f"{p}_seq_max", max(rows), "largest row", 1 + abs(max(rows)))
-    yield Claim(f"{p}_seq_min", min(rows), "smallest row", 1 + abs(min(rows)))
+    yield from _of_rows(f"{p}_seq", rows, "rows", 1.0)
     yield Claim(f"{p}_seq_max_deviation", max(map(abs, rows)), "largest |row|", 1 + max(map(abs, rows)))
     yield _share(f"{p}_seq_fraction_high", [beyond(x, upper) for x in rows], "share of rows above")
     if lower is not None:

@@ -7,6 +7,7 @@ last pass are recorded (`new_log_probs`), so that a single pass is recomputed wh
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from workbench.replay.audit_correction import corrected
@@ -104,84 +105,114 @@ def _policy(v: View, role: str) -> Claims:
         kept = counted_tokens(b, of_loss=True)
         yield from corrected(v, "new_log_probs", "bypass.", whole=cut is not None and len(cut) == 1)
     names = ("rollout_log_probs" if sampler else "old_log_probs", "new_log_probs", "advantages")
-    rows_of = list(zip(*(b.own(name, kept) for name in names), strict=True))
-    tokens = [[token(mode, v, *x, rows=rows) for x in zip(*rows, strict=True)] for rows in rows_of]
-    flags = placed([[either(x[1], x[2]) for x in row] for row in tokens], kept, False)
-    if mode == "clip_cov":
-        flags = each(lambda x: x or None, flags)
+    tokens = [_row(mode, v, rows) for rows in zip(*(b.own(name, kept) for name in names), strict=True)]
+    flags = placed(each(lambda x: either(x[1], x[2]), tokens), kept, False)
     if mode == "kl_cov":
         yield Left("clipped", "kl_cov chooses in each micro-batch")
+    elif mode == "clip_cov":
+        yield Claim("clipped", each(lambda x: x or None, flags), "PPO's clip, and tokens drawn", partial=True)
     else:
-        yield Claim("clipped", flags, f"{mode}: where the clip decides, in the last pass", partial=mode == "clip_cov")
+        yield Claim("clipped", flags, f"{mode}: where the clip decides, in the last pass")
     yield from _of_minis(v, role, cut, tokens, (mask, kept))
     if v.setting("kl_coef"):
         yield Claim(f"{role}/kl_coef", v.setting("kl_coef"), "the setting")
+    yield _whole_loss(v, role, cut, mask)
+
+
+def _row(mode: str, v: View, rows: Any) -> list[Token]:
+    """A row's tokens."""
+    return [token(mode, v, *x, rows=rows) for x in zip(*rows, strict=True)]
+
+
+def _whole_loss(v: View, role: str, cut: list[range] | None, mask: Masks) -> Claim:
     factors = {"pg_loss": 1.0, "entropy_loss": -v.setting("entropy_coeff"), "kl_loss": v.setting("kl_coef")}
     terms = [factor * v.metrics[f"{role}/{name}"] for name, factor in factors.items() if factor]
     formula = "pg_loss − entropy_coeff·entropy_loss + kl_coef·kl_loss"
-    hidden = 0.0 if cut is not None and len(cut) == 1 else size(flat(b.own("advantages", mask)))  # steps may cancel
-    yield Claim(f"{role}/loss", math.fsum(terms), formula, math.fsum(map(abs, terms)) + hidden)
+    several = cut is None or len(cut) > 1  # their losses may cancel
+    hidden = size(flat(v.after.own("advantages", mask))) if several else 0.0
+    return Claim(f"{role}/loss", math.fsum(terms), formula, math.fsum(map(abs, terms)) + hidden)
+
+
+_RANDOM = {"clip_cov": ("pg_loss", "pg_clipfrac"), "kl_cov": ("pg_loss", "kl_cov_frac")}
+"""Loss → metrics that depend on how a mini-batch was cut, or on a draw."""
 
 
 def _of_minis(v: View, role: str, cut: list[range] | None, tokens: Any, masks: tuple[Masks, Masks]) -> Claims:
     """Metrics of a single pass: each the mean over mini-batches of the mini-batch's own number."""
-    b, setting, (mask, kept) = v.after, v.setting, masks
-    mode, agg = str(setting("loss_mode")), setting("loss_agg_mode")
-    random = (
-        {"pg_loss", "pg_clipfrac"} if mode == "clip_cov" else {"pg_loss", "kl_cov_frac"} if mode == "kl_cov" else set()
-    )
+    mode = str(v.setting("loss_mode"))
     yield Left(f"{role}/empty_mini_batches", "counted over all passes")
-    for name in random:
+    for name in _RANDOM.get(mode, ()):
         yield Left(f"{role}/{name}", f"{mode} chooses tokens in each micro-batch")
+    every = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_clipfrac", "ppo_kl", "kl_loss", "entropy_loss")
     if cut is None:
-        every = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_clipfrac", "ppo_kl", "kl_loss", "entropy_loss")
         for name in every:
             yield Left(f"{role}/{name}", "passes before the last, shuffled or skipped mini-batches are not recorded")
         return
-    scale, counts = setting("loss_scale_factor") or float(len(mask[0])), b.own("advantages", mask)
+    counts = v.after.own("advantages", masks[0])
     steps = [one for one in cut if any(counts[row] for row in one)]
     if len(steps) < len(cut):
         yield Claim(f"{role}/empty_mini_batches", len(cut) - len(steps), "mini-batches without a token to learn from")
-    fixed = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum"}.get(mode, agg)
+    over = _Over(role, steps, v.setting("loss_scale_factor") or float(len(masks[0][0])), counts)
+    yield from _of_surrogate(v, mode, over, tokens, masks[1])
+    yield from _of_terms(v, role, cut, over, masks[0])
 
-    def over(name: str, rows: Any, formula: str, how: str = "", noise: Any = None, more: float = 0.0) -> Claim:
+
+@dataclass(frozen=True)
+class _Over:
+    """Makes claims of metrics over mini-batches."""
+
+    role: str
+    steps: list[range]
+    scale: float
+    counts: Ragged
+
+    def __call__(
+        self, name: str, rows: Any, formula: str, how: str = "", noise: Any = None, more: float = 0.0
+    ) -> Claim:
         """A sum over counted tokens by the mode `how`; without it a mean over kept tokens of mini-batches that have some."""
-        told = [one for one in steps if how or any(rows[row] for row in one)]
-        both = (rows, each(abs, rows if noise is None else noise))
-        found, rough = (
-            [
-                aggregated(
-                    [of[row] for row in one], how or "token-mean", scale, [counts[row] for row in one] if how else None
-                )
-                for one in told
-            ]
-            for of in both
-        )
-        return Claim(f"{role}/{name}", mean(found) if told else math.nan, formula, mean(rough) + more)
+        told = [one for one in self.steps if how or any(rows[row] for row in one)]
+        found = mean([self._one(one, rows, how) for one in told]) if told else math.nan
+        rough = each(abs, rows if noise is None else noise)
+        return Claim(f"{self.role}/{name}", found, formula, mean([self._one(one, rough, how) for one in told]) + more)
 
-    if "pg_loss" not in random:
+    def _one(self, step: range, rows: Ragged, how: str) -> float:
+        counts = [self.counts[row] for row in step] if how else None
+        return aggregated([rows[row] for row in step], how or "token-mean", self.scale, counts)
+
+
+def _of_surrogate(v: View, mode: str, over: _Over, tokens: Any, kept: Masks) -> Claims:
+    """The policy loss and what is clipped in it."""
+    agg = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum"}.get(mode, v.setting("loss_agg_mode"))
+    if mode not in _RANDOM:
         losses = each(lambda x: x[0], tokens)
-        if setting("rollout_is"):
-            weights = b.own("rollout_is_weights", kept)
+        if v.setting("rollout_is"):
+            weights = v.after.own("rollout_is_weights", kept)
             if mode == "geo_mean":
-                weights = [[math.exp(mean([math.log(w + 1e-10) for w in row]))] * len(row) for row in weights]
+                logs = each(lambda w: math.log(w + 1e-10), weights)
+                weights = [[math.exp(mean(row))] * len(row) for row in logs]
             losses = each(lambda x, w: x * w, losses, weights)
-        yield over("pg_loss", losses, f"{mode}, {fixed}, mean over mini-batches", fixed)
-    shares = {"ppo_clipfrac" if mode == "clip_cov" else "pg_clipfrac": 1, "pg_clipfrac_lower": 2}
-    for name, place in shares.items():
-        unsure = sum(x[place] is None for row in tokens for x in row) / max(len(flat(tokens)), 1)
-        yield over(name, each(lambda x, place=place: float(bool(x[place])), tokens), "share of kept tokens", more=len(cut) * unsure / FLOAT32)  # fmt: skip
+        yield over("pg_loss", losses, f"{mode}, {agg}, mean over mini-batches", agg)
+    for name, place in (("ppo_clipfrac" if mode == "clip_cov" else "pg_clipfrac", 1), ("pg_clipfrac_lower", 2)):
+        flags = flat(each(lambda x, place=place: x[place], tokens))
+        unsure = len(over.steps) * flags.count(None) / max(len(flags), 1) / FLOAT32
+        yield over(
+            name, each(lambda x, place=place: float(bool(x[place])), tokens), "share of kept tokens", more=unsure
+        )
     yield over("ppo_kl", each(lambda x: x[3], tokens), "mean old − new; kl_cov: of magnitudes")
-    if setting("kl_coef"):
+
+
+def _of_terms(v: View, role: str, cut: list[range], over: _Over, mask: Masks) -> Claims:
+    """KL to the reference, and entropy."""
+    b, agg, kind = v.after, v.setting("loss_agg_mode"), v.setting("kl_type")
+    if v.setting("kl_coef"):
         deltas = each(gap, b.own("new_log_probs", mask), b.own("ref_log_prob", mask))
-        kls = each(lambda x: kl(x, setting("kl_type")), deltas)
-        yield over("kl_loss", kls, f"{setting('kl_type')}, {agg}", agg, deltas)
-    if setting("entropy_coeff") and len(cut) == 1 and "entropys" in b:
+        yield over("kl_loss", each(lambda x: kl(x, kind), deltas), f"{kind}, {agg}", agg, deltas)
+    if v.setting("entropy_coeff") and len(cut) == 1 and "entropys" in b:
         entropies = b.own("entropys", mask)
         yield over(
-            "entropy_loss", entropies, f"entropies before the update, {agg}", agg, each(lambda x: 100.0, entropies)
+            "entropy_loss", entropies, f"entropies before the update, {agg}", agg, each(lambda _: 100.0, entropies)
         )
-    elif setting("entropy_coeff"):
+    elif v.setting("entropy_coeff"):
         yield Left(f"{role}/entropy_loss", "entropies of a later mini-batch are not recorded")
 
 
@@ -195,13 +226,10 @@ def token(mode: str, v: View, old: float, new: float, adv: float, *, rows: Any) 
     log, raw = clamp(new - old, -20, 20), old - new
     ratio = math.exp(log)
     if mode == "gspo":
-        ratio = math.exp(min(mean([x - y for x, y in zip(rows[1], rows[0], strict=True)]), 10))
+        ratio = math.exp(min(mean(each(gap, [rows[1]], [rows[0]])[0]), 10))
     if mode in ("vanilla", "gspo", "clip_cov"):
-        clipped = beyond(ratio, high) if adv > 0 else beyond(-ratio, -low) if adv < 0 else False
-        worse = max(-adv * ratio, -adv * clamp(ratio, low, high))
-        if mode != "vanilla" or adv >= 0:
-            return worse, clipped, False, raw if mode != "vanilla" else -log
-        return min(worse, -adv * top), clipped, beyond(max(ratio, low), top), -log
+        loss, clipped, lower = _clipped(adv, ratio, low, high, top if mode == "vanilla" else math.inf)
+        return loss, clipped, lower, -log if mode == "vanilla" else raw
     if mode == "sapo":
         tau = v.setting("tau_pos") if adv > 0 else v.setting("tau_neg")
         return -adv * 4 / tau / (1 + math.exp(-tau * (ratio - 1))), False, False, -log
@@ -209,11 +237,23 @@ def token(mode: str, v: View, old: float, new: float, adv: float, *, rows: Any) 
         return -adv * clamp(ratio, low, high) * new, either(beyond(ratio, high), beyond(-ratio, -low)), False, -log
     if mode in ("dppo_tv", "dppo_kl"):
         out = _moved(mode, v, old, new, adv)
-        return -adv * min(ratio, top) * new * (not out), out, False if out else out is None or beyond(ratio, top), -log
+        return -adv * min(ratio, top) * new * (not out), out, False if out else beyond(ratio, top), -log
     if mode == "geo_mean":
         return (*_geo_mean(v, old, new, adv, rows), raw)
     plain = {"gpg": -new * adv, "dro": -(new * adv - v.setting("dro_beta") / 2 * raw**2), "kl_cov": 0.0}[mode]
     return plain, False, False, abs(raw) if mode == "kl_cov" else raw
+
+
+def _clipped(adv: float, ratio: float, low: float, high: float, top: float) -> tuple[float, bool | None, bool | None]:
+    """PPO's clip, and for a negative advantage the dual clip at `top`."""
+    worse = max(-adv * ratio, -adv * clamp(ratio, low, high))
+    if adv > 0:
+        return worse, beyond(ratio, high), False
+    return (
+        (min(worse, -adv * top), beyond(-ratio, -low), beyond(max(ratio, low), top))
+        if adv < 0
+        else (worse, False, False)
+    )
 
 
 def _moved(mode: str, v: View, old: float, new: float, adv: float) -> bool | None:
