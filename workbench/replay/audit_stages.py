@@ -5,15 +5,15 @@ As `audit_formulas`: plain Python floats from the definitions, nothing of `funct
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
-from statistics import stdev
+from statistics import correlation, stdev
 from typing import Any
 
 from workbench.replay.audit_formulas import (
     EXACT,
-    FLOAT32,
     MODEL,
     Claim,
     Claims,
@@ -25,6 +25,7 @@ from workbench.replay.audit_formulas import (
     clamp,
     each,
     flat,
+    gap,
     groups_of,
     kl,
     mean,
@@ -33,6 +34,7 @@ from workbench.replay.audit_formulas import (
     on_last,
     placed,
     policy_lag,
+    shares,
     size,
     spread,
 )  # fmt: skip
@@ -42,56 +44,79 @@ from workbench.replay.audit_formulas import (
 
 def rollout(v: View) -> Claims:
     """Masks, positions and lengths from prompts, responses, finish reasons and transcripts."""
-    b, lengths = v.after, v.after.lengths
-    prompts = [sum(row) for row in b["prompt_mask"]]
+    b, lengths, joined = v.after, v.after.lengths, "prompts" in v.before or v.rows is None
+    prompts = list(map(sum, b["prompt_mask"]))
     wide, long = len(b["prompts"][0]), len(b["responses"][0])
-    if "prompts" in v.before or v.rows is None:  # joined batches: only their columns
-        each: int | None = None
-    else:
-        each = v.setting("group_size") + bool(v.settings.get("greedy_baseline"))
-        yield Claim("uid", [uid for uid in v.before["uid"] for _ in range(each)], "each prompt G times", partial=True)
     real = [[0] * (wide - n) + [1] * n + [1] * m + [0] * (long - m) for n, m in zip(prompts, lengths, strict=True)]
     whole = [row[wide:] for row in real]
     yield Claim("prompt_mask", [row[:wide] for row in real], "0 on the left padding, 1 on the prompt")
     yield Claim("attention_mask", real, "1 on the prompt and on the response's tokens, 0 on padding")
     yield Claim("input_ids", [p + r for p, r in zip(b["prompts"], b["responses"], strict=True)], "prompts, responses")
-    places = [[sum(row[: t + 1]) - 1 if x else None for t, x in enumerate(row)] for row in real]
-    yield Claim("position_ids", places, "number of attended tokens before")
+    counts = [list(itertools.accumulate(row)) for row in real]
+    yield Claim("position_ids", each(lambda x, n: n - 1 if x else None, real, counts), "attended tokens before")
     yield from _own_tokens(v, whole)
+    yield from _ends(v, whole)
     yield from _padding(v, prompts, whole)
-    yield Left("prompts", "needs the tokenizer's chat template; its padding and its groups are checked")
-    first = {uid: b["input_ids"][rows[0]][wide - prompts[rows[0]] : wide] for uid, rows in groups_of(b["uid"]).items()}
-    same = [[*[None] * (wide - n), *first[uid]][-wide:] for uid, n in zip(b["uid"], prompts, strict=True)]
-    yield Claim("prompts", same, "rows of one uid have one prompt", partial=True)
+    yield from _same_prompts(v, prompts, wide)
     yield from _texts(v, prompts, lengths)
-    yield from _lengths(v, each is None)
     for name in ("responses", "rollout_log_probs", "policy_version", "finish_reason"):
         yield Left(name, "sampled by the model; its padding, bounds and end are checked")
-    if "greedy" in b and each:
-        yield Claim("greedy", [row % each == each - 1 for row in range(len(prompts))], "the last of each prompt's rows")
+    if "turns" in b:
+        yield from _episodes(v)
+    if not joined:
+        yield from _repeated(v)
+        yield from measured_lengths(b)
+
+
+def _repeated(v: View) -> Claims:
+    """Each prompt G times, the last of them greedy where a baseline is asked for."""
+    number = v.setting("group_size") + bool(v.settings.get("greedy_baseline"))
+    yield Claim("uid", [uid for uid in v.before["uid"] for _ in range(number)], "each prompt G times", partial=True)
+    if "greedy" in v.after:
+        rows = range(len(v.after["uid"]))
+        yield Claim("greedy", [row % number == number - 1 for row in rows], "the last of each prompt's rows")
+
+
+def _same_prompts(v: View, prompts: list[int], wide: int) -> Claims:
+    b = v.after
+    yield Left("prompts", "needs the tokenizer's chat template; its padding, groups and messages are checked")
+    first = {uid: b["prompts"][rows[0]][wide - prompts[rows[0]] :] for uid, rows in groups_of(b["uid"]).items()}
+    same = [[*[None] * wide, *first[uid]][-wide:] for uid in b["uid"]]
+    yield Claim("prompts", same, "rows of one uid have one prompt", partial=True)
 
 
 def _own_tokens(v: View, whole: list[list[int]]) -> Claims:
-    """The response mask, where responses end, and what stands outside."""
-    b, episodes = v.after, "turns" in v.after
-    expected: list[list[int | None]] = [list(row) for row in whole]
-    if episodes and all(b["turns"]):
-        turns = [[turn for turn in row if turn["role"] == "assistant"] for row in b["turns"]]
-        spans = [{t for one in row for t in range(one["first"], one["last"] + 1)} for row in turns]
-        expected = [[int(t in span) for t in range(len(row))] for span, row in zip(spans, whole, strict=True)]
-    elif episodes:
-        expected = [[None if x else 0 for x in row] for row in whole]
-    what = "1 on the tokens of the model's turns" if episodes else "1 on the response's tokens, 0 behind"
-    yield Claim("response_mask", expected, what, partial=episodes and not all(b["turns"]))
-    limit, reasons = v.sampling.get("max_tokens"), b["finish_reason"]
-    if not episodes and v.sampling.get("stop") == "()" and not v.sampling.get("ignore_eos") and limit:
-        for_each = []
-        for ids, reason, row in zip(b["responses"], reasons, whole, strict=True):
-            end = next((t + 1 for t, token in enumerate(ids) if token in v.ends), limit)
-            end = {"stop": end if v.ends else sum(row), "length": limit}.get(reason, sum(row))
-            for_each.append([int(t < end) for t in range(len(row))] + ([1] if end > len(row) else []))
-        yield Claim("response_mask", for_each, "stop: up to the first EOS; length: max_tokens", partial=True)
+    """The response mask: the response's tokens, of episodes those of the model's turns."""
+    b = v.after
+    if "turns" not in b:
+        yield Claim("response_mask", whole, "1 on the response's tokens, 0 behind")
+        yield from bounded(b, "rollout_log_probs", whole)
+        return
+    told = all(b["turns"])
+    expected = each(lambda x: None if x else 0, whole)
+    if told:
+        expected = [_of_turns(turns, row) for turns, row in zip(b["turns"], whole, strict=True)]
+    yield Claim("response_mask", expected, "1 on the tokens of the model's turns", partial=not told)
     yield from bounded(b, "rollout_log_probs", expected)
+
+
+def _of_turns(turns: list[dict[str, Any]], row: list[int]) -> list[int | None]:
+    mine = [range(one["first"], one["last"] + 1) for one in turns if one["role"] == "assistant"]
+    return [int(any(t in span for span in mine)) for t in range(len(row))]
+
+
+def _ends(v: View, whole: list[list[int]]) -> Claims:
+    """Where responses end: `stop` at the first EOS, `length` at `max_tokens`."""
+    b, limit = v.after, v.sampling.get("max_tokens")
+    plain = v.sampling.get("stop") == "()" and not v.sampling.get("ignore_eos")
+    if "turns" in b or not plain or not limit:
+        return
+    expected = []
+    for ids, reason, row in zip(b["responses"], b["finish_reason"], whole, strict=True):
+        stop = next((t + 1 for t, token in enumerate(ids) if token in v.ends), limit)
+        end = {"stop": stop if v.ends else sum(row), "length": limit}.get(reason, sum(row))
+        expected.append([int(t < end) for t in range(len(row))] + [1] * (end > len(row)))
+    yield Claim("response_mask", expected, "stop: up to the first EOS; length: max_tokens", partial=True)
 
 
 def _padding(v: View, prompts: list[int], whole: list[list[int]]) -> Claims:
@@ -128,43 +153,37 @@ def _texts(v: View, prompts: list[int], lengths: list[int]) -> Claims:
     yield Claim("prompts", strange, "tokens of the row's own prompt", partial=True)
 
 
-def _lengths(v: View, columns_only: bool) -> Claims:
-    if "turns" in v.after:
-        yield from _episodes(v)
-    if columns_only:
-        return
-    yield from measured_lengths(v.after)
-
-
 def _episodes(v: View) -> Claims:
-    """Counts of an episode from its transcript."""
+    """Counts of episodes from their transcripts."""
     b = v.after
-    if not all(b["turns"]):
-        for name in ("num_turns", "num_tool_calls", "turn_scores", "tool_rewards"):
-            yield Left(name, "the agent loop left no transcript")
-    else:
-        calls = [
-            [c for turn in row for c in turn["calls"] if c["status"] not in ("ignored", "not run")]
-            for row in b["turns"]
-        ]
-        heard = [sum(t["role"] != "assistant" and t["last"] >= t["first"] for t in row) for row in b["turns"]]
-        said = [sum(t["role"] == "assistant" for t in row) for row in b["turns"]]
-        yield Claim(
-            "num_turns", [m + n + 1 for m, n in zip(said, heard, strict=True)], "turns of model, tools, users, and 1"
-        )
-        yield Claim("num_tool_calls", [len(row) for row in calls], "calls that were answered")
-        scores = [[t["score"] for t in row if t["score"] is not None] for row in b["turns"]]
-        yield Claim("turn_scores", scores, "scores of the turns, in order")
-        rewards = [[c["reward"] for c in row if c["reward"] is not None] for row in calls]
-        yield Claim("tool_rewards", rewards, "rewards of the calls, in order")
     yield Left("turns", "the agent's own transcript")
     yield Left("agent_extra", "whatever the agent loop gave")
-    failed = [c["status"] in ("error", "late") for row in b["turns"] for t in row for c in t["calls"]]
-    yield Claim("agent_loop/tool_errors", sum(failed), "calls that failed or were late")
+    if all(b["turns"]):
+        counted = [_counts(row) for row in b["turns"]]
+        for name in counted[0]:
+            yield Claim(name, [one[name] for one in counted], "from the transcript's turns and calls")
+    else:
+        for name in ("num_turns", "num_tool_calls", "turn_scores", "tool_rewards"):
+            yield Left(name, "the agent loop left no transcript")
+    statuses = [call["status"] for row in b["turns"] for turn in row for call in turn["calls"]]
+    yield Claim("agent_loop/tool_errors", statuses.count("error") + statuses.count("late"), "calls that failed")
     errors = [bool((extra or {}).get("errors")) for extra in b["agent_extra"]]
     yield Claim("agent_loop/errors", sum(errors), "episodes with errors")
     yield from spread("agent_loop/num_turns", b["num_turns"], "turns")
     yield from spread("agent_loop/num_tool_calls", b["num_tool_calls"], "calls")
+
+
+def _counts(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """One episode's columns. Turns put to the model count where it read them; calls where they were answered."""
+    calls = [call for turn in turns for call in turn["calls"] if call["status"] not in ("ignored", "not run")]
+    said = [turn["role"] == "assistant" for turn in turns]
+    heard = [turn["role"] != "assistant" and turn["last"] >= turn["first"] for turn in turns]
+    return {
+        "num_turns": sum(said) + sum(heard) + 1,
+        "num_tool_calls": len(calls),
+        "turn_scores": [turn["score"] for turn in turns if turn["score"] is not None],
+        "tool_rewards": [call["reward"] for call in calls if call["reward"] is not None],
+    }
 
 
 # --- reward and what reshapes it ----------------------------------------------------------------------
@@ -182,18 +201,26 @@ def reward(v: View) -> Claims:
     yield Claim("scored", scored, "status is neither infra_error nor not_applicable")
     yield Claim("reward", value, "value of the Score; 0 where not scored", near=EXACT)
     yield Claim("token_level_scores", on_last(value, mask), "the reward on the last own token", near=EXACT)
+    yield from _parts(v)
+    statuses = [str(one.status.value) for one in records]
+    for status, number in Counter(statuses).items():
+        yield Claim(f"reward/status/{status}", number, "rows of this status")
+    yield Claim("reward/empty_responses", sum(not any(own) for own in mask), "rows without an own token")
+    yield from shares("reward/scored_ratio", scored, "share of scored rows")
+    yield from measured_scores(b)
+
+
+def _parts(v: View) -> Claims:
+    """Columns of the scores' parts and extras."""
+    b, records = v.after, v.after["score"]
     for part in dict.fromkeys(part for one in records for part in one.parts):
         column = [float(one.parts.get(part, math.nan)) for one in records]
         yield Claim(f"reward/{part}", column, "the part of the Score; NaN without it", near=EXACT)
         yield from spread(f"reward/{part}", [x for x in b[f"reward/{part}"] if x == x], f"part {part}")
     for key in dict.fromkeys(key for one in records for key in one.extra):
-        column = [one.extra.get(key, b[f"reward_extra/{key}"][row]) for row, one in enumerate(records)]
-        yield Claim(f"reward_extra/{key}", column, "the extra of the Score")
-    for status, number in Counter(str(one.status.value) for one in records).items():
-        yield Claim(f"reward/status/{status}", number, "rows of this status")
-    yield Claim("reward/empty_responses", sum(not any(own) for own in mask), "rows without an own token")
-    yield averaged("reward/scored_ratio", [float(ok) for ok in scored], "share of scored rows")
-    yield from measured_scores(b)
+        recorded = b[f"reward_extra/{key}"]
+        told = [one.extra.get(key, recorded[row]) for row, one in enumerate(records)]
+        yield Claim(f"reward_extra/{key}", told, "the extra of the Score")
 
 
 def _scores(v: View) -> Claims:
@@ -336,32 +363,25 @@ def log_prob(v: View) -> Claims:
 
 def _sampler_diff(v: View, column: str) -> Claims:
     b = v.after
-    gaps = each(lambda x, y: abs(x - y), b.own(column), b.own("rollout_log_probs"))
-    largest = [max(row, default=0.0) for row in gaps]
+    logs = each(gap, b.own(column), b.own("rollout_log_probs"))
+    largest = [max(map(abs, row), default=0.0) for row in logs]
     yield Claim("sampler_logprob_diff", largest, "largest |trainer − sampler| of the row's own tokens")
-    mine, theirs = flat(b.own(column)), flat(b.own("rollout_log_probs"))
-    p, q = [math.exp(x) for x in mine], [math.exp(x) for x in theirs]
-    moved = [abs(x - y) for x, y in zip(p, q, strict=True)]
+    p, q = flat(each(math.exp, b.own(column))), flat(each(math.exp, b.own("rollout_log_probs")))
+    moved = list(map(abs, each(gap, [p], [q])[0]))
     yield Claim("training/rollout_probs_diff_valid", 1.0, "1: measured")
     yield averaged("training/rollout_probs_diff_mean", moved, "mean |π trainer − π sampler|")
     yield Claim("training/rollout_probs_diff_max", max(moved), "largest |π trainer − π sampler|")
     std = stdev(moved) if len(moved) > 1 else 0.0
     yield Claim("training/rollout_probs_diff_std", std, "deviation (n − 1)", max(moved))
-    yield Claim("training/rollout_log_probs_diff_max", max(flat(gaps)), "largest |trainer − sampler|, nats")
-    ratio = [clamp(x - y, -20, 20) for x, y in zip(mine, theirs, strict=True)]
-    yield averaged("training/rollout_kl", [math.expm1(x) - x for x in ratio], "mean r − 1 − log r")
-    if len(p) > 1 and len(set(p)) > 1 and len(set(q)) > 1:
-        dp, dq = [x - mean(p) for x in p], [x - mean(q) for x in q]
-        both = math.sqrt(math.fsum(x * x for x in dp) * math.fsum(x * x for x in dq))
-        corr = math.fsum(x * y for x, y in zip(dp, dq, strict=True)) / both if both else math.nan
-        yield Claim(
-            "training/rollout_actor_probs_pearson_corr", corr, "Pearson's correlation of π trainer and π sampler", 1.0
-        )
+    yield Claim("training/rollout_log_probs_diff_max", max(largest), "largest |trainer − sampler|, nats")
+    far = each(lambda x: clamp(x, -20, 20), logs)
+    yield averaged("training/rollout_kl", flat(each(lambda x: math.expm1(x) - x, far)), "mean r − 1 − log r")
+    if min(len(set(p)), len(set(q))) > 1:
+        yield Claim("training/rollout_actor_probs_pearson_corr", correlation(p, q), "Pearson's, of both π", 1.0)
     plain = v.sampling.get("top_p", 1.0) == 1.0 and (v.sampling.get("temperature") or 1.0) == v.setting("temperature")
-    if plain and mean(moved) > 0.1 and v.version is not None and set(b["policy_version"]) == {v.version}:
-        yield Claim(
-            column, b["rollout_log_probs"], "the sampler's, of the same tokens and version", 0.1 / FLOAT32, partial=True
-        )
+    if plain and mean(moved) > 0.1 and set(b["policy_version"]) == {v.version}:
+        why = "the sampler's, of the same tokens and version"
+        yield Claim(column, b["rollout_log_probs"], why, near=0.1, partial=True)
 
 
 def values(v: View) -> Claims:
