@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from workbench import rewards, stages
+from workbench import stages
 from workbench.base.errors import PipelineError, RunError, WorkbenchError, first_line, unknown
 from workbench.base.metrics import Metric
 from workbench.base.shown import Shown
@@ -193,7 +193,7 @@ class _Maker:
         if "frozen" in plain:
             return self.open_frozen(plain["frozen"])
         if "reward" in plain:
-            return rewards.by_data_source(**plain["reward"])
+            return by_data_source(**plain["reward"])
         if "function" in plain:
             return _function(plain["function"])
         raise _Gone(plain["missing"])

@@ -15,7 +15,7 @@ from typing import Any
 
 from workbench.base.errors import RewardError
 from workbench.rewards.score import Score, no_answer
-from workbench.rewards.truths import rule
+from workbench.rewards.truths import as_text, rule
 
 WINDOW = 300
 """Characters at the end of a response that are searched."""
@@ -73,3 +73,8 @@ def gsm8k(
     right = answer in accepted(ground_truth)
     why = "the answer is right" if right else f"the answer is {ground_truth}"
     return Score(value=score if right else format_score, answer=answer, why=why)
+
+
+def written_truth(truth: Any) -> str | None:
+    """A row's ground truth as GSM8K's answers are written, without commas and a final `.0`; None where none can match it."""
+    return None if gsm8k.unscorable(truth) else accepted(as_text(truth) or "")[1]  # type: ignore[attr-defined]

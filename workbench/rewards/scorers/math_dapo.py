@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from workbench.rewards.score import Score, compared
-from workbench.rewards.scorers.math_string import last_box
+from workbench.rewards.scorers.math_text import last_box
 from workbench.rewards.truths import rule
 
 WINDOW, BOX_WINDOW = 300, 100

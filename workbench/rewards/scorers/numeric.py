@@ -16,7 +16,7 @@ from typing import Any
 
 from workbench.base.config import require
 from workbench.rewards.score import Score, Status, compared, no_answer
-from workbench.rewards.scorers.math_string import last_box, same
+from workbench.rewards.scorers.math_text import last_box, same
 from workbench.rewards.truths import rule
 
 LONGEST = 1000

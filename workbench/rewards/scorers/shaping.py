@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from workbench.base.config import require
 from workbench.base.errors import SettingError
 from workbench.rewards.score import Score, bounded
-from workbench.rewards.scorers.math_string import last_box
+from workbench.rewards.scorers.math_text import last_box
 
 LONGEST = 20_000
 """Characters that a pattern is run on: a pattern's time can grow faster than its text."""
