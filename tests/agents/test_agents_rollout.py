@@ -363,9 +363,9 @@ def test_rewards_are_told_of_the_episode(engine: Any, rows: Any) -> None:
 
     seen: list[int] = []
 
-    def ids(completion_ids: list[int]) -> float:
-        seen.append(len(completion_ids))
-        return 0.0
+    def ids(completion_ids: list[list[int]]) -> list[float]:
+        seen.extend(map(len, completion_ids))
+        return [0.0] * len(completion_ids)
 
     batch = EpisodeRollout(engine, agent=agent(), group_size=2, sampling=SAMPLING)(batch_of(rows)).batch
     judged = Reward(judge, in_process=True)(batch).batch

@@ -28,6 +28,7 @@ from workbench.stages.episodes import recorded_output
 from workbench.steps.trace import Trace
 
 DATA = Path(__file__).parents[2] / "data" / "arith-tools" / "train.parquet"
+TALKS = DATA.parents[1] / "arith-interaction" / "train.parquet"
 SAMPLING = wb.SamplingSettings(max_tokens=56, temperature=1.2)
 CALL = '<tool_call>{"name": "doubled", "arguments": {"x": %d}}</tool_call>'
 
@@ -53,8 +54,8 @@ def judge(response: str, num_tool_calls: int, turns: Any) -> float:
     return float(sum(len(turn["text"]) for turn in turns) % 3 + num_tool_calls)
 
 
-def trained(agent: Any, place: Path, model: str = "data/tiny-arith", longest: int = 56) -> wb.Run:
-    rows = wb.datasets.load(str(DATA), max_prompt_length=500)
+def trained(agent: Any, place: Path, model: str = "data/tiny-arith", longest: int = 56, data: Path = DATA) -> wb.Run:
+    rows = wb.datasets.load(str(data), max_prompt_length=500)
     pipeline = wb.recipes.grpo(
         wb.engines.local(model),
         judge,
@@ -137,7 +138,7 @@ def test_an_agent_of_ours_is_made_again(tmp_path: Path) -> None:
         max_tokens_per_turn=20,
         tool_role="user",
     )
-    run = wb.load_run(trained(agent, tmp_path / "ours").path)
+    run = wb.load_run(trained(agent, tmp_path / "ours", data=TALKS).path)
     s = run.stepper(2, at="rollout")
     again = s.pipeline["rollout"]
     assert isinstance(again, EpisodeRollout) and again.settings()["agent"] == {"tool_agent": agent.describe()}

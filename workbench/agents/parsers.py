@@ -90,12 +90,12 @@ def calls_of(
     """The tool calls that a parser finds in a model's turn. Raises what the parser raises, and `TypeError` for no calls.
 
     Args:
-        parser: any; one that does not know about reasoning is given the text without it (`outside_reasoning`).
+        parser: one that is none of this module's is given the text without reasoning (`outside_reasoning`).
         text: the turn, with its special tokens.
         tools: the tools' schemas.
         reasoning: whether the prompt has opened the model's reasoning.
-        cut: whether the turn ended at a limit of tokens: calls that would read otherwise, had the model written on, are left
-            out, and so are those after a call that cannot be read.
+        cut: whether the turn ended at a limit of tokens: of this module's parsers, calls that would read otherwise, had the
+            model written on, are left out, and so are those after a call that cannot be read.
     """
     text = next(iter(REASONING)) + text if reasoning else text
     if not isinstance(parser, _Finds):
@@ -104,7 +104,7 @@ def calls_of(
     for call in calls:
         if not isinstance(call, FunctionCall) or not isinstance(call.name, str) or not isinstance(call.arguments, str):
             raise TypeError(f"expected FunctionCalls of a name and a JSON text, found {describe(call)}")
-    if cut and calls:
+    if cut and calls and isinstance(parser, _Finds):
         longer = calls_of(parser, f"{text}0", tools)
         calls = [one for one, _ in takewhile(_settled, zip(calls, longer, strict=False))]
     return calls

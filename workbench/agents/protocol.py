@@ -218,7 +218,10 @@ class ToolParser(Protocol):
     """Finds tool calls in the model's text."""
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[FunctionCall]]:
-        """(the text without the calls, the calls); broken JSON is repaired, or kept as arguments that do not parse."""
+        """(the text without the calls, the calls); broken JSON is repaired, or kept as arguments that do not parse.
+
+        An agent gives the text without the model's reasoning. It may have been cut short: a call that is not closed is none.
+        """
 
 
 @runtime_checkable

@@ -1,1 +1,1 @@
-"""Contract suites: what any engine, stage or reward can inherit to prove that it keeps its promises."""
+"""Contract suites: what any engine, stage, reward, tool, parser or simulated user can inherit to prove that it keeps its promises."""

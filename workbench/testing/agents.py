@@ -140,7 +140,7 @@ class ParserContract:
         every = self.found(whole)
         assert [name for name, _ in every] == ["echo", "echo"], "two calls, one of which has another in its argument"
         for length in range(len(whole)):
-            calls = self.found(whole[:length], cut=True)
+            calls = [one for one in self.found(whole[:length], cut=True) if one[1] != "?"]
             assert calls == every[: len(calls)], f"cut after {length} characters: {whole[:length][-40:]!r}"
 
     def test_a_broken_call_leaves_its_siblings_alone(self) -> None:
