@@ -34,6 +34,7 @@ from workbench.engines.local_engine.engine import LocalEngine, local
 from workbench.engines.paired import Paired, paired
 from workbench.engines.protocol import Sampler
 from workbench.engines.settings import FsdpSettings, LocalSettings
+from workbench.rewards.reward import by_data_source
 from workbench.runs import checkpoint, updates
 from workbench.runs.folder import read_settings, step_folder
 from workbench.runs.settings import MADE_AGAIN, OURS, WORDS, files_crc32
