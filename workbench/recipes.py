@@ -1,7 +1,7 @@
 """Algorithms as lists of stages: `grpo`, `ppo`, `dapo` and others.
 
 A recipe returns a `Pipeline`: print it, index it, replace a stage of it. Settings have verl's names
-and defaults (`algorithm`, `actor`, `critic`, `rollout` of its configuration) unless a line says otherwise.
+and defaults (`algorithm`, `actor`, `critic`, `rollout` of its configuration) unless a line says otherwise; None is the default.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def _policy_gradient(
 def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pipeline]]:
     """Makes a recipe: `PolicyGradientSettings` with these defaults in place of `**settings`, all of them in its signature.
 
-    A name that the recipe does not take is refused with the nearest one, or with the one here for another library's.
+    A setting that is None is the recipe's own. A name that the recipe does not take is refused with the nearest one, or with
+    the one here for another library's.
     """
     kinds = get_type_hints(PolicyGradientSettings)
 
@@ -143,7 +144,8 @@ def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pi
             for name in settings:
                 if name not in own:
                     raise SettingError(_unknown(build.__name__, name, own))
-            return build(*args, **{**defaults, **settings})
+            given = {name: one for name, one in settings.items() if one is not None or own[name].default is None}
+            return build(*args, **{**defaults, **given})
 
         made.__signature__ = inspect.Signature(list(own.values()), return_annotation=Pipeline)  # type: ignore[attr-defined]
         return made
@@ -379,7 +381,7 @@ def with_rollout_correction(
         place = names.index("old_log_prob") if "old_log_prob" in names else names.index("advantage")
         stages[place : place + ("old_log_prob" in names)] = [RolloutCorrection(bypass_mode=True)]
     else:
-        stages.insert(names.index("advantage"), RolloutCorrection(**correction.to_dict()))
+        stages.insert(names.index("advantage"), RolloutCorrection(**how.correction()))
     corrected = [one.with_settings(**loss) if one.name == "update_actor" else one for one in stages]
     return Pipeline(corrected, overlap=pipeline.overlap)
 

@@ -11,9 +11,12 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_agents_environments import Echoing, Guessing
 from test_agents_interactions import StandInActor
 from test_agents_mcp import SERVER
+from tests_patience import examples
 
 from workbench.agents import (
     Calculator,
@@ -37,10 +40,12 @@ from workbench.agents import (
 )
 from workbench.agents.files import INTERACTIONS, TOOLS
 from workbench.agents.interactions import Reply
+from workbench.agents.parsers import REASONING
 from workbench.base import runtime
 from workbench.base.errors import WorkbenchError
 from workbench.sandbox.protocol import Phase, Program, Result
 from workbench.testing.agents import InteractionContract, ParserContract, ToolContract
+from workbench.testing.borders import TEXTS
 
 
 class TestHermes(ParserContract):
@@ -83,6 +88,38 @@ class TestReAct(ParserContract):
 def test_no_parser_is_without_its_contract() -> None:
     held = {one.make_parser for one in ParserContract.__subclasses__()}
     assert {type(tool_parser(name)) for name in parser_names()} <= held
+
+
+# --- turns of many parts ------------------------------------------------------------------------------
+
+prose = st.text(st.sampled_from("ab 7,.é→\n"), max_size=12)
+arguments = (
+    st.text(max_size=20)
+    | st.sampled_from([one for one in TEXTS.values() if len(one) < 100])
+    | st.sampled_from([*REASONING])
+)
+parts = st.lists(
+    st.tuples(st.just("call"), arguments) | st.tuples(st.just("think"), prose) | st.tuples(st.just("prose"), prose),
+    max_size=6,
+)
+FORMS = [TestHermes(), TestQwen3Coder(), TestKimi(), TestToolArgs(), TestReAct()]
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(parts, st.booleans(), st.sampled_from([*REASONING]), st.integers(0, 400))
+def test_the_calls_of_a_turn_are_those_that_were_written(
+    turn: list[tuple[str, str]], opened: bool, tag: str, cut: int
+) -> None:
+    for form in FORMS:
+        wanted = [("echo", text) for kind, text in turn if kind == "call"]
+        written = [f"{form.forbidden()}\n{next(iter(REASONING.values()))}\n"] if opened else []
+        for kind, text in turn:
+            considered = f"{tag}{text}{form.forbidden()}{text}{REASONING[tag]}"
+            written.append({"call": form.echo(text), "think": considered, "prose": text}[kind])
+        whole = "\n".join(written)
+        assert form.found(whole, reasoning=opened) == wanted, (type(form).__name__, whole)
+        calls = form.found(whole[:cut], reasoning=opened, cut=True)
+        assert calls == wanted[: len(calls)], (type(form).__name__, whole[:cut])
 
 
 # --- tools ------------------------------------------------------------------------------------------

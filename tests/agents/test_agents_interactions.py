@@ -172,7 +172,7 @@ def test_gsm8k_is_strict_stops_when_right_and_else_asks_again() -> None:
             second = await session.respond([*said("it is 12"), {"role": "user", "content": "no"}, *parts])
             assert (second.stop, second.text, second.score) == (True, Gsm8kInteraction.RIGHT, 1.0)
         assert one._instances == {}
-        with pytest.raises(SettingError, match="ground_truth in interaction_kwargs.*expected a number"):
+        with pytest.raises(SettingError, match="ground_truth in interaction_kwargs .*expected a number; found None"):
             async with interacting(one, {"extra_info": {}}):
                 raise AssertionError
 

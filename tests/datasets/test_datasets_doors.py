@@ -92,6 +92,24 @@ class TestDumpAsParquet(TestDumpOfDicts):
         return parquet(records, folder)
 
 
+class TestDryRun(DoorContract):
+    """Completions that are scored: judges and reward models read their prompts."""
+
+    def write(self, records: list[dict[str, Any]], folder: Path) -> Any:
+        return records
+
+    def read(self, source: Any) -> Any:
+        return wb.rewards.dry_run(wb.rewards.shaping.length_penalty(), source)
+
+    def chats(self, found: Any) -> list[Any]:
+        return [row["prompt"] for row in found.rows]
+
+
+class TestDryRunOfAFile(TestDryRun):
+    def write(self, records: list[dict[str, Any]], folder: Path) -> Any:
+        return parquet(records, folder)
+
+
 # --- files as the seeds and the hub have them ---------------------------------------------------
 
 

@@ -11,7 +11,9 @@ import pandas as pd
 import pytest
 
 import workbench as wb
-from workbench.base.errors import WorkbenchError
+from workbench.base.errors import DataError, WorkbenchError
+from workbench.runs.preflight import preflight
+from workbench.runs.settings import Plan
 from workbench.testing.models import make_random_model
 
 Case = tuple[Any, str]
@@ -206,3 +208,27 @@ def test_a_refusal_loses_nothing_of_an_earlier_run(tiny: str, tmp_path: Path) ->
                 pipe(**settings), rows, **{"steps": 2, "batch_size": 4, **plan}, run=tmp_path / "r", resume="auto"
             )
     assert {path: path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file()} == before
+
+
+def test_truths_that_no_answer_can_match_are_counted_before_a_run(
+    tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R2: rows whose truths the scorer cannot read were scored 0, one and all."""
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:8]
+
+    def changed(number: int) -> wb.datasets.Rows:
+        judged = [{"ground_truth": ["x"] if at < number else "4"} for at in range(len(rows))]
+        return wb.datasets.Rows([{**row, "reward_model": one} for row, one in zip(rows, judged, strict=True)])
+
+    engine = wb.engines.local(tiny, device="cpu")
+    pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=8)
+    with pytest.raises(DataError, match="0 of 8 truths can ever score 1 by workbench/arith; found 8 lists; row 0"):
+        wb.train_blocking(pipe, changed(8), steps=1, batch_size=4, run=tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+    with pytest.raises(DataError, match="0 of 8 truths"):
+        wb.evaluate(engine, changed(8))
+    numbers = {name: 1 for name in ("steps", "val_samples", "keep_traces", "keep_checkpoints")}
+    plan = Plan(**numbers, batch_size=4, seed=0, test_freq=0, save_freq=0, trace_freq=0)
+    found = preflight(pipe, changed(3), None, plan, tmp_path / "r")
+    assert "5 of 8 truths can score 1" in dict(found.findings)["truths"] and "5 of 8 truths" in caplog.text
+    assert "truths" not in dict(preflight(pipe, rows, None, plan, tmp_path / "r").findings)

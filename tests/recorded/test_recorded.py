@@ -28,7 +28,10 @@ import workbench as wb
 
 ROOT = Path(__file__).parents[2]
 RENAMED: dict[str, dict[str, str | None]] = {
-    "metric": {"reward/status/model_failed": "reward/status/no_answer"},
+    "metric": {
+        "reward/status/model_failed": "reward/status/no_answer",
+        "perf/cpu_memory_used_gb": "perf/max_rss_gb",
+    },
     "column": {"sampler_gap": "sampler_logprob_diff"},
     "stage": {},
     "role": {},

@@ -327,6 +327,14 @@ def test_a_default_is_not_a_second_truth() -> None:
     assert values(Reward(reward, in_process=True)) == [1.0, 0.0] == values(Reward(alone, in_process=True))
 
 
+def test_trls_completions_are_texts_on_request() -> None:
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        return [right(text, truth) for text, truth in zip(completions, kwargs["solution"], strict=True)]
+
+    for target in ("responses", "response"):
+        assert values(Reward(reward, in_process=True, rename={"completions": target})) == [1.0, 0.0]
+
+
 def test_trls_columns_come_over_a_default_and_a_runs_do_not() -> None:
     """TRL calls with the data set's columns as keywords; what a stage wrote is no column of the data set."""
 

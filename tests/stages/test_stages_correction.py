@@ -264,6 +264,22 @@ def test_bypass_through_an_engine(engine: Any, batch: wb.DataProto) -> None:
     assert settings["bypass.rollout_is"] == "sequence" and "bypass" not in settings and json.dumps(settings)
 
 
+def test_other_settings_of_the_correction_run_what_uses_its_mask_again(engine: Any) -> None:
+    pipe = wb.recipes.grpo(engine, short, group_size=2, max_tokens=6, kl_coef=0)
+    tight = wb.recipes.with_rollout_correction(pipe, rollout_rs={"token_k1": 1 + 2e-7})
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:4]
+    s = wb.Stepper(tight, rows.batch(4)).run(until="advantage")
+    t = (
+        s.fork()
+        .back(to="rollout_correction")
+        .replace("rollout_correction", rollout_rs={"token_k1": 50.0})
+        .run(until="advantage")
+    )
+    assert not torch.equal(s.batch["loss_mask"], t.batch["loss_mask"])
+    assert torch.equal(t.batch["loss_mask"], t.batch["response_mask"])
+    assert not t.trace["advantage"].reused
+
+
 def test_a_step_that_loses_all_its_tokens_spoils_no_metric(engine: Any, batch: wb.DataProto) -> None:
     gone = batch.with_columns({"loss_mask": batch["response_mask"] * (torch.arange(len(batch)) >= 32)[:, None]})
     found = perform(Update(engine, PolicyLoss(), ppo_mini_batch_size=4, allow_stale=True), gone).metrics

@@ -12,10 +12,11 @@ from typing import Any
 from uuid import uuid4
 
 from workbench.agents.calls import named, to_its_end, within
-from workbench.agents.plain import encodable, number_text, plain
+from workbench.agents.plain import encodable, plain
 from workbench.agents.protocol import Interaction
 from workbench.base.errors import DataError, ForeignError, SettingError, boundary, describe, first_line, unknown
-from workbench.rewards.scorers.gsm8k import compute_score
+from workbench.rewards.scorers.gsm8k import accepted, compute_score, gsm8k
+from workbench.rewards.truths import as_text
 
 LEAVE_SECONDS = 10.0
 """Time limit of `finalize_interaction`."""
@@ -66,7 +67,7 @@ class Gsm8kInteraction(BaseInteraction):
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Start a conversation; returns its id. Raises `SettingError` for a row whose `ground_truth` is no number."""
-        truth = number_text(kwargs.get("ground_truth"))
+        truth = gsm8k_truth(kwargs.get("ground_truth"))
         if truth is None:
             given = describe(kwargs.get("ground_truth"))
             raise SettingError("ground_truth in interaction_kwargs for 'gsm8k'", expected="a number", found=given)
@@ -88,6 +89,11 @@ class Gsm8kInteraction(BaseInteraction):
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
         """Drop the conversation's state; a second call does nothing."""
         self._instances.pop(instance_id or "", None)
+
+
+def gsm8k_truth(truth: Any) -> str | None:
+    """A row's ground truth as GSM8K's answers are written, without commas and a final `.0`; None where none can match it."""
+    return None if gsm8k.unscorable(truth) else accepted(as_text(truth) or "")[1]  # type: ignore[attr-defined]
 
 
 class RemoteInteraction(BaseInteraction):

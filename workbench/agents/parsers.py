@@ -152,7 +152,7 @@ class _Finds:
         content: list[str] = []
         calls: list[FunctionCall] = []
         kept = place = looked = 0
-        found = self._next(text, 0, tools)
+        found = left = self._next(text, 0, tools)
         while (mark := _MARK.search(text, place, found[0] if found else len(text))) or found:
             if mark is None:
                 start, place, call = cast(Found, found)
@@ -170,8 +170,8 @@ class _Finds:
             looked += mark is None
             if len(calls) == MAX_CALLS or looked > 4 * MAX_CALLS:
                 found = None
-            elif found is None or found[0] < place:
-                found = self._next(text, place, tools)
+            elif left and (found is None or found[0] < place):
+                found = left = self._next(text, place, tools)
         return "".join([*content, text[kept:]]), calls
 
     def _next(self, text: str, place: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
@@ -230,9 +230,7 @@ class _Tagged(_Finds):
             tag = _matching(self._TAG, text, start, end).get(start)
         if tag is not None:
             return sole + text[start : tag.start()], tag.end()
-        other = self.OPEN.search(text, end)
-        mark = _MARK.search(text, end, other.start() if other else len(text))
-        stop = mark.start() if mark else other.start() if other else len(text)
+        stop = _first(text, end, self.OPEN)
         return text[start:stop] if stop == len(text) else f"\0{text[start:stop]}", stop
 
 
@@ -258,6 +256,8 @@ class KimiParser(_Tagged):
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
         """Find the tool calls in a model's text; returns (the text without them and their section, the calls)."""
+        if "<|tool_calls_section_begin|>" not in text:
+            return text, []
         content, calls = super().extract_tool_calls(text, tools)
         return content.replace("<|tool_calls_section_end|>", "") if calls else content, calls
 
@@ -294,25 +294,33 @@ class Qwen3CoderParser(_Finds):
 
     def _next(self, text: str, place: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
         while opened := self._FUNCTION.search(text, place):
-            name, place = opened[1].strip(), opened.end()
-            properties = _parameters(name, tools).get("properties") or {}
-            matching = _matching(self._TAG, text, place)
-            given: list[tuple[str, Any]] = []
-            while one := self._PARAMETER.match(text, place):
-                closed = matching.get(one.end()) or self._STOP.search(text, one.end())
-                if closed is None or text.startswith("<tool_call>", closed.end()):
-                    break
-                value = text[one.end() : closed.start()].removeprefix("\n").removesuffix("\n")
-                given.append((one[1], _typed(value, properties.get(one[1], {}))))
-                place = closed.end()
+            name = opened[1].strip()
+            given, place = self._given(text, opened.end(), _parameters(name, tools).get("properties") or {})
             end = self._CLOSE.match(text, place)
             if end and (given or end[0].strip()) and len(dict(given)) == len(given):
                 return opened.start(), end.end(), FunctionCall(name, _dumped(dict(given)))
             if given or self._PARAMETER.match(text, place):
-                another = self._FUNCTION.search(text, place)
-                stop = end.end() if end else another.start() if another else len(text)
+                stop = end.end() if end else _first(text, place, self._FUNCTION)
                 return opened.start(), stop, FunctionCall(name, text[opened.end() : stop].strip())
         return None
+
+    def _given(self, text: str, place: int, properties: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], int]:
+        """(the parameters from `place` on that are whole, where the last of them ends)."""
+        given: list[tuple[str, Any]] = []
+        matching: dict[int, re.Match[str]] | None = None
+        stop = -1
+        while one := self._PARAMETER.match(text, place):
+            start = one.end()
+            matching = _matching(self._TAG, text, start) if matching is None else matching
+            if (closed := matching.get(start)) is None:
+                stop = stop if stop >= start else _first(text, start)
+                closed = self._STOP.search(text, start, stop)
+            if closed is None or text.startswith("<tool_call>", closed.end()):
+                break
+            value = text[start : closed.start()].removeprefix("\n").removesuffix("\n")
+            given.append((one[1], _typed(value, properties.get(one[1], {}))))
+            place = closed.end()
+        return given, place
 
 
 @register_parser("react")
@@ -340,12 +348,14 @@ class ReActParser(_Finds):
             return None
         start = found.end()
         fenced = self._FENCED.match(text, start)
-        end = fenced.end() if fenced else start
+        end, sound = fenced.end() if fenced else start, ""
         with contextlib.suppress(ValueError, RecursionError):
-            end = _DECODER.raw_decode(text, start)[1] if text.startswith("{", start) else end
+            if text.startswith("{", start):
+                end = _DECODER.raw_decode(text, start)[1]
+                sound = text[start:end]
         stop = self._STOP.search(text, end)
         end = stop.start() if stop else len(text)
-        return found.start(), end, FunctionCall(found[1], _input(found[1], text[start:end], tools))
+        return found.start(), end, FunctionCall(found[1], _input(found[1], sound or text[start:end], tools))
 
 
 def _matching(tags: re.Pattern[str], text: str, start: int, place: int = 0) -> dict[int, re.Match[str]]:
@@ -357,6 +367,14 @@ def _matching(tags: re.Pattern[str], text: str, start: int, place: int = 0) -> d
         elif opened:
             found[opened.pop()] = tag
     return found
+
+
+def _first(text: str, place: int, opening: re.Pattern[str] | None = None) -> int:
+    """Where the next call (`opening`) or reasoning begins, or reasoning ends, or else the text."""
+    other = opening.search(text, place) if opening else None
+    end = other.start() if other else len(text)
+    mark = _MARK.search(text, place, end)
+    return mark.start() if mark else end
 
 
 def _from_json(written: str) -> FunctionCall:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Set
 from dataclasses import fields, is_dataclass
@@ -84,14 +83,6 @@ def as_text(value: Any) -> str:
     """A value as a model reads it: a text as it is, anything else as JSON (`plain`)."""
     found = plain(value)
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
-
-
-def number_text(value: Any) -> str | None:
-    """A number, or a text of one, as GSM8K's answers are written: without commas and a final `.0`; None for others."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
-        return None
-    text = re.sub(r"(?<=\d)\.0*$", "", str(value).strip().replace(",", ""))
-    return text if re.fullmatch(r"-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)", text) else None
 
 
 def encodable(text: str) -> str:

@@ -70,6 +70,7 @@ RENAMED: dict[str, dict[str, Any]] = {
     "metric": {
         "reward/status/model_failed": "reward/status/no_answer",
         "reward/status/machinery_failed": "reward/status/infra_error",
+        "perf/cpu_memory_used_gb": "perf/max_rss_gb",  # verl's name for the whole machine's
     },
     "column": {"sampler_gap": "sampler_logprob_diff"},
     # a key of a batch's meta_info, of settings.json, of summary.json, of a checkpoint's cursor

@@ -23,7 +23,7 @@ from workbench.dataproto.columns import REWARD_PREFIX, declared
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.value import Origin
 from workbench.datasets import files
-from workbench.datasets.records import absent, chat, messages, object_of, plain, table_records
+from workbench.datasets.records import absent, chat, object_of, plain, spoken, table_records
 from workbench.rewards.base import padded
 from workbench.rewards.dry_run import PROMPT, RESPONSE, TRUTH
 from workbench.rewards.score import MISSING, Score, Status
@@ -181,7 +181,8 @@ def _texts(table: dict[str, list[Any]], kind: str, places: Sequence[str], steps:
     if asked:
         pairs = zip(asked, places, strict=True)
         columns["raw_prompt"] = [None if absent(one) else chat(one, f"prompt of {place}") for one, place in pairs]
-    columns["response_text"] = [_said(*pair) for pair in zip(found, places, strict=True)]
+    pairs = zip(found, places, strict=True)
+    columns["response_text"] = [spoken(one, f"response of {place}") for one, place in pairs]
     columns["uid"] = _uids(table.pop("uid", []), asked or columns["response_text"], steps)
     if "extra_info" in table:
         table["extra_info"] = _objects(table["extra_info"], "extra_info", places)
@@ -230,13 +231,6 @@ def _require_text(values: Sequence[Any], places: Sequence[str], expected: str) -
     for place, value in zip(places, values or [None], strict=False):
         if not isinstance(value, str | list):
             raise DataError(place, expected=expected, found=describe(value))
-
-
-def _said(response: str | list[Any], place: str) -> str:
-    """A response as text; of a list of messages (TRL's conversational form) the contents, one a line."""
-    if isinstance(response, str):
-        return response
-    return "\n".join(turn["content"] or "" for turn in messages(response, f"response of {place}"))
 
 
 def _tokens(texts: Sequence[str], tokenizer: Any) -> dict[str, torch.Tensor]:

@@ -78,7 +78,7 @@ def _as_verls(prompt: Any, kept: dict[str, Any], prompt_key: str, place: str) ->
         raise DataError(f"{prompt_key} of {place} is empty", expected=_EXPECTED, found=describe(prompt))
     judged = object_of(kept.pop("reward_model", None), f"reward_model of {place}")
     extra = object_of(kept.pop("extra_info", None), f"extra_info of {place}") or {}
-    if isinstance(prompt, str) and said == _message(prompt):
+    if is_text(prompt, said):
         kept["prompt_is_text"] = True
     return {CHAT: said, "data_source": None, "reward_model": judged, "extra_info": extra, **kept}
 
@@ -191,6 +191,18 @@ def _read(text: str, place: str) -> list[Any]:
         do = "write it as JSON; or, where this very text is meant, as [{'role': 'user', 'content': …}]"
         raise DataError(f"{place} looks like a chat, but is not JSON", found=describe(text), do=do)
     return _message(text)
+
+
+def is_text(prompt: Any, said: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a prompt was a plain text that became this chat."""
+    return isinstance(prompt, str) and said == _message(prompt)
+
+
+def spoken(response: Any, place: str) -> str:
+    """A response as text; of a list of messages (TRL's conversational form) the contents, one a line."""
+    if isinstance(response, str):
+        return response
+    return "\n".join(turn["content"] or "" for turn in messages(response, place))
 
 
 def messages(turns: Iterable[Any], place: str) -> list[dict[str, Any]]:

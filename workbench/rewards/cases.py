@@ -289,7 +289,8 @@ def _defined(setup: str) -> set[str]:
 
 def _free(nodes: Sequence[ast.AST]) -> set[str]:
     """Names that a program uses and does not bind, and those that it imports from `solution`."""
-    used, bound, solution = set(), {"__name__", *vars(builtins)}, set()
+    used, solution = set[str](), set[str]()
+    bound = {"__name__", *vars(builtins)}
     for node in nodes:
         if isinstance(node, ast.Name):
             (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)

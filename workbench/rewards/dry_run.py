@@ -16,6 +16,7 @@ import torch
 from workbench.base.errors import DataError, RewardError, boundary, first_line
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
+from workbench.datasets import files, records
 from workbench.rewards.base import BaseReward, row_view, row_views
 from workbench.rewards.reward import as_reward
 from workbench.rewards.score import Score, Status, failed
@@ -177,14 +178,27 @@ def _rows(completions: Any) -> list[dict[str, Any]]:
     if isinstance(batch, DataProto):
         return row_views(batch)
     if isinstance(completions, str | Path):
-        from workbench.datasets import files
-
-        records: Iterable[Any] = [record for path in files.find(completions) for record in files.read(path)]
-    elif hasattr(completions, "to_dict") and hasattr(completions, "columns"):
-        records = completions.to_dict("records")
+        found: Iterable[Any] = [record for path in files.find(completions) for record in files.read(path)]
     else:
-        records = completions
-    return [_row(record, number) for number, record in enumerate(records)]
+        found = records.table_records(completions)
+    return [_row(_texts(record, number), number) for number, record in enumerate(found)]
+
+
+def _texts(record: Any, number: int) -> Any:
+    """A record whose missing cells are None, whose prompt is a text or a chat of text, and whose response is a text."""
+    if not isinstance(record, Mapping):
+        return record
+    found = {
+        str(name): None if records.absent(cell := records.plain(value)) else cell for name, value in record.items()
+    }
+    asked = next((name for name in PROMPT if found.get(name) is not None), None)
+    if asked is not None:
+        chat = records.chat(found[asked], f"{asked} of completion {number}")
+        found[asked] = found[asked] if records.is_text(found[asked], chat) else chat
+    answered = next((name for name in RESPONSE if isinstance(found.get(name), str | list)), None)
+    if answered is not None:
+        found[answered] = records.spoken(found[answered], f"{answered} of completion {number}")
+    return found
 
 
 def _row(record: Any, number: int) -> dict[str, Any]:
@@ -207,11 +221,4 @@ def _row(record: Any, number: int) -> dict[str, Any]:
     if not isinstance(prompt, list | None):
         plain |= {"raw_prompt": [{"role": "user", "content": str(prompt)}], "prompt_is_text": True}
     ids = columns.get("response_ids", columns.get("completion_ids"))
-    return row_view(plain, said(columns[name]), () if ids is None else ids, columns.get("prompt_ids"))
-
-
-def said(completion: Any) -> str:
-    """A completion as text. Of a list of messages (TRL's conversational form) the contents are joined by newlines."""
-    if isinstance(completion, str):
-        return completion
-    return "\n".join(str(turn.get("content", "")) if isinstance(turn, Mapping) else str(turn) for turn in completion)
+    return row_view(plain, columns[name], () if ids is None else ids, columns.get("prompt_ids"))

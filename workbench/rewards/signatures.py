@@ -6,7 +6,7 @@ import difflib
 import inspect
 import numbers
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -249,15 +249,15 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
     if strange := [] if kwargs else [one for one in rename if one not in defaults]:
         raise RewardError(f"rename: {unknown(f'parameter of reward function {name}', strange[0], defaults)}")
     defaults = {**dict.fromkeys(rename), **defaults}
-    batched, meant, keywords = _style({rename.get(one, one) for one in defaults})
-    if {"ORM", "AsyncORM"} & {kind.__name__ for kind in type(function).__mro__}:
-        meant = {"completions": "response"}  # ms-swift's: like TRL's, but always with texts
+    batched, meant, keywords = _style({*defaults, *rename.values()})
+    meant = meant or _swifts(function)
     file, bound = _constants(function)
     return Signature(name, defaults, rename, batched, meant, keywords if kwargs else "", bound, file)
 
 
 def _constants(function: Any) -> tuple[str, frozenset[str]]:
     """(path of the file that a function is loaded from, or ""; names of the arguments that constants are bound to)."""
+    inner: Any
     inner, bound = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
     path = getattr(inner, "path", None)
     if not isinstance(path, Path):
@@ -265,9 +265,15 @@ def _constants(function: Any) -> tuple[str, frozenset[str]]:
     return os.path.relpath(path), frozenset({*bound, *inner.kwargs})
 
 
-def _style(names: Collection[str]) -> tuple[bool, dict[str, str], str]:
-    """(whether one call is for the batch, names with another meaning, what `**kwargs` get) of a function's argument names."""
-    said = {*names}
+def _swifts(function: Any) -> dict[str, str]:
+    """For a reward class of ms-swift's, which is called as TRL's functions are, but always with texts."""
+    return (
+        {"completions": "response"} if {"ORM", "AsyncORM"} & {kind.__name__ for kind in type(function).__mro__} else {}
+    )
+
+
+def _style(said: Set[str]) -> tuple[bool, dict[str, str], str]:
+    """(whether one call is for the batch, names with another meaning, what `**kwargs` get) of what arguments ask for."""
     completions, ids = "completions" in said, "completion_ids" in said
     areals = completions and "prompts" not in said and bool(said & {"prompt", "prompt_ids"})
     if areals:  # a row's, in spite of the plurals

@@ -31,7 +31,7 @@ def as_text(truth: Any) -> str | None:
             return str(truth)
         if not isinstance(truth, numbers.Real | Decimal) or not math.isfinite(truth):
             return None
-        whole = int(truth)
+        whole = math.trunc(truth)
         return str(whole) if whole == truth else format(Decimal(str(truth)), "f")
     except (ValueError, OverflowError):  # more digits than Python prints
         return None

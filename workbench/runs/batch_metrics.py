@@ -118,7 +118,7 @@ def _variables(batch: DataProto, rows: Sequence[int]) -> dict[str, tuple[list[fl
     for column in batch.columns:
         if column.startswith(REWARD_PREFIX):
             every = [float(batch[column][row]) for row in scored]
-            found[column.removeprefix(REWARD_PREFIX)] = ([one for one in every if not math.isnan(one)], answers)
+            found[column.removeprefix(REWARD_PREFIX)] = ([one for one in every if math.isfinite(one)], answers)
     if "acc" in found:
         there, _ = found["acc_success_only"] = found["acc"]
         found["acc"] = ([*there, *[0.0] * (len(rows) - len(there))], answers)

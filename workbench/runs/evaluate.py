@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterable
@@ -25,6 +26,8 @@ from workbench.stages.episodes import EpisodeRollout, validation_rollout
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.reward import Reward
 from workbench.stages.rollout import Rollout
+
+log = logging.getLogger("workbench")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,9 @@ def evaluate(
     rollout = Rollout(engine, **settings) if agent is None else EpisodeRollout(engine, agent=agent, **settings)
     chosen = rows if limit is None else rows[:limit]
     stage = reward if isinstance(reward, Reward) else Reward(reward)
+    unscorable = stage.function.check_rows(chosen.views())
+    if unscorable:
+        log.warning("truths: %s", unscorable)
     return score_rows(rollout, stage, chosen.in_order(batch_size, seed))
 
 

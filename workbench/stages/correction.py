@@ -63,7 +63,7 @@ def _text(band: Band) -> str:
 def _read_rejections(kinds: Any, threshold: Any) -> dict[str, Band]:
     """Kind → (lower, upper), from a mapping, or from verl's two texts."""
     if isinstance(kinds, Mapping):
-        do = "give it with kinds as a text, or a mapping of kind to threshold alone"
+        do = "the mapping has the thresholds: set rollout_rs_threshold=None with it"
         what = "rollout_rs_threshold beside a mapping of kinds"
         require(threshold is None, what, expected="None", found=threshold, do=do)
         return {kind: _rejection_band(kind, one) for kind, one in kinds.items()}

@@ -52,9 +52,10 @@ def length_metrics(batch: DataProto) -> dict[str, Metric]:
         found |= mean(f"{name}/clip_ratio", values >= limit) if limit is not None else {}
     if "finish_reason" in batch:
         found |= mean("response/cut_ratio", torch.tensor([one == "length" for one in batch["finish_reason"]]))
-    if "num_turns" in batch:
-        for name, column in (("num_turns", "num_turns"), ("tool_call_counts", "num_tool_calls")):
+    for name, column in (("num_turns", "num_turns"), ("tool_call_counts", "num_tool_calls")):
+        if column in batch:
             found |= spread(name, torch.tensor([float(value) for value in batch[column]]))
+    if "num_turns" in batch:
         found |= spread("model_tokens", batch["response_mask"].sum(-1))
     return found
 

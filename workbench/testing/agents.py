@@ -127,6 +127,10 @@ class ParserContract:
             assert self.found(f"{tag}a{end}\n{yes}\n{tag}\n{no}\n{end}\n{yes}") == once * 2, "nor one in a second block"
             assert self.found(f"{yes}\n{tag}\n{no}\n{end}\n") == once, "nor one after a call"
             assert self.found(f"{no}\n{end}\n{yes}") == once, f"{end} alone ends reasoning that the prompt opened"
+            for part in range(1, 8):
+                begun = self.echo("begun")[: len(self.echo("begun")) * part // 8]
+                calls = self.found(f"{begun}\n{tag}\n{no}\n{end}\n{yes}")
+                assert calls[-1:] == once and ("forbidden", "x") not in calls, f"{begun!r} before {tag} hides nothing"
         assert self.found(f"hm\n{no}\n</think>\n{yes}", reasoning=True) == [("echo", "7")]
         assert self.found(f"hm\n{no}\n", reasoning=True) == [], "reasoning that the prompt opened is never closed"
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from workbench.replay.audit import Audit
     from workbench.steps.compare import Comparison, RowChange
     from workbench.steps.differences import Beside, Divergence, Spread
     from workbench.steps.what_if import WhatIf
@@ -370,3 +371,26 @@ def values_figure(batch: DataProto, rows: int = 24) -> Figure:
     axes.set_ylabel("value", fontsize=8)
     bare(axes)
     return figure
+
+
+# --- a second reading -------------------------------------------------------------------------------
+
+
+def audit(made: Audit) -> doc.Part:
+    """The view of an `Audit`: how much agrees, what disagrees and where, what was not recomputed and why."""
+    rows = [[str(one.step), one.stage, one.name, one.place, one.numbers, one.formula] for one in made.disagreements]
+    header = ["step", "stage", "name", "where", "recorded and recomputed", "formula"]
+    why: dict[str, list[str]] = {}
+    for name, reason in made.left.items():
+        why.setdefault(reason, []).append(name)
+    left = [[reason, ", ".join(sorted(names))] for reason, names in sorted(why.items())]
+    unknown = f"no formula knows {', '.join(sorted(made.unaudited))}" if made.unaudited else ""
+    agreed = [["columns", ", ".join(sorted(made.columns))], ["metrics", ", ".join(sorted(made.metrics))]]
+    return (
+        doc.line(doc.bold(made.summary())),
+        doc.Either([f"  {one}" for one in made.disagreements[:12]], doc.Table(header, rows)),
+        doc.Either([f"  and {len(rows) - 12} more: .disagreements"] if len(rows) > 12 else ()),
+        [unknown] if unknown else (),
+        doc.Fold(f"{len(made.left)} not recomputed", doc.Table(["why", "columns and metrics"], left)),
+        doc.Fold("recomputed, and agree", doc.Table(["", ""], agreed)),
+    )

@@ -14,6 +14,7 @@ _DOCUMENTS = {
     "workbench.dataproto.core:DataProto": "traces:batch",
     "workbench.datasets.rows:Report": "traces:data",
     "workbench.datasets.rows:Rows": "traces:data",
+    "workbench.replay.audit:Audit": "comparisons:audit",
     "workbench.replay.run:Run": "traces:run",
     "workbench.replay.run:Summary": "traces:summary",
     "workbench.replay.run:Traces": "traces:traces",

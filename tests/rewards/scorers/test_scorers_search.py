@@ -80,8 +80,8 @@ EXACT: list[tuple[str, Any, float]] = [
 @pytest.mark.parametrize(("text", "target", "value"), EXACT)
 def test_exact_match(text: str, target: Any, value: float) -> None:
     assert search.compute_score(text, {"target": target}) == value
-    if target in (["Rome", "The!"], "", "the", []):
-        return  # the scorer knows no target without a word: test_search_knows_no_empty_target
+    if target in ("", []):
+        return  # not applicable for the scorer: test_search_knows_no_empty_target
     assert search_em(text, {"target": target}).value == value
     assert search_em(text, target).value == value
 
@@ -92,6 +92,7 @@ def test_exact_match(text: str, target: Any, value: float) -> None:
         ("<answer>in Paris, France</answer>", "paris", 1.0),
         ("<answer>Paris</answer>", "Paris, France", 0.0),  # the target in the answer, not the reverse
         ("<answer>parisian</answer>", "Paris", 1.0),  # letters, not words
+        ("<answer>Paris</answer>", "the", 1.0),  # nothing is in everything
         ("<answer>x</answer>" * 11, "x", 1.0),  # the rule of tags is the exact match's alone
         ("Paris", "Paris", 0.0),
     ],
@@ -126,6 +127,8 @@ def test_records_say_what_and_why() -> None:
         ("cat big", "big cat", 1.0),  # order does not count
         ("dog", "cat", 0.0),
         ("", "cat", 0.0),
+        ("cat", "the", 0.0),
+        ("a", "the", 1.0),
         ("東京 tower", "東京", 2 / 3),
         ("a cat", ["dog", "big cat", "very big cat"], 2 / 3),  # the best target
         ("cat", [], 0.0),

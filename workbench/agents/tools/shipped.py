@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from workbench.agents.plain import number_text
+from workbench.agents.interactions import gsm8k_truth
 from workbench.agents.tools.base import BaseTool, Executed, answered, broken
 from workbench.agents.tools.functions import in_thread
 from workbench.base.config import require
@@ -106,7 +106,7 @@ class Gsm8kAnswer(BaseTool):
         if wrong := self.refusal(parameters):
             return wrong
         state = self.instances.get(instance_id)
-        if state is None or number_text(state.get("ground_truth")) is None:
+        if state is None or gsm8k_truth(state.get("ground_truth")) is None:
             why = "no such instance" if state is None else "create was given no number as ground_truth"
             return broken("Error: there is nothing to check the answer against.", why)
         answer, before = parameters["answer"], state.get("reward", 0.0)
@@ -120,7 +120,7 @@ class Gsm8kAnswer(BaseTool):
         state = self.instances.get(instance_id, {})
         if "response" not in state:
             return 0.0
-        return compute_score(state["response"], number_text(state.get("ground_truth")), method="flexible")
+        return compute_score(state["response"], gsm8k_truth(state.get("ground_truth")), method="flexible")
 
 
 K1, B = 1.2, 0.75

@@ -64,11 +64,11 @@ def is_right(answer: str, ground_truth: Any, substring: bool = False) -> bool:
 
 
 def _read(ground_truth: Any) -> tuple[str, ...] | None:
-    """The targets that say anything after `normalise`; None without one. An answer of no words would meet the others."""
+    """The targets that are not blank; None without one. An answer of no words would meet a blank one."""
     wanted = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     several = wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str | bytes) else [wanted]
     texts = [as_text(one) for one in several if one is not None]
-    return tuple(text for text in texts if text is not None and normalise(text)) or None
+    return tuple(text for text in texts if text is not None) or None
 
 
 def _right(wanted: Sequence[str]) -> str:
@@ -83,7 +83,7 @@ def _matches(response: str, wanted: Sequence[str]) -> bool:
 def search_em(response: str, ground_truth: Any, *, substring: bool = False, format_score: float = 0.0) -> Score:
     """Score the text in `<answer>` tags by Search-R1's exact match (see `compute_score`), with the reason.
 
-    A target without a word (`the`, `.`) does not count, and a row without another is *not applicable*.
+    A blank target does not count, and a row without another is *not applicable*.
     """
     answer = extract_answer(response)
     if answer is None:
