@@ -313,6 +313,7 @@ for _name, _settings in LOSSES.items():
                 lambda verl, b, name=_name, given=_given: {
                     part: value for part, value in verls_loss(verl, b, name, given).items() if "/" not in part
                 },
+                recorded=None if _given else ("reference", "tool holes", "empty rows", "far ratios", "no token"),
             )
 
 

@@ -377,7 +377,7 @@ for _name, _settings in CORRECTIONS.items():
         kinds=STAGE_KINDS,
         atol=3e-4,
         rtol=1e-3,
-        recorded=FEW,
+        recorded=FEW if "and" in _name or "normalized" in _name else FEW[1:],
     )
 
 
@@ -402,7 +402,7 @@ for _name in ("token", "sequence, normalized", "token and token_k1", "sequence a
             ),
             kinds=("ragged", "tool holes", "empty rows", "NaN outside"),
             seeds=(0,),
-            recorded=FEW,
+            recorded=FEW[1:],
         )
 
 

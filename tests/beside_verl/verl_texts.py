@@ -33,9 +33,14 @@ PIECES = {
         ",", "'", "42", "é", "<Answer>", "!",
     ],
 }  # fmt: skip
+PIECES["units"] = [
+    "Answer: ", "\\boxed{", "}", "12", "5", " ", "\\mbox{", "\\text{", "\\text{and}", "square", "inches", "an ", "\\$", ".$",
+    "\\overline{", "\\textbf{", "{,}", "\\dots", "\\mathrm{th}", "=", "pounds", "\\sqrt2", "\\frac12", '"',
+]  # fmt: skip
 TRUTHS = {
     "numbers": ["12", "3", "-3", "1000", "1,000", "18", "18.0", "", "0", "."],
     "maths": ["12", "\\frac{1}{2}", "0.5", "1/2", "x=3", "3", "\\sqrt{3}", "12 cents", "1,000", "x", "\\frac12", "k=12", "\\text{ cm}", ""],
+    "units": ["12", "5", "125", "12 inches", "12\\text{and}5", "\\overline{12}", "square", "\\text{12}", "12\\mbox{5}", "\\sqrt2"],
     "answers": ["Paris", "the Paris", "42", "New York", "", "an", "é"],
 }  # fmt: skip
 EXPRESSIONS = [
@@ -126,6 +131,8 @@ SCORERS: Sequence[tuple[str, str, Callable[..., Any], str, str, dict[str, Any]]]
     ("math", "maths", math_string.compute_score, "math_reward", "compute_score", {}),
     ("math_dapo", "maths", math_dapo.compute_score, "math_dapo", "compute_score", {}),
     ("math_dapo, strict", "maths", math_dapo.compute_score, "math_dapo", "compute_score", {"strict_box_verify": True}),
+    ("math of units", "units", math_string.compute_score, "math_reward", "compute_score", {}),
+    ("math_dapo of units", "units", math_dapo.compute_score, "math_dapo", "compute_score", {}),
     ("math of numbers", "numbers", math_string.compute_score, "math_reward", "compute_score", {}),
     ("math_dapo of numbers", "numbers", math_dapo.compute_score, "math_dapo", "compute_score", {}),
 )
