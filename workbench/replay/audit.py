@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from workbench.base.errors import WorkbenchError
 from workbench.base.shown import Shown
 from workbench.engines.local_engine.loading import open_tokenizer
 from workbench.replay import audit_advantages, audit_correction, audit_losses, audit_stages
@@ -148,7 +149,10 @@ class _Findings:
                 row, token, mine, theirs = places[0]
                 told = (row, token, mine, theirs, claim.formula, len(places))
                 self.disagreements.append(Disagreement(self.step, stage, claim.name, *told))
-            elif not claim.partial:
+            elif claim.partial:  # a name of which only this is said is told why
+                why = next((why for begin, why in UNREAD.items() if claim.name.startswith(begin)), None)
+                self.left |= {claim.name: why} if why else {}
+            else:
                 self.agreed[0 if is_column else 1].add(claim.name)
         return spoken
 
@@ -163,7 +167,7 @@ class _Findings:
         """The claims; formulas that a record does not fit are a disagreement, too."""
         try:
             yield from claims
-        except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        except (WorkbenchError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
             told = (None, None, "what they cannot read", repr(error), "the formulas could not be applied")
             self.disagreements.append(Disagreement(self.step, stage, stage, *told))
 
@@ -277,7 +281,10 @@ def _view(trace: Trace, phase: Phase, before: Mapping[str, Mapping[str, float]] 
 @functools.cache
 def _reader(model: Any) -> tuple[Any, frozenset[int]]:
     """Tokenizer of a model's folder and the ids that end its responses; None and none where it is not here."""
-    tokenizer = open_tokenizer(model) if isinstance(model, str) else None
+    try:
+        tokenizer = open_tokenizer(model) if isinstance(model, str) else None
+    except (OSError, ValueError, ImportError, RuntimeError):  # one that needs its own code, or a damaged folder
+        tokenizer = None
     found: set[int] = {getattr(tokenizer, "eos_token_id", None) or 0} if tokenizer is not None else set()
     for name in ("generation_config.json", "config.json"):
         path = Path(str(model)) / name

@@ -180,7 +180,7 @@ def _alpha(v: View, scores: Sequence[float], scored: Sequence[bool]) -> float:
 
 
 def _rounding(
-    v: View, scores: Sequence[float], rewards: Ragged, values: Ragged | list[float], scored: Sequence[bool]
+    v: View, scores: Sequence[float], rewards: Ragged, values: Sequence[float], scored: Sequence[bool]
 ) -> Any:
     """Noise of each row's advantage: sums of several rewards are rounded, and the deviation divides that."""
     rough = [math.fsum(map(abs, row)) * (len(row) - row.count(0) > 1) for row in rewards]

@@ -323,9 +323,26 @@ def whole_step(v: View, trace: Any, row: Mapping[str, Any]) -> Claims:
     yield Claim("timing_s/step", sum(one.seconds for one in trace) - overlapped, "the phases' seconds")
     for one in trace:
         yield Claim(f"timing_s/{one.stage}", one.seconds, "the phase's seconds")
+    yield from _held_out(row)
     updated = v.metrics.get("actor/lr") is not None
     if v.version is not None and "training/policy_lag/max" not in trace.metrics and b.get("policy_version"):
         yield from policy_lag(v.version - updated, b["policy_version"])
+
+
+def _held_out(row: Mapping[str, Any]) -> Claims:
+    """Held-out rows are not recorded; what their metrics say of each other."""
+    if row.get("val/reward") is None:
+        return
+    yield Claim("accuracy", row["val/reward"], "another name of val/reward", partial=True)
+    if row.get("val/reward_low") is not None:
+        middle = (row["val/reward_low"] + row["val/reward_high"]) / 2
+        yield Claim("val/reward", middle, "the middle of its interval", 1.0, partial=True)
+    means = [name for name in row if name.startswith("val-core/") and "/reward/mean@" in name]
+    first = [name for name in row if name.endswith("/reward/pass@1")]
+    if len(means) == 1:
+        yield Claim(means[0], row["val/reward"], "one data source: val/reward", 1.0, partial=True)
+        for name in first:
+            yield Claim(name, row[means[0]], "pass@1 is the mean of rewards of 0 and 1", 1.0, partial=True)
 
 
 def policy_lag(version: int, rows: Sequence[int]) -> Claims:

@@ -379,9 +379,9 @@ def _sampler_diff(v: View, column: str) -> Claims:
     if min(len(set(p)), len(set(q))) > 1:
         yield Claim("training/rollout_actor_probs_pearson_corr", correlation(p, q), "Pearson's, of both π", 1.0)
     plain = v.sampling.get("top_p", 1.0) == 1.0 and (v.sampling.get("temperature") or 1.0) == v.setting("temperature")
-    if plain and mean(moved) > 0.1 and set(b["policy_version"]) == {v.version}:
+    if plain and mean(moved) > 0.05 and set(b["policy_version"]) == {v.version}:
         why = "the sampler's, of the same tokens and version"
-        yield Claim(column, b["rollout_log_probs"], why, near=0.1, partial=True)
+        yield Claim(column, b["rollout_log_probs"], why, near=0.05, partial=True)
 
 
 def values(v: View) -> Claims:
