@@ -79,6 +79,8 @@ GONE = {
     "workbench.datasets.render_worker:end_with_parent",
     "workbench.rewards.templates:bounds",
     "workbench.rewards.templates:choices",
+    "workbench.rewards.score:no_truth",
+    "workbench.rewards.templates:without_thinking",
     "workbench.rewards.worker:call",
     "workbench.functional.balancing:imbalance",
     "workbench.rewards.worker:end_with_parent",
