@@ -218,6 +218,19 @@ def test_functional_imports_torch_alone() -> None:
             assert own or module.split(".")[0] in plain, f"{path.name}:{line} imports {module}"
 
 
+def test_the_second_reading_shares_nothing_with_the_first() -> None:
+    """`replay/audit*.py` computes again what `functional` and `stages` computed: a fault there must not be repeated."""
+    found = [module for module in FILES if module.startswith("workbench.replay.audit")]
+    assert len(found) >= 2
+    for module in found:
+        of = {tuple(other.split(".")[:2]) for other in edges()[module]}
+        assert not of & {("workbench", "functional"), ("workbench", "stages"), ("workbench", "rewards"), ("torch",)}, (
+            module
+        )
+        if module != "workbench.replay.audit":  # the formulas are plain Python, and know one another alone
+            assert {other for other in edges()[module] if other.startswith("workbench")} <= set(found), module
+
+
 def test_libraries_are_named_where_they_belong() -> None:
     wrong = [
         f"{FILES[module].relative_to(PACKAGE)}:{line} names {other}"

@@ -73,7 +73,8 @@ def test_sources_are_clean(path: Path) -> None:
     assert document["cells"][0]["cell_type"] == "markdown" and len(prose) >= 0.75 * len(code)
     for cell in code:
         assert not cell["outputs"] and cell["execution_count"] is None
-        assert len(source(cell).splitlines()) <= 20 and source(cell).strip()
+        most = 24 if "parameters" in cell["metadata"].get("tags", []) else 20  # that one is a table
+        assert len(source(cell).splitlines()) <= most and source(cell).strip()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -23,6 +23,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "gspo": {},
     "cispo": {},
     "gpg": {},
+    "maxrl": {},
     "opo": {},
 }
 

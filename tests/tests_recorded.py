@@ -75,7 +75,7 @@ def agents() -> Any:
 def ahead() -> Any:
     learner = wb.engines.local(str(MODEL), lr=1e-3, device="cpu")
     both = wb.engines.paired(learner, wb.engines.local(str(MODEL), device="cpu"))
-    return wb.recipes.with_importance_sampling(wb.recipes.grpo(both, group_size=4, max_tokens=16))
+    return wb.recipes.with_rollout_correction(wb.recipes.grpo(both, group_size=4, max_tokens=16), "decoupled_token_is")
 
 
 def dapo() -> Any:

@@ -70,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run")
     report.add_argument("-o", "--output", help="default: report.html in the run folder")
     report.set_defaults(command=_report)
+    audit = commands.add_parser("audit", help="recompute what a run's traces hold, and print what disagrees")
+    audit.add_argument("run")
+    audit.set_defaults(command=_audit)
     notebooks = commands.add_parser("notebooks", help="write the notebooks, their data and tiny models into a folder")
     notebooks.add_argument("folder", metavar="DIR")
     notebooks.set_defaults(command=_notebooks)
@@ -136,6 +139,15 @@ def _report(options: argparse.Namespace) -> int:
 
     _say(str(write_report(options.run, options.output)))
     return 0
+
+
+def _audit(options: argparse.Namespace) -> int:
+    """Exit code 1 where something disagrees."""
+    from workbench.replay.run import load_run
+
+    found = load_run(options.run).audit()
+    _say(repr(found))
+    return 0 if found.agrees else 1
 
 
 def _notebooks(options: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Algorithms as lists of stages: `grpo`, `ppo`, `dapo` and others.
 
 A recipe returns a `Pipeline`: print it, index it, replace a stage of it. Settings have verl's names
-and defaults (`algorithm`, `actor`, `critic`, `rollout` of its configuration) unless a line says otherwise.
+and defaults (`algorithm`, `actor`, `critic`, `rollout` of its configuration) unless a line says otherwise; None is the default.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypedDict, Unpack, cast, get_type_hints
 
 from workbench import functional as F
+from workbench.base.config import require
 from workbench.base.errors import SettingError, message, unknown
+from workbench.compat.verl_correction import read_correction
 from workbench.engines.protocol import SamplingSettings
 from workbench.stages import (
     Advantage,
     Baseline,
+    CorrectionSettings,
     EpisodeRollout,
     FilterGroups,
     LogProb,
@@ -33,8 +36,8 @@ from workbench.stages import (
 from workbench.stages.stage import Stage
 
 __all__ = [
-    "by_name", "cispo", "dapo", "dr_grpo", "gpg", "grpo", "gspo", "opo", "ppo", "reinforce_plus_plus", "remax",
-    "rloo", "with_importance_sampling",
+    "by_name", "cispo", "dapo", "dr_grpo", "gpg", "grpo", "gspo", "maxrl", "opo", "ppo", "reinforce_plus_plus", "remax",
+    "rloo", "with_rollout_correction",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -124,7 +127,8 @@ def _policy_gradient(
 def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pipeline]]:
     """Makes a recipe: `PolicyGradientSettings` with these defaults in place of `**settings`, all of them in its signature.
 
-    A name that the recipe does not take is refused with the nearest one, or with the one here for another library's.
+    A setting that is None is the recipe's own. A name that the recipe does not take is refused with the nearest one, or with
+    the one here for another library's.
     """
     kinds = get_type_hints(PolicyGradientSettings)
 
@@ -140,7 +144,8 @@ def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pi
             for name in settings:
                 if name not in own:
                     raise SettingError(_unknown(build.__name__, name, own))
-            return build(*args, **{**defaults, **settings})
+            given = {name: one for name, one in settings.items() if one is not None or own[name].default is None}
+            return build(*args, **{**defaults, **given})
 
         made.__signature__ = inspect.Signature(list(own.values()), return_annotation=Pipeline)  # type: ignore[attr-defined]
         return made
@@ -250,6 +255,13 @@ def gpg(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettin
     return _policy_gradient(engine, reward, Advantage(F.gpg), **settings)
 
 
+@_recipe(kl_coef=0.0)
+def maxrl(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+    """MaxRL (settings: see `grpo`): the advantage is divided by the group's mean reward, for rewards of 0 and 1.
+    Tajwar et al. 2026, https://arxiv.org/abs/2602.02710."""
+    return _policy_gradient(engine, reward, Advantage(F.maxrl), **settings)
+
+
 @_recipe(kl_coef=0.0, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean", clip_ratio_low=3e-4, clip_ratio_high=4e-4)
 def gspo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
     """GSPO (settings: see `grpo`): PPO's clip on the ratio of the whole sequence. https://arxiv.org/abs/2507.18071."""
@@ -328,31 +340,50 @@ def ppo(
 
 def by_name(name: str) -> Callable[..., Pipeline]:
     """The recipe function called `name`, such as "grpo". Raises `SettingError` for an unknown name, with the nearest one."""
-    known = {one: globals()[one] for one in __all__ if one not in ("by_name", "with_importance_sampling")}
+    known = {one: globals()[one] for one in __all__ if one not in ("by_name", "with_rollout_correction")}
     if name not in known:
         raise SettingError(unknown("recipe", name, known))
     return cast(Callable[..., Pipeline], known[name])
 
 
-def with_importance_sampling(
-    pipeline: Pipeline, *, rollout_is: str = "token", rollout_is_threshold: float | tuple[float, float] = 2.0
+def with_rollout_correction(
+    pipeline: Pipeline, block: str | Mapping[str, Any] | None = None, **settings: Any
 ) -> Pipeline:
-    """A copy of a recipe's pipeline with truncated importance weights (trainer / sampler probability) in its loss.
+    """A copy of a recipe's pipeline that corrects for a sampler whose probabilities are not the trainer's.
 
     For rows that were sampled with other weights than the trainer's (`train(…, ahead=1)`) or by an engine with other
     numerics: PPO's own ratio starts at the trainer's old log-probs and corrects neither. Decoupled PPO, Hilton et al. 2021,
-    https://arxiv.org/abs/2110.00641; truncated as in Ionides 2008; verl's `rollout_correction`.
+    https://arxiv.org/abs/2110.00641; truncated as in Ionides 2008; verl's `algorithm.rollout_correction`. With nothing
+    but the pipeline the gap is only measured. An earlier correction is replaced.
 
     Args:
         pipeline: a pipeline that a recipe returned.
-        rollout_is: `token` or `sequence`: one weight per token, or per response.
-        rollout_is_threshold: the largest weight; (lower, upper): weights outside these are set to 0.
+        block: verl's block as written (mapping, YAML text, overrides), or a preset, such as "decoupled_token_is".
+        settings: verl's names, in place of the block's: `rollout_is`, `rollout_is_threshold`,
+            `rollout_is_batch_normalize`, `rollout_rs`, `rollout_rs_threshold`, `bypass_mode`, `loss_type`.
+
+    Decoupled, a stage before `advantage` writes `rollout_is_weights` and `loss_mask`. With `bypass_mode` there is no
+    `old_log_prob` stage, and the loss computes both. Raises `SettingError` for an unknown name or a bad threshold, and where bypass
+    mode would replace the loss by another.
     """
+    how = read_correction(block, **settings)
+    correction = CorrectionSettings(**how.correction())
     stages = [one for one in pipeline if one.name != RolloutCorrection.name]
-    place = [one.name for one in stages].index("advantage")
-    stages.insert(place, RolloutCorrection(rollout_is=rollout_is, rollout_is_threshold=rollout_is_threshold))
-    weighted = [one.with_settings(rollout_is=True) if one.name == "update_actor" else one for one in stages]
-    return Pipeline(weighted, overlap=pipeline.overlap)
+    names = [one.name for one in stages]
+    loss: dict[str, Any] = {"rollout_is": how.rollout_is is not None, "bypass": None}
+    if how.bypass_mode:
+        wanted = {"ppo_clip": "vanilla", "reinforce": "gpg"}[how.loss_type]
+        own = stages[names.index("update_actor")].settings()["loss_mode"]
+        what, do = f"loss_mode in bypass mode with loss_type={how.loss_type}", "verl would replace it without a word"
+        require(own in ("vanilla", wanted), what, expected="vanilla, a recipe's default", found=own, do=do)
+        weighs = how.loss_type == "reinforce" and how.rollout_is is not None
+        loss = {"rollout_is": weighs, "bypass": correction, "loss_mode": wanted}
+        place = names.index("old_log_prob") if "old_log_prob" in names else names.index("advantage")
+        stages[place : place + ("old_log_prob" in names)] = [RolloutCorrection(bypass_mode=True)]
+    else:
+        stages.insert(names.index("advantage"), RolloutCorrection(**how.correction()))
+    corrected = [one.with_settings(**loss) if one.name == "update_actor" else one for one in stages]
+    return Pipeline(corrected, overlap=pipeline.overlap)
 
 
 def _sampling(sampling: SamplingSettings | None, temperature: float | None, max_tokens: int | None) -> SamplingSettings:

@@ -120,10 +120,10 @@ class Tags:
 
 
 class Always(ReActParser):
-    """Whatever the model says is a call."""
+    """Whatever the model says is a call, whole once it has begun."""
 
     def extract_tool_calls(self, text: str, tools: Any = ()) -> tuple[str, list[FunctionCall]]:
-        return text, [FunctionCall("add", json.dumps({"numbers": [len(text)]}))]
+        return text, [FunctionCall("add", json.dumps({"numbers": [ord(text[0]) if text else 0]}))]
 
 
 def call(name: str = "add", **arguments: Any) -> str:

@@ -103,7 +103,13 @@ def test_verls_list_names_duplicates_and_selection(tmp_path: Path) -> None:
         select_interaction(found, {"name": "sum"}, "row 3")
     with pytest.raises(DataError, match="have no name; expected one of gsm8k, sums"):
         select_interaction(found, {}, needed=True)
-    assert select_interaction(found, {}) == (None, {}), "a row without kwargs asks for nobody"
+    with pytest.raises(DataError, match="rows without a user need an agent of their own"):
+        select_interaction(found, {})
+    alone = {"sums": found["sums"]}
+    assert select_interaction(alone, {"raw_prompt": "x"}) == (found["sums"], {}), "a single user speaks in every row"
+    assert select_interaction({}, {"raw_prompt": "x"}) == (None, {})
+    with pytest.raises(DataError, match="'sums' is not a simulated user of the agent; expected one of .none."):
+        select_interaction({}, {"raw_prompt": "x", "interaction_kwargs": {"name": "sums"}})
     assert select_interaction({"one": found["sums"]}, {}, needed=True) == (found["sums"], {})
     with pytest.raises(DataError, match="expected one of \\(none\\)"):
         select_interaction({}, {}, needed=True)
@@ -166,7 +172,7 @@ def test_gsm8k_is_strict_stops_when_right_and_else_asks_again() -> None:
             second = await session.respond([*said("it is 12"), {"role": "user", "content": "no"}, *parts])
             assert (second.stop, second.text, second.score) == (True, Gsm8kInteraction.RIGHT, 1.0)
         assert one._instances == {}
-        with pytest.raises(SettingError, match="expected ground_truth"):
+        with pytest.raises(SettingError, match="ground_truth in interaction_kwargs .*expected a number; found None"):
             async with interacting(one, {"extra_info": {}}):
                 raise AssertionError
 

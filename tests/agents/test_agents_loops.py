@@ -359,7 +359,10 @@ def test_loops_by_name() -> None:
     told = r"rows name agent 'tool_agent', which has no tools; .*give agent=\{'tool_agent': loop\}"
     with pytest.raises(SettingError, match=told):
         loops.named("tool_agent_loop", "row 3 (uid 7)")
-    assert Loops({"tool_agent": "tool_agent"}).named("tool_agent").lacks  # where it was meant
+    for bare in ("tool_agent", ToolAgent, {"tool_agent": "tool_agent"}, {"mine": ToolAgent}):
+        with pytest.raises(SettingError, match=r"has no tools; .*give an object: agent=ToolAgent"):
+            Loops(bare)
+    assert Loops({"tool_agent": ToolAgent()}).named("tool_agent").lacks  # where it was meant
     for wrong in (object, AgentLoopBase, type("Sync", (AgentLoopBase,), {"run": lambda self: None})):
         with pytest.raises(SettingError, match="subclass of AgentLoopBase"):
             register_agent_loop("wrong", wrong)  # type: ignore[arg-type]
@@ -403,7 +406,7 @@ def test_what_a_tool_and_a_user_say_of_themselves_is_kept_as_plain_values(made: 
         assert (asked["status"], asked["why"]) == (status, "no numbers") and "metrics" not in asked
         assert found.turns[0].calls[0].metrics == record and found.extra["tool_rewards"] == []
     turn = Turn("assistant", "x", 0, 0, extra={"info": {1: object, "list": (1, None, {2.5})}})
-    assert turn.to_dict()["extra"] == {"info": {"1": "<class 'object'>", "list": [1, None, "{2.5}"]}}
+    assert turn.to_dict()["extra"] == {"info": {"1": "<class 'object'>", "list": [1, None, [2.5]]}}
 
 
 def test_what_a_row_has_for_its_tools_reaches_each_of_their_methods(made: dict[str, Any]) -> None:

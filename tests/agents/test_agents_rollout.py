@@ -190,7 +190,7 @@ def test_the_trainer_finds_the_samplers_log_probs(
         max_assistant_turns=4,
         max_tokens_per_turn=longest,
     )
-    asked = [{"interaction_kwargs": {"name": "nagging"}}] * 2
+    asked = [{"interaction_kwargs": {"name": "nagging"}} if users else {}] * 2
     try:
         engine.tokenizer.chat_template = others[template]
         sampling = SamplingSettings(max_tokens=300, temperature=0.0 if greedy else TEMPERATURE)
@@ -207,10 +207,10 @@ def test_the_trainer_finds_the_samplers_log_probs(
 
 
 class Odd(Always):
-    """Every other length of text is a call."""
+    """Every other beginning of a text is a call."""
 
     def extract_tool_calls(self, text: str, tools: Any) -> Any:
-        return Always().extract_tool_calls(text, tools) if len(text) % 2 else (text, [])
+        return Always().extract_tool_calls(text, tools) if ord(text[:1] or "0") % 2 else (text, [])
 
 
 class Nagging(BaseInteraction):
@@ -236,10 +236,12 @@ def test_episodes_of_mixed_lengths_with_tools_of_random_slowness_are_the_same_ag
             return await super().execute(instance_id, parameters, **kwargs)
 
     def once() -> DataProto:
-        loop = ToolAgent(
-            [Slow()], parser=Odd(), interactions=[Nagging("x")], max_assistant_turns=5, max_tokens_per_turn=12
-        )
-        batch = batch_of(rows, 4).with_columns({"extra_info": [{"interaction_kwargs": {"name": "nagging"}}, {}] * 2})
+        limits: dict[str, Any] = {"max_assistant_turns": 5, "max_tokens_per_turn": 12}
+        loop = {
+            "nagged": ToolAgent([Slow()], parser=Odd(), interactions=[Nagging("x")], **limits),
+            "alone": ToolAgent([Slow()], parser=Odd(), **limits),
+        }
+        batch = batch_of(rows, 4).with_columns({"agent_name": ["nagged", "alone"] * 2})
         stage = EpisodeRollout(engine, agent=loop, group_size=3, sampling=SAMPLING, deterministic=lock_step)
         return stage(batch).batch
 

@@ -22,6 +22,7 @@ from workbench.base.errors import (
     WorkbenchError,
     boundary,
     message,
+    unknown,
 )
 from workbench.base.metrics import Count, Max, Mean, Min, Sum
 from workbench.base.seeds import derive
@@ -144,3 +145,18 @@ def test_cancelling_work_beside_asks_it_to_stop_and_waits() -> None:
     asyncio.run(cancelled())
     assert left == ["stopped"]
     runtime.check()  # the flag is down again
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("engine", "an engine"),
+        ("argument", "an argument"),
+        ("unit", "a unit"),
+        ("user", "a user"),
+        ("recipe", "a recipe"),
+        ("option of x", "an option"),
+    ],
+)
+def test_an_unknown_name_has_its_article(kind: str, said: str) -> None:
+    assert f"'x' is not {said}" in unknown(kind, "x", ["y"])

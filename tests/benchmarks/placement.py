@@ -53,7 +53,9 @@ def main() -> None:
         sampler = wb.engines.vllm(asked.model, max_model_len=256)
     with wb.engines.paired(learner, sampler) as engine:
         reward = wb.rewards.Reward(lambda response: len(response) / 100, in_process=True)
-        pipe = wb.recipes.with_importance_sampling(wb.recipes.grpo(engine, reward, group_size=8, max_tokens=64))
+        pipe = wb.recipes.with_rollout_correction(
+            wb.recipes.grpo(engine, reward, group_size=8, max_tokens=64), "decoupled_token_is"
+        )
         step, found = 1, {False: ([], []), True: ([], [])}  # type: dict[bool, tuple[list[float], list[float]]]
         block(pipe, rows, step, 2, 16, False)
         for pair in range(asked.pairs):

@@ -247,3 +247,21 @@ def test_what_comes_from_read_only_memory_is_a_private_copy() -> None:
 def test_bfloat16_travels() -> None:
     batch = DataProto({"x": torch.ones(2, dtype=torch.bfloat16)})
     assert pickle.loads(pickle.dumps(batch))["x"].dtype == torch.bfloat16
+
+
+def test_columns_of_pairs_become_rows() -> None:
+    """verl's unfold_column_chunks: a chosen and a rejected answer side by side become two rows."""
+    batch = DataProto(
+        {"pair": torch.arange(8).reshape(2, 4), "x": torch.tensor([5, 6])},
+        {"texts": [["a", "b"], ["c", "d"]], "name": ["p", "q"]},
+    )
+    found = batch.unfold_column_chunks(2, ["pair", "texts"])
+    assert found["pair"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]] and found["x"].tolist() == [5, 5, 6, 6]
+    assert list(found["texts"]) == [["a"], ["b"], ["c"], ["d"]] and list(found["name"]) == ["p", "p", "q", "q"]
+    assert batch.unfold_column_chunks(2)["pair"].tolist() == batch.repeat(2)["pair"].tolist()
+    with pytest.raises(BatchError, match="second dim of column 'pair'; expected a multiple of 3; found 4"):
+        batch.unfold_column_chunks(3, ["pair"])
+    with pytest.raises(BatchError, match="found no second dim"):
+        batch.unfold_column_chunks(2, ["x"])
+    with pytest.raises(ColumnMissing, match="nothing"):
+        batch.unfold_column_chunks(2, ["nothing"])

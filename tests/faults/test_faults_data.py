@@ -152,11 +152,29 @@ def test_D2_a_step_in_which_all_rewards_are_equal_is_a_step(tiny: str, value: fl
     assert all(value == value for value in s.trace.metrics.values())
 
 
-def test_D2_a_step_in_which_nobody_is_judged_is_a_step(tiny: str) -> None:
+def test_F10_a_step_in_which_nobody_is_judged_changes_no_weight_and_says_why(tiny: str, tmp_path: Path) -> None:
     pipe, rows = make(tiny, wb.rewards.Reward(lambda response: None, in_process=True), kl_coef=0.0)
-    s = wb.Stepper(pipe, rows.batch(4)).run()
+    s = wb.Stepper(pipe, rows.batch(4)).run(until="advantage")
     assert not s.batch["scored"].any() and (s.batch["advantages"] == 0).all()
-    assert s.trace.metrics["actor/grad_norm"] == 0.0
+    why = "none of 8 rows was scored.*8 × not_applicable: the reward function returned None.*give the rows truths"
+    with pytest.raises(RewardError, match=why):
+        s.run()
+    assert pipe["update_actor"].learners()[0].version == 0
+    with pytest.raises(RewardError, match=why):
+        wb.train_blocking(pipe, rows, steps=2, batch_size=4, run=tmp_path / "run")
+
+
+def test_F10_a_mini_batch_in_which_nobody_is_judged_is_left_out(tiny: str) -> None:
+    """Weight decay and momentum would move the weights without a gradient."""
+    first_prompt = wb.rewards.Reward(lambda uid, response: 1.0 if uid == "a" else None, in_process=True)
+    pipe, rows = make(tiny, first_prompt, kl_coef=0.0, ppo_mini_batch_size=1)
+    batch = rows.batch(2).with_columns({"uid": ["a", "b"]})
+    s = wb.Stepper(pipe, batch).run()
+    alone = wb.Stepper(make(tiny, first_prompt, kl_coef=0.0)[0], batch[:1]).run()
+    assert s.trace.metrics["actor/empty_mini_batches"] == 1
+    assert weights_hash(s.pipeline) == weights_hash(alone.pipeline)
+    unlearnt = s.batch[4:]
+    assert torch.equal(unlearnt["new_log_probs"], unlearnt["old_log_probs"]) and not unlearnt["clipped"].any()
 
 
 def test_D2_all_prompts_filtered_is_said(tiny: str) -> None:

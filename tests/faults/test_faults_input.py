@@ -136,6 +136,19 @@ def test_a_good_function_is_tried_and_its_counter_in_this_process_is_not(tiny: s
     assert len(calls) == 8
 
 
+def test_the_check_says_what_each_argument_gets(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(response: str, ground_truth: str, ability: str = "none") -> float:
+        return 0.0
+
+    monkeypatch.setenv("WORKBENCH_CHECK", "1")
+    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rubric = wb.rewards.Rubric({"part": wb.rewards.Reward(mine, in_process=True)})
+    pipe = wb.recipes.grpo(wb.engines.local(tiny, device="cpu"), rubric, group_size=2, max_tokens=8)
+    said = r"arguments +part.response ← the response, part.ground_truth ← reward_model.ground_truth, part.ability ← default 'none'"
+    with pytest.raises(WorkbenchError, match=said):
+        wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r")
+
+
 PLANS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "more prompts than rows": ({}, {"batch_size": 9}, "batch size; expected 1 to 8, the rows there are; found 9"),
     "a mini-batch larger than the batch": (

@@ -21,6 +21,7 @@ from tests_patience import LONG, within
 
 import workbench as wb
 from workbench.base.errors import CheckpointError, NonFinite, PipelineError, RunError, VersionMismatch
+from workbench.base.formats import FORMAT
 from workbench.runs import checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -176,9 +177,9 @@ def test_A12_two_writers_and_a_stale_lock(tiny: str, tmp_path: Path) -> None:
 def test_A14_another_format_is_refused_by_version(tiny: str, tmp_path: Path) -> None:
     run = wb.train_blocking(*make(tiny), steps=1, run=tmp_path / "r", **PLAN)
     path = run.path / "checkpoints" / "step_000001" / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 2', '"format": 99'))
+    path.write_text(path.read_text().replace(f'"format": {FORMAT}', '"format": 99'))
     with pytest.raises(
-        CheckpointError, match="expected a format up to 2; found 99; open it with the version that wrote it"
+        CheckpointError, match="expected a format up to 3; found 99; open it with the version that wrote it"
     ):
         run.checkpoint()
 

@@ -189,7 +189,7 @@ ROWS: dict[str, list[str]] = {
     "D2 nothing to learn from": [
         "faults/test_faults_data.py::test_D2_estimators_have_defined_results",
         "faults/test_faults_data.py::test_D2_a_step_in_which_all_rewards_are_equal_is_a_step",
-        "faults/test_faults_data.py::test_D2_a_step_in_which_nobody_is_judged_is_a_step",
+        "faults/test_faults_data.py::test_F10_a_step_in_which_nobody_is_judged_changes_no_weight_and_says_why",
         "faults/test_faults_data.py::test_D2_all_prompts_filtered_is_said",
     ],
     "D3 prompts and ids": [

@@ -63,6 +63,22 @@ def test_resampling_follows_the_weights() -> None:
         balancing.resampled(scores, method="none")
 
 
+@given(st.lists(st.integers(1, 40), min_size=4, max_size=16), st.data())
+def test_groups_stay_together(lengths: list[int], data: st.DataObject) -> None:
+    groups = data.draw(st.lists(st.sampled_from("abcd"), min_size=len(lengths), max_size=len(lengths)))
+    number = len(set(groups))
+    parts = data.draw(st.integers(1, number))
+    found = balancing.balanced_groups(lengths, groups, parts)
+    assert sorted(row for rows in found for row in rows) == list(range(len(lengths)))
+    assert all(rows == sorted(rows) and rows for rows in found)
+    assert sum(len({groups[row] for row in rows}) for rows in found) == number
+    if number % parts == 0:
+        same = balancing.balanced_groups(lengths, groups, parts, equal_size=True)
+        assert {len({groups[row] for row in rows}) for rows in same} == {number // parts}
+    with pytest.raises(ValueError, match="cannot be shared out"):
+        balancing.balanced_groups(lengths, groups, number + 1)
+
+
 @given(st.integers(1, 8), st.data())
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(samples: int, data: st.DataObject) -> None:
     correct, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
@@ -77,12 +93,16 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(samples: int, data: 
 def test_best_and_worst_are_the_mean_over_all_draws(values: list[float], n: int) -> None:
     tensor = torch.tensor(values, dtype=torch.float64)
     draws = list(itertools.product(values, repeat=n))
-    assert passes.expected_best(tensor, n) == pytest.approx(sum(map(max, draws)) / len(draws), abs=1e-9)
-    assert passes.expected_best(tensor, n, worst=True) == pytest.approx(sum(map(min, draws)) / len(draws), abs=1e-9)
+    for worst, chosen in ((False, max), (True, min)):
+        found = torch.tensor([chosen(draw) for draw in draws], dtype=torch.float64)
+        expected = (float(found.mean()), float(found.std(correction=0)))
+        assert passes.best_of(tensor, n, worst=worst) == pytest.approx(expected, abs=1e-7)
 
 
 def test_the_majority_wins() -> None:
     values = torch.tensor([1.0, 1.0, 1.0, 0.0])
-    assert passes.majority(["7", "7", "7", "8"], values, 64) == 1.0
-    assert passes.majority([None, None], torch.zeros(2), 4) == 0.0
+    assert passes.majority(["7", "7", "7", "8"], values, 64) == (1.0, 0.0)
+    assert passes.majority([None, None], torch.zeros(2), 4) == (0.0, 0.0)
+    mean, deviation = passes.majority(["7", "8"], torch.tensor([1.0, 0.0]), 1)
+    assert mean == pytest.approx(0.5, abs=0.05) and deviation == pytest.approx((mean * (1 - mean)) ** 0.5)
     assert passes.sizes(1) == [] and passes.sizes(8) == [2, 4, 8] and passes.sizes(6) == [2, 4, 6]

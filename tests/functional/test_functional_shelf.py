@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests_patience import examples
 
 from workbench import functional as F
-from workbench.functional import correction
 
 Batch = dict[str, torch.Tensor]
 ESTIMATORS: dict[str, Callable[[Batch], Any]] = {
@@ -257,42 +256,3 @@ def test_unknown_settings_and_impossible_ones() -> None:
     for name, bad in (("sapo", {"tau_pos": 0}), ("dro", {"dro_beta": 0}), ("vanilla", {"clip_ratio_c": 1})):
         with pytest.raises(ValueError, match="found"):
             F.POLICY_LOSSES[name](ones, ones, ones, ones.long(), **bad)
-
-
-# --- rollout correction ---------------------------------------------------------------------------
-
-
-def test_weights_truncate_mask_and_normalise_by_hand() -> None:
-    old = torch.tensor([[0.0, 1.0, -3.0]]).log_softmax(-1) * 0 + torch.tensor([[-1.0, -1.0, -1.0]])
-    rollout = torch.tensor([[-1.0, -2.0, 0.0]])
-    mask = torch.ones(1, 3).long()
-    ratio = (old - rollout).exp()
-    assert correction.importance_weights(old, rollout, mask).tolist()[0] == pytest.approx(
-        [1.0, 2.0, float(ratio[0, 2])]
-    )
-    masked = correction.importance_weights(old, rollout, mask, lower=0.5, upper=2.0)
-    assert masked.tolist()[0] == [1.0, 0.0, 0.0]
-    sequence = correction.importance_weights(old, rollout, mask, level="sequence")
-    assert sequence.tolist()[0] == pytest.approx([1.0] * 3)  # the log-ratios add to 0
-    normal = correction.importance_weights(old, rollout, mask, batch_normalize=True)
-    assert float(normal.mean()) == pytest.approx(1.0)
-    assert correction.effective_sample_size(torch.ones(1, 4), torch.ones(1, 4)) == pytest.approx(1.0)
-    assert correction.effective_sample_size(torch.tensor([[1.0, 0, 0, 0]]), torch.ones(1, 4)) == pytest.approx(0.25)
-
-
-@pytest.mark.parametrize("kind", correction.REJECTIONS)
-def test_rejections(kind: str) -> None:
-    old = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0]])
-    rollout = torch.tensor([[-1.0, -1.0], [-1.1, -1.0], [-5.0, -1.0]])
-    mask = torch.tensor([[1, 1], [1, 1], [1, 0]])
-    out = correction.rejected(old, rollout, mask, kind, upper=1.5)
-    assert not out[0].any() and out[2, 0] and not out[2, 1] and not out[1].any()
-    with pytest.raises(ValueError, match="kind of rejection"):
-        correction.rejected(old, rollout, mask, "token_k9", upper=1.0)
-
-
-def test_equal_policies_are_no_distance_apart() -> None:
-    logs, mask = -torch.rand(3, 4), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
-    found = correction.off_policy(logs, logs, mask)
-    assert found["kl"] == found["k3_kl"] == found["chi2_token"] == 0 and found["ppl_ratio"] == 1
-    assert correction.off_policy(logs, logs, torch.zeros_like(mask)) == {}

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tests_warm
 from tests_patience import LONG, within
 
-from workbench.jobs.engine import AtomicFile, _returned
+from workbench.jobs.engine import AtomicFile, Client, _returned
 from workbench.jobs.runner import DIED, FAILED, INTERRUPTED, OK, TERMINATED, check_notebook, run_notebook
 
 pytestmark = pytest.mark.slow
@@ -162,6 +163,17 @@ def test_a_dead_kernel_leaves_an_error_in_its_cell(make_notebook: Any, tmp_path:
     assert status(result.output)[2:] == ["failed", "skipped"]
     shown = cells(result.output)[2]["outputs"]
     assert shown[-1]["output_type"] == "error" and "lack of memory" in shown[-1]["evalue"]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(None, "how it ended is not known"), (3, "it exited with status 3"), (-9, "SIGKILL")]
+)
+def test_a_death_is_told_as_far_as_it_is_known(code: int | None, said: str) -> None:
+    client = Client.__new__(Client)
+    client.received = []
+    process = SimpleNamespace(poll=lambda: code)
+    client.km = SimpleNamespace(provisioner=SimpleNamespace(process=process))
+    assert said in client._obituary()["evalue"] and "None" not in client._obituary()["evalue"]
 
 
 def test_cells_for_looking_can_be_left_out(make_notebook: Any, tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import workbench as wb
 from workbench.base.errors import SettingError
-from workbench.jobs.parameters import declared_parameters, resolve, table
+from workbench.jobs.parameters import declared_parameters, open_reward, resolve, table
 
 
 def test_the_cell_is_read_with_types_defaults_and_help(make_notebook: Any) -> None:
@@ -88,3 +91,92 @@ def test_the_table_marks_what_was_given(make_notebook: Any) -> None:
     lines = table(make_notebook(), {"lr": 2.0}).splitlines()
     assert len(lines) == 6 and lines[1].split() == ["*", "lr", "2.0", "learning", "rate"]
     assert all(line.startswith("   ") for number, line in enumerate(lines) if number != 1)
+
+
+# --- the training notebooks ---------------------------------------------------------------------
+
+NOTEBOOKS = {"201": "notebooks/201_train_grpo.ipynb", "202": "notebooks/202_train_ppo.ipynb"}
+
+
+def built(notebook: str, engine: Any, rows: Any, **given: Any) -> wb.Pipeline:
+    """The pipeline of a notebook's own cell, under its parameters and those given."""
+    cells = ["".join(cell["source"]) for cell in json.loads(Path(notebook).read_text())["cells"]]
+    (cell,) = (cell for cell in cells if cell.startswith(("make = ", "engine = ")))
+    parameters = {one.name: one.default for one in declared_parameters(notebook)} | resolve(notebook, given)
+    names = {**parameters, "wb": wb, "open_reward": open_reward, "policy": engine, "engine": engine, "rows": rows}
+    wanted = [node for node in ast.parse(cell).body if "pipe" in ast.unparse(node) or "make" in ast.unparse(node)]
+    exec(compile(ast.Module(wanted, []), notebook, "exec"), names)  # noqa: S102 - the project's own cell
+    return names["pipe"]
+
+
+def settings(pipe: wb.Pipeline) -> dict[str, Any]:
+    found = {
+        stage.name: {key: re.sub("0x[0-9a-f]+", "", repr(one)) for key, one in stage.settings().items()}
+        for stage in pipe
+    }
+    return {**found, "stages": [type(stage).__name__ for stage in pipe]}
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "dapo", "rloo", "remax", "reinforce_plus_plus", "opo", "gpg", "gspo", "cispo", "ppo"]
+)
+def test_a_recipe_keeps_its_own_numbers_in_a_job(name: str, tiny: str) -> None:
+    """D6: 201 passed GRPO's group size, KL and clip range to all of them, and no rows to DAPO."""
+    engine, rows = wb.engines.local(tiny, device="cpu"), wb.datasets.load("data/arith/train.parquet")[:4]
+    own = {"max_tokens": 64, **({"rows": rows} if name == "dapo" else {})}
+    expected = settings(wb.recipes.by_name(name)(engine, **own))
+    assert settings(built(NOTEBOOKS["201"], engine, rows, recipe=name)) == expected
+    changed = settings(built(NOTEBOOKS["201"], engine, rows, recipe=name, group_size="3", clip_ratio_high="0.5"))
+    assert changed["rollout"]["group_size"] == "3" and "0.5" in str(changed["update_actor"])
+    if name == "dapo":
+        sampling_on = next(
+            stage for stage in built(NOTEBOOKS["201"], engine, rows, recipe=name) if "Filter" in repr(type(stage))
+        )
+        assert sampling_on._rows is rows
+
+
+def test_a_setting_that_is_none_is_the_recipes_own(tiny: str) -> None:
+    engine = wb.engines.local(tiny, device="cpu")
+    pipe = wb.recipes.gspo(engine, clip_ratio_high=None, kl_coef=None, group_size=None, loss_agg_mode=None)
+    assert settings(pipe) == settings(wb.recipes.gspo(engine))
+
+
+def test_a_reward_is_a_parameter(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, rows = wb.engines.local(tiny, device="cpu"), None
+    (tmp_path / "mine.py").write_text("def score(solution_str): return 0.5\n")
+    (tmp_path / "reward.yaml").write_text("reward:\n  reward_manager: {name: dapo}\n  num_workers: 1\n")
+    monkeypatch.setenv("WORKBENCH_CODE_ROOTS", str(tmp_path))
+    names = {
+        "": "by data_source",
+        "math_verify": "math_verify",
+        "openai/gsm8k": "gsm8k",
+        f"{tmp_path}/mine.py:score": "score",
+    }
+    names[f"{tmp_path}/reward.yaml"] = "dapo(by data_source)"
+    for notebook in NOTEBOOKS.values():
+        for given, name in names.items():
+            reward = built(notebook, engine, rows, reward=given)["reward"].function
+            assert reward.name == name
+            reward.close()
+    with pytest.raises(SettingError, match="'gsm9k' is not a scorer.*did you mean 'gsm8k'.*file.py:function"):
+        open_reward("gsm9k", engine.tokenizer)
+
+
+def test_files_are_one_or_several_and_home_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D9: a list became the text of a list, and `~` a folder of that name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for notebook in NOTEBOOKS.values():
+        several = resolve(
+            notebook, {"train_file": "['a.parquet', '~/b.parquet']", "model": "~/models/m", "run": "~/runs/a"}
+        )
+        assert several["train_file"] == ["a.parquet", f"{tmp_path}/b.parquet"]
+        assert several["model"] == f"{tmp_path}/models/m" and several["run"] == f"{tmp_path}/runs/a"
+        assert resolve(notebook, {"train_file": "~/a.parquet"})["train_file"] == [f"{tmp_path}/a.parquet"]
+        assert resolve(notebook, {"train_file": ["a", "b"]})["train_file"] == ["a", "b"]
+        with pytest.raises(SettingError, match="'train_file'"):
+            resolve(notebook, {"train_file": "['a.parquet'"})
+        with pytest.raises(SettingError, match="train_file"):
+            resolve(notebook, {"train_file": 3})
+    row = {"prompt": "x", "reward_model": {"ground_truth": "1"}}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    assert len(wb.datasets.load("~/a.jsonl")) == 1 and len(wb.datasets.load(["~/a.jsonl", "~/*.jsonl"])) == 2

@@ -65,6 +65,10 @@ GONE = {
     "workbench.agents.stepping:Place",
     "workbench.agents.tools.functions:normalised",
     "workbench.compat.dump_files:Records",
+    "workbench.compat.dump_files:absent",
+    "workbench.compat.dump_files:plain",
+    "workbench.datasets.gsm8k:to_row",
+    "workbench.datasets.report:has_answer",
     "workbench.rewards.base:Policy",
     "workbench.rewards.cases:calls_of",
     "workbench.rewards.pin_files:line_of",
@@ -80,9 +84,11 @@ GONE = {
     "workbench.rewards.templates:bounds",
     "workbench.rewards.templates:choices",
     "workbench.rewards.score:no_truth",
+    "workbench.rewards.signatures:check_arguments",
     "workbench.rewards.templates:without_thinking",
     "workbench.rewards.worker:call",
     "workbench.functional.balancing:imbalance",
+    "workbench.functional.passes:expected_best",
     "workbench.rewards.worker:end_with_parent",
     "workbench.rewards.worker:read_frame",
     "workbench.rewards.worker:write_frame",
@@ -220,7 +226,7 @@ def test_what_became_of_a_row_and_what_a_pin_has_are_read_in_the_words_of_now(
     pin = {"expected": 1.0, "note": "", "prompt": "p", "response": "r", "columns": {"remark": "x"}}
     path.write_text(json.dumps({"format": 1, **pin}) + "\n")
     assert dict(next(iter(wb.rewards.pins(path))).columns) == {"hint": "x"}
-    path.write_text(json.dumps({"format": 2, **pin}) + "\n")
+    path.write_text(json.dumps({"format": formats.FORMAT, **pin}) + "\n")
     assert dict(next(iter(wb.rewards.pins(path))).columns) == {"remark": "x"}
 
 
@@ -230,7 +236,7 @@ def test_a_newer_format_is_refused(ppo: Path, tmp_path: Path) -> None:
         path.write_text(json.dumps({**document, "format": formats.FORMAT + 1}))
         return path.parent
 
-    said = r"a format up to 2; found 3; open it with the version that wrote it"
+    said = r"a format up to 3; found 4; open it with the version that wrote it"
     cases: list[tuple[Any, Path, type[WorkbenchError]]] = [
         (checkpoint.verify, ppo / "checkpoints" / "step_000003" / "manifest.json", CheckpointError),
         (checkpoint.read_state, ppo / "checkpoints" / "step_000003" / "state.json", CheckpointError),

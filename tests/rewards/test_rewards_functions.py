@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,21 @@ import torch
 from tests_patience import patience, within
 
 from workbench.base.errors import DataError, RewardError
-from workbench.rewards import Reward, Rubric, Score, Status, as_reward, by_data_source, check_sources, load_function
+from workbench.rewards import (
+    BaseReward,
+    Reward,
+    Rubric,
+    Score,
+    Status,
+    as_reward,
+    by_data_source,
+    check_sources,
+    load_function,
+)
 from workbench.rewards.base import row_views
 from workbench.rewards.runner import Pool
 from workbench.rewards.signatures import as_score
+from workbench.testing.borders import VALUES
 from workbench.testing.rewards import RewardContract, answered
 
 BATCH = answered(["#### 4", "#### 5", "six"], ["4", "4", "6"])
@@ -121,15 +134,55 @@ def test_dicts_give_parts_and_extras() -> None:
     assert score.value == 0.7 and dict(score.parts) == {"format": 1.0, "acc": 1.0}
     assert score.answer == "4" and score.why == "so" and score.extra["note"] == "n"
     assert as_score({"reward_score": 2}, "f", 0).value == 2
+    assert as_score({"overall": 0.4, "accuracy": 1.0}, "f", 0).value == 0.4  # EasyR1's name
     for wrong in ({"points": 1}, "1", float("nan"), float("inf"), {"score": float("nan")}):
         with pytest.raises(RewardError, match="f, row 0"):
             as_score(wrong, "f", 0)
     assert as_score(None, "f", 0).status is Status.NOT_APPLICABLE
 
 
-def test_a_wrong_count_is_an_error() -> None:
+@pytest.mark.parametrize("per", ["row", "batch", "trl", "group"])
+@pytest.mark.parametrize("name", [name for name in VALUES if name not in ("None", "true", "int", "float")])
+def test_one_bad_result_is_one_bad_row(per: str, name: str) -> None:
+    """Whatever a function returns for a row: its siblings keep their scores."""
+    if per == "row":
+        reward = Reward(lambda response: VALUES[name] if response == "six" else 1.0, in_process=True)
+    elif per == "trl":
+        reward = Reward(lambda completions, **kw: [1.0] * (len(completions) - 1) + [VALUES[name]], in_process=True)
+    else:
+        function = {"a": lambda response: [VALUES[name] if one == "six" else 1.0 for one in response]}["a"]
+        reward = Reward(function, in_process=True, per=per)
+    scores = reward.score(BATCH)
+    found = [score.status for score in scores]
+    assert found[:2] == [Status.SCORED] * 2
+    if name == "list":  # its first element, by verl's rule
+        assert scores[2].value == 1.0
+    else:
+        assert found[2] is Status.INFRA_ERROR and scores[2].why
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("-inf"), 1e39, Decimal("NaN"), 1j, {"score": None, "status": np.ones(2)}]
+)
+def test_numbers_that_a_float32_cannot_hold_are_no_scores(value: Any) -> None:
+    reward = Reward(lambda response: value if response == "six" else {"score": 1.0, "part": 1e39}, in_process=True)
+    scores = reward.score(BATCH)
+    assert values(scores)[:2] == [1.0, 1.0] and not scores[0].parts and scores[0].extra["part"] == 1e39
+    assert not scores[2].scored
+    with pytest.raises(RewardError, match="failed on a row"):
+        Reward(lambda response: value, in_process=True, on_failure="raise").score(BATCH)
+
+
+def test_a_wrong_count_is_an_error_of_the_whole_call() -> None:
     with pytest.raises(RewardError, match="a list of 3 rewards; found 2"):
         here(lambda completions, **kw: [1.0, 2.0])
+    with pytest.raises(RewardError, match="a list of 3 rewards; found float"):
+        here(lambda completions, **kw: 1.0)
+    batch = answered(["a", "b", "c"], uid=["x", "x", "y"])
+    scores = Reward(lambda response: [1.0], in_process=True, per="group").score(batch)
+    assert [score.scored for score in scores] == [False, False, True] and "a list of 2 rewards; found 1" in scores[
+        0
+    ].why
 
 
 # --- failures ---------------------------------------------------------------------------------
@@ -161,8 +214,44 @@ def test_policies() -> None:
         return 1.0
 
     assert values(here(second_time, on_failure="retry(1)")) == [1, 1, 1]
+    tries.clear()
+    again = second_time, {"on_failure": "retry(1)", "per": "row"}
+    assert values(here(again[0], **again[1])) == [1, 1, 1] and sorted(tries) == sorted([*BATCH["response_text"]] * 2)
     with pytest.raises(RewardError, match="policy for on_failure"):
         Reward(fragile, on_failure="ignore")
+
+
+class Flaky(BaseReward):
+    """Any subclass that only implements `judge`: the first time it loses the rows whose response is "b"."""
+
+    def __init__(self, streams: bool, reads: tuple[str, ...] = (), **options: Any) -> None:
+        super().__init__("flaky", **options)
+        self.streams, self.reads, self.asked = streams, reads, list[str]()
+
+    def judge(self, rows: Any) -> list[Score]:
+        self.asked.append("".join(row["response"] for row in rows))
+        lost = len(self.asked) == 1
+        return [
+            Score(status=Status.INFRA_ERROR) if lost and row["response"] == "b" else Score(value=1.0) for row in rows
+        ]
+
+
+@pytest.mark.parametrize(
+    ("reward", "asked"),
+    [
+        (Flaky(True, on_failure="retry(2)"), ["abcd", "b"]),
+        (Flaky(False, ("uid",), on_failure="retry(2)"), ["abcd", "ab"]),
+        (Flaky(False, on_failure="retry(2)"), ["abcd", "abcd"]),
+    ],
+    ids=["row", "group", "batch"],
+)
+def test_every_reward_tries_again_what_it_judges_together(reward: Flaky, asked: list[str]) -> None:
+    batch = answered([*"abcd"], uid=["x", "x", "y", "y"])
+    assert values(reward.score(batch)) == [1.0] * 4 and reward.asked == asked
+    masked = Flaky(reward.streams, reward.reads)
+    assert [score.scored for score in masked.score(batch)] == [True, False, True, True] and masked.asked == ["abcd"]
+    part = Flaky(reward.streams, reward.reads, on_failure="retry(2)")  # a part's own policy holds inside a rubric, too
+    assert values(Rubric({"part": part, "other": lambda response: 1.0}).score(batch)) == [2.0] * 4
 
 
 def test_a_function_that_always_fails_must_not_train_silently() -> None:
@@ -230,6 +319,14 @@ def test_closures_and_lambdas_travel() -> None:
 def test_results_that_cannot_travel_are_that_rows_failure() -> None:
     answer = Pool(lambda: (_ for _ in ()), workers=1).map([{}])[0]
     assert not answer.ok and "cannot be pickled" in answer.why
+
+
+def test_a_row_that_cannot_travel_is_that_rows_failure() -> None:
+    odd = [{"a": 1}, {"a": threading.Lock()}, {"a": 2}]
+    reward = Reward(lambda thing: float(thing["a"]), workers=1)
+    scores = reward.score(BATCH.with_columns({"thing": odd}))
+    reward.close()
+    assert [score.scored for score in scores] == [True, False, True] and "cannot be sent" in scores[1].why
 
 
 # --- files and routing ------------------------------------------------------------------------

@@ -11,7 +11,17 @@ import torch
 
 import workbench as wb
 from workbench.base.errors import DataError, RewardError
-from workbench.rewards import MISSING, FileManagerReward, ManagerReward, Reward, Score, Status, manager_class, register
+from workbench.rewards import (
+    MISSING,
+    FileManagerReward,
+    ManagerReward,
+    Reward,
+    Score,
+    Status,
+    load_function,
+    manager_class,
+    register,
+)
 from workbench.rewards.managers import extra_info
 from workbench.rewards.score import extra_columns
 from workbench.stages import Reward as RewardStage
@@ -238,3 +248,114 @@ def test_openrlhfs_function() -> None:
 
     scores = Reward(reward_func, in_process=True).score(BATCH)
     assert [score.value for score in scores] == [1, 0, 0.5] and scores[0].parts["size"] == 6
+
+
+# --- one bad row, and other people's mistakes ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["naive", "batch", "prime", "dapo", "rate_limited", "reward"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), "1.0"], ids=["NaN", "infinite", "text"])
+def test_one_bad_row_is_one_bad_row_for_every_manager(name: str, bad: Any) -> None:
+    def row(solution_str: str) -> Any:
+        return bad if solution_str == "#### 5" else 1.0
+
+    def rows(solution_strs: list[str]) -> Any:
+        return [row(text) for text in solution_strs]
+
+    def verls(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
+        return bad if solution_str == "#### 5" else 1.0
+
+    function: Any = {"batch": rows, "prime": verls}.get(name, row)
+    more = {} if name == "prime" else {"in_process": True}
+    reward: Any = Reward(function, in_process=True) if name == "reward" else None
+    reward = reward or ManagerReward(make(name, function, num_workers=1, **more))
+    scores = reward.score(BATCH)
+    reward.close()
+    assert [score.scored for score in scores] == [True, False, True] and scores[1].status is Status.INFRA_ERROR
+    assert scores[0].value == 1.0 and scores[1].why
+
+
+def poisoned(data: Any, return_dict: bool) -> Any:
+    tensor = torch.ones(3, 8)
+    tensor[1, 2] = float("nan")
+    return {"reward_tensor": tensor, "reward_extra_info": {"note": ["a", "b", "c"], "mean": 0.5}}
+
+
+def test_a_managers_nan_costs_its_row_and_its_exception_all() -> None:
+    scores = ManagerReward(poisoned).score(BATCH)
+    assert [score.scored for score in scores] == [True, False, True] and scores[2].extra["note"] == "c"
+    assert "a finite number" in scores[1].why
+    with pytest.raises(RewardError, match="failed on a row.*a finite number"):
+        ManagerReward(poisoned, on_failure="raise").score(BATCH)
+    assert [score.value for score in ManagerReward(poisoned, on_failure="value=-1").score(BATCH)] == [8, -1, 8]
+
+    def broken(data: Any, return_dict: bool) -> Any:
+        raise KeyError("no such column")
+
+    with pytest.raises(RewardError, match="all 3 rows.*no such column"):
+        ManagerReward(broken).score(BATCH)
+    assert [score.value for score in ManagerReward(broken, on_failure="value=0.5").score(BATCH)] == [0.5] * 3
+    tries = list[int]()
+
+    def second_time(data: Any, return_dict: bool) -> Any:
+        tries.append(1)
+        return poisoned(data, return_dict) if len(tries) == 1 else torch.full((3, 8), 0.25)
+
+    scores = ManagerReward(second_time, on_failure="retry(3)").score(BATCH)
+    assert [score.value for score in scores] == [8, 2, 8] and len(tries) == 2
+
+
+def test_a_broken_episode_is_under_the_managers_policy() -> None:
+    batch = BATCH.with_columns(
+        {"agent_extra": [{}, {"errors": ["no user"]}, {}], "finish_reason": ["stop", "abort", "stop"]}
+    )
+    manager = make("naive")
+    masked = ManagerReward(manager).score(batch)
+    assert masked[1].status is Status.INFRA_ERROR and "the episode broke: no user" in masked[1].why
+    assert [score.value for score in ManagerReward(manager, on_failure="value=-2").score(batch)] == [1, -2, 0]
+    with pytest.raises(RewardError, match="the episode broke: no user"):
+        ManagerReward(manager, on_failure="raise").score(batch)
+
+
+def test_a_reason_passes_through_a_manager() -> None:
+    scores = ManagerReward(make("naive", lambda solution_str: 1 / len(solution_str), in_process=True)).score(BATCH)
+    assert [score.scored for score in scores] == [True, True, False] and "ZeroDivisionError" in scores[2].why
+
+
+def test_a_managers_file_gets_a_function_of_another_file(tmp_path: Path) -> None:
+    (tmp_path / "manager.py").write_text(
+        VERLS.replace("(len(text) + (truth in text))", "self.compute_score(text, truth)")
+    )
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(text, truth, bonus=0.0):\n    return (truth in text) + bonus\n"
+    )
+    function = load_function(tmp_path / "mine.py", roots=[tmp_path], bonus=0.5)
+    reward = FileManagerReward(
+        tmp_path / "manager.py", "Lengths", tokenizer=Letters(), compute_score=function, roots=[tmp_path]
+    )
+    scores = reward.score(BATCH)
+    reward.close()
+    assert [score.value for score in scores] == [1.5, 0.5, 0.0]
+
+
+def test_a_built_in_name_is_not_taken_by_accident() -> None:
+    before = manager_class("naive")
+
+    class Mine:
+        pass
+
+    with pytest.raises(RewardError, match=r"'naive' is workbench's own.*@register\('naive', replace=True\)"):
+        register("naive")(Mine)
+    assert manager_class("naive") is before
+    try:
+        assert register("naive", replace=True)(Mine) is manager_class("naive") is Mine
+    finally:
+        register("naive", replace=True)(before)
+    register("mine again")(Mine)
+    register("mine again")(before)  # a cell that is run again
+    assert manager_class("mine again") is before
+
+
+def test_a_manager_is_no_reward_of_single_rows() -> None:
+    run = wb.rewards.dry_run(ManagerReward(make("naive")), [{"response": "#### 4", "ground_truth": "4"}])
+    assert "scores the batch of a rollout" in run.failures.index[0]

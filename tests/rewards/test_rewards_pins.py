@@ -18,6 +18,7 @@ from tests_rewards import flexible, strict
 
 import workbench as wb
 from workbench.base.errors import DataError
+from workbench.base.formats import FORMAT
 from workbench.compat import read_dump
 from workbench.rewards import dry_run, pins
 from workbench.rewards.score import bounded
@@ -224,7 +225,7 @@ def test_lines_are_stable_readable_and_hold_any_text(tmp_path: Path) -> None:
     text = files[0].decode("utf-8")
     assert text.count("\n") == len(text.splitlines()) == 4 and "zwölf" in text and "𝔘" in text
     assert not any(sign in text for sign in "\u2028\u202e\x1b") and r"\u202e" in text and r"\ud800" in text
-    assert all(json.loads(line)["format"] == 2 for line in text.splitlines())
+    assert all(json.loads(line)["format"] == FORMAT for line in text.splitlines())
     again = pins(tmp_path / "a.jsonl")
     assert {pin.response for pin in again} == set(responses) and again[0].columns["x"] == (1, math.inf)
     assert {pin.note for pin in again} == {HOSTILE} and [pin.id for pin in again] == [pin.id for pin in kept]
@@ -253,7 +254,7 @@ def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
         (b"\xff\n", "is no pin; found UnicodeDecodeError"),
         (b"[" * 100_000 + b"\n", "is no pin; found RecursionError"),
         (b"[1]\n", r"expected a JSON object; found \[1\]"),
-        (b'{"format": 9, "expected": 1, "response": "r"}\n', "a format up to 2; found 9"),
+        (b'{"format": 9, "expected": 1, "response": "r"}\n', f"a format up to {FORMAT}; found 9"),
         (b'{"format": 1, "expected": 1}\n', "field 'response' of a pin; expected a str; found None"),
         (b'{"format": 1, "expected": "yes", "response": "r"}\n', "a finite number, or 'unscored'"),
         (b'{"format": 1, "expected": 1, "response": "r", "notes": "n"}\n', "did you mean 'note'"),

@@ -73,7 +73,7 @@ def main() -> None:
         ppo_mini_batch_size=2,
     )  # fmt: skip
     wb.train_blocking(
-        wb.recipes.with_importance_sampling(pipe) if ahead else pipe,
+        wb.recipes.with_rollout_correction(pipe, "decoupled_token_is") if ahead else pipe,
         rows,
         ahead=ahead,
         steps=int(steps),

@@ -14,13 +14,15 @@ import pytest
 import torch
 
 from workbench.base.errors import RunError, SettingError
+from workbench.base.metrics import reduce
 from workbench.dataproto import DataProto
 from workbench.replay.run import load_run
-from workbench.runs.batch_metrics import data_metrics, timing_metrics
+from workbench.runs.batch_metrics import devices_of, timing_metrics
 from workbench.runs.folder import STEP, RunFolder, read_metrics, step_folder, step_folders, write_json
 from workbench.runs.kept_traces import prune
 from workbench.runs.resume import differences
 from workbench.runs.trackers import TRACKERS, check_trackers, progress_line
+from workbench.stages.measures import data_metrics
 
 
 def rows(folder: RunFolder, *steps: int) -> None:
@@ -224,32 +226,58 @@ def test_a_tracker_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch
 
 
 def test_batch_metrics_by_hand() -> None:
-    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]])
-    prompts = torch.tensor([[0, 1], [1, 1], [1, 1]])
+    """Three rows: tool text between the model's tokens, nothing, and three tokens; the first two fill their prompts."""
+    own = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]])
+    there = torch.tensor([[1, 1, 1], [0, 0, 0], [1, 1, 1]])
+    prompts = torch.tensor([[1, 1], [1, 1], [0, 1]])
     batch = DataProto(
-        {"response_mask": mask, "prompt_mask": prompts, "attention_mask": torch.cat([prompts, mask], 1)},
-        meta_info={"max_prompt_length": 2},
+        {"response_mask": own, "prompt_mask": prompts, "attention_mask": torch.cat([prompts, there], 1)},
+        {"num_turns": [4, 1, 2], "num_tool_calls": [2, 0, 0]},
+        {"max_prompt_length": 2, "max_response_length": 3},
     )
-    assert data_metrics(batch) == {
-        "response_length_non_aborted/mean": 2.5,
-        "response_length_non_aborted/max": 3.0,
-        "response_length_non_aborted/min": 2.0,
+    assert reduce([data_metrics(batch)]) == {
+        "response/aborted_ratio": pytest.approx(1 / 3),
+        **{"response_length/mean": 2.0, "response_length/max": 3.0, "response_length/min": 0.0},
+        "response_length/clip_ratio": pytest.approx(2 / 3),
+        **{f"response_length_non_aborted/{name}": 3.0 for name in ("mean", "max", "min")},
+        "response_length_non_aborted/clip_ratio": 1.0,
+        **{"prompt_length/mean": pytest.approx(5 / 3), "prompt_length/max": 2.0, "prompt_length/min": 1.0},
         "prompt_length/clip_ratio": pytest.approx(2 / 3),
+        **{"num_turns/mean": pytest.approx(7 / 3), "num_turns/max": 4.0, "num_turns/min": 1.0},
+        **{"tool_call_counts/mean": pytest.approx(2 / 3), "tool_call_counts/max": 2.0, "tool_call_counts/min": 0.0},
+        **{"model_tokens/mean": pytest.approx(5 / 3), "model_tokens/max": 3.0, "model_tokens/min": 0.0},
     }
     seconds = {"timing_s/step": 2.0, "timing_s/rollout": 1.0, "timing_s/update_actor": 0.5, "timing_s/reward": 0.1}
-    found = timing_metrics(seconds, batch)
-    assert 0.05 < found.pop("perf/cpu_memory_used_gb") < 100
+    found = timing_metrics(seconds, batch, devices=4)
+    assert 0.05 < found.pop("perf/max_rss_gb") < 100
     assert found == {
         "timing_s/gen": 1.0,
-        "timing_per_token_ms/gen": 200.0,  # 1 s over 5 response tokens
-        "timing_per_token_ms/update_actor": 50.0,  # 0.5 s over 10 tokens in all
-        "perf/total_num_tokens": 10.0,
+        "timing_per_token_ms/gen": pytest.approx(1000 / 6),  # 1 s over 6 response tokens, tool text included
+        "timing_per_token_ms/update_actor": pytest.approx(500 / 11),  # 0.5 s over 11 tokens in all
+        "perf/total_num_tokens": 11.0,
         "perf/time_per_step": 2.0,
-        "perf/throughput": 5.0,
+        "perf/throughput": pytest.approx(11 / 2 / 4),  # tokens per second and device
     }
-    bare = DataProto({"x": mask})
+    bare = DataProto({"x": own})
     assert data_metrics(bare) == {} and timing_metrics(seconds, bare) == {"timing_s/gen": 1.0}
-    assert timing_metrics({"critic/score/mean": 0.25}, bare) == {"reward/mean": 0.25}
+
+
+def test_devices_are_those_of_the_learner_and_of_samplers_that_have_their_own() -> None:
+    class Engine:
+        share_device = False
+
+        def __init__(self, **record: Any) -> None:
+            self.record = record
+
+        def describe(self) -> dict[str, Any]:
+            return self.record
+
+    sampler = {"tensor_parallel_size": 2, "replicas": 3}
+    assert devices_of([object()]) == 1 and devices_of([Engine(ranks=4), Engine(ranks=4)]) == 4
+    apart = Engine(ranks=4, sampler=sampler)
+    assert devices_of([apart, Engine(ranks=4)]) == 10
+    apart.share_device = True
+    assert devices_of([apart]) == 4
 
 
 def test_settings_are_compared_by_name() -> None:

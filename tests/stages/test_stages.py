@@ -161,6 +161,18 @@ def test_rollout_pads_repeats_and_seeds_every_row_apart() -> None:
     assert not {r.seed for r in other.requests} & {r.seed for r in engine.requests}
 
 
+def test_lengths_are_measured_against_what_was_allowed() -> None:
+    """verl's clip_ratio is the share of responses that fill max_tokens, however they end; ours the share that was cut."""
+    outcome = Rollout(Engine(), group_size=8, sampling=SamplingSettings(max_tokens=2))(prompts(4, max_prompt_length=4))
+    lengths = outcome.batch["response_mask"].sum(-1)
+    metrics = reduce([outcome.metrics])
+    assert metrics["response_length/clip_ratio"] == pytest.approx(float((lengths >= 2).double().mean()))
+    assert metrics["response/cut_ratio"] == pytest.approx(float((lengths == 3).double().mean()))
+    assert metrics["response_length/clip_ratio"] > metrics["response/cut_ratio"] > 0
+    assert metrics["response/aborted_ratio"] == pytest.approx(float((lengths == 0).double().mean()))
+    assert metrics["response_length_non_aborted/min"] == 1.0 and metrics["prompt_length/clip_ratio"] == 0.25
+
+
 def test_rollout_refuses_overlong_prompts_by_row() -> None:
     with pytest.raises(DataError, match=r"row 2 \(uid u2\).*1 to 2.*found 3"):
         Rollout(Engine())(prompts(3, max_prompt_length=2))

@@ -8,45 +8,11 @@ import torch
 import workbench as wb
 from workbench import functional as F
 from workbench.base.errors import PipelineError, SettingError
-from workbench.steps.trace import perform
 
 
 @pytest.fixture(scope="module")
 def batch() -> wb.DataProto:
     return wb.Trace.load("data/arith-batch").batch
-
-
-def test_correction_only_measures_unless_told(batch: wb.DataProto) -> None:
-    phase = perform(wb.stages.RolloutCorrection(), batch)
-    assert phase.batch.columns == batch.columns and abs(phase.metrics["rollout_corr/kl"]) < 1e-5
-    assert {"rollout_corr/k3_kl", "rollout_corr/ppl_ratio", "rollout_corr/chi2_token"} <= set(phase.metrics)
-
-
-def test_correction_weighs_rejects_and_bypasses(batch: wb.DataProto) -> None:
-    off = batch.with_columns({"rollout_log_probs": batch["rollout_log_probs"] - 0.5 * (torch.arange(64) < 8)[:, None]})
-    stage = wb.stages.RolloutCorrection(rollout_is="token", rollout_rs={"seq_mean_k1": 1.3})
-    made = stage(off).batch
-    assert (made["response_mask"][:8] == 0).all() and torch.equal(made["response_mask"][8:], batch["response_mask"][8:])
-    inside = made["response_mask"].bool()
-    torch.testing.assert_close(made["rollout_is_weights"][inside], torch.ones(int(inside.sum())), atol=1e-3, rtol=0)
-    bypassed = wb.stages.RolloutCorrection(bypass=True)
-    assert bypassed.writes == ("old_log_probs",) and "old_log_probs" not in bypassed.reads
-    assert torch.equal(bypassed(batch).batch["old_log_probs"], batch["rollout_log_probs"])
-    with pytest.raises(SettingError, match="did you mean 'seq_mean_k"):
-        wb.stages.RolloutCorrection(rollout_rs={"seq_mean_k": 1.0})
-    with pytest.raises(SettingError, match="token, sequence or None"):
-        wb.stages.RolloutCorrection(rollout_is="row")
-
-
-def test_weights_reach_the_loss(tiny: str, batch: wb.DataProto) -> None:
-    engine = wb.engines.local(tiny, lr=0.0, device="cpu")
-    weighed = wb.stages.RolloutCorrection(rollout_is="token")(batch).batch
-    double = weighed.with_columns({"rollout_is_weights": weighed["rollout_is_weights"] * 0 + 2.0})
-    losses = []
-    for given, loss in ((batch, {}), (double, {"rollout_is": True})):
-        phase = perform(wb.stages.Update(engine, wb.stages.PolicyLoss(**loss), allow_stale=True), given)
-        losses.append(phase.metrics["actor/pg_loss"])
-    assert losses[1] == pytest.approx(2 * losses[0], rel=1e-4)
 
 
 @pytest.mark.slow

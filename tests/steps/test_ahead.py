@@ -37,7 +37,7 @@ def make(tiny: str, reward: Any = None, **settings: Any) -> tuple[wb.Pipeline, w
     rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:12]
     reward = reward or Reward(digits, in_process=True)
     pipe = wb.recipes.grpo(two(tiny), reward, group_size=2, max_tokens=12, **settings)
-    return wb.recipes.with_importance_sampling(pipe), rows
+    return wb.recipes.with_rollout_correction(pipe, "decoupled_token_is"), rows
 
 
 def train(pipe: Any, rows: Any, run: Path, **settings: Any) -> wb.Run:
@@ -120,7 +120,12 @@ def test_filtered_and_baselined_groups_are_drawn_whole(tiny: str, tmp_path: Path
     rows = make(tiny)[1]
     pipe = wb.recipes.dapo(two(tiny), Reward(digits, in_process=True), rows=rows, group_size=2, max_tokens=8)
     assert execute.drawn_stages(pipe).names == ("rollout", "reward", "filter_groups")
-    run = train(wb.recipes.with_importance_sampling(pipe).streaming_rewards(), rows, tmp_path / "r", steps=3)
+    run = train(
+        wb.recipes.with_rollout_correction(pipe, "decoupled_token_is").streaming_rewards(),
+        rows,
+        tmp_path / "r",
+        steps=3,
+    )
     assert [row["training/policy_lag/max"] for row in run.rows] == [0, 1, 1]
     assert run.traces[3].batch["policy_version"].unique().tolist() == [1]
     remax = wb.recipes.remax(two(tiny), Reward(digits, in_process=True))
@@ -225,20 +230,20 @@ def test_an_uncorrected_pipeline_is_warned_of(
 ) -> None:
     pipe, rows = make(tiny)
     assert execute.correction(pipe) == "token weights, truncated at 2.0"
-    assert wb.recipes.with_importance_sampling(pipe, rollout_is="sequence").names == pipe.names  # replaced, not doubled
+    assert wb.recipes.with_rollout_correction(pipe, rollout_is="sequence").names == pipe.names  # replaced, not doubled
     plain = wb.recipes.grpo(two(tiny), Reward(digits, in_process=True), group_size=2, max_tokens=12)
     assert execute.correction(plain) is None
     measured = wb.Pipeline([*[*plain][:4], wb.stages.RolloutCorrection(), *[*plain][4:]])
     assert execute.correction(measured) is None  # only measured
     bypass = [one for one in plain if one.name not in ("old_log_prob", "ref_log_prob")]
-    bypass.insert(2, wb.stages.RolloutCorrection(bypass=True))
+    bypass.insert(2, wb.stages.RolloutCorrection(bypass_mode=True))
     assert "the sampler's log-probs" in str(
         execute.correction(wb.Pipeline([*bypass[:-1], bypass[-1].with_settings(kl_coef=0.0)]))
     )
     with caplog.at_level(logging.WARNING, logger="workbench"):
         run = train(plain, rows, tmp_path / "r", steps=1)
     assert "sampler and trainer differ" not in [one.name for one in quiet.symptoms]
-    assert "NOT corrected" in caplog.text and "recipes.with_importance_sampling" in caplog.text and len(run.rows) == 1
+    assert "NOT corrected" in caplog.text and "recipes.with_rollout_correction" in caplog.text and len(run.rows) == 1
 
 
 def test_the_preflight_says_where_rows_are_drawn(tiny: str, tmp_path: Path) -> None:
@@ -401,6 +406,8 @@ def test_it_learns_one_step_ahead(tmp_path: Path, tiny: str) -> None:
     rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
     held = wb.datasets.load("data/arith/test.parquet", max_prompt_length=256)[:128]
     engine = wb.engines.paired(wb.engines.local(tiny, lr=2e-4), wb.engines.local(tiny))
-    pipe = wb.recipes.with_importance_sampling(wb.recipes.grpo(engine, group_size=8, kl_coef=0.001, max_tokens=64))
+    pipe = wb.recipes.with_rollout_correction(
+        wb.recipes.grpo(engine, group_size=8, kl_coef=0.001, max_tokens=64), "decoupled_token_is"
+    )
     run = wb.train_blocking(pipe, rows, steps=25, batch_size=16, ahead=1, run=tmp_path / "run", eval_rows=held)
     assert run.summary["reward_after"] > run.summary["reward_before"] + 0.2

@@ -13,6 +13,7 @@ from workbench.agents.interactions import BaseInteraction, Gsm8kInteraction, Rem
 from workbench.agents.loop import AgentLoopBase, Loops, SingleTurn, agent_loop, register, register_agent_loop
 from workbench.agents.parsers import (
     HermesParser,
+    KimiParser,
     Qwen3CoderParser,
     ReActParser,
     ToolArgsParser,
@@ -50,7 +51,7 @@ from workbench.agents.tools import (
 __all__ = [
     "AgentLoopBase", "AgentLoopOutput", "AgentState", "BaseInteraction", "BaseTool", "Calculator", "Corpus",
     "Episode", "EpisodeState", "EpisodeStepper", "FunctionCall", "FunctionTool", "Gsm8kAnswer", "Gsm8kInteraction",
-    "GymInteraction", "HermesParser", "Interaction", "LockStep", "Loops", "MCPServer", "MCPTool", "PythonTool",
+    "GymInteraction", "HermesParser", "Interaction", "KimiParser", "LockStep", "Loops", "MCPServer", "MCPTool", "PythonTool",
     "Qwen3CoderParser", "ReActParser", "RemoteInteraction", "Search", "SingleTurn", "Tool", "ToolAgent",
     "ToolArgsParser", "ToolCall", "ToolParser", "ToolResponse", "Toolbox", "Transcript", "Turn", "TurnTokens",
     "VerifiersInteraction", "agent_loop", "environment_rows", "function_tool", "interacting", "load_interactions",

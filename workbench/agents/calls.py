@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
-import json
 import math
 import time
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from workbench.agents.parsers import read_json
+from workbench.agents.plain import as_text, encodable
 from workbench.agents.protocol import FunctionCall, Tool, ToolCall, ToolResponse
 from workbench.base.config import require
 from workbench.base.errors import SettingError, describe, first_line, nearest
@@ -54,6 +56,16 @@ async def within(work: Awaitable[T], seconds: float | None) -> T:
     return task.result()
 
 
+async def to_its_end(work: Awaitable[T]) -> T:
+    """Await `work`; a cancellation is raised only when it is done."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 _TOOL = ("get_openai_tool_schema", "create", "execute", "calc_reward", "release")
 
 
@@ -84,6 +96,11 @@ def named(one: Any) -> str:
     return str(getattr(one, "__name__", None) or type(one).__name__)
 
 
+def not_run(call: FunctionCall, status: str) -> ToolCall:
+    """The record of a call that is not run."""
+    return ToolCall(call.name, call.arguments, status, tool_call_id=call.tool_call_id)
+
+
 class Toolbox:
     """The tools of an agent loop, and the limits of each call: seconds, and characters of the answer."""
 
@@ -100,6 +117,13 @@ class Toolbox:
         self.schemas = [tool.get_openai_tool_schema() for tool in tools]
         self._seconds, self._limit, self._side = seconds_per_call, limit, truncate_side
 
+    def only(self, names: Iterable[str]) -> Toolbox:
+        """The box with these tools alone, in their order here."""
+        chosen, wanted = copy.copy(self), set(names)
+        chosen.tools = {name: tool for name, tool in self.tools.items() if name in wanted}
+        chosen.schemas = [schema for name, schema in zip(self.tools, self.schemas, strict=True) if name in wanted]
+        return chosen
+
     def opened(self, episode: str, row: Mapping[str, Any]) -> OpenTools:
         """The tools for the episode named `episode`, with arguments from `tools_kwargs` of the row or its `extra_info`."""
         given = row.get("tools_kwargs") or (row.get("extra_info") or {}).get("tools_kwargs") or {}
@@ -114,6 +138,7 @@ class OpenTools:
         self._episode = episode
         self._given = given
         self._instances: dict[str, str] = {}
+        self._creating: dict[str, asyncio.Lock] = {}
         self.seconds = 0.0
         self.errors: list[str] = []
 
@@ -126,7 +151,7 @@ class OpenTools:
             known = ", ".join(self._box.tools) or "none"
             return self._failed(call, "unknown", f"Error: there is no tool named {call.name!r}; tools: {known}{hint}")
         try:
-            arguments = json.loads(call.arguments or "{}")
+            arguments = read_json(call.arguments.strip() or "{}")
         except (ValueError, RecursionError) as error:
             return self._failed(call, "invalid", f"Error: the arguments of {call.name} are not valid JSON: {error}")
         if not isinstance(arguments, dict):
@@ -144,11 +169,12 @@ class OpenTools:
             self.seconds += time.perf_counter() - began
 
     async def _executed(self, tool: Tool, arguments: dict[str, Any]) -> Any:
-        if tool.name not in self._instances:
-            created = self._kwargs(tool, "create")
-            # verl hands them over under one name, its own tools read them by theirs
-            made, _ = await tool.create(f"{self._episode}-{tool.name}", create_kwargs=created, **created)
-            self._instances[tool.name] = made
+        async with self._creating.setdefault(tool.name, asyncio.Lock()):  # parallel calls share the instance
+            if tool.name not in self._instances:
+                created = self._kwargs(tool, "create")
+                # verl hands them over under one name, its own tools read them by theirs
+                made, _ = await tool.create(f"{self._episode}-{tool.name}", create_kwargs=created, **created)
+                self._instances[tool.name] = made
         return await tool.execute(self._instances[tool.name], arguments, **self._kwargs(tool, "execute"))
 
     def _kwargs(self, tool: Tool, act: str) -> dict[str, Any]:
@@ -159,36 +185,40 @@ class OpenTools:
     def _answered(self, call: FunctionCall, found: Any) -> ToolCall:
         response, reward, metrics = found
         if not isinstance(response, ToolResponse):
-            response = ToolResponse(text=None if response is None else str(response))
+            response = ToolResponse(text=None if response is None else as_text(response))
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"the tool's reward is {reward}, not a finite number")
-        text, cut = truncate(response.text or "", self._box._limit, self._box._side)
+        text, cut = truncate(encodable(response.text or ""), self._box._limit, self._box._side)
         seen = [f"{len(many)} {kind} left out" for kind in ("image", "video") if (many := getattr(response, kind))]
         cut, said = "; ".join(filter(None, (cut, *seen))), dict(metrics or {})
-        status, why = _STATUSES.get(str(said.get("status")), "ok"), str(said.get("why", ""))
+        status, why = _STATUSES.get(str(said.get("status")), "ok"), encodable(str(said.get("why", "")))
         given = None if reward is None else float(reward)
-        return ToolCall(call.name, call.arguments, status, text, given, cut, why, said)
+        return ToolCall(call.name, call.arguments, status, text, given, cut, why, said, call.tool_call_id)
 
     def _failed(self, call: FunctionCall, status: str, text: str) -> ToolCall:
-        text, cut = truncate(text, self._box._limit, self._box._side)
-        return ToolCall(call.name, call.arguments, status, text, 0.0, cut)
+        text, cut = truncate(encodable(text), self._box._limit, self._box._side)
+        return ToolCall(call.name, call.arguments, status, text, 0.0, cut, tool_call_id=call.tool_call_id)
 
     async def close(self) -> dict[str, float]:
-        """Release the tools' instances; returns tool name → reward of the whole episode. Failures are kept in `errors`."""
+        """Release the tools' instances, even when cancelled; returns tool name → reward of the whole episode.
+
+        Failures are kept in `errors`. A second call does nothing.
+        """
+        instances, self._instances = self._instances, {}
+        return await to_its_end(self._released(instances))
+
+    async def _released(self, instances: Mapping[str, str]) -> dict[str, float]:
         rewards: dict[str, float] = {}
-        for name, instance in self._instances.items():
+        for name, instance in instances.items():
             tool = self._box.tools[name]
-            try:
-                with self._noting(f"calc_reward of {name}"):
-                    asked = tool.calc_reward(instance, **self._kwargs(tool, "calc_reward"))
-                    found = float(await within(asked, END_SECONDS))
-                    if not math.isfinite(found):
-                        raise ValueError(f"the tool's reward of the episode is {found}, not a finite number")
-                    rewards[name] = found
-            finally:
-                with self._noting(f"release of {name}"):
-                    await within(tool.release(instance, **self._kwargs(tool, "release")), END_SECONDS)
-        self._instances = {}
+            with self._noting(f"calc_reward of {name}"):
+                asked = tool.calc_reward(instance, **self._kwargs(tool, "calc_reward"))
+                found = float(await within(asked, END_SECONDS))
+                if not math.isfinite(found):
+                    raise ValueError(f"the tool's reward of the episode is {found}, not a finite number")
+                rewards[name] = found
+            with self._noting(f"release of {name}"):
+                await within(tool.release(instance, **self._kwargs(tool, "release")), END_SECONDS)
         return rewards
 
     @contextmanager

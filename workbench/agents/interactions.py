@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from workbench.agents.calls import named, within
+from workbench.agents.calls import named, to_its_end, within
+from workbench.agents.plain import encodable, plain
 from workbench.agents.protocol import Interaction
 from workbench.base.errors import DataError, ForeignError, SettingError, boundary, describe, first_line, unknown
-from workbench.rewards.scorers.gsm8k import compute_score
+from workbench.rewards.scorers.gsm8k import accepted, compute_score, gsm8k
+from workbench.rewards.truths import as_text
 
 LEAVE_SECONDS = 10.0
 """Time limit of `finalize_interaction`."""
@@ -64,12 +66,13 @@ class Gsm8kInteraction(BaseInteraction):
         self._instances: dict[str, dict[str, str]] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Start a conversation; returns its id. Raises `SettingError` for a row without `ground_truth`."""
-        if kwargs.get("ground_truth") is None:
-            given = ", ".join(key for key in kwargs if key != "ground_truth") or "nothing"
-            raise SettingError("interaction_kwargs of a row for 'gsm8k'", expected="ground_truth", found=given)
+        """Start a conversation; returns its id. Raises `SettingError` for a row whose `ground_truth` is no number."""
+        truth = gsm8k_truth(kwargs.get("ground_truth"))
+        if truth is None:
+            given = describe(kwargs.get("ground_truth"))
+            raise SettingError("ground_truth in interaction_kwargs for 'gsm8k'", expected="a number", found=given)
         instance_id = instance_id or str(uuid4())
-        self._instances[instance_id] = {"ground_truth": str(kwargs["ground_truth"]), "response": ""}
+        self._instances[instance_id] = {"ground_truth": truth, "response": ""}
         return instance_id
 
     async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Said:
@@ -86,6 +89,11 @@ class Gsm8kInteraction(BaseInteraction):
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
         """Drop the conversation's state; a second call does nothing."""
         self._instances.pop(instance_id or "", None)
+
+
+def gsm8k_truth(truth: Any) -> str | None:
+    """A row's ground truth as GSM8K's answers are written, without commas and a final `.0`; None where none can match it."""
+    return None if gsm8k.unscorable(truth) else accepted(as_text(truth) or "")[1]  # type: ignore[attr-defined]
 
 
 class RemoteInteraction(BaseInteraction):
@@ -200,12 +208,8 @@ class Session:
     async def end(self) -> None:
         """Finalise the conversation, even when cancelled; a second call does nothing. What fails is in `trouble`."""
         if self.open:
-            self.open, work = False, asyncio.ensure_future(self._left())
-            try:
-                await asyncio.shield(work)
-            except asyncio.CancelledError:  # cancelled while leaving: leave all the same
-                await asyncio.wait([work])
-                raise
+            self.open = False
+            await to_its_end(self._left())
 
     async def _left(self) -> None:
         try:
@@ -274,18 +278,20 @@ def select_interaction(
 ) -> tuple[Any, dict[str, Any]]:
     """The simulated user that a row's `interaction_kwargs` name; returns (user, the kwargs without `name`).
 
-    With a single user the name may be missing. A row without kwargs selects none and gives (None, {}), unless a user is
-    `needed`. Raises `DataError`, which calls the row `place` and lists the users, for an unknown or missing name.
+    With a single user the name, and the kwargs, may be missing. Where there are no users, a row without kwargs selects none,
+    (None, {}), unless one is `needed`. Raises `DataError`, which calls the row `place` and lists the users, for an unknown or
+    missing name, and for a row with kwargs where there are no users.
     """
     given = interaction_kwargs(row)
-    if not needed and not (interactions and given):
+    if not (needed or interactions or given):
         return None, {}
     name = given.pop("name", None)
     if name is None and len(interactions) == 1:
         name = next(iter(interactions))
     what = f"interaction_kwargs of {place}"
     if name is None:
-        raise DataError(f"{what} have no name", expected=f"one of {', '.join(interactions) or '(none)'}")
+        do = "name one in each row; rows without a user need an agent of their own (agent_name)"
+        raise DataError(f"{what} have no name", expected=f"one of {', '.join(interactions) or '(none)'}", do=do)
     if name not in interactions:
         kind = type(next(iter(interactions.values()))).__name__ if interactions else "BaseInteraction"
         why = unknown("simulated user of the agent", str(name), interactions)
@@ -352,8 +358,9 @@ def _checked(name: str, found: Any) -> Reply:
         good = isinstance(text, str) and not isinstance(stop, str) and stop in (True, False)
         if not good or not isinstance(extra, Mapping | None):
             raise TypeError("not a tuple (stop, text, score, extra)")
-        return Reply(bool(stop), text, None if score is None else _number(name, "the score", score), dict(extra or {}))
-    except (TypeError, ValueError, ForeignError) as cause:
+        number = None if score is None else _number(name, "the score", score)
+        return Reply(bool(stop), encodable(text), number, plain(extra or {}, describe))
+    except (TypeError, ValueError, RecursionError, ForeignError) as cause:
         shape = "(stop: bool, text: str, score: a finite number, extra: dict)"
         found = f"{type(found).__name__} {describe(found)}"
         raise ForeignError(f"the answer of interaction {name!r}", expected=shape, found=found) from cause

@@ -167,6 +167,11 @@ class Loops:
             expected = f"none: the only agent, {first!r}, runs every row"
             do = "to choose by row, give agent= a mapping of names to loops"
             raise SettingError(f"default_agent {default!r}", expected=expected, do=do)
+        for name, one in given.items():
+            lacks = "" if isinstance(one, AgentLoopBase) else self._loops[_ALIASES.get(name, name)].lacks
+            if lacks:
+                do = "give an object: agent=ToolAgent([…], parser=…)"
+                raise SettingError(f"agent {describe(one)} has {lacks}", expected="a loop that has them", do=do)
         self.named(self.default)
 
     def named(self, name: str | None, place: str = "") -> AgentLoopBase:

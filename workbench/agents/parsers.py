@@ -1,24 +1,41 @@
-"""Parsers of tool calls in a model's text: hermes and qwen forms and ReAct, with stated repairs of broken JSON.
+"""Parsers of tool calls in a model's text: the forms of Hermes, Qwen and Kimi, and ReAct, with stated repairs of broken JSON.
 
-No text makes a parser raise. A call whose JSON cannot be read, even with the repairs of `loose_json`, is returned with its
-arguments as they were written: the tool's caller then answers the model what is wrong.
+No text makes a parser raise, and reasoning has no calls. A call that cannot be read, even with the repairs of `loose_json`,
+is returned with its arguments as they were written: the tool's caller then answers the model what is wrong.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any
+from itertools import takewhile
+from typing import Any, cast
 
 from workbench.agents.protocol import FunctionCall, ToolParser
 from workbench.base.errors import SettingError, describe, unknown
 
 MAX_CALLS = 64
 """Limit of the calls in one text; later ones are left in the content."""
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_NAMED = re.compile(r"""["']name["']\s*:\s*["']([\w.-]{1,64})["']""")
+REASONING: Mapping[str, str] = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+    "◁think▷": "◁/think▷",
+}
+"""The tags between which models reason."""
+Found = tuple[int, int, FunctionCall | None]
+"""Where a call begins, where it ends, the call; None where no more calls are read."""
+_MARK = re.compile("|".join(map(re.escape, (*REASONING, *REASONING.values()))))
+_NAMED = re.compile(r"""\0?\s*(?:```\w*\s*)?\[?\s*\{\s*["']?name["']?\s*:\s*["']([\w.-]{1,64})["']""")
+_LIKE_JSON = re.compile(r"\s*(?:[{\[]|```)")
+_SPACE = re.compile(r"\s*")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_DECODER = json.JSONDecoder(strict=False)
 _PARSERS: dict[str, type[Any]] = {}
 
 
@@ -56,11 +73,65 @@ def checked_parser(parser: Any, *, format: str, tools: bool) -> ToolParser | Non
         do = f"make an object of it: {found.__name__}()" if isinstance(found, type) else None
         expected = "a name, or an object with extract_tool_calls(text, tools)"
         raise SettingError("parser", expected=expected, found=describe(found), do=do)
+    if inspect.iscoroutinefunction(found.extract_tool_calls):
+        expected = "extract_tool_calls(text, tools), which is not async"
+        do = "verl's parsers get token ids and are async: let yours read the text"
+        raise SettingError(f"parser {type(found).__name__}", expected=expected, found="an async method", do=do)
     if format == "react" and not isinstance(found, ReActParser):
         expected = "a ReActParser: the format tells the model to write its calls as Action lines"
         do = "leave parser= out, or give format='function_calling'"
         raise SettingError("parser of format='react'", expected=expected, found=describe(found), do=do)
     return found
+
+
+def calls_of(
+    parser: ToolParser, text: str, tools: Sequence[Mapping[str, Any]], *, reasoning: bool = False, cut: bool = False
+) -> list[FunctionCall]:
+    """The tool calls that a parser finds in a model's turn. Raises what the parser raises, and `TypeError` for no calls.
+
+    Args:
+        parser: any; one that does not know about reasoning is given the text without it (`outside_reasoning`).
+        text: the turn, with its special tokens.
+        tools: the tools' schemas.
+        reasoning: whether the prompt has opened the model's reasoning.
+        cut: whether the turn ended at a limit of tokens: calls that would read otherwise, had the model written on, are left
+            out, and so are those after a call that cannot be read.
+    """
+    text = next(iter(REASONING)) + text if reasoning else text
+    if not isinstance(parser, _Finds):
+        text = outside_reasoning(text)
+    calls = list(parser.extract_tool_calls(text, tools)[1])
+    for call in calls:
+        if not isinstance(call, FunctionCall) or not isinstance(call.name, str) or not isinstance(call.arguments, str):
+            raise TypeError(f"expected FunctionCalls of a name and a JSON text, found {describe(call)}")
+    if cut and calls:
+        longer = calls_of(parser, f"{text}0", tools)
+        calls = [one for one, _ in takewhile(_settled, zip(calls, longer, strict=False))]
+    return calls
+
+
+def _settled(pair: tuple[FunctionCall, FunctionCall]) -> bool:
+    with contextlib.suppress(ValueError, RecursionError):
+        return pair[0] == pair[1] and read_json(pair[0].arguments) is not None
+    return False
+
+
+def outside_reasoning(text: str) -> str:
+    """A model's text without its reasoning; a closing tag that nothing opened ends reasoning that the prompt opened."""
+    kept: list[str] = []
+    place = 0
+    while mark := _MARK.search(text, place):
+        kept, place = [*kept, text[place : mark.start()]] if mark[0] in REASONING else [], mark.end()
+        if mark[0] in REASONING:
+            closed = text.find(REASONING[mark[0]], place)
+            place = closed + len(REASONING[mark[0]]) if closed >= 0 else len(text)
+    return "".join([*kept, text[place:]])
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Whether a generation prompt ends inside reasoning."""
+    marks = _MARK.findall(prompt)
+    return bool(marks) and marks[-1] in REASONING
 
 
 def parser_names() -> tuple[str, ...]:
@@ -69,144 +140,284 @@ def parser_names() -> tuple[str, ...]:
 
 
 class _Finds:
-    """Base of the parsers here: a subclass finds the places of the calls; what is between them is the content."""
+    """Base of the parsers here: a subclass finds the next call; what is neither a call nor reasoning is the content."""
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
-        """Find the tool calls in a model's text; returns (the text without them, the calls in order)."""
+        """Find the tool calls in a model's text; returns (the text without them, the calls in order).
+
+        No call is read from reasoning (`REASONING`): from its opening tag to its closing tag, or to the end of the text
+        where it is not closed; and from the beginning of the text to a closing tag that nothing opened. A tag inside a
+        call is part of the call.
+        """
         content: list[str] = []
         calls: list[FunctionCall] = []
-        place = 0
-        for start, end, call in islice(self._calls(text, tools), MAX_CALLS):
-            content.append(text[place:start])
-            calls.append(call)
-            place = end
-        return "".join([*content, text[place:]]), calls
+        kept = place = looked = 0
+        found = left = self._next(text, 0, tools)
+        while (mark := _MARK.search(text, place, found[0] if found else len(text))) or found:
+            if mark is None:
+                start, place, call = cast(Found, found)
+                if call is None:
+                    break
+                content.append(text[kept:start])
+                calls.append(call)
+                kept = place
+            elif mark[0] not in REASONING:
+                content, calls, kept, place = [], [], 0, mark.end()
+            elif (closed := text.find(REASONING[mark[0]], mark.end())) < 0:
+                break
+            else:
+                place = closed + len(REASONING[mark[0]])
+            looked += mark is None
+            if len(calls) == MAX_CALLS or looked > 4 * MAX_CALLS:
+                found = None
+            elif left and (found is None or found[0] < place):
+                found = left = self._next(text, place, tools)
+        return "".join([*content, text[kept:]]), calls
 
-    def _calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, FunctionCall]]:
-        """(where it begins, where it ends, the call) of each call in the text."""
-        raise NotImplementedError(f"{type(self).__name__} does not define _calls")
+    def _next(self, text: str, place: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
+        """The first call at or after `place`: where it begins, where it ends, the call."""
+        raise NotImplementedError(f"{type(self).__name__} does not define _next")
+
+
+class _Tagged(_Finds):
+    """Base of the parsers of calls in JSON between two tags.
+
+    Without a closing tag a call ends with its JSON, at the next opening tag, where reasoning begins or ends, or with the
+    text. A tag inside a string of sound JSON is part of the string.
+    """
+
+    OPEN: re.Pattern[str]
+    CLOSE: str
+    _TAG: re.Pattern[str]
+    """An opening tag, as group 1, or a closing one."""
+
+    def __init_subclass__(cls) -> None:
+        cls._TAG = re.compile(f"({cls.OPEN.pattern})|{re.escape(cls.CLOSE)}", re.S)
+
+    def _next(self, text: str, place: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
+        while opened := self.OPEN.search(text, place):
+            written, end = self._body(text, opened.end())
+            if written is not None:
+                return opened.start(), end, self._call(opened, written)
+            place = opened.end()
+        return None
+
+    def _call(self, opened: re.Match[str], written: str) -> FunctionCall:
+        """The call whose opening tag is `opened`, with `written` between the tags."""
+        return _from_json(written)
+
+    def _body(self, text: str, start: int) -> tuple[str | None, int]:
+        """(what stands between the tags, where the call ends); None for a tag that the text only mentions.
+
+        What is not to be repaired begins with a zero byte: it is not known where the model meant it to end.
+        """
+        end, sole = start, ""
+        if not _LIKE_JSON.match(text, start):
+            tag = self._TAG.search(text, start)
+            return (text[start : tag.start()], tag.end()) if tag and not tag[1] else (None, start)
+        with contextlib.suppress(ValueError, RecursionError):
+            begin = cast(re.Match[str], _SPACE.match(text, start)).end()
+            found, end = _DECODER.raw_decode(text, begin)
+            if isinstance(found, dict):
+                after = cast(re.Match[str], _SPACE.match(text, end)).end()
+                if text.startswith(self.CLOSE, after):
+                    return text[begin:end], after + len(self.CLOSE)
+                if not text.startswith(("{", ","), after):
+                    return text[begin:end], end
+                sole = "\0"  # another call in the same tag
+        tag = self._TAG.search(text, end)
+        if tag and tag[1]:
+            tag = _matching(self._TAG, text, start, end).get(start)
+        if tag is not None:
+            return sole + text[start : tag.start()], tag.end()
+        stop = _first(text, end, self.OPEN)
+        return text[start:stop] if stop == len(text) else f"\0{text[start:stop]}", stop
 
 
 @register_parser("hermes", "qwen", "qwen2.5", "qwen3", "function_calling")
-class HermesParser(_Finds):
-    """Parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: the format of Hermes, Qwen 2.5 and Qwen 3.
+class HermesParser(_Tagged):
+    """Parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: the format of Hermes, Qwen 2.5 and Qwen 3."""
 
-    Without a close tag a call ends with its JSON, at the next `<tool_call>` or at the end of the text; a close tag inside
-    a string of valid JSON is part of the string.
+    OPEN, CLOSE = re.compile("<tool_call>"), "</tool_call>"
+
+
+@register_parser("kimi", "kimi_k2")
+class KimiParser(_Tagged):
+    """Parser of `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>` (Kimi K2).
+
+    What stands before the arguments is the call's `tool_call_id`, with which its answer is given to the chat template.
     """
 
-    def _calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, FunctionCall]]:
-        place = 0
-        while (start := text.find(_OPEN, place)) >= 0:
-            written, place = _body(text, start + len(_OPEN))
-            yield start, place, _from_json(written)
+    OPEN = re.compile(
+        r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>([^<\n]{0,200})<\|tool_call_argument_begin\|>"
+    )
+    CLOSE = "<|tool_call_end|>"
+    _NAME = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?")
+
+    def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
+        """Find the tool calls in a model's text; returns (the text without them and their section, the calls)."""
+        if "<|tool_calls_section_begin|>" not in text:
+            return text, []
+        content, calls = super().extract_tool_calls(text, tools)
+        return content.replace("<|tool_calls_section_end|>", "") if calls else content, calls
+
+    def _call(self, opened: re.Match[str], written: str) -> FunctionCall:
+        name = opened[1].strip()
+        called = cast(re.Match[str], self._NAME.fullmatch(name))[1]
+        return FunctionCall(called, _arguments(loose_json(written), written), name or None)
+
+
+@register_parser("tool_args")
+class ToolArgsParser(_Tagged):
+    """Parser of `<tool>calculator</tool><args>{"expression": "1 + 1"}</args>`."""
+
+    OPEN, CLOSE = re.compile(r"<tool>\s*([\w.-]{1,64})\s*</tool>\s*<args>"), "</args>"
+
+    def _call(self, opened: re.Match[str], written: str) -> FunctionCall:
+        return FunctionCall(opened[1], _arguments(loose_json(written), written))
 
 
 @register_parser("qwen3_coder", "qwen_xml")
 class Qwen3CoderParser(_Finds):
     """Parser of `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>` (Qwen3-Coder).
 
-    The outer tag may be missing. A value is text, or JSON where the tool's schema has another type than string.
+    The outer tag may be missing, and so may a closing tag where the next tag tells where the value ends. A value is text, or
+    JSON where the tool's schema has another type than string; tags in it that are closed belong to it. Anything else, and
+    the same parameter twice, are arguments that do not parse.
     """
 
-    _FUNCTION = re.compile(
-        r"(?:<tool_call>\s*)?<function=([^>\n]{1,64})>(.*?)(?:</function>|(?=<function=)|\Z)(?:\s*</tool_call>)?", re.S
-    )
-    _PARAMETER = re.compile(r"<parameter=([^>\n]{1,128})>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.S)
+    _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]{1,64})>")
+    _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,128})>")
+    _TAG = re.compile(r"(<parameter=[^>\n]{1,128}>)|</parameter>")
+    _STOP = re.compile(r"</parameter>|(?=\s*(?:<parameter=|</function>|</tool_call>))|(?=<tool_call>\s*<function=)")
+    _CLOSE = re.compile(r"\s*(?:</function>(?:\s*</tool_call>)?|</tool_call>|(?=<function=|<tool_call>|\Z))")
 
-    def _calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, FunctionCall]]:
-        for found in self._FUNCTION.finditer(text):
-            properties = _parameters(found[1].strip(), tools).get("properties") or {}
-            given = {
-                one[1]: _typed(one[2].removeprefix("\n").removesuffix("\n"), properties.get(one[1], {}))
-                for one in self._PARAMETER.finditer(found[2])
-            }
-            yield found.start(), found.end(), FunctionCall(found[1].strip(), json.dumps(given, ensure_ascii=False))
+    def _next(self, text: str, place: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
+        while opened := self._FUNCTION.search(text, place):
+            name = opened[1].strip()
+            given, place = self._given(text, opened.end(), _parameters(name, tools).get("properties") or {})
+            end = self._CLOSE.match(text, place)
+            if end and (given or end[0].strip()) and len(dict(given)) == len(given):
+                return opened.start(), end.end(), FunctionCall(name, _dumped(dict(given)))
+            if given or self._PARAMETER.match(text, place):
+                stop = end.end() if end else _first(text, place, self._FUNCTION)
+                return opened.start(), stop, FunctionCall(name, text[opened.end() : stop].strip())
+        return None
+
+    def _given(self, text: str, place: int, properties: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], int]:
+        """(the parameters from `place` on that are whole, where the last of them ends)."""
+        given: list[tuple[str, Any]] = []
+        matching: dict[int, re.Match[str]] | None = None
+        stop = -1
+        while one := self._PARAMETER.match(text, place):
+            start = one.end()
+            matching = _matching(self._TAG, text, start) if matching is None else matching
+            if (closed := matching.get(start)) is None:
+                stop = stop if stop >= start else _first(text, start)
+                closed = self._STOP.search(text, start, stop)
+            if closed is None or text.startswith("<tool_call>", closed.end()):
+                break
+            value = text[start : closed.start()].removeprefix("\n").removesuffix("\n")
+            given.append((one[1], _typed(value, properties.get(one[1], {}))))
+            place = closed.end()
+        return given, place
 
 
 @register_parser("react")
 class ReActParser(_Finds):
     """Parser of ReAct's `Action: name` and `Action Input: {…}`, up to `Observation:`.
 
-    An input that is not a JSON object is the value of the tool's only required argument, or of its only argument. No call
-    is read from what follows `Observation:`, which the model made up, or `Final Answer:`; it is left in the content.
+    An input that does not begin like a JSON object is the value of the tool's only required argument, or of its only
+    argument. No call is read from what follows `Observation:`, which the model made up, or `Final Answer:`; it is left in
+    the content.
     """
 
-    _END = re.compile(r"^[ \t]*(?:Observation|Final Answer)[ \t]*:", re.M | re.I)
+    _LINE = rf"(?:^|{'|'.join(f'(?<={re.escape(tag)})' for tag in REASONING.values())})[ \t]*"
+    _END = re.compile(rf"{_LINE}(?:Observation|Final Answer)[ \t]*:", re.M | re.I)
     _ACTION = re.compile(
-        r"^[ \t]*Action[ \t]*:[ \t]*`?([\w.-]{1,64})`?[ \t]*\n[ \t]*Action[ \t]*Input[ \t]*:"
-        r"(.*?)(?=^[ \t]*(?:Thought|Action)[ \t]*:|\Z)",
-        re.M | re.I | re.S,
+        rf"{_LINE}Action[ \t]*:[ \t]*`?([\w.-]{{1,64}})`?[ \t]*\n[ \t]*Action[ \t]*Input[ \t]*:\s*", re.M | re.I
     )
+    _STOP = re.compile(rf"^[ \t]*(?:Thought|Action|Observation|Final Answer)[ \t]*:|{_MARK.pattern}", re.M | re.I)
+    _FENCED = re.compile(r"```[\w+-]*\n.*?\n?```", re.S)
 
-    def _calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, FunctionCall]]:
-        end = self._END.search(text)
-        for found in self._ACTION.finditer(text, 0, end.start() if end else len(text)):
-            yield found.start(), found.end(), FunctionCall(found[1], _input(found[1], found[2], tools))
+    def _next(self, text: str, place: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
+        found = self._ACTION.search(text, place)
+        if ended := self._END.search(text, place, found.start() if found else len(text)):
+            return ended.start(), len(text), None
+        if found is None:
+            return None
+        start = found.end()
+        fenced = self._FENCED.match(text, start)
+        end, sound = fenced.end() if fenced else start, ""
+        with contextlib.suppress(ValueError, RecursionError):
+            if text.startswith("{", start):
+                end = _DECODER.raw_decode(text, start)[1]
+                sound = text[start:end]
+        stop = self._STOP.search(text, end)
+        end = stop.start() if stop else len(text)
+        return found.start(), end, FunctionCall(found[1], _input(found[1], sound or text[start:end], tools))
 
 
-@register_parser("tool_args")
-class ToolArgsParser(_Finds):
-    """Parser of `<tool>calculator</tool><args>{"expression": "1 + 1"}</args>`."""
+def _matching(tags: re.Pattern[str], text: str, start: int, place: int = 0) -> dict[int, re.Match[str]]:
+    """Where an opening tag ends (group 1 of `tags`; `start`: one ends there) → the closing tag that belongs to it."""
+    opened, found = [start], dict[int, re.Match[str]]()
+    for tag in tags.finditer(text, max(start, place)):
+        if tag[1]:
+            opened.append(tag.end())
+        elif opened:
+            found[opened.pop()] = tag
+    return found
 
-    _CALL = re.compile(r"<tool>\s*([\w.-]{1,64})\s*</tool>\s*<args>(.*?)(?:</args>|(?=<tool>)|\Z)", re.S)
 
-    def _calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, FunctionCall]]:
-        for found in self._CALL.finditer(text):
-            call = FunctionCall(found[1], _arguments(loose_json(found[2]), found[2]))
-            yield found.start(), found.end(), call
-
-
-def _body(text: str, start: int) -> tuple[str, int]:
-    """(the text of one call, where it ends)."""
-    begin = start + len(text[start:]) - len(text[start:].lstrip())
-    try:
-        _, end = json.JSONDecoder().raw_decode(text, begin)
-        sound = text[begin:end]
-    except (ValueError, RecursionError):
-        sound, end = "", -1
-    closed = text.find(_CLOSE, max(end, start))
-    another = text.find(_OPEN, max(end, start))
-    if sound.startswith("{"):
-        after = text[end:].lstrip()
-        return sound, closed + len(_CLOSE) if after.startswith(_CLOSE) else end
-    stop = min((place for place in (closed, another) if place >= 0), default=len(text))
-    return text[start:stop], stop + (len(_CLOSE) if stop == closed else 0)
+def _first(text: str, place: int, opening: re.Pattern[str] | None = None) -> int:
+    """Where the next call (`opening`) or reasoning begins, or reasoning ends, or else the text."""
+    other = opening.search(text, place) if opening else None
+    end = other.start() if other else len(text)
+    mark = _MARK.search(text, place, end)
+    return mark.start() if mark else end
 
 
 def _from_json(written: str) -> FunctionCall:
     found = loose_json(written)
     if isinstance(found, Mapping) and isinstance(found.get("function"), Mapping):
         found = found["function"]  # OpenAI's own nesting
-    if isinstance(found, Mapping) and isinstance(found.get("name"), str):
-        given = found.get("arguments", found.get("parameters", {}))
-        return FunctionCall(found["name"], _arguments(given, written))
-    named = _NAMED.search(written)
-    return FunctionCall(named[1] if named else "", written.strip())
+    if isinstance(found, Mapping):
+        name, given = found.get("name"), found.get("arguments", found.get("parameters"))
+        return FunctionCall(name if isinstance(name, str) else "", _arguments({} if given is None else given, written))
+    named = _NAMED.match(written)
+    return FunctionCall(named[1] if named else "", _unreadable(written))
 
 
 def _arguments(given: Any, written: str) -> str:
     """The arguments as JSON text; as they were written, where they are not JSON."""
     if isinstance(given, str):  # JSON inside a JSON string: some models quote twice
-        inner = loose_json(given)
+        inner = loose_json(given) if given.strip() else {}
         given = inner if isinstance(inner, Mapping) else given
-    if given is None:
-        return written.strip()
-    return json.dumps(given, ensure_ascii=False)
+    return _unreadable(written) if given is None else _dumped(given)
+
+
+def _unreadable(written: str) -> str:
+    """Arguments that could not be read, as they were written."""
+    return written.removeprefix("\0").strip()
+
+
+def _dumped(given: Any) -> str:
+    text = json.dumps(given, ensure_ascii=False)
+    return json.dumps(given) if _SURROGATE.search(text) else text
 
 
 def _input(name: str, written: str, tools: Sequence[Mapping[str, Any]]) -> str:
     found = loose_json(written)
-    if isinstance(found, Mapping):
-        return json.dumps(found, ensure_ascii=False)
+    if isinstance(found, Mapping) or written.startswith("{"):
+        return _arguments(found, written)
     parameters = _parameters(name, tools)
     required, known = parameters.get("required") or [], parameters.get("properties") or {}
     names = list(required if len(required) == 1 else known)
     if len(names) != 1:
-        return written.strip()
+        return _unreadable(written)
     fenced = re.fullmatch(r"\s*```[\w+-]*\n(.*?)\n?```\s*", written, re.S)
     value = _typed(fenced[1] if fenced else written.strip().strip("`"), known.get(names[0], {}))
-    return json.dumps({names[0]: value}, ensure_ascii=False)
+    return _dumped({names[0]: value})
 
 
 def _parameters(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -222,7 +433,7 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
         found = loose_json(text)
         return text if found is None else found
     try:
-        found = json.loads({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+        found = read_json({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
     except (ValueError, RecursionError):
         return text
     return text if "string" in kinds and found is not None and not isinstance(found, bool | int | float) else found
@@ -269,10 +480,42 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.S)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
+def read_json(text: str) -> Any:
+    """Read JSON in which strings may have line breaks. Raises `ValueError` (or `RecursionError`) for anything else.
+
+    What readers differ in is refused, too: a name twice in an object, `NaN`, numbers that are not finite as a float, and
+    more than `MAX_DEPTH` levels.
+    """
+    found = json.loads(text, strict=False, object_pairs_hook=_once, parse_constant=_finite, parse_float=_finite)
+    if text.count("{") + text.count("[") > MAX_DEPTH and _deeper(found, MAX_DEPTH):
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for number, name in enumerate(names) if name in names[:number])
+        raise ValueError(f"{twice!r} is given twice")
+    return found
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is not a finite number")
+    return value
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_deeper(one, levels - 1) for one in inside)
+
+
 def loose_json(text: str) -> Any:
     """The JSON object or array in a text, with common mistakes repaired; None where there is none. Never raises.
 
-    Valid JSON is read by the standard library. Otherwise these mistakes are repaired, and no others: a ``` fence around it;
+    Valid JSON is read by `read_json`. Otherwise these mistakes are repaired, and no others: a ``` fence around it;
     strings in single quotes; extra commas; brackets, and a last string, that are not closed; line breaks inside strings;
     `True`, `False`, `None`; keys without quotes; text after the end. Texts of more than `MAX_LENGTH` characters or
     `MAX_DEPTH` levels are not repaired.
@@ -282,12 +525,12 @@ def loose_json(text: str) -> Any:
     if not text.startswith(("{", "[")):
         return None
     try:
-        return json.loads(text, strict=False)
+        return read_json(text)
     except (ValueError, RecursionError):
         if len(text) > MAX_LENGTH:
             return None
     try:
-        return json.loads(_mended(text))
+        return read_json(_mended(text))
     except (ValueError, LookupError, RecursionError):
         return None
 

@@ -6,10 +6,12 @@ verl needs only a new import line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
+from workbench.agents.plain import plain
 from workbench.base.errors import DataError, describe
 
 
@@ -20,6 +22,8 @@ class FunctionCall:
     name: str
     arguments: str
     """JSON text, as written: it may not parse."""
+    tool_call_id: str | None = None
+    """The model's own id of the call, where its format has one (Kimi's)."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,9 @@ class ToolResponse:
     video: list[Any] | None = None
 
     def __post_init__(self) -> None:
+        if self.text is not None and not isinstance(self.text, str):
+            do = "make a text of it"
+            raise DataError("text of a tool's response", expected="a text, or None", found=describe(self.text), do=do)
         for name in ("image", "video"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, list):
@@ -57,6 +64,8 @@ class ToolCall:
     """The tool's own reason, where it gave one (`why` of its metrics)."""
     metrics: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The rest of the tool's metrics; not kept with the transcript."""
+    tool_call_id: str | None = None
+    """The model's own id of the call, where its format has one."""
 
     @property
     def ran(self) -> bool:
@@ -102,25 +111,15 @@ class Turn:
         The tools' metrics are left out: the same episode gives the same values every time.
         """
         calls = [{key: value for key, value in vars(call).items() if key != "metrics"} for call in self.calls]
-        return {**vars(self), "calls": calls, "extra": _plain(self.extra)}
-
-
-def _plain(value: Any) -> Any:
-    """A foreign value as JSON types; others become their repr."""
-    if isinstance(value, str | int | float | None):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return describe(value)
+        return {**vars(self), "calls": calls, "extra": plain(self.extra, describe)}
 
 
 @dataclass(frozen=True)
 class AgentLoopOutput:
     """One finished episode: a prompt, and one response of the model's, tools' and users' tokens with a mask over them.
 
-    `AgentLoopBase` has an example. Raises `DataError` where ids, mask and log-probs differ in length.
+    `AgentLoopBase` has an example. Raises `DataError` without a prompt, where ids, mask and log-probs differ in length, for
+    mask values other than 0 and 1, and for log-probs that are not finite.
     """
 
     prompt_ids: tuple[int, ...]
@@ -147,13 +146,27 @@ class AgentLoopOutput:
             expected = "a number per response id: `Sample.log_probs` of what was sampled, 0.0 where the mask is 0"
             do = "return them: the losses correct by them for differences between sampler and policy"
             raise DataError("response_logprobs of an agent loop's output", expected=expected, found="None", do=do)
+        what = "an agent loop's output"
         for name in ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "turns"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            value = getattr(self, name)
+            if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+                raise DataError(f"{name} of {what}", expected="a sequence", found=describe(value))
+            object.__setattr__(self, name, tuple(value))
+        if not self.prompt_ids:
+            raise DataError(f"prompt_ids of {what}", expected="at least one token id", found="none")
         ids, mask, log_probs = map(len, (self.response_ids, self.response_mask, self.response_logprobs))
-        if not ids == mask == log_probs or not self.prompt_ids or not set(self.response_mask) <= {0, 1}:
-            expected = "a prompt, and response_ids, response_mask (0 or 1) and response_logprobs of one length"
-            found = f"{len(self.prompt_ids)} prompt ids, {ids} response ids, {mask} mask values, {log_probs} log-probs"
-            raise DataError("an agent loop's output", expected=expected, found=found)
+        if not ids == mask == log_probs:
+            found = f"{ids} response ids, {mask} mask values, {log_probs} log-probs"
+            raise DataError(
+                what, expected="response_ids, response_mask and response_logprobs of one length", found=found
+            )
+        for name, holds, expected in (
+            ("response_mask", lambda one: one in (0, 1), "0 or 1 for each response id"),
+            ("response_logprobs", _finite, "finite numbers"),
+        ):
+            for place, one in enumerate(getattr(self, name)):
+                if not holds(one):
+                    raise DataError(f"{name} of {what}", expected=expected, found=f"{describe(one)} at index {place}")
 
     def within(self, limit: int) -> AgentLoopOutput:
         """The episode with its response cut to `limit` tokens, as in verl; unchanged where it is not longer."""
@@ -166,6 +179,13 @@ class AgentLoopOutput:
         columns = ("response_ids", "response_mask", "response_logprobs")
         kept: dict[str, Any] = {name: getattr(self, name)[:limit] for name in columns}
         return replace(self, **kept, finish_reason="length", turns=tuple(turns))
+
+
+def _finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 @runtime_checkable

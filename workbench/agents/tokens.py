@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+from workbench.agents.parsers import opens_reasoning
 from workbench.base.errors import DataError, SettingError
 from workbench.datasets.rendering import encode, render
 
@@ -46,6 +48,13 @@ class TurnTokens:
         self._closing: dict[str, str] = {}
         for role in roles:
             self._check(role)
+
+    @cached_property
+    def reasoning(self) -> bool:
+        """Whether the template's generation prompt opens the model's reasoning (`<think>`), which the model then closes."""
+        return not self._plain and opens_reasoning(
+            self._render([_ASKED], generation=True).rpartition(_ASKED["content"])[2]
+        )
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The token ids of a chat with the generation prompt, and with the tools if the template shows them."""

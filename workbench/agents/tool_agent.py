@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from workbench.agents.calls import OpenTools, Toolbox, checked_tools
+from workbench.agents.calls import OpenTools, Toolbox, checked_tools, not_run
 from workbench.agents.episode import Transcript
 from workbench.agents.interactions import Session, checked_interactions, select_interaction
 from workbench.agents.loop import AgentLoopBase, register
-from workbench.agents.parsers import STOP, checked_parser, instructions
+from workbench.agents.parsers import STOP, calls_of, checked_parser, instructions
 from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Interaction, Tool, ToolCall, ToolParser
 from workbench.agents.tokens import TurnTokens
 from workbench.base.config import require
-from workbench.base.errors import DataError, describe, first_line
+from workbench.base.errors import DataError, describe, first_line, unknown
 from workbench.engines.protocol import Sample, Sampler, switches_of
 
 _TURN_LIMITS = ("max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tokens_per_turn")
@@ -65,8 +65,8 @@ class ToolAgent(AgentLoopBase):
         parser: finds the calls in the model's text: an object, or a name (`tool_parser`).
         format: `function_calling` (the chat template shows the tools, answers have role `tool`) or `react` (the first message
             describes the tools, calls are `Action` lines, answers are user messages that begin `Observation: `).
-        interactions: simulated users, a list or mapping; a row's `extra_info.interaction_kwargs` chooses one by `name` (which
-            may be missing where there is only one), and is passed to it.
+        interactions: simulated users, a list or mapping; a row's `extra_info.interaction_kwargs` chooses one by `name`, and
+            is passed to it. A single user speaks in every row, and need not be named.
         max_assistant_turns: limit of the model's turns; None: none.
         max_user_turns: limit of tools' and users' turns; None: none.
         max_parallel_calls: how many calls of one turn are run, concurrently; the others are recorded as ignored.
@@ -120,7 +120,8 @@ class ToolAgent(AgentLoopBase):
             truncate_side=tool_response_truncate_side,
         )
         self._interactions = checked_interactions(interactions)
-        self._tokens: tuple[Any, TurnTokens] | None = None
+        self._tokenizer: Any = None
+        self._tokens: dict[tuple[str, ...], TurnTokens] = {}
 
     def describe(self) -> dict[str, Any]:
         """The agent's settings by name: limits, the tools' schemas, the names of parser and interactions."""
@@ -143,25 +144,28 @@ class ToolAgent(AgentLoopBase):
 
     def prepare(self, sampler: Sampler) -> None:
         """Check the sampler's chat template. Raises `SettingError`, naming it, if turns cannot be appended with it."""
-        if self._tokens is not None and self._tokens[0] is sampler.tokenizer:
-            return
-        roles = [*([self.tool_role] if self._box.tools else []), *(["user"] if self._interactions else [])]
-        shown = self._box.schemas if self.format == "function_calling" else []
-        made = TurnTokens(sampler.tokenizer, tools=shown, roles=roles, **switches_of(sampler))
-        self._tokens = (sampler.tokenizer, made)
+        if self._tokenizer is not sampler.tokenizer:
+            self._tokenizer, self._tokens = sampler.tokenizer, {}
+        offered = tuple(self._box.tools)
+        if offered not in self._tokens:
+            roles = [*([self.tool_role] if offered else []), *(["user"] if self._interactions else [])]
+            shown = self._box.schemas if self.format == "function_calling" else []
+            self._tokens[offered] = TurnTokens(sampler.tokenizer, tools=shown, roles=roles, **switches_of(sampler))
 
     @property
     def tokens(self) -> TurnTokens:
         """The `TurnTokens` that turn messages into token ids by the sampler's chat template."""
-        if self._tokens is None:
-            self.prepare(self.episode.sampler)
-        assert self._tokens is not None
-        return self._tokens[1]
+        self.prepare(self.episode.sampler)
+        return self._tokens[tuple(self._box.tools)]
 
     # --- one episode ---------------------------------------------------------------------------
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
-        """Run one row's episode; reads `raw_prompt`, and `interaction_kwargs` and `tools_kwargs` of `extra_info`."""
+        """Run one row's episode.
+
+        Reads `raw_prompt`, `tool_config` (`available_tools`: those of the agent's tools that this row may use) and, of
+        `extra_info`, `interaction_kwargs` and `tools_kwargs`.
+        """
         episode = self.start(sampling_params, **row)
         try:
             while episode.state is not AgentState.TERMINATED:
@@ -174,7 +178,8 @@ class ToolAgent(AgentLoopBase):
         return await self.finish(episode)
 
     def start(self, sampling_params: Mapping[str, Any], **row: Any) -> EpisodeState:
-        """A new episode, before its first turn. Raises `DataError` for a bad prompt or an unknown interaction."""
+        """A new episode, before its first turn. Raises `DataError` for a bad prompt, interaction or `tool_config`."""
+        self._box = self._offered(row)
         prompt = row["raw_prompt"]
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not isinstance(chat, Sequence) or not chat:
@@ -187,10 +192,37 @@ class ToolAgent(AgentLoopBase):
         said = Transcript(self.tokens.prompt(messages), int(sampling["max_tokens"]))
         return EpisodeState(row, sampling, messages, said, *self.opened(row))
 
+    def _offered(self, row: Mapping[str, Any]) -> Toolbox:
+        """The tools that a row's `tool_config` lists as `available_tools`, or all."""
+        extra = row.get("extra_info")
+        found = row.get("tool_config") or (extra.get("tool_config") if isinstance(extra, Mapping) else None) or {}
+        what = f"tool_config of {self._place}"
+        if not isinstance(found, Mapping):
+            raise DataError(what, expected="{available_tools: […], tool_format: …}", found=describe(found))
+        asked = {str(key): value for key, value in found.items() if value is not None}
+        for key in asked:
+            if key not in ("available_tools", "tool_format"):
+                raise DataError(f"{what}: " + unknown("key of it", key, ("available_tools", "tool_format")))
+        if asked.get("tool_format", self.format) != self.format:
+            do = "give rows of the other format an agent of their own (agent_name)"
+            raise DataError(f"tool_format in {what}", expected=self.format, found=describe(asked["tool_format"]), do=do)
+        names = asked.get("available_tools", list(self._box.tools))
+        if isinstance(names, str) or not isinstance(names, Iterable):
+            raise DataError(f"available_tools in {what}", expected="a list of names", found=describe(names))
+        for name in (names := list(names)):
+            if name not in self._box.tools:
+                raise DataError(
+                    f"available_tools in {what}: " + unknown("tool of the agent", str(name), self._box.tools)
+                )
+        return self._box.only(names)
+
+    @property
+    def _place(self) -> str:
+        return f"row {self.episode.row} (uid {self.episode.uid})"
+
     def opened(self, row: Mapping[str, Any]) -> tuple[OpenTools, Session | None]:
         """The tools and the simulated user (not started; None without one) for one episode of `row`."""
-        place = f"row {self.episode.row} (uid {self.episode.uid})"
-        user, given = select_interaction(self._interactions, row, place)
+        user, given = select_interaction(self._interactions, row, self._place)
         session = None if user is None else Session(user, given, self.seconds_per_call)
         return self._box.opened(self.episode.name, row), session
 
@@ -261,7 +293,7 @@ class ToolAgent(AgentLoopBase):
 
     def answered(self, episode: EpisodeState, records: Sequence[ToolCall]) -> AgentState:
         """Append the answers (`records`) to the `wanted` tool calls; returns the next state."""
-        ignored = [ToolCall(call.name, call.arguments, "ignored") for call in episode.calls[len(records) :]]
+        ignored = [not_run(call, "ignored") for call in episode.calls[len(records) :]]
         episode.transcript.note(calls=(*records, *ignored))
         episode.calls = []
         cut = "; ".join(f"{one.name}: {one.cut}" for one in records if one.cut)
@@ -271,7 +303,9 @@ class ToolAgent(AgentLoopBase):
         """Chat messages that tell the model the results of tool calls (`records`)."""
         if self.format == "react":
             return [{"role": self.tool_role, "content": f"Observation: {one.result}"} for one in records]
-        return [{"role": self.tool_role, "content": one.result, "name": one.name} for one in records]
+        answers = [{"role": self.tool_role, "content": one.result, "name": one.name} for one in records]
+        ids = [{} if one.tool_call_id is None else {"tool_call_id": one.tool_call_id} for one in records]
+        return [{**answer, **own} for answer, own in zip(answers, ids, strict=True)]
 
     def chat(self, episode: EpisodeState, count: int | None = None) -> list[dict[str, Any]]:
         """The prompt and the first `count` turns (None: all), as a simulated user reads them."""
@@ -313,7 +347,7 @@ class ToolAgent(AgentLoopBase):
         if reason is not None:
             said.reason = reason
         if episode.calls:
-            said.note(calls=tuple(ToolCall(call.name, call.arguments, "not run") for call in episode.calls))
+            said.note(calls=tuple(not_run(call, "not run") for call in episode.calls))
         elif episode.user is not None and reason != "abort":
             stop, text = await self._asked_user(episode)
             if stop and said.reason == "turns":
@@ -330,14 +364,18 @@ class ToolAgent(AgentLoopBase):
         return AgentState.TERMINATED
 
     def parsed(self, episode: EpisodeState, ids: Sequence[int]) -> list[FunctionCall]:
-        """The tool calls in a model's turn of token ids `ids`. A parser's exception is recorded in the turn, not raised."""
+        """The tool calls in the model's last turn, of token ids `ids`, outside its reasoning.
+
+        A call that is not whole where the turn was cut short is none. A parser's exception is recorded in the turn.
+        """
         if self._parser is None or not self._box.tools:
             return []
         # special tokens are kept, because some models write their calls with them; the end token is not
         written = list(ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids)
         text = self.tokenizer.decode(written, skip_special_tokens=False)
         try:
-            return list(self._parser.extract_tool_calls(text, self._box.schemas)[1])
+            begun = {"reasoning": self.tokens.reasoning, "cut": bool(episode.transcript.turns[-1].cut)}
+            return calls_of(self._parser, text, self._box.schemas, **begun)
         except Exception as error:  # noqa: BLE001 - what a model wrote is a row's data, whatever it does to a parser
             why = f"the parser failed: {first_line(error)}"
             episode.errors.append(why)

@@ -99,6 +99,21 @@ def _scalar(value: Any, kind: type) -> Any:
     return None
 
 
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with dotted names (`"algorithm.gamma"`), plain or mixed with nested ones, as nested dicts."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        place = found
+        *parents, last = str(key).split(".")
+        for name in parents:
+            place = place.setdefault(name, {})
+        if isinstance(place.get(last), dict) and isinstance(value, Mapping):
+            place[last].update(value)
+        else:
+            place[last] = dict(value) if isinstance(value, Mapping) else value
+    return found
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """Base of all settings classes: frozen, keyword-only dataclasses."""

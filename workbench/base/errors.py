@@ -26,6 +26,7 @@ The tree (each error is also the builtin exception in brackets, and can be pickl
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -155,7 +156,8 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     names = list(known)
     close = nearest(name, names)
     hint = f"did you mean {close!r}?" if close else None
-    return message(f"{name!r} is not a {kind}", expected=f"one of {', '.join(names) or '(none)'}", do=hint)
+    article = "an" if re.match("(?!uni|use|one|eu)[aeiou]", kind, re.IGNORECASE) else "a"
+    return message(f"{name!r} is not {article} {kind}", expected=f"one of {', '.join(names) or '(none)'}", do=hint)
 
 
 @contextmanager

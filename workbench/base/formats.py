@@ -1,7 +1,7 @@
 """The version number of workbench's file formats, and how documents with older names are read.
 
 Documents on disk carry `FORMAT`; those without a number are older. A reader accepts every number up to its own and refuses
-newer ones. `RENAMED` has a row for each name in folders of format 1 (0.6.0 and before) that is called otherwise now: the
+newer ones. `RENAMED` has a row for each name in folders of format 1 (0.6.0 and before) or 2 (0.7.0) that is called otherwise now: the
 functions below put the present names into a document as it is read. Nothing on disk is rewritten, so that checksums hold.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from workbench.base.errors import WorkbenchError, describe, message
 
 V = TypeVar("V")
-FORMAT = 2
+FORMAT = 3
 _MOVED = {
     "agents.calls": "agents.checks",
     "agents.files": "agents.classes agents.tools.files",
@@ -29,7 +29,7 @@ _MOVED = {
     "datasets.rows": "datasets.gsm8k datasets.load datasets.order datasets.report",
     "functional.advantages": "functional.groups",
     "functional.losses": "functional.policy_losses",
-    "recipes:with_importance_sampling": "recipes:corrected",
+    "recipes:with_rollout_correction": "recipes:corrected recipes:with_importance_sampling",
     "rewards.code:Outcome": "rewards.cases:Outcome",
     "rewards.code:same_output": "rewards.cases:same_output",
     "rewards.code:same_value": "rewards.cases:same_value",
@@ -41,29 +41,38 @@ _MOVED = {
     "rewards.scorers.math_string": "rewards.scorers.boxes",
     "rewards.scorers.equivalence": "rewards.scorers.equivalence_worker",
     "rewards.scorers.numeric": "rewards.scorers.geometry3k",
+    "stages.correction:RolloutCorrection": "stages.log_prob:RolloutCorrection",
     "stages.diagnostics": "stages.exact_kl stages.influence",
     "stages.filtering": "stages.joining stages.resample",
-    "stages.log_prob": "stages.correction stages.off_policy stages.values",
+    "stages.log_prob": "stages.off_policy stages.values",
     "stages.log_prob:sampler_logprob_diff": "stages.off_policy:sampler_gap",
     "stages.reward": "stages.turn_scores",
     "stages.rollout": "stages.baseline",
     "stages.update": "stages.losses",
 }
 """`module:name` of a function, or a module → where it was before, separated by spaces; all of them in `workbench`."""
-RENAMED: dict[str, dict[str, str]] = {
+RENAMED: dict[str, dict[str, Any]] = {
     # a stage's name in the pipeline, in `timing_s/<stage>`, in controllers, in who wrote a column
     "stage": {},
     # a class of ours by its bare name: a stage, a loss, a controller, an agent's part
     "class": {},
     # a setting or argument, anywhere (`"kl_kind"`) or of one class, stage or part alone (`"Advantage.kl_kind"`, `"train.ahead"`)
-    "setting": {"kl_kind": "kl_type", "kl_loss_coef": "kl_coef", "kl_loss_type": "kl_type", "heldout": "eval_rows"},
+    "setting": {
+        "kl_kind": "kl_type",
+        "kl_loss_coef": "kl_coef",
+        "kl_loss_type": "kl_type",
+        "heldout": "eval_rows",
+        "RolloutCorrection.bypass": "bypass_mode",
+        "rollout_correction.bypass": "bypass_mode",
+    },
     # a setting's value that is a word: `"on_failure=mask"` → `"skip"`
-    "value": {},
+    "value": {"rollout_rs={}": None},
     # `module:name` of a function, or a module that has moved
     "function": {f"workbench.{old}": f"workbench.{now}" for now, before in _MOVED.items() for old in before.split()},
     "metric": {
         "reward/status/model_failed": "reward/status/no_answer",
         "reward/status/machinery_failed": "reward/status/infra_error",
+        "perf/cpu_memory_used_gb": "perf/max_rss_gb",  # verl's name for the whole machine's
     },
     "column": {"sampler_gap": "sampler_logprob_diff"},
     # a key of a batch's meta_info, of settings.json, of summary.json, of a checkpoint's cursor

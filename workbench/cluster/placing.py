@@ -354,6 +354,11 @@ class PlacedReward(BaseReward):
         """The source text of the reward that the workers compute."""
         return self.inner.source
 
+    @property
+    def binding(self) -> Mapping[str, str]:
+        """The binding of the reward that the workers compute."""
+        return self.inner.binding
+
     def settings(self) -> dict[str, Any]:
         """The settings of the reward that the workers compute, and how many workers there are."""
         return {**self.inner.settings(), "cluster_workers": self.workers}

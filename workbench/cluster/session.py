@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from workbench.base.config import require
 from workbench.base.errors import EngineError, SettingError, unknown
 from workbench.cluster import connecting, discovery, placing
 from workbench.cluster.environment import Environment, nsight_options
@@ -109,7 +110,9 @@ class Cluster(Session, Closing):
     def logs(self, group: RayRanks | str, rank: int | None = None, lines: int = 100) -> Logs:
         """The last `lines` of the output of a group's worker `rank`, dead or alive, or (`rank=None`) of all its workers."""
         group = self._group(group)
-        ranks = [one for one in range(len(group.facts)) if rank in (None, one)]
+        there = range(len(group.facts))
+        require(rank is None or rank in there, "rank", expected=f"0 to {len(there) - 1}, or None", found=rank)
+        ranks = there if rank is None else [rank]
         return Logs.of([(group.where(one), group.logs(one, lines)) for one in ranks])
 
     def profile(self, group: RayRanks | str, path: str | Path, *, steps: Sequence[int] = ()) -> Profile:

@@ -23,8 +23,9 @@ from workbench.dataproto.columns import REWARD_PREFIX, declared
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.value import Origin
 from workbench.datasets import files
+from workbench.datasets.records import absent, chat, object_of, plain, spoken, table_records
 from workbench.rewards.base import padded
-from workbench.rewards.dry_run import PROMPT, RESPONSE, TRUTH, said
+from workbench.rewards.dry_run import PROMPT, RESPONSE, TRUTH
 from workbench.rewards.score import MISSING, Score, Status
 
 _VALUE = ("reward", "score")  # verl's validation dump has the total in `reward`; a part may then be called `score`
@@ -176,9 +177,15 @@ def _texts(table: dict[str, list[Any]], kind: str, places: Sequence[str], steps:
     _require_text(found, places, f"a response: text in {' or '.join(layout.response)}")
     if layout.marks:
         _require_text(asked, places, f"a prompt: text in {layout.prompt[0]}")
-    columns: dict[str, Any] = {"raw_prompt": [_chat(prompt) for prompt in asked]} if asked else {}
-    columns["response_text"] = [said(value) for value in found]
+    columns: dict[str, Any] = {}
+    if asked:
+        pairs = zip(asked, places, strict=True)
+        columns["raw_prompt"] = [None if absent(one) else chat(one, f"prompt of {place}") for one, place in pairs]
+    pairs = zip(found, places, strict=True)
+    columns["response_text"] = [spoken(one, f"response of {place}") for one, place in pairs]
     columns["uid"] = _uids(table.pop("uid", []), asked or columns["response_text"], steps)
+    if "extra_info" in table:
+        table["extra_info"] = _objects(table["extra_info"], "extra_info", places)
     truths = _truths(table, layout, places)
     if truths:
         columns["reward_model"] = truths
@@ -199,11 +206,16 @@ def _uids(own: Sequence[Any], prompts: Sequence[Any], steps: Sequence[int]) -> l
 
 def _truths(table: dict[str, list[Any]], layout: Layout, places: Sequence[str]) -> list[dict[str, Any]]:
     """`reward_model` as the dump has it, else made of its truths; [] where it has neither."""
-    own = [_record(value, place) for value, place in zip(table.pop("reward_model", ()), places, strict=False)]
+    own = _objects(table.pop("reward_model", ()), "reward_model", places)
     if any(own):
         return [one or {"ground_truth": None} for one in own]
     truth = next((table[name] for name in layout.truth if _present(table, name)), [])
     return [{"ground_truth": None if absent(one) else one} for one in truth]
+
+
+def _objects(values: Sequence[Any], name: str, places: Sequence[str]) -> list[dict[str, Any] | None]:
+    pairs = zip(values, places, strict=False)
+    return [None if absent(value) else object_of(value, f"{name} of {place}") for value, place in pairs]
 
 
 def _present(table: Mapping[str, list[Any]], name: str) -> bool:
@@ -219,21 +231,6 @@ def _require_text(values: Sequence[Any], places: Sequence[str], expected: str) -
     for place, value in zip(places, values or [None], strict=False):
         if not isinstance(value, str | list):
             raise DataError(place, expected=expected, found=describe(value))
-
-
-def _record(value: Any, place: str) -> dict[str, Any] | None:
-    """`reward_model` as a dict; some files have it as JSON text."""
-    if isinstance(value, str):
-        with boundary(f"{place}: reading reward_model as JSON", DataError):
-            value = json.loads(value)
-    return dict(value) if isinstance(value, Mapping) else None
-
-
-def _chat(prompt: Any) -> list[dict[str, Any]] | None:
-    """A chat as it is; one user message with any other prompt."""
-    if isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) and "content" in turn for turn in prompt):
-        return [dict(turn) for turn in prompt]
-    return None if absent(prompt) else [{"role": "user", "content": str(prompt)}]
 
 
 def _tokens(texts: Sequence[str], tokenizer: Any) -> dict[str, torch.Tensor]:
@@ -403,8 +400,7 @@ def read_records(source: Any, step: int | None = None) -> tuple[list[Record], li
     With `step`, files whose names have another step are left out. Raises `DataError` for what is not a record.
     """
     torn: list[str] = []
-    if hasattr(source, "to_dict") and hasattr(source, "columns"):
-        source = source.to_dict("records")
+    source = table_records(source)
     if isinstance(source, list | tuple) and not (source and isinstance(source[0], str | Path)):
         return [_read(f"row {number}", record, 0, None) for number, record in enumerate(source)], torn
     if not isinstance(source, str | Path | list | tuple):
@@ -477,17 +473,3 @@ def _lines(path: Path, torn: list[str]) -> list[tuple[str, Any]]:
                 raise DataError(f"{place} is not JSON", found=first_line(cause)) from cause
             torn.append(place)
     return found
-
-
-def plain(value: Any) -> Any:
-    """A cell as plain Python values: arrays and NumPy scalars are converted, and pandas' NA and NaT become None."""
-    if value is None or isinstance(value, str | float | int | list | dict):
-        return value
-    if type(value).__name__ in ("NAType", "NaTType"):
-        return None
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def absent(value: Any) -> bool:
-    """Whether a plain value is None or NaN."""
-    return value is None or (isinstance(value, float) and math.isnan(value))

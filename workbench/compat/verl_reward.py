@@ -3,122 +3,262 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
 from workbench import engines, rewards, sandbox
-from workbench.base.errors import SettingError, unknown
-from workbench.rewards.base import BaseReward
+from workbench.base.config import coerce
+from workbench.base.errors import SettingError, boundary, describe, unknown
+from workbench.dataproto.core import DataProto
+from workbench.engines.protocol import Classified, Classifier
+from workbench.engines.vllm_server.engine import tokenizer_of
+from workbench.rewards.base import BaseReward, padded, row_views
+from workbench.rewards.managers import NaiveRewardManager
+from workbench.rewards.score import Score
 
-_ROLLOUT = {
-    "name": "hf",
-    "gpu_memory_utilization": None,
-    "tensor_model_parallel_size": 1,
-    "prompt_length": 2048,
-    "response_length": 2048,
-}
+_LIMITS: Mapping[str, Any] = {
+    "max_concurrent": int, "max_rpm": float, "max_tpm": float, "estimated_tokens_per_request": int, "timeout": float
+}  # fmt: skip
 BLOCK: Mapping[str, Any] = {
-    "num_workers": 8,
-    "custom_reward_function": {"path": None, "name": "compute_score", "reward_kwargs": {}},
-    "reward_manager": {"source": "register", "name": "naive", "module": {"path": None, "name": None}},
-    "reward_model": {"enable": False, "model_path": None, "url": None, "template": "chat", "rollout": _ROLLOUT},
-    "sandbox_fusion": {"url": None, "max_concurrent": 64, "memory_limit_mb": 1024},
-    "reward_kwargs": {},
+    "num_workers": int,
+    "custom_reward_function.path": str,
+    "custom_reward_function.name": str,
+    "custom_reward_function.reward_kwargs": dict,
+    "reward_manager.source": str,
+    "reward_manager.name": str,
+    "reward_manager.module.path": str,
+    "reward_manager.module.name": str,
+    "reward_model.enable": bool,
+    "reward_model.model_path": str,
+    "reward_model.url": str,
+    "reward_model.template": str,
+    "reward_model.batch_size": int,
+    **{
+        f"reward_model.rollout.{name}": int
+        for name in ("tensor_model_parallel_size", "prompt_length", "response_length")
+    },
+    **{"reward_model.rollout.name": str, "reward_model.rollout.gpu_memory_utilization": float},
+    **{"sandbox_fusion.url": str, "sandbox_fusion.max_concurrent": int, "sandbox_fusion.memory_limit_mb": int},
+    "reward_kwargs": dict,
+    **_LIMITS,
 }
-"""Every known key with its default. They are verl's, but for `rollout.name`, which is `hf` (this process; verl has no
-default engine), and for `url` (a served reward model) and `template`, which verl does not have."""
-_OLD_ROOTS = ("reward_model", "custom_reward_function", "sandbox_fusion", "reward_manager")
+"""Every known key with its type; all are verl's but `reward_model.url` (a served model) and `reward_model.template`. What is
+not given is verl's default, but for `reward_model.rollout.name`: `hf`, this process, where verl has none."""
+OLD: Mapping[str, str] = {
+    "reward_model.reward_manager": "reward_manager",
+    "reward_model.num_workers": "num_workers",
+    "reward_model.model.path": "reward_model.model_path",
+    "reward_model.micro_batch_size": "reward_model.batch_size",
+    "reward_model.reward_kwargs": "reward_kwargs",
+    "reward_model.overlong_buffer": "reward_kwargs.overlong_buffer_cfg",
+    "reward_model.sandbox_fusion": "sandbox_fusion",
+}
+"""Places of older versions → places now; a manager's name may stand where its group is now. All may lack the root `reward`."""
 
 
 def reward_from(settings: Mapping[str, Any], *, tokenizer: Any = None, roots: tuple[str, ...] = ()) -> BaseReward:
-    """A reward from the `reward.*` settings of verl's scripts: nested, or dotted (`"reward.num_workers": 8`).
+    """A reward from the `reward.*` settings of verl's scripts: nested, or dotted (`"reward.num_workers": 8`), of any version.
 
-    Scores come from `custom_reward_function`, else from an enabled `reward_model` (a classifier), else from the scorer of a
-    row's `data_source`. `tokenizer` is the policy's, for managers to decode with; `roots` are further folders for code.
-    Raises `SettingError` for an unknown key, and, listing them all, for settings that this machine cannot honour.
+    - A `custom_reward_function` scores; where a `reward_model` is enabled too, it must be served (`reward_model.url`), and
+      the function gets verl's `reward_router_address`.
+    - Else an enabled `reward_model` (a classifier) scores; with the manager `prime` or a sandbox it is the part `rm` of a
+      `Rubric`, beside `rule`.
+    - Else the scorer of a row's `data_source`, which runs code in the sandbox.
+
+    The manager goes round any of these: DAPO's penalty, or limits. `num_workers` is the number of processes of a function,
+    else the most rows (of a model: texts, as for `batch_size`) at once. `tokenizer` is the policy's, for managers; `roots`
+    are further folders for code. The reward's repr and its settings say what was given.
+
+    Raises `SettingError` for an unknown key, and, listing them all, for settings that this machine cannot honour or that
+    do not go together.
     """
-    block = read_block(settings)
-    if impossible := [f"\n- {line}" for line in cannot(block)]:
+    given = read_block(settings)
+    if impossible := [f"\n- {line}" for line in (*cannot(given), *contradictions(given))]:
         raise SettingError(f"these reward settings cannot be honoured here:{''.join(impossible)}")
-    model = block["reward_model"]
-    if model["enable"] and not block["custom_reward_function"]["path"]:
-        return _reward_model(model)
+    function = _function(given, roots)
+    scorer = function or _scorer(given, _limit(given))
+    if isinstance(scorer, rewards.RewardModel) and given.get("reward_manager.name", "naive") == "naive":
+        return scorer
     if tokenizer is None:
         do = "call reward_from(settings, tokenizer=engine.tokenizer)"
         raise SettingError("tokenizer of a reward manager", expected="the policy's tokenizer", found="none", do=do)
-    custom, manager = block["custom_reward_function"], block["reward_manager"]
-    compute_score: Any = None
-    if custom["path"]:
-        bound = custom["reward_kwargs"] or {}
-        compute_score = rewards.load_function(custom["path"], custom["name"], roots=roots, **bound)
-    if manager["source"] == "importlib":
-        module, given = manager["module"], {"tokenizer": tokenizer, "compute_score": compute_score, "roots": roots}
-        return rewards.FileManagerReward(module["path"], module["name"], **given, **block["reward_kwargs"])
-    kind = rewards.manager_class(manager["name"])
-    if compute_score is None:
-        asked = dict(block["sandbox_fusion"])
-        url = asked.pop("url")
-        compute_score = rewards.by_data_source(sandbox=sandbox.RemoteSandbox(url, **asked) if url else None)
-    made = kind(tokenizer, 0, compute_score, num_workers=block["num_workers"], **block["reward_kwargs"])
-    return rewards.ManagerReward(made, name=manager["name"])
+    return VerlReward(*_manager(given, function, scorer, tokenizer, roots), tokenizer, given)
+
+
+def _manager(given: Mapping[str, Any], function: Any, scorer: Any, tokenizer: Any, roots: Any) -> tuple[Any, str]:
+    """The manager round a scorer, and its name; one of the user's own gets the function alone."""
+    name, kwargs = given.get("reward_manager.name", "naive"), dict(given.get("reward_kwargs", {}))
+    if given.get("reward_manager.source") == "importlib":
+        own: dict[str, Any] = {"tokenizer": tokenizer, "compute_score": function, "roots": roots, **kwargs}
+        return rewards.FileManagerReward(given["reward_manager.module.path"], _class(given), **own), _class(given)
+    if function is not None:
+        kwargs |= {} if name in ("prime", "rate_limited", "batch") else {"num_workers": 8}
+        kwargs |= {key: given[key] for key in ("num_workers", *_LIMITS) if key in given}
+    # without a function, the limits of `rate_limited` are its scorer's
+    kind = rewards.manager_class("naive" if function is None and name == "rate_limited" else name)
+    ours = issubclass(kind, NaiveRewardManager)
+    if not ours:
+        kwargs.pop("num_workers", None)
+    with boundary(f"the reward manager {name!r} with reward_kwargs {kwargs}", SettingError):
+        return kind(tokenizer, 0, scorer if ours else function, **kwargs), name
+
+
+# --- reading --------------------------------------------------------------------------------------
 
 
 def read_block(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """verl's `reward.*` settings, nested or dotted, as a nested dict with defaults; older roots (`reward_model.*`) too."""
-    nested: dict[str, Any] = {}
-    for key, value in settings.items():
-        place = nested
-        *parents, last = str(key).split(".")
-        for name in parents:
-            place = place.setdefault(name, {})
-        if isinstance(place.get(last), dict) and isinstance(value, Mapping):
-            place[last].update(value)
-        else:
-            place[last] = dict(value) if isinstance(value, Mapping) else value
-    old = {name: nested.pop(name) for name in _OLD_ROOTS if name in nested}
-    given = {**old, **nested.pop("reward", {}), **nested}
-    return _filled(BLOCK, given, "reward")
+    """verl's `reward.*` settings, nested or dotted, of any version, as dotted names of now → values of the right type.
 
-
-def _filled(known: Mapping[str, Any], given: Any, place: str) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        raise SettingError(place, expected=f"settings {', '.join(known)} in a dict", found=repr(given))
-    for name in given:
-        if name not in known:
-            raise SettingError(f"{place}: " + unknown("reward setting", str(name), known))
-    found = {}
-    for name, default in known.items():
-        value = given.get(name, default)
-        nested = isinstance(default, Mapping) and name != "reward_kwargs"  # whatever the function takes
-        found[name] = _filled(default, value, f"{place}.{name}") if nested else value
+    What is None is left out. Raises `SettingError` for an unknown key, a wrong type, and what is given twice.
+    """
+    if not isinstance(settings, Mapping):
+        raise SettingError("reward", expected="settings in a dict", found=describe(settings))
+    found: dict[str, Any] = {}
+    for path, value in _leaves(settings):
+        name = _now(path.removeprefix("reward."))
+        group = any(known.startswith(f"{name}.") for known in BLOCK)
+        if value is None or (group and value == {}):
+            continue
+        if group:
+            raise SettingError(f"reward.{name}", expected="settings in a dict", found=describe(value))
+        place, key = _place(found, name)
+        value = coerce(f"reward.{name}", value, BLOCK[name]) if name in BLOCK else value
+        if place.setdefault(key, value) != value:
+            raise SettingError(f"reward.{name} is given twice", found=f"{place[key]!r} and {value!r}")
     return found
 
 
-def cannot(block: Mapping[str, Any]) -> list[str]:
+def _place(found: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
+    """The dict that a setting belongs into, and its key there: `reward_kwargs.a.b` is the key b of a dict a."""
+    whole = next((one for one, kind in BLOCK.items() if kind is dict and name.startswith(f"{one}.")), name)
+    if whole not in BLOCK:
+        above, _, last = f"reward.{name}".rpartition(".")
+        beside = [f"reward.{key}".removeprefix(f"{above}.") for key in BLOCK if f"reward.{key}".startswith(f"{above}.")]
+        known = dict.fromkeys(key.partition(".")[0] for key in beside or BLOCK)
+        raise SettingError(f"{above}: {unknown('reward setting', last, known)}")
+    if whole == name:
+        return found, name
+    place = found.setdefault(whole, {})
+    *inside, key = name[len(whole) + 1 :].split(".")
+    for one in inside:
+        place = place.setdefault(one, {})
+    return place, key
+
+
+def _leaves(settings: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of all that is no dict of settings."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _now(name: str) -> str:
+    for old, now in OLD.items():
+        if f"{name}.".startswith(f"{old}."):
+            name = now + name[len(old) :]
+    return "reward_manager.name" if name == "reward_manager" else name
+
+
+# --- what cannot be -------------------------------------------------------------------------------
+
+_VERLS: Mapping[str, Any] = {
+    "custom_reward_function.name": "compute_score",
+    "reward_manager.source": "register",
+    "reward_manager.name": "naive",
+    "reward_manager.module.name": "custom_reward_manager",
+    "reward_model.enable": False,
+    "sandbox_fusion.max_concurrent": 64,
+    "sandbox_fusion.memory_limit_mb": 1024,
+}
+"""verl's defaults, which a whole configuration brings along where they mean nothing."""
+
+
+def _said(given: Mapping[str, Any], *names: str) -> list[str]:
+    """The settings below these names that are given, and are not what verl's configuration has anyway."""
+    return [
+        key
+        for key, value in given.items()
+        if any(f"{key}.".startswith(f"{name}.") for name in names) and value != _VERLS.get(key, {})
+    ]
+
+
+_RULES: Sequence[tuple[str, str, str, str]] = (
+    ("", "function", "custom_reward_function", "needs custom_reward_function.path"),
+    ("", "service", "sandbox_fusion", "needs sandbox_fusion.url"),
+    ("", "model", "reward_model", "needs reward_model.enable=True"),
+    ("", "importlib", "reward_manager.module", "is read with reward_manager.source=importlib only"),
+    ("", "rate_limited", " ".join(_LIMITS), "is a limit of reward_manager.name=rate_limited"),
+    ("rate_limited", "function model service", "reward_manager.name", "limits calls of a function, a model or a sandbox: none is given"),
+    ("batch", "function", "reward_manager.name", "calls a function with whole batches: needs custom_reward_function.path"),
+    ("batch function", "", "num_workers", "does not split the call of the manager 'batch', which is one"),
+    ("own", "", "num_workers", "is not for a manager of your own, which one process calls"),
+    ("own", "function", "sandbox_fusion reward_model", "is not given to a manager of your own: add a custom_reward_function"),
+    ("function", "", "sandbox_fusion", "is not given to a custom_reward_function: pass the url in custom_reward_function.reward_kwargs"),
+    ("function model", "url", "reward_model.enable", "needs reward_model.url, a served model, beside a custom_reward_function, which gets its address"),
+    ("function", "", "reward_model.batch_size reward_model.template", "is the function's affair: it asks the model itself"),
+    ("model", "function dapo prime", "reward_kwargs", "is for functions and for the manager 'dapo'"),
+    ("url chat", "", "reward_model.template", "needs the model's tokenizer, which a server keeps: 'question_answer' there"),
+)  # fmt: skip
+"""(what is so, what is not, settings that then mean nothing, why), each of words."""
+
+
+def contradictions(given: Mapping[str, Any]) -> list[str]:
+    """Settings that mean nothing beside the others, as lines of text: none is dropped without a word."""
+    name, source = (given.get(f"reward_manager.{key}", _VERLS[f"reward_manager.{key}"]) for key in ("name", "source"))
+    ours = issubclass(rewards.MANAGERS.get(name, NaiveRewardManager), NaiveRewardManager)
+    parts = {"function": "custom_reward_function.path", "service": "sandbox_fusion.url", "url": "reward_model.url"}
+    so = {word for word, key in parts.items() if key in given}
+    so |= {"model"} if given.get("reward_model.enable") else set()
+    so |= {"own", source} if source == "importlib" or not ours else {name}
+    so |= {"chat"} if given.get("reward_model.template") == "chat" else set()
+    wrong = [rule for rule in _RULES if so.issuperset(rule[0].split()) and so.isdisjoint(rule[1].split())]
+    return [f"{key} {why}" for _, _, names, why in wrong for key in _said(given, *names.split())]
+
+
+def cannot(given: Mapping[str, Any]) -> list[str]:
     """Settings that this machine cannot honour, each with what is possible, as lines of text."""
-    manager, workers = block["reward_manager"], block["num_workers"]
-    source, module = manager["source"], manager["module"]
-    lines = {
-        f"reward_manager.source={source!r}: expected register or importlib": source not in ("register", "importlib"),
-        "reward_manager.source=importlib: needs module.path and module.name": source == "importlib"
-        and not (module["path"] and module["name"]),
-        f"num_workers={workers!r}: expected a whole number ≥ 1": not isinstance(workers, int) or workers < 1,
+    source = given.get("reward_manager.source", "register")
+    counts = {key: given.get(key, 1) for key in ("num_workers", "reward_model.batch_size")}
+    lines = [f"{key}={value}: expected a whole number ≥ 1" for key, value in counts.items() if value < 1]
+    if source not in ("register", "importlib"):
+        lines.append(f"reward_manager.source={source!r}: expected register or importlib")
+    if source == "importlib" and not ("reward_manager.module.path" in given and _class(given)):
+        lines.append(
+            "reward_manager.source=importlib: needs module.path, and the class as reward_manager.name or module.name"
+        )
+    names = {given.get(f"reward_manager.{key}") for key in ("name", "module.name")} - {
+        None,
+        "naive",
+        "custom_reward_manager",
     }
-    model = block["reward_model"]
-    return [line for line, wrong in lines.items() if wrong] + (_cannot_model(model) if model["enable"] else [])
+    if source == "importlib" and len(names) > 1:
+        lines.append(
+            "reward_manager.name and reward_manager.module.name: two classes, " + " and ".join(sorted(map(str, names)))
+        )
+    if not given.get("reward_model.enable") or "reward_model.url" in given:
+        return lines  # the engine's settings are the server's
+    return lines + _cannot_model({key.removeprefix("reward_model."): value for key, value in given.items()})
+
+
+def _class(given: Mapping[str, Any]) -> str:
+    """Name of the class of a manager of one's own: today's place, else that of the first versions."""
+    names = [given.get(f"reward_manager.{key}") for key in ("name", "module.name")]
+    return next((str(name) for name in names if name not in (None, "naive")), "")
 
 
 def _cannot_model(model: Mapping[str, Any]) -> list[str]:
-    if model["url"]:
-        return []  # the engine's settings are the server's
-    rollout = model["rollout"]
-    name, size, share = rollout["name"], rollout["tensor_model_parallel_size"], rollout["gpu_memory_utilization"]
+    name, size = model.get("rollout.name", "hf"), model.get("rollout.tensor_model_parallel_size", 1)
+    share = model.get("rollout.gpu_memory_utilization")
     gpus = torch.cuda.device_count()
     there = "is installed, but runs" if importlib.util.find_spec("vllm") else "is not installed, and runs"
     lines = {
-        "reward_model.enable=True: needs model_path, or the url of a served model": not model["model_path"],
+        "reward_model.enable=True: needs model_path, or the url of a served model": "model_path" not in model,
         f"reward_model.rollout.name={name!r}: expected hf (this process), or vllm through reward_model.url": name
         not in ("hf", "vllm"),
         f"reward_model.rollout.name='vllm': vllm {there} as a server of its own: `vllm serve MODEL --runner pooling`, "
@@ -131,10 +271,170 @@ def _cannot_model(model: Mapping[str, Any]) -> list[str]:
     return [line for line, wrong in lines.items() if wrong]
 
 
-def _reward_model(model: Mapping[str, Any]) -> BaseReward:
-    lengths = {name: model["rollout"][name] for name in ("prompt_length", "response_length")}
-    if model["url"]:
-        served = model["model_path"] or "reward-model"
-        classifier: Any = engines.ClassifyEndpoint(model["url"], served)
-        return rewards.RewardModel(classifier, template="question_answer", **lengths)
-    return rewards.RewardModel(engines.classifier(model["model_path"]), template=model["template"], **lengths)
+# --- making ---------------------------------------------------------------------------------------
+
+
+def _limit(given: Mapping[str, Any]) -> rewards.RateLimit | None:
+    """What bounds rows and texts that this process judges; None for no bound."""
+    at_once = [given[key] for key in ("num_workers", "reward_model.batch_size") if key in given]
+    limits = {key: given[key] for key in _LIMITS if key in given and key != "timeout"}
+    if given.get("reward_manager.name") == "rate_limited":
+        at_once.append(limits.pop("max_concurrent", 1))
+    return rewards.RateLimit(max_concurrent=min(at_once), **limits) if at_once else None
+
+
+def _function(given: Mapping[str, Any], roots: tuple[str, ...]) -> rewards.FileFunction | None:
+    """The custom function, given the address of the served model, and that model's tokenizer where it asks for it."""
+    if "custom_reward_function.path" not in given:
+        return None
+    path, name = given["custom_reward_function.path"], given.get("custom_reward_function.name", "compute_score")
+    bound = dict(given.get("custom_reward_function.reward_kwargs", {}))
+    function = rewards.load_function(path, name, roots=roots, **bound)
+    if not given.get("reward_model.enable"):
+        return function
+    taken = inspect.signature(function).parameters
+    if "reward_router_address" not in taken and not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+        what = f"reward_model.enable=True, but {name} of {path} does not take the model"
+        do = "add an argument reward_router_address (host:port, as verl passes it), or leave reward_model out"
+        raise SettingError(what, found=f"arguments {', '.join(taken)}", do=do)
+    bound["reward_router_address"] = urlsplit(given["reward_model.url"]).netloc
+    if "reward_model_tokenizer" in taken:
+        if "reward_model.model_path" not in given:
+            raise SettingError(f"reward_model_tokenizer of {name}", expected="reward_model.model_path", found="none")
+        bound["reward_model_tokenizer"] = tokenizer_of(given["reward_model.model_path"], trust=False)[0]
+    return rewards.load_function(path, name, roots=roots, **bound)
+
+
+def _scorer(given: Mapping[str, Any], limit: rewards.RateLimit | None) -> BaseReward:
+    """The reward model, the rule, or both as a rubric."""
+    model, name = given.get("reward_model.enable", False), given.get("reward_manager.name", "naive")
+    url = given.get("sandbox_fusion.url")
+    if model and name != "prime" and not url:
+        return _reward_model(given, limit)
+    patient = {"timeout": given["timeout"]} if "timeout" in given else {}
+    if url:
+        asked = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("sandbox_fusion.")}
+        rule = rewards.by_data_source(sandbox=sandbox.RemoteSandbox(**asked), rate_limit=limit, **patient)
+    elif "num_workers" in given and name != "rate_limited":
+        rule = rewards.by_data_source(in_process=False, workers=given["num_workers"])
+    else:
+        rule = rewards.by_data_source()
+    return rewards.Rubric({"rm": _reward_model(given, limit), "rule": rule}) if model else rule
+
+
+def _reward_model(given: Mapping[str, Any], limit: rewards.RateLimit | None) -> rewards.RewardModel:
+    served, path = given.get("reward_model.url"), given.get("reward_model.model_path")
+    own = {key.rpartition(".")[2]: value for key, value in given.items() if key.startswith("reward_model.rollout.")}
+    lengths = {key: own.pop(key) for key in ("prompt_length", "response_length") if key in own}
+    classifier: Any = (
+        engines.ClassifyEndpoint(served, path or "reward-model") if served else engines.classifier(str(path))
+    )
+    facts = [f"{key}={given[key]}" for key in ("num_workers", "reward_model.batch_size", *_LIMITS) if key in given]
+    facts += [f"{key}={value} (the server's)" for key, value in own.items() if served]
+    template = given.get("reward_model.template", "question_answer" if served else "chat")
+    return rewards.RewardModel(_Asked(classifier, limit, facts), template=template, **lengths)
+
+
+class _Asked:
+    """A classifier under limits; `facts` are what else its description says."""
+
+    def __init__(self, classifier: Classifier, limit: rewards.RateLimit | None, facts: Sequence[str]) -> None:
+        self._classifier, self._limit, self._facts = classifier, limit, facts
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._classifier.tokenizer
+
+    async def classify(self, text: str) -> Classified:
+        if self._limit is None:
+            return await self._classifier.classify(text)
+        async with self._limit.slot():
+            return await self._classifier.classify(text)
+
+    def describe(self) -> str:
+        return ", ".join([self._classifier.describe(), *self._facts])
+
+
+class VerlReward(rewards.ManagerReward):
+    """What `reward_from` makes where a manager is at work: its scores of a rollout's batch, or of rows alone.
+
+    Rows alone (`dry_run`, parts of a `Rubric`) are judged by workbench's own managers as they are; for a manager of your own
+    a batch is made of them, by the policy's `tokenizer` where their tokens are not known.
+    """
+
+    def __init__(self, manager: Any, name: str, tokenizer: Any, given: Mapping[str, Any]) -> None:
+        file = manager if isinstance(manager, rewards.FileManagerReward) else None
+        super().__init__(manager.manager if file else manager, name=name, on_failure="mask")
+        self.given = dict(given)
+        """The settings as they were read: dotted name → value."""
+        self._tokenizer, self._file = tokenizer, file
+        self._inner: BaseReward | None = manager.reward if isinstance(manager, NaiveRewardManager) else file
+        if isinstance(manager, NaiveRewardManager):
+            self.name = f"{name}({manager.reward.name})"
+            self.in_process = manager.reward.in_process
+            self.reads = manager.reward.reads  # type: ignore[assignment]
+
+    @property
+    def source(self) -> str | None:
+        """The source of the function, or of the manager's file."""
+        return self._inner.source if self._inner is not None else None
+
+    @property
+    def binding(self) -> Mapping[str, str]:
+        """Argument of the function → what it is filled from."""
+        return self._inner.binding if self._inner is not None else {}
+
+    def settings(self) -> dict[str, Any]:
+        """The `reward.*` settings as they were given, and the settings of what scores."""
+        inner = {"scorer": self._inner.settings()} if self._inner is not None else {}
+        return {**super().settings(), "given": _plain(self.given), **inner}
+
+    def check_signature(self, columns: Sequence[str]) -> None:
+        """Raise `RewardError`, before anything is scored, if the scorer needs a column that `columns` lack."""
+        if self._inner is not None:
+            self._inner.check_signature(columns)
+
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """How many rows of a data set the scorer cannot score, or ""; raises `DataError` where it can score none."""
+        return self._inner.check_rows(rows) if self._inner is not None else ""
+
+    def close(self) -> None:
+        """End the worker processes of the manager."""
+        if self._file is not None:
+            self._file.close()
+        super().close()
+
+    def score(self, batch: DataProto) -> list[Score]:
+        """One `Score` for each row of a rollout's batch, after the `on_failure` policy."""
+        if not isinstance(self.manager, NaiveRewardManager):
+            return super().score(batch)
+        self.check_signature(batch.columns)
+        return self.settle(self.judged(row_views(batch)))
+
+    def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
+        """One `Score` for each row, in order."""
+        ids = [list(row["response_ids"] or self._tokenizer(row["response"])["input_ids"]) for row in rows]
+        if isinstance(self.manager, NaiveRewardManager):
+            return self.manager.scores([{**row, "response_ids": one} for row, one in zip(rows, ids, strict=True)])
+        return super().score(self._batch(rows, ids))
+
+    def _batch(self, rows: Sequence[Mapping[str, Any]], ids: Sequence[Sequence[int]]) -> DataProto:
+        """As from a rollout, with an empty prompt where the tokens of none are known."""
+        tensors = padded(ids)
+        prompts = torch.zeros(len(rows), 1, dtype=torch.long)
+        names = dict.fromkeys(name for row in rows for name in row["columns"])
+        objects: dict[str, Any] = {name: [row["columns"].get(name) for row in rows] for name in names}
+        objects |= {name: [row[name] for row in rows] for name in ("data_source", "extra_info")}
+        objects |= {"uid": [row["uid"] for row in rows], "response_text": [row["response"] for row in rows]}
+        attended = torch.cat([prompts, tensors["response_mask"]], dim=1)
+        return DataProto.from_single_dict({**objects, **tensors, "prompts": prompts, "attention_mask": attended})
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{key}={value!r}" for key, value in self.given.items())
+        return f"VerlReward({self.name}: {said or 'the scorer of each data_source'})"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)

@@ -84,7 +84,7 @@ def _refuse(constant: str) -> Any:
 
 def check_text(text: str) -> None:
     """Raises `BatchError` for a document that is too long, or nested too deep."""
-    if len(text) > DOCUMENT_LIMIT:
+    if len(text.encode(errors="surrogatepass")) > DOCUMENT_LIMIT:
         raise BatchError("size of a JSON document", expected=f"at most {DOCUMENT_LIMIT} bytes", found="more")
     check_depth(text)
 

@@ -96,6 +96,7 @@ COLUMNS: Mapping[str, Column] = _declare(
             "float B T",
             "Importance weight of each token: trainer over sampler, truncated or masked.",
         ),
+        "loss_mask": ("int B T", "response_mask without rejected tokens and rows: what is trained on."),
     },
     baseline={"reward_baselines": ("float B", "The reward of the prompt's greedy response.")},
     ref_log_prob={

@@ -218,6 +218,17 @@ class DataProto(Value, Shown):
             raise BatchError("repeat_times", expected=f"{len(self)} numbers, one per row", found=len(times))
         return self.select_idxs(torch.arange(len(self)).repeat_interleave(times))
 
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
+        """Make `n_split` rows of each: columns in `split_keys` are cut along their second dim, [B, n·k, …] to [B·n, k, …], all
+        others repeated, a a b b. An object in such a column is a list, of which each row gets a part.
+
+        Raises `BatchError` for a column whose second dim `n_split` does not divide.
+        """
+        if n_split < 1:
+            raise BatchError("n_split", expected="≥ 1", found=n_split)
+        cut = {name: _cut(name, self[name], n_split) for name in split_keys or ()}
+        return self.without(*cut).repeat(n_split).with_columns(cut)
+
     def chunk(self, chunks: int) -> list[Self]:
         """Cut the rows into `chunks` equal batches. Raises `BatchError` where that is impossible: pad first, or `split`."""
         if chunks < 1 or len(self) % chunks:
@@ -365,6 +376,19 @@ class DataProto(Value, Shown):
         new = object.__new__(DataProto)
         new._set(*io.load(path))
         return new
+
+
+def _cut(name: str, values: Any, parts: int) -> Any:
+    """A column whose second dim, or whose lists, are cut into equal `parts`: a row for each."""
+    tensor = isinstance(values, torch.Tensor)
+    widths = set(values.shape[1:2]) if tensor else {len(one) for one in values}
+    if not widths or any(width % parts for width in widths):
+        found = ", ".join(map(str, sorted(widths))) or "no second dim"
+        raise BatchError(f"second dim of column {name!r}", expected=f"a multiple of {parts}", found=found)
+    if tensor:
+        return values.reshape(len(values) * parts, values.shape[1] // parts, *values.shape[2:])
+    sizes = [(one, len(one) // parts) for one in values]
+    return [one[part * size : (part + 1) * size] for one, size in sizes for part in range(parts)]
 
 
 def _length(mask: torch.Tensor) -> int:

@@ -21,12 +21,13 @@ _FIRST = 64
 
 
 def find(path: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files meant by a path, a pattern (`data/train-*.parquet`: its files by name) or several of them.
+    """The files meant by a path, a pattern (`data/train-*.parquet`: its files by name) or several of them; `~` is the home folder.
 
     Raises `DataError` for a pattern that no file matches. Paths are not checked here: `read` does that.
     """
     found: list[Path] = []
-    for one in map(Path, [path] if isinstance(path, str | Path) else path):
+    for given in [path] if isinstance(path, str | Path) else path:
+        one = Path(given).expanduser()
         if not any(sign in str(one) for sign in "*?") or os.path.exists(one):
             found.append(one)
             continue

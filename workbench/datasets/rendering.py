@@ -11,6 +11,7 @@ from typing import Any
 
 from workbench.base.child import Child, importing
 from workbench.base.errors import DataError
+from workbench.datasets.records import messages
 
 SECONDS = 5.0
 """Time limit of a block of chats."""
@@ -75,7 +76,8 @@ def encode(
 
     `switches` are variables of the template (`enable_thinking=False`), which is rendered in a child process in bounded time
     and memory. For a tokenizer without a template (a base model) the text is the contents, one message a line.
-    Raises `DataError` where the template fails or needs too much time or memory.
+    Raises `DataError` for content that is not text, for `tool_calls` that the template does not write, and where the
+    template fails or needs too much time or memory.
     """
     return encode_all(tokenizer, [chat], add_generation_prompt=add_generation_prompt, **switches)[0]
 
@@ -90,9 +92,15 @@ def encode_all(
     """Token ids of each chat, as `encode` gives them; many at once take a tenth of the time."""
     ids: dict[int, list[int]] = {}
     plain = {place: chat for place, chat in enumerate(chats) if isinstance(chat, str)}
-    talks = {place: [dict(turn) for turn in chat] for place, chat in enumerate(chats) if not isinstance(chat, str)}
-    if not getattr(tokenizer, "chat_template", None):
-        plain |= {place: "\n".join(str(turn["content"]) for turn in talk) + "\n" for place, talk in talks.items()}
+    talks = {place: messages(chat, f"chat {place}") for place, chat in enumerate(chats) if not isinstance(chat, str)}
+    template = getattr(tokenizer, "chat_template", None)
+    if "tool_calls" not in str(template):
+        called = next((place for place, talk in talks.items() if any("tool_calls" in turn for turn in talk)), None)
+        if called is not None:
+            what = f"chat {called} has tool_calls, which the tokenizer's chat template does not write"
+            raise DataError(what, do="take a tokenizer whose template writes them, or write the calls into the content")
+    if not template:
+        plain |= {place: "\n".join(turn["content"] for turn in talk) + "\n" for place, talk in talks.items()}
     elif talks:
         texts = render(tokenizer, list(talks.values()), add_generation_prompt=add_generation_prompt, **switches)
         ids |= zip(talks, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True)

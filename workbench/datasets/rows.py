@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,12 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from workbench.base.errors import DataError, describe, unknown
+from workbench.base.errors import DataError, describe
 from workbench.base.seeds import derive
 from workbench.base.shown import Shown
 from workbench.dataproto.columns import COLUMNS
 from workbench.dataproto.core import DataProto, Origin
 from workbench.datasets.files import find, read
+from workbench.datasets.records import CHAT, has_answer, rows_of, to_row, truth_kinds
 from workbench.datasets.rendering import encode_all
 
 
@@ -82,6 +82,8 @@ class Report(Shown):
     data_sources: dict[str, int]
     missing_answers: tuple[int, ...]
     """Rows without a ground truth, where rewards are rules."""
+    truths: dict[str, int]
+    """Number of ground truths of each kind: `text`, `whole number`, `number`, `list`, `object`, `none`, `empty`, …"""
     duplicates: int
     """Rows whose prompt is in an earlier row too."""
     lengths: dict[str, float]
@@ -100,6 +102,7 @@ class Report(Shown):
             ("columns", ", ".join(self.columns)),
             ("data sources", ", ".join(f"{name}: {count}" for name, count in self.data_sources.items())),
             ("missing answers", missing),
+            ("ground truths", ", ".join(f"{kind}: {count}" for kind, count in self.truths.items())),
             ("repeated prompts", str(self.duplicates)),
         ]
         if self.lengths:
@@ -117,19 +120,12 @@ def report(
         columns=columns,
         data_sources=dict(Counter(str(row.get("data_source")) for row in rows)),
         missing_answers=tuple(index for index, row in enumerate(rows) if not has_answer(row)),
+        truths=truth_kinds(rows),
         duplicates=len(rows) - len({str(row["prompt"]) for row in rows}),
         lengths=_statistics(lengths),
         over_limit=sum(length > limit for length in lengths) if limit is not None else 0,
         limit=limit,
     )
-
-
-def has_answer(row: Mapping[str, Any]) -> bool:
-    """Whether the row can be scored: it has a ground truth, or a model judges it (`reward_model.style` is "model")."""
-    judged = row.get("reward_model") or {}
-    truth = judged.get("ground_truth")
-    missing = truth is None or truth == "" or (isinstance(truth, float) and math.isnan(truth))
-    return not missing or judged.get("style") == "model"
 
 
 def _statistics(lengths: Sequence[int]) -> dict[str, float]:
@@ -143,7 +139,6 @@ def _statistics(lengths: Sequence[int]) -> dict[str, float]:
 
 # --- rows -----------------------------------------------------------------------------------------
 
-CHAT = "prompt"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 """What verl's prepared GSM8K appends to every question."""
 _RESERVED = frozenset({"raw_prompt", "uid"} | {name for name, one in COLUMNS.items() if one.writer != "dataset"})
@@ -153,18 +148,22 @@ _RESERVED = frozenset({"raw_prompt", "uid"} | {name for name, one in COLUMNS.ite
 class Rows(Shown):
     """A list of rows in verl's schema: `prompt` (a chat), `data_source`, `reward_model`, `extra_info`, and more.
 
+    It is made of an iterable of dicts or a DataFrame, whose records are read as `load` reads those of a file; a missing cell
+    (NaN) is None, and a row whose prompt is a plain text has `prompt_is_text`.
     It is immutable: slicing, `select`, `filter` and `split` return new `Rows`, and every row is returned as a copy.
     `Rows` with equal content and `max_prompt_length` are equal.
-    Raises `DataError` for a column whose name is reserved (`workbench.dataproto.columns`).
+    Raises `DataError` for a record that is no row, by row and column, and for a column whose name is reserved
+    (`workbench.dataproto.columns`).
 
     Example:
         >>> rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=128)  # doctest: +SKIP
         >>> train, held_out = rows.split(0.1)  # doctest: +SKIP
     """
 
-    def __init__(
-        self, rows: Sequence[dict[str, Any]], *, max_prompt_length: int | None = None, source: str = ""
-    ) -> None:
+    def __init__(self, rows: Any, *, max_prompt_length: int | None = None, source: str = "") -> None:
+        self._fill(rows_of(rows, source=source), max_prompt_length, source)
+
+    def _fill(self, rows: Sequence[dict[str, Any]], max_prompt_length: int | None, source: str) -> None:
         self._rows = tuple(rows)
         self.max_prompt_length = max_prompt_length
         self.source = source
@@ -199,7 +198,7 @@ class Rows(Shown):
         return hash((self.data_hash, self.max_prompt_length))
 
     def _like(self, rows: Sequence[dict[str, Any]]) -> Rows:
-        return Rows(rows, max_prompt_length=self.max_prompt_length, source=self.source)
+        return _made(rows, self.max_prompt_length, self.source)
 
     def views(self) -> Iterator[Mapping[str, Any]]:
         """Yields every row as it stands, uncopied: read only."""
@@ -358,8 +357,9 @@ def load(
 ) -> Rows:
     """Rows of one file or several (`.parquet`, `.json`, `.jsonl`; a pattern such as `train-*.parquet` too).
 
-    A prompt may be a chat or a plain string (it becomes a user message); rows of `question` and `answer` are read as
-    GSM8K's. `limit` takes the first rows; `without` leaves columns out, for files with a column that a stage writes
+    A prompt may be a chat, also as JSON text, or a plain string (it becomes a user message, and the row has
+    `prompt_is_text`); rows of `question` and `answer` are read as GSM8K's. Engines read text only: rows with pictures, films
+    or sounds are refused, and so is content that is not text. `limit` takes the first rows; `without` leaves columns out, for files with a column that a stage writes
     (`score`, `uid`, …). `max_prompt_length` (tokens) is checked when a model's tokenizer is there: by `rows.fitting`, by
     `train` before it starts, and by the rollout. Raises `DataError` for a missing, unreadable or empty file, a missing
     prompt column, a column whose name is reserved, and, unless `require_answers=False`, rows without a ground truth.
@@ -369,49 +369,25 @@ def load(
             raise DataError(name, expected="≥ 1, or None", found=number)
     paths = find(path)
     name = ", ".join(str(one) for one in paths)
-    raw = [row for one in paths for row in read(one)]
-    if not raw:
+    rows: list[dict[str, Any]] = []
+    for one in paths:
+        left = None if limit is None else limit - len(rows)
+        rows += rows_of(read(one)[:left], source=str(one), prompt_key=prompt_key, without=frozenset(without))
+    if not rows:
         raise DataError(f"no rows in {name or 'an empty list of files'}")
-    left_out = frozenset(without)
-    rows = [_normal(row, prompt_key, left_out, index, name) for index, row in enumerate(raw[:limit])]
     unanswered = [index for index, row in enumerate(rows) if not has_answer(row)]
     if unanswered and require_answers:
         expected, found = "reward_model.ground_truth in every row", f"none in rows {unanswered[:8]}"
         do = "add it, or load with require_answers=False and a reward that needs none"
         raise DataError(f"{len(unanswered)} rows of {name} have no ground truth", expected=expected, found=found, do=do)
-    return Rows(rows, max_prompt_length=max_prompt_length, source=name)
+    return _made(rows, max_prompt_length, name)
 
 
-def to_row(
-    record: dict[str, Any],
-    *,
-    index: int = 0,
-    split: str,
-    data_source: str = "openai/gsm8k",
-    instruction: str = "",
-    place: str | None = None,
-) -> dict[str, Any]:
-    """A record of GSM8K (`question`, `answer`) as a row in verl's schema; ground truth: what follows `####`, less commas.
-
-    Raises `DataError`, at `place` (by default the row's index), where question, answer or `####` is missing.
-    """
-    where = place or f"row {index}"
-    if not isinstance(record, dict) or not {"question", "answer"} <= record.keys():
-        found = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
-        raise DataError(f"GSM8K record at {where}", expected="question and answer", found=found)
-    question, answer = str(record["question"]), str(record["answer"])
-    if "####" not in answer:
-        do = "for other answers, write rows with prompt and reward_model.ground_truth"
-        raise DataError(where, expected="an answer with '#### <number>'", found=repr(answer[-60:]), do=do)
-    truth = answer.split("####", 1)[1].strip().split("\n")[0].replace(",", "")
-    content = f"{question} {instruction}" if instruction else question
-    return {
-        "data_source": data_source,
-        "prompt": [{"role": "user", "content": content}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"split": split, "index": index, "question": question, "answer": answer},
-    }
+def _made(rows: Sequence[dict[str, Any]], max_prompt_length: int | None, source: str) -> Rows:
+    """Of records that are rows already."""
+    made = Rows.__new__(Rows)
+    made._fill(rows, max_prompt_length, source)
+    return made
 
 
 def convert(source: str | Path, target: str | Path, *, split: str, instruction: str = INSTRUCTION) -> int:
@@ -428,32 +404,3 @@ def convert(source: str | Path, target: str | Path, *, split: str, instruction: 
         raise DataError(f"no rows in {source}")
     pq.write_table(pa.Table.from_pylist(rows), str(target), compression="zstd")
     return len(rows)
-
-
-def _normal(row: Any, prompt_key: str, without: frozenset[str], index: int, name: str) -> dict[str, Any]:
-    """A record of any kind that `load` reads, as verl's row."""
-    place = f"row {index} of {name}"
-    if not isinstance(row, dict):
-        raise DataError(place, expected="an object (a dict)", found=type(row).__name__)
-    if prompt_key not in row and "question" in row and "answer" in row:
-        return to_row(row, index=index, split="", data_source=row.get("data_source", "openai/gsm8k"), place=place)
-    if prompt_key not in row:
-        raise DataError(f"{place}: " + unknown("column of this row", prompt_key, sorted(row)))
-    prompt = row[prompt_key]
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if not (isinstance(prompt, list) and prompt and all(_is_turn(turn) for turn in prompt)):
-        expected = "a chat (a list of {role, content}) or a text"
-        raise DataError(f"prompt of {place}", expected=expected, found=describe(prompt))
-    if not isinstance(row.get("reward_model"), dict | None):
-        expected = "an object with ground_truth, or nothing"
-        raise DataError(f"reward_model of {place}", expected=expected, found=describe(row["reward_model"]))
-    rest = {key: value for key, value in row.items() if key != prompt_key and key not in without}
-    return {CHAT: prompt, "data_source": None, "reward_model": None, "extra_info": {}, **rest}
-
-
-def _is_turn(turn: Any) -> bool:
-    """Whether it is a message: a role and content (text or parts); an assistant's tool call may have no content."""
-    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        return False
-    return isinstance(turn.get("content"), str | list) or bool(turn.get("tool_calls"))

@@ -163,7 +163,7 @@ class LossCounts:
     """Counts over a whole mini-batch. Losses are divided by them, so that micro-batches and ranks do not change the sum."""
 
     tokens: float
-    """Response tokens (Σ response_mask)."""
+    """Response tokens that are trained on: neither rejected nor of rows without a score."""
     sequences: float
     """Rows with at least one response token."""
     width: float | None = None
@@ -300,7 +300,7 @@ class WholeDistributions(Protocol):
 
 @runtime_checkable
 class WholeModel(Protocol):
-    """Protocol of a frozen transformers model in this process (a local engine's reference): for `stages.ExactKL`."""
+    """Protocol of a frozen transformers model (the reference of a local or FSDP engine), for `stages.ExactKL`."""
 
     def model(self) -> AbstractContextManager[Any]:
         """Context manager: yields the frozen transformers model."""

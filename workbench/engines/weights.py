@@ -8,12 +8,13 @@ import struct
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from workbench.engines.local_engine.loading import load_model
+from workbench.engines.local_engine.loading import check_fit, load_model
 from workbench.engines.protocol import Learner, SampleMany, WeightSource
 from workbench.engines.settings import LocalSettings
 
@@ -33,8 +34,24 @@ def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
         return dict(load_model(folder, LocalSettings(device="cpu")).state_dict())
 
 
+@lru_cache(maxsize=4)
+def _parameters(folder: str, trust: bool) -> dict[str, torch.Tensor]:
+    """The model's tensors without their values, tied ones once."""
+    return dict(load_model(folder, LocalSettings(device="cpu", trust_remote_code=trust), empty=True).named_parameters())
+
+
 class Pushed(SampleMany):
     """Base class of samplers that take weights from a learner: adds `sync`."""
+
+    _folder: str | Path
+    _settings: Any
+
+    def check_whole(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Raise `EngineError` where a tensor of the model is not among the `weights`, or is there in another shape.
+
+        vLLM and SGLang leave the old values of a tensor that a push lacks, and go on.
+        """
+        check_fit("the weights to push", weights, _parameters(str(self._folder), self._settings.trust_remote_code))
 
     def sync(self: Any, learner: Learner) -> float:
         """Load a learner's weights into the sampler, LoRA adapters merged, under its version; returns the seconds taken."""

@@ -110,15 +110,19 @@ def grpo_passk(
     gets 0. scores, groups [B]; mask [B, T]; returns (advantages, returns) [B, T]. https://arxiv.org/abs/2503.19595.
     """
     found = Groups(scores, groups, scored)
-    low = torch.full_like(found.scores, float("-inf"))
-    ranked = torch.where(found.scored, found.scores, low)
-    first = _group_max(ranked, groups)
-    best = found.scored & (ranked == first[groups])
-    second = _group_max(torch.where(best, low, ranked), groups)
-    sole = per_group(best.double(), groups)[groups] == 1
-    gap = torch.where(best & sole & (found.count > 1), ranked - second[groups], 0.0)
+    best, second = _leader(found.scores, groups, found.scored)
+    gap = torch.where(best & (found.count > 1), found.scores - second, 0.0)
     values = gap / (found.deviation() + eps) if norm_by_std else gap
     return _spread(values, scores, mask)
+
+
+def _leader(values: Tensor, groups: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether a row alone has the greatest value of its group, and the next smaller value there: both [B], of counted rows."""
+    low = torch.full_like(values, float("-inf"))
+    ranked = torch.where(counted, values, low)
+    best = counted & (ranked == _group_max(ranked, groups)[groups])
+    second = _group_max(torch.where(best, low, ranked), groups)
+    return best & (per_group(best.double(), groups)[groups] == 1), second[groups]
 
 
 def _group_max(values: Tensor, groups: Tensor) -> Tensor:
@@ -173,7 +177,26 @@ def gpg(
     found = Groups(scores, groups, scored)
     alpha = found.scored.double().sum() / ((found.scores != 0) & found.scored).sum().clamp(min=1)
     alpha = torch.where((found.scores != 0).any(), alpha, torch.ones_like(alpha))
-    return _spread(found.unless_alone(alpha * found.centred / f_norm, singleton), scores, mask)
+    return _spread(alpha / f_norm * found.unless_alone(found.centred, singleton), scores, mask)
+
+
+def maxrl(
+    scores: Tensor, groups: Tensor, mask: Tensor, *, scored: Tensor | None = None, singleton: str = "zero"
+) -> Pair:
+    """MaxRL (maximum likelihood RL): (s − μ) / μ, a row's score s against its group's mean μ; 0 where μ is 0.
+
+    For rewards of 0 and 1: the fewer of a prompt's samples succeed, the more each success weighs. A row alone in its group
+    gets 0, or its raw score with `singleton="verl"`. Raises `ValueError` for a score below 0, which would turn the
+    gradient round. scores, groups [B]; mask [B, T]; returns (advantages, returns) [B, T].
+    Tajwar et al. 2026, https://arxiv.org/abs/2602.02710, algorithm 1 (where the mean over samples is the loss's).
+    """
+    found = Groups(scores, groups, scored)
+    if (found.scores < 0).any():
+        raise ValueError(
+            f"scores of maxrl; expected ≥ 0, best 0 and 1; found {float(found.scores.min()):g}; use grpo for others"
+        )
+    mean = found.scores - found.centred
+    return _spread(found.unless_alone(found.centred / torch.where(mean > 0, mean, 1.0), singleton), scores, mask)
 
 
 def gdpo(
@@ -248,26 +271,33 @@ def optimal_token_baseline(
     old_log_probs: Tensor,
     sum_pi_squared: Tensor,
     *,
+    rollout_is_weights: Tensor | None = None,
     scored: Tensor | None = None,
     eps: float = 1e-8,
 ) -> Pair:
     """A_t = G_t − B_t: a token's reward-to-go G minus, at every position t, the group's baseline of least variance.
 
-    B_t = Σ_g G_t·W_t / (Σ_g W_t + eps) over the rows g of a group; W_t = Σ_{u≤t} (1 − 2π_u + Σπ²_u) is the expected squared
-    norm of the logits' gradient up to t. π_u is the sampled token's probability, Σπ²_u the sum of all tokens' squared ones
-    (sum_pi_squared [B, T]). Where only one row of a group still has a token the baseline is 0, as in verl. A token outside
-    the mask has weight and advantage 0. groups [B], all else [B, T]; returns (advantages, returns) [B, T].
+    B_t = Σ_g G_t·W_t / (Σ_g W_t + eps) over the rows g of a group; W_t = Σ_{u≤t} ρ²_u (1 − 2π_u + Σπ²_u) is the expected
+    squared norm of the logits' gradient up to t. π_u is the sampled token's probability, Σπ²_u the sum of all tokens'
+    squared ones (sum_pi_squared [B, T]), ρ_u the importance weight (rollout_is_weights [B, T]; None: 1). A token outside the
+    mask has weight and advantage 0. groups [B], all else [B, T]; returns (advantages, returns) [B, T].
+
+    In the row with the most tokens of its group the baseline is 0 from position n on, where the second most is n tokens:
+    nothing is left to compare with. As in verl, n counts tokens, so that with tool text between them it comes too early;
+    `tir_optimal_token_baseline` is made for that.
     """
     counted = _scored_mask(mask, scored)
     inside = counted.bool()
     returns = discounted_returns(token_level_rewards, counted)
-    energy = torch.where(inside, 1 - 2 * old_log_probs.exp() + sum_pi_squared, 0.0).double().cumsum(-1)
-    weight = torch.where(inside, energy, 0.0)
-    total = per_group(weight, groups)
-    several = per_group(inside.double(), groups) > 1
-    baseline = torch.where(several, per_group(returns.double() * weight, groups) / (total + eps), 0.0)
-    advantages = torch.where(inside, returns - baseline[groups].to(returns.dtype), 0.0)
-    return advantages, returns
+    energy = 1 - 2 * old_log_probs.exp() + sum_pi_squared
+    if rollout_is_weights is not None:
+        energy = energy * rollout_is_weights.square()
+    weight = torch.where(inside, torch.where(inside, energy, 0.0).double().cumsum(-1), 0.0)
+    baseline = (per_group(returns.double() * weight, groups) / (per_group(weight, groups) + eps))[groups]
+    rows = torch.ones_like(groups, dtype=torch.bool) if scored is None else scored.bool()
+    longest, second = _leader(counted.sum(-1).double(), groups, rows)
+    alone = longest[:, None] & (torch.arange(mask.shape[1], device=mask.device) >= second[:, None])
+    return torch.where(inside & ~alone, returns - baseline.to(returns.dtype), returns), returns
 
 
 def tir_optimal_token_baseline(
@@ -277,14 +307,18 @@ def tir_optimal_token_baseline(
     old_log_probs: Tensor,
     sum_pi_squared: Tensor,
     *,
+    rollout_is_weights: Tensor | None = None,
     scored: Tensor | None = None,
     eps: float = 1e-8,
 ) -> Pair:
     """`optimal_token_baseline` for tool use: positions are counted over the model's own tokens (mask 1) only. The n-th
     token that the model wrote is compared with the n-th of the group's other rows, however much tool text lies between."""
     order = torch.sort(mask.bool().to(torch.uint8), dim=-1, descending=True, stable=True).indices
-    given = (token_level_rewards, mask, old_log_probs, sum_pi_squared)
-    rewards, own, old, squared = (one.gather(1, order) for one in given)
-    advantages, returns = optimal_token_baseline(rewards * own, groups, own, old, squared, scored=scored, eps=eps)
+    weights = torch.ones_like(old_log_probs) if rollout_is_weights is None else rollout_is_weights
+    given = (token_level_rewards, mask, old_log_probs, sum_pi_squared, weights)
+    rewards, own, old, squared, weights = (one.gather(1, order) for one in given)
+    advantages, returns = optimal_token_baseline(
+        rewards, groups, own, old, squared, rollout_is_weights=weights, scored=scored, eps=eps
+    )
     back = torch.argsort(order, dim=-1)
     return advantages.gather(1, back), returns.gather(1, back)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,21 @@ from torch import Tensor
 def workload(length: float) -> float:
     """Compute cost of a row of L tokens in verl's formula, 24576·L + L²: linear layers, and attention."""
     return 24_576 * length + length * length
+
+
+def balanced_groups(
+    loads: Sequence[float], groups: Sequence[Hashable], parts: int, *, equal_size: bool = False
+) -> list[list[int]]:
+    """`balanced`, with the rows of a group in one list: `groups` has a value for each row, such as its uid.
+
+    With `equal_size` all lists have the same number of groups. Raises `ValueError` as `balanced` does, of groups.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for row, (_, group) in enumerate(zip(loads, groups, strict=True)):
+        members.setdefault(group, []).append(row)
+    units = [*members.values()]
+    shares = balanced([sum(loads[row] for row in rows) for rows in units], parts, equal_size=equal_size)
+    return [sorted(row for unit in share for row in units[unit]) for share in shares]
 
 
 def balanced(loads: Sequence[float], parts: int, *, equal_size: bool = False) -> list[list[int]]:

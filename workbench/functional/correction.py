@@ -1,26 +1,40 @@
 """Rollout correction: the sampler's and the trainer's probabilities differ; weights, rejections and diagnostics for it.
 
-r = exp(clamp(old − rollout, ±20)) per token: trainer over sampler. verl's names and defaults
-(`algorithm.rollout_correction`). All tensors [B, T]; values outside the mask are ignored.
+Names, defaults, formulas and metrics are those of verl's `algorithm.rollout_correction`. log r = old − rollout per token:
+trainer over sampler. All tensors [B, T]; values outside the mask are ignored; half precision is computed in float32.
+Weights and rejection are independent of each other: both see the whole mask. Rows without a token count in metrics over
+rows as verl counts them: weight 0, log r 0, perplexity 1.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from workbench.functional.masking import masked_mean, masked_sum
 
+LEVELS = ("token", "sequence")
+"""Levels of `importance_weights`."""
 REJECTIONS = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
     "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
 """Kinds of `rejected`: a token's or a row's divergence, by k1 (−log r), k2 (½·log² r) or k3 (r − 1 − log r)."""
+_FAR = 20.0
+"""Bound of log r before it is exponentiated."""
+Band = tuple[float | None, float]
+"""(lower, upper) of a threshold; lower None: only the upper bound was given."""
 
 
 def log_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Log ratio of trainer to sampler per token, old − rollout: [B, T], clamped to ±20, 0 outside the mask."""
-    return torch.where(mask.bool(), old_log_probs - rollout_log_probs, 0.0).clamp(-20, 20)
+    """Log ratio of trainer to sampler per token, old − rollout: [B, T], at least float32, 0 outside the mask, no gradient."""
+    given = (old_log_probs.detach(), rollout_log_probs.detach())
+    old, rollout = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in given)
+    return torch.where(mask.bool(), old - rollout, 0.0)
 
 
 def importance_weights(
@@ -35,22 +49,35 @@ def importance_weights(
 ) -> Tensor:
     """Importance weights [B, T]: trainer's over sampler's probability r of each token, or of its row (`level="sequence"`).
 
-    A row's r is the product over its tokens. Without `lower` weights are truncated at `upper` (TIS); with it, weights
-    outside [lower, upper] are 0 (masked IS, IcePop). `batch_normalize` divides them by their mean over the mask.
-    No gradient flows through them. Yao et al. 2025 (TIS); verl's `rollout_is`.
+    r = exp(clamp(log r, ±20)); a row's log r is the sum over its tokens. Without `lower` weights are truncated at `upper`
+    (TIS); with it, weights outside [lower, upper] are 0 (masked IS, IcePop). `batch_normalize` divides them by their mean,
+    over all tokens, or for `sequence` over the rows that have a token, each counted once. 0 outside the mask. No gradient
+    flows through them. Yao et al. 2025 (TIS); verl's `rollout_is`. Raises `ValueError` for another level or such bounds.
     """
-    if level not in ("token", "sequence"):
+    raw = _raw_weights(log_ratio(old_log_probs, rollout_log_probs, mask), mask, level)
+    weights = _limited(raw, lower, upper)
+    return weights / _norm(weights, mask, level) if batch_normalize else weights
+
+
+def _raw_weights(logs: Tensor, mask: Tensor, level: str) -> Tensor:
+    if level not in LEVELS:
         raise ValueError(f"level of importance weights; expected 'token' or 'sequence'; found {level!r}")
-    logs = log_ratio(old_log_probs, rollout_log_probs, mask).detach()
-    if level == "sequence":
-        logs = logs.sum(-1, keepdim=True).clamp(-20, 20).expand_as(logs)
-    raw = logs.exp()
-    if lower is None:
-        weights = raw.clamp(max=upper)
-    else:
-        weights = torch.where((raw >= lower) & (raw <= upper), raw, 0.0)
-    weights = weights * mask
-    return weights / masked_mean(weights, mask).clamp(min=1e-8) if batch_normalize else weights
+    logs = logs.sum(-1, keepdim=True).expand_as(logs) if level == "sequence" else logs
+    return logs.clamp(-_FAR, _FAR).exp() * mask.bool()
+
+
+def _limited(raw: Tensor, lower: float | None, upper: float) -> Tensor:
+    if not 0 < (upper if lower is None else lower) <= upper < math.inf:
+        raise ValueError(f"bounds of importance weights; expected 0 < lower ≤ upper; found {lower} and {upper}")
+    return raw.clamp(max=upper) if lower is None else torch.where((raw >= lower) & (raw <= upper), raw, 0.0)
+
+
+def _norm(weights: Tensor, mask: Tensor, level: str) -> float:
+    """What `batch_normalize` divides by; 1 where all weights are 0."""
+    rows = mask.bool().any(-1)
+    tokens = masked_mean(weights, mask)
+    mean = float(masked_mean(weights, mask, dim=-1)[rows].mean() if level == "sequence" and rows.any() else tokens)
+    return mean if mean > 1e-8 else 1.0
 
 
 def rejected(
@@ -64,61 +91,239 @@ def rejected(
 ) -> Tensor:
     """Mark tokens (kinds `token_*`) or rows (`seq_*`) on which trainer and sampler differ too much: [B, T] bool.
 
-    `kind` is one of `REJECTIONS`. With r the trainer's over the sampler's probability, k1 kinds compare r (of a row: its
-    product or geometric mean) with [lower, upper], `lower` None meaning 1/upper; k2 and k3 kinds compare ½·log² r and
-    r − 1 − log r (of a row: sum, mean or maximum) with `upper`. Raises `ValueError` for another kind.
+    `kind` is one of `REJECTIONS`: per token k1 = −log r, k2 = ½·log² r or k3 = r − 1 − log r, with log r clamped to ±20;
+    `seq_*` take a row's sum, mean or maximum of it. k2 and k3 are kept up to `upper`. k1 is kept between log `lower` and
+    log `upper`, `lower` None meaning 1/upper. As in verl's code it is −log r that is tested: bounds (0.6, 1.4) keep
+    r from 1/1.4 = 0.71 to 1/0.6 = 1.67, so that of r = 1.5 and r = 0.65 the second is rejected (verl's prose speaks of
+    bounds of r itself; the same where lower = 1/upper). NaN is rejected. Raises `ValueError` for another kind, and for
+    bounds that are not finite, positive and ordered.
     """
+    values, bounds = _tested(log_ratio(old_log_probs, rollout_log_probs, mask), mask, kind, lower, upper)
+    return ~_kept(values, bounds).expand_as(mask) & mask.bool()
+
+
+def _tested(
+    logs: Tensor, mask: Tensor, kind: str, lower: float | None, upper: float
+) -> tuple[Tensor, tuple[float | None, float]]:
+    """What a kind of rejection tests: [B, T], or [B, 1] of rows; and its bounds, logs of the given ones for k1."""
     if kind not in REJECTIONS:
         raise ValueError(f"kind of rejection {kind!r}; expected one of {', '.join(REJECTIONS)}")
-    logs = log_ratio(old_log_probs, rollout_log_probs, mask).detach()
-    inside = mask.bool()
     over, _, estimator = kind.rpartition("_")
-    values = {"k1": logs, "k2": 0.5 * logs.square(), "k3": logs.exp() - 1 - logs}[estimator]
+    if not 0 < (upper if lower is None else lower) < math.inf or (
+        lower is not None and (lower > upper or estimator != "k1")
+    ):
+        raise ValueError(
+            f"bounds of {kind}; expected 0 < lower ≤ upper, and an upper one alone but for k1; found {lower}, {upper}"
+        )
+    logs = logs.clamp(-_FAR, _FAR)
+    values = {"k1": -logs, "k2": 0.5 * logs.square(), "k3": logs.exp() - 1 - logs}[estimator]
     if over == "seq_sum":
         values = masked_sum(values, mask, dim=-1)[:, None]
     elif over == "seq_mean":
         values = masked_mean(values, mask, dim=-1)[:, None]
-    elif over == "seq_max":
-        values = torch.where(inside, values, float("-inf")).amax(-1, keepdim=True)
-    if estimator == "k1":
-        ratio = values.clamp(-20, 20).exp()
-        out = (ratio > upper) | (ratio < (1 / upper if lower is None else lower))
+    elif over == "seq_max":  # k2 and k3 are never negative, so that 0 stands for a row without a token
+        values = torch.where(mask.bool(), values, 0.0).amax(-1, keepdim=True)
+    if estimator != "k1":
+        return values, (None, upper)
+    return values, (-math.log(upper) if lower is None else math.log(lower), math.log(upper))
+
+
+def _kept(values: Tensor, bounds: tuple[float | None, float]) -> Tensor:
+    lower, upper = bounds
+    return values <= upper if lower is None else (values >= lower) & (values <= upper)
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A number of some rows, and how it is joined with that of others."""
+
+    value: float
+    weight: float = 1.0
+    """Of a mean: how many tokens or rows it is over."""
+    kind: str = "mean"
+    """`mean`, `max` or `min`."""
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """Result of `corrected`."""
+
+    weights: Tensor | None
+    """Importance weights [B, T]; None where none were asked for."""
+    mask: Tensor
+    """The mask without what was rejected: [B, T], of the mask's dtype."""
+    metrics: dict[str, Statistic]
+    """verl's names, without `rollout_corr/`."""
+
+
+def corrected(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    level: str | None = None,
+    upper: float = 2.0,
+    lower: float | None = None,
+    batch_normalize: bool = False,
+    rejections: Mapping[str, Band] | None = None,
+) -> Corrected:
+    """Importance weights, rejection and metrics of the gap between trainer (old) and sampler (rollout) log-probs [B, T].
+
+    Weights are those of `importance_weights` (`level` None: none); the mask loses what any kind of `rejections`, kind →
+    (lower, upper), marks: see `rejected`. Both are computed on the whole mask.
+    """
+    logs = log_ratio(old_log_probs, rollout_log_probs, mask)
+    metrics = off_policy(old_log_probs, rollout_log_probs, mask)
+    weights, inside = None, mask.bool()
+    if level is not None:
+        raw = _raw_weights(logs, mask, level)
+        weights = _limited(raw, lower, upper)
+        metrics |= _weight_metrics(weights, raw, logs, mask, level, (lower, upper))
+        if batch_normalize:
+            norm = _norm(weights, mask, level)
+            metrics["rollout_is_batch_norm_factor"] = Statistic(norm, float(inside.sum()))
+            weights = weights / norm
+    out = torch.zeros_like(inside)
+    for kind, band in (rejections or {}).items():
+        values, bounds = _tested(logs, mask, kind, *band)
+        mine = ~_kept(values, bounds).expand_as(inside) & inside
+        metrics |= _rejection_metrics(kind, values, bounds, mine, mask)
+        out |= mine
+    if rejections and inside.any():
+        metrics["rollout_rs_masked_fraction"] = _over_tokens(out, mask)
+        metrics["rollout_rs_seq_masked_fraction"] = _over_rows(out.any(-1))
+    return Corrected(weights, mask * (~out).to(mask.dtype), metrics)
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def _over_tokens(values: Tensor, mask: Tensor) -> Statistic:
+    return Statistic(float(masked_mean(values.expand_as(mask).double(), mask)), float(mask.sum()))
+
+
+def _over_rows(values: Tensor) -> Statistic:
+    return Statistic(float(values.double().mean()), len(values))
+
+
+def _largest(values: Tensor) -> Statistic:
+    return Statistic(float(values.max()), kind="max")
+
+
+def _smallest(values: Tensor) -> Statistic:
+    return Statistic(float(values.min()), kind="min")
+
+
+def _spread(name: str, values: Tensor) -> dict[str, Statistic]:
+    """Mean, deviation (unbiased; 0 of one), maximum and minimum of one number a row: [B]."""
+    std = float(values.double().std()) if len(values) > 1 else 0.0
+    extremes = {f"{name}_max": _largest(values), f"{name}_min": _smallest(values)}
+    return {f"{name}_mean": _over_rows(values), f"{name}_std": Statistic(std, len(values)), **extremes}
+
+
+def _deviation(values: Tensor, mask: Tensor) -> Statistic:
+    """Deviation of [B, T] over the mask, not unbiased."""
+    inside = values.expand_as(mask)[mask.bool()].double()
+    return Statistic(float(inside.std(unbiased=False)), len(inside))
+
+
+def _weight_metrics(
+    weights: Tensor, raw: Tensor, logs: Tensor, mask: Tensor, level: str, band: Band
+) -> dict[str, Statistic]:
+    """verl's `rollout_is_*`; maximum and minimum of sequence weights are those before truncation. {} for an empty mask."""
+    inside = mask.bool()
+    if not inside.any():
+        return {}
+    lower, upper = band
+    lowest = 1 / upper if lower is None else lower
+    if level == "sequence":
+        sums = logs.sum(-1)
+        high, low = _over_rows(sums > math.log(upper)), _over_rows(sums < math.log(lowest))
+        extremes = sums.clamp(max=_FAR).exp()
     else:
-        out = values > upper
-    return out.expand_as(inside) & inside
+        high, low = _over_tokens(raw > upper, mask), _over_tokens(raw < lowest, mask)
+        extremes = weights[inside]
+    rows, raw_rows = masked_mean(weights, mask, dim=-1), masked_mean(raw, mask, dim=-1)
+    outside = {} if lower is None else {"rollout_is_oob_ratio": _over_tokens((raw < lower) | (raw > upper), mask)}
+    return {
+        "rollout_is_mean": _over_tokens(weights, mask),
+        "rollout_is_std": _deviation(weights, mask),
+        "rollout_is_max": _largest(extremes),
+        "rollout_is_min": _smallest(extremes),
+        "rollout_is_eff_sample_size": Statistic(effective_sample_size(weights, mask), float(mask.sum())),
+        "rollout_is_ratio_fraction_high": high,
+        "rollout_is_ratio_fraction_low": low,
+        **outside,
+        **_spread("rollout_is_seq", rows),
+        "rollout_is_seq_max_deviation": _largest((rows - 1).abs()),
+        "rollout_is_seq_fraction_high": _over_rows(raw_rows > upper),
+        "rollout_is_seq_fraction_low": _over_rows(raw_rows < lowest),
+    }
+
+
+def _rejection_metrics(
+    kind: str, values: Tensor, bounds: tuple[float | None, float], out: Tensor, mask: Tensor
+) -> dict[str, Statistic]:
+    """verl's `rollout_rs_<kind>_*` of what a kind tests: per token [B, T] or per row [B, 1]. {} for an empty mask.
+
+    `_seq_*` and the shares of rows are over rows that have a token.
+    """
+    inside, (lower, upper), name = mask.bool(), bounds, f"rollout_rs_{kind}"
+    if not inside.any():
+        return {}
+    filled, of_tokens = inside.any(-1), kind.startswith("token")
+    rows = (masked_mean(values, mask, dim=-1) if of_tokens else values[:, 0])[filled]
+    tested = values[inside] if of_tokens else rows
+    floor = 0.0 if lower is None else lower
+    below = {} if lower is None else {f"{name}_seq_fraction_low": _over_rows(rows < lower)}
+    return {
+        f"{name}_mean": _over_tokens(values, mask),
+        f"{name}_std": _deviation(values.clamp(floor, upper), mask),
+        f"{name}_max": _largest(tested),
+        f"{name}_min": _smallest(tested),
+        f"{name}_fraction_high": _over_rows(tested > upper),
+        f"{name}_fraction_low": _over_rows(tested < (-math.inf if lower is None else lower)),
+        **_spread(f"{name}_seq", rows),
+        f"{name}_seq_max_deviation": _largest(rows.abs()),
+        f"{name}_seq_fraction_high": _over_rows(rows > upper),
+        **below,
+        f"{name}_masked_fraction": _over_tokens(out, mask),
+        f"{name}_seq_masked_fraction": _over_rows(out.any(-1)[filled]),
+    }
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
-    """Effective sample size of weights w [B, T] over the mask, as a share of its tokens: 1 / mean((w / mean w)²) ≤ 1."""
-    mean = masked_mean(weights, mask).clamp(min=1e-8)
-    return float(1 / masked_mean((weights / mean).square(), mask).clamp(min=1e-8))
+    """Effective sample size of weights w [B, T] over the mask, as a share of its tokens: (mean w)² / mean w² ≤ 1; 0 of none."""
+    weights = weights.double()
+    squares = float(masked_mean(weights.square(), mask))
+    return float(masked_mean(weights, mask)) ** 2 / squares if squares > 0 else 0.0
 
 
-def off_policy(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
+def off_policy(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Statistic]:
     """Metrics of the gap between the trainer's (old) and the sampler's (rollout) log-probs [B, T]: verl's names → values.
 
     `kl` = mean(rollout − old) estimates KL(sampler‖trainer) in nats, `k3_kl` does so without negative values. Perplexities
-    are means over rows of exp(−mean log-prob of the row); `log_ppl_diff` is trainer minus sampler. {} for an empty mask.
+    are means over rows of exp(−mean log-prob of the row); `log_ppl_diff` is trainer minus sampler. `chi2_*` are
+    mean r² − 1 of tokens and of rows, with log r clamped to ±20. {} for an empty mask.
     """
-    rows = mask.sum(-1) > 0
-    logs = log_ratio(old_log_probs, rollout_log_probs, mask)
-    trainer, sampler = (-masked_mean(x, mask, dim=-1)[rows] for x in (old_log_probs, rollout_log_probs))
-    gap = trainer - sampler
-    if not rows.any():
+    if not mask.any():
         return {}
-    per_row = logs.sum(-1)[rows].clamp(-20, 20)
+    logs = log_ratio(old_log_probs, rollout_log_probs, mask).double()
+    trainer, sampler = (-masked_mean(x.detach().double(), mask, dim=-1) for x in (old_log_probs, rollout_log_probs))
+    gap, bounded, sums = trainer - sampler, logs.clamp(-_FAR, _FAR), logs.sum(-1).clamp(-_FAR, _FAR)
+    chi2_token, chi2_seq = _over_tokens((2 * bounded).exp() - 1, mask), _over_rows((2 * sums).exp() - 1)
     return {
-        "training_ppl": float(trainer.exp().mean()),
-        "training_log_ppl": float(trainer.mean()),
-        "rollout_ppl": float(sampler.exp().mean()),
-        "rollout_log_ppl": float(sampler.mean()),
-        "kl": float(masked_mean(-logs, mask)),
-        "k3_kl": float(masked_mean(logs.exp() - 1 - logs, mask)),
-        "log_ppl_diff": float(gap.mean()),
-        "log_ppl_abs_diff": float(gap.abs().mean()),
-        "log_ppl_diff_max": float(gap.max()),
-        "log_ppl_diff_min": float(gap.min()),
-        "ppl_ratio": float(gap.exp().mean()),
-        "chi2_token": float(masked_mean((2 * logs).clamp(-20, 20).exp(), mask) - 1),
-        "chi2_seq": float((2 * per_row).clamp(-20, 20).exp().mean() - 1),
+        "training_ppl": _over_rows(trainer.exp()),
+        "training_log_ppl": _over_rows(trainer),
+        "rollout_ppl": _over_rows(sampler.exp()),
+        "rollout_log_ppl": _over_rows(sampler),
+        "kl": _over_tokens(-logs, mask),
+        "k3_kl": _over_tokens(logs.expm1() - logs, mask),
+        "log_ppl_diff": _over_rows(gap),
+        "log_ppl_abs_diff": _over_rows(gap.abs()),
+        "log_ppl_diff_max": _largest(gap),
+        "log_ppl_diff_min": _smallest(gap),
+        "ppl_ratio": _over_rows(gap.exp()),
+        "chi2_token": chi2_token,
+        "chi2_seq": chi2_seq,
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec
 
 import torch
@@ -36,6 +36,19 @@ class Surrogate:
     """[B, T] bool: tokens whose loss the dual clip bounds (negative advantage, ratio beyond `clip_ratio_c`)."""
     aggregation: str | None = None
     """The aggregation mode that the loss is defined with; None: the caller chooses."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name → [B, T], of which the mean over the mask is the metric `actor/<name>`: verl's names mean what they do there."""
+    per_row: bool = False
+    """Whether the loss is one number a row, on its first token."""
+
+    def weighted(self, weights: Tensor, mask: Tensor) -> Tensor:
+        """The loss [B, T] times importance weights [B, T]; one number a row times the geometric mean of its weights.
+
+        The geometric mean is exp(mean over the row's mask of log(w + 1e-10)), as verl's `geo_mean` takes it.
+        """
+        if self.per_row:
+            weights = masked_mean((weights + 1e-10).log(), mask, dim=-1).exp()[:, None]
+        return self.loss * weights
 
 
 class Inside:
@@ -45,7 +58,8 @@ class Inside:
         self.mask, self.inside = mask, mask.bool()
         columns = (old_log_probs, log_probs, advantages)
         self.old, self.new, self.advantages = (torch.where(self.inside, one, 0.0) for one in columns)
-        self.log_ratio = (self.new - self.old).clamp(-20, 20)
+        self.gap = self.new - self.old
+        self.log_ratio = self.gap.clamp(-20, 20)
         self.ratio = self.log_ratio.exp()
 
     def two_sided(self, ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -61,15 +75,25 @@ class Inside:
         lower: Tensor | None = None,
         ratio: Tensor | None = None,
         aggregation: str | None = None,
+        per_row: bool = False,
+        **metrics: Tensor,
     ) -> Surrogate:
-        """A `Surrogate` of these parts, 0 or False outside the mask; `ratio` defaults to the ratio of each token."""
+        """A `Surrogate` of these parts, 0 or False outside the mask; `ratio` defaults to the ratio of each token.
+
+        `metrics` stand beside, or in place of, `pg_clipfrac` (clipped), `pg_clipfrac_lower` and `ppo_kl` (−log ρ).
+        """
         nowhere = torch.zeros_like(self.inside)
+        high = nowhere if clipped is None else clipped.detach() & self.inside
+        low = nowhere if lower is None else lower.detach() & self.inside
+        measured = {"pg_clipfrac": high, "pg_clipfrac_lower": low, "ppo_kl": -self.log_ratio} | metrics
         return Surrogate(
             loss=torch.where(self.inside, loss, 0.0),
             ratio=(self.ratio if ratio is None else ratio).detach(),
-            clipped=nowhere if clipped is None else clipped.detach() & self.inside,
-            clipped_lower=nowhere if lower is None else lower.detach() & self.inside,
+            clipped=high,
+            clipped_lower=low,
             aggregation=aggregation,
+            metrics={name: values.detach() for name, values in measured.items()},
+            per_row=per_row,
         )
 
 
@@ -117,10 +141,10 @@ def gspo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2
     4e-4) and its aggregation is seq-mean-token-mean. Zheng et al. 2025, https://arxiv.org/abs/2507.18071.
     """
     lengths = x.mask.sum(-1, keepdim=True).clamp(min=1)
-    sequence = (x.new - x.old).sum(-1, keepdim=True) / lengths
+    sequence = x.gap.sum(-1, keepdim=True) / lengths
     ratio = (sequence.detach() + x.new - x.new.detach()).clamp(max=10).exp()
     loss, clipped = x.two_sided(ratio, clip_ratio_low, clip_ratio_high)
-    return x.surrogate(loss, clipped, ratio=torch.where(x.inside, ratio, 1.0))
+    return x.surrogate(loss, clipped, ratio=torch.where(x.inside, ratio, 1.0), ppo_kl=-x.gap)
 
 
 @_policy_loss
@@ -138,8 +162,11 @@ def sapo(x: Inside, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Surrogate
 
 @_policy_loss
 def gpg(x: Inside) -> Surrogate:
-    """GPG: −A·log π, the plain policy gradient without ratio or clip. Chu et al. 2025, https://arxiv.org/abs/2504.02546."""
-    return x.surrogate(-x.advantages * x.new)
+    """GPG: −A·log π, the plain policy gradient without ratio or clip. Chu et al. 2025, https://arxiv.org/abs/2504.02546.
+
+    Times importance weights it is REINFORCE off-policy, the `reinforce` of verl's bypass mode.
+    """
+    return x.surrogate(-x.advantages * x.new, ppo_kl=-x.gap)
 
 
 @_policy_loss
@@ -160,7 +187,8 @@ def dppo_tv(
     """DPPO, total variation: −A·sg(min(ρ, c))·log π, without tokens whose probability π has already moved too far.
 
     Left out, and marked in `clipped`: tokens of advantage A > 0 with π_new − π_old > `clip_ratio_high`, and the others with
-    π_old − π_new > `clip_ratio_low`. c = `clip_ratio_c`; sg stops the gradient. https://arxiv.org/abs/2602.04879.
+    π_old − π_new > `clip_ratio_low`. c = `clip_ratio_c`; `clipped_lower` marks ρ > c among those kept. sg stops the
+    gradient. https://arxiv.org/abs/2602.04879.
     """
     moved = x.new.exp() - x.old.exp()
     out = torch.where(x.advantages > 0, moved > clip_ratio_high, -moved > clip_ratio_low)
@@ -172,15 +200,15 @@ def dppo_kl(
     x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float = 3.0
 ) -> Surrogate:
     """DPPO, KL: as `dppo_tv`, but the KL in nats between old and new π (sampled token against all others) is limited."""
-    p, q = (one.exp().clamp(1e-8, 1 - 1e-7) for one in (x.old, x.new))
-    divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-    up, down = (x.ratio > 1) & (divergence > clip_ratio_high), (x.ratio < 1) & (divergence > clip_ratio_low)
+    p, q = x.old.exp(), x.new.exp()
+    divergence = -p * x.gap + (1 - p) * ((1 - p + 1e-8) / (1 - q + 1e-8)).log()
+    up, down = (q > p) & (divergence > clip_ratio_high), (q < p) & (divergence > clip_ratio_low)
     return _within(x, torch.where(x.advantages > 0, up, down).detach(), clip_ratio_c)
 
 
 def _within(x: Inside, out: Tensor, clip_ratio_c: float) -> Surrogate:
     weight = x.ratio.clamp(max=clip_ratio_c).detach()
-    return x.surrogate(-x.advantages * weight * x.new * (~out), out)
+    return x.surrogate(-x.advantages * weight * x.new * (~out), out, lower=(x.ratio > clip_ratio_c) & ~out)
 
 
 @_policy_loss
@@ -191,7 +219,7 @@ def dro(x: Inside, *, dro_beta: float = 0.1) -> Surrogate:
     """
     if dro_beta <= 0:
         raise ValueError(f"dro_beta must be > 0; found {dro_beta}")
-    return x.surrogate(-(x.new * x.advantages - 0.5 * dro_beta * (x.new - x.old).square()))
+    return x.surrogate(-(x.new * x.advantages - 0.5 * dro_beta * x.gap.square()), ppo_kl=-x.gap)
 
 
 @_policy_loss
@@ -199,7 +227,8 @@ def geo_mean(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float =
     """GMPO: −Ā·(geometric mean of the clipped ratios of a row), with the row's mean advantage Ā.
 
     log ρ is clipped to [−low, high] on the side to which the advantage pulls it. There is one number per row, on its first
-    token; they are aggregated as the mean over rows. Zhao et al. 2025, https://arxiv.org/abs/2507.20673.
+    token; they are aggregated as the mean over rows that have a token (verl divides by empty rows, too). Zhao et al. 2025,
+    https://arxiv.org/abs/2507.20673.
     """
     sign = x.advantages.sign()
     bounded = x.log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
@@ -215,6 +244,8 @@ def geo_mean(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float =
         lower=outside & (x.advantages < 0),
         ratio=torch.where(x.inside, ratio[:, None], 1.0),
         aggregation="seq-mean-token-sum",
+        per_row=True,
+        ppo_kl=-x.gap,
     )
 
 
@@ -237,7 +268,8 @@ def clip_cov(
     """Clip-Cov: PPO's clip, without a few random tokens of high covariance of advantage and log π.
 
     Such tokens lower the entropy most. A share `clip_cov_ratio` of all tokens is left out, chosen per micro-batch among
-    those with a covariance between lb and ub, by torch's generator. Cui et al. 2025, https://arxiv.org/abs/2505.22617.
+    those with a covariance between lb and ub, by torch's generator. They are `pg_clipfrac`, as in verl; PPO's own clip is
+    `ppo_clipfrac`, and `clipped` marks both. Cui et al. 2025, https://arxiv.org/abs/2505.22617.
     """
     loss, clipped = x.two_sided(x.ratio, clip_ratio_low, clip_ratio_high)
     covariance = _covariance(x)
@@ -247,7 +279,8 @@ def clip_cov(
     dropped = torch.zeros_like(x.inside).flatten()
     dropped[candidates[torch.randperm(len(candidates))[:number].to(candidates.device)]] = True
     dropped = dropped.view_as(x.inside)
-    return x.surrogate(torch.where(dropped, 0.0, loss), clipped | dropped)
+    kept, either = torch.where(dropped, 0.0, loss), clipped | dropped
+    return x.surrogate(kept, either, pg_clipfrac=dropped, ppo_clipfrac=clipped & x.inside, ppo_kl=-x.gap)
 
 
 @_policy_loss
@@ -255,7 +288,8 @@ def kl_cov(x: Inside, *, kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 0.1)
     """KL-Cov: −Aρ, plus `ppo_kl_coef`·|log ρ| on the share of tokens with the highest covariance of A and log π.
 
     A is the advantage, ρ the ratio. `clipped` marks those tokens, a share `kl_cov_ratio` chosen per micro-batch as in
-    verl. Cui et al. 2025, https://arxiv.org/abs/2505.22617.
+    verl; they are the metric `kl_cov_frac`, and `ppo_kl` is the mean of |new − old|, as in verl. Cui et al. 2025,
+    https://arxiv.org/abs/2505.22617.
     """
     covariance = torch.where(x.inside, _covariance(x), float("-inf")).flatten()
     number = max(1, int(float(x.mask.sum()) * kl_cov_ratio)) if bool(x.inside.any()) else 0
@@ -263,7 +297,9 @@ def kl_cov(x: Inside, *, kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 0.1)
     chosen[covariance.topk(number).indices] = True
     chosen = chosen.view_as(x.inside)
     loss = -x.advantages * x.ratio
-    return x.surrogate(torch.where(chosen, loss + ppo_kl_coef * x.log_ratio.abs(), loss), chosen)
+    loss = torch.where(chosen, loss + ppo_kl_coef * x.log_ratio.abs(), loss)
+    none = torch.zeros_like(chosen)
+    return x.surrogate(loss, chosen, pg_clipfrac=none, kl_cov_frac=chosen, ppo_kl=x.gap.abs())
 
 
 _VARIANTS = (gspo, sapo, gpg, cispo, dppo_tv, dppo_kl, dro, geo_mean, clip_cov, kl_cov)

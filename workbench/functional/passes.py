@@ -21,30 +21,35 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def expected_best(values: Tensor, n: int, *, worst: bool = False) -> float:
-    """Expected maximum (or minimum) of n draws with replacement from the values [N]: exact, where verl draws 1000 times.
+def best_of(values: Tensor, n: int, *, worst: bool = False) -> tuple[float, float]:
+    """Mean and standard deviation of the maximum (or minimum) of n draws with replacement from the values [N].
 
-    Σ_i v_(i)·((i/N)ⁿ − ((i − 1)/N)ⁿ) over the sorted values.
+    Exact, where verl draws 1000 times: the i-th of the sorted values is the maximum with probability
+    (i/N)ⁿ − ((i − 1)/N)ⁿ.
     """
     ranked = values.double().sort(descending=worst).values
-    shares = (torch.arange(len(ranked) + 1, dtype=torch.float64) / len(ranked)) ** n
-    return float((ranked * shares.diff()).sum())
+    shares = ((torch.arange(len(ranked) + 1, dtype=torch.float64) / len(ranked)) ** n).diff()
+    mean = (ranked * shares).sum()
+    return float(mean), float(((ranked - mean).square() * shares).sum().sqrt())
 
 
-def majority(answers: Sequence[Any], values: Tensor, n: int, *, draws: int = 1000, seed: int = 42) -> float:
-    """Mean value of the most frequent answer among n draws with replacement; None (no answer) votes for nobody.
+def majority(
+    answers: Sequence[Any], values: Tensor, n: int, *, draws: int = 1000, seed: int = 42
+) -> tuple[float, float]:
+    """Mean and standard deviation of the value of the most frequent answer among n draws with replacement.
 
-    A tie goes to the answer that came first in the draw, as in verl; draws without any answer are worth 0.
+    None (no answer) votes for nobody; draws without any answer are worth 0. A tie goes to the answer that came first in the
+    draw, as in verl.
     """
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(0, len(answers), (draws, n), generator=generator).tolist()
-    total = 0.0
-    for pick in picks:
+    found = torch.zeros(draws, dtype=torch.float64)
+    for draw, pick in enumerate(picks):
         votes = Counter(answers[one] for one in pick if answers[one] is not None)
         if votes:
             winner = votes.most_common(1)[0][0]
-            total += float(values[next(one for one in pick if answers[one] == winner)])
-    return total / draws
+            found[draw] = float(values[next(one for one in pick if answers[one] == winner)])
+    return float(found.mean()), float(found.std(correction=0))
 
 
 def sizes(samples: int) -> list[int]:

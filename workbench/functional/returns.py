@@ -30,6 +30,8 @@ def gae(
     lam: float = 1.0,
     whiten: bool = True,
     zero_masked: bool = True,
+    *,
+    scored: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: (advantages, returns), both [B, T], 0 outside the mask.
 
@@ -38,8 +40,10 @@ def gae(
     δₜ = rₜ + γVₜ₊₁ − Vₜ, Aₜ = δₜ + γλAₜ₊₁; a position outside the mask (tool text) passes V and A
     through unchanged. returns = A + V before whitening; advantages are then whitened over the mask. verl keeps the whitened
     values outside the mask; no loss reads them, and here they are 0 unless `zero_masked=False` asks for verl's. A mask
-    with fewer than two positions is not whitened. Schulman et al. 2016, https://arxiv.org/abs/1506.02438.
+    with fewer than two positions is not whitened. Rows of which `scored` [B] bool is False get 0 and are in no statistic.
+    Schulman et al. 2016, https://arxiv.org/abs/1506.02438.
     """
+    mask = mask if scored is None else mask * scored.to(mask.dtype)[:, None]
     next_value = torch.zeros_like(values[:, 0])
     carried = torch.zeros_like(next_value)
     columns = []

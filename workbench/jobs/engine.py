@@ -129,7 +129,9 @@ class Client(PapermillNotebookClient):
             why = f"killed by {signal.Signals(-code).name}"
             why += ": often for lack of memory (see the system's log)" if code == -signal.SIGKILL else ""
         else:
-            why = f"it exited with status {code}"
+            why = (
+                f"it exited with status {code}" if code is not None else "how it ended is not known: it left no status"
+            )
         text = f"the kernel died in this cell: {why}. What was shown before is above; the run folder has the rest."
         return nbformat.v4.new_output("error", ename=DEAD, evalue=text, traceback=[text])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +13,11 @@ from typing import Any
 
 import yaml
 
+from workbench import rewards
 from workbench.base.config import coerce
 from workbench.base.errors import SettingError, describe, first_line, unknown
+from workbench.compat.verl_reward import reward_from
+from workbench.rewards.base import BaseReward
 
 TAG = "parameters"
 _TYPES: Mapping[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict}
@@ -128,6 +132,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
 def resolve(notebook: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Check the given parameters and convert them to the notebook's annotated types: `"false"` → False, `"1e-6"` → 1e-6.
 
+    A text for a `list[str]` that is no list is a list of one, and `~/` is the home folder.
+
     Raises `SettingError` for a name that is not declared (the message has the nearest one) or not an identifier, and for a
     value that the annotation does not allow; no kernel is started.
     """
@@ -137,13 +143,41 @@ def resolve(notebook: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
         if not name.isidentifier() or name not in declared:
             raise SettingError(unknown(f"parameter of {Path(notebook).name}", name, declared))
         parameter = declared[name]
-        if isinstance(value, str) and parameter.annotation.removeprefix("Optional[").startswith(("list", "dict")):
+        value = _home(value)
+        if parameter.annotation == "list[str]" and isinstance(value, str) and not value.lstrip().startswith("["):
+            value = [value]
+        elif isinstance(value, str) and parameter.annotation.removeprefix("Optional[").startswith(("list", "dict")):
             try:
                 value = ast.literal_eval(value)
             except (ValueError, SyntaxError) as cause:
                 raise SettingError(f"value of parameter {name!r}", expected="a list or dict", found=value) from cause
-        values[name] = coerce(name, value, parameter.kind)
+        values[name] = _home(coerce(name, value, parameter.kind))
     return values
+
+
+def _home(value: Any) -> Any:
+    """With `~/` at the start of a text, or of the texts of a list, as the home folder: no shell expands it after a `=`."""
+    if isinstance(value, list):
+        return [_home(one) for one in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+
+def open_reward(given: str, tokenizer: Any) -> BaseReward:
+    """The reward that a job's parameter names; `tokenizer` is the policy's.
+
+    `file.py` or `file.py:function`, a yaml or JSON file with verl's `reward.*` settings, or a scorer, by its own name or a
+    `data_source`'s; "" is the scorer of each row's `data_source`. Raises `SettingError` for another name.
+    """
+    file = given.partition(":")[0]
+    if file.endswith((".yaml", ".yml", ".json")):
+        return reward_from(read_file(file), tokenizer=tokenizer)
+    if not given or file.endswith(".py"):
+        return rewards.as_reward(given or None)
+    scorers = {**{one.__name__: one for one in (*rewards.SCORERS.values(), rewards.math_verify)}, **rewards.SCORERS}
+    if given not in scorers:
+        do = "or name a file: file.py:function, or a yaml of reward.* settings"
+        raise SettingError(unknown("scorer", given, scorers), do=do)
+    return rewards.as_reward(scorers[given])
 
 
 def table(notebook: str | Path, values: Mapping[str, Any]) -> str:

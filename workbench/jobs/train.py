@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import os
 import time
 import warnings
@@ -63,11 +64,23 @@ class Training(Coroutine[Any, Any, Run]):
         self._work = self._work or self._begin()
         return self._work
 
+    def _state(self) -> str:
+        """ "" before it is awaited, then `under way`, then `over`."""
+        work = self.__dict__.get("_work")
+        return "" if work is None else "over" if inspect.getcoroutinestate(work) == inspect.CORO_CLOSED else "under way"
+
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(_not_begun(f"a training has no {name!r} (the run that it returns may have)"))
+        what, state = f"a training has no {name!r} (the run that it returns may have)", self._state()
+        if not state:
+            raise AttributeError(_not_begun(what))
+        do = "take the run that `await` returned, or wb.load_run(path)"
+        if state == "under way":
+            do = "wait for the run that `await` returns, or read its folder meanwhile: wb.load_run(path)"
+        raise AttributeError(message(what, found=f"a training that is {state}", do=do))
 
     def __repr__(self) -> str:
-        return _not_begun("a training, not yet a run") if self._work is None else "a training under way"
+        state = self._state()
+        return f"a training that is {state}" if state else _not_begun("a training, not yet a run")
 
     def __del__(self) -> None:
         if self.__dict__.get("_begin") is not None and self._work is None:

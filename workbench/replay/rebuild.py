@@ -38,7 +38,7 @@ from workbench.runs import checkpoint, updates
 from workbench.runs.folder import read_settings, step_folder
 from workbench.runs.settings import MADE_AGAIN, OURS, WORDS, files_crc32
 from workbench.stages.pipeline import Pipeline
-from workbench.stages.stage import BaseStage, Outcome, Stage
+from workbench.stages.stage import BaseStage, Outcome, Stage, used
 from workbench.steps.trace import Phase, Trace, perform
 
 
@@ -57,6 +57,7 @@ class Missing(BaseStage):
     ) -> None:
         self.name, self.what = record["name"], what
         self.reads, self.writes = tuple(record["reads"]), tuple(record["writes"])
+        self.optional = tuple(record.get("optional", ()))
         self.updates = learner is not None
         self._record, self._learner, self._remake = record, learner, remake
 
@@ -130,8 +131,9 @@ class Missing(BaseStage):
             return ["rows"]
         every, origins = self._phase.rows is not None, before.origins
         read = [name for name in before.columns if every or name not in origins or origins[name].stage == "dataset"]
-        moved = [name for name in dict.fromkeys((*self.reads, *read)) if not unchanged(name, before, batch)]
-        return [name for name in moved if name not in batch or not same(before[name], batch[name])]
+        asked = dict.fromkeys((*used(self, before), *used(self, batch), *read))
+        moved = [name for name in asked if not unchanged(name, before, batch)]
+        return [name for name in moved if not (name in before and name in batch and same(before[name], batch[name]))]
 
 
 class _Gone(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,8 @@ from workbench.base import formats
 from workbench.base.errors import RunError, first_line
 from workbench.base.shown import Shown, shows
 from workbench.replay import rebuild
-from workbench.replay.stepping import Replayed, stepper_at
+from workbench.replay.audit import Audit, audit_run
+from workbench.replay.stepping import Replayed, controllers, stepper_at
 from workbench.runs import checkpoint
 from workbench.runs.folder import STEP, held, read_json, read_metrics, read_settings, step_folder, step_folders
 from workbench.runs.kept_traces import Kept, read_kept
@@ -125,6 +127,14 @@ class Run(Shown):
     def restorable_steps(self) -> str:
         """Steps whose exact weights can be restored, from checkpoints and recorded updates, such as `0, 3–6`."""
         return rebuild.restorable_steps(self.path)
+
+    def audit(self, step: int | None = None) -> Audit:
+        """Recompute what a recorded step holds (None: every recorded step) by slow formulas of its own, and compare.
+
+        Columns and metrics that need the model, the clock or foreign code are listed with the reason. No model is opened.
+        Raises `RunError` where the step's trace is not on disk.
+        """
+        return audit_run(self.traces, self.rows, functools.partial(controllers, self.path), step)
 
     # --- any step again -------------------------------------------------------------------------
 

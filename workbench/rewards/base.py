@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from workbench.dataproto.core import DataProto
 from workbench.rewards.score import Score, Status, failed
 from workbench.rewards.signatures import EPISODE
 
+Judging = Callable[[Sequence[Mapping[str, Any]]], list[Score]]
 _POLICIES = re.compile(r"mask|raise|retry\((\d+)\)|value=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 
 
@@ -21,7 +22,8 @@ class BaseReward:
     """Base class of all rewards: subclasses implement `judge(rows)`; the reward stage calls `score(batch)`.
 
     `on_failure` is the policy for rows that could not be scored (*infra_error*): `mask`, `raise`, `retry(n)` or
-    `value=x`; see `Reward`. Raises `RewardError` for any other policy.
+    `value=x`; see `Reward`. It holds for every reward: `tried` judges again, `settle` does the rest. Raises `RewardError` for
+    any other policy.
     """
 
     name: str = "reward"
@@ -45,6 +47,11 @@ class BaseReward:
         """The source code of the reward function, or a judge's prompt; None where there is neither."""
         return None
 
+    @property
+    def binding(self) -> Mapping[str, str]:
+        """Argument of the reward function → what it is filled from, in words; {} where there is no function."""
+        return {}
+
     def settings(self) -> dict[str, Any]:
         """The reward's settings as plain values, for the run's record."""
         return {"on_failure": self.on_failure}
@@ -64,19 +71,39 @@ class BaseReward:
         """Score rows from `row_views`: one `Score` each, in order. A row that fails gets an *infra_error* `Score`."""
         raise NotImplementedError
 
-    def judged(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """Like `judge`, but rows of broken agent episodes (`broken_episode`) are *infra_error* and not judged."""
+    def judged(self, rows: Sequence[Mapping[str, Any]], judge: Judging | None = None) -> list[Score]:
+        """Like `tried`, but rows of broken agent episodes (`broken_episode`) are *infra_error* and not judged."""
         whys = [broken_episode(row["columns"]) for row in rows]
-        asked = [row for row, why in zip(rows, whys, strict=True) if not why]
-        scores = self.judge(asked) if asked or not rows else []
-        if len(scores) != len(asked):
-            raise RewardError(f"result of reward {self.name!r}", expected=f"{len(asked)} scores", found=len(scores))
-        waiting = iter(scores)
-        return [failed(f"the episode broke: {why}") if why else next(waiting) for why in whys]
+        scores = iter(self.tried([row for row, why in zip(rows, whys, strict=True) if not why], judge))
+        return [failed(f"the episode broke: {why}") if why else next(scores) for why in whys]
+
+    def tried(self, rows: Sequence[Mapping[str, Any]], judge: Judging | None = None) -> list[Score]:
+        """Like `judge` (or the given function in its place), but rows that fail are judged up to `retries` more times, with
+        those that they are judged together with. Raises `RewardError` for a wrong number of scores."""
+        found, waiting = dict[int, Score](), list(range(len(rows)))
+        for _ in range(1 + self.retries):
+            if not waiting:
+                break
+            scores = (judge or self.judge)([rows[number] for number in waiting])
+            if len(scores) != len(waiting):
+                what, expected = f"result of reward {self.name!r}", f"{len(waiting)} scores"
+                raise RewardError(what, expected=expected, found=len(scores))
+            new = zip(waiting, scores, strict=True)
+            found.update((number, score) for number, score in new if number not in found or _broken(found[number]))
+            waiting = self._again(rows, [number for number in found if _broken(found[number])])
+        return [found[number] for number in range(len(rows))]
+
+    def _again(self, rows: Sequence[Mapping[str, Any]], lost: list[int]) -> list[int]:
+        """The rows to judge once more: the `lost` ones, and those that they are judged together with."""
+        per = getattr(self, "per", "row" if self.streams else "group" if "uid" in self.reads else "batch")
+        if not lost or per == "row":
+            return lost
+        uids = {rows[number].get("uid") for number in lost}
+        return [number for number, row in enumerate(rows) if per == "batch" or row.get("uid") in uids]
 
     def settle(self, scores: Sequence[Score]) -> list[Score]:
         """Apply `on_failure` to scores. Raises `RewardError` under `raise`, or if every row failed (unless `value=x`)."""
-        broken = [score for score in scores if score.status is Status.INFRA_ERROR]
+        broken = [score for score in scores if _broken(score)]
         value = self.failed_value
         if broken and (self.on_failure == "raise" or (len(broken) == len(scores) and value is None)):
             what = "a row" if self.on_failure == "raise" else f"all {len(scores)} rows"
@@ -86,7 +113,7 @@ class BaseReward:
             return list(scores)
         return [
             replace(score, value=value, status=Status.COUNTED, why=f"counted as {value:g} by policy: {score.why}")
-            if score.status is Status.INFRA_ERROR
+            if _broken(score)
             else score
             for score in scores
         ]
@@ -95,6 +122,10 @@ class BaseReward:
         """Score a batch with `response_text`: one `Score` per row. Raises `RewardError` where `on_failure` says so."""
         self.check_signature(batch.columns)
         return self.settle(self.judged(row_views(batch)))
+
+
+def _broken(score: Score) -> bool:
+    return score.status is Status.INFRA_ERROR
 
 
 def broken_episode(columns: Mapping[str, Any]) -> str:
@@ -110,11 +141,16 @@ def row_views(batch: DataProto) -> list[dict[str, Any]]:
     """The rows of a batch as dicts of plain values (see `row_view`), which reward functions take as arguments."""
     objects = {name: list(batch.non_tensor_batch[name]) for name in batch.non_tensor_batch if name != "score"}
     ids: list[list[int]] = [[]] * len(batch)
+    asked: list[list[int] | None] = [None] * len(batch)
+    if "prompt_mask" in batch:
+        pairs = zip(batch["prompts"].numpy(), batch["prompt_mask"].bool().numpy(), strict=True)
+        asked = [row[mask].tolist() for row, mask in pairs]
     if "response_mask" in batch:
         pairs = zip(batch["responses"].numpy(), response_lengths(batch).tolist(), strict=True)
         ids = [row[:length].tolist() for row, length in pairs]
     rows = [{name: values[number] for name, values in objects.items()} for number in range(len(batch))]
-    return [row_view(columns, columns["response_text"], one) for columns, one in zip(rows, ids, strict=True)]
+    each = zip(rows, ids, asked, strict=True)
+    return [row_view(columns, columns["response_text"], one, prompt) for columns, one, prompt in each]
 
 
 def response_lengths(batch: DataProto) -> torch.Tensor:
@@ -138,8 +174,13 @@ def padded(rows: Sequence[Sequence[int]], pad: int = 0) -> dict[str, torch.Tenso
     }
 
 
-def row_view(columns: Mapping[str, Any], response: str, ids: Sequence[int]) -> dict[str, Any]:
-    """The dict that rewards get for a row: response, prompt, ground truth, …, and all object columns as `columns`."""
+def row_view(
+    columns: Mapping[str, Any], response: str, ids: Sequence[int], prompt_ids: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """The dict that rewards get for a row: response, prompt, ground truth, …, and all object columns as `columns`.
+
+    `prompt_ids` is in it where the prompt's tokens are known.
+    """
     chat = columns.get("raw_prompt")
     prompt = chat[-1]["content"] if isinstance(chat, list) and chat else chat
     episode = {name: columns[name] for name in EPISODE if name in columns}
@@ -154,4 +195,5 @@ def row_view(columns: Mapping[str, Any], response: str, ids: Sequence[int]) -> d
         "extra_info": {**(columns.get("extra_info") or {}), **episode},
         "uid": columns.get("uid"),
         "columns": dict(columns),
+        **({} if prompt_ids is None else {"prompt_ids": list(prompt_ids)}),
     }

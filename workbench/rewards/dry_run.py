@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from workbench.base.errors import DataError, RewardError, boundary, first_line
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
+from workbench.datasets import files, records
 from workbench.rewards.base import BaseReward, row_view, row_views
 from workbench.rewards.reward import as_reward
 from workbench.rewards.score import Score, Status, failed
@@ -40,9 +42,16 @@ class Judged:
 class DryRun(Shown):
     """The result of `dry_run`. Print it, or look at its tables `table`, `summary`, `disagreements` and `failures`."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], judged: Mapping[str, Sequence[Judged]]) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        judged: Mapping[str, Sequence[Judged]],
+        bindings: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    ) -> None:
         self.rows = list(rows)
         self.judged = {name: list(found) for name, found in judged.items()}
+        self.bindings = {name: dict(binding) for name, binding in bindings.items()}
+        """Reward → its `binding`: argument → what it was filled from."""
 
     @property
     def table(self) -> pd.DataFrame:
@@ -133,7 +142,8 @@ def dry_run(functions: Any, completions: Any, *, limit: int | None = None) -> Dr
     """
     rows = _rows(completions)[:limit]
     rewards = _named(functions)
-    return DryRun(rows, {name: _judge(reward, rows) for name, reward in rewards.items()})
+    judged = {name: _judge(reward, rows) for name, reward in rewards.items()}
+    return DryRun(rows, judged, {name: reward.binding for name, reward in rewards.items()})
 
 
 def _named(functions: Any) -> dict[str, BaseReward]:
@@ -150,7 +160,7 @@ def _named(functions: Any) -> dict[str, BaseReward]:
 def _judge(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Judged]:
     try:
         if rows:
-            reward.check_signature(list(rows[0]["columns"]))
+            reward.check_signature(list(dict.fromkeys(name for row in rows for name in row["columns"])))
         scores = reward.judged(rows)
     except (RewardError, DataError) as error:
         scores = [failed(first_line(error, 500)) for _ in rows]
@@ -168,14 +178,27 @@ def _rows(completions: Any) -> list[dict[str, Any]]:
     if isinstance(batch, DataProto):
         return row_views(batch)
     if isinstance(completions, str | Path):
-        from workbench.datasets import files
-
-        records: Iterable[Any] = [record for path in files.find(completions) for record in files.read(path)]
-    elif hasattr(completions, "to_dict") and hasattr(completions, "columns"):
-        records = completions.to_dict("records")
+        found: Iterable[Any] = [record for path in files.find(completions) for record in files.read(path)]
     else:
-        records = completions
-    return [_row(record, number) for number, record in enumerate(records)]
+        found = records.table_records(completions)
+    return [_row(_texts(record, number), number) for number, record in enumerate(found)]
+
+
+def _texts(record: Any, number: int) -> Any:
+    """A record whose missing cells are None, whose prompt is a text or a chat of text, and whose response is a text."""
+    if not isinstance(record, Mapping):
+        return record
+    found = {
+        str(name): None if records.absent(cell := records.plain(value)) else cell for name, value in record.items()
+    }
+    asked = next((name for name in PROMPT if found.get(name) is not None), None)
+    if asked is not None:
+        chat = records.chat(found[asked], f"{asked} of completion {number}")
+        found[asked] = found[asked] if records.is_text(found[asked], chat) else chat
+    answered = next((name for name in RESPONSE if isinstance(found.get(name), str | list)), None)
+    if answered is not None:
+        found[answered] = records.spoken(found[answered], f"{answered} of completion {number}")
+    return found
 
 
 def _row(record: Any, number: int) -> dict[str, Any]:
@@ -194,14 +217,8 @@ def _row(record: Any, number: int) -> dict[str, Any]:
         truth = next((columns[name] for name in TRUTH if columns.get(name) is not None), None)
         judged = {"ground_truth": truth}
     prompt = next((columns[name] for name in PROMPT if columns.get(name) is not None), None)
-    chat = prompt if isinstance(prompt, list | None) else [{"role": "user", "content": str(prompt)}]
-    plain = {**columns, "reward_model": dict(judged), "raw_prompt": chat}
+    plain = {**columns, "reward_model": dict(judged), "raw_prompt": prompt}
+    if not isinstance(prompt, list | None):
+        plain |= {"raw_prompt": [{"role": "user", "content": str(prompt)}], "prompt_is_text": True}
     ids = columns.get("response_ids", columns.get("completion_ids"))
-    return row_view(plain, said(columns[name]), () if ids is None else ids)
-
-
-def said(completion: Any) -> str:
-    """A completion as text. Of a list of messages (TRL's conversational form) the contents are joined by newlines."""
-    if isinstance(completion, str):
-        return completion
-    return "\n".join(str(turn.get("content", "")) if isinstance(turn, Mapping) else str(turn) for turn in completion)
+    return row_view(plain, columns[name], () if ids is None else ids, columns.get("prompt_ids"))

@@ -1,8 +1,9 @@
 """Functions of Python files: read in this process, run only in worker processes.
 
 Importing a file runs its code. The trainer's process therefore only reads the text, takes signatures from its syntax tree,
-and sends the text to the worker processes, which execute it as a module. Only files below an allowed root are read: the
-current folder, and those in `WORKBENCH_CODE_ROOTS`.
+and sends the text to the worker processes, which execute it as a module, in a package as one of its modules; with relative
+imports the package's `__init__.py` files are run before it. Only files below an allowed root are read: the current folder, and
+those in `WORKBENCH_CODE_ROOTS`; such a package must lie there as a whole.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from workbench.base.errors import DataError, WorkbenchError, unknown
@@ -29,9 +32,20 @@ class FileFunction:
     construct = False
     """True for a name that is a class: a worker makes an object of it with the kwargs, and calls the object."""
 
-    def __init__(self, path: Path, text: str, name: str, kwargs: Mapping[str, Any], signature: inspect.Signature):
+    def __init__(
+        self,
+        path: Path,
+        text: str,
+        name: str,
+        kwargs: Mapping[str, Any],
+        signature: inspect.Signature,
+        package: str = "",
+        relative: bool = False,
+    ) -> None:
         self.path = path
         self.text = text
+        self.package = package
+        self.relative = relative
         self.kwargs = dict(kwargs)
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
         self.__name__ = name
@@ -41,10 +55,23 @@ class FileFunction:
         """File name, function name and SHA-256 of the file's text, for the run's record."""
         return {"path": self.path.name, "function": self.__name__, "sha256": self.sha256}
 
-    def record(self) -> dict[str, Any]:
-        """What a worker process needs to load the function: path, name, source text, bound arguments."""
-        named = {"path": str(self.path), "name": self.__name__}
-        return {**named, "text": self.text, "kwargs": self.kwargs, "construct": self.construct}
+    def record(self, more: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        """What a worker process needs to load the function: path, module, name, source text, arguments bound here or in `more`."""
+        kwargs = {**self.kwargs, **more}
+        inside = self.package.count(".") + 1 if self.package else 0
+        module = f"{self.package}.{self.path.stem}" if self.package else f"workbench_reward_{self.path.stem}"
+        functions = {name: one.record() for name, one in kwargs.items() if isinstance(one, FileFunction)}
+        return {
+            "path": str(self.path),
+            "root": str(self.path.parents[inside]),
+            "module": module.removesuffix(".__init__"),
+            "relative": self.relative,
+            "name": self.__name__,
+            "text": self.text,
+            "kwargs": {name: one for name, one in kwargs.items() if name not in functions},
+            "functions": functions,
+            "construct": self.construct,
+        }
 
     def __call__(self, **arguments: Any) -> Any:
         """Raise `DataError`: a call would run the file's code in the trainer's process."""
@@ -79,7 +106,25 @@ def load_function(
     # a name that is assigned (a partial, an object of a class) may be callable too; its signature cannot be read
     if name not in functions and name not in _assigned(tree):
         raise DataError(f"{str(path)!r}: " + unknown("function of this file", name, functions))
-    return FileFunction(file, text, name, reward_kwargs, _signature(functions.get(name), reward_kwargs))
+    dots = max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0)
+    package = _package(file, dots, allowed_roots(roots))
+    return FileFunction(
+        file, text, name, reward_kwargs, _signature(functions.get(name), reward_kwargs), package, dots > 0
+    )
+
+
+def _package(file: Path, dots: int, allowed: Sequence[Path]) -> str:
+    """Dotted name of the package that a file is in, at least as deep as the `dots` of its imports; "" for none.
+
+    Raises `DataError` for relative imports of a package that is not below an allowed folder.
+    """
+    marked = len(list(itertools.takewhile(lambda folder: (folder / "__init__.py").is_file(), file.parents)))
+    folders = file.parents[: max(marked, dots)]
+    if dots:
+        what = f"the package of {file.name!r}, which has relative imports,"
+        check_roots(what, folders[-1:], allowed, DataError, "move it there")
+    inside = folders and any(folders[-1].is_relative_to(root) for root in allowed)
+    return ".".join(folder.name for folder in reversed(folders)) if inside else ""
 
 
 def allowed_roots(roots: Sequence[str | Path] = ()) -> list[Path]:
@@ -104,6 +149,12 @@ def _assigned(tree: ast.Module) -> set[str]:
     return {target.id for target in targets if isinstance(target, ast.Name)} | classes
 
 
+class Written(str):
+    """A default's source text: its value stays in the file."""
+
+    __repr__ = str.__str__
+
+
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -114,8 +165,11 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | None, given: Mappi
         return inspect.Signature([kinds(name, kinds.KEYWORD_ONLY) for name in _VERL if name not in given])
     own = node.args
     plain = [*own.posonlyargs, *own.args]
-    optional = {arg.arg for arg in plain[len(plain) - len(own.defaults) :]}
-    optional |= {a.arg for a, default in zip(own.kwonlyargs, own.kw_defaults, strict=True) if default is not None}
+    pairs = [*zip(plain[len(plain) - len(own.defaults) :], own.defaults, strict=True)]
+    pairs += [
+        (arg, default) for arg, default in zip(own.kwonlyargs, own.kw_defaults, strict=True) if default is not None
+    ]
+    optional = {arg.arg: Written(ast.unparse(default)) for arg, default in pairs}
     groups: list[tuple[Any, Sequence[ast.arg | None]]] = [
         (kinds.POSITIONAL_ONLY, own.posonlyargs),
         (kinds.POSITIONAL_OR_KEYWORD, own.args),
@@ -124,6 +178,5 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | None, given: Mappi
         (kinds.VAR_KEYWORD, [own.kwarg]),
     ]
     found = [kinds(arg.arg, kind) for kind, several in groups for arg in several if arg and arg.arg not in given]
-    # a default's value stays in the file: that there is one is all that is needed
-    found = [one.replace(default=None) if one.name in optional else one for one in found]
+    found = [one.replace(default=optional[one.name]) if one.name in optional else one for one in found]
     return inspect.Signature(found, __validate_parameters__=False)

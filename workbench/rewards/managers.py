@@ -8,6 +8,7 @@ with `MISSING`, and the reward of an empty response is not written to the last c
 from __future__ import annotations
 
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,15 +17,15 @@ from typing import Any
 import torch
 
 from workbench.base.config import require
-from workbench.base.errors import RewardError, unknown
-from workbench.rewards.base import BaseReward, broken_episode, row_view, row_views
+from workbench.base.errors import RewardError, first_line, unknown
+from workbench.rewards.base import BaseReward, row_view
 from workbench.rewards.files import FileFunction, load_function
 from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.reward import as_reward
 from workbench.rewards.runner import Pool
 from workbench.rewards.score import MISSING, Score, extra_columns, failed
 from workbench.rewards.scorers.shaping import overlong_penalty
-from workbench.rewards.signatures import as_score
+from workbench.rewards.signatures import row_score
 
 RESERVED = ("score", "reward_score", "status", "scored", "step", "input", "output", "gts")
 """Keys of `reward_extra_info` that a function's dict cannot overwrite."""
@@ -32,8 +33,14 @@ MANAGERS: dict[str, type[NaiveRewardManager]] = {}
 """Name → manager class."""
 
 
-def register(name: str) -> Callable[[type[Any]], type[Any]]:
-    """Decorator: registers a reward manager class under a name, as in `@register("mine")`."""
+def register(name: str, *, replace: bool = False) -> Callable[[type[Any]], type[Any]]:
+    """Decorator: registers a reward manager class under a name, as in `@register("mine")`; a later class replaces yours.
+
+    Raises `RewardError` for the name of one of workbench's own managers, unless `replace=True`.
+    """
+    if getattr(MANAGERS.get(name), "__module__", None) == __name__ and not replace:
+        do = f"choose another name, or write @register({name!r}, replace=True)"
+        raise RewardError(f"reward manager {name!r} is workbench's own", expected="a name of yours", do=do)
 
     def known(kind: type[Any]) -> type[Any]:
         MANAGERS[name] = kind
@@ -101,7 +108,7 @@ class NaiveRewardManager:
     def scores(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
         """One `Score` for each row, in order, after the `on_failure` policy."""
         self.reward.check_signature(list(rows[0]["columns"]) if rows else [])
-        return self.reward.settle(self.reward.judge(rows))
+        return self.reward.settle(self.reward.tried(rows))
 
     def _rows(self, data: Any) -> list[dict[str, Any]]:
         responses = data.batch["responses"]
@@ -146,6 +153,7 @@ def extra_info(scores: Sequence[Score]) -> dict[str, list[Any]]:
         found["pred"] = column(lambda score: MISSING if score.answer is None else score.answer)
     return {
         **{name: values for name, values in found.items() if name not in RESERVED},
+        "why": column(lambda score: score.why),
         "score": column(lambda score: score.value if score.scored else MISSING),
         "status": column(lambda score: score.status.value),
         "scored": column(lambda score: score.scored),
@@ -238,14 +246,17 @@ class ManagerReward(BaseReward):
     """`ManagerReward(manager)`: any reward manager, of workbench or written for verl, as a reward.
 
     The manager is called with a mutable, verl-shaped copy of the batch. Its result is read as one `Score` per row: the sum
-    of a row of its tensor, and its extra info where that has one value per row.
+    of a row of its tensor, and its extra info where that has one value per row. A row whose sum is no finite number is
+    *infra_error*, and so are all rows where the manager raises or gives a tensor that is not [B, T].
     """
+
+    per = "batch"
 
     streams = False
     in_process = True  # a trial would need a rollout's tensors
     reads = ("prompts", "attention_mask", "reward_model", "data_source")
 
-    def __init__(self, manager: Any, *, name: str | None = None, on_failure: str = "raise") -> None:
+    def __init__(self, manager: Any, *, name: str | None = None, on_failure: str = "mask") -> None:
         super().__init__(name or type(manager).__name__, on_failure)
         self.manager = manager
 
@@ -254,13 +265,23 @@ class ManagerReward(BaseReward):
         if callable(close := getattr(self.manager, "close", None)):
             close()
 
+    def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
+        """Raise `RewardError`: a manager is called with a rollout's whole batch, by `score`."""
+        raise RewardError(f"reward manager {self.name} scores the batch of a rollout", found="rows without its tensors")
+
     def score(self, batch: Any) -> list[Score]:
-        """One `Score` for each row of a batch. Raises `RewardError` unless the manager's tensor is [B, T]."""
-        scores = self.settle(read_result(self.manager(batch.mutable(), return_dict=True), batch, self.name))
-        if "agent_extra" not in batch:
-            return scores
-        whys = [broken_episode(row["columns"]) for row in row_views(batch)]
-        return [failed(f"the episode broke: {why}") if why else one for why, one in zip(whys, scores, strict=True)]
+        """One `Score` for each row of a batch, after the `on_failure` policy."""
+        names = [name for name in ("agent_extra", "finish_reason") if name in batch]
+        rows = [{"number": row, "columns": {name: batch[name][row] for name in names}} for row in range(len(batch))]
+
+        def asked(some: Sequence[Mapping[str, Any]]) -> list[Score]:
+            try:
+                scores = read_result(self.manager(batch.mutable(), return_dict=True), batch, self.name)
+            except Exception as error:  # noqa: BLE001 - what a manager raises is every row's record
+                return [failed(first_line(error, 400), "".join(traceback.format_exception(error)))] * len(some)
+            return [scores[row["number"]] for row in some]
+
+        return self.settle(self.judged(rows, asked))
 
 
 def read_result(result: Any, batch: Any, name: str) -> list[Score]:
@@ -273,11 +294,12 @@ def read_result(result: Any, batch: Any, name: str) -> list[Score]:
         raise RewardError(f"result of reward manager {name}", expected=f"a tensor of shape {shape}", found=found)
     values = tensor.double().sum(-1).tolist()
     ours = {*RESERVED} - {"status"}
-    kept = [key for key, column in info.items() if len(column) == len(values) and key not in ours]
+    sized = {key: column for key, column in info.items() if hasattr(column, "__len__") and key not in ours}
+    kept = [key for key, column in sized.items() if len(column) == len(values)]
     scores = []
     for row, value in enumerate(values):
         said = {key: info[key][row] for key in kept if info[key][row] is not MISSING}
-        scores.append(as_score({**said, "score": value}, "manager", 0))
+        scores.append(row_score({**said, "score": value}, name, row))
     return scores
 
 
@@ -298,7 +320,7 @@ class FileManagerReward(ManagerReward):
         compute_score: Any = None,
         reward_fn_key: str = "data_source",
         timeout: float = 300.0,
-        on_failure: str = "raise",
+        on_failure: str = "mask",
         roots: Sequence[str | Path] = (),
         **reward_kwargs: Any,
     ) -> None:

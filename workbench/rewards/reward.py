@@ -9,12 +9,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from workbench.base import runtime
 from workbench.base.config import require, source_of
-from workbench.base.errors import DataError, RewardError, first_line, unknown
+from workbench.base.errors import DataError, first_line, unknown
+from workbench.base.shown import Shown
+from workbench.dataproto.columns import declared
 from workbench.rewards import signatures
 from workbench.rewards.base import BaseReward, row_view
 from workbench.rewards.code import Code
@@ -31,24 +34,30 @@ from workbench.rewards.truths import lint, unscorable_of
 from workbench.sandbox.protocol import Sandbox
 
 
-class Reward(BaseReward):
+class Reward(BaseReward, Shown):
     """`Reward(function)`: scores a batch by a function, one `Score` per row, in order.
 
     The function is called by its own signature: verl's `compute_score(data_source, solution_str, ground_truth,
-    extra_info)` or its batch form, TRL's keyword style (`completions`, …), OpenRLHF's `(queries, prompts, labels)`, or any
-    arguments named like values or columns of a row. `per="group"` calls it once for the rows of one prompt, with lists, so
-    that it can rank or compare them; by default plural names mean one call for the batch, others one call per row.
+    extra_info)` or its batch form, TRL's keyword style (`completions`, …), OpenRLHF's `(queries, prompts, labels)`, AReaL's,
+    EasyR1's, slime's `(args, sample)` with `args` bound, or any arguments named like values or columns of a row.
+    An argument is filled from the value that its name means (`signatures.ALIASES`), or from a column of its name; one with a
+    default from such a value alone. `rename={"argument": "value or column"}` fills any argument, one with a default too.
+    TRL's functions with `**kwargs` get every column by its name, over a default too, as TRL calls them. `binding` says what
+    each argument gets. Constants are bound by `functools.partial`. `completion` is a text; for functions of verifiers,
+    `rename={"completion": "completion_messages"}` makes it a list of messages.
+    `per="group"` calls it once for the rows of one prompt, with lists, so that it can rank or compare them; by default plural
+    names mean one call for the batch, others one call per row.
 
     It runs in a pool of `workers` processes with `timeout` seconds per row and `memory_limit_mb` per process, or with
     `in_process=True` in this process, where only an async function can be stopped at its timeout.
-    A `rate_limit` holds for all calls of all rewards that share the object. `given` names arguments that are bound already;
-    `check_rows` is called with a data set's rows before a run.
-    `on_failure` is the policy for rows that could not be scored (the function raised, hung or lost its worker):
+    A `rate_limit` holds for all calls of all rewards that share the object. `check_rows` is called with a data set's rows
+    before a run. `on_failure` is the policy for rows that could not be scored (the function raised, hung, lost its worker, or
+    returned NaN or what is no reward; of a batch or group all rows, where the number of results is wrong):
 
     - `mask` (default): the row is not scored: it is counted and left out of means and losses. If every row fails,
       that is a `RewardError` all the same, because then the function is broken.
     - `raise`: the first failure raises `RewardError`.
-    - `retry(n)`: up to n more tries, then `mask`.
+    - `retry(n)`: up to n more tries, of a group or batch all its rows, then `mask`.
     - `value=x`: the row counts as x; its `why` still says that the function did not score it.
     """
 
@@ -64,21 +73,24 @@ class Reward(BaseReward):
         per: str | None = None,
         rate_limit: RateLimit | None = None,
         name: str | None = None,
-        given: Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
         check_rows: Callable[[Iterable[Mapping[str, Any]]], str | None] | None = None,
     ) -> None:
         require(workers >= 1, "workers", expected="≥ 1", found=workers)
         require(timeout > 0, "timeout", expected="seconds > 0", found=timeout)
         require(per in (None, "row", "batch", "group"), "per", expected="one of row, batch, group", found=per)
-        super().__init__(name or str(getattr(function, "__name__", type(function).__name__)), on_failure)
+        super().__init__(name or signatures.called(function), on_failure)
         self.function = function
-        signature = signatures.read_signature(function, given)
+        self._file = function.func if isinstance(function, partial) else function
+        self._columns: Sequence[str] | None = None
+        signature = signatures.read_signature(function, rename)
         self.per = per or ("batch" if signature.batched else "row")
         self._signature = replace(signature, batched=self.per != "row")
         self.reads = self._signature.columns()
         if self.per == "group":
             self.reads = tuple(dict.fromkeys((*self.reads, "uid")))
-        self.streams = self.per == "row"
+        # a row that streams comes without its prompt's tokens
+        self.streams = self.per == "row" and "prompt_ids" not in map(signature.wanted, signature.defaults)
         self.in_process = in_process
         self.workers = workers
         self.timeout = timeout
@@ -89,20 +101,29 @@ class Reward(BaseReward):
     @property
     def source(self) -> str | None:
         """The function's source text, also of one defined in a notebook cell; None where it cannot be found."""
-        return self.function.text if isinstance(self.function, FileFunction) else source_of(self.function)
+        return self._file.text if isinstance(self._file, FileFunction) else source_of(self.function)
+
+    @property
+    def binding(self) -> Mapping[str, str]:
+        """Argument of the function → what it is filled from: exact once `check_signature` has seen the rows' columns."""
+        return self._signature.binding(self._columns)
 
     def settings(self) -> dict[str, Any]:
         """The reward's settings as plain values; for a function from a file also its name and the file's hash."""
         found = {"in_process": self.in_process, "timeout": self.timeout, **super().settings()}
         if self.per == "group":
             found["per"] = self.per
-        if isinstance(self.function, FileFunction):
-            found["file"] = self.function.describe()
+        if self._signature.rename:
+            found["rename"] = dict(self._signature.rename)
+        if isinstance(self._file, FileFunction):
+            found["file"] = self._file.describe()
         return found
 
     def check_signature(self, columns: Sequence[str]) -> None:
         """Raise `RewardError`, before anything is scored, if the function needs an argument that rows do not have."""
-        signatures.check_arguments(self.function, self._signature, columns)
+        # a function gets a row's objects, not its tensors
+        self._columns = [name for name in columns if (column := declared(name)) is None or not column.is_tensor]
+        self._signature.check(self._columns)
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
         """Raise `DataError` for rows that the function can never score (see `BaseReward.check_rows`)."""
@@ -124,7 +145,8 @@ class Reward(BaseReward):
         together = list(calls.values())
         arguments = [self._arguments([rows[number] for number in numbers]) for numbers in together]
         # a call's time limit is the row limit times its rows
-        answers = self._answers(arguments, [self.timeout * len(numbers) for numbers in together])
+        ask = self._here if self._pool is None else self._pool.map
+        answers = ask(arguments, [self.timeout * len(numbers) for numbers in together])
         scores: dict[int, Score] = {}
         for numbers, answer in zip(together, answers, strict=True):
             scores.update(zip(numbers, self._scores(answer, numbers), strict=True))
@@ -136,32 +158,14 @@ class Reward(BaseReward):
         return signatures.call_arguments(self._signature, rows[0])
 
     def _scores(self, answer: Answer, numbers: Sequence[int]) -> list[Score]:
-        """What one call gave for these rows. Raises `RewardError` for a wrong count."""
-        if not answer.ok:
-            results: Any = [failed(answer.why, answer.traceback)] * len(numbers)
-        elif self.per == "row":
-            results = [answer.result]
-        else:
-            results = signatures.results_of_batch(answer.result)
-        if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != len(numbers):
-            found = len(results) if hasattr(results, "__len__") else type(results).__name__
-            what, expected = f"result of reward function {self.name}", f"a list of {len(numbers)} rewards"
-            raise RewardError(what, expected=expected, found=found)
-        each = answer.seconds / len(numbers)
-        pairs = zip(numbers, results, strict=True)
-        scores = [signatures.as_score(result, self.name, row).timed(each) for row, result in pairs]
+        """What one call gave for these rows."""
+        found = [failed(answer.why, answer.traceback)] * len(numbers)
+        if answer.ok:
+            found = signatures.scores_of(answer.result, self.name, numbers, self.per != "row")
+        scores = [score.timed(answer.seconds / len(numbers)) for score in found]
         if self.per == "row" and answer.printed:
             return [scores[0].with_extra({"printed": answer.printed})]
         return scores
-
-    def _answers(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float]) -> list[Answer]:
-        ask = self._here if self._pool is None else self._pool.map
-        answers: dict[int, Answer] = {}
-        for _ in range(1 + self.retries):
-            left = [number for number in range(len(calls)) if number not in answers or not answers[number].ok]
-            found = ask([calls[number] for number in left], [limits[number] for number in left])
-            answers.update(zip(left, found, strict=True))
-        return [answers[number] for number in range(len(calls))]
 
     def _here(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float]) -> list[Answer]:
         """In this process: one after the other; what async functions return is awaited together, each to its limit."""
@@ -180,10 +184,6 @@ class Reward(BaseReward):
             answers = runtime.run_all(lambda number: _awaited(found[number], limits[number], self._rate_limit), waiting)
             found.update(zip(waiting, answers, strict=True))
         return list(found.values())
-
-    def __repr__(self) -> str:
-        where = "in this process" if self.in_process else f"{self.workers} workers, {self.timeout:g} s a row"
-        return f"Reward({self.name}: {where}, on failure {self.on_failure})"
 
 
 async def _awaited(awaitable: Any, limit: float, rate_limit: RateLimit | None) -> Answer:

@@ -57,6 +57,12 @@ class Rubric(BaseReward, Shown):
         """The `source` of every part, one after the other."""
         return "\n\n".join(f"# {part}\n{reward.source}" for part, reward in self.parts.items() if reward.source)
 
+    @property
+    def binding(self) -> Mapping[str, str]:
+        """The parts' bindings, each argument under `part.argument`."""
+        each = self.parts.items()
+        return {f"{part}.{name}": said for part, reward in each for name, said in reward.binding.items()}
+
     def settings(self) -> dict[str, Any]:
         """The rubric's settings as plain values: policy, weights, gates, and the settings of each part."""
         own = {name: getattr(self, name) for name in ("weights", "gates", "gated", "normalise")}
@@ -127,7 +133,7 @@ class Rubric(BaseReward, Shown):
 
 def _settled(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
     """A part's scores after its own policy; that it failed on all rows is left to the rubric's policy."""
-    scores = reward.judge(rows)
+    scores = reward.tried(rows)
     return reward.settle(scores) if reward.on_failure == "raise" or reward.failed_value is not None else scores
 
 

@@ -51,7 +51,7 @@ def _by_value(function: Callable[..., Any]) -> bytes:
     """
     inner = function.func if isinstance(function, partial) else function
     if isinstance(inner, FileFunction):  # its text travels, and is run in the worker alone
-        return cloudpickle.dumps(inner.record())
+        return cloudpickle.dumps(inner.record(function.keywords if isinstance(function, partial) else {}))
     module: Any = sys.modules.get(getattr(inner, "__module__", None) or "")
     file = getattr(module, "__file__", None) or ""
     folders = {str(_PACKAGE), sys.prefix, sys.base_prefix}
@@ -104,14 +104,17 @@ class Pool:
     def map(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float] | None = None) -> list[Answer]:
         """Call the function with each of `calls` (keyword arguments): one `Answer` per call, in order. `limits` are seconds
         per call, by default the pool's `timeout`. A call that runs past its limit, or kills its worker, fails alone."""
-        bodies = [cloudpickle.dumps(dict(arguments)) for arguments in calls]
+        bodies = [_packed(arguments) for arguments in calls]
         seconds = [self._timeout] * len(calls) if limits is None else limits
         places, slot = asyncio.Semaphore(self._size), (self._rate_limit or RateLimit()).slot
 
         async def ask(number: int) -> Answer:
+            body = bodies[number]
+            if isinstance(body, Answer):
+                return body
             async with places, slot():
                 worker = self._idle.pop() if self._idle else None
-                return await in_thread(lambda: self._answer(worker, bodies[number], seconds[number]))
+                return await in_thread(lambda: self._answer(worker, body, seconds[number]))
 
         try:
             return runtime.run_all(ask, range(len(calls)))
@@ -135,6 +138,13 @@ class Pool:
         else:
             self._workers.discard(worker)
         return answer
+
+
+def _packed(arguments: Mapping[str, Any]) -> bytes | Answer:
+    try:
+        return cloudpickle.dumps(dict(arguments))
+    except Exception as error:  # noqa: BLE001 - a row that cannot travel is that row's failure
+        return Answer(False, None, f"the row cannot be sent to a worker process: {first_line(error)}")
 
 
 def _exchanged(worker: Child, body: bytes, limit: float, late: str = "the function gave no answer") -> Answer:

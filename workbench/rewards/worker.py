@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
+import importlib
 import importlib.abc
 import importlib.util
 import inspect
@@ -27,6 +29,14 @@ async def awaited(result: Any) -> Any:
     return await result
 
 
+def plain(result: Any) -> Any:
+    """A result without classes of the function's file, which the parent process does not have: a dataclass as a dict."""
+    ours = type(result).__module__.startswith("workbench.")
+    if dataclasses.is_dataclass(result) and not isinstance(result, type) and not ours:
+        return {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    return [plain(one) for one in result] if type(result) is list else result
+
+
 PRINTED = 4000
 """Characters of what a call prints that are kept: people look into a function by printing."""
 
@@ -39,7 +49,8 @@ def answer(function: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
     try:
         with contextlib.redirect_stdout(printed):
             result = function(**arguments)
-            found = (True, asyncio.run(awaited(result)) if inspect.isawaitable(result) else result, "", None)
+            result = asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
+            found = (True, plain(result), "", None)
     except BaseException as error:  # noqa: BLE001 - scorers raise BaseException time-outs too; the row keeps it
         found = (False, None, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
     return *found, time.perf_counter() - began, printed.getvalue()[:PRINTED]
@@ -51,6 +62,10 @@ class TextLoader(importlib.abc.InspectLoader):
     def __init__(self, path: str, text: str) -> None:
         self.path, self.text = path, text
 
+    def is_package(self, fullname: str) -> bool:
+        """Whether it is the `__init__.py` of a package."""
+        return os.path.basename(self.path) == "__init__.py"
+
     def get_source(self, fullname: str) -> str:
         """The module's source text."""
         return self.text
@@ -61,24 +76,44 @@ class TextLoader(importlib.abc.InspectLoader):
 
 
 def from_file(record: dict[str, Any]) -> Any:
-    """Load the function of a `FileFunction.record`, from its text; the folder of the file is put on `sys.path`.
+    """Load the function of a `FileFunction.record`, from its text.
 
-    With `construct` in the record the name is a class (a reward manager written for verl), and an object of it is returned.
+    The folder of the file is put on `sys.path`, for a file of a package behind that of the package: there its neighbours hide
+    no other modules, and processes that the function starts can import the file by its name. With `construct` in the record the name is a class (a reward manager written for verl), and an object of it is
+    returned. `functions` are records of functions of files among the arguments.
     """
     if record.get("construct"):
         stand_in_for_verl()
-    sys.path.insert(0, os.path.dirname(record["path"]))
-    name = "workbench_reward_" + os.path.splitext(os.path.basename(record["path"]))[0]
+    kwargs = {**record["kwargs"], **{name: from_file(one) for name, one in record["functions"].items()}}
+    sys.path[:] = [record["root"], *sys.path, os.path.dirname(record["path"])]
+    name = record["module"]
+    if record["relative"] and "." in name:
+        imported(name.rpartition(".")[0], record["root"])
     spec = importlib.util.spec_from_loader(name, TextLoader(record["path"], record["text"]), origin=record["path"])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     module.__file__ = record["path"]
+    if spec.submodule_search_locations is not None:
+        spec.submodule_search_locations.append(os.path.dirname(record["path"]))
     sys.modules[name] = module  # dataclasses and pickle look a class up by its module
     spec.loader.exec_module(module)
     function = getattr(module, record["name"])
     if record.get("construct"):
-        return function(**record["kwargs"])
-    return functools.partial(function, **record["kwargs"]) if record["kwargs"] else function
+        return function(**kwargs)
+    return functools.partial(function, **kwargs) if kwargs else function
+
+
+def imported(package: str, root: str) -> None:
+    """Import a package below the folder `root`, and those that it is in. One that cannot be imported, as it needs what is not
+    installed, is left empty: modules in it can be imported all the same."""
+    if parent := package.rpartition(".")[0]:
+        imported(parent, root)
+    try:
+        importlib.import_module(package)
+    except ImportError:
+        module = types.ModuleType(package)
+        module.__path__ = [os.path.join(root, *package.split("."))]
+        sys.modules[package] = module
 
 
 def stand_in_for_verl() -> None:

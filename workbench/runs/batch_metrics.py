@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 
 from workbench.base.metrics import reduce
 from workbench.dataproto import DataProto
-from workbench.functional.passes import expected_best, majority, pass_at_k, sizes
+from workbench.dataproto.columns import REWARD_PREFIX
+from workbench.engines.protocol import Described
+from workbench.functional.passes import best_of, majority, pass_at_k, sizes
+from workbench.rewards.base import response_lengths
 from workbench.stages.log_prob import version_lag
 from workbench.stages.stage import spread
 
@@ -19,25 +23,9 @@ ALIASES = {
     "timing_s/gen": "timing_s/rollout",
     "timing_s/ref": "timing_s/ref_log_prob",
     "timing_s/adv": "timing_s/advantage",
-    "reward/mean": "critic/score/mean",
 }
 """Another name for a metric → its own; both are written."""
 _PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
-
-
-def data_metrics(batch: DataProto) -> dict[str, float]:
-    """Metrics of verl's `compute_data_metrics` that no stage (rollout, reward, values, advantage) reports itself.
-
-    `response_length_non_aborted/*`: tokens of the responses that have any; `prompt_length/clip_ratio`: share of
-    prompts that fill `max_prompt_length`. {} for a batch without a rollout.
-    """
-    if "response_mask" not in batch or "prompt_mask" not in batch:
-        return {}
-    lengths = batch["response_mask"].sum(-1)
-    found = reduce([{**spread("response_length_non_aborted", lengths[lengths > 0])}])
-    if (limit := batch.meta_info.get("max_prompt_length")) is not None:
-        found["prompt_length/clip_ratio"] = (batch["prompt_mask"].sum(-1) >= limit).double().mean().item()
-    return found
 
 
 def lag_metrics(batch: DataProto, version: int | None) -> dict[str, float]:
@@ -47,15 +35,28 @@ def lag_metrics(batch: DataProto, version: int | None) -> dict[str, float]:
     return reduce([version_lag(version, batch["policy_version"])])
 
 
-def timing_metrics(metrics: Mapping[str, float], batch: DataProto) -> dict[str, float]:
-    """Timings under verl's names: seconds per phase, milliseconds per token, throughput in tokens/s; and memory in GiB.
+def devices_of(engines: Iterable[Any]) -> int:
+    """How many devices engines use: the most ranks of a learner, and the samplers that have devices of their own."""
+    ranks, samplers = 1, 0
+    for engine in engines:
+        record = engine.describe() if isinstance(engine, Described) else {}
+        ranks = max(ranks, int(record.get("ranks", 1)))
+        its = record.get("sampler")
+        if isinstance(its, Mapping) and not getattr(engine, "share_device", False):
+            samplers = max(samplers, int(its.get("replicas", 1)) * int(its.get("tensor_parallel_size", 1)))
+    return ranks + samplers
 
-    Generation is counted per response token, everything else per token of prompt and response.
+
+def timing_metrics(metrics: Mapping[str, float], batch: DataProto, devices: int = 1) -> dict[str, float]:
+    """Timings under verl's names: seconds per phase, milliseconds per token, tokens per second and device; memory in GiB.
+
+    Generation is counted per response token, everything else per token of prompt and response. `perf/max_rss_gb` is the
+    most memory that this process has had so far.
     """
     found = {alias: metrics[name] for alias, name in ALIASES.items() if name in metrics}
     if "attention_mask" not in batch:
         return found
-    total, responses = float(batch["attention_mask"].sum()), float(batch["response_mask"].sum())
+    total, responses = float(batch["attention_mask"].sum()), float(response_lengths(batch).sum())
     for name in _PER_TOKEN:
         seconds = found.get(f"timing_s/{name}", metrics.get(f"timing_s/{name}"))
         tokens = responses if name == "gen" else total
@@ -67,65 +68,97 @@ def timing_metrics(metrics: Mapping[str, float], batch: DataProto) -> dict[str, 
         found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
     return {
         **found,
-        "perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "perf/max_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "perf/total_num_tokens": total,
         "perf/time_per_step": seconds,
-        "perf/throughput": total / seconds,
+        "perf/throughput": total / seconds / devices,
     }
 
 
 def sample_metrics(batch: DataProto) -> dict[str, float]:
-    """verl's validation metrics, per data source: `val-core/<source>/reward/` mean@N, best@N/mean and maj@N/mean for the
-    largest N; `val-aux/…` std@N, best@n, worst@n, maj@n for n = 2, 4, 8 … and pass@k where all rewards are 0 or 1.
+    """verl's validation metrics `val-core/<source>/<variable>/…` and `val-aux/…`, means over the prompts of a data source.
 
-    Each is a mean over prompts. best and worst are exact expectations over n draws with replacement (verl draws 1000
-    times); maj needs extracted answers. Rows that were not scored are left out.
+    A variable is the reward or one of its named parts; the core one is the part `acc`, else the reward. Of a prompt with N
+    values there are mean@N, std@N, mean and std of best@n and worst@n for n = 2, 4, 8, … N (exact expectations over n draws
+    with replacement, where verl draws 1000 times), and of maj@n where every row has an answer. Rows that were not scored
+    have no value, but for `acc`: there they are 0, as sessions that are missing in verl (`acc_success_only` has them not).
+    Ours alone: `reward/pass@k`, where all rewards of a source are 0 or 1.
     """
+    by_source: dict[str, list[dict[str, tuple[list[float], list[Any]]]]] = {}
+    for (source, _), rows in by_prompt(batch).items():
+        by_source.setdefault(source, []).append(_variables(batch, rows))
     found: dict[str, float] = {}
-    prompts = {key: pair for key, pair in by_prompt(batch).items() if pair[0]}
-    for source in dict.fromkeys(source for source, _ in prompts):
-        pairs = [pair for key, pair in prompts.items() if key[0] == source]
-        found |= _of_source(pairs, f"val-core/{source}/reward", f"val-aux/{source}/reward")
+    for source, prompts in by_source.items():
+        every = {name: [prompt[name] for prompt in prompts] for name in prompts[0]}
+        if not any(values for values, _ in every.get("acc_success_only", [])):  # this source has no accuracy
+            every = {name: values for name, values in every.items() if not name.startswith("acc")}
+        for name, pairs in every.items():
+            core = name == ("acc" if "acc" in every else "reward")
+            found |= _of_variable(pairs, f"{source}/{name}", core)
+        found |= _passes([values for values, _ in every["reward"]], f"val-aux/{source}/reward/pass@")
+    if "num_turns" in batch:
+        found |= reduce([spread("val-aux/num_turns", torch.tensor([float(one) for one in batch["num_turns"]]))])
     return found
 
 
-def _of_source(prompts: Sequence[tuple[list[float], list[Any]]], core: str, aux: str) -> dict[str, float]:
-    rewards = [values for values, _ in prompts]
-    most = max(map(len, rewards))
-    found = {f"{core}/mean@{most}": fmean(map(fmean, rewards))}
-    if most == 1:
-        return found
-    found[f"{aux}/std@{most}"] = fmean(map(pstdev, rewards))
-    for n in sizes(most):
-        found |= _of_draws(prompts, n, core if n == most else aux, aux)
-    if {value for values in rewards for value in values} <= {0.0, 1.0}:
-        for k in (1, *sizes(most)):
-            enough = [values for values in rewards if len(values) >= k]
-            found[f"{aux}/pass@{k}"] = fmean(pass_at_k(int(sum(values)), len(values), k) for values in enough)
-    return found
-
-
-def _of_draws(prompts: Sequence[tuple[list[float], list[Any]]], n: int, place: str, aux: str) -> dict[str, float]:
-    """best, worst and majority of `n` samples of each prompt."""
-    every = [(torch.tensor(values), answers) for values, answers in prompts]
-    found = {
-        f"{place}/best@{n}/mean": fmean(expected_best(values, n) for values, _ in every),
-        f"{aux}/worst@{n}/mean": fmean(expected_best(values, n, worst=True) for values, _ in every),
-    }
-    if any(answer is not None for _, answers in prompts for answer in answers):
-        found[f"{place}/maj@{n}/mean"] = fmean(majority(answers, values, n) for values, answers in every)
-    return found
-
-
-def by_prompt(batch: DataProto) -> dict[tuple[str, str], tuple[list[float], list[Any]]]:
-    """Group rows by prompt: (data source, uid) → rewards and extracted answers of the prompt's scored rows."""
+def by_prompt(batch: DataProto) -> dict[tuple[str, str], list[int]]:
+    """Group row numbers by prompt: (data source, uid) → rows."""
     sources: Sequence[Any] = batch["data_source"] if "data_source" in batch else [None] * len(batch)
-    scores: Sequence[Any] = batch["score"] if "score" in batch else [None] * len(batch)
-    groups: dict[tuple[str, str], tuple[list[float], list[Any]]] = {}
-    rows = zip(sources, batch["uid"], batch["reward"].tolist(), batch["scored"].tolist(), scores, strict=True)
-    for source, uid, value, scored, score in rows:
-        values, answers = groups.setdefault((str(source), uid), ([], []))
-        if scored:
-            values.append(value)
-            answers.append(getattr(score, "answer", None))
+    groups: dict[tuple[str, str], list[int]] = {}
+    for row, (source, uid) in enumerate(zip(sources, batch["uid"], strict=True)):
+        groups.setdefault((str(source), uid), []).append(row)
     return groups
+
+
+def _variables(batch: DataProto, rows: Sequence[int]) -> dict[str, tuple[list[float], list[Any]]]:
+    """Variable → values and extracted answers of a prompt's scored rows."""
+    scored = [row for row in rows if batch["scored"][row]]
+    answers = [getattr(batch["score"][row], "answer", None) for row in scored] if "score" in batch else []
+    found = {"reward": ([float(batch["reward"][row]) for row in scored], answers)}
+    for column in batch.columns:
+        if column.startswith(REWARD_PREFIX):
+            every = [float(batch[column][row]) for row in scored]
+            found[column.removeprefix(REWARD_PREFIX)] = ([one for one in every if math.isfinite(one)], answers)
+    if "acc" in found:
+        there, _ = found["acc_success_only"] = found["acc"]
+        found["acc"] = ([*there, *[0.0] * (len(rows) - len(there))], answers)
+    return found
+
+
+def _of_variable(prompts: Sequence[tuple[list[float], list[Any]]], name: str, core: bool) -> dict[str, float]:
+    """Each metric's mean over the prompts that have it; of the core variable those of the most samples are core."""
+    each = [_of_prompt(*pair) for pair in prompts if pair[0]]
+    most = max((len(values) for values, _ in prompts), default=0)
+    found = {}
+    for key in dict.fromkeys(key for one in each for key in one):
+        place = "val-core" if core and key.startswith(("mean", "best", "maj")) and f"@{most}" in key else "val-aux"
+        found[f"{place}/{name}/{key}"] = fmean(one[key] for one in each if key in one)
+    return found
+
+
+def _of_prompt(values: list[float], answers: list[Any]) -> dict[str, float]:
+    """mean@N, std@N, best@n, worst@n and maj@n of one prompt's N values."""
+    found = {f"mean@{len(values)}": fmean(values)}
+    if len(values) == 1:
+        return found
+    found[f"std@{len(values)}"] = pstdev(values)
+    voted = len(answers) == len(values) and None not in answers
+    tensor = torch.tensor(values, dtype=torch.float64)
+    for n in sizes(len(values)):
+        drawn = {"best": best_of(tensor, n), "worst": best_of(tensor, n, worst=True)}
+        drawn |= {"maj": majority(answers, tensor, n)} if voted else {}
+        found |= {
+            f"{kind}@{n}/{what}": x
+            for kind, pair in drawn.items()
+            for what, x in zip(("mean", "std"), pair, strict=True)
+        }
+    return found
+
+
+def _passes(rewards: list[list[float]], prefix: str) -> dict[str, float]:
+    """The unbiased pass@k over prompts with k samples or more; {} for rewards other than 0 and 1, or single samples."""
+    most = max(map(len, rewards), default=0)
+    if most < 2 or not {value for values in rewards for value in values} <= {0.0, 1.0}:
+        return {}
+    enough = {k: [values for values in rewards if len(values) >= k] for k in (1, *sizes(most))}
+    return {f"{prefix}{k}": fmean(pass_at_k(int(sum(one)), len(one), k) for one in many) for k, many in enough.items()}

@@ -15,6 +15,7 @@ import torch
 from workbench.base.errors import DataError, describe
 from workbench.base.shown import Shown
 from workbench.dataproto import DataProto
+from workbench.dataproto.columns import REWARD_PREFIX
 from workbench.datasets import Rows
 from workbench.engines.local_engine.engine import local
 from workbench.engines.protocol import Sampler, SamplingSettings
@@ -109,9 +110,9 @@ def score_rows(rollout: Rollout, reward: Reward, batches: Iterable[DataProto]) -
     parts = [reward(rollout(batch).batch).batch for batch in batches]
     if not parts:
         raise DataError("nothing to evaluate", found="no rows")
-    width = max(part["response_mask"].shape[1] for part in parts)
-    batch = DataProto.concat([_padded(part, width) for part in parts])
-    prompts = {key: values for key, (values, _) in by_prompt(batch).items()}
+    batch = _joined(parts)
+    rewards, scored = batch["reward"].tolist(), batch["scored"].tolist()
+    prompts = {key: [rewards[row] for row in rows if scored[row]] for key, rows in by_prompt(batch).items()}
     means = {key: _mean(values) for key, values in prompts.items() if values}
     number, mean, half = len(means), _mean(list(means.values())), float("nan")
     if number > 1:
@@ -156,9 +157,17 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-def _padded(part: DataProto, width: int) -> DataProto:
-    """Only what a viewer needs, [b, T] columns padded to `width`, so that batches can be joined."""
-    kept = part.without("responses", "response_mask").select(["reward", "scored"], [*part.non_tensor_batch])
-    extra = (0, width - part["response_mask"].shape[1])
-    wide = {name: torch.nn.functional.pad(part[name], extra) for name in ("responses", "response_mask")}
-    return kept.with_columns(wide)
+def _joined(parts: list[DataProto]) -> DataProto:
+    """Only what a viewer needs, of batches padded to one width; a part of the reward that a batch lacks is NaN there."""
+    width = max(part["response_mask"].shape[1] for part in parts)
+    named = dict.fromkeys(name for part in parts for name in part.batch if name.startswith(REWARD_PREFIX))
+    objects = [name for name in parts[0].non_tensor_batch if all(name in part for part in parts)]
+    joined = []
+    for part in parts:
+        extra = (0, width - part["response_mask"].shape[1])
+        wide = {name: torch.nn.functional.pad(part[name], extra) for name in ("responses", "response_mask")}
+        missing = torch.full((len(part),), float("nan"))
+        scores = {name: part.batch.get(name, missing) for name in named}
+        kept = part.without("responses", "response_mask").select(["reward", "scored"], objects)
+        joined.append(kept.with_columns({**wide, **scores}))
+    return DataProto.concat(joined)

@@ -18,11 +18,12 @@ from typing import Any, Protocol
 
 from workbench.base import runtime
 from workbench.base.errors import Interrupted, WorkbenchError, first_line
+from workbench.base.metrics import reduce
 from workbench.base.runtime import Control
 from workbench.dataproto import DataProto
 from workbench.datasets import Rows
 from workbench.runs import checkpoint, updates
-from workbench.runs.batch_metrics import data_metrics, lag_metrics, timing_metrics
+from workbench.runs.batch_metrics import devices_of, lag_metrics, timing_metrics
 from workbench.runs.evaluate import validated
 from workbench.runs.folder import STEP, RunFolder, read_metrics, read_settings, step_folder, strict, write_json
 from workbench.runs.kept_traces import Kept, keep, prune
@@ -31,6 +32,7 @@ from workbench.runs.resume import Start
 from workbench.runs.settings import Plan
 from workbench.runs.symptoms import Watch
 from workbench.runs.trackers import TRACKERS, append_line, progress_line
+from workbench.stages.measures import data_metrics
 from workbench.stages.pipeline import Pipeline
 from workbench.steps.execute import Ahead, loaded, phases
 from workbench.steps.stepper import Stepper, states
@@ -231,9 +233,9 @@ class Session:
         """All metrics of a step, those of held-out rows included where validation is due."""
         batch = report.trace.batch
         metrics: dict[str, Any] = {STEP: report.step, "training/epoch": report.epoch, **report.metrics}
-        metrics |= data_metrics(batch)
+        metrics |= reduce([data_metrics(batch)])
         metrics = lag_metrics(batch, self._state["versions"].get("actor")) | metrics
-        metrics |= timing_metrics(report.metrics, batch)
+        metrics |= timing_metrics(report.metrics, batch, devices_of(self._pipeline.learners().values()))
         if self._eval_rows is not None and self._plan.due(self._plan.test_freq, report.step):
             if self._ahead is not None:
                 self._ahead.pending(report.step)  # rows that are being sampled ahead use the same reward

@@ -26,6 +26,7 @@ from workbench.dataproto import DataProto
 from workbench.datasets import Rows
 from workbench.engines.local_engine.memory import available, gib
 from workbench.engines.protocol import Bounded, Estimates, switches_of
+from workbench.rewards.signatures import told
 from workbench.runs.folder import read_settings
 from workbench.runs.settings import Plan
 from workbench.stages.pipeline import Pipeline
@@ -81,6 +82,7 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
     findings = [
         ("data", _data(rows, eval_rows)),
         ("rewards", f"{reward.function.name}: " + ", ".join(f"{source} × {count}" for source, count in sources)),
+        *([("arguments", told(reward.function.binding))] if reward.function.binding else []),
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
         ("placement", _placement(pipeline, plan)),
         ("lengths", _lengths(rollout, prompt, lambda: prompts.longest(rows))),
@@ -167,7 +169,7 @@ def _placement(pipeline: Pipeline, plan: Plan) -> str:
     found = f"{drawn} one step ahead by {type(sampler).__name__}, one version behind; a step can be done again as far as that sampler repeats its tokens"
     if how := execute.correction(pipeline):
         return f"{found}; corrected: {how}"
-    found += "; NOT corrected: PPO's ratio does not see how old the rows are, take recipes.with_importance_sampling(pipeline)"
+    found += "; NOT corrected: PPO's ratio does not see how old the rows are, take recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
     log.warning("ahead=%d: %s", plan.ahead, found)
     return found
 

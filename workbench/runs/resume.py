@@ -12,8 +12,9 @@ from typing import Any
 from workbench.base.errors import CheckpointError, RunError, describe
 from workbench.datasets import Rows
 from workbench.runs import checkpoint
-from workbench.runs.folder import RunFolder, read_settings
+from workbench.runs.folder import STEP, RunFolder, read_metrics, read_settings
 from workbench.runs.settings import first_seen
+from workbench.runs.updates import ranges
 from workbench.stages.pipeline import Pipeline
 
 _WHEN = "steps test_freq save_freq trace_freq keep_traces keep_checkpoints keep_updates trackers"
@@ -91,9 +92,16 @@ def begin(
     state = _restore(found.path, pipeline, rows, settings, allow_changes)
     if found.step >= settings["train"]["steps"]:
         return Start(found.step + 1, None, notes, changes, old)
-    notes = (*notes, f"resumed after step {found.step}", *_superseded(folder, found.step))
+    notes = (*notes, f"resumed after step {found.step}", *_superseded(folder, found.step), *_lost(folder, found.step))
     pending = found.path / checkpoint.PENDING
     return Start(found.step + 1, state["rng"], notes, changes, old, pending if pending.is_dir() else None)
+
+
+def _lost(folder: RunFolder, step: int) -> list[str]:
+    """Which steps up to `step` have no row in metrics.jsonl: somebody emptied or cut the file, or deleted it."""
+    there = {int(row[STEP]) for row in read_metrics(folder.metrics)}
+    missing = [one for one in range(1, step + 1) if one not in there]
+    return [f"metrics.jsonl lacks the rows of steps {ranges(missing)}, which were done"] if missing else []
 
 
 def _superseded(folder: RunFolder, after: int) -> list[str]:

@@ -28,6 +28,7 @@ from workbench.engines.protocol import Described, SamplingSettings
 from workbench.functional import AdaptiveKL, FixedKL
 from workbench.rewards.base import BaseReward
 from workbench.runs.folder import crc32_of
+from workbench.stages.correction import CorrectionSettings
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.update import PolicyLoss, ValueLoss
 from workbench.steps.trace import describe_settings
@@ -174,7 +175,7 @@ def _of_controller(one: Any) -> Mapping[str, Any]:
 WORDS = {"settings": "values", "controller": "arguments", "part": "arguments"}
 """Key under which an object of this package is recorded → key of the arguments that make an equal one."""
 MADE_AGAIN: Mapping[type, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
-    **dict.fromkeys((SamplingSettings, PolicyLoss, ValueLoss), ("settings", Settings.to_dict)),
+    **dict.fromkeys((SamplingSettings, PolicyLoss, ValueLoss, CorrectionSettings), ("settings", Settings.to_dict)),
     **dict.fromkeys((FixedKL, AdaptiveKL), ("controller", _of_controller)),
     **dict.fromkeys((agents.ToolAgent, agents.SingleTurn), ("part", lambda one: one.made_with)),
     **dict.fromkeys(
@@ -202,6 +203,7 @@ def written_down(pipeline: Pipeline) -> list[dict[str, Any]]:
                 "class": type(stage).__name__ if type(stage).__module__.startswith(OURS) else None,
                 "arguments": {name: _plain(value, roles) for name, value in made.items()},
                 "reads": list(stage.reads),
+                "optional": list(getattr(stage, "optional", ())),
                 "writes": list(stage.writes),
                 "updates": stage.name.removeprefix("update_") if stage.updates else None,
             }

@@ -63,6 +63,11 @@ def _last(rows: Rows, name: str) -> float | None:
     return _mean(rows[-WINDOW:], name)
 
 
+def _cut(rows: Rows) -> float:
+    """The share of responses that were cut off; 0.6.0 called it `response_length/clip_ratio`, which is a little else now."""
+    return _last(rows, "response/cut_ratio") or _last(rows, "response_length/clip_ratio") or 0.0
+
+
 def _since(rows: Rows) -> int:
     return int(rows[-WINDOW:][0][STEP])
 
@@ -72,7 +77,7 @@ def _flat_reward(rows: Rows, batch: Any) -> Iterator[Symptom]:
     if len(values) < 3 or any(value > 0 for value in values):
         return
     causes = []
-    if (_last(rows, "response_length/clip_ratio") or 0) > 0.8:
+    if _cut(rows) > 0.8:
         causes.append("nearly all responses are cut off: raise max_tokens")
     if (_last(rows, "reward/scored_ratio") or 1) < 0.5:
         causes.append("most rows were not scored: the reward function fails, see the traceback in views.samples")
@@ -114,7 +119,7 @@ def _collapsed_entropy(rows: Rows, _: Any) -> Iterator[Symptom]:
 
 def _drifting_length(rows: Rows, _: Any) -> Iterator[Symptom]:
     first, last = _mean(rows[:WINDOW], "response_length/mean"), _last(rows, "response_length/mean")
-    cut = _last(rows, "response_length/clip_ratio") or 0.0
+    cut = _cut(rows)
     if first and last is not None and (last > 2 * first or last < 0.5 * first):
         tail = f", {cut:.0%} cut off at the limit" if cut > 0.1 else ""
         do = "the reward may pay for length: dr_grpo's normalisation, dapo's overlong penalty, or look at the best rewards"
@@ -129,7 +134,7 @@ def _two_policies(rows: Rows, _: Any) -> Iterator[Symptom]:
     if value is not None and value > 0.02:
         do = "training is off-policy: check weights' sync and precision, or add stages.RolloutCorrection"
         if late:
-            do = "rows are of older weights (ahead=1): take recipes.with_importance_sampling(pipeline)"
+            do = "rows are of older weights (ahead=1): take recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
         found = f"probabilities are {value:.3g} apart on average"
         yield Symptom("sampler and trainer differ", found, _since(rows), do)
 

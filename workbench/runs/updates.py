@@ -23,6 +23,7 @@ from workbench.base.errors import CheckpointError
 from workbench.dataproto import DataProto
 from workbench.runs.folder import crc32_of, discard, read_json, size_of, step_folder, step_folders, written
 from workbench.stages.pipeline import Pipeline
+from workbench.stages.stage import used
 from workbench.steps.trace import Trace
 
 
@@ -44,7 +45,7 @@ def write(folder: Path, step: int, trace: Trace, pipeline: Pipeline) -> Path:
     updating = [stage for stage in pipeline if stage.updates]
     batch = trace.before(updating[0].name)
     later = {name for stage in updating for name in stage.writes}
-    reads = dict.fromkeys(name for stage in updating for name in stage.reads if name not in later)
+    reads = dict.fromkeys(name for stage in updating for name in used(stage, batch) if name not in later)
     narrowed, kinds = _narrow({name: batch[name] for name in reads})
 
     def fill(staging: Path) -> None:

@@ -1,10 +1,11 @@
 """The phases of a training step, each an object a cell can call."""
 
 from workbench.stages.advantage import Advantage
+from workbench.stages.correction import CorrectionSettings, RolloutCorrection
 from workbench.stages.diagnostics import ExactKL, Influence
 from workbench.stages.episodes import EpisodeRollout, validation_rollout
 from workbench.stages.filtering import FilterGroups, Overlong, Resample
-from workbench.stages.log_prob import LogProb, OffPolicy, RolloutCorrection, Values
+from workbench.stages.log_prob import LogProb, OffPolicy, Values
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.reward import Reward, TurnScores, place_turn_scores
 from workbench.stages.rollout import Baseline, Rollout
@@ -12,7 +13,7 @@ from workbench.stages.stage import BaseStage, Outcome, Stage
 from workbench.stages.update import PolicyLoss, Update, ValueLoss
 
 __all__ = [
-    "Advantage", "BaseStage", "Baseline", "EpisodeRollout", "ExactKL", "FilterGroups", "Influence", "LogProb",
+    "Advantage", "BaseStage", "Baseline", "CorrectionSettings", "EpisodeRollout", "ExactKL", "FilterGroups", "Influence", "LogProb",
     "OffPolicy", "Outcome", "Overlong", "Pipeline", "PolicyLoss", "Resample", "Reward", "Rollout",
     "RolloutCorrection", "Stage", "TurnScores", "Update", "ValueLoss", "Values", "place_turn_scores",
     "validation_rollout",

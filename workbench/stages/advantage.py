@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from workbench.base.errors import NonFinite, PipelineError, unknown
+from workbench.base.errors import NonFinite, PipelineError, boundary, unknown
 from workbench.base.metrics import Count, Mean, Metric
 from workbench.dataproto.columns import REWARD_PREFIX
 from workbench.dataproto.core import DataProto
 from workbench.functional.kl import kl_penalty
 from workbench.functional.masking import masked_mean
-from workbench.functional.returns import explained_variance
-from workbench.stages.stage import BaseStage, Outcome, spread
+from workbench.stages.measures import advantage_metrics, mean, row_scores, score_metrics
+from workbench.stages.stage import BaseStage, Outcome
 
 INPUTS: Mapping[str, str] = {
     "scores": "token_level_scores",
@@ -24,14 +24,18 @@ INPUTS: Mapping[str, str] = {
     "mask": "response_mask",
     "token_level_rewards": "token_level_scores",
     "rewards": "token_level_scores",
-    **{name: name for name in ("scored", "values", "old_log_probs", "ref_log_prob", "sum_pi_squared")},
+    **{
+        name: name
+        for name in ("scored", "values", "old_log_probs", "ref_log_prob", "sum_pi_squared", "rollout_is_weights")
+    },
     "baselines": "reward_baselines",
     "components": "",
 }
 """What an estimator may ask for, by the name of its argument (a shape suffix such as `_BT` is dropped), and the column that
 it comes from. `scores` [B] is the sum of a row's token rewards, `groups` [B] int64 numbers the uids, `rewards` is
 `token_level_rewards` [B, T], `baselines` [B] is a greedy response's reward, `components` [B, K] are the reward's named parts
-that `parts` lists. Settings follow as other arguments."""
+that `parts` lists. `mask` is `loss_mask` where the batch has it: without the tokens that a rollout correction rejected.
+Settings follow as other arguments."""
 
 
 class Advantage(BaseStage):
@@ -46,6 +50,9 @@ class Advantage(BaseStage):
             estimator is called (verl's KL in reward), then β is updated with the batch's KL. None: no KL in the reward.
         kl_type: estimator of that KL, see `functional.kl_penalty`.
         parts: names of the K parts of the reward that an estimator gets as `components` [B, K].
+        sessions: the column of objects that says which of a prompt's rows are outputs of one session of an agent (verl's
+            multi-trajectory): only the last row of a session is compared with the group's others, and all rows of the
+            session get its advantage. For estimators of whole rows, which read `scores`; None: every row is its own session.
         settings: further arguments of the estimator.
 
     Raises `PipelineError` for a setting that the estimator does not take, or an argument that no column gives.
@@ -61,35 +68,48 @@ class Advantage(BaseStage):
         kl_controller: Any = None,
         kl_type: str = "k1",
         parts: Sequence[str] = (),
+        sessions: str | None = None,
         **settings: Any,
     ) -> None:
         self.estimator = estimator
+        self.sessions = sessions
         self.kl_type = kl_type
         self.estimator_settings = settings
         self.parts = tuple(parts)
         self._controller = kl_controller
+        self._called = getattr(estimator, "__name__", repr(estimator))
         self._asked = _asked(estimator, settings)
         parameters = inspect.signature(estimator).parameters
         open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         strange = [name for name in settings if name not in parameters and not open_ended]
         if strange:
             known = [name for name in parameters if name not in self._asked]
-            raise PipelineError(unknown(f"setting of {getattr(estimator, '__name__', estimator)!r}", strange[0], known))
+            raise PipelineError(unknown(f"setting of {self._called!r}", strange[0], known))
         needed = [name for arg, name in self._asked.items() if parameters[arg].default is inspect.Parameter.empty]
-        columns = [INPUTS[name] for name in needed if INPUTS[name]]
-        if kl_controller is not None:
-            columns += ["old_log_probs", "ref_log_prob"]
-        columns += [f"{REWARD_PREFIX}{part}" for part in self.parts]
-        if "components" in self._asked and not self.parts:
+        if "components" in self._asked.values() and not self.parts:
             do = "name them: parts=('correct', 'format')"
             raise PipelineError("the estimator reads components, but no parts of the reward are given", do=do)
-        self.reads = tuple(dict.fromkeys(["token_level_scores", "response_mask", "reward", *columns]))
+        if sessions is not None and not {"scores", "scored"} <= set(self._asked.values()):
+            what, do = f"sessions={sessions!r} with estimator {self._called}", "use grpo, rloo or such"
+            raise PipelineError(what, expected="one that reads scores and scored", do=do)
+        self.reads = self._needed(needed)
+        may = [INPUTS[name] for name in self._asked.values()]
+        self.optional = ("loss_mask", *dict.fromkeys(name for name in may if name and name not in self.reads))
+
+    def _needed(self, inputs: Sequence[str]) -> tuple[str, ...]:
+        """Columns that the stage cannot do without: those of the estimator's `inputs`, of the KL, parts and sessions."""
+        columns = ["token_level_scores", "response_mask", "reward", *(INPUTS[name] for name in inputs if INPUTS[name])]
+        columns += ["old_log_probs", "ref_log_prob"] if self._controller is not None else []
+        columns += [f"{REWARD_PREFIX}{part}" for part in self.parts]
+        columns += [self.sessions, "scored"] if self.sessions is not None else []
+        return tuple(dict.fromkeys(columns))
 
     def settings(self) -> dict[str, Any]:
         """The estimator, its settings and those of the KL penalty (if there is one) in one flat dict."""
         kl = {"kl_type": self.kl_type, "kl_controller": repr(self._controller)} if self._controller is not None else {}
         parts = {"parts": ", ".join(self.parts)} if self.parts else {}
-        return {"estimator": self.estimator, **self.estimator_settings, **kl, **parts}
+        sessions = {"sessions": self.sessions} if self.sessions is not None else {}
+        return {"estimator": self.estimator, **self.estimator_settings, **kl, **parts, **sessions}
 
     def state(self) -> dict[str, float]:
         """State for a checkpoint: the KL controller's; {} without one."""
@@ -104,30 +124,41 @@ class Advantage(BaseStage):
         """A copy of the stage with another estimator, which keeps those of the settings that it takes."""
         known = inspect.signature(function).parameters
         settings = {name: value for name, value in self.estimator_settings.items() if name in known}
-        return Advantage(function, kl_controller=self._controller, kl_type=self.kl_type, parts=self.parts, **settings)
+        mine = {
+            "kl_controller": self._controller,
+            "kl_type": self.kl_type,
+            "parts": self.parts,
+            "sessions": self.sessions,
+        }
+        return Advantage(function, **mine, **settings)
 
     def __call__(self, batch: DataProto) -> Outcome:
         """B rows in, B rows with advantages and returns out."""
-        mask = batch["response_mask"]
+        mask = batch["loss_mask" if "loss_mask" in batch else "response_mask"]
         rewards, metrics = self._penalised(batch)
         groups = group_numbers(batch["uid"])
         inputs = {name: batch[column] for name, column in INPUTS.items() if column in batch}
-        # an empty response has no token to carry its reward, which still counts in its group
-        scores = rewards.sum(-1) + batch["reward"] * (mask.sum(-1) == 0)
-        inputs |= {"scores": scores, "groups": groups, "token_level_rewards": rewards, "rewards": rewards}
+        inputs |= {"scores": row_scores(batch, rewards), "groups": groups, "mask": mask}
+        inputs |= {"token_level_rewards": rewards, "rewards": rewards}
+        last = None if self.sessions is None else last_of_session(batch["uid"], batch[self.sessions])
+        if last is not None:
+            inputs["scored"] = batch["scored"] & (last == torch.arange(len(batch)))
         if self.parts:
             inputs["components"] = torch.stack([batch[f"{REWARD_PREFIX}{part}"] for part in self.parts], dim=1)
         given = {argument: inputs[name] for argument, name in self._asked.items() if name in inputs}
-        result = self.estimator(**given, **self.estimator_settings)
+        with boundary(f"estimator {self._called}", PipelineError):
+            result = self.estimator(**given, **self.estimator_settings)
         advantages, returns = result if isinstance(result, tuple) else (result, result)
         self._check(advantages, mask)
+        if last is not None:  # a row's advantage is one number: that of its first token
+            advantages = returns = advantages[last, mask[last].argmax(-1)][:, None] * mask
         columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
-        metrics |= self._metrics(batch, columns, groups)
-        return Outcome(self.written(batch, columns), metrics)
+        written = self.written(batch, columns)
+        return Outcome(written, metrics | self._metrics(written, mask, groups))
 
     def _penalised(self, batch: DataProto) -> tuple[torch.Tensor, dict[str, Metric]]:
         scores, mask = batch["token_level_scores"], batch["response_mask"]
-        if self._controller is None:
+        if self._controller is None or not len(batch):
             return scores, {}
         kl = kl_penalty(batch["old_log_probs"], batch["ref_log_prob"], self.kl_type)
         kl = torch.where(mask.bool(), kl, 0.0)
@@ -142,7 +173,7 @@ class Advantage(BaseStage):
         return scores - beta * kl, {"actor/reward_kl_penalty": penalty, "actor/reward_kl_penalty_coeff": Mean.of(beta)}
 
     def _check(self, advantages: Any, mask: torch.Tensor) -> None:
-        name = getattr(self.estimator, "__name__", repr(self.estimator))
+        name = self._called
         if not isinstance(advantages, torch.Tensor) or advantages.shape != mask.shape:
             found = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
             raise PipelineError(f"advantages of {name}", expected=f"a tensor [B, T] = {tuple(mask.shape)}", found=found)
@@ -151,28 +182,16 @@ class Advantage(BaseStage):
             found = f"NaN or inf in rows {rows[:8]}"
             raise PipelineError(f"advantages of {name}", expected="finite numbers", found=found)
 
-    def _metrics(self, batch: DataProto, columns: dict[str, torch.Tensor], groups: torch.Tensor) -> dict[str, Metric]:
-        mask = batch["response_mask"].bool()
+    def _metrics(self, batch: DataProto, mask: torch.Tensor, groups: torch.Tensor) -> dict[str, Metric]:
         sizes = torch.bincount(groups)
-        zero = ~((columns["advantages"] != 0) & mask).any(-1)
-        own = mask.reshape(-1).nonzero().squeeze(-1)
-        advantages = spread("critic/advantages", columns["advantages"].reshape(-1)[own])
-        if columns["returns"] is columns["advantages"]:
-            returns = {name.replace("advantages", "returns"): value for name, value in advantages.items()}
-        else:
-            returns = spread("critic/returns", columns["returns"].reshape(-1)[own])
-        metrics: dict[str, Metric] = {
-            **spread("critic/rewards", columns["token_level_rewards"].sum(-1)),
-            **advantages,
-            **returns,
+        zero = ~((batch["advantages"] != 0) & mask.bool()).any(-1)
+        return {
+            **score_metrics(batch),
+            **advantage_metrics(batch),
             "advantage/singleton_groups": Count(int((sizes == 1).sum())),
             "advantage/zero_rows": Count(int(zero.sum())),
-            "advantage/zero_share": Mean.of(zero.double().mean().item(), len(zero)),
+            **mean("advantage/zero_share", zero),
         }
-        if "values" in batch and int(mask.sum()) > 1:
-            explained = explained_variance(batch["values"], columns["returns"], mask)
-            metrics["critic/vf_explained_var"] = Mean.of(float(explained))
-        return metrics
 
 
 def _asked(estimator: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, str]:
@@ -188,6 +207,13 @@ def _asked(estimator: Callable[..., Any], settings: Mapping[str, Any]) -> dict[s
             name = getattr(estimator, "__name__", repr(estimator))
             raise PipelineError(f"argument of estimator {name}: " + unknown("known input", argument, INPUTS))
     return asked
+
+
+def last_of_session(uids: Any, sessions: Any) -> torch.Tensor:
+    """For each row the number of the last row of its session, one (uid, session) pair: [B] int64."""
+    names = list(zip(uids, sessions, strict=True))
+    last = {name: row for row, name in enumerate(names)}
+    return torch.tensor([last[name] for name in names], dtype=torch.long)
 
 
 def group_numbers(uids: Any) -> torch.Tensor:

@@ -20,6 +20,7 @@ from workbench.base.metrics import Count, Metric
 from workbench.dataproto.core import DataProto
 from workbench.engines.protocol import Late, LogProbModel, Sample, Sampler, SamplingSettings
 from workbench.rewards.base import broken_episode
+from workbench.stages.measures import length_metrics
 from workbench.stages.rollout import Rollout, columns_of
 from workbench.stages.stage import Outcome, spread
 
@@ -89,6 +90,7 @@ class EpisodeRollout(Rollout):
 
     def __call__(self, batch: DataProto) -> Outcome:
         """P rows in, P·G rows out (P·(G + 1) with a greedy baseline)."""
+        self._refuse_media(batch)
         each = self.group_size + self.greedy_baseline
         rows = torch.arange(len(batch)).repeat_interleave(each)
         names = batch.non_tensor_batch["agent_name"] if "agent_name" in batch else itertools.repeat(None, len(batch))
@@ -123,8 +125,7 @@ class EpisodeRollout(Rollout):
         if whys and all(whys):
             do = "fix the simulated user, or the environment behind it"
             raise ForeignError(f"all {len(whys)} episodes broke", found=whys[0], do=do)
-        columns = self._columns(outputs)
-        return self._finished(batch, columns, rows, {**self._metrics(columns), **agent_metrics(outputs)})
+        return self._finished(batch, self._columns(outputs), rows, agent_metrics(outputs))
 
     def _episode(self, batch: DataProto, row: int, index: int, sample: int) -> Episode:
         meta = batch.meta_info
@@ -156,7 +157,7 @@ class EpisodeRollout(Rollout):
         one = batch.select_idxs(torch.tensor([place]))
 
         def batch_of(output: AgentLoopOutput) -> DataProto:
-            return self.written(one.with_meta(**self._model()), self._columns([output]))
+            return self.written(one.with_meta(**self._facts()), self._columns([output]))
 
         return EpisodeStepper(
             loop,
@@ -179,7 +180,8 @@ class EpisodeRollout(Rollout):
         timed = ("agent_loop/generate_sequences", "agent_loop/tool_calls")
         counted = {name: one for name, one in agent_metrics(outputs).items() if not name.startswith(timed)}
         rows = torch.arange(len(before)).repeat_interleave(self.group_size + self.greedy_baseline)
-        return Outcome(self.written(after, columns), {**self._metrics(columns), **counted}, rows)
+        written = self.written(after, columns)
+        return Outcome(written, {**length_metrics(written), **counted}, rows)
 
     def _log_probs(self, context: Sequence[int], ids: Sequence[int]) -> list[float]:
         """The policy's log-probs of ids that it did not sample; zeros where the sampler cannot compute them."""
@@ -210,7 +212,7 @@ def validation_rollout(rollout: Any, *, group_size: int = 1, greedy: bool = Fals
 
 
 def agent_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
-    """verl's metrics `agent_loop/…`: an episode's seconds of waiting for the sampler and tools, its turns and tool calls.
+    """Metrics `agent_loop/…`: an episode's seconds of waiting for the sampler and tools, its turns and tool calls.
 
     `errors` counts episodes in which a parser, a tool's release or a simulated user failed; `tool_errors` counts tool
     calls that failed or exceeded their time limit.

@@ -18,6 +18,7 @@ from workbench.functional.advantages import Groups
 from workbench.functional.balancing import resampled
 from workbench.rewards.base import response_lengths
 from workbench.stages.advantage import group_numbers
+from workbench.stages.measures import score_metrics
 from workbench.stages.reward import on_last_token
 from workbench.stages.stage import BaseStage, Outcome, Stage
 
@@ -53,7 +54,8 @@ class Overlong(BaseStage):
         }
         means = {"mean": taken.double().mean().item(), "share": (beyond > 0).double().mean().item()}
         metrics = {f"reward/overlong/{name}": Mean.of(value, len(batch)) for name, value in means.items()}
-        return Outcome(self.written(batch, columns), metrics)
+        written = self.written(batch, columns)
+        return Outcome(written, {**score_metrics(written), **metrics})
 
 
 class FilterGroups(BaseStage):

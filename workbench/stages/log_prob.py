@@ -1,4 +1,4 @@
-"""Log-probs of the sampled tokens, and their gap to the sampler's own: measured, limited, corrected."""
+"""Log-probs of the sampled tokens, and their gap to the sampler's own: measured and limited."""
 
 from __future__ import annotations
 
@@ -9,18 +9,9 @@ import torch
 from torch import Tensor
 
 from workbench.base.config import require
-from workbench.base.errors import SettingError, unknown
-from workbench.base.metrics import Max, Mean, Metric, Min
+from workbench.base.metrics import Max, Mean, Metric
 from workbench.dataproto.core import DataProto
 from workbench.engines.protocol import LogProbModel, Stateful
-from workbench.functional.correction import (
-    REJECTIONS,
-    effective_sample_size,
-    importance_weights,
-    log_ratio,
-    off_policy,
-    rejected,
-)
 from workbench.functional.masking import masked_mean
 from workbench.stages.stage import BaseStage, Outcome, spread
 
@@ -121,7 +112,7 @@ def sampler_logprob_diff(mine: Tensor, sampled: Tensor, mask: Tensor) -> dict[st
         "training/rollout_probs_diff_valid": Max(1.0),
         "training/rollout_probs_diff_max": Max(float(gap.max())),
         GAP: Mean.of(float(gap.mean()), count),
-        "training/rollout_probs_diff_std": Mean.of(float(gap.std(unbiased=False)), count),
+        "training/rollout_probs_diff_std": Mean.of(float(gap.std(correction=min(1, count - 1))), count),
         "training/rollout_log_probs_diff_max": Max(float((logs[0] - logs[1]).abs().max())),
         KL: Mean.of(float((torch.expm1(ratio) - ratio).mean()), count),
     }
@@ -170,104 +161,3 @@ class OffPolicy:
 
     def __repr__(self) -> str:
         return f"OffPolicy({', '.join(f'{name} ≤ {limit:g}' for name, limit in self.limits.items())})"
-
-
-class RolloutCorrection(BaseStage):
-    """Measure the gap between sampler and trainer every step; weight or reject tokens and rows where asked.
-
-    verl's `algorithm.rollout_correction`. Without arguments it only measures.
-
-    Args:
-        rollout_is: `token` or `sequence`: write importance weights as `rollout_is_weights`, which a
-            `PolicyLoss(rollout_is=True)` multiplies with.
-        rollout_is_threshold: where weights are truncated; (lower, upper): outside this band they are 0.
-        rollout_is_batch_normalize: divide the weights by their mean over the batch.
-        rollout_rs: kind of rejection → its bound, a number or (lower, upper); rejected tokens get 0 in `response_mask`.
-        bypass: use the sampler's log-probs as the old ones, so that no old-log-prob stage is needed.
-    """
-
-    name = "rollout_correction"
-
-    def __init__(
-        self,
-        *,
-        rollout_is: str | None = None,
-        rollout_is_threshold: float | tuple[float, float] = 2.0,
-        rollout_is_batch_normalize: bool = False,
-        rollout_rs: Mapping[str, float | tuple[float, float]] | None = None,
-        bypass: bool = False,
-    ) -> None:
-        levels = (None, "token", "sequence")
-        require(rollout_is in levels, "rollout_is", expected="token, sequence or None", found=rollout_is)
-        for kind in rollout_rs or {}:
-            if kind not in REJECTIONS:
-                raise SettingError(unknown("kind of rejection", kind, REJECTIONS))
-        self.rollout_is = rollout_is
-        self.rollout_is_threshold = rollout_is_threshold
-        self.rollout_is_batch_normalize = rollout_is_batch_normalize
-        self.rollout_rs = dict(rollout_rs or {})
-        self.bypass = bypass
-        self.reads = ("rollout_log_probs", "response_mask") + (("old_log_probs",) if not bypass else ())
-        written = {"old_log_probs": bypass, "rollout_is_weights": rollout_is is not None, "response_mask": rollout_rs}
-        self.writes = tuple(name for name, wanted in written.items() if wanted)
-
-    def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, B rows out; the mask may have lost tokens or rows."""
-        mask, rollout = batch["response_mask"], batch["rollout_log_probs"]
-        old = rollout if self.bypass else batch["old_log_probs"]
-        columns: dict[str, Tensor] = {"old_log_probs": rollout.clone()} if self.bypass else {}
-        metrics: dict[str, Metric] = {key: Mean.of(value) for key, value in off_policy(old, rollout, mask).items()}
-        if self.rollout_rs:
-            columns["response_mask"] = mask = self._kept(old, rollout, mask, metrics)
-        if self.rollout_is is not None:
-            columns["rollout_is_weights"] = self._weights(old, rollout, mask, metrics)
-        return Outcome(self.written(batch, columns), {f"rollout_corr/{key}": value for key, value in metrics.items()})
-
-    def _weights(self, old: Tensor, rollout: Tensor, mask: Tensor, metrics: dict[str, Metric]) -> Tensor:
-        lower, upper = _bounds(self.rollout_is_threshold)
-        level = self.rollout_is or "token"
-        weights = importance_weights(
-            old, rollout, mask, level=level, upper=upper, lower=lower, batch_normalize=self.rollout_is_batch_normalize
-        )
-        inside = mask.bool()
-        if inside.any():
-            raw = log_ratio(old, rollout, mask)
-            raw = raw.sum(-1, keepdim=True).expand_as(raw) if level == "sequence" else raw
-            high, low = raw.exp() > upper, raw.exp() < (1 / upper if lower is None else lower)
-            rows = masked_mean(weights, mask, dim=-1)[mask.sum(-1) > 0]
-            shares = {"ratio_fraction_high": high, "ratio_fraction_low": low, "oob_ratio": high | low}
-            metrics |= {
-                **_spread("rollout_is", weights[inside], mean=masked_mean(weights, mask)),
-                "rollout_is_eff_sample_size": Mean.of(effective_sample_size(weights, mask)),
-                **{f"rollout_is_{key}": Mean.of(float(masked_mean(one.float(), mask))) for key, one in shares.items()},
-                **_spread("rollout_is_seq", rows, mean=rows.mean()),
-                "rollout_is_seq_max_deviation": Max(float((rows - 1).abs().max())),
-            }
-        return weights
-
-    def _kept(self, old: Tensor, rollout: Tensor, mask: Tensor, metrics: dict[str, Metric]) -> Tensor:
-        out = torch.zeros_like(mask, dtype=torch.bool)
-        for kind, bound in self.rollout_rs.items():
-            lower, upper = _bounds(bound)
-            mine = rejected(old, rollout, mask, kind, upper=upper, lower=lower)
-            metrics[f"rollout_rs_{kind}_fraction"] = Mean.of(float(masked_mean(mine.float(), mask)))
-            out |= mine
-        kept = mask * (~out).to(mask.dtype)
-        rows = mask.sum(-1) > 0
-        gone = (kept.sum(-1) == 0)[rows].double()
-        metrics["rollout_rs_masked_fraction"] = Mean.of(float(masked_mean(out.float(), mask)))
-        metrics["rollout_rs_seq_masked_fraction"] = Mean.of(float(gone.mean()) if len(gone) else 0.0)
-        return kept
-
-
-def _bounds(bound: float | tuple[float, float]) -> tuple[float | None, float]:
-    return (None, float(bound)) if isinstance(bound, int | float) else (float(bound[0]), float(bound[1]))
-
-
-def _spread(name: str, weights: Tensor, mean: Tensor) -> dict[str, Metric]:
-    return {
-        f"{name}_mean": Mean.of(float(mean)),
-        f"{name}_std": Mean.of(float(weights.std(unbiased=False))),
-        f"{name}_max": Max(float(weights.max())),
-        f"{name}_min": Min(float(weights.min())),
-    }

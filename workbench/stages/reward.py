@@ -15,6 +15,7 @@ from workbench.dataproto.core import DataProto
 from workbench.rewards.base import BaseReward
 from workbench.rewards.reward import as_reward
 from workbench.rewards.score import Score, extra_columns
+from workbench.stages.measures import score_metrics
 from workbench.stages.stage import BaseStage, Outcome, spread
 
 
@@ -42,7 +43,8 @@ class Reward(BaseStage):
 
     def with_function(self, function: Callable[..., Any]) -> Reward:
         """A copy of the stage with another reward function."""
-        return Reward(function) if isinstance(function, BaseReward) else Reward(function, **self._options)
+        options = {name: value for name, value in self._options.items() if name != "rename"}  # of the other's arguments
+        return Reward(function) if isinstance(function, BaseReward) else Reward(function, **options)
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raise `RewardError`, with the columns that there are, if the function has an argument that no column provides."""
@@ -73,7 +75,8 @@ class Reward(BaseStage):
             **part_columns(scores),
             **extra_columns(scores),
         }
-        return Outcome(self.written(batch, columns), self._metrics(columns, scores, mask))
+        written = self.written(batch, columns)
+        return Outcome(written, {**score_metrics(written), **self._metrics(columns, scores, mask)})
 
     def _metrics(self, columns: dict[str, Any], scores: Sequence[Score], mask: torch.Tensor) -> dict[str, Metric]:
         scored = columns["scored"]
@@ -84,10 +87,7 @@ class Reward(BaseStage):
         for name, column in columns.items():
             if name.startswith("reward/"):
                 metrics.update(spread(name, column[~column.isnan()]))
-        values = columns["reward"][scored].double()
-        if len(values):  # min and max say little of rewards that are 0 or 1
-            metrics["critic/score/std"] = Mean.of(values.std(correction=0).item(), len(values))
-        return {**spread("critic/score", columns["reward"][scored]), **metrics}
+        return metrics
 
 
 def on_last_token(reward: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,8 @@ class TurnScores(BaseStage):
         total = self.final_weight * batch["token_level_scores"] + placed
         if "scored" in batch:  # a row that was not scored has no score anywhere
             total = total * batch["scored"][:, None]
-        return Outcome(self.written(batch, {"token_level_scores": total}), spread("turn_scores", placed.sum(-1)))
+        written = self.written(batch, {"token_level_scores": total})
+        return Outcome(written, {**score_metrics(written), **spread("turn_scores", placed.sum(-1))})
 
 
 def place_turn_scores(batch: DataProto, *, turn_weight: float = 1.0, tool_weight: float = 0.0) -> torch.Tensor:

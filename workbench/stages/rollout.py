@@ -13,13 +13,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from workbench.base import runtime
 from workbench.base.config import require
-from workbench.base.errors import DataError
+from workbench.base.errors import DataError, NonFinite
 from workbench.base.metrics import Count, Mean, Metric
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
+from workbench.datasets.records import MEDIA, refuse_media
 from workbench.datasets.rendering import encode_all
 from workbench.engines.protocol import Located, Request, Sample, Sampler, SamplingSettings, switches_of
-from workbench.stages.stage import BaseStage, Outcome, spread
+from workbench.stages.measures import length_metrics
+from workbench.stages.stage import BaseStage, Outcome
 
 Arrived = Callable[[int, Mapping[str, Any], Sample], None]
 
@@ -90,6 +92,7 @@ class Rollout(BaseStage):
 
     def __call__(self, batch: DataProto) -> Outcome:
         """P rows in, P·G rows out (P·(G + 1) with a greedy baseline)."""
+        self._refuse_media(batch)
         prompts = self._encode(batch)
         each = self.group_size + self.greedy_baseline
         rows = torch.arange(len(batch)).repeat_interleave(each)
@@ -105,19 +108,26 @@ class Rollout(BaseStage):
         columns = columns_of([prompts[int(row)] for row in rows], samples, self._pad_id)
         texts = self.sampler.tokenizer.batch_decode([list(sample.ids) for sample in samples], skip_special_tokens=True)
         columns["response_text"] = list(texts)
-        return self._finished(batch, columns, rows, self._metrics(columns))
+        return self._finished(batch, columns, rows)
 
-    def _finished(self, batch: DataProto, columns: dict[str, Any], rows: Tensor, metrics: dict[str, Any]) -> Outcome:
+    def _finished(
+        self,
+        batch: DataProto,
+        columns: dict[str, Any],
+        rows: Tensor,
+        metrics: Mapping[str, Metric] = MappingProxyType({}),
+    ) -> Outcome:
         """The batch's prompts repeated, with the columns of their responses."""
         each = self.group_size + self.greedy_baseline
         if self.greedy_baseline:
             columns["greedy"] = (torch.arange(len(rows)) % each) == self.group_size
-        repeated = batch.repeat(each, interleave=True).with_meta(group_size=each, **self._model())
-        return Outcome(self.written(repeated, columns), metrics, rows)
+        written = self.written(batch.repeat(each, interleave=True).with_meta(group_size=each, **self._facts()), columns)
+        return Outcome(written, {**length_metrics(written), **metrics}, rows)
 
-    def _model(self) -> dict[str, str]:
-        """The folder of the sampler's model, where it has one: a viewer may open its tokenizer."""
-        return {"model": str(self.sampler.path)} if isinstance(self.sampler, Located) else {}
+    def _facts(self) -> dict[str, Any]:
+        """The longest response allowed; the folder of the sampler's model, where it has one: a viewer may open its tokenizer."""
+        model = {"model": str(self.sampler.path)} if isinstance(self.sampler, Located) else {}
+        return {"max_response_length": self.sampling.max_tokens, **model}
 
     def _teller(self, batch: DataProto, rows: Tensor) -> Callable[..., None]:
         """A function of (row, sample, further columns) that passes on what a reward may read of a finished row."""
@@ -132,6 +142,12 @@ class Rollout(BaseStage):
             arrived(row, {**columns, "response_text": text, "finish_reason": sample.finish_reason, **more}, sample)
 
         return tell
+
+    def _refuse_media(self, batch: DataProto) -> None:
+        """Rows of a data set have none; a batch may be made by hand."""
+        columns = {name: batch.non_tensor_batch[name] for name in MEDIA if name in batch.non_tensor_batch}
+        for row in range(len(batch) if columns else 0):
+            refuse_media({name: values[row] for name, values in columns.items()}, f"row {row} of the batch")
 
     def _encode(self, batch: DataProto) -> list[tuple[int, ...]]:
         limit = batch.meta_info.get("max_prompt_length")
@@ -160,16 +176,6 @@ class Rollout(BaseStage):
         tokenizer = self.sampler.tokenizer
         return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 
-    def _metrics(self, columns: dict[str, Any]) -> dict[str, Any]:
-        lengths = columns["response_mask"].sum(-1)
-        cut = [reason == "length" for reason in columns["finish_reason"]]
-        return {
-            **spread("response_length", lengths),
-            "response_length/clip_ratio": Mean.of(sum(cut) / len(cut), len(cut)),
-            "response/aborted_ratio": Mean.of((lengths == 0).double().mean().item(), len(cut)),
-            **spread("prompt_length", columns["prompt_mask"].sum(-1)),
-        }
-
 
 def columns_of(
     prompts: Sequence[Sequence[int]],
@@ -188,6 +194,14 @@ def columns_of(
     mask_s = _padded([[1] * len(ids) for ids in prompts], 0, "left")
     whole = _padded([[1] * len(ids) for ids in responses], 0)
     attention = torch.cat([mask_s, whole], dim=1)
+    log_probs = _padded([sample.log_probs for sample in samples], 0.0, dtype=torch.float32)
+    if not log_probs.isfinite().all():  # of NaN weights every sampler makes some text
+        rows = (~log_probs.isfinite()).any(-1).nonzero()[:, 0].tolist()
+        found, do = (
+            f"in {len(rows)} of {len(samples)} rows, the first {rows[0]}",
+            "check the model's weights and its dtype",
+        )
+        raise NonFinite("the sampler's log-probs are NaN or infinite", found=found, do=do)
     return {
         "prompts": ids_s,
         "prompt_mask": mask_s,
@@ -196,7 +210,7 @@ def columns_of(
         "input_ids": torch.cat([ids_s, ids_t], dim=1),
         "attention_mask": attention,
         "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
-        "rollout_log_probs": _padded([sample.log_probs for sample in samples], 0.0, dtype=torch.float32),
+        "rollout_log_probs": log_probs,
         "finish_reason": [sample.finish_reason for sample in samples],
         "policy_version": torch.tensor([sample.version for sample in samples]),
     }

@@ -50,8 +50,8 @@ class Stage(Protocol):
         """Run the stage on a batch."""
 
     def settings(self) -> dict[str, Any]:
-        """The stage's settings by name: all public attributes except `name`, `reads`, `writes` and `updates`."""
-        contract = {"name", "reads", "writes", "updates"}
+        """The stage's settings by name: all public attributes except `name`, `reads`, `optional`, `writes` and `updates`."""
+        contract = {"name", "reads", "optional", "writes", "updates"}
         return {key: value for key, value in vars(self).items() if not key.startswith("_") and key not in contract}
 
     def learners(self) -> tuple[Any, ...]:
@@ -88,6 +88,8 @@ class BaseStage(Remembering, Stage):
         ...         return Outcome(self.written(batch, {"token_level_scores": 2 * batch["token_level_scores"]}))
     """
 
+    optional: tuple[str, ...] = ()
+    """Columns that the stage uses where the batch has them."""
     _learners: tuple[Any, ...] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -111,15 +113,18 @@ class BaseStage(Remembering, Stage):
         made = {**self.made_with, **{name: value for name, value in changes.items() if name in own}}
         given = {name: made.get(name, getattr(self, name, None)) for name in own}
         nested = {name: value for name, value in given.items() if isinstance(value, Settings)}
-        for name in [name for name in changes if name not in own]:
+        inner: dict[str, dict[str, Any]] = {}
+        for name in sorted(changes.keys() - {*own}):
             holder = next((held for held, one in nested.items() if name in one.field_names()), None)
             if name in made or (holder is None and len(own) < len(parameters)):  # with **keywords the constructor knows
                 made[name] = changes[name]
             elif holder is not None:
-                made[holder] = nested[holder] = nested[holder].replace(**{name: changes[name]})
+                inner.setdefault(holder, {})[name] = changes[name]
             else:
                 fields = [field for one in nested.values() for field in one.field_names()]
                 raise PipelineError(unknown(f"setting of stage {self.name!r}", name, [*own, *fields]))
+        for holder, one in inner.items():  # all of its changes at once: one alone may be impossible
+            made[holder] = nested[holder].replace(**one)
         return type(self)(**made)
 
     def written(self, batch: DataProto, columns: Mapping[str, Any]) -> DataProto:
@@ -143,13 +148,18 @@ def foreign_class(stage: Any) -> dict[str, type]:
     return {} if type(stage).__module__.startswith("workbench.") else {"class": type(stage)}
 
 
+def used(stage: Stage, batch: DataProto) -> tuple[str, ...]:
+    """Columns of a batch that a stage uses: its `reads`, and those of its `optional` columns that are there."""
+    return (*stage.reads, *(name for name in getattr(stage, "optional", ()) if name in batch))
+
+
 def _refusing_other_steps(call: Callable[..., Outcome]) -> Callable[..., Outcome]:
     """Cells can run out of order: a column that the stage reads may have been written for another step's batch."""
 
     @functools.wraps(call)
     def checked(self: Any, batch: DataProto) -> Outcome:
         step = batch.meta_info.get("step")
-        for name in self.reads:
+        for name in used(self, batch):
             origin = batch.origins.get(name)
             if origin is not None and None not in (origin.step, step) and origin.step != step:
                 expected, do = f"values of step {step}, the batch's", f"run {origin.stage!r} on this batch first"
@@ -166,10 +176,10 @@ def _short(value: Any) -> str:
 
 
 def spread(prefix: str, values: torch.Tensor) -> dict[str, Metric]:
-    """The metrics `<prefix>/mean`, `<prefix>/max` and `<prefix>/min` of a flat tensor; {} if it is empty."""
-    if values.numel() == 0:
-        return {}
+    """The metrics `<prefix>/mean`, `<prefix>/max` and `<prefix>/min` of a flat tensor; {} if it is empty or not finite."""
     values = values.double()
+    if values.numel() == 0 or not values.sum().isfinite():
+        return {}
     return {
         f"{prefix}/mean": Mean.of(values.mean().item(), values.numel()),
         f"{prefix}/max": Max(values.max().item()),

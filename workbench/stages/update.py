@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,21 +12,27 @@ import torch
 from torch import Tensor
 
 from workbench.base.config import Settings, require
-from workbench.base.errors import NonFinite, SettingError, VersionMismatch, unknown
-from workbench.base.metrics import Mean, Metric, Sum, reduce
+from workbench.base.errors import NonFinite, RewardError, SettingError, VersionMismatch, unknown
+from workbench.base.metrics import Count, Max, Mean, Metric, Min, Sum, join
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
 from workbench.engines.protocol import Learner, LossCounts, LossOutput, StepResult
 from workbench.functional.kl import kl_penalty
 from workbench.functional.losses import AGGREGATIONS, POLICY_LOSSES, Surrogate, aggregate, value_loss
 from workbench.functional.masking import masked_mean
+from workbench.stages.correction import CorrectionSettings
 from workbench.stages.log_prob import SCORED_COLUMNS
-from workbench.stages.stage import BaseStage, Outcome
+from workbench.stages.stage import BaseStage, Outcome, used
 
 
 def loss_mask(rows: DataProto) -> Tensor:
-    """[B, T] float: 1 on the model's own tokens of rows that were scored."""
+    """[B, T] float: 1 on the model's own tokens that were not rejected, in rows that were scored.
+
+    The product of `response_mask`, and of `loss_mask` [B, T] and `scored` [B] where the rows have them.
+    """
     mask = rows["response_mask"].float()
+    if "loss_mask" in rows:
+        mask = mask * rows["loss_mask"].float()
     return mask * rows["scored"].float()[:, None] if "scored" in rows else mask
 
 
@@ -39,10 +46,16 @@ class PolicyLoss(Settings):
 
     loss = pg − entropy_coeff·H + kl_coef·KL, each aggregated by `loss_agg_mode` over the whole mini-batch (global counts), so
     that micro-batches and ranks cannot change it. Raises `SettingError` for an unknown `loss_mode` or `loss_agg_mode`.
-    """
 
-    writes: ClassVar[tuple[str, ...]] = ("new_log_probs", "clipped")
-    """Columns [B, T] that an update with this loss writes."""
+    With `bypass`, verl's bypass mode, the sampler's log-probs are the old ones: ρ = π / π_rollout. From the log-probs of
+    each pass and the sampler's, over `response_mask`, the loss computes importance weights (`rollout_is_weights`),
+    rejection (`loss_mask`) and `rollout_corr/*` (see `functional.correction`): columns and metrics of the update.
+    Rejected tokens leave pg and its metrics; entropy, KL and all denominators keep them, as in verl, so that they can be
+    counted before any pass. What depends on the cut, as in verl: `rollout_is_batch_normalize` divides by the mean of each
+    micro-batch, and deviations and effective sample size are means of the micro-batches' own. verl's `loss_type`
+    `ppo_clip` is `loss_mode="vanilla"`, whose ratio corrects already; `reinforce` is `loss_mode="gpg"`, with
+    `rollout_is=True` −w·A·log π.
+    """
 
     loss_mode: str = "vanilla"
     """Name of the policy loss in `functional.POLICY_LOSSES` (verl's names)."""
@@ -63,7 +76,9 @@ class PolicyLoss(Settings):
     loss_scale_factor: float | None = None
     """What `seq-mean-token-sum-norm` divides by; None: the mini-batch's width."""
     rollout_is: bool = False
-    """Multiply every token's loss by the column `rollout_is_weights` (see `stages.RolloutCorrection`)."""
+    """Multiply every token's loss by the column `rollout_is_weights` (see `stages.RolloutCorrection`), or by `bypass`'s."""
+    bypass: CorrectionSettings | None = None
+    """Weights and rejection that the loss computes itself, against the sampler's log-probs; None: the batch's columns."""
     tau_pos: float = 1.0
     """sapo: steepness of the gate for positive advantages."""
     tau_neg: float = 1.05
@@ -88,12 +103,27 @@ class PolicyLoss(Settings):
         for name in ("clip_ratio_low", "clip_ratio_high"):
             require(getattr(self, name) >= 0, name, expected="≥ 0", found=getattr(self, name))
         require(self.clip_ratio_c > 1, "clip_ratio_c", expected="> 1", found=self.clip_ratio_c)
+        if self.bypass is not None and self.rollout_is:
+            level, ratio = self.bypass.rollout_is, self.loss_mode != "gpg"
+            require(
+                level is not None,
+                "rollout_is of bypass",
+                expected="a level: rollout_is=True asks for weights",
+                found=level,
+            )
+            do = "set rollout_is=False: its ratio is against the sampler already, and weights would count it twice"
+            require(not ratio, "loss_mode with bypass and rollout_is=True", expected="gpg", found=self.loss_mode, do=do)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Columns [B, T] that an update with this loss writes."""
+        return ("new_log_probs", "clipped") + (() if self.bypass is None else self.bypass.writes)
 
     @property
     def reads(self) -> tuple[str, ...]:
         """Columns that the loss needs, beside the inputs of a forward pass (`input_ids`, …)."""
-        reads = ("old_log_probs", "advantages")
-        return reads + ("ref_log_prob",) * bool(self.kl_coef) + ("rollout_is_weights",) * self.rollout_is
+        reads = ("old_log_probs", "advantages") + ("ref_log_prob",) * bool(self.kl_coef)
+        return reads + (("rollout_log_probs",) if self.bypass else ("rollout_is_weights",) * self.rollout_is)
 
     @property
     def want(self) -> tuple[str, ...]:
@@ -101,21 +131,18 @@ class PolicyLoss(Settings):
         return ("log_probs", "entropy") if self.entropy_coeff else ("log_probs",)
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
-        """The loss of one micro-batch, its metrics, and `new_log_probs` and `clipped`."""
-        mask = loss_mask(rows)
-        new, old = outputs["log_probs"], rows["old_log_probs"]
+        """The loss of one micro-batch, its metrics, and the columns of `writes`."""
+        mask, new = loss_mask(rows), outputs["log_probs"]
+        old, kept, columns, metrics = self._corrected(new.detach(), rows, mask)
         function = POLICY_LOSSES[self.loss_mode]
         taken = inspect.signature(function).parameters
         settings = {name: value for name, value in self.to_dict().items() if name in taken}
-        surrogate: Surrogate = function(old, new, rows["advantages"], mask, **settings)
-        weighted = surrogate.loss * rows["rollout_is_weights"] if self.rollout_is else surrogate.loss
-        loss = pg_loss = self._aggregate(weighted, mask, loss_counts, surrogate.aggregation)
-        metrics: dict[str, Metric] = {
-            "actor/pg_loss": Sum(pg_loss.item()),
-            "actor/pg_clipfrac": _mean(surrogate.clipped, mask),
-            "actor/pg_clipfrac_lower": _mean(surrogate.clipped_lower, mask),
-            "actor/ppo_kl": _mean(old - new, mask),
-        }
+        surrogate: Surrogate = function(old, new, rows["advantages"], kept, **settings)
+        held: Mapping[str, Tensor] | DataProto = rows if self.bypass is None else columns
+        weighted = surrogate.weighted(held["rollout_is_weights"], kept) if self.rollout_is else surrogate.loss
+        loss = pg_loss = self._aggregate(weighted, kept, loss_counts, surrogate.aggregation)
+        metrics |= {"actor/pg_loss": Sum(pg_loss.item())}
+        metrics |= {f"actor/{name}": _mean(values, kept) for name, values in surrogate.metrics.items()}
         if self.entropy_coeff:
             entropy = self._aggregate(outputs["entropy"], mask, loss_counts)
             loss = loss - self.entropy_coeff * entropy
@@ -125,8 +152,18 @@ class PolicyLoss(Settings):
             loss = loss + self.kl_coef * kl
             metrics |= {"actor/kl_loss": Sum(kl.item()), "actor/kl_coef": Mean(self.kl_coef)}
         clipped = surrogate.clipped | surrogate.clipped_lower
-        columns = {"new_log_probs": (new * rows["response_mask"]).detach(), "clipped": clipped & mask.bool()}
+        columns |= {"new_log_probs": (new * rows["response_mask"]).detach(), "clipped": clipped & kept.bool()}
         return LossOutput(loss, metrics, columns)
+
+    def _corrected(
+        self, new: Tensor, rows: DataProto, mask: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Metric]]:
+        """The old log-probs, the mask of the policy loss, and, of `bypass`, the columns and metrics."""
+        if self.bypass is None:
+            return rows["old_log_probs"], mask, {}, {}
+        columns, metrics = self.bypass.apply(new, rows)
+        kept = mask * columns["loss_mask"] if "loss_mask" in columns else mask
+        return rows["rollout_log_probs"], kept, columns, metrics
 
     def _aggregate(self, values: Tensor, mask: Tensor, counts: LossCounts, mode: str | None = None) -> Tensor:
         width = self.loss_scale_factor or counts.width
@@ -182,7 +219,8 @@ class Update(BaseStage):
         skip_nonfinite: how many mini-batches in a row may be skipped, and counted, for a NaN or infinite loss or gradient;
             they change no weight. One more raises `NonFinite`.
 
-    Raises `VersionMismatch` for a stale batch: a batch is used once.
+    A mini-batch without a token to learn from is left out and counted. Raises `VersionMismatch` for a stale batch (a batch is
+    used once), and `RewardError` where no row was scored.
     """
 
     updates = True
@@ -219,10 +257,14 @@ class Update(BaseStage):
         self._in_a_row = 0
         self.reads = (*SCORED_COLUMNS, "scored", *loss.reads)
         self.writes = loss.writes
+        self.optional = () if "loss_mask" in self.writes else ("loss_mask",)
 
     def settings(self) -> dict[str, Any]:
-        """Settings of the stage and of its loss, in one flat dict."""
-        return {**super().settings(), "loss": type(self._loss).__name__, **self._loss.to_dict()}
+        """Settings of the stage and of its loss, in one flat dict; those of a loss's `bypass` as `bypass.<name>`."""
+        told = {**super().settings(), "loss": type(self._loss).__name__, **self._loss.to_dict()}
+        nested = {key: one.to_dict() for key, one in told.items() if isinstance(one, Settings)}
+        inner = {f"{key}.{name}": value for key, one in nested.items() for name, value in one.items()}
+        return {key: value for key, value in told.items() if key not in nested} | inner
 
     @property
     def role(self) -> str:
@@ -235,31 +277,42 @@ class Update(BaseStage):
         step = batch.meta_info.get("step", 0)
         if step < self.from_step:
             return Outcome(self.written(batch, self._unchanged(batch)), {f"{self.role}/skipped": Mean(1.0)})
-        rows = batch.select(list(self.reads), ["uid"] if "uid" in batch else [])
-        columns = self._unchanged(batch) if self.skip_nonfinite else {}
-        steps: list[dict[str, float]] = []
-        skipped = 0
+        self._refuse_unscored(batch)
+        rows = batch.select(list(used(self, batch)), ["uid"] if "uid" in batch else [])
+        columns = self._unchanged(batch)
+        steps: list[dict[str, Metric]] = []
+        skipped = empty = 0
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         for epoch in range(self.ppo_epochs):
             for number, indices in enumerate(self._mini_batches(batch, epoch)):
+                if not loss_mask(rows.select_idxs(indices)).any():
+                    empty += 1  # a step without a gradient would still move weights, by decay and momentum
+                    continue
                 with torch.random.fork_rng(devices):  # dropout is a function of the step: an update repeats bit for bit
                     torch.manual_seed(derive(batch.meta_info.get("seed", 0), self.name, step, epoch, number))
                     learned = self._learn_or_skip(rows.select_idxs(indices))
                 if learned is None:
                     skipped += 1
                     continue
-                steps.append(reduce([learned.metrics]))
+                steps.append(join([learned.metrics]))
                 for name, values in learned.columns.items():  # [b, …] into [B, …]; later epochs overwrite earlier ones
                     columns.setdefault(name, values.new_zeros((len(batch), *values.shape[1:])))[indices] = values
         if steps:
             self._learner.commit()
-        metrics: dict[str, Metric] = {
-            (key if "/" in key else f"{self.role}/{key}"): Mean(sum(one[key] for one in steps), len(steps))
-            for key in next(iter(steps), {})
-        }
+        metrics = {key if "/" in key else f"{self.role}/{key}": one for key, one in _over_steps(steps).items()}
         if self.skip_nonfinite:
             metrics[f"{self.role}/nonfinite"] = Mean(float(skipped))
+        if empty:
+            metrics[f"{self.role}/empty_mini_batches"] = Count(empty)
         return Outcome(self.written(batch, columns), metrics)
+
+    def _refuse_unscored(self, batch: DataProto) -> None:
+        if batch["scored"].any() or not len(batch):
+            return
+        whys = Counter(f"{one.status.value}: {one.why}" for one in batch.non_tensor_batch.get("score", ()))
+        what = f"stage {self.name!r}: none of {len(batch)} rows was scored, so that there is nothing to learn from"
+        found = "; ".join(f"{number} × {why}" for why, number in whys.most_common(3)) or None
+        raise RewardError(what, found=found, do="give the rows truths that the reward reads, or another reward")
 
     def _refuse_stale(self, batch: DataProto) -> None:
         for name in ("old_log_probs", "values"):
@@ -312,8 +365,26 @@ class Update(BaseStage):
         """The columns of rows whose weights did not move."""
         if "new_log_probs" not in self.writes:
             return {}
-        clipped = torch.zeros_like(batch["response_mask"], dtype=torch.bool)
-        return {"new_log_probs": batch["old_log_probs"].clone(), "clipped": clipped}
+        mask = batch["response_mask"]
+        old = batch["rollout_log_probs" if "rollout_log_probs" in self.reads else "old_log_probs"]
+        found = {"new_log_probs": old.clone(), "clipped": torch.zeros_like(mask, dtype=torch.bool)}
+        found |= {"rollout_is_weights": mask.to(old.dtype), "loss_mask": mask.clone()}
+        return {name: found[name] for name in self.writes}
+
+
+def _over_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """The metrics of several optimizer steps: maxima and minima of all, means with every step of one weight.
+
+    A step without a token of a mean is left out of it.
+    """
+    found: dict[str, Metric] = {}
+    for key in dict.fromkeys(key for step in steps for key in step):
+        every = [step[key] for step in steps if key in step]
+        measured = [one for one in every if not isinstance(one, Mean) or one.weight] or every
+        extreme = isinstance(every[0], Max | Min)
+        means = Mean(sum(one.result() for one in measured), len(measured))
+        found[key] = join({key: one} for one in every)[key] if extreme else means
+    return found
 
 
 def _refuse_nonfinite(rows: DataProto, names: Sequence[str]) -> None:

@@ -29,8 +29,8 @@ from workbench.dataproto.value import Columns, Lazy
 from workbench.engines.protocol import Pin, PinnedWeights, Sample
 from workbench.rewards.base import BaseReward, row_view
 from workbench.rewards.score import Score
+from workbench.stages.correction import RolloutCorrection
 from workbench.stages.filtering import FilterGroups, Overlong
-from workbench.stages.log_prob import RolloutCorrection
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.reward import Reward
 from workbench.stages.rollout import Baseline, Rollout
@@ -212,12 +212,14 @@ def correction(pipeline: Pipeline) -> str | None:
     for stage in pipeline:
         if not isinstance(stage, RolloutCorrection):
             continue
-        if stage.bypass:
+        if stage.bypass_mode:
             return "the sampler's log-probs are the old ones"
-        if stage.rollout_is is not None and pipeline["update_actor"].settings().get("rollout_is"):
-            return f"{stage.rollout_is} weights, truncated at {stage.rollout_is_threshold}"
-        if stage.rollout_rs:
-            return f"rejection by {', '.join(stage.rollout_rs)}"
+        how = stage.correction
+        if how.rollout_is is not None and pipeline["update_actor"].settings().get("rollout_is"):
+            lower, upper = how.weights
+            return f"{how.rollout_is} weights, {f'truncated at {upper}' if lower is None else f'0 outside {lower} to {upper}'}"
+        if how.rejections:
+            return f"rejection by {', '.join(how.rejections)}"
     return None
 
 

@@ -29,7 +29,7 @@ from workbench.dataproto.same import unchanged
 from workbench.engines.protocol import Learner, Losable, Stateful
 from workbench.stages.episodes import EpisodeRollout
 from workbench.stages.pipeline import Pipeline
-from workbench.stages.stage import Stage
+from workbench.stages.stage import Stage, used
 from workbench.steps.compare import Comparison, compare
 from workbench.steps.trace import Phase, Trace, perform
 from workbench.steps.what_if import WhatIf, what_if
@@ -350,7 +350,9 @@ class Stepper(Shown):
         done = self._done.get(stage.name)
         if done is None or done.stage is not stage or stage.state() or done.weights != self._weights(stage):
             return None
-        if not all(unchanged(name, done.before, self.batch) for name in stage.reads):
+        if not all(
+            unchanged(name, done.before, self.batch) for name in {*used(stage, done.before), *used(stage, self.batch)}
+        ):
             return None
         batch = done.phase.batch if done.phase.rows is not None else done.phase.written_into(self.batch)
         return replace(done.phase, batch=batch, seconds=0.0, reused=True)

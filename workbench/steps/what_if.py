@@ -131,7 +131,10 @@ def _estimated(pipeline: Pipeline, batch: DataProto, advantage: Callable[..., An
     old: Any = pipeline["advantage"]
     stage = advantage if isinstance(advantage, Advantage) else old.with_function(advantage)
     state = stage.state()
-    made = perform(stage, batch.without(*(name for name in stage.writes if name in batch))).batch
+    later = (
+        name for one in pipeline if one.updates for name in one.writes
+    )  # a loss_mask of the update's own among them
+    made = perform(stage, batch.without(*(name for name in {*stage.writes, *later} if name in batch))).batch
     if state:
         stage.load_state(state)
     return made

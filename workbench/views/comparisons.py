@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from workbench.replay.audit import Audit
     from workbench.steps.compare import Comparison, RowChange
     from workbench.steps.differences import Beside, Divergence, Spread
     from workbench.steps.what_if import WhatIf
@@ -253,7 +254,7 @@ def _ratios(made: WhatIf, after: torch.Tensor) -> torch.Tensor:
 
 ESTIMATORS: Mapping[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "grpo": (F.grpo, {}), "dr_grpo": (F.grpo, {"norm_by_std": False}), "rloo": (F.rloo, {}), "opo": (F.opo, {}),
-    "gpg": (F.gpg, {}), "grpo_passk": (F.grpo_passk, {}),
+    "gpg": (F.gpg, {}), "maxrl": (F.maxrl, {}), "grpo_passk": (F.grpo_passk, {}),
     "reinforce_plus_plus_baseline": (F.reinforce_plus_plus_baseline, {}),
     "reinforce_plus_plus": (F.reinforce_plus_plus, {}), "optimal_token_baseline": (F.optimal_token_baseline, {}),
     "remax": (F.remax, {}), "gae": (F.gae, {"lam": 0.95}),
@@ -265,7 +266,8 @@ def advantage_table(batch: DataProto, names: Sequence[str] | None = None) -> pd.
     """The advantages of every estimator on one batch: a DataFrame with a line for each row.
 
     Columns: group, reward, tokens, and for each estimator the mean advantage of the row's tokens. Estimators whose inputs
-    the batch lacks (values, a greedy baseline, Σπ²) are left out; they raise `PipelineError` if `names` has them.
+    the batch lacks (values, a greedy baseline, Σπ²) are left out, as is maxrl for rewards below 0; they raise
+    `PipelineError` if `names` has them.
 
     Example:
         >>> wb.views.advantage_figure(wb.views.advantage_table(batch, ["grpo", "rloo"]))  # doctest: +SKIP
@@ -284,7 +286,7 @@ def advantage_table(batch: DataProto, names: Sequence[str] | None = None) -> pd.
         missing = [column for column in stage.reads if column not in batch]
         if missing and names is not None:
             raise PipelineError(f"estimator {name} reads {', '.join(missing)}", found="a batch without these columns")
-        if missing:
+        if missing or (name == "maxrl" and names is None and bool((batch["reward"] < 0).any())):
             continue
         kept = batch.without(*(column for column in stage.writes if column in batch))
         advantages = stage(kept).batch["advantages"]
@@ -369,3 +371,26 @@ def values_figure(batch: DataProto, rows: int = 24) -> Figure:
     axes.set_ylabel("value", fontsize=8)
     bare(axes)
     return figure
+
+
+# --- a second reading -------------------------------------------------------------------------------
+
+
+def audit(made: Audit) -> doc.Part:
+    """The view of an `Audit`: how much agrees, what disagrees and where, what was not recomputed and why."""
+    rows = [[str(one.step), one.stage, one.name, one.place, one.numbers, one.formula] for one in made.disagreements]
+    header = ["step", "stage", "name", "where", "recorded and recomputed", "formula"]
+    why: dict[str, list[str]] = {}
+    for name, reason in made.left.items():
+        why.setdefault(reason, []).append(name)
+    left = [[reason, ", ".join(sorted(names))] for reason, names in sorted(why.items())]
+    unknown = f"no formula knows {', '.join(sorted(made.unaudited))}" if made.unaudited else ""
+    agreed = [["columns", ", ".join(sorted(made.columns))], ["metrics", ", ".join(sorted(made.metrics))]]
+    return (
+        doc.line(doc.bold(made.summary())),
+        doc.Either([f"  {one}" for one in made.disagreements[:12]], doc.Table(header, rows)),
+        doc.Either([f"  and {len(rows) - 12} more: .disagreements"] if len(rows) > 12 else ()),
+        [unknown] if unknown else (),
+        doc.Fold(f"{len(made.left)} not recomputed", doc.Table(["why", "columns and metrics"], left)),
+        doc.Fold("recomputed, and agree", doc.Table(["", ""], agreed)),
+    )

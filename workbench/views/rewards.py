@@ -7,10 +7,11 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from workbench.rewards.score import Status
+from workbench.rewards.signatures import told
 from workbench.views import document as doc
 
 if TYPE_CHECKING:
-    from workbench.rewards import Rubric, Score
+    from workbench.rewards import Reward, Rubric, Score
     from workbench.rewards.dry_run import DryRun, Judged
     from workbench.rewards.pins import Checked, Pin, PinCheck, Pins
 
@@ -84,7 +85,9 @@ def rubric(made: Rubric) -> doc.Part:
         name = doc.bold(part), doc.BREAK, doc.small(f"column reward/{part}")
         bar = doc.bar(abs(weight) / top, f"{weight:g}", weight >= 0) if weight else "–"
         gate = f"≥ {made.gates[part]:g}, else {made.gated:g}" if part in made.gates else ""
-        settings = doc.Fold("settings", doc.pairs([(key, str(value)) for key, value in reward.settings().items()]))
+        settings = doc.Fold(
+            "settings", doc.pairs([(key, str(value)) for key, value in {**reward.settings(), **reward.binding}.items()])
+        )
         rows.append([name, bar, gate, f"{type(reward).__name__} {doc.cut(reward.name, 80)}", settings])
     what = "weighted mean" if made.normalise else "weighted sum"
     title = doc.line(doc.bold("Rubric"), f" · {what} of {len(made.parts)} parts")
@@ -116,9 +119,23 @@ def dry_run(made: DryRun) -> doc.Part:
     return (
         doc.line(doc.bold(f"{len(made.rows)} completions")),
         _scorers(made),
+        doc.Either(_calls(made), doc.Fold("what each argument was filled from", doc.stacked(_calls(made)))),
         doc.Either(said),
         doc.Fold(f"why rows are not plainly scored ({len(failures)} reasons)", reasons) if cells else (),
         doc.Either(page=doc.Fold(what, lambda: _rows(made, rows[:_ROWS]), opened=True) if rows else ()),
+    )
+
+
+def _calls(made: DryRun) -> list[str]:
+    return [f"  {name}({told(binding)})" for name, binding in made.bindings.items() if binding]
+
+
+def reward(made: Reward) -> doc.Part:
+    """The view of a `Reward`: where it runs and its policy, then each argument of its function and what fills it."""
+    where = "in this process" if made.in_process else f"{made.workers} workers, {made.timeout:g} s a row"
+    line = f"Reward({made.name}: one call per {made.per}, {where}, on failure {made.on_failure}"
+    return doc.Either(
+        f"{line}; {told(made.binding)})", (doc.line(doc.bold(f"{line})")), doc.pairs(list(made.binding.items())))
     )
 
 

@@ -6,13 +6,13 @@ import asyncio
 import contextvars
 import functools
 import inspect
-import json
 import re
 import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, overload
 
+from workbench.agents.plain import as_text
 from workbench.agents.protocol import ToolResponse
 from workbench.agents.tools.base import BaseTool, Executed, answered
 from workbench.agents.tools.schema import same_arguments
@@ -35,9 +35,9 @@ class FunctionTool(BaseTool):
     its thread until the process ends (it does not keep the process alive). Untrusted code, above all a model's, belongs in
     the sandbox (`PythonTool`), never here.
 
-    The function may return text, a dict, a list or a number (the model reads it as JSON), a `ToolResponse`, or a tuple
-    of one of these with a reward, or with a reward and a record. What it raises becomes a text for the model, and a record
-    with status *infra_error*.
+    The function may return text, another value (the model reads its JSON, `agents.plain`), a `ToolResponse`, or a tuple of
+    one of these with a reward, or with a reward and a record. What it raises, and a value without a form in JSON, becomes a
+    text for the model, and a record with status *infra_error*.
 
     Args:
         function: sync or async, with type hints.
@@ -119,7 +119,7 @@ def _executed(result: Any) -> Executed:
     if isinstance(answer, Mapping) and answer and set(answer) <= {"text", "image", "video"}:
         answer = ToolResponse(**answer)
     if not isinstance(answer, ToolResponse):
-        answer = ToolResponse(text=answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False))
+        answer = ToolResponse(text=as_text(answer))
     status = answered("")[2]
     return answer, None if reward is None else float(reward), {**status, **(record or {})}
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from workbench.agents.interactions import gsm8k_truth
 from workbench.agents.tools.base import BaseTool, Executed, answered, broken
 from workbench.agents.tools.functions import in_thread
 from workbench.base.config import require
@@ -105,8 +106,8 @@ class Gsm8kAnswer(BaseTool):
         if wrong := self.refusal(parameters):
             return wrong
         state = self.instances.get(instance_id)
-        if state is None or state.get("ground_truth") is None:
-            why = "no such instance" if state is None else "create was given no ground_truth"
+        if state is None or gsm8k_truth(state.get("ground_truth")) is None:
+            why = "no such instance" if state is None else "create was given no number as ground_truth"
             return broken("Error: there is nothing to check the answer against.", why)
         answer, before = parameters["answer"], state.get("reward", 0.0)
         state["response"] = answer if answer.startswith("#### ") else f"#### {answer}"
@@ -119,7 +120,7 @@ class Gsm8kAnswer(BaseTool):
         state = self.instances.get(instance_id, {})
         if "response" not in state:
             return 0.0
-        return compute_score(state["response"], str(state.get("ground_truth")), method="flexible")
+        return compute_score(state["response"], gsm8k_truth(state.get("ground_truth")), method="flexible")
 
 
 K1, B = 1.2, 0.75

@@ -193,7 +193,10 @@ class RemoteSampler(Pushed):
             what = "SGLang cannot sample with top_k=1 at a temperature other than 1"
             raise EngineError(what, do="for greedy decoding pass temperature=0")
         if (s.top_p < 1 or s.top_k > 0) and not found.before_filters:
-            what = "top_p and top_k: the server does not return the log-probs before them, which a trainer needs"
+            why = "the server does not return the log-probs before them, which a trainer needs"
+            if found.before_filters is None:
+                why = "whether the server returns the log-probs before them could not be told: the model was too sure of the probes"
+            what = f"top_p and top_k: {why}"
             do = "pass top_p=1 and top_k=-1, or start vLLM by engines.server_command and pass weights='vllm'"
             raise EngineError(what, do=do)
 
@@ -226,6 +229,7 @@ class RemoteSampler(Pushed):
                 found = f"{behind} updates from the server's version {self.version}"
                 raise EngineError(what, expected=f"at most {allowed} updates (max_staleness)", found=found)
             return 0.0
+        self.check_whole(weights)
         what = "the push of weights failed; nothing is sampled from the server until a push succeeds"
         with self._named(what), self._written(weights) as path:
             runtime.run(self._push(path, version))

@@ -338,8 +338,8 @@ class Findings:
 
     follows_temperature: bool
     """Log-probs are those of logits / temperature; else those of the logits."""
-    before_filters: bool
-    """Log-probs are those before top-k and top-p; False also where the model is too sure for a test."""
+    before_filters: bool | None
+    """Log-probs are those before top-k and top-p; None where the model was too sure of every prompt to tell."""
     seeded: bool
     """The same seed gives the same tokens."""
 
@@ -366,7 +366,7 @@ async def examine(ask: Ask, prompts: Sequence[tuple[int, ...]]) -> Findings:
         raise EngineError(what, expected="a prompt whose likeliest tokens differ in log-prob", found=found)
     settings = replace(_PLAIN, max_tokens=12, temperature=_WARM)
     ids = [(await ask(Request(prompts[0], settings, seed), 0)).ids for seed in (11, 11, 12)]
-    return Findings(follows, bool(before), seeded=ids[0] == ids[1] != ids[2])
+    return Findings(follows, before, seeded=ids[0] == ids[1] != ids[2])
 
 
 def _follows(plain: Mapping[int, float], warm: Mapping[int, float]) -> bool | None:

@@ -10,7 +10,7 @@ import torch
 from workbench.base import runtime
 from workbench.base.config import require
 from workbench.base.errors import EngineError, boundary
-from workbench.engines.local_engine.loading import chosen_device, resolve
+from workbench.engines.local_engine.loading import chosen_device, pretrained, resolve
 from workbench.engines.local_engine.sampling import Early, Waves
 from workbench.engines.protocol import Classified
 
@@ -62,7 +62,8 @@ def refusal(count: int, limit: int) -> EngineError | None:
     """The error for a text of `count` tokens where at most `limit` are allowed; None where the text fits."""
     if 0 < count <= limit:
         return None
-    what, do = "the text for the reward model", "lower prompt_length or response_length"
+    what = "the text for the reward model"
+    do = "lower prompt_length or response_length" if count else "give it a prompt or a response that is not empty"
     return EngineError(what, expected=f"1 to {limit} tokens", found=f"{count} tokens", do=do)
 
 
@@ -85,7 +86,7 @@ def classifier(
     logging.disable_progress_bar()
     found, trust = str(resolve(path)), {"trust_remote_code": trust_remote_code}
     with boundary(f"loading the reward model {str(path)!r}", EngineError):
-        model = AutoModelForSequenceClassification.from_pretrained(found, dtype=torch.float32, **trust)
+        model = pretrained(AutoModelForSequenceClassification, found, **trust)
         tokenizer = AutoTokenizer.from_pretrained(found, **trust)
     if model.config.num_labels != 1 or not hasattr(model, "score"):
         expected = "a sequence classifier with one label and a head called 'score'"

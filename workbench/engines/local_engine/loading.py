@@ -123,12 +123,43 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
                 config = AutoConfig.from_pretrained(str(path), **trust)
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **given)
         else:
-            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, **given)
+            model = pretrained(AutoModelForCausalLM, path, **given)
     model = model.to("meta" if empty else chosen_device(settings.device))
     if settings.lora_rank:
         with there:
             lora.add(model, lora.config_of(settings, named or str(path)))
     return model.eval()
+
+
+def pretrained(kind: Any, path: str | Path, **given: Any) -> Any:
+    """Load a model of a transformers class (`kind`) in float32, with every tensor of it read from the files.
+
+    transformers fills tensors that the files lack, or have in another shape, with random numbers, and leaves out those
+    that the configuration has no place for. Here these are an `EngineError` with their names; heads of other kinds in the
+    files are left out.
+    """
+    model, found = kind.from_pretrained(
+        str(path), dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **given
+    )
+    shapes = {
+        name: f"{name} of shape {tuple(there)} in place of {tuple(own)}"
+        for name, there, own in found["mismatched_keys"]
+    }
+    inside = f"{model.base_model_prefix}."
+    wrong = {
+        "lack": sorted(set(found["missing_keys"]) - shapes.keys()),
+        "have": [shapes[name] for name in sorted(shapes)],
+        "have, with no place in the model,": sorted(one for one in found["unexpected_keys"] if one.startswith(inside)),
+    }
+    said = [
+        f"the files {verb} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}"
+        for verb, names in wrong.items()
+        if names
+    ]
+    if said:
+        expected, do = "every tensor of the model, and no other", "copy or save the model again; check config.json"
+        raise EngineError(f"the weights of {str(path)!r}", expected=expected, found="; ".join(said), do=do)
+    return model
 
 
 def load_tokenizer(path: str | Path, model: Any, settings: Any) -> Any:
@@ -164,6 +195,10 @@ def eos_ids_of(*sources: Any) -> frozenset[int]:
     return frozenset(found)
 
 
+HEAD = "value_head.safetensors"
+"""The file of a critic's value head, beside the model's own."""
+
+
 def value_head(model: Any) -> torch.nn.Linear:
     """A linear layer from [H] to a scalar with zero weights, on the model's device: a new critic predicts 0."""
     head = torch.nn.Linear(model.config.hidden_size, 1).to(model.device)
@@ -184,7 +219,7 @@ def save_model(model: Any, head: torch.nn.Module | None, tokenizer: Any, path: P
         lora.save(model, path)
     tokenizer.save_pretrained(path)
     if head is not None:
-        save_file({k: v.contiguous() for k, v in head.state_dict().items()}, str(path / "value_head.safetensors"))
+        save_file({k: v.contiguous() for k, v in head.state_dict().items()}, str(path / HEAD))
 
 
 def load_into(model: Any, head: torch.nn.Module | None, path: Path, settings: Any) -> None:
@@ -196,7 +231,9 @@ def load_into(model: Any, head: torch.nn.Module | None, path: Path, settings: An
     found = lora.stored(path) if adapted else load_model(path, settings).state_dict()
     _fill(mine, found, f"the weights at {path}")
     if head is not None:
-        head.load_state_dict(load_file(str(path / "value_head.safetensors")))
+        if not (path / HEAD).is_file():
+            raise EngineError(f"the critic at {path}", expected=HEAD, found="no such file")
+        _fill(head.state_dict(), load_file(str(path / HEAD)), f"the value head at {path}")
 
 
 @torch.no_grad()

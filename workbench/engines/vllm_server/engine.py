@@ -280,9 +280,10 @@ class VllmEngine(Served, Pushed):
         """Replace all weights of the model, by their Hugging Face names; returns the seconds taken.
 
         Requests made before are answered with the old weights, later ones with the new, which are policy version `version`.
-        Tied weights are in `weights` under both names. Raises `EngineError` where it fails; the engine then refuses to
-        sample until another push succeeds.
+        Tied weights are in `weights` under both names. Raises `EngineError` where a tensor of the model is missing, and
+        where the push fails; the engine then refuses to sample until another push succeeds.
         """
+        self.check_whole(weights)
         began = time.perf_counter()
         dtype = getattr(torch, self._about["dtype"])
         with in_memory(weights, dtype) as file:

@@ -1,0 +1,274 @@
+"""Every shipped parser, tool and simulated user keeps the promises of its contract."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_agents_environments import Echoing, Guessing
+from test_agents_interactions import StandInActor
+from test_agents_mcp import SERVER
+from tests_patience import examples
+
+from workbench.agents import (
+    Calculator,
+    Gsm8kAnswer,
+    Gsm8kInteraction,
+    GymInteraction,
+    HermesParser,
+    KimiParser,
+    MCPServer,
+    MCPTool,
+    PythonTool,
+    Qwen3CoderParser,
+    ReActParser,
+    RemoteInteraction,
+    Search,
+    ToolArgsParser,
+    VerifiersInteraction,
+    function_tool,
+    parser_names,
+    tool_parser,
+)
+from workbench.agents.files import INTERACTIONS, TOOLS
+from workbench.agents.interactions import Reply
+from workbench.agents.parsers import REASONING
+from workbench.base import runtime
+from workbench.base.errors import WorkbenchError
+from workbench.sandbox.protocol import Phase, Program, Result
+from workbench.testing.agents import InteractionContract, ParserContract, ToolContract
+from workbench.testing.borders import TEXTS
+
+
+class TestHermes(ParserContract):
+    make_parser = HermesParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+class TestQwen3Coder(ParserContract):
+    make_parser = Qwen3CoderParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        given = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+        return f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>"
+
+
+class TestKimi(ParserContract):
+    make_parser = KimiParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        call = f"functions.{name}:0<|tool_call_argument_begin|>{json.dumps(arguments)}"
+        return f"<|tool_calls_section_begin|><|tool_call_begin|>{call}<|tool_call_end|><|tool_calls_section_end|>"
+
+
+class TestToolArgs(ParserContract):
+    make_parser = ToolArgsParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f"<tool>{name}</tool><args>{json.dumps(arguments)}</args>"
+
+
+class TestReAct(ParserContract):
+    make_parser = ReActParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f"\nAction: {name}\nAction Input: {json.dumps(arguments)}\n"
+
+
+def test_no_parser_is_without_its_contract() -> None:
+    held = {one.make_parser for one in ParserContract.__subclasses__()}
+    assert {type(tool_parser(name)) for name in parser_names()} <= held
+
+
+# --- turns of many parts ------------------------------------------------------------------------------
+
+prose = st.text(st.sampled_from("ab 7,.é→\n"), max_size=12)
+arguments = (
+    st.text(max_size=20)
+    | st.sampled_from([one for one in TEXTS.values() if len(one) < 100])
+    | st.sampled_from([*REASONING])
+)
+parts = st.lists(
+    st.tuples(st.just("call"), arguments) | st.tuples(st.just("think"), prose) | st.tuples(st.just("prose"), prose),
+    max_size=6,
+)
+FORMS = [TestHermes(), TestQwen3Coder(), TestKimi(), TestToolArgs(), TestReAct()]
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(parts, st.booleans(), st.sampled_from([*REASONING]), st.integers(0, 400))
+def test_the_calls_of_a_turn_are_those_that_were_written(
+    turn: list[tuple[str, str]], opened: bool, tag: str, cut: int
+) -> None:
+    for form in FORMS:
+        wanted = [("echo", text) for kind, text in turn if kind == "call"]
+        written = [f"{form.forbidden()}\n{next(iter(REASONING.values()))}\n"] if opened else []
+        for kind, text in turn:
+            considered = f"{tag}{text}{form.forbidden()}{text}{REASONING[tag]}"
+            written.append({"call": form.echo(text), "think": considered, "prose": text}[kind])
+        whole = "\n".join(written)
+        assert form.found(whole, reasoning=opened) == wanted, (type(form).__name__, whole)
+        calls = form.found(whole[:cut], reasoning=opened, cut=True)
+        assert calls == wanted[: len(calls)], (type(form).__name__, whole[:cut])
+
+
+# --- tools ------------------------------------------------------------------------------------------
+
+
+def shout(text: str, times: int = 1) -> dict[str, Any]:
+    """Says it louder."""
+    return {"said": text.upper() * min(times, 3), "cost": Decimal("0.5")}
+
+
+async def double(numbers: list[float]) -> Any:
+    """Doubles numbers."""
+    return {2 * number for number in numbers}, 0.5, {"why": "doubled"}
+
+
+class TestCalculator(ToolContract):
+    make_tool = Calculator
+
+    def arguments(self) -> dict[str, Any]:
+        return {"expression": "1 + 1"}
+
+
+class TestFunction(ToolContract):
+    def make_tool(self) -> Any:
+        return function_tool(shout)
+
+    def arguments(self) -> dict[str, Any]:
+        return {"text": "a\ud800", "times": 2}
+
+
+class TestAsyncFunction(TestFunction):
+    def make_tool(self) -> Any:
+        return function_tool(double)
+
+    def arguments(self) -> dict[str, Any]:
+        return {"numbers": [1.0, 2.5]}
+
+
+class TestSearch(ToolContract):
+    def make_tool(self) -> Any:
+        return Search(["Paris is in France", "Rome\nis in Italy"])
+
+    def arguments(self) -> dict[str, Any]:
+        return {"query_list": ["Rome"]}
+
+
+class TestGsm8kAnswer(ToolContract):
+    make_tool = Gsm8kAnswer
+    create_kwargs = {"ground_truth": "18"}  # noqa: RUF012 - read only
+
+    def arguments(self) -> dict[str, Any]:
+        return {"answer": "17"}
+
+    def test_a_truth_that_no_answer_can_match_is_not_scored(self) -> None:
+        for truth, status in (
+            (18, "ok"),
+            ("1,800", "ok"),
+            (18.0, "ok"),
+            ("", "error"),
+            (None, "error"),
+            ([1], "error"),
+        ):
+            self.create_kwargs = {"ground_truth": truth}
+            [record] = self.asked(json.dumps({"answer": "1800" if truth == "1,800" else "18"}))
+            assert record.status == status and (record.reward == 0.0) is (status == "ok"), (truth, record)
+
+
+class TestPython(ToolContract):
+    def make_tool(self) -> Any:
+        return PythonTool(Runs())
+
+    def arguments(self) -> dict[str, Any]:
+        return {"code": "print(1)"}
+
+
+class Runs:
+    """A sandbox that prints the program: the real one has tests of its own, and takes a process for each of 100 calls."""
+
+    languages = ("python",)
+
+    async def execute(self, program: Program) -> Result:
+        return Result(status="Success", run=Phase(status="Finished", return_code=0, stdout=program.code, stderr=""))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="needs the mcp package")
+class TestMCP(ToolContract):
+    @pytest.fixture(autouse=True, scope="class")
+    def connected(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        request.cls.server = MCPServer("arith", {"command": sys.executable, "args": [str(SERVER)]}, timeout=30.0)
+        request.cls.schema = next(one for one in runtime.run(request.cls.server.tools()) if one["name"] == "add")
+        yield
+        request.cls.server.close()
+
+    def make_tool(self) -> Any:
+        return MCPTool(self.server, self.schema)  # type: ignore[attr-defined]
+
+    def arguments(self) -> dict[str, Any]:
+        return {"a": 1, "b": 2}
+
+
+# --- simulated users --------------------------------------------------------------------------------
+
+
+class TestGsm8k(InteractionContract):
+    make_interaction = Gsm8kInteraction
+
+    def kwargs(self) -> dict[str, Any]:
+        return {"ground_truth": "4", "query": "2 + 2"}
+
+    def test_a_truth_that_no_answer_can_match_is_refused(self) -> None:
+        for truth in ("", " ", "four", [4], True, float("nan"), b"4"):
+            found = asyncio.run(self.talked(self.make_interaction(), "#### 4", ground_truth=truth))
+            assert isinstance(found, WorkbenchError) and "ground_truth" in str(found), (truth, found)
+        for truth in (4, 4.0, "4", "4.0", " 4 "):
+            found = asyncio.run(self.talked(self.make_interaction(), "#### 4", ground_truth=truth))
+            assert isinstance(found, Reply) and found.score == 1.0, (truth, found)
+
+
+class TestRemote(TestGsm8k):
+    def make_interaction(self) -> Any:
+        return RemoteInteraction(StandInActor(Gsm8kInteraction()), "gsm8k")
+
+
+class TestGym(InteractionContract):
+    def make_interaction(self) -> Any:
+        return GymInteraction(Guessing, action=int)
+
+    def kwargs(self) -> dict[str, Any]:
+        return {"seed": 1, "options": {}}
+
+    def said(self) -> str:
+        return "4"
+
+
+class TestVerifiers(InteractionContract):
+    def make_interaction(self) -> Any:
+        return VerifiersInteraction(Echoing())
+
+    def kwargs(self) -> dict[str, Any]:
+        return {
+            "prompt": [{"role": "user", "content": "Say it."}],
+            "answer": "yes",
+            "info": '{"hint": "y"}',
+            "task": "echo",
+        }
+
+
+def test_no_shipped_tool_or_user_is_without_its_contract() -> None:
+    tools = {type(one().make_tool()) for one in ToolContract.__subclasses__() if one is not TestMCP}
+    assert {*TOOLS.values()} <= {*tools, MCPTool}
+    users = {type(one().make_interaction()) for one in InteractionContract.__subclasses__()}
+    assert {*INTERACTIONS.values(), GymInteraction, VerifiersInteraction} <= users

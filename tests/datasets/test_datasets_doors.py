@@ -1,0 +1,234 @@
+"""Every door for data keeps the contract: prompts are the text that was given, or the row is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import workbench as wb
+from workbench.base.errors import DataError
+from workbench.compat.dumps import read_dump
+from workbench.datasets import Rows, encode, load
+from workbench.testing.datasets import GOOD, DoorContract, RowsContract
+
+
+def jsonl(records: list[dict[str, Any]], folder: Path) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def parquet(records: list[dict[str, Any]], folder: Path) -> Path:
+    pq.write_table(pa.Table.from_pylist(records), folder / "rows.parquet")
+    return folder / "rows.parquet"
+
+
+class TestJsonl(RowsContract):
+    def write(self, records: list[dict[str, Any]], folder: Path) -> Any:
+        return jsonl(records, folder)
+
+    def read(self, source: Any) -> Rows:
+        return load(source, require_answers=False)
+
+
+class TestJson(TestJsonl):
+    def write(self, records: list[dict[str, Any]], folder: Path) -> Any:
+        (folder / "rows.json").write_text(json.dumps(records))
+        return folder / "rows.json"
+
+
+class TestParquet(TestJsonl):
+    def write(self, records: list[dict[str, Any]], folder: Path) -> Any:
+        return parquet(records, folder)
+
+
+class TestListOfDicts(RowsContract):
+    def write(self, records: list[dict[str, Any]], folder: Path) -> Any:
+        return records
+
+    def read(self, source: Any) -> Rows:
+        return Rows(source)
+
+
+class TestDataFrame(TestListOfDicts):
+    """As pandas reads parquet: lists are arrays, missing cells NaN."""
+
+    def write(self, records: list[dict[str, Any]], folder: Path) -> Any:
+        return pd.read_parquet(parquet(records, folder))
+
+
+class TestDumpOfDicts(DoorContract):
+    def write(self, records: list[dict[str, Any]], folder: Path) -> Any:
+        return records
+
+    def read(self, source: Any) -> Any:
+        return read_dump(source)
+
+    def chats(self, found: Any) -> list[Any]:
+        return list(found["raw_prompt"]) if "raw_prompt" in found else []
+
+
+class TestDumpAsJsonl(TestDumpOfDicts):
+    def kept(self, text: Any) -> Any:
+        return text.replace("\ud800", "\ufffd") if isinstance(text, str) else text
+
+    def write(self, records: list[dict[str, Any]], folder: Path) -> Any:
+        return jsonl(records, folder)
+
+
+class TestDumpAsDataFrame(TestDumpOfDicts):
+    def write(self, records: list[dict[str, Any]], folder: Path) -> Any:
+        return pd.DataFrame(records)
+
+
+class TestDumpAsParquet(TestDumpOfDicts):
+    def write(self, records: list[dict[str, Any]], folder: Path) -> Any:
+        return parquet(records, folder)
+
+
+class TestDryRun(DoorContract):
+    """Completions that are scored: judges and reward models read their prompts."""
+
+    def write(self, records: list[dict[str, Any]], folder: Path) -> Any:
+        return records
+
+    def read(self, source: Any) -> Any:
+        return wb.rewards.dry_run(wb.rewards.shaping.length_penalty(), source)
+
+    def chats(self, found: Any) -> list[Any]:
+        return [row["prompt"] for row in found.rows]
+
+
+class TestDryRunOfAFile(TestDryRun):
+    def write(self, records: list[dict[str, Any]], folder: Path) -> Any:
+        return parquet(records, folder)
+
+
+# --- files as the seeds and the hub have them ---------------------------------------------------
+
+
+def test_geo3k_as_its_converter_writes_it_is_refused_before_any_work(tmp_path: Path) -> None:
+    """D1: the images vanished, and a text model was trained on `<image>`."""
+    row = {
+        **GOOD,
+        "prompt": [{"role": "user", "content": "<image>Find x."}],
+        "images": [{"bytes": b"PNG", "path": None}],
+    }
+    path = parquet([{**GOOD, "prompt": [{"role": "user", "content": "2+2?"}], "images": None}, row], tmp_path)
+    with pytest.raises(
+        DataError, match=r"column 'images' of row 1 of .*rows.parquet; expected text.*without=\['images'\]"
+    ):
+        load(path)
+    with pytest.raises(DataError, match=r"row 1 of .* has <image>, for its column 'images'"):
+        load(path, without=["images"])
+    told = parquet([{**GOOD, "prompt": "<image> is a tag of HTML", "reward_model": {"ground_truth": "1"}}], tmp_path)
+    assert load(told)[0]["prompt"][0]["content"].startswith("<image>")
+
+
+def test_the_seeds_row_of_content_parts_is_refused(tmp_path: Path) -> None:
+    content = [{"type": "image", "image": "x.jpg"}, {"type": "text", "text": "What is it?"}]
+    with pytest.raises(DataError, match=r"part 0 of content of message 0 of prompt of row 0 of .*expected text"):
+        load(jsonl([{**GOOD, "prompt": [{"role": "user", "content": content}]}], tmp_path))
+
+
+def test_a_batch_made_by_hand_is_held_to_the_same(tiny: str) -> None:
+    """Templates and tokenizers without one wrote the dict's text into the prompt."""
+    tokenizer = wb.engines.local(tiny).tokenizer
+    picture, call = [{"type": "image", "image": "x.jpg"}], {"function": {"name": "f", "arguments": "{}"}}
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]
+    assert encode(tokenizer, parts) == encode(tokenizer, [{"role": "user", "content": "a\nb"}])
+    for chat in (
+        [{"role": "user", "content": picture}],
+        [{"role": "user", "content": {"text": "a"}}],
+        [{"role": "user", "content": None}],
+        [{"role": "human", "content": "a"}],
+        [{"role": "assistant", "content": None, "tool_calls": [call]}],  # this template would not write it
+        None,
+    ):
+        with pytest.raises(DataError, match="chat 0"):
+            encode(tokenizer, chat)  # type: ignore[arg-type]
+
+
+def test_a_rollout_refuses_pictures_too(tiny: str) -> None:
+    engine = wb.engines.local(tiny)
+    batch = load("data/arith/train.parquet").batch(2)
+    seen = batch.with_columns({"images": [[], ["x.png"]]}, origin=wb.Origin(stage="by hand"))
+    for agent in (None, "single_turn_agent"):
+        pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=4, agent=agent)
+        with pytest.raises(DataError, match="column 'images' of row 1 of the batch"):
+            pipe["rollout"](seen)
+
+
+def test_a_row_says_that_its_prompt_was_a_text(tmp_path: Path) -> None:
+    """TRL's functions get strings for such rows."""
+    rows = load(jsonl([GOOD, {**GOOD, "prompt": [{"role": "user", "content": "2+2?"}]}], tmp_path))
+    assert rows.values("prompt_is_text") == [True, None] and rows.values("prompt")[0] == rows.values("prompt")[1]
+    assert rows.batch(2).non_tensor_batch["prompt_is_text"].tolist().count(True) == 1
+    assert "prompt_is_text" not in rows[1:].batch(1)
+
+
+def test_empty_fields_that_parquet_adds_to_messages_are_left_out(tmp_path: Path) -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    asked = {"role": "user", "content": "2+2?"}
+    rows = load(parquet([{**GOOD, "prompt": [asked, called]}, {**GOOD, "prompt": [asked]}], tmp_path))
+    assert rows[1]["prompt"] == [asked] and rows[0]["prompt"] == [asked, called]
+
+
+def test_two_prompts_are_not_one(tmp_path: Path) -> None:
+    """The column called prompt won over the one that was asked for."""
+    path = jsonl([{**GOOD, "messages": "which?"}], tmp_path)
+    with pytest.raises(DataError, match="row 0 of .* has two prompts; found columns 'prompt' and 'messages'"):
+        load(path, prompt_key="messages")
+    assert load(path, prompt_key="messages", without=["prompt"])[0]["prompt"][0]["content"] == "which?"
+
+
+@pytest.mark.parametrize("question", [None, 3, {"a": 1}, "", ["x"]])
+def test_a_question_is_a_text(question: Any) -> None:
+    with pytest.raises(DataError, match="question of row 0"):
+        Rows([{"question": question, "answer": "#### 1"}])
+
+
+def test_pictures_beside_a_question_are_refused_too() -> None:
+    with pytest.raises(DataError, match="column 'images' of row 0"):
+        Rows([{"question": "Find x.", "answer": "#### 1", "images": ["x.png"]}])
+
+
+def test_the_report_says_of_which_kinds_the_truths_are() -> None:
+    truths = ["1", 2, 2, 0.5, float("nan"), None, "", " ", ["1"], {"inputs": []}, True]
+    found = Rows([{"prompt": "x", "reward_model": {"ground_truth": truth}} for truth in truths]).report()
+    kinds = {
+        "whole number": 2,
+        "none": 2,
+        "empty": 2,
+        "text": 1,
+        "number": 1,
+        "list": 1,
+        "object": 1,
+        "true or false": 1,
+    }
+    assert found.truths == kinds and found.missing_answers == (4, 5, 6, 7)
+    assert "ground truths: whole number: 2, none: 2" in repr(found)
+
+
+def test_test_cases_are_an_answer(tmp_path: Path) -> None:
+    row = {"prompt": "x", "extra_info": {"test_cases": [{"input": "2", "output": "4"}]}}
+    assert load(jsonl([row], tmp_path)).report().truths == {"list": 1}
+
+
+def test_a_dumps_responses_and_columns_are_no_dicts_as_text() -> None:
+    """A list of two samples was joined into one; parts became their own description; a wrong truth was dropped."""
+    for response in (["a", "b"], [{"role": "assistant", "content": [{"type": "image", "image": "x"}]}], [3]):
+        with pytest.raises(DataError, match="response of row 0"):
+            read_dump([{"prompt": "p", "response": response}])
+    parts = [{"role": "assistant", "content": [{"type": "text", "text": "a"}]}, {"role": "tool", "content": "b"}]
+    assert read_dump([{"prompt": "p", "response": parts}])["response_text"][0] == "a\nb"
+    with pytest.raises(DataError, match="reward_model of row 0"):
+        read_dump([{"prompt": "p", "response": "r", "reward_model": 5}])
+    batch = read_dump([{"prompt": "p", "response": "r", "extra_info": '{"index": 3}'}])
+    assert batch["extra_info"][0] == {"index": 3}

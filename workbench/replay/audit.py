@@ -1,0 +1,373 @@
+"""Reads a recorded step twice: whatever its trace holds is computed again by the slow formulas beside, and compared.
+
+Agreement means: |recorded − recomputed| ≤ 2e-6 of the value (1.5e-7 where it was computed in float64) and 1e-6 of the terms
+whose rounding it carries. What needs the model, the clock or foreign code is not recomputed and is listed with the reason; a
+column or metric that no formula knows is listed as unaudited.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from workbench.base.shown import Shown
+from workbench.engines.local_engine.loading import open_tokenizer
+from workbench.replay import audit_advantages, audit_correction, audit_losses, audit_stages
+from workbench.replay import audit_formulas as slow
+from workbench.replay.audit_formulas import Claim, Claims, Left, Lists, View
+from workbench.steps.trace import Phase, Trace
+
+FORMULAS: Mapping[str, Callable[[View], Claims]] = {
+    "purpose": audit_stages.rollout,
+    "function": audit_stages.reward,
+    "column": audit_stages.log_prob,
+    "estimator": audit_advantages.advantage,
+    "loss": audit_losses.update,
+    "overlong": audit_stages.overlong,
+    "filter_groups": audit_stages.filter_groups,
+    "baseline": audit_stages.baseline,
+    "resample": audit_stages.resample,
+    "turn_scores": audit_stages.turn_scores,
+    "values": audit_stages.values,
+    "exact_kl": audit_stages.exact_kl,
+    "influence": audit_stages.influence,
+    "rollout_correction": audit_correction.correction,
+}
+"""A stage's name, or a setting that only its kind has → its formulas."""
+UNREAD = {
+    "timing_s/": "the clock's",
+    "timing_per_token_ms/": "the clock's",
+    "perf/": "the clock's or the machine's",
+    "agent_loop/generate_sequences": "the clock's",
+    "agent_loop/tool_calls": "the clock's",
+    "val": "held-out rows are not recorded",
+    "accuracy": "held-out rows are not recorded",
+    "recorded/": "a mark of a replayed stage",
+}
+"""Beginning of a metric's name → why it is not recomputed, where no formula claims it."""
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A recorded column or metric that is not what its formula gives."""
+
+    step: int
+    stage: str
+    name: str
+    row: int | None
+    token: int | None
+    recorded: Any
+    recomputed: Any
+    formula: str
+    count: int = 1
+    """In how many places it differs; the first is shown."""
+
+    @property
+    def place(self) -> str:
+        """`row 3, token 7`, and how many other places; empty for a metric."""
+        found = [f"{what} {at}" for what, at in (("row", self.row), ("token", self.token)) if at is not None]
+        return ", ".join([*found, *([f"{self.count} places"] if self.count > 1 else [])])
+
+    @property
+    def numbers(self) -> str:
+        """`recorded 1.5, recomputed 0.5`."""
+        return f"recorded {_short(self.recorded)}, recomputed {_short(self.recomputed)}"
+
+    def __str__(self) -> str:
+        place = f" ({self.place})" if self.place else ""
+        return f"step {self.step}, {self.stage}, {self.name}{place}: {self.numbers}: {self.formula}"
+
+
+@dataclass(frozen=True, repr=False)
+class Audit(Shown):
+    """Result of `Run.audit`: which recorded numbers a second reading confirms, contradicts, or cannot read."""
+
+    steps: tuple[int, ...]
+    columns: frozenset[str] = frozenset()
+    """Columns that were recomputed and agree."""
+    metrics: frozenset[str] = frozenset()
+    """Metrics that were recomputed and agree."""
+    disagreements: tuple[Disagreement, ...] = ()
+    left: Mapping[str, str] = field(default_factory=dict)
+    """Column or metric that cannot be recomputed → why."""
+    unaudited: frozenset[str] = frozenset()
+    """Recorded columns and metrics that no formula knows."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing that was recomputed disagrees."""
+        return not self.disagreements
+
+    def summary(self) -> str:
+        """One line: `recomputed from the recorded tokens: 41 columns, 78 metrics agree`."""
+        found = f"recomputed from the recorded tokens: {len(self.columns)} columns, {len(self.metrics)} metrics agree"
+        wrong = len({one.name for one in self.disagreements})
+        return f"{found}; {wrong} DISAGREE" if wrong else found
+
+
+def _short(value: Any) -> str:
+    return f"{value:.9g}" if isinstance(value, float) else repr(value)[:60]
+
+
+# --- one step -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Findings:
+    """What was found so far in one step."""
+
+    step: int
+    agreed: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
+    disagreements: list[Disagreement] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    unaudited: set[str] = field(default_factory=set)
+
+    def compare(
+        self, stage: str, claims: Iterable[Claim | Left], columns: Lists, metrics: Mapping[str, Any]
+    ) -> set[str]:
+        """Compare claims with what is recorded; returns the names that were spoken of."""
+        spoken = set()
+        for claim in self._made(stage, claims):
+            spoken.add(claim.name)
+            if isinstance(claim, Left):
+                if claim.name in columns or claim.name in metrics:
+                    self.left[claim.name] = claim.why
+                continue
+            is_column = isinstance(claim.value, list)
+            recorded = (
+                columns[claim.name] if is_column and claim.name in columns else metrics.get(claim.name, "nothing")
+            )
+            places = list(_differing(recorded, claim))
+            if places:
+                row, token, mine, theirs = places[0]
+                told = (row, token, mine, theirs, claim.formula, len(places))
+                self.disagreements.append(Disagreement(self.step, stage, claim.name, *told))
+            elif not claim.partial:
+                self.agreed[0 if is_column else 1].add(claim.name)
+        return spoken
+
+    def result(self) -> Audit:
+        """The report of the step."""
+        wrong = {one.name for one in self.disagreements}
+        columns, metrics = (frozenset(names - wrong) for names in self.agreed)
+        left = {name: why for name, why in self.left.items() if name not in columns | metrics}
+        return Audit((self.step,), columns, metrics, tuple(self.disagreements), left, frozenset(self.unaudited))
+
+    def _made(self, stage: str, claims: Iterable[Claim | Left]) -> Claims:
+        """The claims; formulas that a record does not fit are a disagreement, too."""
+        try:
+            yield from claims
+        except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+            told = (None, None, "what they cannot read", repr(error), "the formulas could not be applied")
+            self.disagreements.append(Disagreement(self.step, stage, stage, *told))
+
+    def unread(self, names: Iterable[str], spoken: set[str]) -> None:
+        """Sort names that no claim spoke of: by `UNREAD`, or unaudited."""
+        for name in names:
+            if name not in spoken:
+                why = next((why for begin, why in UNREAD.items() if name.startswith(begin)), None)
+                if why is None:
+                    self.unaudited.add(name)
+                else:
+                    self.left.setdefault(name, why)
+
+
+def _differing(recorded: Any, claim: Claim) -> Iterator[tuple[int | None, int | None, Any, Any]]:
+    """(row, token, recorded, recomputed) of the places where a claim does not hold."""
+    if not isinstance(claim.value, list):
+        if not _same(recorded, claim.value, claim.near, claim.noise):
+            yield None, None, recorded, claim.value
+        return
+    if not isinstance(recorded, list) or len(recorded) != len(claim.value):
+        rows = f"{len(recorded)} rows" if isinstance(recorded, list) else recorded
+        yield None, None, rows, f"{len(claim.value)} rows"
+        return
+    for row, (mine, theirs) in enumerate(zip(recorded, claim.value, strict=True)):
+        noise = claim.noise[row] if isinstance(claim.noise, list) else claim.noise
+        if not isinstance(theirs, list) or not isinstance(mine, list):
+            if not _same(mine, theirs, claim.near, noise):
+                yield row, None, mine, theirs
+        elif len(mine) != len(theirs):
+            yield row, None, f"{len(mine)} tokens", f"{len(theirs)} tokens"
+        else:
+            for token, (x, y) in enumerate(zip(mine, theirs, strict=True)):
+                if not _same(x, y, claim.near, noise):
+                    yield row, token, x, y
+
+
+def _same(recorded: Any, recomputed: Any, near: float, noise: float) -> bool:
+    if recomputed is None or recorded is recomputed:
+        return True
+    if not isinstance(recorded, int | float) or not isinstance(recomputed, int | float):
+        return bool(recorded == recomputed)
+    if math.isnan(recorded) or math.isnan(recomputed):
+        return math.isnan(recorded) and math.isnan(recomputed)
+    return recorded == recomputed or abs(recorded - recomputed) <= near * abs(recomputed) + 1e-6 * noise + 1e-12
+
+
+def audit_trace(
+    trace: Trace,
+    *,
+    before: Mapping[str, Mapping[str, float]] | None = None,
+    after: Mapping[str, Mapping[str, float]] | None = None,
+    row: Mapping[str, Any] | None = None,
+) -> Audit:
+    """Recompute a trace's columns and metrics. `before` and `after`: states of the stages' controllers around the step;
+    `row`: the step's row of metrics.jsonl."""
+    found = _Findings(int(trace.step or 0))
+    views = [_view(trace, phase, before) for phase in trace]
+    for number, phase in enumerate(trace):
+        _phase(found, views, number, phase, (after or {}).get(phase.stage, {}))
+    if row is not None:
+        _whole_step(found, trace, views[-1] if views else None, row)
+    return found.result()
+
+
+def _phase(found: _Findings, views: Sequence[View], number: int, phase: Phase, state: Mapping[str, float]) -> None:
+    """One phase of a step; `state` is its controller's after it."""
+    view, formulas = views[number], _formulas(phase)
+    whys = {"a stage of your own": "class" in phase.source, "no rows": not len(phase.batch)}
+    why = next((why for why, holds in whys.items() if holds), "a stage that the audit does not know")
+    if formulas is None or whys.get(why):
+        found.left |= dict.fromkeys((*phase.wrote, *phase.metrics), why)
+        return
+    spoken = found.compare(phase.stage, formulas(view), view.after, phase.metrics)
+    if phase.stage == "filter_groups" and view.metrics.get("train/num_gen_batches", 1) > 1:
+        spoken |= _drawn_rows(found, views, view)
+    spoken |= found.compare(phase.stage, _carried(view, spoken), view.after, {})
+    found.unread([*phase.wrote, *phase.metrics], spoken)
+    if "value" in state and "kl_controller" in phase.settings:
+        found.compare(phase.stage, audit_advantages.controller(view), view.after, {"controller": state["value"]})
+
+
+def _formulas(phase: Phase) -> Callable[[View], Claims] | None:
+    keys = (phase.stage, *("purpose", "function", "column", "estimator", "loss"))
+    return next(
+        (FORMULAS[key] for key in keys if key in FORMULAS and (key == phase.stage or key in phase.settings)), None
+    )
+
+
+def _view(trace: Trace, phase: Phase, before: Mapping[str, Mapping[str, float]] | None) -> View:
+    origins = phase.batch.origins
+    version = next((origins[name].policy_version for name in phase.wrote if name in origins), None)
+    tokenizer, ends = _reader(phase.batch.meta_info.get("model"))
+    sampling = next((one.settings for one in trace if "purpose" in one.settings), {})
+    return View(
+        stage=phase.stage,
+        before=Lists(trace.before(phase.stage)),
+        after=Lists(phase.batch),
+        settings=phase.settings,
+        metrics=phase.metrics,
+        rows=None if phase.rows is None else phase.rows.tolist(),
+        step=int(trace.step or 0),
+        version=version,
+        state=(before or {}).get(phase.stage),
+        sampling=sampling,
+        tokenizer=tokenizer,
+        ends=ends,
+    )
+
+
+@functools.cache
+def _reader(model: Any) -> tuple[Any, frozenset[int]]:
+    """Tokenizer of a model's folder and the ids that end its responses; None and none where it is not here."""
+    tokenizer = open_tokenizer(model) if isinstance(model, str) else None
+    found: set[int] = {getattr(tokenizer, "eos_token_id", None) or 0} if tokenizer is not None else set()
+    for name in ("generation_config.json", "config.json"):
+        path = Path(str(model)) / name
+        ends = json.loads(path.read_text()).get("eos_token_id") if tokenizer is not None and path.is_file() else None
+        found |= set(ends if isinstance(ends, list) else [ends]) - {None}
+    return tokenizer, frozenset(found)
+
+
+def _carried(view: View, spoken: set[str]) -> Claims:
+    """Columns of a stage that drops or repeats rows: those that it does not write are the rows' own."""
+    if view.rows is None and view.stage not in ("filter_groups", "baseline", "resample"):
+        return
+    rows = range(len(view.before["uid"])) if view.rows is None else view.rows
+    for name in view.before:
+        if name not in spoken:
+            yield Claim(name, [view.before[name][row] for row in rows], "the rows' own", near=0.0, partial=True)
+
+
+def _drawn_rows(found: _Findings, views: Sequence[View], view: View) -> set[str]:
+    """Columns of rows that dynamic sampling drew beside the step's own: what the stages before wrote, checked at the end."""
+    spoken: set[str] = set()
+    scored = [float(one.value) * (str(one.status.value) not in audit_stages.UNSCORED) for one in view.after["score"]]
+    for one in views[: views.index(view)]:
+        past = Lists(view.after.batch)
+        if one.stage == "overlong":
+            past = Lists(past.batch, reward=scored, token_level_scores=slow.on_last(scored, past.mask))
+        again = replace(one, before=past, after=view.after, metrics={}, rows=None)
+        formulas = FORMULAS.get(one.stage)
+        overlong = "reward/overlong" in view.after and one.stage == "reward"
+        changed = ("reward", "token_level_scores") if overlong else ()
+        claims = [] if formulas is None else [claim for claim in formulas(again) if claim.name not in changed]
+        columns = [claim for claim in claims if isinstance(claim, Left) or isinstance(claim.value, list)]
+        spoken |= found.compare("filter_groups", columns, view.after, {})
+    return spoken | set(view.before)
+
+
+def _whole_step(found: _Findings, trace: Trace, last: View | None, row: Mapping[str, Any]) -> None:
+    """The row of metrics.jsonl: what the loop adds, and all else as in the trace."""
+    mine, spoken = trace.metrics, set()
+    if last is not None:
+        spoken = found.compare("step", slow.whole_step(last, trace, row), last.after, row)
+        found.unread([name for name in row if name not in mine], spoken)
+    kept = {name: value for name, value in mine.items() if name not in spoken and math.isfinite(value)}
+    same = [Claim(name, value, "the trace's", near=0.0, partial=True) for name, value in kept.items()]
+    found.compare("metrics.jsonl", same, Lists(trace.start), row)
+
+
+def audit_run(
+    traces: Mapping[int, Trace],
+    rows: Sequence[Mapping[str, Any]],
+    around: Callable[[int], tuple[Any, Any]],
+    step: int | None = None,
+) -> Audit:
+    """Audit one recorded step, or all and what runs through them: step numbers and policy versions. `around(step)` gives the
+    controllers' states before and after it."""
+    by_step = {int(row["training/global_step"]): row for row in rows}
+    audits, versions = [], {}
+    for number in traces if step is None else [step]:
+        trace, (before, after) = traces[number], around(number)
+        audits.append(audit_trace(trace, before=before, after=after, row=by_step.get(number)))
+        origins = trace.batch.origins
+        versions[number] = origins["old_log_probs"].policy_version if "old_log_probs" in origins else None
+        if trace.step != number:
+            told = Disagreement(number, "trace", "step", None, None, trace.step, number, "the folder's number")
+            audits.append(Audit((), disagreements=(told,)))
+    return _together([*audits, Audit((), disagreements=tuple(_versions(versions, by_step)))])
+
+
+def _versions(versions: Mapping[int, int | None], by_step: Mapping[int, Mapping[str, Any]]) -> Iterator[Disagreement]:
+    """Policy versions between recorded steps: one more for each that updated the actor."""
+    for (first, old), (then, new) in itertools.pairwise(versions.items()):
+        between = [by_step.get(one, {}) for one in range(first, then)]
+        updates = [
+            sum(row.get("actor/loss") is not None for row in between),
+            sum(bool(row.get("actor/skipped")) for row in between),
+        ]
+        known = old is not None and sum(updates) == len(between)
+        if known and new != (old or 0) + updates[0]:
+            expected = (old or 0) + updates[0]
+            yield Disagreement(then, "trace", "policy_version", None, None, new, expected, "one more each update")
+
+
+def _together(audits: Sequence[Audit]) -> Audit:
+    """The audits of several steps as one: a column or metric agrees where it does so in every step that has it."""
+    disagreements = tuple(one for audit in audits for one in audit.disagreements)
+    wrong = {one.name for one in disagreements}
+    columns, metrics, unaudited = (
+        frozenset(name for audit in audits for name in getattr(audit, kind))
+        for kind in ("columns", "metrics", "unaudited")
+    )
+    left = {name: why for audit in audits for name, why in audit.left.items() if name not in columns | metrics}
+    steps = tuple(step for audit in audits for step in audit.steps)
+    return Audit(steps, columns - wrong, metrics - wrong, disagreements, left, unaudited)

@@ -1,0 +1,340 @@
+"""The second reading of advantages: KL in the reward, every estimator, its metrics.
+
+As `audit_formulas`: plain Python floats from the definitions, nothing of `functional` and `stages`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from statistics import stdev, variance
+from typing import Any
+
+from workbench.replay.audit_formulas import (
+    EXACT,
+    FLOAT32,
+    Claim,
+    Claims,
+    Left,
+    Ragged,
+    View,
+    clamp,
+    each,
+    gap,
+    groups_of,
+    kl,
+    mean,
+    measured_advantages,
+    measured_scores,
+    placed,
+    row_sums,
+    shares,
+    size,
+)  # fmt: skip
+
+# --- advantages -----------------------------------------------------------------------------------------
+
+
+def advantage(v: View) -> Claims:
+    """Token rewards with the KL penalty, advantages, returns, and their metrics."""
+    b, mask = v.after, [list(map(bool, row)) for row in v.after.get("loss_mask", v.after.mask)]
+    yield from _penalised(v)
+    yield from _estimated(v, each(int, mask))
+    groups, zero = groups_of(b["uid"]), [not any(row) for row in b.own("advantages", mask)]
+    yield Claim("advantage/singleton_groups", list(map(len, groups.values())).count(1), "groups of one row")
+    yield Claim("advantage/zero_rows", sum(zero), "rows whose advantages are all 0")
+    yield from shares("advantage/zero_share", zero, "their share")
+    yield from measured_scores(b)
+    yield from measured_advantages(b)
+
+
+def _estimated(v: View, mask: list[list[int]]) -> Claims:
+    name, rewards, last = str(v.settings["estimator"]), v.after["token_level_rewards"], _last_of_session(v)
+    if (estimate := ESTIMATORS.get(name)) is None:
+        yield Left("advantages", f"foreign estimator {name}")
+        yield Left("returns", f"foreign estimator {name}")
+        return
+    scored = v.after["scored"] if "scored" in v.after else [True] * len(mask)
+    told = [bool(ok) and last[row] == row for row, ok in enumerate(scored)]
+    *found, noise, near = estimate(v, mask, rewards, told)
+    if v.setting("sessions"):  # a row's advantage is one number: that of its session's last row
+        numbers = [(found[0][row] or [0.0])[0] for row in last]
+        found = [[[x] * sum(own) for x, own in zip(numbers, mask, strict=True)]] * 2
+    for column, ragged in zip(("advantages", "returns"), found, strict=True):
+        yield Claim(column, placed(ragged, mask), f"{name}, from the token rewards", noise, near)
+
+
+def _last_of_session(v: View) -> list[int]:
+    """For each row the last row of its session; itself without sessions."""
+    uids, column = v.after["uid"], v.setting("sessions")
+    names = list(zip(uids, v.after[column] if column else range(len(uids)), strict=True))
+    last = {name: row for row, name in enumerate(names)}
+    return [last[name] for name in names]
+
+
+def _penalised(v: View) -> Claims:
+    b, mask, scores = v.after, v.after.mask, v.before["token_level_scores"]
+    if "kl_controller" not in v.settings:
+        yield Claim("token_level_rewards", scores, "the token scores", near=0.0)
+        return
+    kind, made = v.setting("kl_type"), str(v.settings["kl_controller"])
+    deltas = each(gap, b.own("old_log_probs"), b.own("ref_log_prob"))
+    penalties = each(lambda x: kl(x, kind), deltas)
+    numbers = _numbers(v)
+    beta = numbers.get("coef") if made.startswith("FixedKL") else (v.state or {}).get("value")
+    if beta is None and v.step == 1:
+        beta = numbers.get("coef")
+    if beta is None:
+        beta = v.metrics["actor/reward_kl_penalty_coeff"]
+        yield Left("actor/reward_kl_penalty_coeff", "the controller's state before the step was not kept")
+    else:
+        yield Claim("actor/reward_kl_penalty_coeff", beta, f"β of {made}")
+    rewards = each(lambda s, x: s - beta * x, scores, placed(penalties, mask))
+    noise = [2 * abs(beta) * max(map(abs, row), default=0.0) for row in deltas]
+    yield Claim("token_level_rewards", rewards, f"token scores − β·{kind}", noise, EXACT)
+    rows, rough = ([mean(row) for row in penalties], mean([size(row) for row in deltas]))
+    yield Claim("actor/reward_kl_penalty", mean(rows), "mean over rows of the row's mean KL", rough)
+
+
+def controller(v: View) -> Claims:
+    """The state after the step: β·(1 + clip(kl/target − 1, ±0.2)·rows/horizon)."""
+    numbers = _numbers(v)
+    error = clamp(v.metrics["actor/reward_kl_penalty"] / numbers["target"] - 1, -0.2, 0.2)
+    beta = v.metrics["actor/reward_kl_penalty_coeff"]
+    value = beta * (1 + error * len(v.after["uid"]) / numbers["horizon"])
+    yield Claim("controller", value, "β·(1 + clip(kl/target − 1, ±0.2)·rows/horizon)", near=1e-9)
+
+
+def _numbers(v: View) -> dict[str, float]:
+    """Arguments of the KL controller, from its repr."""
+    return {name: float(x) for name, x in re.findall(r"(\w+)=([-\d.e+]+)", str(v.settings["kl_controller"]))}
+
+
+Estimate = tuple[Ragged, Ragged, Any, float]
+"""Advantages and returns of own tokens, noise, relative tolerance."""
+
+
+def _grouped(v: View, mask: list[list[int]], scores: Sequence[float], counted: Sequence[bool], one: Any) -> list[float]:
+    """A number per row: `one(scores, lengths)` of each group's counted rows; a row alone gets 0, or its score ("verl")."""
+    values = [0.0] * len(mask)
+    for rows in groups_of(v.after["uid"]).values():
+        inside = [row for row in rows if counted[row]]
+        of = [scores[row] for row in inside]
+        found = one(of, [sum(mask[row]) for row in inside]) if len(of) > 1 else of
+        for row, value in zip(inside, found, strict=True):
+            values[row] = value if len(of) > 1 or v.setting("singleton") == "verl" else 0.0
+    return values
+
+
+def _grpo(v: View) -> Any:
+    eps, normed = v.setting("eps", 1e-6), v.setting("norm_by_std", True)
+    return lambda s, _: [(x - mean(s)) / (stdev(s) + eps if normed else 1) for x in s]
+
+
+def _passk(v: View) -> Any:
+    def one(s: list[float], _: Any) -> list[float]:
+        first, second = sorted(s)[-1], sorted(s)[-2]
+        below = stdev(s) + v.setting("eps", 1e-6) if v.setting("norm_by_std", True) else 1.0
+        return [(first - second) / below if x == first else 0.0 for x in s]
+
+    return one
+
+
+def _rloo(v: View) -> Any:
+    return lambda s, _: [x - (math.fsum(s) - x) / (len(s) - 1) for x in s]
+
+
+def _opo(v: View) -> Any:
+    def one(s: list[float], lengths: list[int]) -> list[float]:
+        weights = lengths if any(lengths) else [1] * len(s)
+        return [x - math.fsum(w * y for w, y in zip(weights, s, strict=True)) / sum(weights) for x in s]
+
+    return one
+
+
+def _maxrl(v: View) -> Any:
+    return lambda s, _: [(x - mean(s)) / (mean(s) if mean(s) > 0 else 1) for x in s]
+
+
+def _rowwise(make: Callable[[View], Any], *, whiten: bool = False, alpha: bool = False) -> Callable[..., Estimate]:
+    """An estimator that gives each row one number on all its tokens."""
+
+    def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
+        scores = row_sums(v.after, "token_level_rewards")
+        factor = _alpha(v, scores, scored) if alpha else 1.0
+        values = [factor * x for x in _grouped(v, mask, scores, scored, make(v))]
+        noise = _rounding(v, scores, rewards, values, scored)
+        ragged = [[value] * sum(own) for value, own in zip(values, mask, strict=True)]
+        return _white(ragged, scored, max(noise)) if whiten else (ragged, ragged, noise, EXACT)
+
+    return estimate
+
+
+def _alpha(v: View, scores: Sequence[float], scored: Sequence[bool]) -> float:
+    """GPG's factor: scored rows over those whose score is not 0, by f_norm."""
+    told = [x for x, ok in zip(scores, scored, strict=True) if ok]
+    nonzero = len(told) - told.count(0)
+    return (len(told) / nonzero if nonzero else 1.0) / v.setting("f_norm", 1.0)
+
+
+def _rounding(
+    v: View, scores: Sequence[float], rewards: Ragged, values: Ragged | list[float], scored: Sequence[bool]
+) -> Any:
+    """Noise of each row's advantage: sums of several rewards are rounded, and the deviation divides that."""
+    rough = [math.fsum(map(abs, row)) * (len(row) - row.count(0) > 1) for row in rewards]
+    noise = [0.0] * len(scores)
+    for rows in groups_of(v.after["uid"]).values():
+        told = [scores[row] for row in rows if scored[row]]
+        below = max(stdev(told), 1e-6) if len(told) > 1 else 1.0
+        worst = max(rough[one] for one in rows) * max(1 / below, 1)
+        noise = [worst * (1 + abs(values[row])) if row in rows else x for row, x in enumerate(noise)]
+    return noise
+
+
+def _white(ragged: Ragged, scored: Sequence[bool], noise: float = 0.0, returns: Ragged | None = None) -> Estimate:
+    """Whitened over own tokens of scored rows, (x − mean) / √(variance + 1e-8); other rows 0. Fewer than two: as they are."""
+    inside = [x for row, ok in zip(ragged, scored, strict=True) for x in row if ok]
+    middle, var = (mean(inside), variance(inside)) if len(inside) > 1 else (0.0, 1 - 1e-8)
+    made = [[(x - middle) / math.sqrt(var + 1e-8) * ok for x in row] for row, ok in zip(ragged, scored, strict=True)]
+    top = max(map(abs, inside), default=0.0) + noise
+    more = top / math.sqrt(var + 1e-8) * (1 + top / math.sqrt(var + 1e-8))
+    return made, made if returns is None else returns, more, FLOAT32
+
+
+def _to_go(rewards: Ragged, gamma: float, scored: Sequence[bool]) -> Ragged:
+    """Discounted reward-to-go of own tokens; 0 in rows that were not scored."""
+    made = []
+    for row, ok in zip(rewards, scored, strict=True):
+        carried, found = 0.0, []
+        for x in reversed(row):
+            carried = x + gamma * carried
+            found.append(carried * ok)
+        made.append(found[::-1])
+    return made
+
+
+def _total(rewards: Ragged) -> float:
+    return max((math.fsum(map(abs, row)) for row in rewards), default=0.0)
+
+
+def _plus_plus(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
+    returns = _to_go(_inside(rewards, mask), v.setting("gamma", 1.0), scored)
+    made, _, noise, near = _white(returns, scored, _total(rewards))
+    return made, returns, noise, near
+
+
+def _remax(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
+    returns = _to_go(_inside(rewards, mask), 1.0, scored)
+    rows = zip(returns, v.after["reward_baselines"], scored, strict=True)
+    return [[(x - base) * ok for x in row] for row, base, ok in rows], returns, 2 * _total(rewards), EXACT
+
+
+def _gae(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
+    gamma, lam, made = v.setting("gamma", 1.0), v.setting("lam", 1.0), []
+    guesses = v.after.own("values", mask)
+    for row, guess in zip(_inside(rewards, mask), guesses, strict=True):
+        after = next_value = 0.0
+        found = []
+        for r, value in zip(reversed(row), reversed(guess), strict=True):
+            after = r + gamma * next_value - value + gamma * lam * after
+            next_value = value
+            found.append(after)
+        made.append(found[::-1])
+    made = [[a * ok for a in row] for row, ok in zip(made, scored, strict=True)]
+    returns = [
+        [a + value * ok for a, value in zip(*rows, strict=True)]
+        for *rows, ok in zip(made, guesses, scored, strict=True)
+    ]
+    noise = _total(rewards) + 2 * _total(guesses)
+    if not v.setting("whiten", True):
+        return made, returns, noise, FLOAT32
+    white, _, more, near = _white(made, scored, noise)
+    return white, returns, more, near
+
+
+def _inside(rows: Ragged, mask: list[list[int]]) -> Ragged:
+    return [[x for x, own in zip(*pair, strict=True) if own] for pair in zip(rows, mask, strict=True)]
+
+
+def _gdpo(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
+    parts = [one.strip() for one in str(v.settings["parts"]).split(",")]
+    totals = [0.0] * len(mask)
+    for part, weight in zip(parts, v.setting("weights") or [1.0] * len(parts), strict=True):
+        column = v.after[f"reward/{part}"]
+        there = [ok and math.isfinite(x) for ok, x in zip(scored, column, strict=True)]
+        found = _grouped(v, mask, column, there, _grpo(v))
+        totals = [total + weight * x for total, x in zip(totals, found, strict=True)]
+    return _white([[x] * sum(own) for x, own in zip(totals, mask, strict=True)], scored)
+
+
+def _token_baseline(packed: bool) -> Callable[..., Estimate]:
+    """The optimal baseline of each position; `packed`: positions count own tokens alone."""
+
+    def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
+        returns, weights = _to_go(_inside(rewards, mask), 1.0, scored), _energies(v, mask, scored)
+        places = [_places(own, packed) for own in mask]
+        made: Ragged = [[] for _ in mask]
+        for rows in groups_of(v.after["uid"]).values():
+            lengths = sorted([sum(mask[row]) * scored[row] for row in rows] + [0, 0])
+            longest, second = lengths[-1], lengths[-2]
+            for row in rows:
+                alone = second if sum(mask[row]) == longest > second else math.inf
+                for place, n in places[row].items():
+                    base = _base(rows, place, places, returns, weights, v.setting("eps", 1e-8))
+                    made[row].append((returns[row][n] - (base if place < alone else 0.0)) * scored[row])
+        return made, returns, 4 * _total(rewards), FLOAT32
+
+    return estimate
+
+
+def _energies(v: View, mask: list[list[int]], scored: Sequence[bool]) -> Ragged:
+    """Σ up to each own token of (1 − 2π + Σπ²)·ρ²; 0 in rows that were not scored."""
+    b = v.after
+    ratios = (
+        b.own("rollout_is_weights", mask)
+        if "rollout_is_weights" in b
+        else each(lambda _: 1.0, b.own("old_log_probs", mask))
+    )
+    steps = each(
+        lambda x, s, r: (1 - 2 * math.exp(x) + s) * r * r,
+        b.own("old_log_probs", mask),
+        b.own("sum_pi_squared", mask),
+        ratios,
+    )
+    return [[x * ok for x in itertools.accumulate(row)] for row, ok in zip(steps, scored, strict=True)]
+
+
+def _places(own: Sequence[int], packed: bool) -> dict[int, int]:
+    """Position of each own token → which own token it is."""
+    found = [t for t, inside in enumerate(own) if inside]
+    return {n if packed else t: n for n, t in enumerate(found)}
+
+
+def _base(
+    rows: Sequence[int], place: int, places: list[dict[int, int]], returns: Ragged, weights: Ragged, eps: float
+) -> float:
+    """Σ G·W / (Σ W + eps) over the group's rows that have this position."""
+    there = [
+        (returns[row][places[row][place]], weights[row][places[row][place]]) for row in rows if place in places[row]
+    ]
+    return math.fsum(g * w for g, w in there) / (math.fsum(w for _, w in there) + eps)
+
+
+ESTIMATORS: Mapping[str, Callable[[View, list[list[int]], Ragged, list[bool]], Estimate]] = {
+    "grpo": _rowwise(_grpo),
+    "grpo_passk": _rowwise(_passk),
+    "rloo": _rowwise(_rloo),
+    "opo": _rowwise(_opo),
+    "maxrl": _rowwise(_maxrl),
+    "gpg": _rowwise(lambda v: lambda s, _: [x - mean(s) for x in s], alpha=True),
+    "reinforce_plus_plus_baseline": _rowwise(lambda v: lambda s, _: [x - mean(s) for x in s], whiten=True),
+    "reinforce_plus_plus": _plus_plus,
+    "remax": _remax,
+    "gae": _gae,
+    "gdpo": _gdpo,
+    "optimal_token_baseline": _token_baseline(packed=False),
+    "tir_optimal_token_baseline": _token_baseline(packed=True),
+}
+"""Estimator → its slow form: of the view, mask, token rewards and scored rows."""

@@ -1,0 +1,334 @@
+"""The second reading of a step's numbers: slow, row by row, in plain Python floats, from the definitions alone.
+
+One generator per kind of phase yields `Claim`s: what a recorded column or metric must be, given the other recorded columns.
+Nothing of `functional` and `stages` is imported, so that a fault there is not repeated here. Formulas are those of the
+papers and of verl, as the docstrings of stages and functions state them. `ragged` lists hold own tokens (mask 1) only: a
+sum or a recursion over them skips tool text by itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import pvariance, variance
+from typing import Any
+
+Ragged = list[list[float]]
+FLOAT32 = 2e-6
+"""Relative tolerance of what is computed in float32: some thirty roundings of 6e-8."""
+EXACT = 1.5e-7
+"""Relative tolerance of what is computed in float64 and written as float32."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a column or metric must be. `None` in place of a number: not said, or too near an edge to be called."""
+
+    name: str
+    value: Any
+    """A number (metrics); a list with a value per row, or a list of values per row (columns)."""
+    formula: str
+    noise: Any = 0.0
+    """Size of the terms whose rounding the value carries beyond its own: a number, or one per row."""
+    near: float = FLOAT32
+    """Relative tolerance."""
+    partial: bool = False
+    """Whether only bounds or places are claimed: an agreement does not count as recomputed."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """A column or metric that cannot be recomputed from the record, and why."""
+
+    name: str
+    why: str
+
+
+Claims = Iterator[Claim | Left]
+MODEL = "needs the model; outside the mask it is 0"
+
+
+class Lists(Mapping[str, list[Any]]):
+    """A batch's columns as lists of Python values, each made at its first use."""
+
+    def __init__(self, batch: Any, **given: list[Any]) -> None:
+        self.batch, self._made = batch, dict(given)
+
+    def __getitem__(self, name: str) -> list[Any]:
+        if name not in self._made:
+            column = self.batch[name]
+            self._made[name] = column.tolist() if hasattr(column, "tolist") else list(column)
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._made or name in self.batch
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.batch.columns)
+
+    def __len__(self) -> int:
+        return len(self.batch.columns)
+
+    @property
+    def mask(self) -> list[list[int]]:
+        """[B, T] 0 or 1: the model's own tokens."""
+        return [[int(bool(x)) for x in row] for row in self["response_mask"]]
+
+    @property
+    def lengths(self) -> list[int]:
+        """[B] number of response tokens, tool and user tokens included: up to the last attended one."""
+        width = len(self["responses"][0]) if self["responses"] else 0
+        tails = [row[len(row) - width :] for row in self["attention_mask"]]
+        return [max((place + 1 for place, x in enumerate(tail) if x), default=0) for tail in tails]
+
+    def own(self, name: str, mask: Sequence[Sequence[float]] | None = None) -> Ragged:
+        """A column [B, T] at the tokens of the mask (the response mask by default)."""
+        pairs = zip(self[name], self.mask if mask is None else mask, strict=True)
+        return [[x for x, inside in zip(row, own, strict=True) if inside] for row, own in pairs]
+
+
+@dataclass(frozen=True)
+class View:
+    """A phase as the formulas read it: the batch before and after, settings, metrics, and what the run knows beside."""
+
+    stage: str
+    before: Lists
+    after: Lists
+    settings: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    rows: list[int] | None
+    step: int
+    version: int | None = None
+    """Version of the learner's weights that computed the phase's columns."""
+    state: Mapping[str, float] | None = None
+    """The stage's controller before the step; None where it was not kept."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the rollout."""
+    tokenizer: Any = None
+    """That of the sampler's model; None where its folder is not here."""
+    ends: frozenset[int] = frozenset()
+    """Ids of tokens that end a response; empty where the model's folder is not here."""
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        """A setting; tuples, lists and dicts are recorded as their repr."""
+        found = self.settings.get(name, default)
+        return ast.literal_eval(found) if isinstance(found, str) and found[:1] in ("(", "[", "{") else found
+
+
+def placed(ragged: Sequence[Sequence[Any]], mask: Sequence[Sequence[int]], outside: Any = 0.0) -> list[list[Any]]:
+    """[B, T]: the values of own tokens at their places, `outside` elsewhere."""
+    made = []
+    for values, own in zip(ragged, mask, strict=True):
+        left = iter(values)
+        made.append([next(left) if inside else outside for inside in own])
+    return made
+
+
+def each(function: Callable[..., Any], *columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """A function of every token, of columns of one shape."""
+    return [[function(*values) for values in zip(*rows, strict=True)] for rows in zip(*columns, strict=True)]
+
+
+def gap(x: float, y: float) -> float:
+    """x − y."""
+    return x - y
+
+
+def flat(ragged: Sequence[Sequence[Any]]) -> list[Any]:
+    """All values, row by row."""
+    return [x for row in ragged for x in row]
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; 0 of nothing."""
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def size(values: Sequence[float]) -> float:
+    """The mean magnitude: what rounding is measured by."""
+    return mean([abs(x) for x in values])
+
+
+def clamp(x: float, low: float, high: float) -> float:
+    """x between two bounds."""
+    return min(max(x, low), high)
+
+
+def averaged(name: str, values: Sequence[float], formula: str, noise: float | None = None) -> Claim:
+    """A claim that a metric is the mean of some numbers."""
+    return Claim(name, mean(values), formula, size(values) if noise is None else noise)
+
+
+def beyond(x: float, bound: float) -> bool | None:
+    """Whether x > bound; None where rounding decides."""
+    return None if abs(x - bound) <= 1e-5 * abs(bound) + 3e-7 else x > bound
+
+
+def either(a: bool | None, b: bool | None) -> bool | None:
+    """a or b, where None is unknown."""
+    return True if a or b else None if a is None or b is None else False
+
+
+def spread(prefix: str, values: Sequence[float], what: str, noise: float = 0.0) -> Claims:
+    """`<prefix>/mean`, `/max`, `/min` of some numbers; nothing of none."""
+    if values:
+        yield averaged(f"{prefix}/mean", values, f"mean of {what}", noise + size(values))
+        yield Claim(f"{prefix}/max", max(values), f"largest of {what}", noise)
+        yield Claim(f"{prefix}/min", min(values), f"smallest of {what}", noise)
+
+
+def groups_of(uids: Sequence[Any]) -> dict[Any, list[int]]:
+    """uid → its rows."""
+    found: dict[Any, list[int]] = {}
+    for row, uid in enumerate(uids):
+        found.setdefault(uid, []).append(row)
+    return found
+
+
+def on_last(values: Sequence[float], mask: Sequence[Sequence[int]]) -> Ragged:
+    """[B, T]: each row's value on its last own token, 0 elsewhere."""
+    lasts = [max((place for place, inside in enumerate(own) if inside), default=-1) for own in mask]
+    return [
+        [value if place == last else 0.0 for place in range(len(own))]
+        for value, last, own in zip(values, lasts, mask, strict=True)
+    ]
+
+
+def kl(delta: float, kind: str) -> float:
+    """An estimate of KL(policy‖reference) from Δ = log π − log π_ref of one token."""
+    base = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(kind.removesuffix("+"), kind.removesuffix("+"))
+    if base == "k3":
+        back = clamp(-delta, -20, 20)
+        return clamp(math.expm1(back) - back, 0, 10)
+    return {"k1": delta, "abs": abs(delta), "k2": delta * delta / 2}[base]
+
+
+def bounded(b: Lists, name: str, mask: Sequence[Sequence[int | None]] | None = None) -> Claims:
+    """Log-probs are at most 0, and 0 outside the mask."""
+    pairs = zip(b[name], b.mask if mask is None else mask, strict=True)
+    limits = [[0.0 if not own or x > 1e-6 else None for x, own in zip(row, m, strict=True)] for row, m in pairs]
+    yield Claim(name, limits, "at most 0; 0 outside the mask", partial=True)
+
+
+# --- measures of a batch --------------------------------------------------------------------------------
+
+
+def shares(name: str, flags: Sequence[bool], formula: str) -> Claims:
+    """The share of rows or tokens of which something is true; nothing of none."""
+    if flags:
+        yield averaged(name, [float(one) for one in flags], formula)
+
+
+def measured_lengths(b: Lists) -> Claims:
+    """verl's lengths: all tokens of a response, tool and user text included."""
+    lengths, prompts, meta = b.lengths, [sum(row) for row in b["prompt_mask"]], b.batch.meta_info
+    yield from shares("response/aborted_ratio", [n == 0 for n in lengths], "share of empty responses")
+    there = [n for n in lengths if n]
+    for name, values in (
+        ("response_length", lengths),
+        ("response_length_non_aborted", there),
+        ("prompt_length", prompts),
+    ):
+        yield from spread(name, values, "tokens")
+        if (limit := meta.get(f"max_{name.split('_')[0]}_length")) is not None:
+            yield from shares(f"{name}/clip_ratio", [n >= limit for n in values], "share of the longest length")
+    if "finish_reason" in b:
+        yield from shares(
+            "response/cut_ratio", [one == "length" for one in b["finish_reason"]], "share of finish reason length"
+        )
+    if "num_turns" in b:
+        yield from spread("num_turns", b["num_turns"], "turns")
+        yield from spread("tool_call_counts", b["num_tool_calls"], "calls")
+        yield from spread("model_tokens", [sum(row) for row in b.mask], "own tokens")
+
+
+def row_sums(b: Lists, column: str) -> list[float]:
+    """A row's token scores or rewards together; its reward where it has no own token."""
+    rows = zip(b[column], b.mask, b["reward"], strict=True)
+    return [math.fsum(row) if any(own) else reward for row, own, reward in rows]
+
+
+def measured_scores(b: Lists) -> Claims:
+    """verl's scores and rewards: of scored rows whose response is not empty."""
+    told = [bool(x) for x in b["scored"]] if "scored" in b else [True] * len(b["reward"])
+    rows = [ok and n > 0 for ok, n in zip(told, b.lengths, strict=True)]
+    for prefix, column in (("critic/score", "token_level_scores"), ("critic/rewards", "token_level_rewards")):
+        if column in b:
+            sums = [x for x, counted in zip(row_sums(b, column), rows, strict=True) if counted]
+            rough = max((math.fsum(map(abs, row)) for row in b[column]), default=0.0)
+            yield from spread(prefix, sums, f"sums of {column}", rough)
+            if sums and prefix == "critic/score":
+                yield Claim("critic/score/std", math.sqrt(pvariance(sums)), "√ of the mean squared deviation", rough)
+    scored = [x for x, ok in zip(b["reward"], told, strict=True) if ok]
+    if scored:
+        yield averaged("reward/mean", scored, "mean reward of scored rows")
+
+
+def counted_tokens(b: Lists, *, of_loss: bool = False) -> list[list[int]]:
+    """[B, T]: own tokens of scored rows that no correction rejected; one in the loss (bypass) counts `of_loss` only."""
+    origin = b.batch.origins.get("loss_mask")
+    rejected = "loss_mask" in b and (of_loss or origin is None or not origin.stage.startswith("update_"))
+    kept = b["loss_mask"] if rejected else b.mask
+    scored = b["scored"] if "scored" in b else [True] * len(kept)
+    rows = zip(kept, b.mask, scored, strict=True)
+    return [[int(bool(x and own and ok)) for x, own in zip(*pair, strict=True)] for *pair, ok in rows]
+
+
+def measured_advantages(b: Lists) -> Claims:
+    """verl's advantages, returns, values and explained variance, over counted tokens."""
+    mask = counted_tokens(b)
+    for column in ("advantages", "returns", "values"):
+        if column in b:
+            yield from spread(f"critic/{column}", flat(b.own(column, mask)), f"{column} of counted tokens")
+    if "values" in b and sum(map(sum, mask)) > 1:
+        returns, guess = flat(b.own("returns", mask)), flat(b.own("values", mask))
+        bottom = variance(returns) + 1e-5
+        explained = 1 - variance([x - y for x, y in zip(returns, guess, strict=True)]) / bottom
+        rough = (max(map(abs, returns)) ** 2 + max(map(abs, guess)) ** 2) / bottom
+        yield Claim("critic/vf_explained_var", explained, "1 − Var(R − V) / (Var(R) + 1e-5)", 1 + rough)
+
+
+def measured_batch(b: Lists) -> Claims:
+    """All of them, as far as the batch has the columns."""
+    for column, part in (
+        ("prompt_mask", measured_lengths),
+        ("token_level_scores", measured_scores),
+        ("advantages", measured_advantages),
+    ):
+        if column in b:
+            yield from part(b)
+
+
+def whole_step(v: View, trace: Any, row: Mapping[str, Any]) -> Claims:
+    """What the loop adds to a step's metrics: measures of its last batch, other names, and the clock's sums."""
+    b = v.after
+    yield Claim("training/global_step", v.step, "the trace's step")
+    yield Claim("training/epoch", b.batch.meta_info.get("epoch", 0), "the batch's epoch")
+    for alias, name in (("gen", "rollout"), ("ref", "ref_log_prob"), ("adv", "advantage")):
+        if f"timing_s/{name}" in row:
+            yield Claim(f"timing_s/{alias}", row[f"timing_s/{name}"], f"another name of timing_s/{name}")
+    yield from measured_batch(b)
+    total, seconds = sum(map(sum, b["attention_mask"])), max(row.get("timing_s/step", 0.0), 1e-9)
+    yield Claim("perf/total_num_tokens", total, "attended tokens")
+    yield Claim("perf/time_per_step", seconds, "timing_s/step")
+    devices = max(round(total / seconds / (row.get("perf/throughput") or 1e30)), 1)
+    yield Claim("perf/throughput", total / seconds / devices, "tokens per second, by a whole number of devices")
+    for name in ("gen", "ref", "values", "adv", "update_critic", "update_actor"):
+        tokens, took = (sum(b.lengths) if name == "gen" else total), row.get(f"timing_s/{name}")
+        if took is not None and tokens:
+            yield Claim(f"timing_per_token_ms/{name}", 1000 * took / tokens, "milliseconds per token")
+    overlapped = sum(one.metrics.get("timing_s/overlapped", 0.0) for one in trace if not one.reused)
+    yield Claim("timing_s/step", sum(one.seconds for one in trace) - overlapped, "the phases' seconds")
+    for one in trace:
+        yield Claim(f"timing_s/{one.stage}", one.seconds, "the phase's seconds")
+    updated = v.metrics.get("actor/lr") is not None
+    if v.version is not None and "training/policy_lag/max" not in trace.metrics and b.get("policy_version"):
+        yield from policy_lag(v.version - updated, b["policy_version"])
+
+
+def policy_lag(version: int, rows: Sequence[int]) -> Claims:
+    """How many versions rows are behind the learner's weights at the start of the step."""
+    yield averaged("training/policy_lag/mean", [version - x for x in rows], "learner's version − rows' versions")
+    yield Claim("training/policy_lag/max", version - min(rows), "learner's version − oldest row's")

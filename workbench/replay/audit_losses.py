@@ -1,0 +1,276 @@
+"""The second reading of updates: losses, clipping and KL, token by token.
+
+As `audit_formulas`: plain Python floats from the definitions, nothing of `functional` and `stages`. A row's own log-probs of its
+last pass are recorded (`new_log_probs`), so that a single pass is recomputed whole, of several the last one's `clipped`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.replay.audit_correction import corrected
+from workbench.replay.audit_formulas import (
+    FLOAT32,
+    MODEL,
+    Claim,
+    Claims,
+    Left,
+    Ragged,
+    View,
+    averaged,
+    beyond,
+    bounded,
+    clamp,
+    counted_tokens,
+    each,
+    either,
+    flat,
+    gap,
+    kl,
+    mean,
+    placed,
+    size,
+)  # fmt: skip
+
+Masks = list[list[int]]
+
+
+def update(v: View) -> Claims:
+    """Loss, clipping and KL of the update's last pass."""
+    role = v.stage.removeprefix("update_")
+    for name in ("grad_norm", "lr", "nonfinite"):
+        yield Left(f"{role}/{name}", "the optimizer's")
+    if v.step < v.setting("from_step"):
+        yield Claim(f"{role}/skipped", 1.0, "step < from_step")
+        if "new_log_probs" in v.after:
+            old = "rollout_log_probs" if any(name.startswith("bypass.") for name in v.settings) else "old_log_probs"
+            yield Claim("new_log_probs", v.before[old], "nothing was updated", near=0.0)
+            yield Claim("clipped", [[False] * len(row) for row in v.after.mask], "nothing was updated")
+            for name in ("rollout_is_weights", "loss_mask") if old == "rollout_log_probs" else ():
+                if name in v.after:
+                    yield Claim(name, v.after.mask, "nothing was updated")
+        return
+    yield from _critic(v, role) if v.settings.get("loss") == "ValueLoss" else _policy(v, role)
+
+
+def minis(v: View, role: str) -> list[range] | None:
+    """Rows of each optimizer step of a single pass; None where rows were shuffled, skipped or passed several times."""
+    total, prompts = len(v.after["uid"]), v.setting("ppo_mini_batch_size")
+    if v.setting("ppo_epochs") != 1 or (v.setting("shuffle") and prompts) or v.metrics.get(f"{role}/nonfinite"):
+        return None
+    number = total if prompts is None else prompts * int(v.after.batch.meta_info.get("group_size", 1))
+    return [range(start, min(start + number, total)) for start in range(0, total, number)]
+
+
+def aggregated(rows: Ragged, mode: str, scale: float, counts: Ragged | None = None) -> float:
+    """Token losses of a mini-batch as one number; rows without a token are left out. `counts`: rows whose tokens are counted."""
+    told = [row for row in (rows if counts is None else counts) if row]
+    total = math.fsum(flat(rows))
+    if mode == "token-sum":
+        return total
+    if mode == "token-mean":
+        return total / max(len(flat(told)), 1)
+    if mode == "seq-mean-token-mean":
+        return math.fsum(mean(row) for row in rows) / max(len(told), 1)
+    return total / max(len(told), 1) / (scale if mode == "seq-mean-token-sum-norm" else 1)
+
+
+def _critic(v: View, role: str) -> Claims:
+    """One mini-batch begins with the recorded values, so that nothing is clipped yet."""
+    if (cut := minis(v, role)) is None or len(cut) > 1:
+        for name in ("vf_loss", "vf_clipfrac", "vpred_mean"):
+            yield Left(f"{role}/{name}", "the values of a later mini-batch are not recorded")
+    else:
+        mask, mode = counted_tokens(v.after), v.setting("loss_agg_mode")
+        guesses, returns = v.after.own("values", mask), v.after.own("returns", mask)
+        gaps, width = each(gap, guesses, returns), float(len(mask[0]))
+        ends = max((abs(x) for x in flat(guesses) + flat(returns)), default=0.0)
+        noise = 20 * ends * aggregated(each(lambda x: abs(x) + 1e-6, gaps), mode, width)
+        found = aggregated(each(lambda x: x * x / 2, gaps), mode, width)
+        yield Claim(f"{role}/vf_loss", found, "½·(V − R)², aggregated: the first pass clips nothing", noise)
+        yield Claim(f"{role}/vf_clipfrac", 0.0, "the first pass clips nothing")
+        yield averaged(f"{role}/vpred_mean", flat(guesses), "mean value", 20 * size(flat(guesses)) + 1)
+    if f"{role}/vf_loss" in v.metrics:
+        yield Claim(f"{role}/loss", v.metrics[f"{role}/vf_loss"], "vf_loss")
+
+
+def _policy(v: View, role: str) -> Claims:
+    b, mask, mode, cut = v.after, counted_tokens(v.after), str(v.setting("loss_mode")), minis(v, role)
+    yield Left("new_log_probs", MODEL)
+    yield from bounded(b, "new_log_probs")
+    kept, sampler = mask, any(name.startswith("bypass.") for name in v.settings)
+    if sampler:  # weights and rejection come from this pass's own log-probs
+        kept = counted_tokens(b, of_loss=True)
+        yield from corrected(v, "new_log_probs", "bypass.", whole=cut is not None and len(cut) == 1)
+    names = ("rollout_log_probs" if sampler else "old_log_probs", "new_log_probs", "advantages")
+    tokens = [_row(mode, v, rows) for rows in zip(*(b.own(name, kept) for name in names), strict=True)]
+    flags = placed(each(lambda x: either(x[1], x[2]), tokens), kept, False)
+    if mode == "kl_cov":
+        yield Left("clipped", "kl_cov chooses in each micro-batch")
+    elif mode == "clip_cov":
+        yield Claim("clipped", each(lambda x: x or None, flags), "PPO's clip, and tokens drawn", partial=True)
+    else:
+        yield Claim("clipped", flags, f"{mode}: where the clip decides, in the last pass")
+    yield from _of_minis(v, role, cut, tokens, (mask, kept))
+    if v.setting("kl_coef"):
+        yield Claim(f"{role}/kl_coef", v.setting("kl_coef"), "the setting")
+    yield _whole_loss(v, role, cut, mask)
+
+
+def _row(mode: str, v: View, rows: Any) -> list[Token]:
+    """A row's tokens."""
+    return [token(mode, v, *x, rows=rows) for x in zip(*rows, strict=True)]
+
+
+def _whole_loss(v: View, role: str, cut: list[range] | None, mask: Masks) -> Claim:
+    factors = {"pg_loss": 1.0, "entropy_loss": -v.setting("entropy_coeff"), "kl_loss": v.setting("kl_coef")}
+    terms = [factor * v.metrics[f"{role}/{name}"] for name, factor in factors.items() if factor]
+    formula = "pg_loss − entropy_coeff·entropy_loss + kl_coef·kl_loss"
+    several = cut is None or len(cut) > 1  # their losses may cancel
+    hidden = size(flat(v.after.own("advantages", mask))) if several else 0.0
+    return Claim(f"{role}/loss", math.fsum(terms), formula, math.fsum(map(abs, terms)) + hidden)
+
+
+_RANDOM = {"clip_cov": ("pg_loss", "pg_clipfrac"), "kl_cov": ("pg_loss", "kl_cov_frac")}
+"""Loss → metrics that depend on how a mini-batch was cut, or on a draw."""
+
+
+def _of_minis(v: View, role: str, cut: list[range] | None, tokens: Any, masks: tuple[Masks, Masks]) -> Claims:
+    """Metrics of a single pass: each the mean over mini-batches of the mini-batch's own number."""
+    mode = str(v.setting("loss_mode"))
+    yield Left(f"{role}/empty_mini_batches", "counted over all passes")
+    for name in _RANDOM.get(mode, ()):
+        yield Left(f"{role}/{name}", f"{mode} chooses tokens in each micro-batch")
+    every = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_clipfrac", "ppo_kl", "kl_loss", "entropy_loss")
+    if cut is None:
+        for name in every:
+            yield Left(f"{role}/{name}", "passes before the last, shuffled or skipped mini-batches are not recorded")
+        return
+    counts = v.after.own("advantages", masks[0])
+    steps = [one for one in cut if any(counts[row] for row in one)]
+    if len(steps) < len(cut):
+        yield Claim(f"{role}/empty_mini_batches", len(cut) - len(steps), "mini-batches without a token to learn from")
+    over = _Over(role, steps, v.setting("loss_scale_factor") or float(len(masks[0][0])), counts)
+    yield from _of_surrogate(v, mode, over, tokens, masks[1])
+    yield from _of_terms(v, role, cut, over, masks[0])
+
+
+@dataclass(frozen=True)
+class _Over:
+    """Makes claims of metrics over mini-batches."""
+
+    role: str
+    steps: list[range]
+    scale: float
+    counts: Ragged
+
+    def __call__(
+        self, name: str, rows: Any, formula: str, how: str = "", noise: Any = None, more: float = 0.0
+    ) -> Claim:
+        """A sum over counted tokens by the mode `how`; without it a mean over kept tokens of mini-batches that have some."""
+        told = [one for one in self.steps if how or any(rows[row] for row in one)]
+        found = mean([self._one(one, rows, how) for one in told]) if told else math.nan
+        rough = each(abs, rows if noise is None else noise)
+        return Claim(f"{self.role}/{name}", found, formula, mean([self._one(one, rough, how) for one in told]) + more)
+
+    def _one(self, step: range, rows: Ragged, how: str) -> float:
+        counts = [self.counts[row] for row in step] if how else None
+        return aggregated([rows[row] for row in step], how or "token-mean", self.scale, counts)
+
+
+def _of_surrogate(v: View, mode: str, over: _Over, tokens: Any, kept: Masks) -> Claims:
+    """The policy loss and what is clipped in it."""
+    agg = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum"}.get(mode, v.setting("loss_agg_mode"))
+    if mode not in _RANDOM:
+        losses = each(lambda x: x[0], tokens)
+        if v.setting("rollout_is"):
+            weights = v.after.own("rollout_is_weights", kept)
+            if mode == "geo_mean":
+                logs = each(lambda w: math.log(w + 1e-10), weights)
+                weights = [[math.exp(mean(row))] * len(row) for row in logs]
+            losses = each(lambda x, w: x * w, losses, weights)
+        yield over("pg_loss", losses, f"{mode}, {agg}, mean over mini-batches", agg)
+    for name, place in (("ppo_clipfrac" if mode == "clip_cov" else "pg_clipfrac", 1), ("pg_clipfrac_lower", 2)):
+        flags = flat(each(lambda x, place=place: x[place], tokens))
+        unsure = len(over.steps) * flags.count(None) / max(len(flags), 1) / FLOAT32
+        yield over(
+            name, each(lambda x, place=place: float(bool(x[place])), tokens), "share of kept tokens", more=unsure
+        )
+    yield over("ppo_kl", each(lambda x: x[3], tokens), "mean old − new; kl_cov: of magnitudes")
+
+
+def _of_terms(v: View, role: str, cut: list[range], over: _Over, mask: Masks) -> Claims:
+    """KL to the reference, and entropy."""
+    b, agg, kind = v.after, v.setting("loss_agg_mode"), v.setting("kl_type")
+    if v.setting("kl_coef"):
+        deltas = each(gap, b.own("new_log_probs", mask), b.own("ref_log_prob", mask))
+        yield over("kl_loss", each(lambda x: kl(x, kind), deltas), f"{kind}, {agg}", agg, deltas)
+    if v.setting("entropy_coeff") and len(cut) == 1 and "entropys" in b:
+        entropies = b.own("entropys", mask)
+        yield over(
+            "entropy_loss", entropies, f"entropies before the update, {agg}", agg, each(lambda _: 100.0, entropies)
+        )
+    elif v.setting("entropy_coeff"):
+        yield Left(f"{role}/entropy_loss", "entropies of a later mini-batch are not recorded")
+
+
+Token = tuple[float, bool | None, bool | None, float]
+"""(loss, clipped, bounded by the dual clip, KL term) of a token."""
+
+
+def token(mode: str, v: View, old: float, new: float, adv: float, *, rows: Any) -> Token:
+    """The surrogate loss of one token, from its definition; `rows` are its row's old and new log-probs and advantages."""
+    low, high, top = 1 - v.setting("clip_ratio_low"), 1 + v.setting("clip_ratio_high"), v.setting("clip_ratio_c")
+    log, raw = clamp(new - old, -20, 20), old - new
+    ratio = math.exp(log)
+    if mode == "gspo":
+        ratio = math.exp(min(mean(each(gap, [rows[1]], [rows[0]])[0]), 10))
+    if mode in ("vanilla", "gspo", "clip_cov"):
+        loss, clipped, lower = _clipped(adv, ratio, low, high, top if mode == "vanilla" else math.inf)
+        return loss, clipped, lower, -log if mode == "vanilla" else raw
+    if mode == "sapo":
+        tau = v.setting("tau_pos") if adv > 0 else v.setting("tau_neg")
+        return -adv * 4 / tau / (1 + math.exp(-tau * (ratio - 1))), False, False, -log
+    if mode == "cispo":
+        return -adv * clamp(ratio, low, high) * new, either(beyond(ratio, high), beyond(-ratio, -low)), False, -log
+    if mode in ("dppo_tv", "dppo_kl"):
+        out = _moved(mode, v, old, new, adv)
+        return -adv * min(ratio, top) * new * (not out), out, False if out else beyond(ratio, top), -log
+    if mode == "geo_mean":
+        return (*_geo_mean(v, old, new, adv, rows), raw)
+    plain = {"gpg": -new * adv, "dro": -(new * adv - v.setting("dro_beta") / 2 * raw**2), "kl_cov": 0.0}[mode]
+    return plain, False, False, abs(raw) if mode == "kl_cov" else raw
+
+
+def _clipped(adv: float, ratio: float, low: float, high: float, top: float) -> tuple[float, bool | None, bool | None]:
+    """PPO's clip, and for a negative advantage the dual clip at `top`."""
+    worse = max(-adv * ratio, -adv * clamp(ratio, low, high))
+    if adv > 0:
+        return worse, beyond(ratio, high), False
+    return (
+        (min(worse, -adv * top), beyond(-ratio, -low), beyond(max(ratio, low), top))
+        if adv < 0
+        else (worse, False, False)
+    )
+
+
+def _moved(mode: str, v: View, old: float, new: float, adv: float) -> bool | None:
+    """Whether a token's probability has moved too far in its advantage's direction."""
+    p, q, bound = math.exp(old), math.exp(new), v.setting("clip_ratio_high" if adv > 0 else "clip_ratio_low")
+    if mode == "dppo_tv":
+        return beyond(q - p if adv > 0 else p - q, bound)
+    far = beyond(p * (old - new) + (1 - p) * math.log((1 - p + 1e-8) / (1 - q + 1e-8)), bound)
+    return far if (q > p if adv > 0 else q < p) else False
+
+
+def _geo_mean(v: View, old: float, new: float, adv: float, rows: Any) -> tuple[float, bool | None, bool | None]:
+    """GMPO: one number per row, shared out here over its tokens so that their sum is it."""
+    low, high, logs = -v.setting("clip_ratio_low"), v.setting("clip_ratio_high"), []
+    for o, n, a in zip(*rows, strict=True):
+        x = clamp(n - o, -20, 20)
+        logs.append(min(x, clamp(x, low, high)) if a > 0 else max(x, clamp(x, low, high)) if a < 0 else 0.0)
+    loss = -mean(rows[2]) * math.exp(mean(logs)) / len(logs)
+    out = either(beyond(new - old, high), beyond(old - new, -low))
+    return loss, out if adv > 0 else False, out if adv < 0 else False

@@ -1,0 +1,413 @@
+"""The second reading of rollouts, rewards, filters and log-probs, a generator of claims per stage.
+
+As `audit_formulas`: plain Python floats from the definitions, nothing of `functional` and `stages`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from statistics import correlation, stdev
+from typing import Any
+
+from workbench.replay.audit_formulas import (
+    EXACT,
+    MODEL,
+    Claim,
+    Claims,
+    Left,
+    Lists,
+    View,
+    averaged,
+    bounded,
+    clamp,
+    each,
+    flat,
+    gap,
+    groups_of,
+    kl,
+    mean,
+    measured_lengths,
+    measured_scores,
+    on_last,
+    placed,
+    policy_lag,
+    shares,
+    size,
+    spread,
+)  # fmt: skip
+
+# --- rollout ------------------------------------------------------------------------------------------
+
+
+def rollout(v: View) -> Claims:
+    """Masks, positions and lengths from prompts, responses, finish reasons and transcripts."""
+    b, lengths, joined = v.after, v.after.lengths, "prompts" in v.before or v.rows is None
+    prompts = list(map(sum, b["prompt_mask"]))
+    wide, long = len(b["prompts"][0]), len(b["responses"][0])
+    real = [[0] * (wide - n) + [1] * n + [1] * m + [0] * (long - m) for n, m in zip(prompts, lengths, strict=True)]
+    whole = [row[wide:] for row in real]
+    yield Claim("prompt_mask", [row[:wide] for row in real], "0 on the left padding, 1 on the prompt")
+    yield Claim("attention_mask", real, "1 on the prompt and on the response's tokens, 0 on padding")
+    yield Claim("input_ids", [p + r for p, r in zip(b["prompts"], b["responses"], strict=True)], "prompts, responses")
+    counts = [list(itertools.accumulate(row)) for row in real]
+    yield Claim("position_ids", each(lambda x, n: n - 1 if x else None, real, counts), "attended tokens before")
+    yield from _own_tokens(v, whole)
+    yield from _ends(v, whole)
+    yield from _padding(v, prompts, whole)
+    yield from _same_prompts(v, prompts, wide)
+    yield from _texts(v, prompts, lengths)
+    for name in ("responses", "rollout_log_probs", "policy_version", "finish_reason"):
+        yield Left(name, "sampled by the model; its padding, bounds and end are checked")
+    if "turns" in b:
+        yield from _episodes(v)
+    if not joined:
+        yield from _repeated(v)
+        yield from measured_lengths(b)
+
+
+def _repeated(v: View) -> Claims:
+    """Each prompt G times, the last of them greedy where a baseline is asked for."""
+    number = v.setting("group_size") + bool(v.settings.get("greedy_baseline"))
+    yield Claim("uid", [uid for uid in v.before["uid"] for _ in range(number)], "each prompt G times", partial=True)
+    if "greedy" in v.after:
+        rows = range(len(v.after["uid"]))
+        yield Claim("greedy", [row % number == number - 1 for row in rows], "the last of each prompt's rows")
+
+
+def _same_prompts(v: View, prompts: list[int], wide: int) -> Claims:
+    b = v.after
+    yield Left("prompts", "needs the tokenizer's chat template; its padding, groups and messages are checked")
+    first = {uid: b["prompts"][rows[0]][wide - prompts[rows[0]] :] for uid, rows in groups_of(b["uid"]).items()}
+    same = [[*[None] * wide, *first[uid]][-wide:] for uid in b["uid"]]
+    yield Claim("prompts", same, "rows of one uid have one prompt", partial=True)
+
+
+def _own_tokens(v: View, whole: list[list[int]]) -> Claims:
+    """The response mask: the response's tokens, of episodes those of the model's turns."""
+    b = v.after
+    if "turns" not in b:
+        yield Claim("response_mask", whole, "1 on the response's tokens, 0 behind")
+        yield from bounded(b, "rollout_log_probs", whole)
+        return
+    told = all(b["turns"])
+    expected = each(lambda x: None if x else 0, whole)
+    if told:
+        expected = [_of_turns(turns, row) for turns, row in zip(b["turns"], whole, strict=True)]
+    yield Claim("response_mask", expected, "1 on the tokens of the model's turns", partial=not told)
+    yield from bounded(b, "rollout_log_probs", expected)
+
+
+def _of_turns(turns: list[dict[str, Any]], row: list[int]) -> list[int | None]:
+    mine = [range(one["first"], one["last"] + 1) for one in turns if one["role"] == "assistant"]
+    return [int(any(t in span for span in mine)) for t in range(len(row))]
+
+
+def _ends(v: View, whole: list[list[int]]) -> Claims:
+    """Where responses end: `stop` at the first EOS, `length` at `max_tokens`."""
+    b, limit = v.after, v.sampling.get("max_tokens")
+    plain = v.sampling.get("stop") == "()" and not v.sampling.get("ignore_eos")
+    if "turns" in b or not plain or not limit:
+        return
+    expected = []
+    for ids, reason, row in zip(b["responses"], b["finish_reason"], whole, strict=True):
+        stop = next((t + 1 for t, token in enumerate(ids) if token in v.ends), limit)
+        end = {"stop": stop if v.ends else sum(row), "length": limit}.get(reason, sum(row))
+        expected.append([int(t < end) for t in range(len(row))] + [1] * (end > len(row)))
+    yield Claim("response_mask", expected, "stop: up to the first EOS; length: max_tokens", partial=True)
+
+
+def _padding(v: View, prompts: list[int], whole: list[list[int]]) -> Claims:
+    """What stands before prompts and behind responses is padding: one id, or 0 where batches were joined."""
+    b = v.after
+    outside = [ids[: len(ids) - n] for ids, n in zip(b["prompts"], prompts, strict=True)]
+    outside += [ids[sum(row) :] for ids, row in zip(b["responses"], whole, strict=True)]
+    known = getattr(v.tokenizer, "pad_token_id", None)
+    pad = known if known is not None else next((x for x, _ in Counter(flat(outside)).most_common(1)), 0)
+    pads = {pad, 0, getattr(v.tokenizer, "eos_token_id", None) if known is None else pad}
+    kept = zip(b["prompts"], prompts, strict=True)
+    before = [[pad if t < len(ids) - n and x not in pads else None for t, x in enumerate(ids)] for ids, n in kept]
+    yield Claim("prompts", before, "padding before the prompt", partial=True)
+    rows = zip(b["responses"], whole, strict=True)
+    behind = [[None if x or ids[t] in pads else pad for t, x in enumerate(row)] for ids, row in rows]
+    yield Claim("responses", behind, "padding behind the response", partial=True)
+
+
+def _texts(v: View, prompts: list[int], lengths: list[int]) -> Claims:
+    """The responses' texts; the last message of each prompt in its decoded tokens, where the tokenizer keeps texts whole."""
+    b, decode = v.after, getattr(v.tokenizer, "decode", None)
+    if decode is None:
+        yield Left("response_text", "the tokenizer's folder is not here")
+        return
+    texts = [decode(ids[:n], skip_special_tokens=True) for ids, n in zip(b["responses"], lengths, strict=True)]
+    yield Claim("response_text", texts, "the response's tokens decoded")
+    strange: list[Any] = []
+    for ids, n, chat in zip(b["prompts"], prompts, b["raw_prompt"], strict=True):
+        said = chat[-1].get("content") if isinstance(chat, list) and chat and "turns" not in b else None
+        bare = "".join(said.split()) if isinstance(said, str) else ""
+        whole = "".join(decode(v.tokenizer.encode(said)).split()) if bare else ""
+        found = bare in whole and bare not in "".join(decode(ids[len(ids) - n :]).split())
+        strange.append("its last message" if bare and found else None)
+    yield Claim("prompts", strange, "tokens of the row's own prompt", partial=True)
+
+
+def _episodes(v: View) -> Claims:
+    """Counts of episodes from their transcripts."""
+    b = v.after
+    yield Left("turns", "the agent's own transcript")
+    yield Left("agent_extra", "whatever the agent loop gave")
+    if all(b["turns"]):
+        counted = [_counts(row) for row in b["turns"]]
+        for name in counted[0]:
+            yield Claim(name, [one[name] for one in counted], "from the transcript's turns and calls")
+    else:
+        for name in ("num_turns", "num_tool_calls", "turn_scores", "tool_rewards"):
+            yield Left(name, "the agent loop left no transcript")
+    statuses = [call["status"] for row in b["turns"] for turn in row for call in turn["calls"]]
+    yield Claim("agent_loop/tool_errors", statuses.count("error") + statuses.count("late"), "calls that failed")
+    errors = [bool((extra or {}).get("errors")) for extra in b["agent_extra"]]
+    yield Claim("agent_loop/errors", sum(errors), "episodes with errors")
+    yield from spread("agent_loop/num_turns", b["num_turns"], "turns")
+    yield from spread("agent_loop/num_tool_calls", b["num_tool_calls"], "calls")
+
+
+def _counts(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """One episode's columns. Turns put to the model count where it read them; calls where they were answered."""
+    calls = [call for turn in turns for call in turn["calls"] if call["status"] not in ("ignored", "not run")]
+    said = [turn["role"] == "assistant" for turn in turns]
+    heard = [turn["role"] != "assistant" and turn["last"] >= turn["first"] for turn in turns]
+    return {
+        "num_turns": sum(said) + sum(heard) + 1,
+        "num_tool_calls": len(calls),
+        "turn_scores": [turn["score"] for turn in turns if turn["score"] is not None],
+        "tool_rewards": [call["reward"] for call in calls if call["reward"] is not None],
+    }
+
+
+# --- reward and what reshapes it ----------------------------------------------------------------------
+
+_GSM8K = ("openai/gsm8k", "workbench/arith")
+UNSCORED = ("infra_error", "not_applicable")
+
+
+def reward(v: View) -> Claims:
+    """Rewards and metrics from the Score records."""
+    b, mask, records = v.after, v.after.mask, v.after["score"]
+    scored = [str(one.status.value) not in UNSCORED for one in records]
+    value = [float(one.value) if ok else 0.0 for one, ok in zip(records, scored, strict=True)]
+    yield from _scores(v)
+    yield Claim("scored", scored, "status is neither infra_error nor not_applicable")
+    yield Claim("reward", value, "value of the Score; 0 where not scored", near=EXACT)
+    yield Claim("token_level_scores", on_last(value, mask), "the reward on the last own token", near=EXACT)
+    yield from _parts(v)
+    statuses = [str(one.status.value) for one in records]
+    for status, number in Counter(statuses).items():
+        yield Claim(f"reward/status/{status}", number, "rows of this status")
+    yield Claim("reward/empty_responses", sum(not any(own) for own in mask), "rows without an own token")
+    yield from shares("reward/scored_ratio", scored, "share of scored rows")
+    yield from measured_scores(b)
+
+
+def _parts(v: View) -> Claims:
+    """Columns of the scores' parts and extras."""
+    b, records = v.after, v.after["score"]
+    for part in dict.fromkeys(part for one in records for part in one.parts):
+        column = [float(one.parts.get(part, math.nan)) for one in records]
+        yield Claim(f"reward/{part}", column, "the part of the Score; NaN without it", near=EXACT)
+        yield from spread(f"reward/{part}", [x for x in b[f"reward/{part}"] if x == x], f"part {part}")
+    for key in dict.fromkeys(key for one in records for key in one.extra):
+        recorded = b[f"reward_extra/{key}"]
+        told = [one.extra.get(key, recorded[row]) for row, one in enumerate(records)]
+        yield Claim(f"reward_extra/{key}", told, "the extra of the Score")
+
+
+def _scores(v: View) -> Claims:
+    """The Score records: GSM8K's rule is applied again, any other scorer's record is the source."""
+    yield Left("score", "the scorer's own record; GSM8K's strict rule is applied again")
+    if v.settings.get("function") not in ("by data_source", "gsm8k"):
+        return
+    b = v.after
+    expected: list[float | None] = []
+    for row, one in enumerate(b["score"]):
+        truth = (b["reward_model"][row] or {}).get("ground_truth") if "reward_model" in b else None
+        known = "data_source" in b and b["data_source"][row] in _GSM8K and isinstance(truth, str) and truth.strip()
+        if not known or str(one.status.value) not in ("scored", "no_answer"):
+            expected.append(None)
+            continue
+        answers = re.findall(r"#### (-?[0-9.,]+)", b["response_text"][row][-300:])
+        expected.append(float(bool(answers) and answers[-1].replace(",", "") == truth))
+    yield Claim("reward", expected, "1 where the number behind the last '#### ' is the truth, else 0", partial=True)
+
+
+def overlong(v: View) -> Claims:
+    """DAPO's soft length penalty."""
+    b, start = v.before, v.setting("max_tokens") - v.setting("buffer")
+    beyond = [clamp(n - start, 0, v.setting("buffer")) / v.setting("buffer") for n in b.lengths]
+    taken = [-v.setting("penalty") * x if ok else 0.0 for x, ok in zip(beyond, b["scored"], strict=True)]
+    yield Claim("reward/overlong", taken, "−penalty·(length − (max_tokens − buffer))/buffer, between −penalty and 0")
+    total = [x + y for x, y in zip(b["reward"], taken, strict=True)]
+    yield Claim("reward", total, "reward and penalty", 1.0)
+    last = zip(b["token_level_scores"], on_last(taken, b.mask), strict=True)
+    added = [[x + y for x, y in zip(row, more, strict=True)] for row, more in last]
+    yield Claim("token_level_scores", added, "the penalty is added on the last own token", 1.0)
+    yield averaged("reward/overlong/mean", taken, "mean penalty")
+    yield averaged("reward/overlong/share", [float(x > 0) for x in beyond], "share of rows in the buffer or beyond")
+    yield from measured_scores(v.after)
+
+
+def turn_scores(v: View) -> Claims:
+    """Scores of turns and calls on the turns' last tokens."""
+    b, mask = v.before, v.before.mask
+    extra = [[0.0] * len(row) for row in mask]
+    for row, turns in enumerate(b["turns"]):
+        for turn in turns:
+            last = turn["last"]
+            if turn["role"] == "assistant" and turn["first"] <= last < len(mask[row]) and mask[row][last]:
+                score = v.setting("turn_weight") * (turn["score"] or 0.0)
+                extra[row][last] += score + v.setting("tool_weight") * sum(c["reward"] or 0.0 for c in turn["calls"])
+    scored = b["scored"] if "scored" in b else [True] * len(mask)
+    total = [
+        [(v.setting("final_weight") * x + y) * ok for x, y in zip(row, more, strict=True)]
+        for row, more, ok in zip(b["token_level_scores"], extra, scored, strict=True)
+    ]
+    yield Claim("token_level_scores", total, "final score, turns' and calls' scores, weighted", 1.0)
+    yield from spread("turn_scores", [sum(row) for row in extra], "added scores", 1.0)
+    yield from measured_scores(v.after)
+
+
+def with_signal(b: Lists) -> list[int]:
+    """Rows of groups whose scored rewards differ, or that have one scored row."""
+    kept = []
+    for rows in groups_of(b["uid"]).values():
+        values = [b["reward"][row] for row in rows if b["scored"][row]]
+        if len(values) == 1 or len(set(values)) > 1:
+            kept += rows
+    return sorted(kept)
+
+
+def filter_groups(v: View) -> Claims:
+    """Which groups stay, and the counts of sampled, kept and dropped ones."""
+    b, rows, number = v.before, with_signal(v.before), v.metrics.get("train/num_gen_batches", 1)
+    wanted = len(set(b["uid"]))
+    mine = len({b["uid"][row] for row in rows})
+    if number == 1:
+        kept = rows if mine else list(range(len(b["uid"])))
+        yield Claim(
+            "uid", [b["uid"][row] for row in kept], "groups whose rewards differ, all if there are none", partial=True
+        )
+        found = float(mine)
+    else:
+        found = v.metrics["filter_groups/kept"] + v.metrics["filter_groups/surplus"]
+        flat_groups = [row for row in range(len(v.after["uid"])) if row not in with_signal(v.after)]
+        uids: list[Any] = [None if row not in flat_groups else "" for row in range(len(v.after["uid"]))]
+        yield Claim("uid", uids if found else [None] * len(uids), "no group of equal rewards", partial=True)
+        first = [b["uid"][row] for row in rows] + [None] * len(v.after["uid"])
+        yield Claim("uid", first[: len(v.after["uid"])], "the step's own groups come first", partial=True)
+        number = number if found >= wanted else v.setting("max_num_gen_batches")
+    yield Claim("train/num_gen_batches", number, "until the step is full, at most max_num_gen_batches")
+    kept_now = len(set(v.after["uid"])) if found else 0
+    yield Claim("filter_groups/kept", min(kept_now, wanted), "groups with signal, at most those wanted")
+    yield Claim("filter_groups/dropped", wanted * number - found, "groups sampled that have no signal")
+    yield Claim("filter_groups/surplus", max(found - wanted, 0), "groups with signal beyond those wanted")
+
+
+def baseline(v: View) -> Claims:
+    """ReMax's greedy rows as a column."""
+    b = v.before
+    greedy = {uid: row for row, uid in enumerate(b["uid"]) if b["greedy"][row]}
+    rest = [row for row in range(len(b["uid"])) if not b["greedy"][row]]
+    of = [greedy[b["uid"][row]] for row in rest]
+    yield Claim("uid", [b["uid"][row] for row in rest], "rows that are not greedy", partial=True)
+    yield Claim("reward_baselines", [b["reward"][row] for row in of], "reward of the prompt's greedy row")
+    both = [bool(b["scored"][row] and b["scored"][base]) for row, base in zip(rest, of, strict=True)]
+    yield Claim("scored", both, "scored, and so is the greedy row")
+    scored = [b["reward"][row] for row in greedy.values() if b["scored"][row]]
+    if scored:
+        yield averaged("reward/greedy_baseline", scored, "mean reward of scored greedy rows")
+    without = sum(not b["scored"][row] for row in greedy.values())
+    yield Claim("reward/without_baseline", without, "prompts whose greedy row was not scored")
+
+
+def resample(v: View) -> Claims:
+    """Which rows may be drawn; the draw itself is random."""
+    rows = v.rows or []
+    yield Claim("resample/distinct", len(set(rows)) / max(len(rows), 1), "share of different rows")
+    drawn = [v.before["reward"][row] for row in rows]
+    yield Claim("reward", drawn, "the drawn rows'", partial=True)
+
+
+# --- log-probs ------------------------------------------------------------------------------------------
+
+
+def log_prob(v: View) -> Claims:
+    """Metrics of log-probs and entropies; the distance of the trainer's from the sampler's."""
+    b, column = v.after, v.setting("column")
+    yield Left(column, MODEL)
+    yield from bounded(b, column)
+    if v.setting("sum_pi_squared"):
+        yield Left("sum_pi_squared", MODEL)
+        least = each(lambda x, p, own: max(x, math.exp(2 * p)) if own else 0.0, b["sum_pi_squared"], b[column], b.mask)
+        yield Claim("sum_pi_squared", least, "at least the token's own π²; 0 outside the mask", 1.0, partial=True)
+    if v.setting("entropy"):
+        entropies = b.own("entropys")
+        yield Left("entropys", MODEL)
+        yield Claim("entropys", placed([[max(x, 0.0) for x in row] for row in entropies], b.mask), "at least 0; 0 outside the mask", 1.0, partial=True)  # fmt: skip
+        yield averaged("actor/entropy", flat(entropies), "mean over own tokens")
+        if "rollout_log_probs" in b and any(map(any, b.mask)):
+            yield from _sampler_diff(v, column)
+    if v.version is not None and "policy_version" in b and b["policy_version"]:
+        yield from policy_lag(v.version, b["policy_version"])
+
+
+def _sampler_diff(v: View, column: str) -> Claims:
+    b = v.after
+    logs = each(gap, b.own(column), b.own("rollout_log_probs"))
+    largest = [max(map(abs, row), default=0.0) for row in logs]
+    yield Claim("sampler_logprob_diff", largest, "largest |trainer − sampler| of the row's own tokens")
+    p, q = flat(each(math.exp, b.own(column))), flat(each(math.exp, b.own("rollout_log_probs")))
+    moved = list(map(abs, each(gap, [p], [q])[0]))
+    yield Claim("training/rollout_probs_diff_valid", 1.0, "1: measured")
+    yield averaged("training/rollout_probs_diff_mean", moved, "mean |π trainer − π sampler|")
+    yield Claim("training/rollout_probs_diff_max", max(moved), "largest |π trainer − π sampler|")
+    std = stdev(moved) if len(moved) > 1 else 0.0
+    yield Claim("training/rollout_probs_diff_std", std, "deviation (n − 1)", max(moved))
+    yield Claim("training/rollout_log_probs_diff_max", max(largest), "largest |trainer − sampler|, nats")
+    far = each(lambda x: clamp(x, -20, 20), logs)
+    yield averaged("training/rollout_kl", flat(each(lambda x: math.expm1(x) - x, far)), "mean r − 1 − log r")
+    if min(len(set(p)), len(set(q))) > 1:
+        yield Claim("training/rollout_actor_probs_pearson_corr", correlation(p, q), "Pearson's, of both π", 1.0)
+    plain = v.sampling.get("top_p", 1.0) == 1.0 and (v.sampling.get("temperature") or 1.0) == v.setting("temperature")
+    if plain and mean(moved) > 0.1 and set(b["policy_version"]) == {v.version}:
+        why = "the sampler's, of the same tokens and version"
+        yield Claim(column, b["rollout_log_probs"], why, near=0.1, partial=True)
+
+
+def values(v: View) -> Claims:
+    """Metrics of the critic's values."""
+    yield Left("values", MODEL)
+    yield Claim(
+        "values", [[None if own else 0.0 for own in row] for row in v.after.mask], "0 outside the mask", partial=True
+    )
+    yield from spread("critic/values", flat(v.after.own("values")), "values of own tokens")
+
+
+def exact_kl(v: View) -> Claims:
+    """Metrics of the exact KL, and of two estimators of it."""
+    b, full = v.after, flat(v.after.own("full_kl"))
+    yield Left("full_kl", MODEL)
+    yield averaged("actor/full_kl", full, "mean over own tokens")
+    yield Claim("actor/full_kl_max", max([*full, 0.0]), "largest of own tokens")
+    if "old_log_probs" in b and "ref_log_prob" in b:
+        deltas = [x - y for x, y in zip(flat(b.own("old_log_probs")), flat(b.own("ref_log_prob")), strict=True)]
+        for kind in ("k1", "k3"):
+            yield averaged(f"actor/full_kl_{kind}", [kl(x, kind) for x in deltas], f"mean {kind}", size(deltas))
+
+
+def influence(v: View) -> Claims:
+    """The spread of the rows' influence."""
+    yield Left("influence", MODEL)
+    yield Left("influence/gradient_norm", "needs the model")
+    rows = [math.fsum(row) for row in v.after["influence"]]
+    yield from spread("influence", rows, "sums over a row's tokens", max((size(row) * len(row) for row in v.after["influence"]), default=0.0))  # fmt: skip

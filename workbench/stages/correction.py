@@ -1,0 +1,208 @@
+"""The stage that corrects for a sampler whose probabilities are not the trainer's: it measures, weighs and rejects."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from workbench.base.config import Settings, require
+from workbench.base.errors import SettingError, unknown
+from workbench.base.metrics import Max, Mean, Metric, Min
+from workbench.dataproto.core import DataProto
+from workbench.functional.correction import LEVELS, REJECTIONS, Band, corrected
+from workbench.stages.stage import BaseStage, Outcome
+
+
+def read_band(what: str, given: Any) -> Band:
+    """(lower, upper) of a threshold: a number, (lower, upper), or either as verl's text: `"2.0"`, `"0.5_5.0"`.
+
+    Raises `SettingError`, naming `what`, unless all are finite and > 0 and lower ≤ upper.
+    """
+    pair = isinstance(given, tuple | list) and len(given) == 2
+    parts = given.split("_") if isinstance(given, str) else list(given) if pair else [given]
+    numbers = [_number(part) for part in parts]
+    fits = len(numbers) <= 2 and all(0 < one < math.inf for one in numbers) and numbers[0] <= numbers[-1]
+    expected = "a finite number > 0, or lower and upper, '0.5_5.0' or (0.5, 5.0), with lower ≤ upper"
+    require(fits, what, expected=expected, found=given)
+    return (numbers[0] if len(numbers) == 2 else None), numbers[-1]
+
+
+def _number(part: Any) -> float:
+    """A number or its text as a float; NaN for anything else, True among them."""
+    if isinstance(part, bool) or not isinstance(part, Real | str):
+        return math.nan
+    with contextlib.suppress(ValueError, OverflowError):
+        return float(part)
+    return math.nan
+
+
+def _rejection_band(kind: str, given: Any) -> Band:
+    """The band of one kind of rejection; both bounds for k1, where verl takes a lone upper one's reciprocal as the lower."""
+    if kind not in REJECTIONS:
+        raise SettingError(unknown("kind of rejection (rollout_rs)", kind, REJECTIONS))
+    what = f"rollout_rs_threshold of {kind}"
+    lower, upper = read_band(what, given)
+    if kind.endswith("k1"):
+        lone = "≥ 1 where it stands alone (the lower bound is then 1/upper), or lower and upper: '0.5_2.0'"
+        require(lower is not None or upper >= 1, what, expected=lone, found=given)
+        return (1 / upper if lower is None else lower), upper
+    require(lower is None, what, expected="one upper bound: k2 and k3 are never negative", found=given)
+    return None, upper
+
+
+def _text(band: Band) -> str:
+    return "_".join(repr(one) for one in band if one is not None)
+
+
+def _read_rejections(kinds: Any, threshold: Any) -> dict[str, Band]:
+    """Kind → (lower, upper), from a mapping, or from verl's two texts."""
+    if isinstance(kinds, Mapping):
+        do = "the mapping has the thresholds: set rollout_rs_threshold=None with it"
+        what = "rollout_rs_threshold beside a mapping of kinds"
+        require(threshold is None, what, expected="None", found=threshold, do=do)
+        return {kind: _rejection_band(kind, one) for kind, one in kinds.items()}
+    if kinds is None:
+        return {}
+    named = [one.strip() for one in kinds.split(",") if one.strip()] if isinstance(kinds, str) else []
+    require(bool(named), "rollout_rs", expected="kinds separated by commas, a mapping or None", found=kinds)
+    named = list(dict.fromkeys(named))
+    parts: list[Any] = [threshold]
+    if isinstance(threshold, str):
+        parts = [one.strip() for one in threshold.split(",") if one.strip()]
+    count = f"one threshold, or one for each of {', '.join(named)}"
+    fits = threshold is not None and len(parts) in (1, len(named))
+    require(fits, "rollout_rs_threshold", expected=count, found=threshold)
+    return {kind: _rejection_band(kind, part) for kind, part in zip(named, parts * len(named), strict=False)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionSettings(Settings):
+    """Settings of rollout correction, by verl's names; thresholds may be numbers, pairs, or verl's texts.
+
+    Raises `SettingError` for an unknown level or kind, and for a threshold that is not finite, positive and ordered.
+    """
+
+    rollout_is: str | None = None
+    """Level of importance weights: `token` or `sequence`; None: no weights."""
+    rollout_is_threshold: str | float | tuple[float, float] = 2.0
+    """Where weights are truncated; lower and upper, `"0.5_5.0"`: weights outside are 0 (IcePop)."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean: over the tokens, or for `sequence` over the rows."""
+    rollout_rs: str | Mapping[str, Any] | None = None
+    """Kinds of rejection, separated by commas (`REJECTIONS`), or kind → threshold; None: nothing is rejected."""
+    rollout_rs_threshold: str | float | None = None
+    """One threshold for all kinds, or one for each, separated by commas: `"0.5_2.0,0.01"`."""
+
+    def __post_init__(self) -> None:
+        levels = f"{', '.join(LEVELS)} or None"
+        require(self.rollout_is in (None, *LEVELS), "rollout_is", expected=levels, found=self.rollout_is)
+        normal = self.rollout_is_batch_normalize
+        require(isinstance(normal, bool), "rollout_is_batch_normalize", expected="True or False", found=normal)
+        band, bands = self.weights, self.rejections  # refused here, not in a run
+        plain: dict[str, str] = {}  # records hold numbers and texts
+        if isinstance(self.rollout_is_threshold, tuple | list):
+            plain["rollout_is_threshold"] = _text(band)
+        if isinstance(self.rollout_rs, Mapping):
+            plain |= {"rollout_rs": ",".join(bands), "rollout_rs_threshold": ",".join(map(_text, bands.values()))}
+        for name, value in plain.items():
+            object.__setattr__(self, name, value or None)
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `functional.correction.corrected`."""
+        lower, upper = self.weights
+        given = {"level": self.rollout_is, "batch_normalize": self.rollout_is_batch_normalize}
+        return {**given, "lower": lower, "upper": upper, "rejections": self.rejections}
+
+    @property
+    def weights(self) -> Band:
+        """(lower, upper) of the weights; lower None: they are truncated at upper."""
+        return read_band("rollout_is_threshold", self.rollout_is_threshold)
+
+    @property
+    def rejections(self) -> dict[str, Band]:
+        """Kind of rejection → (lower, upper), as `rejected` takes them."""
+        return _read_rejections(self.rollout_rs, self.rollout_rs_threshold)
+
+    def apply(self, trainer: Tensor, batch: DataProto) -> tuple[dict[str, Tensor], dict[str, Metric]]:
+        """The columns that are asked for, `rollout_is_weights` and `loss_mask`, and the metrics `rollout_corr/*`.
+
+        From the `trainer`'s log-probs [B, T] and the batch's `rollout_log_probs`, over its `response_mask`.
+        """
+        made = corrected(trainer, batch["rollout_log_probs"], batch["response_mask"], **self.arguments())
+        columns = {"rollout_is_weights": made.weights, "loss_mask": made.mask if self.rollout_rs else None}
+        metrics: dict[str, Metric] = {}
+        for name, one in made.metrics.items():
+            kinds: dict[str, Metric] = {"max": Max(one.value), "min": Min(one.value)}
+            metrics[f"rollout_corr/{name}"] = kinds.get(one.kind, Mean.of(one.value, one.weight))
+        return {name: values for name, values in columns.items() if values is not None}, metrics
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Names of the columns that are asked for."""
+        return ("rollout_is_weights",) * (self.rollout_is is not None) + ("loss_mask",) * (self.rollout_rs is not None)
+
+
+class RolloutCorrection(BaseStage):
+    """Measure the gap between sampler and trainer every step; weight or reject tokens and rows where asked.
+
+    verl's `algorithm.rollout_correction`, decoupled: from `old_log_probs` and `rollout_log_probs` over `response_mask`.
+    Without arguments it only measures. Formulas and names of metrics: `functional.correction`. The settings are those of
+    `CorrectionSettings`; `recipes.with_rollout_correction` puts the stage where it belongs and sets the loss.
+
+    Args:
+        rollout_is: `token` or `sequence`: write importance weights as `rollout_is_weights` [B, T], which a
+            `PolicyLoss(rollout_is=True)` multiplies with. They are those of the whole mask, whatever is rejected.
+        rollout_is_threshold: where weights are truncated; lower and upper, `"0.5_5.0"`: outside they are 0.
+        rollout_is_batch_normalize: divide the weights by their mean over the batch's tokens, or rows for `sequence`.
+        rollout_rs: kinds of rejection, `"token_k1,seq_max_k2"`, or kind → threshold: write `loss_mask` [B, T], which is
+            `response_mask` without the rejected tokens. `response_mask` stays as it is.
+        rollout_rs_threshold: one threshold for all kinds, or one for each: `"0.5_2.0,0.01"`.
+        bypass_mode: write the sampler's log-probs as the old ones, so that no old-log-prob stage is needed, and nothing
+            else: weights, rejection and metrics then come from `PolicyLoss(bypass=CorrectionSettings(…))`, which knows
+            the trainer's. Other settings beside it are refused.
+    """
+
+    name = "rollout_correction"
+
+    def __init__(
+        self,
+        *,
+        rollout_is: str | None = None,
+        rollout_is_threshold: str | float | tuple[float, float] = 2.0,
+        rollout_is_batch_normalize: bool = False,
+        rollout_rs: str | Mapping[str, Any] | None = None,
+        rollout_rs_threshold: str | float | None = None,
+        bypass_mode: bool = False,
+    ) -> None:
+        self.correction = CorrectionSettings(
+            rollout_is=rollout_is,
+            rollout_is_threshold=rollout_is_threshold,
+            rollout_is_batch_normalize=rollout_is_batch_normalize,
+            rollout_rs=rollout_rs,
+            rollout_rs_threshold=rollout_rs_threshold,
+        )
+        self.bypass_mode = bypass_mode
+        if bypass_mode:
+            what, asked = "bypass_mode of the stage", " and ".join(self.correction.writes)
+            do = "take recipes.with_rollout_correction(pipeline, …), or give them to PolicyLoss(bypass=…)"
+            expected = "neither weights nor rejection: both need the trainer's log-probs, which the loss has"
+            require(not asked, what, expected=expected, found=asked, do=do)
+        self.reads = ("rollout_log_probs", "response_mask") + (("old_log_probs",) if not bypass_mode else ())
+        self.writes = ("old_log_probs",) if bypass_mode else self.correction.writes
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of the correction, and `bypass_mode`, in one flat dict of numbers and texts."""
+        return {**self.correction.to_dict(), "bypass_mode": self.bypass_mode}
+
+    def __call__(self, batch: DataProto) -> Outcome:
+        """B rows in, the same rows out with weights and the loss mask, where asked for."""
+        if self.bypass_mode:
+            return Outcome(self.written(batch, {"old_log_probs": batch["rollout_log_probs"].clone()}))
+        columns, metrics = self.correction.apply(batch["old_log_probs"], batch)
+        return Outcome(self.written(batch, columns), metrics)

@@ -1,0 +1,110 @@
+"""verl's data metrics of a batch, as far as its columns are there: lengths, scores, advantages, values.
+
+A stage reports those of what it wrote; a run's row has all of them, of the batch as it is after the last stage. A name of verl
+means what it means there (`docs/verl.md`, compared by a test). Rows that were not scored, which verl does not have, are in no
+`critic/…` metric. A metric without a value is left out, where verl writes NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from workbench.base.metrics import Mean, Metric
+from workbench.dataproto.core import DataProto
+from workbench.functional.returns import explained_variance
+from workbench.rewards.base import response_lengths
+from workbench.stages.stage import spread
+
+
+def data_metrics(batch: DataProto) -> dict[str, Metric]:
+    """All metrics of verl's `compute_data_metrics` whose columns the batch has; {} for a batch without responses."""
+    if "response_mask" not in batch or not len(batch):
+        return {}
+    parts = (("prompt_mask", length_metrics), ("token_level_scores", score_metrics), ("advantages", advantage_metrics))
+    return {name: value for column, part in parts if column in batch for name, value in part(batch).items()}
+
+
+def mean(name: str, values: Tensor) -> dict[str, Metric]:
+    """The mean of numbers, or the share of bools that are True, as the metric `name`; {} for none, or if it is not finite."""
+    found = values.double().mean().item() if len(values) else math.nan
+    return {name: Mean.of(found, len(values))} if math.isfinite(found) else {}
+
+
+def length_metrics(batch: DataProto) -> dict[str, Metric]:
+    """`response_length/…` counts all tokens of a response, tool and user text included; `model_tokens/…`, of episodes alone,
+    the model's own. `clip_ratio` is the share of rows that fill `max_tokens` or `max_prompt_length`; `response/cut_ratio` that
+    of rows which ended for want of room (finish reason `length`)."""
+    lengths = response_lengths(batch)
+    meta = batch.meta_info
+    longest = {"response": meta.get("max_response_length"), "prompt": meta.get("max_prompt_length")}
+    every = {
+        "response_length": lengths,
+        "response_length_non_aborted": lengths[lengths > 0],
+        "prompt_length": batch["prompt_mask"].sum(-1),
+    }
+    found = mean("response/aborted_ratio", lengths == 0)
+    for name, values in every.items():
+        found |= spread(name, values)
+        limit = longest[name.split("_")[0]]
+        found |= mean(f"{name}/clip_ratio", values >= limit) if limit is not None else {}
+    if "finish_reason" in batch:
+        found |= mean("response/cut_ratio", torch.tensor([one == "length" for one in batch["finish_reason"]]))
+    for name, column in (("num_turns", "num_turns"), ("tool_call_counts", "num_tool_calls")):
+        if column in batch:
+            found |= spread(name, torch.tensor([float(value) for value in batch[column]]))
+    if "num_turns" in batch:
+        found |= spread("model_tokens", batch["response_mask"].sum(-1))
+    return found
+
+
+def row_scores(batch: DataProto, tokens: Tensor) -> Tensor:
+    """The sum of each row's token scores or rewards [B, T]: [B]. A row without a token of the model's own has its `reward`."""
+    mask = batch["response_mask"].bool()
+    total = torch.where(tokens.isnan() & ~mask, 0.0, tokens).sum(-1)
+    return torch.where(mask.any(-1), total, batch["reward"].to(total.dtype)) if "reward" in batch else total
+
+
+def score_metrics(batch: DataProto) -> dict[str, Metric]:
+    """`critic/score/…` and, after the advantages, `critic/rewards/…` (KL included) over scored rows whose response is not
+    empty; the scores' deviation as `critic/score/std`. `reward/mean` is of all scored rows, empty responses included."""
+    scored = batch["scored"] if "scored" in batch else torch.ones(len(batch), dtype=torch.bool)
+    rows = scored & (response_lengths(batch) > 0)
+    names = {"critic/score": "token_level_scores", "critic/rewards": "token_level_rewards"}
+    sums = {name: row_scores(batch, batch[column])[rows] for name, column in names.items() if column in batch}
+    found = {name: value for prefix, values in sums.items() for name, value in spread(prefix, values).items()}
+    scores = sums["critic/score"].double()  # min and max say little of rewards that are 0 or 1
+    if "critic/score/mean" in found:
+        found["critic/score/std"] = Mean.of(scores.std(correction=0).item(), len(scores))
+    return found | (mean("reward/mean", batch["reward"][scored]) if "reward" in batch else {})
+
+
+def counted_tokens(batch: DataProto) -> Tensor:
+    """[B, T] bool: the model's own tokens of rows that were scored, without those that were rejected before the advantages.
+
+    In bypass mode the loss rejects, at the update: that is in no metric of the batch, as in verl.
+    """
+    origin = batch.origins.get("loss_mask")
+    rejected = "loss_mask" in batch and not (origin is not None and origin.stage.startswith("update_"))
+    mask = batch["loss_mask" if rejected else "response_mask"].bool()
+    return mask & batch["scored"][:, None] if "scored" in batch else mask
+
+
+def advantage_metrics(batch: DataProto) -> dict[str, Metric]:
+    """`critic/advantages/…`, `critic/returns/…` and, with a critic, `critic/values/…` and `critic/vf_explained_var`."""
+    mask = counted_tokens(batch)
+    own = mask.reshape(-1).nonzero().squeeze(-1)
+    advantages = spread("critic/advantages", batch["advantages"].reshape(-1)[own])
+    found: dict[str, Metric] = {**advantages}
+    if batch["returns"] is batch["advantages"]:
+        found |= {name.replace("advantages", "returns"): value for name, value in advantages.items()}
+    else:
+        found |= spread("critic/returns", batch["returns"].reshape(-1)[own])
+    if "values" in batch:
+        found |= spread("critic/values", batch["values"].reshape(-1)[own])
+        explained = float(explained_variance(batch["values"], batch["returns"], mask))
+        if math.isfinite(explained):
+            found["critic/vf_explained_var"] = Mean.of(explained)
+    return found
