@@ -25,11 +25,10 @@ from workbench.rewards.files import FileFunction, load_function
 from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.runner import Answer, Pool
 from workbench.rewards.score import Score, failed
-from workbench.rewards.scorers.equivalence import numina
 from workbench.rewards.scorers.gsm8k import gsm8k
 from workbench.rewards.scorers.math_dapo import math_dapo
 from workbench.rewards.scorers.math_string import math_string
-from workbench.rewards.scorers.numeric import geometry3k
+from workbench.rewards.scorers.numeric import geometry3k, numina
 from workbench.rewards.scorers.search import search_em
 from workbench.rewards.truths import lint, unscorable_of
 from workbench.sandbox.protocol import Sandbox

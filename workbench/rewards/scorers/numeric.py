@@ -9,13 +9,18 @@ nine tenths such an answer in a box, one tenth thinking in tags before it.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from workbench.base.config import require
-from workbench.rewards.score import Score, Status, compared, no_answer
+from workbench.rewards.runner import START_SECONDS, Pool
+from workbench.rewards.score import Score, Status, compared, failed, no_answer
+from workbench.rewards.scorers.equivalence import equal
 from workbench.rewards.scorers.math_text import last_box, same
 from workbench.rewards.truths import rule
 
@@ -171,3 +176,55 @@ def geometry3k(response: str, ground_truth: str, *, format_score: float = 0.1) -
             return score
     value = (1 - format_score) * score.value + format_score * form
     return score.with_value(value, accuracy=score.value, format=form)
+
+
+# --- beyond numbers -------------------------------------------------------------------------------
+
+SECONDS = 3.0
+"""Time of one comparison of `numina`."""
+_TOWER = re.compile(r"\^[^-+*/=,]*\^|\^\s*\{?\s*\d{4}|!")
+_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}|\\[A-Za-z]+|\b(?:sin|cos|tan|log|exp|sqrt|inf)\b")
+_WORDS = re.compile(r"[^\W\d_][^\W\d_ ]{2,}(?: [^\W\d_]+)*")
+_PROSE = re.compile(r"[^\W\d_]{3,}")
+
+
+@functools.cache
+def _workers() -> tuple[Pool, ThreadPoolExecutor]:
+    """Two processes for all comparisons of `numina`, and the threads that wait for them; both end with this process."""
+    return Pool(equal, workers=1, timeout=SECONDS, memory_mb=4096), ThreadPoolExecutor(2, "workbench-equivalence")
+
+
+async def _asked(answer: str, truth: str) -> Score:
+    """The score of an answer by `equal`."""
+    nothing = Score(status=Status.NOT_APPLICABLE, answer=answer[:200], why=f"not compared with {truth[:60]!r}")
+    ours, theirs = (_COMMAND.sub(r"\1", text).strip(" ().$").casefold() for text in (answer, truth))
+    if _WORDS.fullmatch(ours) and _WORDS.fullmatch(theirs) and (ours == theirs or sorted(ours) != sorted(theirs)):
+        return compared(ours == theirs, answer, truth)  # `cba` may be the product `abc`
+    for text in (answer, truth):
+        # letters of prose would be read as a product, and a tower of powers never ends
+        if _TOWER.search(text) or _PROSE.search(_COMMAND.sub(r"\1", text)) or len(text) > 500:
+            return replace(nothing, why=f"{nothing.why}: not both are short expressions")
+    pool, threads = _workers()
+    call = asyncio.get_running_loop().run_in_executor(threads, pool.map, [{"answer": answer, "truth": truth}])
+    (found,) = await call
+    if found.traceback or found.seconds >= START_SECONDS:
+        return failed(f"math-verify could not be asked: {found.why}", found.traceback)
+    if found.result is None:
+        return replace(nothing, why=f"{nothing.why}: {found.why or 'not both are expressions'}")
+    return compared(found.result, answer, truth)
+
+
+@rule(boxed, meets)
+async def numina(response: str, ground_truth: str) -> Score:
+    """Score 1 where the answer (see `extract_answer`) equals the ground truth as mathematics, else 0.
+
+    Numbers, tuples and equal texts are compared at once, other expressions by math-verify in a worker (`1+x` is `x+1`). What
+    is no expression, or takes more than `SECONDS`, is *not applicable*.
+    """
+    answer = extract_answer(response)
+    if answer is None or not answer.strip():
+        return no_answer("no 'answer is …' and no \\boxed{…} in the response")
+    right = same_answer(answer, ground_truth)
+    if right or understood(answer, ground_truth):
+        return compared(right, answer, ground_truth)
+    return await _asked(answer, ground_truth)
