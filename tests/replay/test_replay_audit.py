@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from workbench import functional as F
 from workbench.cli import main
 from workbench.dataproto import DataProto
 from workbench.replay.audit import Audit, audit_trace
+from workbench.rewards.scorers.gsm8k import gsm8k as gsm8k_rule
 from workbench.runs.loop import run_step
 from workbench.stages import Advantage, ExactKL, LogProb, Resample, TurnScores
 from workbench.steps.trace import Phase, Trace, perform
@@ -288,6 +290,18 @@ def test_a_report_names_row_and_token_and_what_it_cannot_read(plain: wb.Run) -> 
     new = with_metric(plain.traces[1], "advantage", "critic/rewards/mean", lambda value: value)
     new.phases[4].metrics["my/metric"] = 1.0
     assert audit_trace(new).unaudited == {"my/metric"} and "no formula knows my/metric" in repr(audit_trace(new))
+
+
+def test_a_rule_is_read_again_only_where_the_data_source_chose_it(plain: wb.Run) -> None:
+    """A function of the same name has rules of its own."""
+
+    def gsm8k(response: str) -> float:
+        return 0.25
+
+    shipped = partial(gsm8k_rule, format_score=0.1)
+    for judge, again in ((reward(gsm8k), False), (reward(shipped), False), (wb.rewards.by_data_source(), True)):
+        found = audit_trace(plain.stepper(2, at="reward").replace("reward", judge).run(until="reward").trace)
+        assert found.agrees and ("strict rule" in found.left["score"]) == again
 
 
 def test_the_rows_of_a_run_are_read_too(plain: wb.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
