@@ -71,6 +71,7 @@ def asked(output: AgentLoopOutput) -> list[tuple[str, str]]:
         f"<think>a</think><think>{hermes('6 * 6')}</think>{hermes('2 + 3')}",
         f"{hermes('6 * 6')}</think>{hermes('2 + 3')}",
         f"{hermes('2 + 3')}<think>or {hermes('6 * 6')}",
+        f"<reasoning>{hermes('6 * 6')}</reasoning>{hermes('2 + 3')}",
     ],
 )
 def test_the_call_is_run_and_not_the_one_that_was_considered(made: dict[str, Any], turn: str) -> None:

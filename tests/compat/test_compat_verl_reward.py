@@ -227,6 +227,8 @@ def test_limits_hold_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"reward_model.overlong_buffer": PENALTY}, {"reward_kwargs.overlong_buffer_cfg": PENALTY}),
         ({"reward_model.model.path": "m", "reward_model.enable": "True"}, {"reward_model": {"model_path": "m", "enable": True}}),
         ({"reward_model.micro_batch_size": 4}, {"reward.reward_model.batch_size": 4}),
+        ({"+reward_model.reward_kwargs.max_resp_len": 8}, {"reward.reward_kwargs": {"max_resp_len": 8}}),
+        ({"++reward.num_workers": "2"}, {"num_workers": 2}),
         ({"custom_reward_function": {"path": "f.py", "name": None}}, {"reward.custom_reward_function.path": "f.py"}),
     ],
 )  # fmt: skip

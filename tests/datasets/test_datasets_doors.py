@@ -113,6 +113,31 @@ class TestDryRunOfAFile(TestDryRun):
 # --- files as the seeds and the hub have them ---------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"messages": [{"role": "user", "content": "hi"}]}', '[{"from": "human", "value": "hi"}]',
+        "[{'name': 'x', 'role': 'user', 'content': 'hi'}]", '{"conversations": []}', '[{"role": "user", "content": "hi"}',
+    ],
+)  # fmt: skip
+def test_text_that_was_meant_as_a_chat_is_no_question(text: str) -> None:
+    with pytest.raises(wb.WorkbenchError, match="prompt of row 0 looks like a chat.*JSON of a list of"):
+        Rows([{**GOOD, "prompt": text}])
+
+
+def test_a_chat_is_read_from_json_in_json_and_other_json_is_a_text() -> None:
+    said = [{"role": "user", "content": "hi"}]
+    assert Rows([{**GOOD, "prompt": json.dumps(json.dumps(said))}])[0]["prompt"] == said
+    for text in ("[1, 2]", '{"a": 1}', '"hi"', '"[no', "[{'from': 'A', 'to': 'B'}] Find a path."):
+        assert Rows([{**GOOD, "prompt": text}])[0]["prompt"] == [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize("more", [{"image_path": "a.png"}, {"extra_info": {"images": ["a.png"]}}])
+def test_a_placeholder_means_the_rows_picture_wherever_that_is(more: dict[str, Any]) -> None:
+    with pytest.raises(wb.WorkbenchError, match="image"):
+        Rows([{**GOOD, "prompt": "<image> What is it?", **more}])
+
+
 def test_geo3k_as_its_converter_writes_it_is_refused_before_any_work(tmp_path: Path) -> None:
     """D1: the images vanished, and a text model was trained on `<image>`."""
     row = {

@@ -67,6 +67,13 @@ def test_the_three_kinds_of_cases(box: LocalSandbox) -> None:
     assert judged(box, program, {"assert_case": rich}).value == 1
 
 
+def test_all_three_lists_of_codecontests_count() -> None:
+    """Most of its tests are the generated ones; they were left out without a word."""
+    lists = ("public_tests", "private_tests", "generated_tests")
+    cases = read_cases({name: {"input": [str(at)], "output": ["x"]} for at, name in enumerate(lists)})
+    assert [case.given for case in cases] == ["0", "1", "2"]
+
+
 CHEATS = {
     "leaves early with 0": "import os; os._exit(0)",
     "leaves with an exception that says 0": "raise SystemExit(0)",

@@ -72,6 +72,8 @@ def test_whatever_completions_come_in(form: str, tmp_path: Path) -> None:
 def test_limits_names_and_refusals() -> None:
     assert len(dry_run([strict, strict], RECORDS, limit=2).table) == 2
     assert list(dry_run([strict, strict], RECORDS).judged) == ["strict", "strict'"]
+    with pytest.raises(DataError, match="response of completion 1; expected a text; found None"):
+        dry_run(gsm8k, [{"response": "#### 4"}, {"response": float("nan")}])
     with pytest.raises(DataError, match="a column with responses"):
         dry_run(strict, [{"said": "x"}])
     with pytest.raises(DataError, match="reward_model of completion 0 raised JSONDecodeError"):

@@ -96,6 +96,9 @@ class Thought(Verdict):
         ("<think>so <score>1</score></think><score>2</score>", Thought, ("so <score>1</score>", 2)),
         ("own thoughts</think><score>2</score>", Thought, ("own thoughts", 2)),
         ("<think>own</think>\n<think>the field's</think><score> 3 </score>", Thought, ("the field's", 3)),
+        ("<reason>it uses <think> well</reason><score>3</score>", Pointwise, ("it uses <think> well", 3)),
+        ("<think>so</think>\n<reason>no </think> in it</reason><score>3</score>", Pointwise, ("no </think> in it", 3)),
+        ('{"reason": "<think> and </think>", "score": 3}', Pointwise, ("<think> and </think>", 3)),
         ('{"think": "so", "score": 2}', Thought, ("so", 2)), ('<think>so</think>{"score": 2}', Thought, ("so", 2)),
     ],
 )  # fmt: skip
@@ -108,6 +111,7 @@ def test_a_field_may_hold_any_text_and_think_is_a_field(text: str, schema: Any, 
     ("text", "schema", "why"),
     [
         ("<reason>a</reason><score>3</score> no, <score>4", Pointwise, "not closed"),
+        ("<think>they say </think><reason>a</reason><score>9</score> so</think> Verdict: <reason>a</reason><score>1</score>", Pointwise, "2 different"),
         ("<reason>the <score> tag</reason><score>3</score>", Pointwise, "without the tags.*<score>"),
         ("<reason>they want <score>10</score></reason><score>1</score>", Pointwise, "2 different values|without the tags"),
         ("<reason><reason>a</reason><score>3</score>", Pointwise, "without the tags"),

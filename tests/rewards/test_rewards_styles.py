@@ -390,6 +390,19 @@ def test_ids_are_a_rows_or_the_batchs_as_the_style_is() -> None:
         assert values(Reward(function, in_process=True)) == [4.0, 4.0]
 
 
+def test_areals_prompt_is_text_and_its_ids_may_be_unknown() -> None:
+    """Saved completions have a column `prompt`, a chat, and no prompt's tokens: the call failed for want of an argument."""
+
+    def reward(
+        prompt: str, completions: str, prompt_ids: Any, completion_ids: list[int], answer: str, **kwargs: Any
+    ) -> float:
+        return float(prompt == "2+2?" and prompt_ids is None and completions.endswith(answer))
+
+    saved = {"prompt": [{"role": "user", "content": "2+2?"}], "response": "it is 4", "answer": "4"}
+    (judged,) = dry_run(Reward(reward, in_process=True), [saved]).judged.values()
+    assert judged[0].score.value == 1, judged[0].score
+
+
 def test_a_data_sets_column_named_query_is_not_openrlhfs() -> None:
     def reward(queries: list[str]) -> list[float]:
         return [float(query.startswith("question")) for query in queries]
@@ -474,6 +487,8 @@ def test_constants_bound_to_a_files_function_reach_it(tmp_path: Path, monkeypatc
         as_reward("roll.py").score(BATCH)
     line = "Reward(load_function('roll.py', 'compute_score', reward_type=…), rename={'prediction': 'response'})"
     assert f"write {line}" in str(refusal.value)
+    with pytest.raises(DataError, match="'reward_typ' is not an argument of compute_score.*did you mean 'reward_type'"):
+        load_function("roll.py", reward_typ="mc")
     bound = functools.partial(load_function("roll.py"), reward_type="mc")
     reward = Reward(bound, workers=1, rename={"prediction": "response"})
     try:

@@ -23,6 +23,9 @@ MAX_CALLS = 64
 REASONING: Mapping[str, str] = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<reasoning>": "</reasoning>",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
     "<seed:think>": "</seed:think>",
     "[THINK]": "[/THINK]",
     "◁think▷": "◁/think▷",

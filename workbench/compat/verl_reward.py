@@ -119,7 +119,7 @@ def read_block(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise SettingError("reward", expected="settings in a dict", found=describe(settings))
     found: dict[str, Any] = {}
     for path, value in _leaves(settings):
-        name = _now(path.removeprefix("reward."))
+        name = _now(path.lstrip("+").removeprefix("reward."))  # Hydra's mark of a key that its files lack
         group = any(known.startswith(f"{name}.") for known in BLOCK)
         if value is None or (group and value == {}):
             continue

@@ -17,10 +17,16 @@ from workbench.base.errors import DataError, describe, unknown
 CHAT = "prompt"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Who may speak in a chat. Templates pass over other roles without a word."""
-MEDIA = ("images", "image", "videos", "video", "audios", "audio", "multi_modal_data", "multi_modal_inputs")
-"""Columns of pictures, films and sounds, by the names that verl, TRL and Hugging Face give them."""
+MEDIA = (
+    *(kind + end for kind in ("image", "video", "audio") for end in ("s", "", "_path", "_paths", "_url", "_urls")),
+    *("decoded_image", "pixel_values", "multi_modal_data", "multi_modal_inputs"),
+)
+"""Columns of pictures, films and sounds, by the names that verl, TRL and data sets of Hugging Face give them."""
 _PLACEHOLDER = re.compile(r"<(image|video|audio)>")
-_CHAT_REPR = re.compile(r"\s*(?:array\()?(?:\[\s*)?\{\s*['\"](?:role|content)['\"]\s*:")
+_CHAT = re.compile(
+    r"\s*(?:array\()?(?:\[\s*)?\{[^{}]{0,99}?['\"](?:role|content|messages|conversations|from['\"]:[^{}]*?['\"]value)['\"]\s*:"
+)
+"""Text that was meant as a chat: the keys of a first message, or of a chat inside a dict."""
 _PARTS = ("text", "image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
 _EXPECTED = "a chat (a list of {role, content}) or a text"
 _TEXT_ONLY = "text: the engines here read no other"
@@ -57,7 +63,7 @@ def _row(record: Any, place: str, index: int, prompt_key: str, without: Collecti
         made = to_row(row, index=index, split="", data_source=kept.get("data_source") or "openai/gsm8k", place=place)
     else:
         raise DataError(f"{place}: " + unknown("column of this row", prompt_key, sorted(row)))
-    _refuse_placeholders(made[CHAT], row, place)
+    _refuse_placeholders(made[CHAT], {**row, **made["extra_info"]}, place)
     return made
 
 
@@ -181,15 +187,18 @@ def chat(prompt: Any, place: str) -> list[dict[str, Any]]:
 def _read(text: str, place: str) -> list[Any]:
     """A text as a chat: the one whose JSON it is, else a user's message."""
     found = _parsed(text) if text.lstrip()[:1] in ("[", "{") else text
+    if text.lstrip()[:2] in ('"[', '"{') and text != (inner := _parsed(text)):
+        return _read(inner, place)  # some data sets encode twice
     inside = [found] if isinstance(found, Mapping) else found
     if isinstance(inside, list) and inside and all(isinstance(one, Mapping) for one in inside):
         if all("role" in one for one in inside):
             return inside
         if all(one.get("type") in _PARTS for one in inside):
             return _message(inside)
-    if found is text and _CHAT_REPR.match(text):
-        do = "write it as JSON; or, where this very text is meant, as [{'role': 'user', 'content': …}]"
-        raise DataError(f"{place} looks like a chat, but is not JSON", found=describe(text), do=do)
+    if _CHAT.match(text):
+        do = "write it so; or, where this very text is meant, as [{'role': 'user', 'content': …}]"
+        expected = "JSON of a list of {role, content}"
+        raise DataError(f"{place} looks like a chat", expected=expected, found=describe(text), do=do)
     return _message(text)
 
 
@@ -270,9 +279,9 @@ def _part(part: Any, place: str) -> str:
 def _refuse_placeholders(said: Sequence[Mapping[str, Any]], row: Mapping[str, Any], place: str) -> None:
     """A text that points at a picture of its row is wrong without it, also where the cell is empty or left out."""
     named = {kind for turn in said for kind in _PLACEHOLDER.findall(str(turn.get("content")))}
-    missing = next((name for name in row if name in MEDIA and name.rstrip("s") in named), None)
+    missing = next(((kind, name) for kind in named for name in row if name in MEDIA and kind in name), None)
     if missing:
-        what = f"the prompt of {place} has <{missing.rstrip('s')}>, for its column {missing!r}"
+        what = f"the prompt of {place} has <{missing[0]}>, for its column {missing[1]!r}"
         raise DataError(what, expected=_TEXT_ONLY, do="leave such rows out")
 
 

@@ -13,7 +13,16 @@ from workbench.base.errors import DataError, describe
 _GIVEN = ("input", "stdin", "inputs")
 _WANTED = ("output", "expected_output", "expected", "stdout", "outputs")
 _NAMES = ("fn_name", "func_name", "entry_point")
-_LISTS = ("test_cases", "tests", "public_test_cases", "private_test_cases", "public_tests", "private_tests", "test")
+_LISTS = (
+    "test_cases",
+    "tests",
+    "public_test_cases",
+    "private_test_cases",
+    "public_tests",
+    "private_tests",
+    "generated_tests",
+    "test",
+)
 _ANY = "lists of inputs and outputs, a list of {input, output} or of pairs, a list of assertions, check(candidate)"
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.base.errors import DataError, RewardError, boundary, first_line
+from workbench.base.errors import DataError, RewardError, boundary, describe, first_line
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
 from workbench.datasets import files, records
@@ -207,6 +207,8 @@ def _row(record: Any, number: int) -> dict[str, Any]:
     columns = {str(name): value for name, value in record.items()}
     name = next((name for name in RESPONSE if isinstance(columns.get(name), str | list)), None)
     if name is None:
+        if there := next((name for name in RESPONSE if name in columns), None):
+            raise DataError(f"{there} of completion {number}", expected="a text", found=describe(columns[there]))
         expected = f"a column with responses, named one of {', '.join(RESPONSE)}"
         raise DataError(f"completion {number}", expected=expected, found=f"columns {', '.join(columns)}")
     judged = columns.get("reward_model")

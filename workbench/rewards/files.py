@@ -108,6 +108,11 @@ def load_function(
         raise DataError(f"{str(path)!r}: " + unknown("function of this file", name, functions))
     dots = max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0)
     package = _package(file, dots, allowed_roots(roots))
+    if name in functions and functions[name].args.kwarg is None:
+        own = functions[name].args
+        taken = [arg.arg for arg in (*own.args, *own.kwonlyargs)]
+        if strange := next((one for one in reward_kwargs if one not in taken), None):
+            raise DataError(f"{str(path)!r}: " + unknown(f"argument of {name}", strange, taken))
     return FileFunction(
         file, text, name, reward_kwargs, _signature(functions.get(name), reward_kwargs), package, dots > 0
     )

@@ -77,15 +77,18 @@ def instructions(schema: type[BaseModel]) -> str:
 def parse(text: str, schema: type[V]) -> V:
     """Parse a judge's output. Raises `Unparseable` where a field of the verdict is missing, ambiguous or invalid.
 
-    The text between a field's tags may be any but a tag of the schema: `a < b` is. What stands before the last `</think>` is
-    the judge's thinking and no verdict, or the field `think` of a schema that has one.
+    The text between a field's tags may be any but a tag of the schema: `a < b` is. What stands before the last `</think>`, or
+    before the last that the verdict directly follows, is the judge's thinking and no verdict, or the field `think` of a
+    schema that has one. So a reason may speak of `<think>`.
     """
-    answer = text[-MAX_OUTPUT:]
-    thought, closed, rest = answer.rpartition("</think>")
-    if "<think>" in rest and _from_json(rest) is None:
+    pieces = text[-MAX_OUTPUT:].split("</think>")
+    begins = ("{", "```", *(f"<{name}>" for name in schema.model_fields if name != "think"))
+    last = max((at for at, one in enumerate(pieces) if one.lstrip().startswith(begins)), default=len(pieces) - 1)
+    thought, rest = "</think>".join(pieces[:last]), "</think>".join(pieces[last:])
+    if "<think>" in rest and not rest.lstrip().startswith(begins):
         raise Unparseable("the judge's output ends inside <think>", do="raise max_tokens of the judge")
     values: dict[str, Any] = {}
-    if "think" in schema.model_fields and closed:
+    if "think" in schema.model_fields and last:
         values["think"] = thought.rpartition("<think>")[2].strip()
     found = _from_json(rest)
     for name, field in schema.model_fields.items():

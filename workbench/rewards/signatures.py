@@ -146,7 +146,10 @@ class Signature:
 
     def _may_be_column(self, name: str, meaning: str | None, fills: bool) -> bool:
         wanted = self.wanted(name)
-        if wanted == "queries":  # prompt and response; a data set's column `query` is a question
+        if wanted in (
+            "queries",
+            "prompt",
+        ):  # made of the run's prompt: a data set's `query` is a question, `prompt` a chat
             return False
         if self.keywords == "columns":  # their contract: the data set's columns come as keywords, over a default too
             return meaning not in _OF_THE_RUN and (self.asks(name) or writer_of(wanted) in (None, "dataset"))
@@ -301,7 +304,7 @@ def call_arguments(signature: Signature, row: Mapping[str, Any]) -> dict[str, An
     arguments = {name: columns[name] for name in signature.further(columns)}
     for name in (*signature.defaults, *verls):
         source = signature.source(name, columns)
-        if source is not None and (source[0] == "column" or source[1] != "prompt_ids" or "prompt_ids" in row):
+        if source is not None and (source[1] != "prompt_ids" or "prompt_ids" in row or signature.asks(name)):
             arguments[name] = columns[source[1]] if source[0] == "column" else _value(source[1], row)
     return arguments
 

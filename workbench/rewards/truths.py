@@ -14,18 +14,21 @@ from workbench.base.errors import DataError, describe
 from workbench.rewards.score import Score, Status, bounded
 
 F = TypeVar("F", bound=Callable[..., Any])
+_BLANK = ("", "nan", "NaN", "<NA>", "NaT")
+"""Texts that are no truth: pandas writes a missing one so."""
 _KINDS = {"int": "integers", "float": "floats", "str": "texts", "NoneType": "missing", "list": "lists", "dict": "dicts"}
 
 
 def as_text(truth: Any) -> str | None:
     """A ground truth as text: a text as it stands, a number (numpy's too) as Python prints it, `4.0` as `4`.
 
-    None where nothing can be read: a missing or blank one, NaN, infinity, bytes, a list, a dict, any other object.
+    None where nothing can be read: a missing or blank one, NaN (also as text), infinity, bytes, a list, a dict, any other
+    object.
     """
     if getattr(truth, "ndim", None) == 0 and callable(getattr(truth, "item", None)):
         truth = truth.item()  # a scalar of numpy or torch
     if isinstance(truth, str):
-        return truth if truth.strip() else None
+        return None if truth.strip() in _BLANK else truth
     try:
         if isinstance(truth, numbers.Rational):
             return str(truth)

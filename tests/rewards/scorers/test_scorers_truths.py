@@ -183,6 +183,13 @@ def test_numbers_are_truths_for_every_rule(scorer: Any, truth: Any) -> None:
     assert scorer("Answer: 12\n\\boxed{12}" if scorer is not math_dapo else "Answer: 12", truth).value > 0.8
 
 
+@pytest.mark.parametrize("truth", ["nan", "NaN", " <NA>", "NaT"])
+def test_what_pandas_writes_for_a_missing_truth_is_none(truth: str) -> None:
+    """`astype(str)` makes it of a missing cell; most rules scored it as a wrong answer."""
+    for scorer in (gsm8k, math_string, math_dapo, numeric, geometry3k, search_em, search_f1):
+        assert scorer("Answer: 4 #### 4 <answer>4</answer> \\boxed{4}", truth).status is Status.NOT_APPLICABLE, scorer
+
+
 def test_search_knows_no_empty_target() -> None:
     """An answer of no words would meet each of them."""
     for target in ("", " ", [None, ""], {"target": []}, {"target": float("nan")}, {"other": "x"}):
