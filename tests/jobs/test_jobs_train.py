@@ -251,7 +251,7 @@ def test_validation_with_several_samples(tiny: str, tmp_path: Path) -> None:
         <= first[f"{aux}/best@2/mean"]
         <= first[f"{core}/best@3/mean"]
     )
-    assert first[f"{aux}/pass@1"] == pytest.approx(first["val/reward"]) and f"{core}/maj@3/mean" in first
+    assert first[f"{aux}/pass@1"] == pytest.approx(first["val/reward"])
     again = wb.evaluate(tiny, eval_rows, samples=3, max_tokens=16)
     assert again.mean == first["val/reward"] and again.interval[0] == pytest.approx(first["val/reward_low"])
 
