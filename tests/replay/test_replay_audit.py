@@ -15,6 +15,7 @@ import torch
 
 import workbench as wb
 from workbench import functional as F
+from workbench.base.errors import RunError
 from workbench.cli import main
 from workbench.dataproto import DataProto
 from workbench.replay.audit import Audit, audit_trace
@@ -305,6 +306,12 @@ def test_the_rows_of_a_run_are_read_too(plain: wb.Run, tmp_path: Path, capsys: p
     (copied / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert names(wb.load_run(copied).audit()) == {"actor/grad_norm", "perf/throughput"}
     assert wb.load_run(copied).audit(2).steps == (2,)
+    (copied / "metrics.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    lacking = wb.load_run(copied).audit()
+    assert "step 1, metrics.jsonl, step: recorded 'nothing', recomputed 1" in repr(lacking)
+    for strange in ("2", True, 2.0, 7):
+        with pytest.raises(RunError, match=f"no trace of step {strange!r}"):
+            wb.load_run(copied).audit(strange)
     shutil.rmtree(copied / "traces/step_000002")
     (copied / "traces/step_000001").rename(copied / "traces/step_000002")
     assert "step" in names(wb.load_run(copied).audit()) and main(["audit", str(copied)]) == 1

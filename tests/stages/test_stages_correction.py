@@ -287,6 +287,9 @@ def test_other_settings_of_the_correction_run_what_uses_its_mask_again(engine: A
     assert not torch.equal(s.batch["loss_mask"], t.batch["loss_mask"])
     assert torch.equal(t.batch["loss_mask"], t.batch["response_mask"])
     assert not t.trace["advantage"].reused
+    weighed = wb.recipes.with_rollout_correction(pipe, rollout_is="token")
+    with pytest.raises(PipelineError, match="change the settings of 'rollout_correction', which does not write it now"):
+        weighed.replace("rollout_correction", rollout_is=None)
 
 
 def test_a_step_that_loses_all_its_tokens_spoils_no_metric(engine: Any, batch: wb.DataProto) -> None:
@@ -300,6 +303,8 @@ def test_weights_on_a_ratio_against_the_sampler_would_count_it_twice() -> None:
         PolicyLoss(bypass=CorrectionSettings(rollout_is="token"), rollout_is=True)
     with pytest.raises(SettingError, match="asks for weights"):
         PolicyLoss(bypass=CorrectionSettings(), **REINFORCE)
+    with pytest.raises(SettingError, match="a CorrectionSettings or None"):
+        PolicyLoss(bypass={"rollout_is": "token"})  # type: ignore[arg-type]
 
 
 def test_a_corrected_pipeline_is_made_again_from_its_record(engine: Any) -> None:

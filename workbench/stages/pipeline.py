@@ -60,8 +60,7 @@ class Pipeline(Shown):
                 do = f"stage {readers[0]!r} reads it earlier: move {stage.name!r} before {readers[0]!r}"
                 raise PipelineError(what, do=do)
 
-    @staticmethod
-    def _refuse_unless_data(column: str, stage: Stage, later: tuple[Stage, ...]) -> None:
+    def _refuse_unless_data(self, column: str, stage: Stage, later: tuple[Stage, ...]) -> None:
         for other in later:
             if column in other.writes:
                 what = f"stage {stage.name!r} reads {column!r}, but no earlier stage writes it"
@@ -69,6 +68,8 @@ class Pipeline(Shown):
         known = declared(column)
         if column in (*EPISODE, "agent_extra"):
             do = "a rollout with agent=… writes it"
+        elif known is not None and known.writer in self.names:
+            do = f"change the settings of {known.writer!r}, which does not write it now, or of {stage.name!r}"
         elif known is not None:
             do = f"add the stage {known.writer!r} before {stage.name!r}"
         else:
