@@ -16,13 +16,14 @@ import torch
 
 import workbench as wb
 from workbench import functional as F
+from workbench.base.errors import RunError
 from workbench.cli import main
 from workbench.dataproto import DataProto
 from workbench.replay.audit import Audit, audit_trace
 from workbench.rewards.scorers.gsm8k import gsm8k as gsm8k_rule
 from workbench.runs.loop import run_step
 from workbench.stages import Advantage, ExactKL, LogProb, Resample, TurnScores
-from workbench.steps.trace import Phase, Trace, perform
+from workbench.steps.trace import Phase, Trace
 
 ROOT = Path(__file__).parents[2]
 Make = Callable[[Any], wb.Pipeline]
@@ -66,6 +67,11 @@ def measured(engine: Any) -> wb.Pipeline:
     )
 
 
+def corrected(*block: str, base: str = "grpo", **settings: Any) -> Make:
+    plain = recipe(base, ppo_mini_batch_size=1)
+    return lambda engine: wb.recipes.with_rollout_correction(plain(engine), *block, **settings)
+
+
 tight = {"clip_ratio_low": 1e-3, "clip_ratio_high": 1e-3, "ppo_mini_batch_size": 1}
 PIPELINES: dict[str, Make] = {
     "grpo": recipe("grpo", entropy_coeff=0.01),
@@ -93,6 +99,10 @@ PIPELINES: dict[str, Make] = {
     "token baseline": token_baseline(F.optimal_token_baseline),
     "token baseline of own tokens": token_baseline(F.tir_optimal_token_baseline),
     "exact KL, resampled": measured,
+    "gdpo": grpo_with(F.gdpo, parts=("length", "even"), weights=[1.0, 0.5]),
+    "a threshold within rounding": corrected(rollout_is="token", rollout_rs={"token_k1": 1 + 1e-7}),
+    "a threshold within rounding, in the loss": corrected("bypass_ppo_clip_k3_rs", rollout_rs_threshold=1e-12),
+    "everything rejected": corrected(rollout_rs={"token_k2": 1e-30}, base="ppo"),
 }
 
 
@@ -181,16 +191,12 @@ def test_episodes_with_tools_agree(train: Callable[..., wb.Run]) -> None:
     assert "response_mask" in names(audit_trace(changed))
 
 
-def test_gdpo_and_dynamic_sampling_agree(train: Callable[..., wb.Run]) -> None:
-    """Dynamic sampling draws further prompts; GDPO is a stage over the parts of a recorded reward."""
+def test_dynamic_sampling_agrees(train: Callable[..., wb.Run]) -> None:
+    """Dynamic sampling draws further prompts."""
     rows = wb.datasets.load(ROOT / "data/arith/train.parquet", max_prompt_length=256)[:12]
     run = train(lambda engine: wb.recipes.dapo(engine, group_size=2, rows=rows, overlong_buffer=4, max_tokens=30))
     found = run.audit()
     assert found.agrees and not found.unaudited and run.rows[0]["train/num_gen_batches"] > 1, found
-    plain, _ = next(two_steps(recipe("grpo")))
-    until = plain.first(plain.names.index("advantage"))
-    stage = Advantage(F.gdpo, parts=("length", "even"), weights=[1.0, 0.5])
-    assert audit_trace(until.add(perform(stage, until.batch))).agrees
 
 
 # --- what it sees ---------------------------------------------------------------------------------
@@ -314,6 +320,12 @@ def test_the_rows_of_a_run_are_read_too(plain: wb.Run, tmp_path: Path, capsys: p
     (copied / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert names(wb.load_run(copied).audit()) == {"actor/grad_norm", "perf/throughput"}
     assert wb.load_run(copied).audit(2).steps == (2,)
+    (copied / "metrics.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    lacking = wb.load_run(copied).audit()
+    assert "step 1, metrics.jsonl, step: recorded 'nothing', recomputed 1" in repr(lacking)
+    for strange in ("2", True, 2.0, 7):
+        with pytest.raises(RunError, match=f"no trace of step {strange!r}"):
+            wb.load_run(copied).audit(strange)
     shutil.rmtree(copied / "traces/step_000002")
     (copied / "traces/step_000001").rename(copied / "traces/step_000002")
     assert "step" in names(wb.load_run(copied).audit()) and main(["audit", str(copied)]) == 1

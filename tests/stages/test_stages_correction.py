@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -96,6 +98,9 @@ def test_bypass_writes_the_samplers_log_probs_and_nothing_else(batch: wb.DataPro
           for bad in (-1.0, True, math.nan, 0.5, (1.4, 0.6), "x", None)),
         ({"rollout_rs": {"token_k1": 2.0}, "rollout_rs_threshold": 2.0}, "beside a mapping"),
         ({"rollout_rs": 5}, "kinds separated by commas"),
+        ({"rollout_rs": {1: 2.0}}, "'1' is not a kind of rejection"),
+        ({"rollout_rs_threshold": 2.0}, "without rollout_rs"),
+        ({"rollout_is": np.array(["token", "sequence"])}, "token, sequence or None"),
         ({"rollout_rs": " , "}, "kinds separated by commas"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": True}, "rollout_rs_threshold of token_k1"),
     ],
@@ -115,6 +120,10 @@ def test_verls_texts_and_pairs_mean_the_same() -> None:
     one = CorrectionSettings(rollout_rs="token_k1,seq_sum_k1", rollout_rs_threshold=2)
     assert one.rejections == dict.fromkeys(("token_k1", "seq_sum_k1"), (0.5, 2.0))
     assert CorrectionSettings(rollout_rs={}).rollout_rs is None
+    odd = CorrectionSettings(
+        rollout_is_threshold=Fraction(3, 2), rollout_rs="token_k1", rollout_rs_threshold=(0.5, 2.0)
+    )
+    assert json.dumps(odd.to_dict()) and (odd.rollout_is_threshold, odd.rollout_rs_threshold) == (1.5, "0.5_2.0")
 
 
 # --- what trains on it ----------------------------------------------------------------------------
@@ -278,6 +287,9 @@ def test_other_settings_of_the_correction_run_what_uses_its_mask_again(engine: A
     assert not torch.equal(s.batch["loss_mask"], t.batch["loss_mask"])
     assert torch.equal(t.batch["loss_mask"], t.batch["response_mask"])
     assert not t.trace["advantage"].reused
+    weighed = wb.recipes.with_rollout_correction(pipe, rollout_is="token")
+    with pytest.raises(PipelineError, match="change the settings of 'rollout_correction', which does not write it now"):
+        weighed.replace("rollout_correction", rollout_is=None)
 
 
 def test_a_step_that_loses_all_its_tokens_spoils_no_metric(engine: Any, batch: wb.DataProto) -> None:
@@ -291,6 +303,8 @@ def test_weights_on_a_ratio_against_the_sampler_would_count_it_twice() -> None:
         PolicyLoss(bypass=CorrectionSettings(rollout_is="token"), rollout_is=True)
     with pytest.raises(SettingError, match="asks for weights"):
         PolicyLoss(bypass=CorrectionSettings(), **REINFORCE)
+    with pytest.raises(SettingError, match="a CorrectionSettings or None"):
+        PolicyLoss(bypass={"rollout_is": "token"})  # type: ignore[arg-type]
 
 
 def test_a_corrected_pipeline_is_made_again_from_its_record(engine: Any) -> None:

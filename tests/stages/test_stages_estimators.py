@@ -127,6 +127,10 @@ def test_only_the_last_row_of_a_session_is_compared() -> None:
     found = Advantage(F.grpo, norm_by_std=False, sessions="session")(batch).batch
     assert found["advantages"].tolist() == [[-0.5, -0.5], [-0.5, 0], [0.5, 0.5], [0, 0]]
     assert Advantage(F.grpo, norm_by_std=False)(batch).batch["advantages"][0, 0] != -0.5
+    # the last row of x is rejected whole: its other row still has the session's advantage
+    kept = batch.with_columns({"loss_mask": torch.tensor([[1, 1], [0, 0], [1, 1], [1, 1]])})
+    rejected = Advantage(F.grpo, norm_by_std=False, sessions="session")(kept).batch
+    assert rejected["advantages"].tolist() == [[-0.5, -0.5], [0, 0], [0.5, 0.5], [0, 0]]
     moved = Advantage(F.grpo, sessions="session").with_function(F.rloo)
     assert moved.sessions == "session" and moved.settings()["sessions"] == "session"
     with pytest.raises(PipelineError, match="sessions='session' with estimator gae; expected one that reads scores"):

@@ -12,6 +12,7 @@ import workbench as wb
 from workbench import functional as F
 from workbench.base.errors import PipelineError
 from workbench.rewards import Reward
+from workbench.steps.what_if import what_if
 
 
 def varied(response: str) -> float:
@@ -83,6 +84,8 @@ def test_a_probe_is_watched(stepper: wb.Stepper) -> None:
 
 
 def test_what_cannot_be_asked(stepper: wb.Stepper) -> None:
+    with pytest.raises(PipelineError, match="a Pipeline with a policy update"):
+        what_if(stepper, stepper.batch, clip_ratio_high=0.5)  # type: ignore[arg-type]
     with pytest.raises(PipelineError, match="changes nothing"):
         stepper.what_if()
     with pytest.raises(PipelineError, match="did you mean 'clip_ratio_high'"):

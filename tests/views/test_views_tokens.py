@@ -91,6 +91,15 @@ def test_every_number_is_on_hover_and_clipping_has_a_shape() -> None:
     assert html.count("border-bottom:2px solid") == 1
 
 
+def test_rejected_tokens_are_struck_and_said() -> None:
+    kept = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 0]])  # of row 1 the tool's token is not the model's own
+    view = wb.views.tokens(batch(loss_mask=kept, rollout_is_weights=torch.full((2, 4), 0.5)), 0, against_row=1)
+    assert [row.rejected for row in view.rows] == [[False, True, False, False], [False, False, True]]
+    html = view._repr_html_()
+    assert html.count("line-through") == 2 and lint(html) == [] and "weight 0.5" in html and "loss_mask 0" in html
+    assert repr(view).count(" rejected") == 2 and " rejected" not in repr(wb.views.tokens(batch(), 0))
+
+
 def test_long_responses_are_cut_and_the_cut_is_said() -> None:
     ids = torch.randint(1, 9, (1, 8000))
     mask = torch.ones_like(ids)

@@ -347,6 +347,9 @@ def audit_run(
         audits.append(audit_trace(trace, before=before, after=after, row=by_step.get(number)))
         origins = trace.batch.origins
         versions[number] = origins["old_log_probs"].policy_version if "old_log_probs" in origins else None
+        if number not in by_step and number <= max(by_step, default=number):  # the last trace is written before its row
+            told = Disagreement(number, "metrics.jsonl", "step", None, None, "nothing", number, "a row of each step")
+            audits.append(Audit((), disagreements=(told,)))
         if trace.step != number:
             told = Disagreement(number, "trace", "step", None, None, trace.step, number, "the folder's number")
             audits.append(Audit((), disagreements=(told,)))

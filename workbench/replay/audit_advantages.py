@@ -58,9 +58,10 @@ def _estimated(v: View, mask: list[list[int]]) -> Claims:
         return
     scored = v.after["scored"] if "scored" in v.after else [True] * len(mask)
     told = [bool(ok) and last[row] == row for row, ok in enumerate(scored)]
-    *found, noise, near = estimate(v, mask, rewards, told)
+    whole = [own if any(own) or not v.setting("sessions") else [1, *own[1:]] for own in mask]
+    *found, noise, near = estimate(v, whole, rewards, told)
     if v.setting("sessions"):  # a row's advantage is one number: that of its session's last row
-        numbers = [(found[0][row] or [0.0])[0] for row in last]
+        numbers = [found[0][row][0] for row in last]
         found = [[[x] * sum(own) for x, own in zip(numbers, mask, strict=True)]] * 2
     for column, ragged in zip(("advantages", "returns"), found, strict=True):
         yield Claim(column, placed(ragged, mask), f"{name}, from the token rewards", noise, near)

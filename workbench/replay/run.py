@@ -50,9 +50,10 @@ class Traces(Shown, Mapping[int, Trace]):
         return {step: path for step, path in step_folders(self._folder).items() if (path / "trace.json").is_file()}
 
     def _path(self, step: int) -> Path:
-        path = step_folder(self._folder, step)
+        whole = isinstance(step, int) and not isinstance(step, bool)
+        path = step_folder(self._folder, step if whole else 0)
         if not (path / "trace.json").is_file():
-            raise RunError(f"no trace of step {step}", expected=f"one of the steps {list(self._there())}")
+            raise RunError(f"no trace of step {step!r}", expected=f"one of the steps {list(self._there())}")
         return path
 
     def __getitem__(self, step: int) -> Trace:

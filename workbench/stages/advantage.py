@@ -143,6 +143,8 @@ class Advantage(BaseStage):
         last = None if self.sessions is None else last_of_session(batch["uid"], batch[self.sessions])
         if last is not None:
             inputs["scored"] = batch["scored"] & (last == torch.arange(len(batch)))
+            whole = inputs["mask"] = mask.clone()
+            whole[~mask.bool().any(-1), 0] = 1  # a last row that is empty or rejected still has the session's advantage
         if self.parts:
             inputs["components"] = torch.stack([batch[f"{REWARD_PREFIX}{part}"] for part in self.parts], dim=1)
         given = {argument: inputs[name] for argument, name in self._asked.items() if name in inputs}
@@ -151,7 +153,7 @@ class Advantage(BaseStage):
         advantages, returns = result if isinstance(result, tuple) else (result, result)
         self._check(advantages, mask)
         if last is not None:  # a row's advantage is one number: that of its first token
-            advantages = returns = advantages[last, mask[last].argmax(-1)][:, None] * mask
+            advantages = returns = advantages[last, whole[last].argmax(-1)][:, None] * mask
         columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
         written = self.written(batch, columns)
         return Outcome(written, metrics | self._metrics(written, mask, groups))

@@ -7,7 +7,7 @@ from typing import Any
 
 from workbench.base.errors import ColumnMissing, PipelineError, RewardError, describe, unknown
 from workbench.base.shown import Shown
-from workbench.dataproto.columns import COLUMNS, declared
+from workbench.dataproto.columns import COLUMNS, declared, provided
 from workbench.dataproto.core import DataProto
 from workbench.rewards.signatures import EPISODE
 from workbench.stages.stage import Stage
@@ -45,7 +45,7 @@ class Pipeline(Shown):
         present = {column.name for column in COLUMNS.values() if column.writer == "dataset"}
         for position, stage in enumerate(self._stages):
             for column in stage.reads:
-                if column not in present:
+                if not provided(column, present):
                     self._refuse_unless_data(column, stage, self._stages[position + 1 :])
             present.update(stage.writes)
 
@@ -60,8 +60,7 @@ class Pipeline(Shown):
                 do = f"stage {readers[0]!r} reads it earlier: move {stage.name!r} before {readers[0]!r}"
                 raise PipelineError(what, do=do)
 
-    @staticmethod
-    def _refuse_unless_data(column: str, stage: Stage, later: tuple[Stage, ...]) -> None:
+    def _refuse_unless_data(self, column: str, stage: Stage, later: tuple[Stage, ...]) -> None:
         for other in later:
             if column in other.writes:
                 what = f"stage {stage.name!r} reads {column!r}, but no earlier stage writes it"
@@ -69,6 +68,8 @@ class Pipeline(Shown):
         known = declared(column)
         if column in (*EPISODE, "agent_extra"):
             do = "a rollout with agent=… writes it"
+        elif known is not None and known.writer in self.names:
+            do = f"change the settings of {known.writer!r}, which does not write it now, or of {stage.name!r}"
         elif known is not None:
             do = f"add the stage {known.writer!r} before {stage.name!r}"
         else:
@@ -152,7 +153,7 @@ class Pipeline(Shown):
         """Raise `ColumnMissing` if the batch lacks a column that a stage reads and no earlier stage writes."""
         written: set[str] = set()
         for stage in self._stages:
-            missing = [name for name in stage.reads if name not in written and name not in batch]
+            missing = [name for name in stage.reads if not provided(name, written) and name not in batch]
             explain = getattr(stage, "check_columns", None)
             if missing and explain is not None:  # a reward says what its function may ask for
                 try:

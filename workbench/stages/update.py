@@ -103,6 +103,8 @@ class PolicyLoss(Settings):
         for name in ("clip_ratio_low", "clip_ratio_high"):
             require(getattr(self, name) >= 0, name, expected="≥ 0", found=getattr(self, name))
         require(self.clip_ratio_c > 1, "clip_ratio_c", expected="> 1", found=self.clip_ratio_c)
+        fits = isinstance(self.bypass, CorrectionSettings | None)
+        require(fits, "bypass", expected="a CorrectionSettings or None", found=self.bypass)
         if self.bypass is not None and self.rollout_is:
             level, ratio = self.bypass.rollout_is, self.loss_mode != "gpg"
             require(

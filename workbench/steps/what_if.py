@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from workbench.base.errors import PipelineError, unknown
+from workbench.base.errors import PipelineError, describe, unknown
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
 from workbench.stages.advantage import Advantage
@@ -117,9 +117,11 @@ def what_if(
 
 
 def _policy_update(pipeline: Pipeline, batch: DataProto) -> Update:
-    update = next((stage for stage in pipeline if isinstance(stage, Update) and stage.role == "actor"), None)
+    stages = pipeline if isinstance(pipeline, Pipeline) else ()
+    update = next((stage for stage in stages if isinstance(stage, Update) and stage.role == "actor"), None)
     if update is None or not isinstance(update.made_with["loss"], PolicyLoss):
-        raise PipelineError("what_if cannot use this pipeline", expected="a policy update with a PolicyLoss")
+        expected, found = "a Pipeline with a policy update with a PolicyLoss", describe(pipeline)
+        raise PipelineError("what_if cannot use this pipeline", expected=expected, found=found)
     if missing := [name for name in update.reads if name not in batch]:
         found, do = f"no {', '.join(missing)}", "run(until='advantage') first"
         raise PipelineError("what_if cannot use this batch", expected="a batch with advantages", found=found, do=do)

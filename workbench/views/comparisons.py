@@ -391,6 +391,7 @@ def audit(made: Audit) -> doc.Part:
         doc.Either([f"  {one}" for one in made.disagreements[:12]], doc.Table(header, rows)),
         doc.Either([f"  and {len(rows) - 12} more: .disagreements"] if len(rows) > 12 else ()),
         [unknown] if unknown else (),
+        doc.Either([f"{len(made.left)} not recomputed: .left"] if made.left else (), ()),
         doc.Fold(f"{len(made.left)} not recomputed", doc.Table(["why", "columns and metrics"], left)),
         doc.Fold("recomputed, and agree", doc.Table(["", ""], agreed)),
     )

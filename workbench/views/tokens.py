@@ -68,6 +68,8 @@ QUANTITIES: Mapping[str, Quantity] = {one.name: one for one in (
     Quantity("reward", "reward on the token, KL penalty included", ("token_level_rewards", "token_level_scores"),
              centre=0.0),
     Quantity("mask", "1: the model's own token", ("response_mask",)),
+    Quantity("loss_mask", "1: trained on; 0: rejected, or not the model's own", ("loss_mask",)),
+    Quantity("weight", "importance weight, trainer over sampler", ("rollout_is_weights",), centre=1.0),
     Quantity("sampler_difference", "log-prob by the sampler less by the trainer, nats",
              ("rollout_log_probs", "old_log_probs"), torch.sub, centre=0.0),
     Quantity("influence", "influence on the probe", ("influence",), centre=0.0),
@@ -102,6 +104,8 @@ class TokenRow:
         kept = [] if prompt is None else prompt[mask.bool()].tolist() if mask is not None else prompt.tolist()
         self.prompt = token_texts(tokenizer, kept)
         self.values = self._values()
+        trained = self.values.get("loss_mask", self.own)
+        self.rejected = [own and not kept for own, kept in zip(self.own, trained, strict=True)]
 
     def _part(self, name: str) -> torch.Tensor | None:
         return self.batch.batch.part(name, self.row, self.row + 1)[0] if name in self.batch.batch else None
@@ -271,14 +275,16 @@ def legend(quantity: Quantity, span: tuple[float, float]) -> doc.Part:
     colours = f"linear-gradient(90deg, {', '.join(stops(quantity, span))})"
     swatch = doc.Span("", f"display:inline-block;width:140px;height:11px;border-radius:3px;background:{colours}")
     scale = f" \u00a0 {span[0]:.4g} ", swatch, f" {span[1]:.4g} \u00a0 "
-    marks = doc.faint(doc.small("underlined: clipped · dotted: not the model's own · grey: prompt"))
+    marks = doc.faint(doc.small("struck: rejected · underlined: clipped · dotted: not the model's own · grey: prompt"))
     return doc.line(doc.bold(quantity.name), " ", doc.small(quantity.what), scale, marks)
 
 
 def _row_text(row: TokenRow, colour: str) -> str:
     values = row.values.get(colour)
     pieces = [
-        f"{text!r}" + (f" {values[place]:+.3g}" if values is not None and row.own[place] else "")
+        f"{text!r}"
+        + (f" {values[place]:+.3g}" if values is not None and row.own[place] else "")
+        + " rejected" * row.rejected[place]
         for place, text in enumerate(row.texts[:60])
     ]
     return "  " + " · ".join(pieces) + (" …" if row.length > 60 else "")
@@ -303,6 +309,8 @@ def _token(row: TokenRow, place: int, quantity: Quantity, span: tuple[float, flo
         style = f"background:{colour_of(row.values[quantity.name][place], quantity, span)}"
     if not row.own[place]:
         style += ";border-bottom:2px dotted rgba(128,128,128,0.9)"
+    elif row.rejected[place]:
+        style += ";text-decoration:line-through"
     elif row.values.get("clipped") and row.values["clipped"][place]:
         style += ";border-bottom:2px solid rgba(190,70,50,0.95)"
     numbers = "  ".join(f"{name} {values[place]:.4g}" for name, values in row.values.items())
@@ -327,7 +335,7 @@ def tokens(
 
     Args:
         colour: one of `log_prob, ref_log_prob, kl, ratio, clipped, advantage, return, value, entropy, reward, mask,
-            sampler_difference, influence`, as far as the batch has them, or any [B, T] column of your own.
+            loss_mask, weight, sampler_difference, influence`, as far as the batch has them, or any [B, T] column of your own.
         against: another batch or trace, whose same row is shown beneath on the same scale.
         against_row: another row (of `against`, if given) to show beneath.
         tokenizer: gives the texts; by default that of the model in the batch's `meta_info`, or a stepper's. Without one,

@@ -218,6 +218,7 @@ def _row(row: TokenRow) -> dict[str, Any]:
         "texts": [visible(text) for text in row.texts],
         "ids": row.ids,
         "own": row.own,
+        "rejected": row.rejected,
         "clipped": [bool(value) for value in row.values.get("clipped", ())],
         "values": {name: [_short(value) for value in column] for name, column in row.values.items()},
     }

@@ -24,6 +24,7 @@ function render({ model, el }) {
           const span = make("span", {}, text);
           span.place = place;
           if (!row.own[place]) span.className = "wb-foreign";
+          else if (row.rejected[place]) span.className = "wb-rejected";
           else if (row.clipped[place]) span.className = "wb-clipped";
           return span;
         });
