@@ -20,6 +20,7 @@ from workbench.cluster import Cluster, connect, placing
 from workbench.cluster.pools import Node, Pool, plan
 from workbench.engines.vllm_server.engine import VllmSettings, importable, interpreter
 from workbench.rewards import Status
+from workbench.rewards.base import row_view
 
 pytestmark = pytest.mark.slow
 needs_vllm = pytest.mark.skipif(
@@ -183,10 +184,8 @@ class TestPlacing:
             return 1.0
 
         reward = session.judge(wb.rewards.Reward(deadly, in_process=True), workers=1)
-        views = [
-            {"response": text, "columns": {}, "data_source": "x", "ground_truth": "1", "extra_info": {}}
-            for text in "123"
-        ]
+        truth = {"data_source": "x", "reward_model": {"ground_truth": "1"}}
+        views = [row_view(truth, text, []) for text in "123"]
         scores = reward.judge(views)
         assert {score.status for score in scores} == {Status.INFRA_ERROR} and "in two tries" in scores[0].why
         reward.close()
