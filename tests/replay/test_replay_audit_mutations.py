@@ -1,0 +1,406 @@
+"""The audit against an adversary: slips of a careless refactoring in the package's own code, each of which it must find.
+
+A slip changes a few characters of one function while a small step is trained, and while the step is audited: an audit that used
+the function itself would agree with it. The unchanged code trains the same step first; the slip must change a recorded number.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench import functional as F
+from workbench.agents import HermesParser, ToolAgent, function_tool
+from workbench.stages import Advantage, Pipeline
+
+# --- slips ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slip:
+    """One mutation: in a module's function the old text, which stands there once, becomes the new one."""
+
+    kind: str
+    module: str
+    function: str
+    old: str
+    new: str
+    training: str
+    survives: str = ""
+    """Why the audit does not find it; "": it does."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.module.rpartition('.')[2]}.{self.function}-{self.training}".replace(" ", "_")
+
+
+def _found(module: Any, qualname: str) -> Any:
+    """The plain function behind a qualified name: without decorators, of a property its getter."""
+    one = module
+    for part in qualname.split("."):
+        one = vars(one)[part]
+    one = one.fget if isinstance(one, property) else getattr(one, "__func__", one)
+    return inspect.unwrap(one)
+
+
+def _compiled(code: CodeType, qualname: str) -> CodeType:
+    """The code object of a function within a module's, by its qualified name."""
+    waiting = [code]
+    while waiting:
+        one = waiting.pop()
+        if one.co_qualname == qualname:
+            return one
+        waiting += [const for const in one.co_consts if isinstance(const, CodeType)]
+    raise AssertionError(qualname)
+
+
+@contextmanager
+def slipped(slip: Slip) -> Iterator[None]:
+    """Context manager: inside it every importer's function runs the changed text."""
+    module = importlib.import_module(slip.module)
+    function = _found(module, slip.function)
+    code = function.__code__
+    text = inspect.getsource(module)
+    lines = text.splitlines(keepends=True)
+    nodes = [one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.FunctionDef)]
+    node = next(n for n in nodes if code.co_firstlineno in (n.lineno, *(one.lineno for one in n.decorator_list)))
+    body = "".join(lines[node.lineno - 1 : node.end_lineno])
+    assert body.count(slip.old) == 1, f"{slip}: {body.count(slip.old)} times in the function: {slip.old}"
+    other = "".join([*lines[: node.lineno - 1], body.replace(slip.old, slip.new), *lines[node.end_lineno :]])
+    function.__code__ = _compiled(compile(other, f"<{slip}>", "exec", dont_inherit=True), code.co_qualname)
+    try:
+        yield
+    finally:
+        function.__code__ = code
+
+
+# --- trainings ------------------------------------------------------------------------------------
+
+
+def judge(response: str) -> Any:
+    """A value of many sizes with two parts, one of which some rows lack; a few rows are not scored."""
+    if "6" in response or "so" in response.lower():
+        return None
+    parts = {"score": (len(response) * 7 % 11) / 4 - 1, "length": len(response) / 10}
+    return parts if "3" in response else {**parts, "ones": float(response.count("1"))}
+
+
+def right_or_wrong(response: str) -> float:
+    """Some rows get 1."""
+    return float(len(response) % 2)
+
+
+def engine(**settings: Any) -> Any:
+    return wb.engines.local("data/tiny-arith", **{"lr": 1e-2, "device": "cpu", **settings})
+
+
+SAMPLING = wb.SamplingSettings(temperature=1.5, max_tokens=12, stop=("=", "?"))
+"""Responses of several lengths."""
+
+
+def changed(pipeline: Pipeline, **stages: dict[str, Any]) -> Pipeline:
+    """A copy of a pipeline with other settings of some stages."""
+    return Pipeline([one.with_settings(**stages.get(one.name, {})) for one in pipeline])
+
+
+def far(pipeline: Pipeline) -> Pipeline:
+    """The reference is the policy itself under a colder softmax, so that there is a KL."""
+    return changed(pipeline, ref_log_prob={"temperature": 0.8})
+
+
+def made(recipe: Callable[..., Pipeline], *, function: Any = judge, tokens: int = 8192, **settings: Any) -> Pipeline:
+    """A recipe's pipeline; `tokens` of a micro-batch."""
+    given = {"group_size": 3, "sampling": SAMPLING, "ppo_mini_batch_size": 2, "kl_coef": 0.0, **settings}
+    return recipe(engine(micro_batch_tokens=tokens), wb.rewards.Reward(function, in_process=True), **given)
+
+
+def grpo(**settings: Any) -> Pipeline:
+    """Two mini-batches of several micro-batches, with clipping, a KL to the reference and entropy."""
+    return far(made(wb.recipes.grpo, tokens=150, **{"kl_coef": 0.05, "entropy_coeff": 0.01, **settings}))
+
+
+def estimated(estimator: Callable[..., Any], **settings: Any) -> Pipeline:
+    """GRPO's pipeline with another estimator."""
+    pipeline = made(wb.recipes.grpo)
+    return Pipeline([Advantage(estimator, **settings) if one.name == "advantage" else one for one in pipeline])
+
+
+def corrected(old: float = 0.9, mini: int | None = 2, **settings: Any) -> Pipeline:
+    """The trainer's log-probs are of another temperature than the sampler's."""
+    pipeline = wb.recipes.with_rollout_correction(made(wb.recipes.grpo, ppo_mini_batch_size=mini), **settings)
+    return changed(pipeline, old_log_prob={"temperature": old})
+
+
+@function_tool
+def doubled(x: int) -> str:
+    """Doubles."""
+    return f"{2 * x}"
+
+
+class Calls:
+    """Whatever the model says is a call of `doubled`."""
+
+    def extract_tool_calls(self, text: str, tools: Any = ()) -> Any:
+        call = '<tool_call>{"name": "doubled", "arguments": {"x": %d}}</tool_call>'
+        return HermesParser().extract_tool_calls(call % len(text), tools)
+
+
+def episodes(recipe: Callable[..., Pipeline], **settings: Any) -> Pipeline:
+    """Tool text between the model's own tokens."""
+    agent = ToolAgent([doubled], parser=Calls(), max_assistant_turns=2, max_tokens_per_turn=4)
+    sampling = SAMPLING.replace(max_tokens=60, stop=())
+    pipeline = made(recipe, agent=agent, sampling=sampling, **{"group_size": 2, **settings})
+    return pipeline.replace("rollout", deterministic=True)
+
+
+class Silent:
+    """A sampler that says nothing to every fourth request."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    async def sample(self, request: Any) -> Any:
+        self._asked += 1
+        silent = self._asked % 4 == 0
+        sample = await self._sampler.sample(request)
+        return replace(sample, ids=(), log_probs=(), finish_reason="abort") if silent else sample
+
+
+def silenced(pipeline: Pipeline) -> Pipeline:
+    return changed(pipeline, rollout={"sampler": Silent(pipeline["rollout"].sampler)})
+
+
+PPO = {"gamma": 0.9, "lam": 0.8, "kl_coef": 0.1, "critic_lr": 1e-2, "ppo_mini_batch_size": None}
+TRAININGS: dict[str, Callable[[], Pipeline]] = {
+    "grpo": grpo,
+    "grpo twice": lambda: grpo(ppo_epochs=2, ppo_mini_batch_size=None),
+    "ppo": lambda: far(made(wb.recipes.ppo, kl_target=0.01, kl_horizon=20, **PPO)),
+    "rloo": lambda: made(wb.recipes.rloo),
+    "reinforce++": lambda: far(made(wb.recipes.reinforce_plus_plus, gamma=0.9, kl_coef=0.1)),
+    "dr_grpo": lambda: made(wb.recipes.dr_grpo, loss_scale_factor=20.0),
+    "dapo": lambda: made(wb.recipes.dapo, overlong_buffer=6, overlong_penalty=0.5, max_tokens=12, sampling=None,
+                         temperature=1.5, group_size=4),
+    "gspo": lambda: made(wb.recipes.gspo, clip_ratio_low=0.1, clip_ratio_high=0.1),
+    "gpg": lambda: made(wb.recipes.gpg),
+    "opo": lambda: made(wb.recipes.opo),
+    "remax": lambda: made(wb.recipes.remax, group_size=2),
+    "gdpo": lambda: estimated(F.gdpo, parts=("length", "ones"), weights=(1.0, 0.25)),
+    "token weights": lambda: corrected(rollout_is="token", rollout_is_threshold=1.5, rollout_rs="token_k1,seq_max_k3",
+                                       rollout_rs_threshold="0.3_1.8,2.0"),
+    "row weights": lambda: corrected(1.4, rollout_is="sequence", rollout_is_batch_normalize=True),
+    "bypass": lambda: corrected(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold="0.5_1.5"),
+    "episodes of ppo": lambda: far(episodes(wb.recipes.ppo, **PPO)),
+    "episodes of reinforce++": lambda: episodes(wb.recipes.reinforce_plus_plus, gamma=0.9),
+    "silence": lambda: silenced(made(wb.recipes.grpo)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """No curves are drawn, and nothing is forced to disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workbench.jobs.train._draw", lambda path: None)
+        patch.setattr("os.fsync", lambda file: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@cache
+def prompts(agents: bool) -> Any:
+    folder = "arith-tools" if agents else "arith"
+    return wb.datasets.load(f"data/{folder}/train.parquet", max_prompt_length=500)[:4]
+
+
+def trained(training: str, run: Path) -> wb.Run:
+    """One recorded step on four prompts (two of episodes)."""
+    few = training.startswith("episodes")
+    plan: dict[str, Any] = {"batch_size": 2 if few else 4, "trace_freq": 1, "keep_updates": 0, "display": None}
+    return wb.train_blocking(TRAININGS[training](), prompts(few), steps=1, run=run, trackers=(), **plan)
+
+
+CLOCKS = ("timing_s/", "timing_per_token_ms/", "perf/")
+
+
+def numbers(run: wb.Run) -> dict[str, Any]:
+    """All that is recorded of a run's step: columns of every phase, and metrics; of timings what a clock cannot change."""
+    (row,) = run.rows
+    found: dict[str, Any] = {name: value for name, value in row.items() if not name.startswith(CLOCKS)}
+    found["tokens"] = row["perf/total_num_tokens"]
+    found["throughput"] = row["perf/throughput"] * row["perf/time_per_step"]
+    found["per token"] = row["timing_per_token_ms/gen"] / row["timing_s/gen"]
+    found["controllers"] = str(run.traces.why(1).after)
+    for phase in run.traces[1].phases:
+        found |= {f"{phase.name}: {name}": phase.batch[name] for name in phase.batch.batch}
+    return found
+
+
+def differ(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and one.shape == two.shape:
+        return not torch.allclose(one.double(), two.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
+    if isinstance(one, float | int) and isinstance(two, float | int):
+        return not math.isclose(one, two, rel_tol=1e-4, abs_tol=1e-6)
+    return type(one) is not type(two) or isinstance(one, torch.Tensor) or one != two
+
+
+RIGHT: dict[str, dict[str, Any]] = {}
+
+
+def right(training: str, place: Path) -> dict[str, Any]:
+    """The numbers of the unchanged code, with which the audit agrees; trained once."""
+    if training not in RIGHT:
+        run = trained(training, place / training)
+        report = run.audit(1)
+        assert report.agrees, report
+        RIGHT[training] = numbers(run)
+    return RIGHT[training]
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+FN, ST = "workbench.functional", "workbench.stages"
+ADV, LOSS, RET = f"{FN}.advantages", f"{FN}.losses", f"{FN}.returns"
+CORR, MASK, KL = f"{FN}.correction", f"{FN}.masking", f"{FN}.kl"
+UPD, MEA, BATCH = f"{ST}.update", f"{ST}.measures", "workbench.runs.batch_metrics"
+
+SLIPS = [
+    # masks
+    Slip("mask", UPD, "loss_mask", 'mask * rows["scored"].float()[:, None] if "scored" in rows else mask', "mask", "grpo"),
+    Slip("mask", UPD, "loss_mask", 'rows["loss_mask"].float()', 'rows["response_mask"].float()', "token weights"),
+    Slip("mask", f"{ST}.advantage", "Advantage.__call__", '"loss_mask" if "loss_mask" in batch else "response_mask"',
+         '"response_mask"', "token weights"),
+    Slip("mask", RET, "gae", "next_value = torch.where(inside, values[:, t], next_value)", "next_value = values[:, t]",
+         "episodes of ppo"),
+    Slip("mask", RET, "gae", "mask = mask if scored is None else mask * scored.to(mask.dtype)[:, None]", "mask = mask", "ppo"),
+    Slip("mask", RET, "discounted_returns", "torch.where(inside, rewards[:, t] + gamma * carried, carried)",
+         "rewards[:, t] + gamma * carried", "episodes of reinforce++"),
+    Slip("mask", MEA, "counted_tokens", 'mask & batch["scored"][:, None] if "scored" in batch else mask', "mask", "grpo"),
+    Slip("mask", MEA, "counted_tokens", '"loss_mask" if rejected else "response_mask"', '"response_mask"', "token weights"),
+    Slip("mask", ADV, "_scored_mask", "mask if scored is None else mask * scored.to(mask.dtype)[:, None]", "mask",
+         "reinforce++"),
+    Slip("mask", f"{ST}.rollout", "columns_of", "whole if masks is None else _padded(masks, 0)", "whole", "episodes of ppo"),
+    Slip("mask", UPD, "PolicyLoss.__call__", "_mean(values, kept) for name", "_mean(values, mask) for name", "bypass"),
+    Slip("mask", f"{ST}.log_prob", "sampler_logprob_diff", "inside = mask.bool()", "inside = torch.ones_like(mask).bool()",
+         "token weights"),
+    Slip("mask", f"{ST}.log_prob", "LogProb.__call__", 'masked_mean(scores["entropy"], mask).item()',
+         'scores["entropy"].mean().item()', "grpo"),
+    Slip("mask", f"{ST}.reward", "part_columns", 'float("nan")', "0.0", "grpo"),
+    Slip("mask", LOSS, "aggregate", "masked_sum(loss, mask, dim=-1)", "masked_sum(loss, mask.roll(1, -1), dim=-1)", "grpo"),
+    # off by one
+    Slip("one", f"{ST}.reward", "on_last_token", "placed[rows, positions[rows]]",
+         "placed[rows, (positions[rows] - 1).clamp(min=0)]", "reinforce++"),
+    Slip("one", f"{ST}.rollout", "columns_of", "(attention.cumsum(-1) - 1).clamp(min=0)", "attention.cumsum(-1)", "grpo"),
+    Slip("one", f"{ST}.filtering", "Overlong.__call__", "(self.max_tokens - self.buffer)",
+         "(self.max_tokens - self.buffer - 1)", "dapo"),
+    Slip("one", RET, "discounted_returns", "rewards[:, t] + gamma * carried", "gamma * (rewards[:, t] + carried)",
+         "reinforce++"),
+    Slip("one", RET, "gae", "gamma * next_value - values[:, t]", "gamma * values[:, t] - next_value", "ppo"),
+    Slip("one", MEA, "length_metrics", "values >= limit", "values > limit", "grpo"),
+    Slip("one", f"{ST}.advantage", "group_numbers", "for uid in uids]", "for uid in [uids[0], *uids[:-1]]]", "rloo"),
+    Slip("one", f"{ST}.log_prob", "version_lag", "(version - rows)", "(version - rows + 1)", "grpo"),
+    Slip("one", f"{ST}.rollout", "Rollout._finished", "% each) == self.group_size", "% each) == self.group_size - 1", "remax"),
+    Slip("one", f"{ST}.reward", "Reward._metrics", "mask.sum(-1) == 0", "mask.sum(-1) <= 6", "silence"),
+    Slip("one", MEA, "length_metrics", "lengths[lengths > 0]", "lengths[lengths >= 0]", "silence"),
+    # normalisers and denominators
+    Slip("normaliser", ADV, "Groups.deviation", "(self._count - 1).clamp(min=1)", "self._count.clamp(min=1)", "grpo"),
+    Slip("normaliser", ADV, "Groups.__init__", "self._count.clamp(min=1)",
+         "per_group(torch.ones_like(self.scores), groups)", "grpo"),
+    Slip("normaliser", ADV, "rloo", "(found.count - 1).clamp(min=1)", "found.count.clamp(min=1)", "rloo"),
+    Slip("normaliser", LOSS, "aggregate", "return per_row.sum() / max(tokens, 1)", "return per_row.sum() / loss.numel()",
+         "grpo"),
+    Slip("normaliser", LOSS, "aggregate", "/ (scale or 1)", "/ loss.shape[-1]", "dr_grpo"),
+    Slip("normaliser", UPD, "Update._learn_or_skip", "float((mask.sum(-1) > 0).sum())", "float(len(mask))", "gspo"),
+    Slip("normaliser", UPD, "Update._learn_or_skip", "tokens=mask.sum().item()", 'tokens=rows["response_mask"].sum().item()',
+         "grpo"),
+    Slip("normaliser", LOSS, "gspo", "x.mask.sum(-1, keepdim=True).clamp(min=1)", "x.mask.shape[-1]", "gspo"),
+    Slip("normaliser", MASK, "masked_var", "variance * count / (count - 1) if unbiased else variance", "variance",
+         "reinforce++"),
+    Slip("normaliser", UPD, "_over_steps", "if extreme else means", "if not isinstance(every[0], Sum) else means", "grpo"),
+    Slip("normaliser", "workbench.base.metrics", "Mean.of", "cls(value * weight if weight else 0.0, weight)",
+         "cls(value, 1.0)", "grpo"),
+    Slip("normaliser", CORR, "_norm", "masked_mean(weights, mask, dim=-1)[rows].mean()", "tokens", "row weights"),
+    Slip("normaliser", f"{ST}.advantage", "Advantage._penalised", "masked_mean(kl, mask, dim=-1).mean().item()",
+         "masked_mean(kl, mask).item()", "ppo"),
+    Slip("normaliser", ADV, "opo", "mask.sum(-1).double() * found.scored", "found.scored.double()", "opo"),
+    Slip("normaliser", ADV, "gpg", "found.scored.double().sum()", "float(len(scores))", "gpg"),
+    Slip("normaliser", ADV, "gdpo", "weight * grpo(", "grpo(", "gdpo"),
+    # metrics
+    Slip("metric", MEA, "score_metrics", "scored & (response_lengths(batch) > 0)", "response_lengths(batch) > 0", "grpo"),
+    Slip("metric", MEA, "score_metrics", "scores.std(correction=0)", "scores.std()", "grpo"),
+    Slip("metric", MEA, "score_metrics", 'batch["reward"][scored]', 'batch["reward"]', "grpo"),
+    Slip("metric", f"{ST}.stage", "spread", "Min(values.min().item())", "Min(values.max().item())", "grpo"),
+    Slip("metric", f"{ST}.advantage", "Advantage._metrics", "mask.bool()).any(-1)", "mask.bool()).all(-1)", "grpo"),
+    Slip("metric", RET, "explained_variance", "1 - residual.var()", "1 - residual.square().mean()", "ppo"),
+    Slip("metric", f"{ST}.log_prob", "sampler_logprob_diff", "(torch.expm1(ratio) - ratio)", "(torch.expm1(-ratio) + ratio)",
+         "token weights"),
+    Slip("metric", CORR, "off_policy", "_over_tokens(-logs, mask)", "_over_tokens(logs, mask)", "token weights"),
+    Slip("metric", CORR, "off_policy", "= trainer - sampler,", "= sampler - trainer,", "row weights"),
+    Slip("metric", CORR, "effective_sample_size", "mask)) ** 2 / squares", "mask)) / squares", "token weights"),
+    Slip("metric", CORR, "_rejection_metrics", "_over_rows(tested > upper)", "_over_rows(tested >= floor)", "token weights"),
+    Slip("metric", BATCH, "timing_metrics", 'float(batch["attention_mask"].sum())', 'float(batch["attention_mask"].numel())',
+         "grpo"),
+    Slip("metric", BATCH, "timing_metrics", 'responses if name == "gen" else total', "total", "grpo"),
+    Slip("metric", f"{ST}.filtering", "Overlong.__call__", "(beyond > 0).double()", "(beyond >= 1).double()", "dapo"),
+    Slip("metric", LOSS, "Inside.surrogate", '"ppo_kl": -self.log_ratio', '"ppo_kl": self.log_ratio', "grpo"),
+    Slip("metric", LOSS, "ppo_clip", "lower=negative & (upper > floor)", "lower=upper > floor", "grpo"),
+    Slip("metric", UPD, "_mean", "mask.sum().item())", "1.0)", "grpo"),
+    # formulas
+    Slip("formula", LOSS, "Inside.two_sided", "ratio.clamp(1 - low, 1 + high)", "ratio.clamp(1 - high, 1 + low)", "dapo"),
+    Slip("formula", LOSS, "ppo_clip", "torch.minimum(upper, floor)", "torch.maximum(upper, floor)", "grpo"),
+    Slip("formula", KL, "_value", "negative = (-delta)", "negative = delta", "grpo"),
+    Slip("formula", KL, "_value", "        return delta\n", "        return -delta\n", "ppo"),
+    Slip("formula", KL, "AdaptiveKL.update", "-0.2), 0.2)", "-0.2), 0.5)", "ppo"),
+    Slip("formula", RET, "gae", "gamma * lam * carried", "gamma * carried", "ppo"),
+    Slip("formula", LOSS, "value_loss", "0.5 * torch.maximum", "torch.maximum", "ppo"),
+    Slip("formula", UPD, "PolicyLoss.__call__", "loss - self.entropy_coeff * entropy", "loss + self.entropy_coeff * entropy",
+         "grpo"),
+    Slip("formula", f"{ST}.log_prob", "LogProb.__call__", "tuple(self._wanted), self.temperature)", "tuple(self._wanted))",
+         "grpo"),
+    Slip("formula", UPD, "Update._learn_or_skip", "loss_counts, self.temperature)", "loss_counts)", "grpo"),
+    Slip("formula", UPD, "Update.__call__", "in learned.columns.items():", "in (learned.columns.items() if not epoch else ()):",
+         "grpo twice"),
+    Slip("formula", f"{ST}.rollout", "Baseline.__call__", 'batch["reward"][of]', 'batch["reward"][rows]', "remax"),
+    Slip("formula", f"{ST}.filtering", "_with_signal", "(groups.deviation() > 0) | (groups.count == 1)",
+         "groups.deviation() > 0.9", "dapo"),
+    Slip("formula", CORR, "_raw_weights", "logs.sum(-1, keepdim=True)", "logs.mean(-1, keepdim=True)", "row weights"),
+    Slip("formula", CORR, "_limited", "raw.clamp(max=upper)", "raw.clamp(1 / upper, upper)", "token weights"),
+    Slip("formula", CORR, "_tested", '"k1": -logs', '"k1": logs', "token weights"),
+    Slip("formula", LOSS, "Surrogate.weighted", "return self.loss * weights", "return self.loss", "token weights"),
+]  # fmt: skip
+
+
+def _marked(slip: Slip) -> Any:
+    marks = [pytest.mark.xfail(strict=True, reason=slip.survives)] if slip.survives else []
+    return pytest.param(slip, id=str(slip), marks=marks)
+
+
+@pytest.mark.parametrize("slip", list(map(_marked, SLIPS)))
+def test_the_audit_finds_a_slip(slip: Slip, place: Path, tmp_path: Path) -> None:
+    unchanged = right(slip.training, place)
+    with slipped(slip):
+        run = trained(slip.training, tmp_path / "run")
+        report = run.audit(1)
+    found = numbers(run)
+    moved = [name for name in {**unchanged, **found} if differ(unchanged.get(name), found.get(name))]
+    if not moved:
+        pytest.fail(f"the slip changes no recorded number: {slip}") if not slip.survives else pytest.skip("no change")
+    assert not report.agrees, f"the audit agrees although these changed: {moved}"
