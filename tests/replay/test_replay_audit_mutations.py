@@ -115,6 +115,11 @@ def changed(pipeline: Pipeline, **stages: dict[str, Any]) -> Pipeline:
     return Pipeline([one.with_settings(**stages.get(one.name, {})) for one in pipeline])
 
 
+def stopping(pipeline: Pipeline) -> Pipeline:
+    """The pipeline of a recipe whose settings have `max_tokens`, with responses of several lengths."""
+    return changed(pipeline, rollout={"stop": SAMPLING.stop})
+
+
 def far(pipeline: Pipeline) -> Pipeline:
     """The reference is the policy itself under a colder softmax, so that there is a KL."""
     return changed(pipeline, ref_log_prob={"temperature": 0.8})
@@ -186,6 +191,7 @@ def silenced(pipeline: Pipeline) -> Pipeline:
     return changed(pipeline, rollout={"sampler": Silent(pipeline["rollout"].sampler)})
 
 
+PLAIN = {"sampling": None, "max_tokens": 12, "temperature": 1.5}
 PPO = {"gamma": 0.9, "lam": 0.8, "kl_coef": 0.1, "critic_lr": 1e-2, "ppo_mini_batch_size": None}
 TRAININGS: dict[str, Callable[[], Pipeline]] = {
     "grpo": grpo,
@@ -193,9 +199,8 @@ TRAININGS: dict[str, Callable[[], Pipeline]] = {
     "ppo": lambda: far(made(wb.recipes.ppo, kl_target=0.01, kl_horizon=20, **PPO)),
     "rloo": lambda: made(wb.recipes.rloo),
     "reinforce++": lambda: far(made(wb.recipes.reinforce_plus_plus, gamma=0.9, kl_coef=0.1)),
-    "dr_grpo": lambda: made(wb.recipes.dr_grpo, loss_scale_factor=20.0),
-    "dapo": lambda: made(wb.recipes.dapo, overlong_buffer=6, overlong_penalty=0.5, max_tokens=12, sampling=None,
-                         temperature=1.5, group_size=4),
+    "dr_grpo": lambda: stopping(made(wb.recipes.dr_grpo, loss_scale_factor=20.0, **PLAIN)),
+    "dapo": lambda: stopping(made(wb.recipes.dapo, overlong_buffer=6, overlong_penalty=0.5, **PLAIN, group_size=4)),
     "gspo": lambda: made(wb.recipes.gspo, clip_ratio_low=0.1, clip_ratio_high=0.1),
     "gpg": lambda: made(wb.recipes.gpg),
     "opo": lambda: made(wb.recipes.opo),
@@ -218,11 +223,6 @@ def quick() -> Iterator[None]:
         patch.setattr("workbench.jobs.train._draw", lambda path: None)
         patch.setattr("os.fsync", lambda file: None)
         yield
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
 
 
 @cache
@@ -250,7 +250,8 @@ def numbers(run: wb.Run) -> dict[str, Any]:
     found["per token"] = row["timing_per_token_ms/gen"] / row["timing_s/gen"]
     found["controllers"] = str(run.traces.why(1).after)
     for phase in run.traces[1].phases:
-        found |= {f"{phase.name}: {name}": phase.batch[name] for name in phase.batch.batch}
+        found |= {f"{phase.stage}: {name}": phase.batch[name] for name in phase.batch.batch}
+        found |= {f"{phase.stage}: {name}": one for name, one in phase.metrics.items() if not name.startswith(CLOCKS)}
     return found
 
 
@@ -262,17 +263,16 @@ def differ(one: Any, two: Any) -> bool:
     return type(one) is not type(two) or isinstance(one, torch.Tensor) or one != two
 
 
-RIGHT: dict[str, dict[str, Any]] = {}
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], Any]]:
+    """Of a training by the unchanged code, done once: its numbers and its audit."""
 
+    @cache
+    def once(training: str) -> tuple[dict[str, Any], Any]:
+        run = trained(training, tmp_path_factory.mktemp("right") / "run")
+        return numbers(run), run.audit(1)
 
-def right(training: str, place: Path) -> dict[str, Any]:
-    """The numbers of the unchanged code, with which the audit agrees; trained once."""
-    if training not in RIGHT:
-        run = trained(training, place / training)
-        report = run.audit(1)
-        assert report.agrees, report
-        RIGHT[training] = numbers(run)
-    return RIGHT[training]
+    return once
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -394,8 +394,9 @@ def _marked(slip: Slip) -> Any:
 
 
 @pytest.mark.parametrize("slip", list(map(_marked, SLIPS)))
-def test_the_audit_finds_a_slip(slip: Slip, place: Path, tmp_path: Path) -> None:
-    unchanged = right(slip.training, place)
+def test_the_audit_finds_a_slip(slip: Slip, right: Any, tmp_path: Path) -> None:
+    unchanged, audit = right(slip.training)
+    assert audit.agrees, audit
     with slipped(slip):
         run = trained(slip.training, tmp_path / "run")
         report = run.audit(1)
