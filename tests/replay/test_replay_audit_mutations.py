@@ -91,15 +91,10 @@ def slipped(slip: Slip) -> Iterator[None]:
 
 def judge(response: str) -> Any:
     """A value of many sizes with two parts, one of which some rows lack; a few rows are not scored."""
-    if "6" in response or "so" in response.lower():
+    if "6" in response or "9 and" in response:
         return None
-    parts = {"score": (len(response) * 7 % 11) / 4 - 1, "length": len(response) / 10}
+    parts = {"score": (len(response) * 7 % 11) / 3 - 0.7, "length": len(response) / 10}
     return parts if "3" in response else {**parts, "ones": float(response.count("1"))}
-
-
-def right_or_wrong(response: str) -> float:
-    """Some rows get 1."""
-    return float(len(response) % 2)
 
 
 def engine(**settings: Any) -> Any:
@@ -133,18 +128,25 @@ def made(recipe: Callable[..., Pipeline], *, function: Any = judge, tokens: int 
 
 def grpo(**settings: Any) -> Pipeline:
     """Two mini-batches of several micro-batches, with clipping, a KL to the reference and entropy."""
-    return far(made(wb.recipes.grpo, tokens=150, **{"kl_coef": 0.05, "entropy_coeff": 0.01, **settings}))
+    pipeline = far(made(wb.recipes.grpo, tokens=150, **{"kl_coef": 0.05, "entropy_coeff": 0.01, **settings}))
+    return changed(pipeline, update_actor={"clip_ratio_c": 1.3})
+
+
+def ppo(pipeline: Pipeline) -> Pipeline:
+    """With a critic that has an opinion, and a KL to the reference."""
+    torch.nn.init.normal_(pipeline["values"]._critic._head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
+    return far(pipeline)
 
 
 def estimated(estimator: Callable[..., Any], **settings: Any) -> Pipeline:
     """GRPO's pipeline with another estimator."""
-    pipeline = made(wb.recipes.grpo)
+    pipeline = changed(made(wb.recipes.grpo), old_log_prob={"sum_pi_squared": True})
     return Pipeline([Advantage(estimator, **settings) if one.name == "advantage" else one for one in pipeline])
 
 
-def corrected(old: float = 0.9, mini: int | None = 2, **settings: Any) -> Pipeline:
+def corrected(old: float = 0.9, **settings: Any) -> Pipeline:
     """The trainer's log-probs are of another temperature than the sampler's."""
-    pipeline = wb.recipes.with_rollout_correction(made(wb.recipes.grpo, ppo_mini_batch_size=mini), **settings)
+    pipeline = wb.recipes.with_rollout_correction(made(wb.recipes.grpo, tokens=150), **settings)
     return changed(pipeline, old_log_prob={"temperature": old})
 
 
@@ -196,7 +198,7 @@ PPO = {"gamma": 0.9, "lam": 0.8, "kl_coef": 0.1, "critic_lr": 1e-2, "ppo_mini_ba
 TRAININGS: dict[str, Callable[[], Pipeline]] = {
     "grpo": grpo,
     "grpo twice": lambda: grpo(ppo_epochs=2, ppo_mini_batch_size=None),
-    "ppo": lambda: far(made(wb.recipes.ppo, kl_target=0.01, kl_horizon=20, **PPO)),
+    "ppo": lambda: ppo(made(wb.recipes.ppo, kl_target=0.01, kl_horizon=20, **PPO)),
     "rloo": lambda: made(wb.recipes.rloo),
     "reinforce++": lambda: far(made(wb.recipes.reinforce_plus_plus, gamma=0.9, kl_coef=0.1)),
     "dr_grpo": lambda: stopping(made(wb.recipes.dr_grpo, loss_scale_factor=20.0, **PLAIN)),
@@ -205,12 +207,16 @@ TRAININGS: dict[str, Callable[[], Pipeline]] = {
     "gpg": lambda: made(wb.recipes.gpg),
     "opo": lambda: made(wb.recipes.opo),
     "remax": lambda: made(wb.recipes.remax, group_size=2),
-    "gdpo": lambda: estimated(F.gdpo, parts=("length", "ones"), weights=(1.0, 0.25)),
+    "cispo": lambda: made(wb.recipes.cispo),
+    "sapo": lambda: made(wb.recipes.grpo, loss_mode="sapo"),
+    "geo_mean": lambda: made(wb.recipes.grpo, loss_mode="geo_mean"),
+    "pass@k": lambda: estimated(F.grpo_passk),
+    "token baseline": lambda: estimated(F.optimal_token_baseline),
     "token weights": lambda: corrected(rollout_is="token", rollout_is_threshold=1.5, rollout_rs="token_k1,seq_max_k3",
                                        rollout_rs_threshold="0.3_1.8,2.0"),
     "row weights": lambda: corrected(1.4, rollout_is="sequence", rollout_is_batch_normalize=True),
     "bypass": lambda: corrected(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold="0.5_1.5"),
-    "episodes of ppo": lambda: far(episodes(wb.recipes.ppo, **PPO)),
+    "episodes of ppo": lambda: ppo(episodes(wb.recipes.ppo, **PPO)),
     "episodes of reinforce++": lambda: episodes(wb.recipes.reinforce_plus_plus, gamma=0.9),
     "silence": lambda: silenced(made(wb.recipes.grpo)),
 }  # fmt: skip
@@ -305,6 +311,13 @@ SLIPS = [
          'scores["entropy"].mean().item()', "grpo"),
     Slip("mask", f"{ST}.reward", "part_columns", 'float("nan")', "0.0", "grpo"),
     Slip("mask", LOSS, "aggregate", "masked_sum(loss, mask, dim=-1)", "masked_sum(loss, mask.roll(1, -1), dim=-1)", "grpo"),
+    Slip("mask", f"{ST}.filtering", "Overlong.__call__", 'torch.where(batch["scored"], -self.penalty * beyond, 0.0)',
+         "-self.penalty * beyond", "dapo"),
+    Slip("mask", f"{ST}.rollout", "columns_of", 'for ids in prompts], 0, "left")', "for ids in prompts], 0)", "grpo"),
+    Slip("mask", UPD, "PolicyLoss._corrected", 'mask * columns["loss_mask"] if "loss_mask" in columns else mask', "mask",
+         "bypass"),
+    Slip("mask", "workbench.rewards.base", "response_lengths",
+         'mask | batch["attention_mask"][:, -mask.shape[1] :].to(mask.dtype)', "mask", "episodes of ppo"),
     # off by one
     Slip("one", f"{ST}.reward", "on_last_token", "placed[rows, positions[rows]]",
          "placed[rows, (positions[rows] - 1).clamp(min=0)]", "reinforce++"),
@@ -320,6 +333,11 @@ SLIPS = [
     Slip("one", f"{ST}.rollout", "Rollout._finished", "% each) == self.group_size", "% each) == self.group_size - 1", "remax"),
     Slip("one", f"{ST}.reward", "Reward._metrics", "mask.sum(-1) == 0", "mask.sum(-1) <= 6", "silence"),
     Slip("one", MEA, "length_metrics", "lengths[lengths > 0]", "lengths[lengths >= 0]", "silence"),
+    Slip("one", "workbench.rewards.base", "response_lengths", "arange(1, mask.shape[1] + 1", "arange(mask.shape[1]", "grpo"),
+    Slip("one", f"{ST}.rollout", "columns_of", "[sample.version for", "[sample.version + 1 for", "grpo"),
+    Slip("one", ADV, "optimal_token_baseline", "energy, 0.0).double().cumsum(-1)",
+         "energy, 0.0).double().cumsum(-1).roll(1, -1)", "token baseline"),
+    Slip("one", ADV, "optimal_token_baseline", ">= second[:, None]", "> second[:, None]", "token baseline"),
     # normalisers and denominators
     Slip("normaliser", ADV, "Groups.deviation", "(self._count - 1).clamp(min=1)", "self._count.clamp(min=1)", "grpo"),
     Slip("normaliser", ADV, "Groups.__init__", "self._count.clamp(min=1)",
@@ -342,7 +360,11 @@ SLIPS = [
          "masked_mean(kl, mask).item()", "ppo"),
     Slip("normaliser", ADV, "opo", "mask.sum(-1).double() * found.scored", "found.scored.double()", "opo"),
     Slip("normaliser", ADV, "gpg", "found.scored.double().sum()", "float(len(scores))", "gpg"),
-    Slip("normaliser", ADV, "gdpo", "weight * grpo(", "grpo(", "gdpo"),
+    Slip("normaliser", f"{ST}.correction", "CorrectionSettings.apply", "Mean.of(one.value, one.weight)", "Mean.of(one.value)",
+         "bypass"),
+    Slip("normaliser", CORR, "_spread", "values.double().std()", "values.double().std(correction=0)", "token weights"),
+    Slip("normaliser", CORR, "_deviation", "unbiased=False", "unbiased=True", "token weights"),
+    Slip("normaliser", LOSS, "geo_mean", "-(x.advantages.sum(-1) / lengths)", "-x.advantages.mean(-1)", "geo_mean"),
     # metrics
     Slip("metric", MEA, "score_metrics", "scored & (response_lengths(batch) > 0)", "response_lengths(batch) > 0", "grpo"),
     Slip("metric", MEA, "score_metrics", "scores.std(correction=0)", "scores.std()", "grpo"),
@@ -363,6 +385,16 @@ SLIPS = [
     Slip("metric", LOSS, "Inside.surrogate", '"ppo_kl": -self.log_ratio', '"ppo_kl": self.log_ratio', "grpo"),
     Slip("metric", LOSS, "ppo_clip", "lower=negative & (upper > floor)", "lower=upper > floor", "grpo"),
     Slip("metric", UPD, "_mean", "mask.sum().item())", "1.0)", "grpo"),
+    Slip("metric", f"{ST}.reward", "Reward._metrics", "column[~column.isnan()]", "column.nan_to_num()", "grpo"),
+    Slip("metric", MEA, "length_metrics", 'one == "length"', 'one != "stop"', "silence"),
+    Slip("metric", MEA, "length_metrics", 'spread("model_tokens", batch["response_mask"].sum(-1))',
+         'spread("model_tokens", lengths)', "episodes of ppo"),
+    Slip("metric", f"{ST}.episodes", "agent_metrics", "output.num_turns for", "len(output.turns) - 1 for", "episodes of ppo"),
+    Slip("metric", f"{ST}.log_prob", "LogProb.__call__", "gaps.amax(-1)", "gaps.mean(-1)", "token weights"),
+    Slip("metric", CORR, "_weight_metrics", "_over_rows(raw_rows > upper)", "_over_rows(rows >= upper)", "row weights"),
+    Slip("metric", CORR, "off_policy", "(2 * sums).exp()", "sums.exp()", "row weights"),
+    Slip("metric", UPD, "PolicyLoss.__call__", "Sum(entropy.item())", "Sum(self.entropy_coeff * entropy.item())", "grpo"),
+    Slip("metric", f"{ST}.rollout", "Baseline.__call__", '[greedy & scored]', '[~greedy & scored]', "remax"),
     # formulas
     Slip("formula", LOSS, "Inside.two_sided", "ratio.clamp(1 - low, 1 + high)", "ratio.clamp(1 - high, 1 + low)", "dapo"),
     Slip("formula", LOSS, "ppo_clip", "torch.minimum(upper, floor)", "torch.maximum(upper, floor)", "grpo"),
@@ -380,10 +412,19 @@ SLIPS = [
          "grpo twice"),
     Slip("formula", f"{ST}.rollout", "Baseline.__call__", 'batch["reward"][of]', 'batch["reward"][rows]', "remax"),
     Slip("formula", f"{ST}.filtering", "_with_signal", "(groups.deviation() > 0) | (groups.count == 1)",
-         "groups.deviation() > 0.9", "dapo"),
+         "groups.deviation() > 0", "dapo"),
     Slip("formula", CORR, "_raw_weights", "logs.sum(-1, keepdim=True)", "logs.mean(-1, keepdim=True)", "row weights"),
     Slip("formula", CORR, "_limited", "raw.clamp(max=upper)", "raw.clamp(1 / upper, upper)", "token weights"),
     Slip("formula", CORR, "_tested", '"k1": -logs', '"k1": logs', "token weights"),
+    Slip("formula", f"{ST}.advantage", "Advantage._penalised", "scores - beta * kl", "scores - self._controller.value * kl",
+         "ppo"),
+    Slip("formula", RET, "gae", "else advantages), returns", "else advantages), (advantages + values) * mask", "ppo"),
+    Slip("formula", LOSS, "ppo_clip", "torch.minimum(upper, floor)", "torch.maximum(upper, floor)", "grpo twice"),
+    Slip("formula", KL, "_value", "negative = (-delta)", "negative = delta", "grpo twice"),
+    Slip("formula", LOSS, "cispo", "1 + clip_ratio_high)", "1 + clip_ratio_low)", "cispo"),
+    Slip("formula", LOSS, "sapo", "x.advantages > 0, tau_pos", "x.advantages < 0, tau_pos", "sapo"),
+    Slip("formula", ADV, "_leader", "torch.where(best, low, ranked)", "ranked", "pass@k"),
+    Slip("formula", ADV, "optimal_token_baseline", "1 - 2 * old_log_probs.exp()", "1 - old_log_probs.exp()", "token baseline"),
     Slip("formula", LOSS, "Surrogate.weighted", "return self.loss * weights", "return self.loss", "token weights"),
 ]  # fmt: skip
 
@@ -404,4 +445,4 @@ def test_the_audit_finds_a_slip(slip: Slip, right: Any, tmp_path: Path) -> None:
     moved = [name for name in {**unchanged, **found} if differ(unchanged.get(name), found.get(name))]
     if not moved:
         pytest.fail(f"the slip changes no recorded number: {slip}") if not slip.survives else pytest.skip("no change")
-    assert not report.agrees, f"the audit agrees although these changed: {moved}"
+    assert not report.agrees, f"the audit agrees although these changed: {moved[:6]}"
