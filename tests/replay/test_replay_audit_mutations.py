@@ -181,10 +181,10 @@ class Calls:
         return HermesParser().extract_tool_calls(call % len(text), tools)
 
 
-def episodes(recipe: Callable[..., Pipeline], **settings: Any) -> Pipeline:
-    """Tool text between the model's own tokens."""
+def episodes(recipe: Callable[..., Pipeline], longest: int = 30, **settings: Any) -> Pipeline:
+    """Tool text between the model's own tokens; responses of 18 tokens end in it."""
     agent = ToolAgent([doubled], parser=Calls(), max_assistant_turns=2, max_tokens_per_turn=4)
-    sampling = SAMPLING.replace(max_tokens=30, stop=())
+    sampling = SAMPLING.replace(max_tokens=longest, stop=())
     pipeline = made(recipe, agent=agent, sampling=sampling, **{"group_size": 2, **settings})
     return pipeline.replace("rollout", deterministic=True)
 
@@ -210,10 +210,12 @@ TRAININGS: dict[str, Callable[[], Pipeline]] = {
     "token baseline": lambda: estimated(F.optimal_token_baseline),
     "token weights": lambda: corrected(rollout_is="token", rollout_is_threshold=1.5, rollout_rs="token_k1,seq_max_k3",
                                        rollout_rs_threshold="0.3_1.8,2.0"),
-    "row weights": lambda: corrected(1.4, rollout_is="sequence", rollout_is_threshold=1.1, rollout_is_batch_normalize=True),
-    "bypass": lambda: corrected(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold="0.5_1.5"),
+    "row weights": lambda: corrected(1.1, rollout_is="sequence", rollout_is_threshold=1.1, rollout_is_batch_normalize=True),
+    "bypass": lambda: changed(corrected(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold="0.5_1.5"),
+                              update_actor={"temperature": 0.9, "ppo_mini_batch_size": None}),
     "episodes of ppo": lambda: ppo(episodes(wb.recipes.ppo, **PPO)),
     "episodes of reinforce++": lambda: episodes(wb.recipes.reinforce_plus_plus, gamma=0.9),
+    "episodes cut short": lambda: episodes(wb.recipes.grpo, longest=18),
     "silence": lambda: made(wb.recipes.grpo, silent=True),
 }  # fmt: skip
 
@@ -313,7 +315,7 @@ SLIPS = [
     Slip("mask", UPD, "PolicyLoss._corrected", 'mask * columns["loss_mask"] if "loss_mask" in columns else mask', "mask",
          "bypass"),
     Slip("mask", "workbench.rewards.base", "response_lengths",
-         'mask | batch["attention_mask"][:, -mask.shape[1] :].to(mask.dtype)', "mask", "episodes of ppo"),
+         'mask | batch["attention_mask"][:, -mask.shape[1] :].to(mask.dtype)', "mask", "episodes cut short"),
     # off by one
     Slip("one", f"{ST}.reward", "on_last_token", "placed[rows, positions[rows]]",
          "placed[rows, (positions[rows] - 1).clamp(min=0)]", "reinforce++"),
