@@ -25,7 +25,7 @@ import torch
 import workbench as wb
 from workbench import functional as F
 from workbench.agents import HermesParser, ToolAgent, function_tool
-from workbench.stages import Advantage, Pipeline
+from workbench.stages import Advantage, Pipeline, TurnScores
 
 # --- slips ----------------------------------------------------------------------------------------
 
@@ -163,8 +163,15 @@ def estimated(estimator: Callable[..., Any], **settings: Any) -> Pipeline:
 
 def corrected(old: float = 0.9, **settings: Any) -> Pipeline:
     """The trainer's log-probs are of another temperature than the sampler's."""
-    pipeline = wb.recipes.with_rollout_correction(made(wb.recipes.grpo, tokens=150), **settings)
+    pipeline = wb.recipes.with_rollout_correction(made(wb.recipes.grpo), **settings)
     return changed(pipeline, old_log_prob={"temperature": old})
+
+
+def bypassing(**settings: Any) -> Pipeline:
+    """The loss weighs and rejects; its log-probs are of another temperature than the sampler's."""
+    plain = made(wb.recipes.grpo, ppo_mini_batch_size=None, **settings)
+    asked = {"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_1.5"}
+    return changed(wb.recipes.with_rollout_correction(plain, **asked), update_actor={"temperature": 0.9})
 
 
 @function_tool
@@ -181,10 +188,10 @@ class Calls:
         return HermesParser().extract_tool_calls(call % len(text), tools)
 
 
-def episodes(recipe: Callable[..., Pipeline], longest: int = 30, **settings: Any) -> Pipeline:
-    """Tool text between the model's own tokens; responses of 18 tokens end in it."""
+def episodes(recipe: Callable[..., Pipeline], **settings: Any) -> Pipeline:
+    """Tool text between the model's own tokens."""
     agent = ToolAgent([doubled], parser=Calls(), max_assistant_turns=2, max_tokens_per_turn=4)
-    sampling = SAMPLING.replace(max_tokens=longest, stop=())
+    sampling = SAMPLING.replace(max_tokens=30, stop=())
     pipeline = made(recipe, agent=agent, sampling=sampling, **{"group_size": 2, **settings})
     return pipeline.replace("rollout", deterministic=True)
 
@@ -211,11 +218,12 @@ TRAININGS: dict[str, Callable[[], Pipeline]] = {
     "token weights": lambda: corrected(rollout_is="token", rollout_is_threshold=1.5, rollout_rs="token_k1,seq_max_k3",
                                        rollout_rs_threshold="0.3_1.8,2.0"),
     "row weights": lambda: corrected(1.1, rollout_is="sequence", rollout_is_threshold=1.1, rollout_is_batch_normalize=True),
-    "bypass": lambda: changed(corrected(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold="0.5_1.5"),
-                              update_actor={"temperature": 0.9, "ppo_mini_batch_size": None}),
+    "bypass": bypassing,
+    "bypass in parts": lambda: bypassing(tokens=150),
     "episodes of ppo": lambda: ppo(episodes(wb.recipes.ppo, **PPO)),
     "episodes of reinforce++": lambda: episodes(wb.recipes.reinforce_plus_plus, gamma=0.9),
-    "episodes cut short": lambda: episodes(wb.recipes.grpo, longest=18),
+    "turn scores": lambda: episodes(wb.recipes.grpo).insert_after("reward", TurnScores(final_weight=0.5)),
+    "alone": lambda: estimated(F.rloo, singleton="verl"),
     "silence": lambda: made(wb.recipes.grpo, silent=True),
 }  # fmt: skip
 
@@ -314,8 +322,6 @@ SLIPS = [
     Slip("mask", f"{ST}.rollout", "columns_of", 'for ids in prompts], 0, "left")', "for ids in prompts], 0)", "grpo"),
     Slip("mask", UPD, "PolicyLoss._corrected", 'mask * columns["loss_mask"] if "loss_mask" in columns else mask', "mask",
          "bypass"),
-    Slip("mask", "workbench.rewards.base", "response_lengths",
-         'mask | batch["attention_mask"][:, -mask.shape[1] :].to(mask.dtype)', "mask", "episodes cut short"),
     # off by one
     Slip("one", f"{ST}.reward", "on_last_token", "placed[rows, positions[rows]]",
          "placed[rows, (positions[rows] - 1).clamp(min=0)]", "reinforce++"),
@@ -353,13 +359,15 @@ SLIPS = [
     Slip("normaliser", UPD, "_over_steps", "if extreme else means", "if not isinstance(every[0], Sum) else means", "grpo"),
     Slip("normaliser", "workbench.base.metrics", "Mean.of", "cls(value * weight if weight else 0.0, weight)",
          "cls(value, 1.0)", "grpo"),
+    Slip("normaliser", "workbench.base.metrics", "Mean.join", "self.weight + other.weight", "self.weight", "grpo"),
+    Slip("normaliser", LOSS, "aggregate", "per_row / lengths.clamp(min=1)", "per_row / loss.shape[-1]", "gspo"),
     Slip("normaliser", CORR, "_norm", "masked_mean(weights, mask, dim=-1)[rows].mean()", "tokens", "row weights"),
     Slip("normaliser", f"{ST}.advantage", "Advantage._penalised", "masked_mean(kl, mask, dim=-1).mean().item()",
          "masked_mean(kl, mask).item()", "ppo"),
     Slip("normaliser", ADV, "opo", "mask.sum(-1).double() * found.scored", "found.scored.double()", "opo"),
     Slip("normaliser", ADV, "gpg", "found.scored.double().sum()", "float(len(scores))", "gpg"),
     Slip("normaliser", f"{ST}.correction", "CorrectionSettings.apply", "Mean.of(one.value, one.weight)", "Mean.of(one.value)",
-         "bypass"),
+         "bypass in parts"),
     Slip("normaliser", CORR, "_spread", "values.double().std()", "values.double().std(correction=0)", "token weights"),
     Slip("normaliser", CORR, "_deviation", "unbiased=False", "unbiased=True", "token weights"),
     Slip("normaliser", LOSS, "geo_mean", "-(x.advantages.sum(-1) / lengths)", "-x.advantages.mean(-1)", "geo_mean"),
@@ -393,6 +401,10 @@ SLIPS = [
     Slip("metric", CORR, "off_policy", "(2 * sums).exp()", "sums.exp()", "row weights"),
     Slip("metric", UPD, "PolicyLoss.__call__", "Sum(entropy.item())", "Sum(self.entropy_coeff * entropy.item())", "grpo"),
     Slip("metric", f"{ST}.rollout", "Baseline.__call__", '[greedy & scored]', '[~greedy & scored]', "remax"),
+    Slip("metric", f"{ST}.log_prob", "Values.__call__", 'values[batch["response_mask"].bool()]', "values.flatten()", "ppo"),
+    Slip("metric", f"{ST}.log_prob", "sampler_logprob_diff", "gap.std(correction=min(1, count - 1))", "gap.std(correction=0)",
+         "token weights"),
+    Slip("metric", f"{ST}.log_prob", "sampler_logprob_diff", "torch.stack([p, q])", "torch.stack(logs)", "token weights"),
     # formulas
     Slip("formula", LOSS, "Inside.two_sided", "ratio.clamp(1 - low, 1 + high)", "ratio.clamp(1 - high, 1 + low)", "dapo"),
     Slip("formula", LOSS, "ppo_clip", "torch.minimum(upper, floor)", "torch.maximum(upper, floor)", "grpo"),
@@ -419,6 +431,8 @@ SLIPS = [
     Slip("formula", RET, "gae", "else advantages), returns", "else advantages), (advantages + values) * mask", "ppo"),
     Slip("formula", LOSS, "ppo_clip", "torch.minimum(upper, floor)", "torch.maximum(upper, floor)", "grpo twice"),
     Slip("formula", KL, "_value", "negative = (-delta)", "negative = delta", "grpo twice"),
+    Slip("formula", f"{ST}.reward", "TurnScores.__call__", "self.final_weight * batch", "batch", "turn scores"),
+    Slip("formula", ADV, "Groups.unless_alone", "self.count > 1", "self.count > 0", "alone"),
     Slip("formula", LOSS, "cispo", "1 + clip_ratio_high)", "1 + clip_ratio_low)", "cispo"),
     Slip("formula", LOSS, "sapo", "x.advantages > 0, tau_pos", "x.advantages < 0, tau_pos", "sapo"),
     Slip("formula", ADV, "_leader", "torch.where(best, low, ranked)", "ranked", "pass@k"),
@@ -427,20 +441,31 @@ SLIPS = [
 ]  # fmt: skip
 
 
-def _marked(slip: Slip) -> Any:
-    marks = [pytest.mark.xfail(strict=True, reason=slip.survives)] if slip.survives else []
-    return pytest.param(slip, id=str(slip), marks=marks)
+FALSE_ALARMS = {
+    "bypass in parts": "deviations and effective sample sizes are means over micro-batches: the audit takes the whole mini-batch",
+}
+"""Trainings of the unchanged code with which the audit does not agree, and why."""
 
 
-@pytest.mark.parametrize("slip", list(map(_marked, SLIPS)))
+def _marked(value: Any, name: str, why: str) -> Any:
+    return pytest.param(value, id=name, marks=[pytest.mark.xfail(strict=True, reason=why)] if why else [])
+
+
+@pytest.mark.parametrize("training", [_marked(one, one, FALSE_ALARMS.get(one, "")) for one in TRAININGS])
+def test_the_audit_agrees_with_the_code_as_it_is(training: str, right: Any) -> None:
+    _, audit = right(training)
+    assert audit.agrees, audit
+
+
+@pytest.mark.parametrize("slip", [_marked(one, str(one), one.survives) for one in SLIPS])
 def test_the_audit_finds_a_slip(slip: Slip, right: Any, tmp_path: Path) -> None:
     unchanged, audit = right(slip.training)
-    assert audit.agrees, audit
     with slipped(slip):
         run = trained(slip.training, tmp_path / "run")
         report = run.audit(1)
     found = numbers(run)
     moved = [name for name in {**unchanged, **found} if differ(unchanged.get(name), found.get(name))]
-    if not moved:
-        pytest.fail(f"the slip changes no recorded number: {slip}") if not slip.survives else pytest.skip("no change")
-    assert not report.agrees, f"the audit agrees although these changed: {moved[:6]}"
+    if not moved:  # an xfail must not hide it
+        raise RuntimeError(f"the slip changes no recorded number: {slip}")
+    named = {one.name for one in report.disagreements} - {one.name for one in audit.disagreements}
+    assert named, f"the audit agrees although these changed: {moved[:6]}"
