@@ -64,7 +64,7 @@ def _compiled(code: CodeType, qualname: str) -> CodeType:
         if one.co_qualname == qualname:
             return one
         waiting += [const for const in one.co_consts if isinstance(const, CodeType)]
-    raise AssertionError(qualname)
+    raise LookupError(qualname)
 
 
 @contextmanager
@@ -78,7 +78,8 @@ def slipped(slip: Slip) -> Iterator[None]:
     nodes = [one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.FunctionDef)]
     node = next(n for n in nodes if code.co_firstlineno in (n.lineno, *(one.lineno for one in n.decorator_list)))
     body = "".join(lines[node.lineno - 1 : node.end_lineno])
-    assert body.count(slip.old) == 1, f"{slip}: {body.count(slip.old)} times in the function: {slip.old}"
+    if body.count(slip.old) != 1:
+        raise LookupError(f"{slip}: {body.count(slip.old)} times in the function: {slip.old}")
     other = "".join([*lines[: node.lineno - 1], body.replace(slip.old, slip.new), *lines[node.end_lineno :]])
     function.__code__ = _compiled(compile(other, f"<{slip}>", "exec", dont_inherit=True), code.co_qualname)
     try:
@@ -294,6 +295,14 @@ ADV, LOSS, RET = f"{FN}.advantages", f"{FN}.losses", f"{FN}.returns"
 CORR, MASK, KL = f"{FN}.correction", f"{FN}.masking", f"{FN}.kl"
 UPD, MEA, BATCH = f"{ST}.update", f"{ST}.measures", "workbench.runs.batch_metrics"
 
+LATER = "a row's version is later than the learner's, and its lag −1: the audit checks neither"
+GAP = "sampler and trainer have one version and one temperature, and the audit takes any gap between them"
+MOVED = (
+    "the first pass is made with the weights of old_log_probs, and the audit does not ask that new_log_probs equal them"
+)
+PASSES = "the audit leaves several epochs out, though of a single mini-batch twice the first pass is old_log_probs, the last recorded"
+"""Why slips survive."""
+
 SLIPS = [
     # masks
     Slip("mask", UPD, "loss_mask", 'mask * rows["scored"].float()[:, None] if "scored" in rows else mask', "mask", "grpo"),
@@ -338,7 +347,7 @@ SLIPS = [
     Slip("one", f"{ST}.reward", "Reward._metrics", "mask.sum(-1) == 0", "mask.sum(-1) <= 6", "silence"),
     Slip("one", MEA, "length_metrics", "lengths[lengths > 0]", "lengths[lengths >= 0]", "silence"),
     Slip("one", "workbench.rewards.base", "response_lengths", "arange(1, mask.shape[1] + 1", "arange(mask.shape[1]", "grpo"),
-    Slip("one", f"{ST}.rollout", "columns_of", "[sample.version for", "[sample.version + 1 for", "grpo"),
+    Slip("one", f"{ST}.rollout", "columns_of", "[sample.version for", "[sample.version + 1 for", "grpo", LATER),
     Slip("one", ADV, "optimal_token_baseline", "energy, 0.0).double().cumsum(-1)",
          "energy, 0.0).double().cumsum(-1).roll(1, -1)", "token baseline"),
     Slip("one", ADV, "optimal_token_baseline", ">= second[:, None]", "> second[:, None]", "token baseline"),
@@ -416,10 +425,10 @@ SLIPS = [
     Slip("formula", UPD, "PolicyLoss.__call__", "loss - self.entropy_coeff * entropy", "loss + self.entropy_coeff * entropy",
          "grpo"),
     Slip("formula", f"{ST}.log_prob", "LogProb.__call__", "tuple(self._wanted), self.temperature)", "tuple(self._wanted))",
-         "grpo"),
-    Slip("formula", UPD, "Update._learn_or_skip", "loss_counts, self.temperature)", "loss_counts)", "grpo"),
+         "grpo", GAP),
+    Slip("formula", UPD, "Update._learn_or_skip", "loss_counts, self.temperature)", "loss_counts)", "grpo", MOVED),
     Slip("formula", UPD, "Update.__call__", "in learned.columns.items():", "in (learned.columns.items() if not epoch else ()):",
-         "grpo twice"),
+         "grpo twice", PASSES),
     Slip("formula", f"{ST}.rollout", "Baseline.__call__", 'batch["reward"][of]', 'batch["reward"][rows]', "remax"),
     Slip("formula", f"{ST}.filtering", "_with_signal", "(groups.deviation() > 0) | (groups.count == 1)",
          "groups.deviation() > 0", "dapo"),
@@ -429,8 +438,8 @@ SLIPS = [
     Slip("formula", f"{ST}.advantage", "Advantage._penalised", "scores - beta * kl", "scores - self._controller.value * kl",
          "ppo"),
     Slip("formula", RET, "gae", "else advantages), returns", "else advantages), (advantages + values) * mask", "ppo"),
-    Slip("formula", LOSS, "ppo_clip", "torch.minimum(upper, floor)", "torch.maximum(upper, floor)", "grpo twice"),
-    Slip("formula", KL, "_value", "negative = (-delta)", "negative = delta", "grpo twice"),
+    Slip("formula", LOSS, "ppo_clip", "torch.minimum(upper, floor)", "torch.maximum(upper, floor)", "grpo twice", PASSES),
+    Slip("formula", KL, "_value", "negative = (-delta)", "negative = delta", "grpo twice", PASSES),
     Slip("formula", f"{ST}.reward", "TurnScores.__call__", "self.final_weight * batch", "batch", "turn scores"),
     Slip("formula", ADV, "Groups.unless_alone", "self.count > 1", "self.count > 0", "alone"),
     Slip("formula", LOSS, "cispo", "1 + clip_ratio_high)", "1 + clip_ratio_low)", "cispo"),
@@ -448,7 +457,9 @@ FALSE_ALARMS = {
 
 
 def _marked(value: Any, name: str, why: str) -> Any:
-    return pytest.param(value, id=name, marks=[pytest.mark.xfail(strict=True, reason=why)] if why else [])
+    return pytest.param(
+        value, id=name, marks=[pytest.mark.xfail(strict=True, raises=AssertionError, reason=why)] if why else []
+    )
 
 
 @pytest.mark.parametrize("training", [_marked(one, one, FALSE_ALARMS.get(one, "")) for one in TRAININGS])
@@ -465,7 +476,7 @@ def test_the_audit_finds_a_slip(slip: Slip, right: Any, tmp_path: Path) -> None:
         report = run.audit(1)
     found = numbers(run)
     moved = [name for name in {**unchanged, **found} if differ(unchanged.get(name), found.get(name))]
-    if not moved:  # an xfail must not hide it
+    if not moved:
         raise RuntimeError(f"the slip changes no recorded number: {slip}")
     named = {one.name for one in report.disagreements} - {one.name for one in audit.disagreements}
     assert named, f"the audit agrees although these changed: {moved[:6]}"
