@@ -57,6 +57,8 @@ SMALL = {
     },
     "301_on_a_cluster": {"steps": 3, "sampler": SAMPLER},
 }
+RUNS = {"101_one_step": 0, "103_algorithms": 0, "104_what_if": 0, "203_compare": 2}
+"""How many run folders a notebook's job writes; one where it is not named."""
 
 
 def source(cell: dict[str, Any]) -> str:
@@ -107,6 +109,18 @@ def check_outputs(path: Path) -> int:
     return count
 
 
+def check_runs(folder: Path) -> int:
+    """A second reading of every run under a folder confirms all that it can read, and knows every name; their number."""
+    runs = [path.parent for path in folder.rglob("metrics.jsonl")]
+    for path in runs:
+        run = wb.load_run(path)
+        audit = run.audit()
+        assert audit.agrees and not audit.unaudited, [*audit.disagreements, *audit.unaudited]
+        assert set(audit.steps) == set(run.traces) != set()
+        assert len(audit.columns) >= 14 and len(audit.metrics) >= 70, audit.summary()
+    return len(runs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_as_a_job(path: Path, tmp_path: Path) -> None:
@@ -117,6 +131,7 @@ def test_it_runs_as_a_job(path: Path, tmp_path: Path) -> None:
     result = run_notebook(path, parameters, output=tmp_path / path.name)
     assert result.code == OK, result.error
     assert check_outputs(result.output) >= 4
+    assert check_runs(tmp_path) == RUNS.get(path.stem, 1)
     if "run" in parameters:
         run = wb.load_run(tmp_path / "run")
         assert run.summary["steps"] == 3 and run.checkpoints
@@ -167,6 +182,7 @@ def test_stepped_by_hand_trained_and_run_by_papermill_are_the_same_numbers(tmp_p
     here = wb.train_blocking(
         pipe, rows, steps=3, batch_size=4, run=tmp_path / "here", eval_rows=eval_rows, test_freq=2, save_freq=2
     )
+    assert check_runs(tmp_path) == 3
     jobs = [wb.load_run(tmp_path / name) for name in ("plain", "job")]
     for job in jobs:
         assert [numbers(row) for row in job.rows] == [numbers(row) for row in here.rows]

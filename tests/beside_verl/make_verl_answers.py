@@ -6,8 +6,8 @@ from verl_cases import RECORDED, SEED, VERSION, Verl, gathered, save
 
 if __name__ == "__main__":
     verl = Verl()
-    if not verl.here():
-        raise SystemExit(f"verl {VERSION} is not installed")
     wanted = {name: case for name, case in gathered().items() if case.tried(live=False)}
+    if missing := {case.needs or f"verl {VERSION}" for case in wanted.values() if not case.live()}:
+        raise SystemExit(f"not installed: {', '.join(sorted(missing))}")
     save({name: {kind: case.said(kind, SEED, verl) for kind in case.tried(False)} for name, case in wanted.items()})
     print(f"{RECORDED}: {len(wanted)} cases, {RECORDED.stat().st_size // 1024} KiB")

@@ -55,6 +55,7 @@ class Verl:
         raise AttributeError(name)
 
     @staticmethod
+    @cache
     def here() -> bool:
         """Whether verl is installed, and is the version whose answers are recorded."""
         return find_spec("verl") is not None and importlib.metadata.version("verl") == VERSION
@@ -98,6 +99,8 @@ class Case:
     recorded: tuple[str, ...] | None = None
     """Kinds of which verl's answers are written down; None: all."""
     seeds: tuple[int, ...] = SEEDS
+    needs: str = ""
+    """A library that verl's side imports beside verl."""
     make: Callable[[str, int], Any] = batch
     """What the two functions are called with, by kind and seed."""
 
@@ -115,6 +118,10 @@ class Case:
                 )
         except REFUSALS as error:
             return {RAISES: f"{type(error).__name__}: {error}"}
+
+    def live(self) -> bool:
+        """Whether verl can be asked here; else its recorded answers stand for it."""
+        return Verl.here() and (not self.needs or find_spec(self.needs) is not None)
 
     def tried(self, live: bool) -> tuple[str, ...]:
         """Kinds that are compared: with verl all, else those whose answers are written down."""
@@ -142,7 +149,7 @@ CASES: dict[str, Case] = {}
 
 def gathered() -> dict[str, Case]:
     """All cases, by name."""
-    for file in ("verl_functional", "verl_stages", "verl_texts"):
+    for file in ("verl_functional", "verl_stages", "verl_metrics", "verl_texts"):
         importlib.import_module(file)
     return CASES
 

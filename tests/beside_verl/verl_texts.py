@@ -188,6 +188,7 @@ for _source, _kind in ROUTES.items():
             lambda one, truth: verl.reward_score.default_compute_score(source, one, _truth(source, truth)), texts
         ),
         kinds=(_kind,),
+        needs={"numina_cn_k12": "pylatexenc", "hiyouga/geometry3k": "mathruler"}.get(_source, ""),
         make=_routed,
         seeds=(0,),
     )

@@ -258,6 +258,7 @@ def test_verls_and_omegaconfs_objects_are_read() -> None:
         ("rollout_rs: [token_k1", "expected YAML"),
         ("- a\n- b", "YAML, overrides or a preset"),
         ({"rollout_correction": "token"}, "a block of settings"),
+        (["rollout_is", "token"], "a block of settings or its text"),
         ({"bypass_mode": "perhaps"}, "bypass_mode"),
         ({"loss_type": "ppo"}, "ppo_clip or reinforce"),
         # as verl's own guide still has it; verl 0.9.1 refuses it, too

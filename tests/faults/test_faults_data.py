@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def weights_hash(pipe: wb.Pipeline) -> int:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_D1_a_reward_that_is_no_number_names_function_and_row(tiny: str, bad: float) -> None:
+def test_D1_a_reward_that_is_no_number_is_that_rows_failure_and_names_function_and_row(tiny: str, bad: float) -> None:
     calls: list[int] = []
 
     def breaks(response: str) -> float:
@@ -45,6 +46,11 @@ def test_D1_a_reward_that_is_no_number_names_function_and_row(tiny: str, bad: fl
         return bad if len(calls) == 3 else 0.5
 
     pipe, rows = make(tiny, wb.rewards.Reward(breaks, in_process=True))
+    batch = wb.Stepper(pipe, rows.batch(4)).run().batch
+    assert batch["scored"].tolist() == [True, True, False, *[True] * 5] and batch["reward"].tolist().count(0.5) == 7
+    assert "breaks, row 2; expected a finite number" in batch["score"][2].why
+    calls.clear()
+    pipe, rows = make(tiny, wb.rewards.Reward(breaks, in_process=True, on_failure="raise"))
     before = weights_hash(pipe)
     with pytest.raises(RewardError, match=r"breaks, row 2; expected a finite number"):
         wb.Stepper(pipe, rows.batch(4)).run()
@@ -347,8 +353,9 @@ def test_D8_a_wrong_count_a_non_number_and_extra_keys() -> None:
 
     with pytest.raises(RewardError, match="short; expected a list of 3 rewards; found 2"):
         wb.rewards.Reward(short, in_process=True).score(batch_of(3))
-    with pytest.raises(RewardError, match="words, row 1; expected a number.*found 'good'"):
-        wb.rewards.Reward(words, in_process=True).score(batch_of(3))
+    first, second, third = wb.rewards.Reward(words, in_process=True).score(batch_of(3))
+    assert first.value == third.value == 1.0 and second.status is wb.Status.INFRA_ERROR
+    assert re.search("words, row 1; expected a number.*found 'good'", second.why)
     score = wb.rewards.Reward(more, in_process=True).score(batch_of(1))[0]
     assert score.value == 0.5 and score.parts == {"format": 1.0} and score.extra["note"] == "fine"
 

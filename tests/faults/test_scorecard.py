@@ -178,7 +178,7 @@ ROWS: dict[str, list[str]] = {
         "faults/test_faults_notebooks.py::test_C10_a_closed_tab_and_a_server_that_dies_stop_no_job_and_the_disk_shows_it"
     ],
     "D1 NaN and infinity": [
-        "faults/test_faults_data.py::test_D1_a_reward_that_is_no_number_names_function_and_row",
+        "faults/test_faults_data.py::test_D1_a_reward_that_is_no_number_is_that_rows_failure_and_names_function_and_row",
         "faults/test_faults_data.py::test_D1_a_poisoned_column_names_itself_and_its_rows_and_no_step_is_taken",
         "faults/test_faults_data.py::test_D1_an_estimator_that_breaks_is_named_with_its_rows",
         "faults/test_faults_data.py::test_D1_a_kl_that_is_no_number_never_reaches_the_controller",

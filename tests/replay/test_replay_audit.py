@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from workbench import functional as F
 from workbench.cli import main
 from workbench.dataproto import DataProto
 from workbench.replay.audit import Audit, audit_trace
+from workbench.rewards.scorers.gsm8k import gsm8k as gsm8k_rule
 from workbench.runs.loop import run_step
 from workbench.stages import Advantage, ExactKL, LogProb, Resample, TurnScores
-from workbench.steps.trace import Phase, Trace, perform
+from workbench.steps.trace import Phase, Trace
 
 ROOT = Path(__file__).parents[2]
 Make = Callable[[Any], wb.Pipeline]
@@ -64,6 +66,11 @@ def measured(engine: Any) -> wb.Pipeline:
     )
 
 
+def corrected(*block: str, base: str = "grpo", **settings: Any) -> Make:
+    plain = recipe(base, ppo_mini_batch_size=1)
+    return lambda engine: wb.recipes.with_rollout_correction(plain(engine), *block, **settings)
+
+
 tight = {"clip_ratio_low": 1e-3, "clip_ratio_high": 1e-3, "ppo_mini_batch_size": 1}
 PIPELINES: dict[str, Make] = {
     "grpo": recipe("grpo", entropy_coeff=0.01),
@@ -91,6 +98,10 @@ PIPELINES: dict[str, Make] = {
     "token baseline": token_baseline(F.optimal_token_baseline),
     "token baseline of own tokens": token_baseline(F.tir_optimal_token_baseline),
     "exact KL, resampled": measured,
+    "gdpo": grpo_with(F.gdpo, parts=("length", "even"), weights=[1.0, 0.5]),
+    "a threshold within rounding": corrected(rollout_is="token", rollout_rs={"token_k1": 1 + 1e-7}),
+    "a threshold within rounding, in the loss": corrected("bypass_ppo_clip_k3_rs", rollout_rs_threshold=1e-12),
+    "everything rejected": corrected(rollout_rs={"token_k2": 1e-30}, base="ppo"),
 }
 
 
@@ -179,16 +190,12 @@ def test_episodes_with_tools_agree(train: Callable[..., wb.Run]) -> None:
     assert "response_mask" in names(audit_trace(changed))
 
 
-def test_gdpo_and_dynamic_sampling_agree(train: Callable[..., wb.Run]) -> None:
-    """Dynamic sampling draws further prompts; GDPO is a stage over the parts of a recorded reward."""
+def test_dynamic_sampling_agrees(train: Callable[..., wb.Run]) -> None:
+    """Dynamic sampling draws further prompts."""
     rows = wb.datasets.load(ROOT / "data/arith/train.parquet", max_prompt_length=256)[:12]
     run = train(lambda engine: wb.recipes.dapo(engine, group_size=2, rows=rows, overlong_buffer=4, max_tokens=30))
     found = run.audit()
     assert found.agrees and not found.unaudited and run.rows[0]["train/num_gen_batches"] > 1, found
-    plain, _ = next(two_steps(recipe("grpo")))
-    until = plain.first(plain.names.index("advantage"))
-    stage = Advantage(F.gdpo, parts=("length", "even"), weights=[1.0, 0.5])
-    assert audit_trace(until.add(perform(stage, until.batch))).agrees
 
 
 # --- what it sees ---------------------------------------------------------------------------------
@@ -288,6 +295,18 @@ def test_a_report_names_row_and_token_and_what_it_cannot_read(plain: wb.Run) -> 
     new = with_metric(plain.traces[1], "advantage", "critic/rewards/mean", lambda value: value)
     new.phases[4].metrics["my/metric"] = 1.0
     assert audit_trace(new).unaudited == {"my/metric"} and "no formula knows my/metric" in repr(audit_trace(new))
+
+
+def test_a_rule_is_read_again_only_where_the_data_source_chose_it(plain: wb.Run) -> None:
+    """A function of the same name has rules of its own."""
+
+    def gsm8k(response: str) -> float:
+        return 0.25
+
+    shipped = partial(gsm8k_rule, format_score=0.1)
+    for judge, again in ((reward(gsm8k), False), (reward(shipped), False), (wb.rewards.by_data_source(), True)):
+        found = audit_trace(plain.stepper(2, at="reward").replace("reward", judge).run(until="reward").trace)
+        assert found.agrees and ("strict rule" in found.left["score"]) == again
 
 
 def test_the_rows_of_a_run_are_read_too(plain: wb.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,7 +212,7 @@ def test_lines_are_stable_readable_and_hold_any_text(tmp_path: Path) -> None:
         kept = pins(tmp_path / f"{name}.jsonl")
         for response in order:
             record = {
-                "prompt": response,
+                "prompt": response.replace("\ud800", ""),  # a data set's text; a model's may hold half a character
                 "response": response,
                 "ground_truth": "4",
                 "x": (1, math.inf),
@@ -227,7 +227,7 @@ def test_lines_are_stable_readable_and_hold_any_text(tmp_path: Path) -> None:
     assert not any(sign in text for sign in "\u2028\u202e\x1b") and r"\u202e" in text and r"\ud800" in text
     assert all(json.loads(line)["format"] == FORMAT for line in text.splitlines())
     again = pins(tmp_path / "a.jsonl")
-    assert {pin.response for pin in again} == set(responses) and again[0].columns["x"] == (1, math.inf)
+    assert {pin.response for pin in again} == set(responses) and again[0].columns["x"] == [1, math.inf]
     assert {pin.note for pin in again} == {HOSTILE} and [pin.id for pin in again] == [pin.id for pin in kept]
 
 

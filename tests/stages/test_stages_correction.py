@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -96,6 +98,9 @@ def test_bypass_writes_the_samplers_log_probs_and_nothing_else(batch: wb.DataPro
           for bad in (-1.0, True, math.nan, 0.5, (1.4, 0.6), "x", None)),
         ({"rollout_rs": {"token_k1": 2.0}, "rollout_rs_threshold": 2.0}, "beside a mapping"),
         ({"rollout_rs": 5}, "kinds separated by commas"),
+        ({"rollout_rs": {1: 2.0}}, "'1' is not a kind of rejection"),
+        ({"rollout_rs_threshold": 2.0}, "without rollout_rs"),
+        ({"rollout_is": np.array(["token", "sequence"])}, "token, sequence or None"),
         ({"rollout_rs": " , "}, "kinds separated by commas"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": True}, "rollout_rs_threshold of token_k1"),
     ],
@@ -115,6 +120,10 @@ def test_verls_texts_and_pairs_mean_the_same() -> None:
     one = CorrectionSettings(rollout_rs="token_k1,seq_sum_k1", rollout_rs_threshold=2)
     assert one.rejections == dict.fromkeys(("token_k1", "seq_sum_k1"), (0.5, 2.0))
     assert CorrectionSettings(rollout_rs={}).rollout_rs is None
+    odd = CorrectionSettings(
+        rollout_is_threshold=Fraction(3, 2), rollout_rs="token_k1", rollout_rs_threshold=(0.5, 2.0)
+    )
+    assert json.dumps(odd.to_dict()) and (odd.rollout_is_threshold, odd.rollout_rs_threshold) == (1.5, "0.5_2.0")
 
 
 # --- what trains on it ----------------------------------------------------------------------------

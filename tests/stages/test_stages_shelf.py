@@ -59,6 +59,10 @@ def test_gdpo_compares_parts_of_the_reward(batch: wb.DataProto) -> None:
     both = stage(kept).batch["advantages"]
     alone = wb.stages.Advantage(F.gdpo, parts=("correct",))(kept).batch["advantages"]
     assert both.isfinite().all() and not torch.equal(both, alone)
+    before = [wb.stages.Rollout(None), wb.stages.Reward(lambda response: 0.0)]
+    assert wb.Pipeline([*before, stage])["advantage"] is stage  # the reward's function chooses the names of its parts
+    with pytest.raises(PipelineError, match="add the stage 'reward' before 'advantage'"):
+        wb.Pipeline([stage])
     with pytest.raises(PipelineError, match="name them: parts="):
         wb.stages.Advantage(F.gdpo)
 

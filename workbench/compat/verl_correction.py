@@ -52,7 +52,7 @@ class VerlCorrection(Settings):
     rollout_is_threshold: str | float | tuple[float, float] | None = 2.0
     rollout_is_batch_normalize: bool = False
     rollout_rs: str | Mapping[str, Any] | None = None
-    rollout_rs_threshold: str | float | None = None
+    rollout_rs_threshold: str | float | tuple[float, float] | None = None
     bypass_mode: bool = False
     """The sampler's log-probs are the old ones; weights and rejection are computed in the loss."""
     loss_type: str = "ppo_clip"
@@ -77,7 +77,9 @@ def read_correction(given: str | Mapping[str, Any] | None = None, **settings: An
     (`algorithm.rollout_correction.rollout_is=token …`), or the name of a preset (`PRESETS`). Other parts of a whole
     configuration are not read. Raises `SettingError` for an unknown name, and for a value of another type.
     """
-    block = _block(_preset_or_text(given) if isinstance(given, str) else given or {})
+    given = {} if given is None else _preset_or_text(given) if isinstance(given, str) else given
+    require(isinstance(given, Mapping), "rollout correction", expected="a block of settings or its text", found=given)
+    block = _block(given)
     return VerlCorrection.from_parameters({**block, **settings})
 
 

@@ -8,7 +8,7 @@ reserved and checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -127,6 +127,11 @@ def declared(name: str) -> Column | None:
         part = name.removeprefix(REWARD_PREFIX)
         return _column(name, "float B", "reward", f"The part {part!r} of the reward; NaN where a row has none.")
     return known
+
+
+def provided(name: str, written: Collection[str]) -> bool:
+    """Whether a column is among the `written` ones; parts of the reward, whose names its function chooses, come with `score`."""
+    return name in written or (name.startswith(REWARD_PREFIX) and "score" in written)
 
 
 def writer_of(name: str) -> str | None:

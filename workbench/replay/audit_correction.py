@@ -12,7 +12,7 @@ from statistics import pstdev, stdev
 from typing import Any
 
 from workbench.replay.audit_formulas import (
-    FLOAT32,
+    HALF,
     Claim,
     Claims,
     Left,
@@ -27,6 +27,7 @@ from workbench.replay.audit_formulas import (
     gap,
     mean,
     placed,
+    share,
     size,
 )  # fmt: skip
 
@@ -93,8 +94,8 @@ def _band(given: Any) -> tuple[float | None, float]:
 
 
 def _share(name: str, flags: Sequence[bool | None], formula: str) -> Claim:
-    unsure = sum(one is None for one in flags) / max(len(flags), 1)
-    return Claim(name, mean([float(bool(one)) for one in flags]), formula, 1 + unsure / FLOAT32)
+    unsure = mean([HALF * (one is None) for one in flags])
+    return Claim(name, mean(list(map(share, flags))), formula, 1 + unsure)
 
 
 def _deviation(values: Sequence[float], name: str, formula: str) -> Claim:

@@ -171,6 +171,15 @@ def either(a: bool | None, b: bool | None) -> bool | None:
     return True if a or b else None if a is None or b is None else False
 
 
+def share(flag: bool | None) -> float:
+    """1 or 0; a half for unknown, which is `HALF` away from both."""
+    return 0.5 if flag is None else float(flag)
+
+
+HALF = 0.5e6
+"""The noise of a claim whose value is ½ for an unknown flag."""
+
+
 def spread(prefix: str, values: Sequence[float], what: str, noise: float = 0.0) -> Claims:
     """`<prefix>/mean`, `/max`, `/min` of some numbers; nothing of none."""
     if values:

@@ -12,7 +12,7 @@ from typing import Any
 
 from workbench.replay.audit_correction import corrected
 from workbench.replay.audit_formulas import (
-    FLOAT32,
+    HALF,
     MODEL,
     Claim,
     Claims,
@@ -31,6 +31,7 @@ from workbench.replay.audit_formulas import (
     kl,
     mean,
     placed,
+    share,
     size,
 )  # fmt: skip
 
@@ -42,8 +43,11 @@ def update(v: View) -> Claims:
     role = v.stage.removeprefix("update_")
     for name in ("grad_norm", "lr", "nonfinite"):
         yield Left(f"{role}/{name}", "the optimizer's")
-    if v.step < v.setting("from_step"):
-        yield Claim(f"{role}/skipped", 1.0, "step < from_step")
+    yield Left(f"{role}/empty_mini_batches", "counted over all passes")
+    early = v.step < v.setting("from_step")
+    if early or not any(map(any, counted_tokens(v.after))):
+        if early:
+            yield Claim(f"{role}/skipped", 1.0, "step < from_step")
         if "new_log_probs" in v.after:
             old = "rollout_log_probs" if any(name.startswith("bypass.") for name in v.settings) else "old_log_probs"
             yield Claim("new_log_probs", v.before[old], "nothing was updated", near=0.0)
@@ -140,7 +144,6 @@ _RANDOM = {"clip_cov": ("pg_loss", "pg_clipfrac"), "kl_cov": ("pg_loss", "kl_cov
 def _of_minis(v: View, role: str, cut: list[range] | None, tokens: Any, masks: tuple[Masks, Masks]) -> Claims:
     """Metrics of a single pass: each the mean over mini-batches of the mini-batch's own number."""
     mode = str(v.setting("loss_mode"))
-    yield Left(f"{role}/empty_mini_batches", "counted over all passes")
     for name in _RANDOM.get(mode, ()):
         yield Left(f"{role}/{name}", f"{mode} chooses tokens in each micro-batch")
     every = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_clipfrac", "ppo_kl", "kl_loss", "entropy_loss")
@@ -166,14 +169,12 @@ class _Over:
     scale: float
     counts: Ragged
 
-    def __call__(
-        self, name: str, rows: Any, formula: str, how: str = "", noise: Any = None, more: float = 0.0
-    ) -> Claim:
+    def __call__(self, name: str, rows: Any, formula: str, how: str = "", noise: Any = None) -> Claim:
         """A sum over counted tokens by the mode `how`; without it a mean over kept tokens of mini-batches that have some."""
         told = [one for one in self.steps if how or any(rows[row] for row in one)]
         found = mean([self._one(one, rows, how) for one in told]) if told else math.nan
         rough = each(abs, rows if noise is None else noise)
-        return Claim(f"{self.role}/{name}", found, formula, mean([self._one(one, rough, how) for one in told]) + more)
+        return Claim(f"{self.role}/{name}", found, formula, mean([self._one(one, rough, how) for one in told]))
 
     def _one(self, step: range, rows: Ragged, how: str) -> float:
         counts = [self.counts[row] for row in step] if how else None
@@ -193,11 +194,9 @@ def _of_surrogate(v: View, mode: str, over: _Over, tokens: Any, kept: Masks) -> 
             losses = each(lambda x, w: x * w, losses, weights)
         yield over("pg_loss", losses, f"{mode}, {agg}, mean over mini-batches", agg)
     for name, place in (("ppo_clipfrac" if mode == "clip_cov" else "pg_clipfrac", 1), ("pg_clipfrac_lower", 2)):
-        flags = flat(each(lambda x, place=place: x[place], tokens))
-        unsure = len(over.steps) * flags.count(None) / max(len(flags), 1) / FLOAT32
-        yield over(
-            name, each(lambda x, place=place: float(bool(x[place])), tokens), "share of kept tokens", more=unsure
-        )
+        flags = each(lambda x, place=place: x[place], tokens)
+        unsure = each(lambda x: HALF * (x is None) + float(bool(x)), flags)
+        yield over(name, each(share, flags), "share of kept tokens", noise=unsure)
     yield over("ppo_kl", each(lambda x: x[3], tokens), "mean old − new; kl_cov: of magnitudes")
 
 

@@ -188,7 +188,7 @@ def _counts(turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 # --- reward and what reshapes it ----------------------------------------------------------------------
 
-_GSM8K = ("openai/gsm8k", "workbench/arith")
+_GSM8K = ("openai/gsm8k", "gsm8k", "workbench/arith")
 UNSCORED = ("infra_error", "not_applicable")
 
 
@@ -224,20 +224,19 @@ def _parts(v: View) -> Claims:
 
 
 def _scores(v: View) -> Claims:
-    """The Score records: GSM8K's rule is applied again, any other scorer's record is the source."""
-    yield Left("score", "the scorer's own record; GSM8K's strict rule is applied again")
-    if v.settings.get("function") not in ("by data_source", "gsm8k"):
-        return
-    b = v.after
+    """The Score records: GSM8K's rule is applied again where `data_source` chose it, any other record is the source."""
+    b, routed = v.after, v.settings.get("function") == "by data_source"  # a function named gsm8k may have other rules
     expected: list[float | None] = []
     for row, one in enumerate(b["score"]):
         truth = (b["reward_model"][row] or {}).get("ground_truth") if "reward_model" in b else None
-        known = "data_source" in b and b["data_source"][row] in _GSM8K and isinstance(truth, str) and truth.strip()
-        if not known or str(one.status.value) not in ("scored", "no_answer"):
+        known = routed and "data_source" in b and b["data_source"][row] in _GSM8K
+        if not (known and isinstance(truth, str) and str(one.status.value) in ("scored", "no_answer")):
             expected.append(None)
             continue
         answers = re.findall(r"#### (-?[0-9.,]+)", b["response_text"][row][-300:])
         expected.append(float(bool(answers) and answers[-1].replace(",", "") == truth))
+    again = "; GSM8K's strict rule is applied again" if any(value is not None for value in expected) else ""
+    yield Left("score", f"the scorer's own record{again}")
     yield Claim("reward", expected, "1 where the number behind the last '#### ' is the truth, else 0", partial=True)
 
 

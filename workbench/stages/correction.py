@@ -45,7 +45,7 @@ def _number(part: Any) -> float:
 def _rejection_band(kind: str, given: Any) -> Band:
     """The band of one kind of rejection; both bounds for k1, where verl takes a lone upper one's reciprocal as the lower."""
     if kind not in REJECTIONS:
-        raise SettingError(unknown("kind of rejection (rollout_rs)", kind, REJECTIONS))
+        raise SettingError(unknown("kind of rejection (rollout_rs)", str(kind), REJECTIONS))
     what = f"rollout_rs_threshold of {kind}"
     lower, upper = read_band(what, given)
     if kind.endswith("k1"):
@@ -56,8 +56,10 @@ def _rejection_band(kind: str, given: Any) -> Band:
     return None, upper
 
 
-def _text(band: Band) -> str:
-    return "_".join(repr(one) for one in band if one is not None)
+def _plain(band: Band) -> str | float:
+    """A band as records hold it: a number, or text of two."""
+    lower, upper = band
+    return upper if lower is None else f"{lower}_{upper}"
 
 
 def _read_rejections(kinds: Any, threshold: Any) -> dict[str, Band]:
@@ -68,6 +70,8 @@ def _read_rejections(kinds: Any, threshold: Any) -> dict[str, Band]:
         require(threshold is None, what, expected="None", found=threshold, do=do)
         return {kind: _rejection_band(kind, one) for kind, one in kinds.items()}
     if kinds is None:
+        do = "name the kinds in rollout_rs, or leave the threshold out"
+        require(threshold is None, "rollout_rs_threshold without rollout_rs", expected="None", found=threshold, do=do)
         return {}
     named = [one.strip() for one in kinds.split(",") if one.strip()] if isinstance(kinds, str) else []
     require(bool(named), "rollout_rs", expected="kinds separated by commas, a mapping or None", found=kinds)
@@ -96,22 +100,25 @@ class CorrectionSettings(Settings):
     """Divide the weights by their mean: over the tokens, or for `sequence` over the rows."""
     rollout_rs: str | Mapping[str, Any] | None = None
     """Kinds of rejection, separated by commas (`REJECTIONS`), or kind → threshold; None: nothing is rejected."""
-    rollout_rs_threshold: str | float | None = None
+    rollout_rs_threshold: str | float | tuple[float, float] | None = None
     """One threshold for all kinds, or one for each, separated by commas: `"0.5_2.0,0.01"`."""
 
     def __post_init__(self) -> None:
-        levels = f"{', '.join(LEVELS)} or None"
-        require(self.rollout_is in (None, *LEVELS), "rollout_is", expected=levels, found=self.rollout_is)
-        normal = self.rollout_is_batch_normalize
+        level, normal = self.rollout_is, self.rollout_is_batch_normalize
+        known = level is None or (isinstance(level, str) and level in LEVELS)
+        require(known, "rollout_is", expected=f"{', '.join(LEVELS)} or None", found=level)
         require(isinstance(normal, bool), "rollout_is_batch_normalize", expected="True or False", found=normal)
         band, bands = self.weights, self.rejections  # refused here, not in a run
-        plain: dict[str, str] = {}  # records hold numbers and texts
-        if isinstance(self.rollout_is_threshold, tuple | list):
-            plain["rollout_is_threshold"] = _text(band)
+        plain: dict[str, Any] = {}  # records hold numbers and texts
+        if not isinstance(self.rollout_is_threshold, str | int | float):
+            plain["rollout_is_threshold"] = _plain(band)
         if isinstance(self.rollout_rs, Mapping):
-            plain |= {"rollout_rs": ",".join(bands), "rollout_rs_threshold": ",".join(map(_text, bands.values()))}
+            thresholds = ",".join(str(_plain(one)) for one in bands.values())
+            plain |= {"rollout_rs": ",".join(bands) or None, "rollout_rs_threshold": thresholds or None}
+        elif not isinstance(self.rollout_rs_threshold, str | int | float | None):
+            plain["rollout_rs_threshold"] = _plain(read_band("rollout_rs_threshold", self.rollout_rs_threshold))
         for name, value in plain.items():
-            object.__setattr__(self, name, value or None)
+            object.__setattr__(self, name, value)
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `functional.correction.corrected`."""
@@ -177,7 +184,7 @@ class RolloutCorrection(BaseStage):
         rollout_is_threshold: str | float | tuple[float, float] = 2.0,
         rollout_is_batch_normalize: bool = False,
         rollout_rs: str | Mapping[str, Any] | None = None,
-        rollout_rs_threshold: str | float | None = None,
+        rollout_rs_threshold: str | float | tuple[float, float] | None = None,
         bypass_mode: bool = False,
     ) -> None:
         self.correction = CorrectionSettings(

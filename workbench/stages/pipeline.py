@@ -7,7 +7,7 @@ from typing import Any
 
 from workbench.base.errors import ColumnMissing, PipelineError, RewardError, describe, unknown
 from workbench.base.shown import Shown
-from workbench.dataproto.columns import COLUMNS, declared
+from workbench.dataproto.columns import COLUMNS, declared, provided
 from workbench.dataproto.core import DataProto
 from workbench.rewards.signatures import EPISODE
 from workbench.stages.stage import Stage
@@ -45,7 +45,7 @@ class Pipeline(Shown):
         present = {column.name for column in COLUMNS.values() if column.writer == "dataset"}
         for position, stage in enumerate(self._stages):
             for column in stage.reads:
-                if column not in present:
+                if not provided(column, present):
                     self._refuse_unless_data(column, stage, self._stages[position + 1 :])
             present.update(stage.writes)
 
@@ -152,7 +152,7 @@ class Pipeline(Shown):
         """Raise `ColumnMissing` if the batch lacks a column that a stage reads and no earlier stage writes."""
         written: set[str] = set()
         for stage in self._stages:
-            missing = [name for name in stage.reads if name not in written and name not in batch]
+            missing = [name for name in stage.reads if not provided(name, written) and name not in batch]
             explain = getattr(stage, "check_columns", None)
             if missing and explain is not None:  # a reward says what its function may ask for
                 try:

@@ -387,7 +387,7 @@ def audit(made: Audit) -> doc.Part:
     unknown = f"no formula knows {', '.join(sorted(made.unaudited))}" if made.unaudited else ""
     agreed = [["columns", ", ".join(sorted(made.columns))], ["metrics", ", ".join(sorted(made.metrics))]]
     return (
-        doc.line(doc.bold(made.summary())),
+        doc.line(doc.bold(made.summary()), f" · {doc.counted(len(made.steps), 'recorded step')}"),
         doc.Either([f"  {one}" for one in made.disagreements[:12]], doc.Table(header, rows)),
         doc.Either([f"  and {len(rows) - 12} more: .disagreements"] if len(rows) > 12 else ()),
         [unknown] if unknown else (),

@@ -98,6 +98,7 @@ def rubric(made: Rubric) -> doc.Part:
 
 _ROWS = 50
 _AROUND = 160
+_FILLED = "what each argument was filled from"
 _COLOURS = ("rgba(9,105,218,0.28)", "rgba(191,135,0,0.32)", "rgba(130,80,223,0.28)", "rgba(46,160,67,0.30)")
 
 
@@ -114,20 +115,19 @@ def dry_run(made: DryRun) -> doc.Part:
         )
     said = [f"{len(rows)} rows are scored differently"] if several else []
     said += [f"  {int(counts.sum()):5d} × {doc.cut(reason, 100)}" for reason, counts in failures[:5]]
-    cells = [[doc.cut(reason, 160), *(f"{int(count)}" for count in counts)] for reason, counts in failures[:12]]
-    reasons = doc.Table(["reason", *made.failures], cells)
+    cells = [[doc.cut(reason, 160), *(f"{int(count)}" for count in counts)] for reason, counts in failures]
+    reasons = doc.Table(["reason", *made.failures], cells, most=12)
+    calls = [(name, told(binding)) for name, binding in made.bindings.items() if binding]
     return (
         doc.line(doc.bold(f"{len(made.rows)} completions")),
         _scorers(made),
-        doc.Either(_calls(made), doc.Fold("what each argument was filled from", doc.stacked(_calls(made)))),
+        doc.Either(
+            [f"  {name}({filled})" for name, filled in calls], doc.Fold(_FILLED, doc.pairs(calls)) if calls else ()
+        ),
         doc.Either(said),
-        doc.Fold(f"why rows are not plainly scored ({len(failures)} reasons)", reasons) if cells else (),
+        doc.Fold(f"why rows are not plainly scored ({doc.counted(len(failures), 'reason')})", reasons) if cells else (),
         doc.Either(page=doc.Fold(what, lambda: _rows(made, rows[:_ROWS]), opened=True) if rows else ()),
     )
-
-
-def _calls(made: DryRun) -> list[str]:
-    return [f"  {name}({told(binding)})" for name, binding in made.bindings.items() if binding]
 
 
 def reward(made: Reward) -> doc.Part:

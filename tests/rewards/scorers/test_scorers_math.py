@@ -14,6 +14,7 @@ from tests_patience import LONG, patience
 from workbench.rewards import Status, math_dapo, math_string, math_verify, numeric
 from workbench.rewards.scorers import math_dapo as dapo
 from workbench.rewards.scorers import math_string as strings
+from workbench.rewards.scorers.math_text import normalise
 from workbench.rewards.scorers.numeric import extract_answer, number, same_answer
 from workbench.testing.rewards import answered
 
@@ -37,7 +38,7 @@ def test_which_box_counts() -> None:
         strings.compute_score(r"\boxed{5} \boxed", "5") == 0
         and strings.compute_score(r"\boxed{5} \boxedx{6}", "5") == 0
     )
-    assert strings.normalise("5\\\\%") == strings.normalise("5\\%") == "5"
+    assert normalise("5\\\\%") == normalise("5\\%") == "5"
     assert dapo.compute_score("\\boxed{5}\nAnswer: [INVALID]", "5")["score"] == 1
     assert strings.compute_score(r"\boxed{1} then \boxed{2}", "2") == 1
     assert strings.compute_score(r"\boxed{2} and \boxed{3", "2") == 0  # a later unclosed box hides the good one
