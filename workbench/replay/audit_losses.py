@@ -122,9 +122,7 @@ def _policy(v: View, role: str) -> Claims:
     yield Left("new_log_probs", MODEL)
     yield from bounded(b, "new_log_probs")
     kept, sampler = mask, any(name.startswith("bypass.") for name in v.settings)
-    if cut and cut[-1].stop == len(mask) and _begins_with_old(v):
-        first = [row if at in cut[0] else [None] * len(row) for at, row in enumerate(b["old_log_probs"])]
-        yield Claim("new_log_probs", first, "of the first mini-batch the old ones: the same weights", 1e3, partial=True)
+    yield from _first_step(v, cut)
     if sampler:  # weights and rejection come from this pass's own log-probs
         kept = counted_tokens(b, of_loss=True)
         yield from corrected(v, "new_log_probs", "bypass.", whole=cut is not None and len(cut) == 1)
@@ -141,6 +139,14 @@ def _policy(v: View, role: str) -> Claims:
     if v.setting("kl_coef"):
         yield Claim(f"{role}/kl_coef", v.setting("kl_coef"), "the setting")
     yield _whole_loss(v, role, cut, mask)
+
+
+def _first_step(v: View, cut: list[range] | None) -> Claims:
+    """The first mini-batch of a single pass has the old log-probs."""
+    old = v.after["old_log_probs"] if cut and _begins_with_old(v) and cut[-1].stop == len(v.after["uid"]) else []
+    if old and cut:
+        first = [row if at in cut[0] else [None] * len(row) for at, row in enumerate(old)]
+        yield Claim("new_log_probs", first, "of the first mini-batch the old ones: the same weights", 1e3, partial=True)
 
 
 def _row(mode: str, v: View, rows: Any) -> list[Token]:
