@@ -161,6 +161,18 @@ def test_rows_of_an_older_policy_and_their_correction_agree(make: Make, train: C
     assert ("rollout_corr/rollout_rs_token_k1_std" in found.left) == (make is bypassing)  # means of micro-batches' own
 
 
+@pytest.mark.parametrize("inexact", [{"lora_rank": 2, "lora_dropout": 0.3}, {"dtype": "bfloat16"}])
+def test_a_first_pass_with_dropout_or_in_half_precision_is_left_out(inexact: dict[str, Any], train: Any) -> None:
+    """It does not compute old_log_probs again."""
+
+    def make(_: Any) -> wb.Pipeline:
+        engine = wb.engines.local(ROOT / "data/tiny-arith", lr=1e-3, device="cpu", **inexact)
+        return recipe("grpo", ppo_epochs=2)(engine)
+
+    found = train(make, steps=1).audit()
+    assert found.agrees and "actor/pg_loss" in found.left, found
+
+
 def test_episodes_with_tools_agree(train: Callable[..., wb.Run]) -> None:
     from workbench.agents.files import load_tools
     from workbench.agents.parsers import tool_parser
