@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -221,11 +222,13 @@ def audit_trace(
     before: Mapping[str, Mapping[str, float]] | None = None,
     after: Mapping[str, Mapping[str, float]] | None = None,
     row: Mapping[str, Any] | None = None,
+    actor: Mapping[str, Any] | None = None,
 ) -> Audit:
     """Recompute a trace's columns and metrics. `before` and `after`: states of the stages' controllers around the step;
-    `row`: the step's row of metrics.jsonl."""
+    `row`: the step's row of metrics.jsonl; `actor`: settings of the learner's engine."""
     found = _Findings(int(trace.step or 0))
-    views = [_view(trace, phase, before) for phase in trace]
+    exact = _exact(actor or {})
+    views = [replace(_view(trace, phase, before), exact=exact) for phase in trace]
     for number, phase in enumerate(trace):
         _phase(found, views, number, phase, (after or {}).get(phase.stage, {}))
     if row is not None:
@@ -262,6 +265,7 @@ def _view(trace: Trace, phase: Phase, before: Mapping[str, Mapping[str, float]] 
     version = next((origins[name].policy_version for name in phase.wrote if name in origins), None)
     tokenizer, ends = _reader(phase.batch.meta_info.get("model"))
     sampling = next((one.settings for one in trace if "purpose" in one.settings), {})
+    scoring = next((one.settings for one in trace if "old_log_probs" in one.wrote), {})
     return View(
         stage=phase.stage,
         before=Lists(trace.before(phase.stage)),
@@ -273,6 +277,7 @@ def _view(trace: Trace, phase: Phase, before: Mapping[str, Mapping[str, float]] 
         version=version,
         state=(before or {}).get(phase.stage),
         sampling=sampling,
+        scoring=scoring,
         tokenizer=tokenizer,
         ends=ends,
     )
@@ -291,6 +296,16 @@ def _reader(model: Any) -> tuple[Any, frozenset[int]]:
         ends = json.loads(path.read_text()).get("eos_token_id") if tokenizer is not None and path.is_file() else None
         found |= set(ends if isinstance(ends, list) else [ends]) - {None}
     return tokenizer, frozenset(found)
+
+
+def _exact(actor: Mapping[str, Any]) -> bool:
+    """Whether an engine is known to learn in float32, and its model has no dropout."""
+    config = Path(str(actor.get("path"))) / "config.json"
+    if actor.get("lora_dropout") or not config.is_file():
+        return False
+    rates = re.findall(r'drop\w*": *([0-9.e-]+)', config.read_text())
+    whole = actor.get("dtype") == "float32" or (actor.get("dtype"), actor.get("device")) == ("auto", "cpu")
+    return whole and not any(map(float, rates))
 
 
 def _carried(view: View, spoken: set[str]) -> Claims:
@@ -337,14 +352,15 @@ def audit_run(
     rows: Sequence[Mapping[str, Any]],
     around: Callable[[int], tuple[Any, Any]],
     step: int | None = None,
+    actor: Mapping[str, Any] | None = None,
 ) -> Audit:
     """Audit one recorded step, or all and what runs through them: step numbers and policy versions. `around(step)` gives the
-    controllers' states before and after it."""
+    controllers' states before and after it; `actor`: settings of the learner's engine."""
     by_step = {int(row["training/global_step"]): row for row in rows}
     audits, versions = [], {}
     for number in traces if step is None else [step]:
         trace, (before, after) = traces[number], around(number)
-        audits.append(audit_trace(trace, before=before, after=after, row=by_step.get(number)))
+        audits.append(audit_trace(trace, before=before, after=after, row=by_step.get(number), actor=actor))
         origins = trace.batch.origins
         versions[number] = origins["old_log_probs"].policy_version if "old_log_probs" in origins else None
         if number not in by_step and number <= max(by_step, default=number):  # the last trace is written before its row

@@ -51,9 +51,12 @@ def corrected(v: View, column: str, prefix: str, *, whole: bool) -> Claims:
         claims = itertools.chain(claims, _weights(v, logs, mask, prefix))
     if v.setting(f"{prefix}rollout_rs"):
         claims = itertools.chain(claims, _rejections(v, logs, mask, prefix))
+    normalised = ("_is_weights", "_norm_factor") * bool(v.setting(f"{prefix}rollout_is_batch_normalize"))
+    of_parts = ("_std", "_sample_size", *normalised)
     for claim in claims:
-        column_of = isinstance(claim.value, list)
-        if whole or (column_of and not v.setting(f"{prefix}rollout_is_batch_normalize")):
+        if prefix and claim.name.endswith(of_parts):
+            yield Left(claim.name, "of each micro-batch, and their cut is not recorded")
+        elif whole or isinstance(claim.value, list):
             yield claim
         else:
             yield Left(claim.name, "computed in several mini-batches")

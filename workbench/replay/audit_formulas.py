@@ -106,6 +106,10 @@ class View:
     """The stage's controller before the step; None where it was not kept."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the rollout."""
+    scoring: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the stage that computed `old_log_probs`."""
+    exact: bool = False
+    """Whether the learner is known to compute in float32 and without dropout: of the same weights the same log-probs."""
     tokenizer: Any = None
     """That of the sampler's model; None where its folder is not here."""
     ends: frozenset[int] = frozenset()
@@ -356,5 +360,6 @@ def _held_out(row: Mapping[str, Any]) -> Claims:
 
 def policy_lag(version: int, rows: Sequence[int]) -> Claims:
     """How many versions rows are behind the learner's weights at the start of the step."""
+    yield Claim("policy_version", [min(x, version) for x in rows], "at most the learner's", near=0.0, partial=True)
     yield averaged("training/policy_lag/mean", [version - x for x in rows], "learner's version − rows' versions")
     yield Claim("training/policy_lag/max", version - min(rows), "learner's version − oldest row's")

@@ -60,12 +60,29 @@ def update(v: View) -> Claims:
 
 
 def minis(v: View, role: str) -> list[range] | None:
-    """Rows of each optimizer step of a single pass; None where rows were shuffled, skipped or passed several times."""
-    total, prompts = len(v.after["uid"]), v.setting("ppo_mini_batch_size")
-    if v.setting("ppo_epochs") != 1 or (v.setting("shuffle") and prompts) or v.metrics.get(f"{role}/nonfinite"):
+    """Rows of each optimizer step, of a second pass behind the first's; None where a step's own log-probs are not recorded:
+    rows were shuffled, skipped or passed several times, but for two passes of one step whose first has the old log-probs."""
+    total, prompts, epochs = len(v.after["uid"]), v.setting("ppo_mini_batch_size"), v.setting("ppo_epochs")
+    number = total if prompts is None else min(prompts * int(v.after.batch.meta_info.get("group_size", 1)), total)
+    known = epochs == 1 or (epochs == 2 and number == total and _begins_with_old(v))
+    if not known or (v.setting("shuffle") and prompts) or v.metrics.get(f"{role}/nonfinite"):
         return None
-    number = total if prompts is None else prompts * int(v.after.batch.meta_info.get("group_size", 1))
-    return [range(start, min(start + number, total)) for start in range(0, total, number)]
+    return [range(start, min(start + number, total * epochs)) for start in range(0, total * epochs, number)]
+
+
+def _begins_with_old(v: View) -> bool:
+    """Whether the first step computes `old_log_probs` again: the same weights at the same temperature, exactly."""
+    old = getattr(v.after.batch.origins.get("old_log_probs"), "policy_version", None)
+    learned = v.settings.get("loss") == "PolicyLoss" and not any(name.startswith("bypass.") for name in v.settings)
+    same = v.scoring.get("temperature") == v.setting("temperature")
+    return v.exact and learned and same and old is not None and old + 1 == v.version
+
+
+def _of_steps(v: View, cut: list[range] | None, name: str, mask: Masks) -> Ragged:
+    """A column at the mask's tokens, row by row of the steps: in the first of two passes the new log-probs are the old ones."""
+    twice = cut is not None and cut[-1].stop > len(mask)
+    names = ("old_log_probs" if name == "new_log_probs" else name, name) if twice else (name,)
+    return [row for one in names for row in v.after.own(one, mask)]
 
 
 def aggregated(rows: Ragged, mode: str, scale: float, counts: Ragged | None = None) -> float:
@@ -105,12 +122,13 @@ def _policy(v: View, role: str) -> Claims:
     yield Left("new_log_probs", MODEL)
     yield from bounded(b, "new_log_probs")
     kept, sampler = mask, any(name.startswith("bypass.") for name in v.settings)
+    yield from _first_step(v, cut)
     if sampler:  # weights and rejection come from this pass's own log-probs
         kept = counted_tokens(b, of_loss=True)
         yield from corrected(v, "new_log_probs", "bypass.", whole=cut is not None and len(cut) == 1)
     names = ("rollout_log_probs" if sampler else "old_log_probs", "new_log_probs", "advantages")
-    tokens = [_row(mode, v, rows) for rows in zip(*(b.own(name, kept) for name in names), strict=True)]
-    flags = placed(each(lambda x: either(x[1], x[2]), tokens), kept, False)
+    tokens = [_row(mode, v, rows) for rows in zip(*(_of_steps(v, cut, name, kept) for name in names), strict=True)]
+    flags = placed(each(lambda x: either(x[1], x[2]), tokens[-len(kept) :]), kept, False)
     if mode == "kl_cov":
         yield Left("clipped", "kl_cov chooses in each micro-batch")
     elif mode == "clip_cov":
@@ -121,6 +139,14 @@ def _policy(v: View, role: str) -> Claims:
     if v.setting("kl_coef"):
         yield Claim(f"{role}/kl_coef", v.setting("kl_coef"), "the setting")
     yield _whole_loss(v, role, cut, mask)
+
+
+def _first_step(v: View, cut: list[range] | None) -> Claims:
+    """The first mini-batch of a single pass has the old log-probs."""
+    old = v.after["old_log_probs"] if cut and _begins_with_old(v) and cut[-1].stop == len(v.after["uid"]) else []
+    if old and cut:
+        first = [row if at in cut[0] else [None] * len(row) for at, row in enumerate(old)]
+        yield Claim("new_log_probs", first, "of the first mini-batch the old ones: the same weights", 1e3, partial=True)
 
 
 def _row(mode: str, v: View, rows: Any) -> list[Token]:
@@ -151,12 +177,13 @@ def _of_minis(v: View, role: str, cut: list[range] | None, tokens: Any, masks: t
         for name in every:
             yield Left(f"{role}/{name}", "passes before the last, shuffled or skipped mini-batches are not recorded")
         return
-    counts = v.after.own("advantages", masks[0])
+    counts = _of_steps(v, cut, "advantages", masks[0])
     steps = [one for one in cut if any(counts[row] for row in one)]
     if len(steps) < len(cut):
         yield Claim(f"{role}/empty_mini_batches", len(cut) - len(steps), "mini-batches without a token to learn from")
-    over = _Over(role, steps, v.setting("loss_scale_factor") or float(len(masks[0][0])), counts)
-    yield from _of_surrogate(v, mode, over, tokens, masks[1])
+    scale, twice = v.setting("loss_scale_factor") or float(len(masks[0][0])), len(counts) > len(masks[0])
+    over = _Over(role, steps, scale, counts, 10 * twice)
+    yield from _of_surrogate(v, mode, over, tokens, (cut, masks[1]))
     yield from _of_terms(v, role, cut, over, masks[0])
 
 
@@ -168,12 +195,14 @@ class _Over:
     steps: list[range]
     scale: float
     counts: Ragged
+    first: float = 0.0
+    """Rounding of a token of a first pass that is not recorded, in 1e-6."""
 
     def __call__(self, name: str, rows: Any, formula: str, how: str = "", noise: Any = None) -> Claim:
         """A sum over counted tokens by the mode `how`; without it a mean over kept tokens of mini-batches that have some."""
         told = [one for one in self.steps if how or any(rows[row] for row in one)]
         found = mean([self._one(one, rows, how) for one in told]) if told else math.nan
-        rough = each(abs, rows if noise is None else noise)
+        rough = each(lambda x: abs(x) + self.first * (1 + abs(x)), rows if noise is None else noise)
         return Claim(f"{self.role}/{name}", found, formula, mean([self._one(one, rough, how) for one in told]))
 
     def _one(self, step: range, rows: Ragged, how: str) -> float:
@@ -181,13 +210,13 @@ class _Over:
         return aggregated([rows[row] for row in step], how or "token-mean", self.scale, counts)
 
 
-def _of_surrogate(v: View, mode: str, over: _Over, tokens: Any, kept: Masks) -> Claims:
+def _of_surrogate(v: View, mode: str, over: _Over, tokens: Any, places: Any) -> Claims:
     """The policy loss and what is clipped in it."""
     agg = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum"}.get(mode, v.setting("loss_agg_mode"))
     if mode not in _RANDOM:
         losses = each(lambda x: x[0], tokens)
         if v.setting("rollout_is"):
-            weights = v.after.own("rollout_is_weights", kept)
+            weights = _of_steps(v, places[0], "rollout_is_weights", places[1])
             if mode == "geo_mean":
                 logs = each(lambda w: math.log(w + 1e-10), weights)
                 weights = [[math.exp(mean(row))] * len(row) for row in logs]
@@ -204,7 +233,7 @@ def _of_terms(v: View, role: str, cut: list[range], over: _Over, mask: Masks) ->
     """KL to the reference, and entropy."""
     b, agg, kind = v.after, v.setting("loss_agg_mode"), v.setting("kl_type")
     if v.setting("kl_coef"):
-        deltas = each(gap, b.own("new_log_probs", mask), b.own("ref_log_prob", mask))
+        deltas = each(gap, *(_of_steps(v, cut, name, mask) for name in ("new_log_probs", "ref_log_prob")))
         yield over("kl_loss", each(lambda x: kl(x, kind), deltas), f"{kind}, {agg}", agg, deltas)
     if v.setting("entropy_coeff") and len(cut) == 1 and "entropys" in b:
         entropies = b.own("entropys", mask)

@@ -135,7 +135,8 @@ class Run(Shown):
         Columns and metrics that need the model, the clock or foreign code are listed with the reason. No model is opened.
         Raises `RunError` where the step's trace is not on disk.
         """
-        return audit_run(self.traces, self.rows, functools.partial(controllers, self.path), step)
+        actor = (self.settings.get("engines") or {}).get("actor")
+        return audit_run(self.traces, self.rows, functools.partial(controllers, self.path), step, actor)
 
     # --- any step again -------------------------------------------------------------------------
 
