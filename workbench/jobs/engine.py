@@ -220,7 +220,8 @@ def execute_notebook(
         base = getattr(papermill_io.get_handler("local"), "_cwd", None) or os.getcwd()
         papermill_io.register(str(output_path), AtomicFile(Path(base) / output_path))
     manager = Manager(nb, output_path=output_path, progress_bar=progress_bar, log_output=log_output)
-    passed = {key: value for key, value in options.items() if key not in _UNUSED}
+    # nbclient gives a finished cell's outputs 4 s to arrive, and a job would end where a busy machine takes longer
+    passed = {"iopub_timeout": 60, **{key: value for key, value in options.items() if key not in _UNUSED}}
     startup = options.get("start_timeout", 60)
     client = Client(manager, kernel_name=kernel_name, startup_timeout=startup, log_output=log_output, **passed)
     manager.notebook_start()
