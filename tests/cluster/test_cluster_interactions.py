@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def board_class() -> type[BaseInteraction]:
             self.ended: list[str] = []
 
         async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+            time.sleep(kwargs.get("hold", 0.0))  # nobody else is heard meanwhile
             assert instance_id is not None and instance_id not in self.open
             self.open.add(instance_id)
             self.most = max(self.most, len(self.open))
@@ -113,8 +115,8 @@ def test_an_actor_that_hangs_costs_its_rows_and_one_that_is_gone_ends_the_step(a
     with pytest.raises(
         ForeignError, match="all 4 episodes broke; found start_interaction: TimeoutError: no answer within 0.3"
     ):
-        slow(batch(2))
-    # the process of a new actor was still starting: conversations were given up on before they began, and are ended
+        slow(batch(2, hold=0.5))
+    # conversations were given up on before they began, and are ended
     assert within(lambda: ray.get(actor.standing.remote())["open"] == 0)
     assert len(ray.get(actor.standing.remote())["ended"]) == 4
     limit = loop.seconds_per_call = patience(3.0)
