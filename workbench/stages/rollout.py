@@ -197,10 +197,8 @@ def columns_of(
     log_probs = _padded([sample.log_probs for sample in samples], 0.0, dtype=torch.float32)
     if not log_probs.isfinite().all():  # of NaN weights every sampler makes some text
         rows = (~log_probs.isfinite()).any(-1).nonzero()[:, 0].tolist()
-        found, do = (
-            f"in {len(rows)} of {len(samples)} rows, the first {rows[0]}",
-            "check the model's weights and its dtype",
-        )
+        found = f"in {len(rows)} of {len(samples)} rows, the first {rows[0]}"
+        do = "check the model's weights and its dtype"
         raise NonFinite("the sampler's log-probs are NaN or infinite", found=found, do=do)
     return {
         "prompts": ids_s,

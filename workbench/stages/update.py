@@ -287,12 +287,13 @@ class Update(BaseStage):
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         for epoch in range(self.ppo_epochs):
             for number, indices in enumerate(self._mini_batches(batch, epoch)):
-                if not loss_mask(rows.select_idxs(indices)).any():
+                mini_batch = rows.select_idxs(indices)
+                if not loss_mask(mini_batch).any():
                     empty += 1  # a step without a gradient would still move weights, by decay and momentum
                     continue
                 with torch.random.fork_rng(devices):  # dropout is a function of the step: an update repeats bit for bit
                     torch.manual_seed(derive(batch.meta_info.get("seed", 0), self.name, step, epoch, number))
-                    learned = self._learn_or_skip(rows.select_idxs(indices))
+                    learned = self._learn_or_skip(mini_batch)
                 if learned is None:
                     skipped += 1
                     continue

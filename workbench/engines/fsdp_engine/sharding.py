@@ -10,7 +10,7 @@ import torch
 
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import lora
-from workbench.engines.local_engine.loading import load_model, load_tokenizer, resolve, save_model
+from workbench.engines.local_engine.loading import HEAD, load_model, load_tokenizer, resolve, save_model
 from workbench.engines.local_engine.scoring import halves, outputs, response_hidden
 from workbench.engines.local_engine.states import read_record, read_weights
 from workbench.engines.settings import FsdpSettings
@@ -88,7 +88,7 @@ def read_head(folder: str, hidden: int) -> dict[str, torch.Tensor]:
     """Read the value head's weights of a model folder; zeros where it has none, as for a new critic."""
     from safetensors.torch import load_file
 
-    path = Path(folder) / "value_head.safetensors"
+    path = Path(folder) / HEAD
     start = {"weight": torch.zeros(1, hidden), "bias": torch.zeros(1)}
     return {f"value_head.{name}": tensor for name, tensor in (load_file(path) if path.is_file() else start).items()}
 
