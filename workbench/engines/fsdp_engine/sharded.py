@@ -26,6 +26,7 @@ from workbench.base.metrics import join
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.sharding import build, read_head, read_plain
 from workbench.engines.local_engine import lora
+from workbench.engines.local_engine.head import hidden_size
 from workbench.engines.local_engine.learning import Account, Optimizer
 from workbench.engines.local_engine.loading import check_fit
 from workbench.engines.local_engine.memory import memory_errors
@@ -193,7 +194,7 @@ class ShardedModel:
             try:
                 plain = lora.stored(Path(folder)) if adapters else read_plain(folder, self.settings)
                 if self.whole.value_head is not None:
-                    plain |= read_head(folder, self.whole.causal.config.hidden_size)
+                    plain |= read_head(folder, hidden_size(self.whole.causal))
                 check_fit(f"weights of {folder}", plain, {**parameters, **buffers})
             except Exception as error:  # noqa: BLE001 - all ranks raise it
                 told = first_line(error, 1000)

@@ -10,6 +10,7 @@ import torch
 
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import lora
+from workbench.engines.local_engine.head import hidden_size
 from workbench.engines.local_engine.loading import HEAD, load_model, load_tokenizer, resolve, save_model
 from workbench.engines.local_engine.scoring import halves, outputs, response_hidden
 from workbench.engines.local_engine.states import read_record, read_weights
@@ -41,7 +42,7 @@ def build(path: str, settings: Any, mesh: Any, head: bool) -> Whole:
     value = None
     if head:
         with torch.device("meta"):
-            value = torch.nn.Linear(model.config.hidden_size, 1)
+            value = torch.nn.Linear(hidden_size(model), 1)
     whole = Whole(model, value)
     device = mesh.device_type
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if settings.offload == "all" else OffloadPolicy()

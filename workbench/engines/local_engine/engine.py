@@ -107,7 +107,7 @@ class ModelEngine:
     @property
     def max_length(self) -> int | None:
         """Longest sequence of the model in tokens (`max_position_embeddings`); None where its configuration has none."""
-        return getattr(self._model.config, "max_position_embeddings", None)
+        return getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
 
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: weights and Adam's two moments, of all ranks together."""
@@ -167,7 +167,7 @@ class LocalEngine(ModelEngine, SampleMany):
         self._head = head
         self._optimizer: Optimizer | None = None
         self._waves = Waves(self._decode, settings.max_wave, "workbench-sampler")
-        self._eos = loading.eos_ids_of(model.generation_config, model.config, tokenizer)
+        self._eos = loading.eos_ids_of(model.generation_config, model.config.get_text_config(), model.config, tokenizer)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable()
 
