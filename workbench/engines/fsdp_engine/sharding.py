@@ -10,9 +10,9 @@ import torch
 
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import lora
-from workbench.engines.local_engine.head import hidden_size
+from workbench.engines.local_engine.head import head_of, hidden_size
 from workbench.engines.local_engine.loading import HEAD, load_model, load_tokenizer, resolve, save_model
-from workbench.engines.local_engine.scoring import halves, outputs, response_hidden
+from workbench.engines.local_engine.scoring import halves, layout, outputs
 from workbench.engines.local_engine.states import read_record, read_weights
 from workbench.engines.settings import FsdpSettings
 
@@ -30,7 +30,7 @@ class Whole(torch.nn.Module):
     ) -> dict[str, torch.Tensor]:
         """The outputs `want` of `scoring.outputs`; or `hidden` [N, H], the states that predict the N response tokens."""
         if "hidden" in want:
-            return {"hidden": response_hidden(self.causal, rows, packed)}
+            return {"hidden": layout(self.causal, rows, packed).states(self.causal, head_of(self.causal))}
         return outputs(self.causal, self.value_head, rows, want, temperature, packed)
 
 

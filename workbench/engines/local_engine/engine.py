@@ -19,7 +19,8 @@ from workbench.base.errors import EngineError, NonFinite
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
-from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, backward
+from workbench.engines.local_engine.head import head_of
+from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, backward, learning_mode
 from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
 from workbench.engines.local_engine.sampling import Waves, decode_wave
 from workbench.engines.local_engine.states import read_optimizer, write_whole
@@ -138,6 +139,11 @@ class FrozenModel:
         """Path and settings by name, and as `as_loaded` whether the weights are still those of the path."""
         return {**self._engine.describe(), **({"lora_rank": 0} if self._base else {}), "as_loaded": self._as_loaded}
 
+    @property
+    def packed(self) -> bool:
+        """Whether rows go through the model without padding (`scoring.packs`)."""
+        return scoring.packs(self._engine._model, self._engine._settings)
+
     @contextmanager
     def model(self) -> Iterator[Any]:
         """Context manager: yields the transformers model; with LoRA the adapters are switched off inside."""
@@ -193,26 +199,30 @@ class LocalEngine(ModelEngine, SampleMany):
         self._model.eval()
         guard = memory_errors("scoring", f"micro-batches of {self._settings.micro_batch_tokens} tokens")
         with guard, self._autocast(), lora.switched_off(self._model) if base else nullcontext():
-            return scoring.collect(self._passes(batch), self._outputs(want, temperature), batch, want)
+            packed = self._packed
+            return scoring.collect(self._passes(batch, packed), self._outputs(want, temperature, packed), batch, want)
 
     def full_kl(self, batch: DataProto, reference: FrozenModel, temperature: float = 1.0) -> torch.Tensor:
         """[B, T] exact KL(policy‖reference) per response token, in nats, over the whole vocabulary: two forward passes."""
         scoring.check_ids(self._model, batch)
         self._model.eval()
 
-        def head(states: torch.Tensor) -> torch.Tensor:
+        packed = self._packed and reference.packed
+        mine = head_of(self._model)
+
+        def their_logits(states: torch.Tensor) -> torch.Tensor:
             with reference.model() as other:
-                return other.get_output_embeddings()(states.to(other.device))
+                return head_of(other).logits(states)
 
         def found(rows: DataProto) -> dict[str, torch.Tensor]:
-            mine = scoring.response_hidden(self._model, rows, self._packed)
+            way = scoring.layout(self._model, rows, packed)
+            states = way.states(self._model, mine)
             with reference.model() as other:
-                theirs = scoring.response_hidden(other, rows.to(other.device), self._packed)
-            heads = (self._model.get_output_embeddings(), head)
-            return scoring.divergence((mine, theirs), heads, self._model, rows, temperature)
+                theirs = scoring.layout(other, rows.to(other.device), packed).states(other, head_of(other))
+            return scoring.divergence(way, mine, (states, theirs), their_logits, temperature)
 
         with memory_errors("the exact KL", f"micro-batches of {self._settings.micro_batch_tokens} tokens"):
-            return scoring.collect(self._passes(batch), found, batch, ("kl",))["kl"]
+            return scoring.collect(self._passes(batch, packed), found, batch, ("kl",))["kl"]
 
     # --- Learner ----------------------------------------------------------------------------
 
@@ -252,16 +262,14 @@ class LocalEngine(ModelEngine, SampleMany):
 
     def _backward(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float) -> StepResult:
         scoring.check_ids(self._model, batch)
-        self._model.train()
+        packed = self._packed
         try:
-            with self._autocast():
-                found = self._outputs(loss.want, temperature)
-                return backward(self._passes(batch), lambda rows: loss(found(rows), rows, loss_counts), batch)
+            with learning_mode(self._model, packed), self._autocast():
+                found = self._outputs(loss.want, temperature, packed)
+                return backward(self._passes(batch, packed), lambda rows: loss(found(rows), rows, loss_counts), batch)
         except BaseException:
             self._ready().zero()
             raise
-        finally:
-            self._model.eval()
 
     def _ready(self) -> Optimizer:
         """The optimizer, made when learning starts: an engine that only samples has none."""
@@ -396,11 +404,13 @@ class LocalEngine(ModelEngine, SampleMany):
     def _packed(self) -> bool:
         return scoring.packs(self._model, self._settings)
 
-    def _passes(self, batch: DataProto) -> Iterator[tuple[torch.Tensor, DataProto, int]]:
-        return scoring.passes(self._model, batch, self._settings.micro_batch_tokens, self._packed)
+    def _passes(self, batch: DataProto, packed: bool) -> Iterator[tuple[torch.Tensor, DataProto, int]]:
+        return scoring.passes(self._model, batch, self._settings.micro_batch_tokens, packed)
 
-    def _outputs(self, want: Sequence[str], temperature: float) -> Callable[[DataProto], dict[str, torch.Tensor]]:
-        return lambda rows: scoring.outputs(self._model, self._head, rows, want, temperature, self._packed)
+    def _outputs(
+        self, want: Sequence[str], temperature: float, packed: bool
+    ) -> Callable[[DataProto], dict[str, torch.Tensor]]:
+        return lambda rows: scoring.outputs(self._model, self._head, rows, want, temperature, packed)
 
     def _autocast(self) -> Any:
         device = self._model.device.type
