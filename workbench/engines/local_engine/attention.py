@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from workbench.base.errors import EngineError
 
-NAME = "workbench"
+NAME, UNCAPPED = "workbench", "workbench_uncapped"
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def switched(model: Any) -> Iterator[None]:
     configs = {id(one): one for one in (getattr(part, "config", None) for part in model.modules()) if one is not None}
     before = {key: one._attn_implementation for key, one in configs.items() if hasattr(one, "_attn_implementation")}
     try:
-        for key in before:
-            configs[key]._attn_implementation_internal = NAME
+        for key, name in before.items():
+            configs[key]._attn_implementation_internal = UNCAPPED if name == "sdpa" else NAME
         yield
     finally:
         for key, name in before.items():
@@ -111,6 +111,7 @@ def switched(model: Any) -> Iterator[None]:
 def _register() -> None:
     interface = sys.modules["transformers.modeling_utils"].AttentionInterface
     interface.register(NAME, _attention)
+    interface.register(UNCAPPED, _uncapped)
 
 
 _IGNORED = {"is_causal", "position_ids", "use_cache", "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k"}
@@ -140,3 +141,8 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = Layer(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux)
     return plan.attend(layer).transpose(1, 2).contiguous(), None
+
+
+def _uncapped(*given: Any, softcap: float | None = None, **named: Any) -> tuple[Tensor, None]:
+    """In place of transformers' `sdpa`, which leaves a soft-cap out: the same numbers as the model's own."""
+    return _attention(*given, **named)

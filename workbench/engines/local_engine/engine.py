@@ -19,10 +19,11 @@ from workbench.base.errors import EngineError, NonFinite
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
-from workbench.engines.local_engine.head import head_of
+from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, backward, learning_mode
 from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
 from workbench.engines.local_engine.sampling import Waves, decode_wave
+from workbench.engines.local_engine.selfcheck import SelfCheck, check, unchecked
 from workbench.engines.local_engine.states import read_optimizer, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, SampleMany, StepResult
 from workbench.engines.settings import LocalSettings
@@ -58,6 +59,8 @@ class ModelEngine:
         self.template_switches = switches
         self.version = 0
         self.state_id = new_id()
+        self.selfcheck = unchecked(model, settings)
+        """How the engine computes, and how far that was from the model's own forward on a few tokens when it was opened."""
 
     def commit(self) -> int:
         """End an update: the policy version rises by one and is returned."""
@@ -115,8 +118,8 @@ class ModelEngine:
         return 3 * sum(one.numel() * one.element_size() for one in self._model.parameters())
 
     def describe(self) -> dict[str, Any]:
-        """Path and settings by name, for a run's record."""
-        return {"path": self.path, **self._settings.to_dict()}
+        """Path and settings by name, and what the self-check found, for a run's record."""
+        return {"path": self.path, **self._settings.to_dict(), "selfcheck": str(self.selfcheck)}
 
     def _place(self) -> str:
         return str(self._model.device)
@@ -124,7 +127,7 @@ class ModelEngine:
     def __repr__(self) -> str:
         kind, size = "critic" if self._critic else "policy", sum(one.numel() for one in self._model.parameters())
         what = f"{kind}, {type(self._model).__name__}, {size:,} parameters, {self._place()}"
-        return f"{type(self).__name__}({self.path!r}: {what}, version {self.version})"
+        return f"{type(self).__name__}({self.path!r}: {what}, version {self.version}; {self.selfcheck})"
 
 
 class FrozenModel:
@@ -167,10 +170,19 @@ class LocalEngine(ModelEngine, SampleMany):
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, settings: LocalSettings, *, path: str = "", head: Any = None, **switches: Any
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: LocalSettings,
+        *,
+        path: str = "",
+        head: Any = None,
+        checked: SelfCheck | None = None,
+        **switches: Any,
     ) -> None:
         super().__init__(model, tokenizer, settings, path=path, head=head is not None, **switches)
         self._head = head
+        self.selfcheck = checked or self.selfcheck
         self._optimizer: Optimizer | None = None
         self._waves = Waves(self._decode, settings.max_wave, "workbench-sampler")
         self._eos = loading.eos_ids_of(model.generation_config, model.config.get_text_config(), model.config, tokenizer)
@@ -390,13 +402,34 @@ class LocalEngine(ModelEngine, SampleMany):
 
     def _copy(self) -> LocalEngine:
         model = copy.deepcopy(self._model).requires_grad_(False)
-        return LocalEngine(model, self.tokenizer, self._settings, path=self.path, **self.template_switches)
+        told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, **self.template_switches}
+        return LocalEngine(model, self.tokenizer, self._settings, **told)
 
     def critic(self, **changes: Any) -> LocalEngine:
         """Make a critic: a learner with a copy of the weights and a new value head that gives 0; `changes` are settings."""
         settings = self._settings.replace(**changes)
         head = loading.value_head(self._model)
-        return LocalEngine(copy.deepcopy(self._model), self.tokenizer, settings, path=self.path, head=head)
+        told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, "head": head}
+        return LocalEngine(copy.deepcopy(self._model), self.tokenizer, settings, **told)
+
+    def examine(self, every: bool = False) -> SelfCheck:
+        """Compare ways of computing with the model's own forward on a few tokens; `every` one, not up to the first that is right.
+
+        Raises `EngineError` where none is right, or one is not that the settings ask for.
+        """
+        want, everything = ("log_probs", "entropy"), 1 << 30
+        self._model.eval()
+
+        def score(head: Head, packed: bool, batch: DataProto) -> dict[str, torch.Tensor]:
+            cut = scoring.passes(self._model, batch, everything, packed)
+            found = lambda rows: scoring.outputs(self._model, None, rows, want, 1.0, packed, head)  # noqa: E731
+            return scoring.collect(cut, found, batch, want)
+
+        def sample(path: str, requests: Sequence[Request]) -> list[Sample]:
+            return decode_wave(self._model, self.tokenizer, list(requests), self._eos, 0, lambda place, one: None)
+
+        half = scoring.halves(self._settings, self._model.device.type)
+        return check(self._model, self._settings, score, sample, ("rows",), half=half, every=every)
 
     # --- inside -----------------------------------------------------------------------------
 
@@ -433,4 +466,8 @@ def local(
     folder = loading.resolve(path)
     model = loading.load_model(folder, chosen, named=str(path))
     tokenizer = loading.load_tokenizer(folder, model, chosen)
-    return LocalEngine(model, tokenizer, chosen, path=str(path), **(template_switches or {}))
+    engine = LocalEngine(model, tokenizer, chosen, path=str(path), **(template_switches or {}))
+    if chosen.self_check:
+        engine.selfcheck = engine.examine()
+    model.workbench_paths = engine.selfcheck.paths
+    return engine

@@ -59,7 +59,13 @@ def hidden_size(model: Any) -> int:
 
 
 def head_of(model: Any) -> Head:
-    """The head of a transformers causal model, as its text configuration describes it."""
+    """The head of a transformers causal model: `linear_head`, or `OWN` where the self-check says so."""
+    paths = getattr(model, "workbench_paths", None)
+    return OWN if paths is not None and paths.own_head else linear_head(model)
+
+
+def linear_head(model: Any) -> Head:
+    """The head of a transformers causal model as its text configuration describes it."""
     config = model.config.get_text_config()
     factor = 1.0
     for name, meaning in (_FACTORS | _FACTORS_OF.get(config.model_type, {})).items():

@@ -14,7 +14,7 @@ from workbench.base.errors import EngineError
 from workbench.dataproto.columns import declared
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import lora, tree
-from workbench.engines.local_engine.head import Head, head_of
+from workbench.engines.local_engine.head import Head, head_of, linear_head
 from workbench.functional.kl import full_kl
 from workbench.functional.logprobs import (
     CHUNK_BYTES,
@@ -32,7 +32,7 @@ def flash(model: Any) -> bool:
 def packs(model: Any, settings: Any) -> bool:
     """Whether rows go through the model without padding, by the setting `pack`: what they have in common goes through it once.
 
-    With `auto` where that is proven (`model.workbench_packs`, from the self-check; without one, where every attention asks
+    With `auto` where that is proven (`model.workbench_paths`, from the self-check; without one, where every attention asks
     transformers' interface) and nothing is dropped out. Raises `EngineError` where `yes` asks for it and it is not.
     """
     if settings.pack == "no":
@@ -52,7 +52,8 @@ def _unpacked(model: Any, settings: Any) -> str:
         return ""
     if settings.pack == "auto" and settings.attn_implementation not in (None, "sdpa"):
         return f"attn_implementation={settings.attn_implementation!r}"
-    proven: bool | None = getattr(model, "workbench_packs", None)
+    paths = getattr(model, "workbench_paths", None)
+    proven: bool | None = paths.pack if paths is not None else None
     known = {"full_attention", "sliding_attention"}
     other = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - known
     if proven or (proven is None and getattr(model, "_supports_attention_backend", False) and not other):
@@ -72,6 +73,8 @@ def micro_batches(model: Any, batch: DataProto, budget: int, packed: bool) -> li
     by length; a padded micro-batch counts rows × longest row, one for flash attention the sum of its rows. Sorting is stable,
     so the same batch is always cut the same way.
     """
+    if head_of(model).linear is None:  # logits of all tokens exist at one time
+        budget = min(budget, max(CHUNK_BYTES // (4 * model.config.get_text_config().vocab_size), 1))
     if packed and not flash(model):
         return tree.cut(batch, budget)
     lengths = batch["attention_mask"].sum(-1)
@@ -142,12 +145,15 @@ class Rows:
 
     def __init__(self, rows: DataProto, packed: bool) -> None:
         self._mask, attention = rows["response_mask"].bool(), rows["attention_mask"].bool()
-        self._given = {name: rows[name] for name in ("input_ids", "attention_mask", "position_ids")}
         t = self._mask.shape[1]
         self.labels = rows["input_ids"][:, -t:][self._mask]
         inside = torch.zeros_like(attention)
         inside[:, -t - 1 : -1] = self._mask  # the state before a response token is the one of the token to its left
-        self._inside = inside
+        # tokens first, padding behind them, where it comes into no state of a recurrent layer
+        order = torch.argsort(~attention, dim=1, stable=True)
+        names = ("input_ids", "attention_mask", "position_ids")
+        self._given = {name: rows[name].gather(1, order) for name in names}
+        self._inside = inside.gather(1, order)
         if packed:
             self._given = {name: rows[name][attention][None] for name in ("input_ids", "position_ids")}
             self._inside = inside[attention][None]
@@ -180,13 +186,15 @@ def outputs(
     `head` makes the logits; without it the one that `head_of` finds.
     """
     way, head = layout(model, rows, packed), head or head_of(model)
-    states = way.states(model, head)
     flat: dict[str, Tensor] = {}
+    states = way.states(model, linear_head(model) if "values" in want else head)
     if "values" in want:
         if value_head is None:
             raise EngineError("'values' of a policy", expected="a critic's value head", do="use engine.critic()")
         flat["values"] = value_head(states.float()).squeeze(-1)
     if set(_DISTRIBUTION) & set(want):
+        if "values" in want and head.linear is None:
+            states = way.states(model, head)
         flat |= _from_logits(head, states, way.labels, want, temperature)
     return {name: way.spread(values) for name, values in flat.items()}
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from workbench.base.errors import EngineError, Interrupted, first_line
 from workbench.dataproto.core import DataProto
-from workbench.engines.local_engine.head import OWN, Head, head_of
+from workbench.engines.local_engine.head import OWN, Head, linear_head
 from workbench.engines.protocol import Request, Sample, SamplingSettings
 
 log = logging.getLogger("workbench")
@@ -47,14 +47,10 @@ class Paths:
 
     own_head: bool = False
     """Whether logits come from the model's own forward, not from its last hidden states (`head_of`)."""
-    pack: bool = False
-    """Whether rows may be scored without padding."""
+    pack: bool | None = None
+    """Whether rows may be scored without padding; None: not known."""
     decode: str = ""
-    """How tokens are sampled: a name of `decode.CACHES`; empty: not here."""
-
-    def head(self, model: Any) -> Head:
-        """What makes logits of a model's states."""
-        return OWN if self.own_head else head_of(model)
+    """How tokens are sampled: a name of the sampler's; empty: not known."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +67,18 @@ class SelfCheck:
     def difference(self) -> float:
         """Largest difference of the paths that are used."""
         paths = self.paths
-        used = ["padded, own head" if paths.own_head else "padded", *["packed"] * paths.pack, paths.decode]
+        used = ["padded, own head" if paths.own_head else "padded", *["packed"] * bool(paths.pack), paths.decode]
         return max((one for path in used if isinstance(one := self.found.get(path), float)), default=float("nan"))
 
     def __str__(self) -> str:
         ways = [*["own head"] * self.paths.own_head, "packed" if self.paths.pack else "padded", self.paths.decode]
         told = f"checked to {self.difference:.0e}" if self.found else "not checked"
         return f"{', '.join(filter(None, ways))}, {told}"
+
+
+def unchecked(model: Any, settings: Any) -> SelfCheck:
+    """What is used without a check: the head that the settings name, and padded rows unless they ask for others."""
+    return SelfCheck(type(model).__name__, Paths(own_head=settings.head == "model"))
 
 
 def check(
@@ -95,7 +96,7 @@ def check(
         rows = _rows(model)
         judge.look(rows)
         if not judge.spread > 0:  # not a number: whoever samples or learns is told so
-            return SelfCheck(judge.name, Paths(settings.head == "model", settings.pack == "yes", decodes[-1] if decodes else ""))
+            return unchecked(model, settings)
         batch = batch_of(rows)
 
         def scored(head: Head, pack: bool) -> Callable[[], tuple[Sequence[Row], list[Tensor]]]:
@@ -113,7 +114,7 @@ def check(
 
             return compute
 
-        heads = {"padded": head_of(model), "padded, own head": OWN}
+        heads = {"padded": linear_head(model), "padded, own head": OWN}
         asked = {"linear": ["padded"], "model": ["padded, own head"]}.get(settings.head, list(heads))
         head = heads[judge.first("scoring", {name: scored(heads[name], False) for name in asked}, _DO_HEAD)]
         pack = settings.pack != "no" and judge.proves("packed", scored(head, True))
