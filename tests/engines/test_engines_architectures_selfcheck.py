@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from workbench.base.errors import EngineError
 from workbench.dataproto import DataProto
 from workbench.engines import local
-from workbench.engines.local_engine import attention, head, selfcheck
+from workbench.engines.local_engine import attention, head, scoring, selfcheck
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 
 Folder = Callable[[str], Path]
@@ -55,7 +55,7 @@ def own(path: Path, batch: DataProto) -> torch.Tensor:
 
 def test_a_seeded_wrong_scale_is_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(head._FACTORS, "logits_scaling", lambda value: 1.03 / value)
-    with pytest.raises(EngineError, match=r"GraniteForCausalLM.*padded: 0\.0\d+.*head='auto'"):
+    with pytest.raises(EngineError, match=r"GraniteForCausalLM.*padded: 0\.\d+.*head='auto'"):
         local(folder("granite"), head="linear")
     engine = local(folder("granite"))
     assert "own head" in repr(engine)
@@ -63,9 +63,13 @@ def test_a_seeded_wrong_scale_is_refused(folder: Folder, monkeypatch: pytest.Mon
 
 
 def test_what_is_wrong_on_every_path_is_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = selfcheck.torch.stack
-    monkeypatch.setattr(selfcheck.torch, "stack", lambda parts, *more: plain([part * 1.01 for part in parts], *more))
-    with pytest.raises(EngineError, match="LlamaForCausalLM.*padded: .*padded, own head: .*own log-probs"):
+    right = scoring.outputs
+
+    def wrong(*given: Any) -> dict[str, torch.Tensor]:
+        return {name: 1.01 * one for name, one in right(*given).items()}
+
+    monkeypatch.setattr(scoring, "outputs", wrong)
+    with pytest.raises(EngineError, match=r"LlamaForCausalLM.*found padded: 0\.\d+; padded, own head: 0\.\d+; set"):
         local(folder("llama"))
 
 
@@ -98,7 +102,7 @@ def test_a_window_wider_than_the_check_is_seen(folder: Folder, tmp_path: Path, m
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "sliding_window": 50}))
     engine = local(path, pack="yes")
-    assert engine._model.config.sliding_window == engine._model.model.layers[0].self_attn.sliding_window == 50
+    assert engine._model.config.sliding_window == 50
     whole = attention._attention
 
     def blind(*given: Any, sliding_window: int | None = None, **named: Any) -> Any:

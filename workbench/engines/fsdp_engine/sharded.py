@@ -26,11 +26,12 @@ from workbench.base.metrics import join
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.sharding import build, read_head, read_plain
 from workbench.engines.local_engine import lora
-from workbench.engines.local_engine.head import head_of, hidden_size
+from workbench.engines.local_engine.head import Head, head_of, hidden_size
 from workbench.engines.local_engine.learning import Account, Optimizer, learning_mode
 from workbench.engines.local_engine.loading import check_fit
 from workbench.engines.local_engine.memory import memory_errors
-from workbench.engines.local_engine.scoring import collect, divergence, layout, micro_batches, packs, trimmed
+from workbench.engines.local_engine.scoring import collect, divergence, halves, layout, micro_batches, packs, trimmed
+from workbench.engines.local_engine.selfcheck import Paths, SelfCheck, check, unchecked
 from workbench.engines.local_engine.states import read_optimizer, read_record
 from workbench.engines.protocol import Loss, LossCounts, LossOutput
 
@@ -127,6 +128,7 @@ class ShardedModel:
         self.mesh = mesh
         self._siblings = siblings
         self.whole = build(path, settings, mesh, head)
+        self.selfcheck = unchecked(self.whole.causal, settings)
         self._optimizer: ShardedOptimizer | None = None
         self._held: dict[str, torch.Tensor] = {}
 
@@ -309,6 +311,25 @@ class ShardedModel:
                 )
         finally:
             self.whole.reshard()  # type: ignore[operator]  # the root keeps what it gathered, and weights may change
+
+    def examine(self) -> SelfCheck:
+        """Compare ways of scoring with the model's own forward on a few tokens, the same on all ranks."""
+        want, device = ("log_probs", "entropy"), self.mesh.device_type
+
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.whole(DataProto({"input_ids": ids.to(device)}), ("logits",), 1.0, False)["logits"]
+            return found
+
+        def score(head: Head, packed: bool, batch: DataProto) -> dict[str, torch.Tensor]:
+            self.whole.causal.workbench_paths = Paths(own_head=head.linear is None)
+            return self.whole(batch.to(device), want, 1.0, packed)  # type: ignore[no-any-return]
+
+        self.whole.eval()
+        try:
+            half = halves(self.settings, device)
+            return check(self.whole.causal, self.settings, score, forward=forward, precisions=(half,), agree=largest)
+        finally:
+            self.whole.reshard()  # type: ignore[operator]
 
     def _scored(
         self, rows: DataProto, want: Sequence[str], temperature: float, packed: bool

@@ -73,8 +73,11 @@ class Shards:
 
     # --- models -----------------------------------------------------------------------------
 
-    def open(self, name: str, path: str, settings: Mapping[str, Any], head: bool, source: str | None) -> None:
-        """Load folder `path` as model `name`; `source` (a model here, or a saved state's folder) gives other weights."""
+    def open(self, name: str, path: str, settings: Mapping[str, Any], head: bool, source: str | None) -> SelfCheck:
+        """Load folder `path` as model `name`; `source` (a model here, or a saved state's folder) gives other weights.
+
+        Returns what the model's self-check found.
+        """
         model = ShardedModel(path, FsdpSettings(**settings), self._mesh, head, self._models)
         if source is None:
             model.load(path)
@@ -84,7 +87,13 @@ class Shards:
             if model.adapted:
                 model.load(path)  # a state has the adapters alone
             model.load_state(source, steps=False)
+        if source in self._models:
+            model.selfcheck = self._models[source].selfcheck
+        elif model.settings.self_check:
+            model.selfcheck = model.examine()
+        model.whole.causal.workbench_paths = model.selfcheck.paths
         self._models[name] = model
+        return model.selfcheck
 
     def drop(self, name: str) -> None:
         """Free the model `name`."""

@@ -429,7 +429,8 @@ class LocalEngine(ModelEngine, SampleMany):
             return decode_wave(self._model, self.tokenizer, list(requests), self._eos, 0, lambda place, one: None)
 
         half = scoring.halves(self._settings, self._model.device.type)
-        return check(self._model, self._settings, score, sample, ("rows",), half=half, every=every)
+        tries: dict[str, Any] = {"precisions": (False, True)[: 1 + half], "every": every}
+        return check(self._model, self._settings, score, sample=sample, decodes=("rows",), **tries)
 
     # --- inside -----------------------------------------------------------------------------
 

@@ -82,16 +82,25 @@ def unchecked(model: Any, settings: Any) -> SelfCheck:
 
 
 def check(
-    model: Any, settings: Any, score: Score, sample: SampleAll, decodes: Sequence[str], *, half: bool, every: bool = False,
-    forward: Callable[[Tensor], Tensor] | None = None
+    model: Any,
+    settings: Any,
+    score: Score,
+    *,
+    sample: SampleAll | None = None,
+    decodes: Sequence[str] = (),
+    forward: Callable[[Tensor], Tensor] | None = None,
+    precisions: Sequence[bool] = (False,),
+    agree: Callable[[float], float] = float,
+    every: bool = False,
 ) -> SelfCheck:
     """Find the fastest paths that give the numbers of the model's own forward.
 
-    `decodes` are the sampler's paths, the fastest first; with `half` a path must work in bfloat16, too; with `every` all are
-    tried, for a table. Raises `EngineError`, with the differences, where the model's own forward fails, where no head makes
+    `decodes` are the paths of `sample`, the fastest first; `forward` is the model's own, ids [b, s] → logits [b, s, V], if it must
+    be called in another way. `precisions` say for each try whether it is one in bfloat16; `agree` gives the largest difference of
+    all ranks. With `every` all paths are tried, for a table. Raises `EngineError`, with the differences, where the model's own forward fails, where no head makes
     padded scoring right, no decode path is, or one is not that the settings ask for.
     """
-    judge = _Judge(model, half, every, forward or (lambda ids: model(input_ids=ids, use_cache=False).logits))
+    judge = _Judge(model, forward or (lambda ids: model(input_ids=ids, use_cache=False).logits), precisions, agree, every)
     with narrowed(model), torch.no_grad():
         rows = _rows(model)
         judge.look(rows)
@@ -99,15 +108,16 @@ def check(
             return unchecked(model, settings)
         batch = batch_of(rows)
 
-        def scored(head: Head, pack: bool) -> Callable[[], tuple[Sequence[Row], list[Tensor]]]:
+        def scored(head: Head, pack: bool) -> Compute:
             def compute() -> tuple[Sequence[Row], list[Tensor]]:
                 got = score(head, pack, batch)
                 return rows, [torch.stack([got["log_probs"][row], got["entropy"][row]]) for row in range(len(rows))]
 
             return compute
 
-        def sampled(path: str) -> Callable[[], tuple[Sequence[Row], list[Tensor]]]:
+        def sampled(path: str) -> Compute:
             def compute() -> tuple[Sequence[Row], list[Tensor]]:
+                assert sample is not None
                 samples = sample(path, _requests(rows))
                 made = [(row[0], one.ids) for row, one in zip(rows, samples, strict=True)]
                 return made, [torch.tensor([one.log_probs]) for one in samples]
@@ -133,14 +143,22 @@ Compute = Callable[[], tuple[Sequence[Row], list[Tensor]]]
 class _Judge:
     """Compares paths with a model's own forward, and keeps what it finds."""
 
-    def __init__(self, model: Any, half: bool, every: bool, forward: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        forward: Callable[[Tensor], Tensor],
+        precisions: Sequence[bool],
+        agree: Callable[[float], float],
+        every: bool,
+    ) -> None:
         self.model = model
         self._forward = forward
+        self._precisions = precisions
+        self._agree = agree
         self.name = type(model).__name__
         self.found: dict[str, float | str] = {}
         self.spread = float("nan")
         """Standard deviation of the model's own log-probs over the vocabulary, on average."""
-        self._half = half
         self._every = every
         self._truth: dict[Row, Tensor] = {}
 
@@ -176,7 +194,7 @@ class _Judge:
     def proves(self, path: str, compute: Compute) -> bool:
         """Whether a path gives the model's own numbers."""
         device = self.model.device.type
-        for half in (False, True)[: 1 + self._half]:
+        for half in self._precisions:
             try:
                 with torch.autocast(device, torch.bfloat16, enabled=half):
                     rows, given = compute()
@@ -186,15 +204,14 @@ class _Judge:
                 self.found[path] = first_line(error, 120)
                 log.debug("%s: %s raised", self.name, path, exc_info=True)
                 return False
-            with torch.autocast(device, enabled=False):
-                self.look(rows)
+            self.look(rows)
             pairs = zip(given, (self._truth[row] for row in rows), strict=True)
             away = torch.cat([(one[:, : own.shape[1]].cpu() - own[: len(one)]).abs().flatten() for one, own in pairs])
-            difference = float(away.median() if half else away.max()) / self.spread
-            self.found.setdefault(path, difference)
+            difference = self._agree(float(away.median() if half else away.max()) / self.spread)
             if not difference <= (HALF if half else TOLERANCE):
                 self.found[path] = difference
                 return False
+            self.found.setdefault(path, difference)
         return True
 
     def refuse(self, what: str, paths: Sequence[str], do: str) -> None:
