@@ -21,7 +21,9 @@ from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
 from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, backward
 from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
-from workbench.engines.local_engine.sampling import Waves, decode_wave
+from workbench.engines.local_engine.decode import PaddedRows, decode
+from workbench.engines.local_engine.prefix import shared_prefix, shares_prefixes
+from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.local_engine.states import read_optimizer, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, SampleMany, StepResult
 from workbench.engines.settings import LocalSettings
@@ -167,6 +169,7 @@ class LocalEngine(ModelEngine, SampleMany):
         self._head = head
         self._optimizer: Optimizer | None = None
         self._waves = Waves(self._decode, settings.max_wave, "workbench-sampler")
+        self._shared: bool | None = None  # whether the model samples rightly with shared prompts; None: not tried
         self._eos = loading.eos_ids_of(model.generation_config, model.config, tokenizer)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable()
@@ -177,11 +180,16 @@ class LocalEngine(ModelEngine, SampleMany):
         """Sample one response. Concurrent requests are decoded as one batch; each returns as soon as its response ends."""
         return await self._waves.ask(request)
 
-    def _decode(self, requests: list[Request], finished: Callable[[int, Sample], None]) -> list[Sample]:
-        shape = f"{len(requests)} rows of {max(len(request.ids) for request in requests)} prompt tokens"
-        with memory_errors("sampling", shape, "max_wave"), self._autocast():
-            self._model.eval()
-            return decode_wave(self._model, self.tokenizer, requests, self._eos, self.version, finished)
+    def _decode(self, wave: Wave[Request, Sample]) -> None:
+        shape = f"{len(wave.questions)} rows of {max(len(request.ids) for request in wave.questions)} prompt tokens"
+        self._model.eval()
+        if self._shared is None:
+            self._shared = shares_prefixes(self._model)
+        budget, state = self._settings.micro_batch_tokens, self.state_id
+        made = shared_prefix(self._model, budget) if self._shared else nullcontext(PaddedRows(self._model))
+        with memory_errors("sampling", shape, "max_wave"), self._autocast(), made as cache:
+            given = (self.tokenizer, wave, self._eos, self.version, self._settings.max_wave)
+            decode(cache, *given, lambda: self.state_id == state)
 
     # --- LogProbModel -----------------------------------------------------------------------
 
