@@ -14,7 +14,6 @@ from workbench.engines import Request, SamplingSettings, local
 from workbench.engines.local_engine import memory as memory_module
 from workbench.engines.local_engine.learning import learning_rate
 from workbench.engines.local_engine.memory import memory_errors
-from workbench.engines.local_engine.sampling import allowed, inverse_cdf
 from workbench.engines.local_engine.scoring import micro_batches
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 from workbench.testing.models import make_random_model
@@ -83,15 +82,6 @@ def test_several_eos_ids_are_read_from_the_models_own_files(folder: Path, tmp_pa
     config = json.loads((copy / "generation_config.json").read_text())
     (copy / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [2, 9]}))
     assert local(copy)._eos == {2, 9}
-
-
-def test_top_p_and_top_k_by_hand() -> None:
-    log_probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    assert allowed(log_probs, SamplingSettings(top_k=2))[0].tolist() == pytest.approx([0.5, 0.3, 0, 0])
-    assert allowed(log_probs, SamplingSettings(top_p=0.7))[0].tolist() == pytest.approx([0.5, 0.3, 0, 0])
-    assert allowed(log_probs, SamplingSettings(top_p=0.5))[0].tolist() == pytest.approx([0.5, 0, 0, 0])
-    draws = inverse_cdf(torch.tensor([[0.5, 0.3, 0.2, 0.0]] * 4), torch.tensor([0.0, 0.49, 0.51, 1.0]))
-    assert draws.tolist() == [0, 0, 1, 2]
 
 
 def test_samples_follow_the_distribution(folder: Path) -> None:

@@ -11,7 +11,7 @@ from workbench.base import runtime
 from workbench.base.config import require
 from workbench.base.errors import EngineError, boundary
 from workbench.engines.local_engine.loading import chosen_device, pretrained, resolve
-from workbench.engines.local_engine.sampling import Early, Waves
+from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.protocol import Classified
 
 
@@ -38,12 +38,13 @@ class LocalClassifier:
         """Score one text. Raises `EngineError` for an empty text and for one longer than `max_length` tokens."""
         return await self._waves.ask(text)
 
-    def _classified(self, texts: list[str], early: Early[Classified]) -> list[Classified | Exception]:
-        rows = [self.tokenizer.encode(text) for text in texts]
+    def _classified(self, wave: Wave[str, Classified]) -> None:
+        rows = [self.tokenizer.encode(text) for text in wave.questions]
         wrong = [refusal(len(ids), self.max_length) for ids in rows]  # a text that is too long fails alone
         fit = [ids for ids, error in zip(rows, wrong, strict=True) if error is None]
         values = iter(self._forward(fit) if fit else ())
-        return [error or Classified(next(values), len(ids)) for ids, error in zip(rows, wrong, strict=True)]
+        for place, (ids, error) in enumerate(zip(rows, wrong, strict=True)):
+            wave.finish(place, error or Classified(next(values), len(ids)))
 
     @torch.inference_mode()
     def _forward(self, rows: list[list[int]]) -> list[float]:

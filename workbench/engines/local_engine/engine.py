@@ -19,11 +19,13 @@ from workbench.base.errors import EngineError, NonFinite
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
+from workbench.engines.local_engine.caches import OWN_CACHE, PATHS, cache_of
+from workbench.engines.local_engine.decode import decode
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, backward, learning_mode
 from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
-from workbench.engines.local_engine.sampling import Waves, decode_wave
-from workbench.engines.local_engine.selfcheck import SelfCheck, check, unchecked
+from workbench.engines.local_engine.sampling import Wave, Waves
+from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, unchecked
 from workbench.engines.local_engine.states import read_optimizer, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, SampleMany, StepResult
 from workbench.engines.settings import LocalSettings
@@ -195,11 +197,14 @@ class LocalEngine(ModelEngine, SampleMany):
         """Sample one response. Concurrent requests are decoded as one batch; each returns as soon as its response ends."""
         return await self._waves.ask(request)
 
-    def _decode(self, requests: list[Request], finished: Callable[[int, Sample], None]) -> list[Sample]:
-        shape = f"{len(requests)} rows of {max(len(request.ids) for request in requests)} prompt tokens"
-        with memory_errors("sampling", shape, "max_wave"), self._autocast():
-            self._model.eval()
-            return decode_wave(self._model, self.tokenizer, requests, self._eos, self.version, finished)
+    def _decode(self, wave: Wave[Request, Sample]) -> None:
+        shape = f"{len(wave.questions)} rows of {max(len(request.ids) for request in wave.questions)} prompt tokens"
+        self._model.eval()
+        budget, state = self._settings.micro_batch_tokens, self.state_id
+        made = cache_of(self._model, self.selfcheck.paths.decode or OWN_CACHE, budget)
+        with memory_errors("sampling", shape, "max_wave"), self._autocast(), made as cache:
+            given = (self.tokenizer, wave, self._eos, self.version, self._settings.max_wave)
+            decode(cache, *given, lambda: self.state_id == state)
 
     # --- LogProbModel -----------------------------------------------------------------------
 
@@ -426,11 +431,14 @@ class LocalEngine(ModelEngine, SampleMany):
             return scoring.collect(cut, found, batch, want)
 
         def sample(path: str, requests: Sequence[Request]) -> list[Sample]:
-            return decode_wave(self._model, self.tokenizer, list(requests), self._eos, 0, lambda place, one: None)
+            asked: Any = Asked(requests)
+            with cache_of(self._model, path, everything) as cache:
+                decode(cache, self.tokenizer, asked, self._eos, 0, asked.size(cache))
+            return asked.answers
 
         half = scoring.halves(self._settings, self._model.device.type)
         tries: dict[str, Any] = {"precisions": (False, True)[: 1 + half], "every": every}
-        return check(self._model, self._settings, score, sample=sample, decodes=("rows",), **tries)
+        return check(self._model, self._settings, score, sample=sample, decodes=PATHS, **tries)
 
     # --- inside -----------------------------------------------------------------------------
 

@@ -225,6 +225,38 @@ class _Judge:
         raise EngineError(f"{what} with {self.name} would be wrong", expected=expected, found=found, do=do)
 
 
+class Asked:
+    """A wave of requests (as `sampling.Wave`) of which one waits until another has ended, where a cache lets rows enter."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._waiting = list(requests)
+        self.questions: list[Request] = []
+        self._answers: dict[int, Sample] = {}
+
+    def size(self, cache: Any) -> int:
+        """Most rows at a time; takes those who begin."""
+        size = len(self._waiting) - bool(cache.refills)
+        self.join(size)
+        return size
+
+    def join(self, most: int) -> dict[int, Request]:
+        """As `Wave.join`."""
+        count, taken = len(self.questions), self._waiting[:most]
+        del self._waiting[:most]
+        self.questions += taken
+        return dict(enumerate(taken, count))
+
+    def finish(self, place: int, answer: Sample | Exception) -> None:
+        """As `Wave.finish`."""
+        assert isinstance(answer, Sample)
+        self._answers[place] = answer
+
+    @property
+    def answers(self) -> list[Sample]:
+        """The samples in the order of the requests."""
+        return [self._answers[place] for place in range(len(self.questions))]
+
+
 # --- what it is tried on ------------------------------------------------------------------------
 
 

@@ -1,0 +1,227 @@
+"""The decode loop: rows are decoded together, and waiting requests take the seats of rows that have ended.
+
+It is a loop of our own rather than `generate`, because a row's tokens must depend on its seed and its prompt alone, never on
+which rows happen to share its wave.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from workbench.base import runtime
+from workbench.engines.local_engine.draw import draw
+from workbench.engines.local_engine.sampling import Wave
+from workbench.engines.protocol import Request, Sample, SamplingSettings
+
+_SHRINK = 0.75  # seats are given up when fewer than this share is taken: moving a cache costs more than a few idle rows
+_REFILL = 8  # waiting requests enter when one in so many seats is free: each entry costs a prefill
+
+
+class Cache(Protocol):
+    """Protocol of what a model remembers of the rows that decode together; each row has a seat."""
+
+    refills: bool
+    """Whether new rows can enter while others decode."""
+
+    def seat(self, order: Sequence[int], prompts: Mapping[int, tuple[int, ...]]) -> None:
+        """Seat n is taken by the row that sat in `order[n]`, or where `prompts` has n by a new row with that prompt."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """[n, V] logits after one more token in each seat, [n]: a new row's first one is the last of its prompt."""
+
+
+@torch.no_grad()  # in inference mode autocast would cast all weights again for every token
+def decode(
+    cache: Cache,
+    tokenizer: Any,
+    wave: Wave[Request, Sample],
+    eos_ids: frozenset[int],
+    version: int,
+    size: int,
+    joins: Callable[[], bool] = lambda: True,
+) -> None:
+    """Sample one response to each request of a wave, at most `size` at a time; each is finished as soon as it ends.
+
+    Requests that wait join while `joins()` is true. An interrupt stops the wave between two decode steps.
+    """
+    rows = _Rows(eos_ids, tokenizer)
+    entering, alive = dict(enumerate(wave.questions)), 0
+    while True:
+        runtime.check()
+        if entering or alive <= _SHRINK * len(rows):
+            order, seats = _seating(rows.alive, len(rows), len(entering))
+            rows.seat(order, dict(zip(seats, entering.items(), strict=True)))
+            cache.seat(order, {seat: request.ids for seat, request in zip(seats, entering.values(), strict=True)})
+        for seat in rows.advance(cache.step(rows.last)):
+            wave.finish(rows.places[seat], rows.sample(seat, version))
+        alive, entering = len(rows.alive), {}
+        if not alive:
+            return
+        if cache.refills and (size - alive) * _REFILL >= size and joins():
+            entering = wave.join(size - alive)
+
+
+def _seating(alive: Sequence[int], seats: int, entering: int) -> tuple[list[int], list[int]]:
+    """(who sits where from now on, by present seats; the seats of those who enter, in order)."""
+    free = sorted(set(range(seats)) - set(alive))
+    if len(alive) + entering <= _SHRINK * seats:
+        return [*alive, *[0] * entering], list(range(len(alive), len(alive) + entering))
+    more = range(seats, seats + max(0, entering - len(free)))
+    return [*range(seats), *[0] * len(more)], [*free, *more][:entering]
+
+
+class _Rows:
+    """The requests in the seats and what was sampled for them, as tensors [n, ·] on the CPU."""
+
+    def __init__(self, eos_ids: frozenset[int], tokenizer: Any) -> None:
+        self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long)
+        self._tokenizer = tokenizer
+        self._held: dict[str, Tensor] = {}
+        self._requests: list[Request] = []
+        self.places: list[int] = []
+        """Place of each seat's question in its wave."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def alive(self) -> list[int]:
+        """Seats of the rows that have not ended."""
+        return self._held["alive"].nonzero().flatten().tolist() if self._held else []
+
+    @property
+    def last(self) -> Tensor:
+        """The newest token of each row, [n]."""
+        return self._held["last"]
+
+    def seat(self, order: Sequence[int], entering: Mapping[int, tuple[int, Request]]) -> None:
+        """As `Cache.seat`, with the place and the request of each row that enters."""
+        self._requests = [entering[s][1] if s in entering else self._requests[of] for s, of in enumerate(order)]
+        self.places = [entering[s][0] if s in entering else self.places[of] for s, of in enumerate(order)]
+        width = max(request.settings.max_tokens for request in self._requests)
+        new = _begun([request for _, request in entering.values()], width)
+        for name, one in new.items():
+            old = self._held.get(name, one)
+            wide = functional.pad(old, (0, width - old.shape[1])) if old.dim() == 2 else old
+            self._held[name] = wide[list(order)].index_copy(0, torch.tensor(list(entering), dtype=torch.long), one)
+        by_kind: dict[SamplingSettings, list[int]] = {}
+        for seat, request in enumerate(self._requests):
+            kind = request.settings.replace(max_tokens=1, stop=(), ignore_eos=False)
+            by_kind.setdefault(kind, []).append(seat)
+        self._kinds = [(kind, torch.tensor(seats)) for kind, seats in by_kind.items()]
+        self._stopping = [seat for seat, request in enumerate(self._requests) if request.settings.stop]
+
+    def advance(self, logits: Tensor) -> list[int]:
+        """Draw the next token of each row from [n, V] logits; returns the seats of the rows that end with it."""
+        held = self._held
+        # what a row draws that has ended is not used
+        column = held["length"].clamp(max=held["ids"].shape[1] - 1)[:, None]
+        tokens, log_probs = self._drawn(logits, held["uniforms"].gather(1, column).squeeze(1))
+        held["ids"].scatter_(1, column, tokens[:, None])
+        held["log_probs"].scatter_(1, column, log_probs[:, None])
+        held["last"] = tokens
+        held["length"] += held["alive"]
+        held["stopped"] = torch.isin(tokens, self._eos) & held["minds_eos"]
+        for seat in self._stopping:
+            held["stopped"][seat] |= bool(held["alive"][seat]) and self._stops(seat)
+        ended = (held["stopped"] | (held["length"] >= held["limit"])) & held["alive"]
+        held["alive"] &= ~ended
+        return ended.nonzero().flatten().tolist()
+
+    def _drawn(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        if len(self._kinds) == 1:
+            tokens, log_probs = draw(logits, uniforms.to(logits.device), self._kinds[0][0])
+            return tokens.cpu(), log_probs.cpu()
+        tokens, log_probs = torch.empty(len(self), dtype=torch.long), torch.empty(len(self))
+        for kind, seats in self._kinds:
+            tokens[seats], log_probs[seats] = (
+                one.cpu() for one in draw(logits[seats.to(logits.device)], uniforms[seats].to(logits.device), kind)
+            )
+        return tokens, log_probs
+
+    def _stops(self, seat: int) -> bool:
+        """Whether the newest token completed a stop text; only the tail is decoded."""
+        stop = self._requests[seat].settings.stop
+        end = int(self._held["length"][seat])
+        tail = self._held["ids"][seat, max(0, end - max(map(len, stop)) - 8) : end].tolist()
+        now, before = (self._tokenizer.decode(ids, skip_special_tokens=False) for ids in (tail, tail[:-1]))
+        return any(text in now and text not in before for text in stop)
+
+    def sample(self, seat: int, version: int) -> Sample:
+        """The response of a row that has just ended."""
+        end = int(self._held["length"][seat])
+        ids, log_probs = (tuple(self._held[name][seat, :end].tolist()) for name in ("ids", "log_probs"))
+        return Sample(ids, log_probs, "stop" if self._held["stopped"][seat] else "length", version)
+
+
+def _begun(requests: Sequence[Request], width: int) -> dict[str, Tensor]:
+    """The tensors of rows that have nothing yet."""
+    count, limits = len(requests), [request.settings.max_tokens for request in requests]
+    uniforms = torch.zeros(count, width, dtype=torch.float64)
+    for row, request in enumerate(requests):
+        generator = torch.Generator().manual_seed(request.seed)
+        # the n-th token uses the n-th number, whoever shares the wave
+        uniforms[row, : limits[row]] = torch.rand(limits[row], generator=generator, dtype=torch.float64)
+    return {
+        "ids": torch.zeros(count, width, dtype=torch.long),
+        "log_probs": torch.zeros(count, width),
+        "uniforms": uniforms,
+        "last": torch.tensor([request.ids[-1] for request in requests], dtype=torch.long),
+        "length": torch.zeros(count, dtype=torch.long),
+        "limit": torch.tensor(limits, dtype=torch.long),
+        "minds_eos": torch.tensor([not request.settings.ignore_eos for request in requests], dtype=torch.bool),
+        "stopped": torch.zeros(count, dtype=torch.bool),
+        "alive": torch.ones(count, dtype=torch.bool),
+    }
+
+
+class PaddedRows:
+    """The model's own cache over left-padded rows, for models whose attention is not ours to plan."""
+
+    refills = False
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._cache: Any = None
+        named = inspect.signature(type(model).forward).parameters
+        self._name = "cache_params" if "cache_params" in named else "past_key_values"
+
+    def seat(self, order: Sequence[int], prompts: Mapping[int, tuple[int, ...]]) -> None:
+        """Prefill each different prompt once, or drop rows."""
+        from transformers import DynamicCache
+
+        device = self._model.device
+        if prompts:
+            places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts.values()))}
+            width = max(map(len, places))
+            ids = torch.tensor([[0] * (width - len(one)) + list(one) for one in places], device=device)
+            mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in places], device=device)
+            self._cache, self._mask = DynamicCache(config=self._model.config), mask
+            self._logits: Tensor | None = self._forward(ids, (mask.cumsum(-1) - 1).clamp(min=0))
+            order = [places[prompts[seat]] for seat in range(len(prompts))]
+        if list(order) == list(range(len(self._mask))):
+            return
+        where = torch.tensor(order, device=device)
+        self._cache.reorder_cache(where)  # which every kind of layer has
+        self._mask = self._mask[where]
+        self._logits = None if self._logits is None else self._logits[where]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """The prompts' logits at first, then one forward pass for each token."""
+        if self._logits is not None:
+            logits, self._logits = self._logits, None
+            return logits
+        self._mask = functional.pad(self._mask, (0, 1), value=1)
+        positions = self._mask.sum(-1, keepdim=True) - 1
+        return self._forward(tokens[:, None].to(self._mask.device), positions)
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        given = {"attention_mask": self._mask, "position_ids": positions, self._name: self._cache}
+        logits: Tensor = self._model(input_ids=ids, **given, use_cache=True, logits_to_keep=1).logits[:, -1]
+        return logits

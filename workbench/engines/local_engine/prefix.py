@@ -1,0 +1,281 @@
+"""Attention of rows that decode together: each distinct prompt's keys and values are kept once, a row keeps only its own.
+
+The queries of all rows of a prompt, and of all heads that share its keys, are one matrix multiplication (cascade attention,
+https://flashinfer.ai/2024/02/02/cascade-inference.html). A row's own keys and values stand in buffers that grow by doubling. All
+rows write the same column; a row that enters later begins there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from workbench.engines.local_engine.attention import Layer, planned
+
+_FIRST = 32  # columns of a new buffer
+_DENSE = 0.75  # the prompts' keys are moved together when fewer than this share of them is in use
+
+
+@dataclass
+class _Held:
+    """One layer's keys and values."""
+
+    prompts: list[Tensor]
+    """[K, P, L, ·] of K heads and P prompts of at most L tokens."""
+    own: list[Tensor]
+    """[K, n, C, ·] of n rows."""
+
+
+class SharedPrefix:
+    """A `decode.Cache` over the layers of one model, made by `shared_prefix`; it is also the plan of their attention."""
+
+    refills = True
+
+    def __init__(self, model: Any, budget: int) -> None:
+        self._model = model
+        self._budget = budget
+        self.tag: Tensor | None = None
+        """The attention mask by which the model finds this plan."""
+        self._held: dict[int, _Held] = {}
+        self._prompts: list[tuple[int, ...]] = []
+        """The prompts that are kept, without their last token."""
+        self._width = 0
+        """Tokens that the buffers have room for in a prompt."""
+        self._prefix: list[tuple[int, ...]] = []
+        """The prompt of each seat."""
+        self._start: list[int] = []
+        """Column of each seat's first own token."""
+        self._column = 0
+        """Column of the next token."""
+        self._columns = _FIRST
+        self._filling: Tensor | None = None
+        """The prompts, by number, that the present forward pass fills in; None: it decodes."""
+
+    # --- seats ----------------------------------------------------------------------------------
+
+    def seat(self, order: Sequence[int], prompts: Mapping[int, tuple[int, ...]]) -> None:
+        """Move rows to other seats, and prefill the prompts of new rows that are not there."""
+        stay = [of for seat, of in enumerate(order) if seat not in prompts]
+        if list(order) != list(range(len(self._start))):
+            self._move(order, min((self._start[of] for of in stay), default=self._column))
+        before, starts = self._prefix, self._start
+        self._start = [self._column if seat in prompts else starts[of] for seat, of in enumerate(order)]
+        self._prefix = [prompts[seat][:-1] if seat in prompts else before[of] for seat, of in enumerate(order)]
+        new = self._admit(list(dict.fromkeys(self._prefix)))
+        for some in _chunks(new, self._budget):
+            self._prefill(some)
+        self._lay_out()
+
+    def _move(self, order: Sequence[int], first: int) -> None:
+        """Give the rows their new seats, in buffers that begin with column `first`."""
+        length = self._column - first
+        self._columns = max(_FIRST, 2 * length)
+        where = torch.tensor(order, device=self._model.device)
+        for held in self._held.values():
+            for part, old in enumerate(held.own):
+                held.own[part] = old.new_zeros(len(old), len(order), self._columns, old.shape[-1])
+                if length:
+                    held.own[part][:, :, :length] = old[:, where, first : self._column]
+        self._column = length
+        self._start = [max(0, start - first) for start in self._start]
+
+    def _admit(self, wanted: list[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+        """Make room for prompts; returns by number those that are not there yet."""
+        there = set(self._prompts)
+        new = [prompt for prompt in wanted if prompt not in there]
+        if not new and len(wanted) >= _DENSE * len(self._prompts):
+            return {}
+        wants = set(wanted)
+        free = [number for number, prompt in enumerate(self._prompts) if prompt not in wants]
+        if len(new) > len(free) or len(wanted) < _DENSE * len(self._prompts) or len(max(new, key=len)) > self._width:
+            free = self._compact([number for number in range(len(self._prompts)) if number not in free], new)
+        places = dict(zip(free, new, strict=False))
+        for number, prompt in places.items():
+            self._prompts[number] = prompt
+        return places
+
+    def _compact(self, keep: list[int], new: list[tuple[int, ...]]) -> list[int]:
+        """Keep these prompts alone, and return the numbers of the new ones behind them."""
+        width, self._width = self._width, max(len(prompt) for prompt in [*(self._prompts[one] for one in keep), *new])
+        where, fit = torch.tensor(keep, dtype=torch.long, device=self._model.device), min(width, self._width)
+        for held in self._held.values():
+            for part, old in enumerate(held.prompts):
+                held.prompts[part] = old.new_zeros(len(old), len(keep) + len(new), self._width, old.shape[-1])
+                held.prompts[part][:, : len(keep), :fit] = old[:, where, :fit]
+        self._prompts = [self._prompts[one] for one in keep] + new
+        return list(range(len(keep), len(self._prompts)))
+
+    def _lay_out(self) -> None:
+        """Where each seat's queries go, so that each prompt has those of its rows side by side."""
+        device, number = self._model.device, {prompt: place for place, prompt in enumerate(self._prompts)}
+        rows: list[list[int]] = [[] for _ in self._prompts]
+        for seat, prefix in enumerate(self._prefix):
+            rows[number[prefix]].append(seat)
+        most = max(map(len, rows))
+        padded = [seat for some in rows for seat in [*some, *[0] * (most - len(some))]]
+        self._there: tuple[Tensor, Tensor] | None = None
+        """(the seat of each place, the place of each seat); None where they are the same."""
+        if padded != list(range(len(self._prefix))):
+            back = [0] * len(self._prefix)
+            for prompt, some in enumerate(rows):
+                for rank, seat in enumerate(some):
+                    back[seat] = prompt * most + rank
+            self._there = (torch.tensor(padded, device=device), torch.tensor(back, device=device))
+        self._lengths = torch.tensor([len(prefix) for prefix in self._prefix], device=device)
+        self._starts = torch.tensor(self._start, device=device)
+        self._longest = max(map(len, self._prefix))
+        self._first = min(self._start)
+        self._even = min(map(len, self._prefix)) == self._longest and max(self._start) == self._first
+
+    # --- forward passes -------------------------------------------------------------------------
+
+    def _prefill(self, prompts: Mapping[int, tuple[int, ...]]) -> None:
+        """One forward pass of prompts padded on the right, which no token sees."""
+        device, width = self._model.device, max(map(len, prompts.values()))
+        ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts.values()], device=device)
+        self._filling = torch.tensor(list(prompts), device=device)
+        try:
+            self._forward(ids, torch.arange(width, device=device).expand(len(prompts), width))
+        finally:
+            self._filling = None
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """[n, V] logits after one more token [n] in each seat."""
+        if self._column == self._columns:
+            self._move(range(len(self._start)), self._first)
+            self._lay_out()
+        self._masks: dict[int | None, Tensor | None] = {}
+        positions = self._lengths + (self._column - self._starts)
+        logits = self._forward(tokens[:, None].to(positions.device), positions[:, None])[:, -1]
+        self._column += 1
+        return logits
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        given = {"attention_mask": self.tag, "position_ids": positions, "use_cache": False, "logits_to_keep": 1}
+        logits: Tensor = self._model(input_ids=ids, **given).logits
+        return logits
+
+    # --- attention ------------------------------------------------------------------------------
+
+    def attend(self, layer: Layer) -> Tensor:
+        """The layer's attention [b, H, q, D'] of whole prompts, or of one new token in each seat."""
+        kind = layer.value.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layer.value.dtype
+        key, value = layer.key.to(dtype), layer.value.to(dtype)
+        held = self._held.get(layer.index)
+        if held is None:
+            held = self._held[layer.index] = _Held(
+                [one.new_zeros(one.shape[1], len(self._prompts), self._width, one.shape[-1]) for one in (key, value)],
+                [one.new_zeros(one.shape[1], len(self._start), self._columns, one.shape[-1]) for one in (key, value)],
+            )
+        if self._filling is not None:
+            for buffer, one in zip(held.prompts, (key, value), strict=True):
+                buffer[:, self._filling, : one.shape[2]] = one.transpose(0, 1)
+            return _causal(layer)
+        for buffer, one in zip(held.own, (key, value), strict=True):
+            buffer[:, :, self._column] = one[:, :, 0].transpose(0, 1)
+        return self._cascade(layer, held, dtype)
+
+    def _cascade(self, layer: Layer, held: _Held, dtype: torch.dtype) -> Tensor:
+        """One softmax over a row's prompt and its own tokens."""
+        count, heads, _, width = layer.query.shape
+        groups, long = len(held.own[0]), self._longest
+        per = heads // groups
+        query = (layer.query * layer.scaling).to(dtype).view(count, groups, per, width).transpose(0, 1).contiguous()
+        own_key, own_value = (one[:, :, self._first : self._column + 1].flatten(0, 1) for one in held.own)
+        scores = (query.flatten(0, 1) @ own_key.transpose(1, 2)).view(groups, count, per, -1)
+        if long:
+            prompt_key, prompt_value = (one[:, :, :long].flatten(0, 1) for one in held.prompts)
+            found = self._by_prompt(query) @ prompt_key.transpose(1, 2)
+            scores = torch.cat([self._by_seat(found, groups, per), scores], -1)
+        shares = self._softmax(layer, scores).to(dtype)
+        mixed = (shares[..., long:].reshape(groups * count, per, -1) @ own_value).view(groups, count, per, -1)
+        if long:
+            mixed = mixed + self._by_seat(self._by_prompt(shares[..., :long]) @ prompt_value, groups, per)
+        return mixed.transpose(0, 1).reshape(count, heads, 1, -1)
+
+    def _by_prompt(self, one: Tensor) -> Tensor:
+        """[K, n, G, ·] → [K·P, rows of a prompt · G, ·]."""
+        if self._there is not None:
+            one = one[:, self._there[0]]
+        return one.reshape(len(one) * len(self._prompts), -1, one.shape[-1])
+
+    def _by_seat(self, one: Tensor, groups: int, per: int) -> Tensor:
+        """[K·P, rows of a prompt · G, ·] → [K, n, G, ·]."""
+        one = one.view(groups, -1, per, one.shape[-1])
+        return one if self._there is None else one[:, self._there[1]]
+
+    def _softmax(self, layer: Layer, scores: Tensor) -> Tensor:
+        """Softmax of scores [K, n, G, prompt + own] under the layer's settings, in float32."""
+        if layer.softcap is not None:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        hidden = self._hidden(layer.window)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, float("-inf"))
+        if layer.sinks is None:
+            return torch.softmax(scores, -1, dtype=torch.float32)
+        sink = layer.sinks.to(scores.dtype).view(len(scores), 1, -1, 1).expand(*scores.shape[:3], 1)
+        return torch.softmax(torch.cat([scores, sink], -1), -1, dtype=torch.float32)[..., :-1]
+
+    def _hidden(self, window: int | None) -> Tensor | None:
+        """[n, 1, prompt + own] true where a row does not see a token; None where each sees all. Made once a step."""
+        if window not in self._masks:
+            self._masks[window] = self._made_mask(window)
+        return self._masks[window]
+
+    def _made_mask(self, window: int | None) -> Tensor | None:
+        column, first, long = self._column, self._first, self._longest
+        near = window is None or long + column - first < window
+        if near and self._even:
+            return None
+        device = self._starts.device
+        prompt, own = torch.arange(long, device=device), torch.arange(first, column + 1, device=device)
+        lengths, starts = self._lengths[:, None], self._starts[:, None]
+        hidden = torch.cat([prompt >= lengths, own < starts], -1)
+        if window is not None and not near:
+            ages = [lengths + column - starts - prompt, (column - own).expand(len(starts), -1)]
+            hidden |= torch.cat(ages, -1) >= window
+        return hidden[:, None]
+
+
+def _causal(layer: Layer) -> Tensor:
+    """Attention of whole prompts: each token sees those before it, and itself."""
+    length = layer.query.shape[2]
+    far = layer.window is not None and length > layer.window
+    if layer.softcap is None and layer.sinks is None and not far:
+        shared = layer.query.shape[1] != layer.key.shape[1]
+        return functional.scaled_dot_product_attention(
+            layer.query, layer.key, layer.value, is_causal=True, scale=layer.scaling, enable_gqa=shared
+        )
+    seen = torch.ones(length, length, dtype=torch.bool, device=layer.query.device).tril()
+    if far:
+        seen = seen.triu(1 - (layer.window or 0))
+    return layer.attend(layer.query, layer.key, layer.value, seen[None, None])
+
+
+def _chunks(prompts: Mapping[int, tuple[int, ...]], budget: int) -> Iterator[dict[int, tuple[int, ...]]]:
+    """Prompts of similar lengths together, at most `budget` tokens with their padding; without those that are empty."""
+    some: dict[int, tuple[int, ...]] = {}
+    for number, prompt in sorted(prompts.items(), key=lambda one: -len(one[1])):
+        widest = len(next(iter(some.values()), prompt))
+        if some and (widest * (len(some) + 1) > budget or 2 * len(prompt) < widest):
+            yield some
+            some = {}
+        if prompt:
+            some[number] = prompt
+    if some:
+        yield some
+
+
+@contextmanager
+def shared_prefix(model: Any, budget: int = 16_384) -> Iterator[SharedPrefix]:
+    """Context manager: yields the cache of a wave whose prompts are prefilled `budget` tokens at a time."""
+    cache = SharedPrefix(model, budget)
+    with planned(model, cache) as cache.tag:
+        yield cache
