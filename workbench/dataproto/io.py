@@ -143,7 +143,7 @@ def save(batch: Value, path: str | Path) -> Path:
             "tensors": {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()},
             "objects": kinds,
             "meta_info": _encoded("meta_info", dict(batch.meta_info), "leave it out of meta_info"),
-            "origins": {name: asdict(made) for name, made in batch.origins.items()},
+            "origins": {name: _kept(made) for name, made in batch.origins.items()},
         }
         text = json.dumps(document, allow_nan=False)
         claims.check_text(text)
@@ -217,6 +217,10 @@ def load(path: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     lazy = {name: Lazy(read, *claimed[name], read) for name, read in tensors.items()}
     lazy_objects = {name: Lazy(read, (rows,), None, read) for name, read in objects.items()}
     return called(lazy), called(lazy_objects), facts, origins
+
+
+def _kept(made: Origin) -> dict[str, Any]:
+    return {key: one for key, one in asdict(made).items() if key != "state_id"}
 
 
 def _origins(records: dict[str, dict[str, Any]], old: bool) -> dict[str, Origin]:

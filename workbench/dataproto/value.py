@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -27,6 +27,8 @@ class Origin:
     """Version of the policy's weights then."""
     settings: str | None = None
     """Hash of the stage's settings."""
+    state_id: str | None = field(default=None, compare=False, repr=False)
+    """Name of the learner's exact weights then; known in this process only, and not saved."""
 
 
 @dataclass(eq=False)

@@ -262,7 +262,9 @@ def _formulas(phase: Phase) -> Callable[[View], Claims] | None:
 
 def _view(trace: Trace, phase: Phase, before: Mapping[str, Mapping[str, float]] | None) -> View:
     origins = phase.batch.origins
-    version = next((origins[name].policy_version for name in phase.wrote if name in origins), None)
+    # an update signs old log-probs of its own pass by the version before
+    versions = [origins[name].policy_version for name in phase.wrote if name in origins]
+    version = max((one for one in versions if one is not None), default=None)
     tokenizer, ends = _reader(phase.batch.meta_info.get("model"))
     sampling = next((one.settings for one in trace if "purpose" in one.settings), {})
     scoring = next((one.settings for one in trace if "old_log_probs" in one.wrote), {})

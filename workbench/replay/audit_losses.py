@@ -7,7 +7,7 @@ last pass are recorded (`new_log_probs`), so that a single pass is recomputed wh
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.replay.audit_correction import corrected
@@ -34,6 +34,7 @@ from workbench.replay.audit_formulas import (
     share,
     size,
 )  # fmt: skip
+from workbench.replay.audit_stages import log_prob
 
 Masks = list[list[int]]
 
@@ -44,19 +45,36 @@ def update(v: View) -> Claims:
     for name in ("grad_norm", "lr", "nonfinite"):
         yield Left(f"{role}/{name}", "the optimizer's")
     yield Left(f"{role}/empty_mini_batches", "counted over all passes")
+    yield from _own_scores(v, role)
     early = v.step < v.setting("from_step")
     if early or not any(map(any, counted_tokens(v.after))):
         if early:
             yield Claim(f"{role}/skipped", 1.0, "step < from_step")
         if "new_log_probs" in v.after:
             old = "rollout_log_probs" if any(name.startswith("bypass.") for name in v.settings) else "old_log_probs"
-            yield Claim("new_log_probs", v.before[old], "nothing was updated", near=0.0)
+            yield Claim("new_log_probs", v.after[old], "nothing was updated", near=0.0)
             yield Claim("clipped", [[False] * len(row) for row in v.after.mask], "nothing was updated")
             for name in ("rollout_is_weights", "loss_mask") if old == "rollout_log_probs" else ():
                 if name in v.after:
                     yield Claim(name, v.after.mask, "nothing was updated")
         return
     yield from _critic(v, role) if v.settings.get("loss") == "ValueLoss" else _policy(v, role)
+
+
+def _own_scores(v: View, role: str) -> Claims:
+    """What an update signed that took, in its single step, the log-probs of its own pass as the old ones, or made a pass for them."""
+    if _one_pass(v):
+        yield Claim("new_log_probs", v.after["old_log_probs"], "the old ones: of one pass", near=0.0, partial=True)
+    if f"{role}/entropy" in v.metrics:
+        made = {"column": "old_log_probs", "entropy": True, "temperature": v.setting("temperature")}
+        yield from log_prob(replace(v, settings=made, version=v.after.batch.origins["old_log_probs"].policy_version))
+
+
+def _one_pass(v: View) -> bool:
+    """Whether old and new log-probs are of one pass: the update signed both, of a single step or none."""
+    made, prompts = v.after.batch.origins.get("old_log_probs"), v.setting("ppo_mini_batch_size")
+    single = prompts is None or prompts * int(v.after.batch.meta_info.get("group_size", 1)) >= len(v.after["uid"])
+    return made is not None and made.stage == v.stage and v.setting("ppo_epochs") == 1 and single
 
 
 def minis(v: View, role: str) -> list[range] | None:
@@ -73,6 +91,8 @@ def minis(v: View, role: str) -> list[range] | None:
 def _begins_with_old(v: View) -> bool:
     """Whether the first step computes `old_log_probs` again: the same weights at the same temperature, exactly."""
     old = getattr(v.after.batch.origins.get("old_log_probs"), "policy_version", None)
+    if _one_pass(v):
+        return True
     learned = v.settings.get("loss") == "PolicyLoss" and not any(name.startswith("bypass.") for name in v.settings)
     same = v.scoring.get("temperature") == v.setting("temperature")
     return v.exact and learned and same and old is not None and old + 1 == v.version

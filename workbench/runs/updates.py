@@ -44,8 +44,9 @@ def write(folder: Path, step: int, trace: Trace, pipeline: Pipeline) -> Path:
     """Record the inputs of a step's update stages, completely or not at all; replaces an earlier record of the step."""
     updating = [stage for stage in pipeline if stage.updates]
     batch = trace.before(updating[0].name)
-    later = {name for stage in updating for name in stage.writes}
-    reads = dict.fromkeys(name for stage in updating for name in used(stage, batch) if name not in later)
+    after = [(stage.name, trace[stage.name].batch.origins.items()) for stage in updating]
+    own = {name for stage, origins in after for name, made in origins if made.stage == stage}
+    reads = dict.fromkeys(name for stage in updating for name in used(stage, batch) if name not in own)
     narrowed, kinds = _narrow({name: batch[name] for name in reads})
 
     def fill(staging: Path) -> None:

@@ -95,6 +95,7 @@ class ExactKL(BaseStage):
 
     name = "exact_kl"
     reads = SCORED_COLUMNS
+    optional = ("old_log_probs", "ref_log_prob")
     writes = ("full_kl",)
 
     def __init__(self, engine: WholeDistributions, reference: WholeModel, *, temperature: float = 1.0) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.base.config import require
+from workbench.base.config import require, settings_hash
 from workbench.base.metrics import Max, Mean, Metric
 from workbench.dataproto.core import DataProto
 from workbench.engines.protocol import LogProbModel, Stateful
@@ -59,6 +59,11 @@ class LogProb(BaseStage):
         """B rows in, B rows with log-probs out."""
         rows = batch.select(list(SCORED_COLUMNS))
         scores = self._model.compute_log_probs(rows, tuple(self._wanted), self.temperature)
+        columns, metrics = self.told(batch, scores)
+        return Outcome(self.written(batch, columns), metrics)
+
+    def told(self, batch: DataProto, scores: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Metric]]:
+        """The columns and metrics that the stage makes of a pass over a batch: `scores` as `compute_log_probs` returns them."""
         columns = {name: scores[key] for key, name in self._wanted.items()}
         metrics: dict[str, Metric] = {}
         if self.entropy:
@@ -70,7 +75,25 @@ class LogProb(BaseStage):
                 columns["sampler_logprob_diff"] = gaps.amax(-1)
         for learner in self.learners() if "policy_version" in batch else ():
             metrics |= version_lag(learner.version, batch["policy_version"])
-        return Outcome(self.written(batch, columns), metrics)
+        return columns, metrics
+
+    def gives_what(self, other: LogProb) -> bool:
+        """Whether this stage writes all that another writes, with the same numbers."""
+        same = self._model is other._model and self._wanted.items() >= other._wanted.items()
+        return same and repr(self.temperature) == repr(other.temperature)
+
+    def is_current(self, batch: DataProto) -> bool:
+        """Whether a batch's column is what this stage would write now: of its model's present weights, at its temperature.
+
+        Judged from the column's `Origin`: of weights by their `state_id`; of a column that was on disk by their version, and
+        only where a stage of this name wrote it.
+        """
+        made, mine = batch.origins.get(self.column), self.signature(batch)
+        if made is None or mine.state_id is None or made.policy_version != mine.policy_version:
+            return False
+        known = made.stage == mine.stage if made.state_id is None else made.state_id == mine.state_id
+        extras = [{"entropy": entropy, "sum_pi_squared": pi} for entropy in (True, False) for pi in (True, False)]
+        return known and made.settings in [settings_hash({**self.settings(), **extra}) for extra in extras]
 
 
 class Values(BaseStage):

@@ -10,7 +10,15 @@ from workbench.base.shown import Shown
 from workbench.dataproto.columns import COLUMNS, declared, provided
 from workbench.dataproto.core import DataProto
 from workbench.rewards.signatures import EPISODE
-from workbench.stages.stage import Stage
+from workbench.stages.filtering import FilterGroups, Resample
+from workbench.stages.log_prob import LogProb
+from workbench.stages.reward import Reward
+from workbench.stages.rollout import Baseline
+from workbench.stages.stage import BaseStage, Outcome, Stage
+from workbench.stages.update import Update
+
+_WIDE = (Reward, FilterGroups, Resample, Baseline)
+"""Stages that see whole rows, or change which rows there are."""
 
 
 class Pipeline(Shown):
@@ -21,6 +29,9 @@ class Pipeline(Shown):
 
     Raises `PipelineError` if a stage reads a column that no earlier stage writes, if a stage changes a column that only
     earlier stages read, and if two stages have one name. `overlap`: see `streaming_rewards`.
+
+    Training leaves a log-prob stage out (`in_training`) where the update's own pass gives its columns, see `Update`, and no stage
+    between reads or changes them. A `Stepper` runs it all the same, for the eye, with the same weights in the end.
     """
 
     def __init__(self, stages: Sequence[Stage], *, overlap: bool = False) -> None:
@@ -33,6 +44,13 @@ class Pipeline(Shown):
             raise PipelineError("two stages have one name", found=found, do=do)
         self._check_reads()
         self._check_changes()
+        self._left = _left_to_update(self._stages)
+
+    def in_training(self) -> list[Stage]:
+        """The stages as training runs them: where the update's own pass gives what a log-prob stage writes, in place of that
+        one a stand-in, which runs it only for a batch that needs several optimizer steps, or none."""
+        left, update = self._left or (None, None)
+        return [LeftToUpdate(one, update) if one is left else one for one in self._stages]
 
     def streaming_rewards(self) -> Pipeline:
         """A copy of the pipeline that, in training jobs, scores finished rows while others are still being sampled.
@@ -169,6 +187,40 @@ class Pipeline(Shown):
     def __repr__(self) -> str:
         lines = [f"  {one.name:<14} {', '.join(one.reads)} → {', '.join(one.writes)}" for one in self._stages]
         return "\n".join([f"Pipeline of {len(self)} stages", *lines])
+
+
+class LeftToUpdate(BaseStage):
+    """Stands for a log-prob stage whose columns the update's own pass gives."""
+
+    def __init__(self, stage: LogProb, update: Update) -> None:
+        self.name, self.reads, self._stage, self._update = stage.name, stage.reads, stage, update
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of the stage."""
+        return self._stage.settings()
+
+    def __call__(self, batch: DataProto) -> Outcome:
+        """The batch as it is, or with the stage's columns where its update is not a single optimizer step."""
+        return Outcome(batch) if self._update.is_on_policy(batch) else self._stage(batch)
+
+
+def _left_to_update(stages: Sequence[Stage]) -> tuple[LogProb, Update] | None:
+    """The log-prob stage whose columns an update gives itself, and that update; None where there is no such stage."""
+    for place, update in enumerate(stages):
+        for early, stage in enumerate(stages[:place]):
+            if isinstance(update, Update) and isinstance(stage, LogProb) and update.replaces(stage):
+                between, columns = stages[early + 1 : place], {*stage.writes, "sampler_logprob_diff"}
+                touched = {*_used(update)} - {"old_log_probs"} | {
+                    x for one in between for x in (*_used(one), *one.writes)
+                }
+                moved = any(one.updates and update.learners()[0] in one.learners() for one in between)
+                if not (columns & touched or moved or any(isinstance(one, _WIDE) for one in between)):
+                    return stage, update
+    return None
+
+
+def _used(stage: Stage) -> tuple[str, ...]:
+    return (*stage.reads, *getattr(stage, "optional", ()))
 
 
 def _at_new_temperature(old: Any, new: Any, stage: Stage) -> Stage:

@@ -128,15 +128,20 @@ class BaseStage(Remembering, Stage):
         return type(self)(**made)
 
     def written(self, batch: DataProto, columns: Mapping[str, Any]) -> DataProto:
-        """`batch` with these columns added; the `Origin` of each records the stage, step, policy version and settings."""
-        versions = [learner.version for learner in self.learners()]
-        origin = Origin(
+        """`batch` with these columns added, each with the stage's `signature` as its `Origin`."""
+        return batch.with_columns(columns, origin=self.signature(batch))
+
+    def signature(self, batch: DataProto) -> Origin:
+        """The `Origin` of what the stage writes now: its name, the batch's step, the weights' version, its settings."""
+        learners = self.learners()
+        versions = [learner.version for learner in learners]
+        return Origin(
             stage=self.name,
             step=batch.meta_info.get("step"),
             policy_version=max(versions) if versions else None,
             settings=settings_hash({**self.settings(), **foreign_class(self)}),
+            state_id=getattr(learners[0], "state_id", None) if len(learners) == 1 else None,
         )
-        return batch.with_columns(columns, origin=origin)
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={_short(value)}" for key, value in self.settings().items())

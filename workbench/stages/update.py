@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,13 +16,14 @@ from workbench.base.errors import NonFinite, RewardError, SettingError, VersionM
 from workbench.base.metrics import Count, Max, Mean, Metric, Min, Sum, join
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
+from workbench.dataproto.value import Origin
 from workbench.engines.protocol import Learner, LossCounts, LossOutput, StepResult
 from workbench.functional.kl import kl_penalty
 from workbench.functional.losses import AGGREGATIONS, POLICY_LOSSES, Surrogate, aggregate, value_loss
 from workbench.functional.masking import masked_mean
 from workbench.stages.correction import CorrectionSettings
-from workbench.stages.log_prob import SCORED_COLUMNS
-from workbench.stages.stage import BaseStage, Outcome, used
+from workbench.stages.log_prob import SCORED_COLUMNS, LogProb
+from workbench.stages.stage import BaseStage, Outcome, Stage, used
 
 
 def loss_mask(rows: DataProto) -> Tensor:
@@ -173,6 +174,29 @@ class PolicyLoss(Settings):
         return aggregate(values, mask, mode, tokens=counts.tokens, sequences=counts.sequences, scale=width)
 
 
+@dataclass(frozen=True)
+class OnPolicyLoss:
+    """A policy loss whose old log-probs are its own pass's, detached: every ratio is 1, and `ppo_kl` is 0.
+
+    That is a batch's only optimizer step at the weights that `old_log_probs` stands for, without a pass of its own for them.
+    """
+
+    loss: PolicyLoss
+    want: ClassVar[tuple[str, ...]] = ("log_probs", "entropy")
+    """Model outputs that the loss needs; without `entropy_coeff` entropies are only a column, and cost no gradient."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns that the loss needs, beside the inputs of a forward pass."""
+        return tuple(name for name in self.loss.reads if name != "old_log_probs")
+
+    def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
+        """The loss of one micro-batch, its metrics and columns, and the pass's own `old_log_probs` and `entropys`."""
+        old = outputs["log_probs"].detach()
+        made = self.loss(outputs, rows.with_columns({"old_log_probs": old}), loss_counts)
+        return replace(made, columns={**made.columns, "old_log_probs": old, "entropys": outputs["entropy"].detach()})
+
+
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss(Settings):
     """The clipped value loss ½·max((v − R)², (clip(v, old ± cliprange) − R)²), aggregated like the policy's."""
@@ -220,6 +244,13 @@ class Update(BaseStage):
         allow_stale: allow a batch whose `old_log_probs` (or `values`) are of another version than the learner's weights.
         skip_nonfinite: how many mini-batches in a row may be skipped, and counted, for a NaN or infinite loss or gradient;
             they change no weight. One more raises `NonFinite`.
+        recompute_old_log_probs: always take the batch's `old_log_probs`, which a `LogProb` stage computes in a pass of its own.
+            By default a single optimizer step on the whole batch takes the log-probs of its own pass, detached, as the old
+            ones (as verl and TRL do): they are of the same weights. It then writes `old_log_probs`, `entropys`,
+            `sampler_logprob_diff` and the metrics of that stage, which training leaves out where nothing else reads them.
+
+    Own log-probs stand for a column that is missing, or that a `LogProb` stage computed with the learner's present weights at
+    this temperature; any other `old_log_probs` (of another engine, version or stage, or changed by hand) are taken as they are.
 
     A mini-batch without a token to learn from is left out and counted. Raises `VersionMismatch` for a stale batch (a batch is
     used once), and `RewardError` where no row was scored.
@@ -240,6 +271,7 @@ class Update(BaseStage):
         temperature: float = 1.0,
         allow_stale: bool = False,
         skip_nonfinite: int = 0,
+        recompute_old_log_probs: bool = False,
     ) -> None:
         prompts = 1 if ppo_mini_batch_size is None else ppo_mini_batch_size
         require(skip_nonfinite >= 0, "skip_nonfinite", expected="≥ 0", found=skip_nonfinite)
@@ -257,13 +289,21 @@ class Update(BaseStage):
         self.allow_stale = allow_stale
         self.skip_nonfinite = skip_nonfinite
         self._in_a_row = 0
-        self.reads = (*SCORED_COLUMNS, "scored", *loss.reads)
+        self.recompute_old_log_probs = recompute_old_log_probs
+        self._on_policy: OnPolicyLoss | None = None
+        # a subclass, and weights against the sampler, may do anything with the old log-probs
+        if isinstance(loss, PolicyLoss) and loss.bypass is None and type(self) is Update:
+            self._on_policy = OnPolicyLoss(loss) if ppo_epochs == 1 and not recompute_old_log_probs else None
+        self._scoring = LogProb(learner, name=name, entropy=True, temperature=temperature)
+        self.reads = (*SCORED_COLUMNS, "scored", *(self._on_policy or loss).reads)
         self.writes = loss.writes
-        self.optional = () if "loss_mask" in self.writes else ("loss_mask",)
+        self.optional = ("loss_mask",) * ("loss_mask" not in self.writes) + ("old_log_probs",) * bool(self._on_policy)
 
     def settings(self) -> dict[str, Any]:
         """Settings of the stage and of its loss, in one flat dict; those of a loss's `bypass` as `bypass.<name>`."""
         told = {**super().settings(), "loss": type(self._loss).__name__, **self._loss.to_dict()}
+        if not self.recompute_old_log_probs:  # as in the records of before, whose runs may be resumed
+            del told["recompute_old_log_probs"]
         nested = {key: one.to_dict() for key, one in told.items() if isinstance(one, Settings)}
         inner = {f"{key}.{name}": value for key, one in nested.items() for name, value in one.items()}
         return {key: value for key, value in told.items() if key not in nested} | inner
@@ -278,10 +318,14 @@ class Update(BaseStage):
         self._refuse_stale(batch)
         step = batch.meta_info.get("step", 0)
         if step < self.from_step:
-            return Outcome(self.written(batch, self._unchanged(batch)), {f"{self.role}/skipped": Mean(1.0)})
+            batch, told = self._scored(batch, {})
+            return Outcome(self.written(batch, self._unchanged(batch)), {**told, f"{self.role}/skipped": Mean(1.0)})
         self._refuse_unscored(batch)
+        loss: Any = self._on_policy if self.is_on_policy(batch) else self._loss
+        batch, told = (batch, {}) if loss is self._on_policy else self._scored(batch, {})
+        signature = self._scoring.signature(batch)  # of the weights that have not moved yet
         rows = batch.select(list(used(self, batch)), ["uid"] if "uid" in batch else [])
-        columns = self._unchanged(batch)
+        columns = {} if loss is self._on_policy else self._unchanged(batch)
         steps: list[dict[str, Metric]] = []
         skipped = empty = 0
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -293,21 +337,48 @@ class Update(BaseStage):
                     continue
                 with torch.random.fork_rng(devices):  # dropout is a function of the step: an update repeats bit for bit
                     torch.manual_seed(derive(batch.meta_info.get("seed", 0), self.name, step, epoch, number))
-                    learned = self._learn_or_skip(mini_batch)
+                    learned = self._learn_or_skip(mini_batch, loss)
                 if learned is None:
                     skipped += 1
                     continue
                 steps.append(join([learned.metrics]))
                 for name, values in learned.columns.items():  # [b, …] into [B, …]; later epochs overwrite earlier ones
                     columns.setdefault(name, values.new_zeros((len(batch), *values.shape[1:])))[indices] = values
+        if loss is self._on_policy:
+            batch, told = self._scored(batch, columns, signature)
+            columns = columns or self._unchanged(batch)
         if steps:
             self._learner.commit()
-        metrics = {key if "/" in key else f"{self.role}/{key}": one for key, one in _over_steps(steps).items()}
+        metrics = told | {key if "/" in key else f"{self.role}/{key}": one for key, one in _over_steps(steps).items()}
         if self.skip_nonfinite:
             metrics[f"{self.role}/nonfinite"] = Mean(float(skipped))
         if empty:
             metrics[f"{self.role}/empty_mini_batches"] = Count(empty)
         return Outcome(self.written(batch, columns), metrics)
+
+    def is_on_policy(self, batch: DataProto) -> bool:
+        """Whether the update of this batch takes the log-probs of its own pass as the old ones."""
+        whole = self._on_policy is not None and len(self._mini_batches(batch, 0)) == 1
+        later = batch.meta_info.get("step", 0) >= self.from_step
+        return whole and later and ("old_log_probs" not in batch or self._scoring.is_current(batch))
+
+    def replaces(self, stage: Stage) -> bool:
+        """Whether a pass of this update can give all that a `LogProb` stage before it writes."""
+        return self._on_policy is not None and type(stage) is LogProb and self._scoring.gives_what(stage)
+
+    def _scored(
+        self, batch: DataProto, passed: dict[str, Tensor], signature: Origin | None = None
+    ) -> tuple[DataProto, dict[str, Metric]]:
+        """The batch with what a `LogProb` stage writes, and its metrics: of the update's own pass, taken out of the columns
+        that it `passed`; where that has none, and the batch neither, of a pass for it alone."""
+        if "old_log_probs" in passed:
+            scores = {"log_probs": passed.pop("old_log_probs"), "entropy": passed.pop("entropys")}
+            columns, metrics = self._scoring.told(batch, scores)
+            return batch.with_columns(columns, origin=signature), metrics
+        if self._on_policy is None or "old_log_probs" in batch:
+            return batch, {}
+        done = self._scoring(batch)
+        return done.batch, dict(done.metrics)
 
     def _refuse_unscored(self, batch: DataProto) -> None:
         if batch["scored"].any() or not len(batch):
@@ -319,7 +390,7 @@ class Update(BaseStage):
 
     def _refuse_stale(self, batch: DataProto) -> None:
         for name in ("old_log_probs", "values"):
-            origin = batch.origins.get(name) if name in self.reads else None
+            origin = batch.origins.get(name) if name in used(self, batch) else None
             if origin is None or origin.policy_version is None or self.allow_stale:
                 continue
             if origin.policy_version != self._learner.version:
@@ -329,14 +400,14 @@ class Update(BaseStage):
                 expected = f"version {self._learner.version}, the learner's"
                 raise VersionMismatch(what, expected=expected, found=found, do=do)
 
-    def _learn_or_skip(self, rows: DataProto) -> StepResult | None:
+    def _learn_or_skip(self, rows: DataProto, loss: Any) -> StepResult | None:
         """One optimizer step; None where it was skipped because loss or gradient is not finite, and no weight changed."""
         mask = loss_mask(rows)
         sequences = float((mask.sum(-1) > 0).sum())
         loss_counts = LossCounts(tokens=mask.sum().item(), sequences=sequences, width=float(mask.shape[1]))
         try:
-            _refuse_nonfinite(rows, self.reads)
-            learned = self._learner.learn(rows, self._loss, loss_counts, self.temperature)
+            _refuse_nonfinite(rows, (*SCORED_COLUMNS, "scored", *loss.reads))
+            learned = self._learner.learn(rows, loss, loss_counts, self.temperature)
         except NonFinite:
             self._in_a_row += 1
             if self._in_a_row > self.skip_nonfinite:

@@ -21,7 +21,7 @@ from workbench.dataproto.core import DataProto
 from workbench.dataproto.same import How, same, unchanged
 from workbench.steps import differences
 from workbench.steps.differences import Compared, Divergence, Pair, opened, stored_as
-from workbench.steps.trace import Phase, Trace
+from workbench.steps.trace import COMPUTED_BY, Phase, Trace, completed
 
 _HOW = How(kinds=True)
 """The seconds that scoring took do not count."""
@@ -319,9 +319,12 @@ class _Walk:
 def _sides(first: Trace | DataProto, second: Trace | DataProto) -> tuple[Side, Side]:
     """Both as phases, the start as one of them; as one nameless phase where either is a batch alone.
 
+    Where one has its old log-probs from the update's own pass, the other has those, too: a stage may have run for the eye.
     A batch alone may be a dump of a few columns, so those that one side alone has come last.
     """
     if isinstance(first, Trace) and isinstance(second, Trace):
+        if any(COMPUTED_BY in phase.settings for side in (first, second) for phase in side):
+            first, second = completed(first), completed(second)
         one, two = ((_single(START, side.start, side.start.columns), *side.phases) for side in (first, second))
         return one, two
     a, b = (side.batch if isinstance(side, Trace) else side for side in (first, second))

@@ -6,7 +6,8 @@
 - `ahead=1` of a training job: during a step's update `Ahead` samples the next step's rows, with the weights of before.
 
 The trace always looks as if the stages had run one after the other. What runs beside the reward reads nothing of it, so
-its numbers are the same; rows sampled ahead are one policy version older, which `policy_version` records.
+its numbers are the same; rows sampled ahead are one policy version older, which `policy_version` records. A log-prob stage
+that is left to the update (`Pipeline.in_training`) gets the columns of the update's own pass.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from workbench.stages.pipeline import Pipeline
 from workbench.stages.reward import Reward
 from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import Stage
-from workbench.steps.trace import Phase, Trace, perform
+from workbench.steps.trace import Phase, Trace, completed, perform
 
 log = logging.getLogger("workbench")
 T = TypeVar("T")
@@ -52,10 +53,10 @@ def phases(pipeline: Pipeline, batch: DataProto | Trace) -> Iterator[Trace]:
     trace = batch if isinstance(batch, Trace) else Trace(batch)
     yield trace
     run = _overlapped if pipeline.overlap else _in_order
-    done = run(list(pipeline)[len(trace) :], trace)
+    done = run(pipeline.in_training()[len(trace) :], trace)
     try:
         for trace in done:
-            yield trace
+            yield completed(trace)
     except Exception as error:
         error.trace = trace  # type: ignore[attr-defined]
         raise

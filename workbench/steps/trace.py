@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from workbench.base.memory import forget_last_error
 from workbench.base.metrics import reduce
 from workbench.base.shown import Shown
 from workbench.dataproto import claims
+from workbench.dataproto.columns import writer_of
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.same import unchanged
 from workbench.stages.stage import Stage, foreign_class
@@ -209,6 +210,46 @@ def _source_rows(before: DataProto, delta: DataProto, stage: str) -> torch.Tenso
     each = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
     claims.check_room(each * len(rows), f"the batch of phase {stage!r}")
     return rows
+
+
+COMPUTED_BY = "computed_by"
+"""The setting of a recorded log-prob stage whose columns are of the update's own pass: the update's name."""
+
+
+def completed(trace: Trace) -> Trace:
+    """A trace whose update computed the old log-probs itself, as if the stage before had done so: what that stage writes stands
+    there, and in the batches from there on, in the update's numbers and signed by it.
+
+    Other traces are returned as they are, and those in which rows were dropped between stage and update.
+    """
+    phases = list(trace)
+    made = [phase.batch.origins.get("old_log_probs") for phase in phases]
+    last = next(
+        (n for n, one in enumerate(phases) if "loss" in one.settings and made[n] and made[n].stage == one.stage), 0
+    )
+    first = next((n for n, one in enumerate(phases[:last]) if one.settings.get("column") == "old_log_probs"), None)
+    if (
+        first is None
+        or COMPUTED_BY in phases[first].settings
+        or any(one.rows is not None for one in phases[first : last + 1])
+    ):
+        return trace
+    update = phases[last]
+    signed = {name: one for name, one in update.batch.origins.items() if one.stage == update.stage}
+    names = tuple(name for name in signed if writer_of(name) == "old_log_prob")
+    told = {key: one for key, one in update.metrics.items() if key == "actor/entropy" or key.startswith("training/")}
+    for place in range(first, last):
+        batch = phases[place].batch
+        for name in names:
+            batch = batch.with_columns({name: update.batch[name]}, origin=signed[name])
+        phases[place] = replace(phases[place], batch=batch)
+    stage, others = phases[first], {key: one for key, one in update.metrics.items() if key not in told}
+    settings = {**stage.settings, COMPUTED_BY: update.stage}
+    wrote = tuple(dict.fromkeys((*stage.wrote, *names)))
+    phases[first] = replace(stage, wrote=wrote, metrics={**stage.metrics, **told}, settings=settings)
+    left = tuple(name for name in update.wrote if name not in names)
+    phases[last] = replace(update, wrote=left, metrics=others)
+    return Trace(trace.start, tuple(phases))
 
 
 def perform(stage: Stage, batch: DataProto) -> Phase:

@@ -17,7 +17,7 @@ from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
 from workbench.stages.advantage import Advantage
 from workbench.stages.episodes import validation_rollout
-from workbench.stages.log_prob import SCORED_COLUMNS
+from workbench.stages.log_prob import SCORED_COLUMNS, LogProb
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.update import PolicyLoss, Update
 from workbench.steps.trace import perform
@@ -87,6 +87,8 @@ def what_if(
     batch has no advantages yet, or nothing is changed.
     """
     update = _policy_update(pipeline, batch)
+    if "old_log_probs" not in batch:  # one update would take its own
+        batch = perform(LogProb(update.learners()[0], temperature=update.temperature), batch).batch
     loss: PolicyLoss = update.made_with["loss"]
     for name in changes:
         if name not in loss.field_names():
@@ -156,7 +158,8 @@ class _Bench:
     def updated(self, name: str, loss: PolicyLoss, batch: DataProto, updates: int) -> Side:
         """`updates` optimizer passes over the batch from the real weights, and what they changed."""
         self.restore()
-        stage = Update(**{**self._update.made_with, "loss": loss, "allow_stale": True})
+        always = {"allow_stale": True, "recompute_old_log_probs": True}  # one set of old log-probs for all updates
+        stage = Update(**{**self._update.made_with, "loss": loss, **always})
         metrics = tuple(perform(stage, batch).metrics for _ in range(updates))
         now, start = self._learner.snapshot()["weights"], self._start["weights"]
         moved = [(now[key] - start[key]).flatten().float() for key in sorted(start) if start[key].is_floating_point()]
