@@ -19,9 +19,9 @@ from workbench.base.errors import EngineError, NonFinite
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
+from workbench.engines.local_engine.decode import PaddedRows, decode
 from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, backward
 from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
-from workbench.engines.local_engine.decode import PaddedRows, decode
 from workbench.engines.local_engine.prefix import shared_prefix, shares_prefixes
 from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.local_engine.states import read_optimizer, write_whole
