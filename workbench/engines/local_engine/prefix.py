@@ -281,6 +281,8 @@ def shared_prefix(model: Any, budget: int = 16_384) -> Iterator[SharedPrefix]:
         yield cache
 
 
+TOLERANCE = 1e-3
+"""Largest difference of a logit that is rounding, in float32."""
 _PROBES = ((5, 7, 3, 9, 4, 8), (5, 7, 3, 9, 4, 8), (2, 6), (3, 1, 4, 1, 5, 9, 2, 6, 5, 3))
 
 
@@ -309,6 +311,6 @@ def deviation(model: Any) -> float:
 def shares_prefixes(model: Any) -> bool:
     """Whether rows of the model that share their prompts have the logits of its own forward."""
     try:
-        return deviation(model) < 1e-3
-    except Exception:  # there are as many kinds of error as kinds of models
+        return deviation(model) <= TOLERANCE
+    except Exception:  # noqa: BLE001 - there are as many kinds of error as kinds of models
         return False
