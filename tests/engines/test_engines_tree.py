@@ -225,7 +225,7 @@ def test_what_is_not_proven_is_refused_or_padded(folder: Path) -> None:
     with pytest.raises(EngineError, match="pack='yes'.*lora_dropout=0.1"):
         local(folder, pack="yes", **dropped).compute_log_probs(batch)
     engine = local(folder, device="cpu", pack="yes")
-    engine._model.workbench_packs = False
+    engine._model.workbench_paths = Paths(pack=False)
     with pytest.raises(EngineError, match="no proof"):
         engine.compute_log_probs(batch)
     assert not local(folder, device="cpu", attn_implementation="eager")._packed

@@ -120,8 +120,8 @@ class ModelEngine:
         return 3 * sum(one.numel() * one.element_size() for one in self._model.parameters())
 
     def describe(self) -> dict[str, Any]:
-        """Path and settings by name, and what the self-check found, for a run's record."""
-        return {"path": self.path, **self._settings.to_dict(), "selfcheck": str(self.selfcheck)}
+        """Path and settings by name, for a run's record."""
+        return {"path": self.path, **self._settings.to_dict()}
 
     def _place(self) -> str:
         return str(self._model.device)
