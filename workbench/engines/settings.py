@@ -40,6 +40,11 @@ class LocalSettings(Settings):
     """`float32`, `bfloat16`, or `auto` (autocast to bfloat16 on a GPU, weights stay float32)."""
     attn_implementation: str | None = None
     """Passed to transformers (`sdpa`, `flash_attention_2` …)."""
+    head: Literal["auto", "linear", "model"] = "auto"
+    """How logits are made: `linear` from the last hidden states (fast), `model` by the model's own forward, or `auto` (the first
+    that the self-check proves)."""
+    self_check: bool = True
+    """Compare every way of computing with the model's own forward on a few tokens at load, and use none that differs."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     lora_rank: int = 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
@@ -50,3 +52,135 @@ def _log_p(logits: Tensor) -> Tensor:
     """log softmax in float32, with the smallest number for −inf, so that 0·log 0 is 0."""
     log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     return log_p.clamp_(min=torch.finfo(torch.float32).min)
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    factor: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    distribution: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of labels [N] under softmax(z/temperature), z = cap(factor·(W·h + b)), from hidden [N, H] and weight [V, H].
+
+    Returns three [N], float32 (float64 of float64), in nats: log-probs, and with `distribution` the entropy and Σ π², else
+    empty ones. cap(z) = softcap·tanh(z/softcap). Logits exist for a chunk at a time only (`CHUNK_BYTES`), and again in the
+    backward pass; what autocast says about matrix products holds. Second derivatives are not supported.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    shape = _Shape(factor, softcap, temperature, dtype, distribution)
+    return _LinearLogProbs.apply(hidden, weight, bias, labels, shape)
+
+
+CHUNK_BYTES = 1 << 26
+"""Bytes of the logits that exist at one time."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What makes logits of a linear layer's output, and what is asked of them."""
+
+    factor: float
+    softcap: float | None
+    temperature: float
+    dtype: torch.dtype
+    """Of the matrix products."""
+    distribution: bool
+
+    def prepared(self, weight: Tensor, bias: Tensor | None) -> tuple[int, tuple[Tensor, Tensor | None]]:
+        """Rows of a chunk, and the layer's parameters in `dtype`; a bias of −inf is as good as none, and gives no NaN."""
+        size = max(CHUNK_BYTES // (weight.shape[0] * 4), 1)
+        return size, (weight.to(self.dtype), None if bias is None else bias.to(self.dtype).clamp(min=-1e30))
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[n, V] logits of a chunk over the temperature, in float32 at least."""
+        found = nn.functional.linear(hidden.to(self.dtype), weight, bias)
+        found = found if found.dtype == torch.float64 else found.float()
+        if self.softcap is not None:
+            return found.mul_(self.factor / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        scale = self.factor / self.temperature
+        return found if scale == 1 else found.mul_(scale)
+
+    def slope(self, logits: Tensor, labels: Tensor, sums: Sequence[Tensor], wanted: Sequence[Tensor | None]) -> Tensor:
+        """Gradient [n, V] at the layer's output; `wanted` are those of log-probs, entropy and Σ π², each [n] or None."""
+        norm, entropy, squares = sums
+        picked, spread, peaked = wanted
+        found = (logits - norm[:, None]).exp_()
+        if spread is None and peaked is None:
+            found.mul_(-picked[:, None])  # type: ignore[index]  # one of the three is wanted
+        else:
+            # ∂H/∂zᵢ = −pᵢ·(log pᵢ + H), ∂Σπ²/∂zᵢ = 2·pᵢ·(pᵢ − Σπ²)
+            inner = torch.zeros_like(logits) if picked is None else (-picked[:, None]).expand_as(logits).clone()
+            if spread is not None:
+                inner.addcmul_(logits - (norm - entropy)[:, None], -spread[:, None])
+            if peaked is not None:
+                inner.addcmul_(found - squares[:, None], 2 * peaked[:, None])
+            found.mul_(inner)
+        if picked is not None:
+            found.scatter_add_(1, labels[:, None], picked[:, None])
+        if self.softcap is not None:
+            found.addcmul_(found * logits, logits, value=-((self.temperature / self.softcap) ** 2))
+        scale = self.factor / self.temperature
+        return found if scale == 1 else found.mul_(scale)
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """Chunks in both directions; only [N] numbers are kept between them, and the logits where they are one chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shape: _Shape
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found: list[tuple[Tensor, ...]] = []
+        kept = None
+        with torch.autocast(hidden.device.type, enabled=False):
+            size, cast = shape.prepared(weight, bias)
+            for states, targets in zip(hidden.split(size), labels.split(size), strict=True):
+                logits = kept = shape.logits(states, *cast)
+                norm = torch.logsumexp(logits, -1)
+                picked = logits.gather(-1, targets[:, None])[:, 0] - norm
+                entropy = squares = norm[:0]
+                if shape.distribution:
+                    p = (logits - norm[:, None]).exp_()
+                    entropy, squares = norm - torch.einsum("nv,nv->n", p, logits), torch.einsum("nv,nv->n", p, p)
+                found.append((norm, picked, entropy, squares))
+        norm, *results = (torch.cat(one) for one in zip(*found, strict=True))
+        ctx.shape, ctx.kept = shape, kept if len(found) == 1 and any(ctx.needs_input_grad) else None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, labels, norm, *results[1:])
+        return results[0], results[1], results[2]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, *sums = ctx.saved_tensors
+        shape, kept, of = ctx.shape, ctx.kept, ctx.needs_input_grad
+        to_hidden = torch.empty_like(hidden) if of[0] else None
+        to_weight, to_bias = (
+            torch.zeros_like(one, dtype=sums[0].dtype) if wanted else None
+            for one, wanted in ((weight, of[1]), (bias, of[2]))
+        )
+        with torch.autocast(hidden.device.type, enabled=False):
+            size, cast = shape.prepared(weight, bias)
+            for start in range(0, len(hidden), size):
+                chunk = slice(start, start + size)
+                states = hidden[chunk].to(shape.dtype)
+                logits = shape.logits(states, *cast) if kept is None else kept
+                wanted = [None if one is None else one[chunk] for one in gradients]
+                slope = shape.slope(logits, labels[chunk], [one[chunk] for one in sums], wanted)
+                if to_bias is not None:
+                    to_bias += slope.sum(0)
+                slope = slope.to(shape.dtype)
+                if to_hidden is not None:
+                    to_hidden[chunk] = slope @ cast[0]
+                if to_weight is not None and to_weight.dtype == slope.dtype:
+                    to_weight.addmm_(slope.T, states)
+                elif to_weight is not None:
+                    to_weight += slope.T @ states
+        found = zip((to_hidden, to_weight, to_bias), (hidden, weight, bias), strict=True)
+        return (*(one if one is None else one.to(given.dtype) for one, given in found), None, None)

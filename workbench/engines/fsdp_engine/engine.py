@@ -73,7 +73,7 @@ class FsdpEngine(ModelEngine):
     def _open(self, source: str | None) -> None:
         """Load the model on the ranks."""
         given = (self._name, self._source, self._settings.to_dict(), self._critic, source)
-        self._group.call("open", *given, timeout=self._settings.deadline)
+        self.selfcheck = self._group.call("open", *given, timeout=self._settings.deadline)[0]
         self._generation = self._group.generation
 
     @property

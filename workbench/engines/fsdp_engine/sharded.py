@@ -26,10 +26,12 @@ from workbench.base.metrics import join
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.sharding import build, read_head, read_plain
 from workbench.engines.local_engine import lora
-from workbench.engines.local_engine.learning import Account, Optimizer
+from workbench.engines.local_engine.head import Head, head_of, hidden_size
+from workbench.engines.local_engine.learning import Account, Optimizer, learning_mode
 from workbench.engines.local_engine.loading import check_fit
 from workbench.engines.local_engine.memory import memory_errors
-from workbench.engines.local_engine.scoring import collect, divergence, micro_batches, packs, trimmed
+from workbench.engines.local_engine.scoring import collect, divergence, halves, layout, micro_batches, packs, trimmed
+from workbench.engines.local_engine.selfcheck import Paths, SelfCheck, check, unchecked
 from workbench.engines.local_engine.states import read_optimizer, read_record
 from workbench.engines.protocol import Loss, LossCounts, LossOutput
 
@@ -110,8 +112,10 @@ class ShardedOptimizer(Optimizer):
         self._move("cpu")
 
     def _placed(self, parameter: Any, kind: str, value: torch.Tensor) -> torch.Tensor:
-        if kind == "step" or isinstance(value, DTensor):
+        if isinstance(value, DTensor):
             return value
+        if kind == "step":
+            return value.to(parameter.device)
         there = value.to(parameter.device)
         return distribute_tensor(there, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
@@ -124,6 +128,7 @@ class ShardedModel:
         self.mesh = mesh
         self._siblings = siblings
         self.whole = build(path, settings, mesh, head)
+        self.selfcheck = unchecked(self.whole.causal, settings)
         self._optimizer: ShardedOptimizer | None = None
         self._held: dict[str, torch.Tensor] = {}
 
@@ -193,7 +198,7 @@ class ShardedModel:
             try:
                 plain = lora.stored(Path(folder)) if adapters else read_plain(folder, self.settings)
                 if self.whole.value_head is not None:
-                    plain |= read_head(folder, self.whole.causal.config.hidden_size)
+                    plain |= read_head(folder, hidden_size(self.whole.causal))
                 check_fit(f"weights of {folder}", plain, {**parameters, **buffers})
             except Exception as error:  # noqa: BLE001 - all ranks raise it
                 told = first_line(error, 1000)
@@ -277,13 +282,13 @@ class ShardedModel:
     def _packed(self) -> bool:
         return packs(self.whole.causal, self.settings)
 
-    def _cut(self, share: DataProto) -> Iterator[tuple[torch.Tensor | None, DataProto, int]]:
+    def _cut(self, share: DataProto, packed: bool) -> Iterator[tuple[torch.Tensor | None, DataProto, int]]:
         """(row numbers, rows, T) of each micro-batch, then (None, one short row, 1) until every rank has made as many.
 
         Before each the ranks agree to go on: an interrupt stops all of them at the same place.
         """
         device = self.mesh.device_type
-        groups = micro_batches(share, self.settings.micro_batch_tokens, self._packed) if len(share) else []
+        groups = micro_batches(self.whole.causal, share, self.settings.micro_batch_tokens, packed) if len(share) else []
         for number in range(int(largest(max(len(groups), 1)))):
             if agreed(_interrupted()):
                 raise Interrupted("the work was interrupted; everything finished before is kept")
@@ -300,34 +305,62 @@ class ShardedModel:
         self.whole.eval()
         try:
             with lora.switched_off(self.whole.causal) if base else nullcontext():
-                return collect(self._cut(share), lambda rows: self._scored(rows, want, temperature), share, want)
+                packed = self._packed
+                return collect(
+                    self._cut(share, packed), lambda rows: self._scored(rows, want, temperature, packed), share, want
+                )
         finally:
             self.whole.reshard()  # type: ignore[operator]  # the root keeps what it gathered, and weights may change
 
-    def _scored(self, rows: DataProto, want: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
+    def examine(self) -> SelfCheck:
+        """Compare ways of scoring with the model's own forward on a few tokens, the same on all ranks."""
+        want, device = ("log_probs", "entropy"), self.mesh.device_type
+
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.whole(DataProto({"input_ids": ids.to(device)}), ("logits",), 1.0, False)[
+                "logits"
+            ]
+            return found
+
+        def score(head: Head, packed: bool, batch: DataProto) -> dict[str, torch.Tensor]:
+            self.whole.causal.workbench_paths = Paths(own_head=head.linear is None)
+            return self.whole(batch.to(device), want, 1.0, packed)  # type: ignore[no-any-return]
+
+        self.whole.eval()
+        try:
+            half = halves(self.settings, device)
+            return check(self.whole.causal, self.settings, score, forward=forward, precisions=(half,), agree=largest)
+        finally:
+            self.whole.reshard()  # type: ignore[operator]
+
+    def _scored(
+        self, rows: DataProto, want: Sequence[str], temperature: float, packed: bool
+    ) -> dict[str, torch.Tensor]:
         with memory_errors("scoring", rows):
-            return self.whole(rows, want, temperature, self._packed)
+            return self.whole(rows, want, temperature, packed)
 
     def full_kl(self, share: DataProto, sibling: str, base: bool, temperature: float) -> dict[str, torch.Tensor]:
         """Exact KL (`kl` [b, T]) of this rank's rows to the model named `sibling`; with `base` without its adapters."""
         off: Any = lora.switched_off if base else nullcontext
         other = self._siblings[sibling]
+        packed = self._packed and other._packed
+        # the roots keep their heads gathered after the forward
+        mine, theirs = head_of(self.whole.causal), head_of(other.whole.causal)
 
-        def head(states: torch.Tensor) -> Any:
+        def their_logits(states: torch.Tensor) -> torch.Tensor:
             with off(other.whole.causal):
-                return other.whole.causal.get_output_embeddings()(states)
+                return theirs.logits(states)
 
         def found(rows: DataProto) -> dict[str, torch.Tensor]:
-            mine = self._scored(rows, ("hidden",), temperature)["hidden"]
+            states = self._scored(rows, ("hidden",), temperature, packed)["hidden"]
             with off(other.whole.causal):
-                theirs = other._scored(rows, ("hidden",), temperature)["hidden"]
-            # the roots have kept their heads gathered after the forward
-            heads = (self.whole.causal.get_output_embeddings(), head)
-            return divergence((mine, theirs), heads, self.whole.causal, rows, temperature)
+                others = other._scored(rows, ("hidden",), temperature, packed)["hidden"]
+            way = layout(self.whole.causal, rows, packed)
+            return divergence(way, mine, (states, others), their_logits, temperature)
 
         self.whole.eval()
         try:
-            return collect(self._cut(share), found, share, ("kl",))
+            return collect(self._cut(share, packed), found, share, ("kl",))
         finally:
             for model in (self, other):
                 model.whole.reshard()  # type: ignore[operator]
@@ -342,13 +375,13 @@ class ShardedModel:
         """
         account = RankAccount(len(share), share["response_mask"].shape[1])
         self.optimizer.zero()
-        self.whole.train()
+        packed = self._packed
         try:
-            with torch.random.fork_rng(devices=[]):
+            with learning_mode(self.whole, packed), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed + distributed.get_rank())  # dropout is a function of the step and the rank
-                for indices, rows, t in self._cut(share):
+                for indices, rows, t in self._cut(share, packed):
                     with memory_errors("learn", rows):
-                        found = self.whole(rows, loss.want, temperature, self._packed)
+                        found = self.whole(rows, loss.want, temperature, packed)
                         value = account.loss(functools.partial(loss, found, rows, loss_counts), indices, t)
                         if value is None:  # a pass with a gradient of 0, for the other ranks' sake
                             value = torch.stack([one.sum() for one in found.values()]).sum() * 0.0
@@ -357,7 +390,6 @@ class ShardedModel:
             self.optimizer.zero()
             raise
         finally:
-            self.whole.eval()
             self.whole.reshard()  # type: ignore[operator]
         failed = agreed(account.trouble is not None)
         if failed:

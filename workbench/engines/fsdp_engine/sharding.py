@@ -10,8 +10,9 @@ import torch
 
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import lora
+from workbench.engines.local_engine.head import head_of, hidden_size
 from workbench.engines.local_engine.loading import HEAD, load_model, load_tokenizer, resolve, save_model
-from workbench.engines.local_engine.scoring import halves, outputs, response_hidden
+from workbench.engines.local_engine.scoring import halves, layout, outputs
 from workbench.engines.local_engine.states import read_record, read_weights
 from workbench.engines.settings import FsdpSettings
 
@@ -27,9 +28,11 @@ class Whole(torch.nn.Module):
     def forward(
         self, rows: DataProto, want: Sequence[str], temperature: float, packed: bool
     ) -> dict[str, torch.Tensor]:
-        """The outputs `want` of `scoring.outputs`; or `hidden` [N, H], the states that predict the N response tokens."""
+        """The outputs `want` of `scoring.outputs`; the model's own `logits` [b, s, V]; or `hidden` [N, H], the states that predict the N response tokens."""
+        if "logits" in want:
+            return {"logits": self.causal(input_ids=rows["input_ids"], use_cache=False).logits}
         if "hidden" in want:
-            return {"hidden": response_hidden(self.causal, rows, packed)}
+            return {"hidden": layout(self.causal, rows, packed).states(self.causal, head_of(self.causal))}
         return outputs(self.causal, self.value_head, rows, want, temperature, packed)
 
 
@@ -41,7 +44,7 @@ def build(path: str, settings: Any, mesh: Any, head: bool) -> Whole:
     value = None
     if head:
         with torch.device("meta"):
-            value = torch.nn.Linear(model.config.hidden_size, 1)
+            value = torch.nn.Linear(hidden_size(model), 1)
     whole = Whole(model, value)
     device = mesh.device_type
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if settings.offload == "all" else OffloadPolicy()

@@ -21,6 +21,7 @@ from workbench.engines.fsdp_engine.sharded import ShardedModel, together
 from workbench.engines.fsdp_engine.sharding import write_plain
 from workbench.engines.local_engine.loading import chosen_device
 from workbench.engines.local_engine.states import write_record
+from workbench.engines.local_engine.selfcheck import SelfCheck
 from workbench.engines.settings import FsdpSettings
 
 _WAIT = datetime.timedelta(minutes=10)
@@ -73,8 +74,11 @@ class Shards:
 
     # --- models -----------------------------------------------------------------------------
 
-    def open(self, name: str, path: str, settings: Mapping[str, Any], head: bool, source: str | None) -> None:
-        """Load folder `path` as model `name`; `source` (a model here, or a saved state's folder) gives other weights."""
+    def open(self, name: str, path: str, settings: Mapping[str, Any], head: bool, source: str | None) -> SelfCheck:
+        """Load folder `path` as model `name`; `source` (a model here, or a saved state's folder) gives other weights.
+
+        Returns what the model's self-check found.
+        """
         model = ShardedModel(path, FsdpSettings(**settings), self._mesh, head, self._models)
         if source is None:
             model.load(path)
@@ -84,7 +88,13 @@ class Shards:
             if model.adapted:
                 model.load(path)  # a state has the adapters alone
             model.load_state(source, steps=False)
+        if source in self._models:
+            model.selfcheck = self._models[source].selfcheck
+        elif model.settings.self_check:
+            model.selfcheck = model.examine()
+        model.whole.causal.workbench_paths = model.selfcheck.paths
         self._models[name] = model
+        return model.selfcheck
 
     def drop(self, name: str) -> None:
         """Free the model `name`."""

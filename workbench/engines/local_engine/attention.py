@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from workbench.base.errors import EngineError
 
-NAME = "workbench"
+NAME, UNCAPPED = "workbench", "workbench_uncapped"
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,24 @@ class Layer:
     sinks: Tensor | None = None
     """[H]: a score that takes its share of each softmax and adds nothing (gpt-oss)."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
+    @property
+    def plain(self) -> bool:
+        """Whether it is a softmax and no more, as torch's own kernels compute it."""
+        return self.softcap is None and self.sinks is None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, *, causal: bool = False) -> Tensor:
         """Attention [b, H, q, D'] of queries [b, H, q, D] over keys and values [b, K, k, ·], with this layer's settings.
 
-        `seen` [b, 1, q, k] is true where a query sees a key; None: each sees all.
+        `seen` [b, 1, q, k] is true where a query sees a key (of a `plain` layer also what is added to the scores); None: each
+        sees all, or of a plain layer with `causal` those up to its own number.
         """
         groups = query.shape[1] // key.shape[1]
-        if groups > 1:
+        grouped = self.plain and query.device.type == "cpu"  # torch's kernel there reads shared heads where they are
+        if groups > 1 and not grouped:
             key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
-        if self.softcap is None and self.sinks is None:
-            return functional.scaled_dot_product_attention(query, key, value, seen, scale=self.scaling)
+        if self.plain:
+            shared = {"scale": self.scaling, "is_causal": causal, "enable_gqa": groups > 1 and grouped}
+            return functional.scaled_dot_product_attention(query, key, value, seen, **shared)
         scores = query @ key.transpose(-1, -2) * self.scaling
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
@@ -73,34 +81,37 @@ class Plan(Protocol):
         """The layer's attention [b, H, q, D'], where `layer` has the new tokens [b, ·, q, ·]."""
 
 
-_plans: dict[int, Plan] = {}
-
-
 @contextmanager
 def planned(model: Any, plan: Plan) -> Iterator[Tensor]:
     """Context manager: yields the `attention_mask` with which the model attends by `plan`.
 
-    A backward pass with gradient checkpointing calls the attention again: keep it inside. Raises `EngineError` where the model
-    asks for a kind of attention that a plan does not know.
+    Raises `EngineError` where the model asks for a kind of attention that a plan does not know.
     """
+    with switched(model):
+        mask: Any = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)  # mixed precision casts floating ones
+        mask.plan = plan
+        yield mask
+
+
+@contextmanager
+def switched(model: Any) -> Iterator[None]:
+    """Context manager: the model attends by plans. A backward pass with gradient checkpointing attends again: keep it inside."""
     _register()
     configs = {id(one): one for one in (getattr(part, "config", None) for part in model.modules()) if one is not None}
     before = {key: one._attn_implementation for key, one in configs.items() if hasattr(one, "_attn_implementation")}
-    tag = torch.zeros(1, 1, 1, 1, device=model.device)
-    _plans[id(tag)] = plan
     try:
-        for key in before:
-            configs[key]._attn_implementation_internal = NAME
-        yield tag
+        for key, name in before.items():
+            configs[key]._attn_implementation_internal = UNCAPPED if name == "sdpa" else NAME
+        yield
     finally:
         for key, name in before.items():
             configs[key]._attn_implementation_internal = name
-        del _plans[id(tag)]
 
 
 def _register() -> None:
     interface = sys.modules["transformers.modeling_utils"].AttentionInterface
     interface.register(NAME, _attention)
+    interface.register(UNCAPPED, _uncapped)
 
 
 _IGNORED = {"is_causal", "position_ids", "use_cache", "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k"}
@@ -121,7 +132,7 @@ def _attention(
     **further: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls: `query`, `key` and `value` [b, heads, q, D] → [b, q, heads, D']."""
-    plan = _plans.get(id(attention_mask))
+    plan: Plan | None = getattr(attention_mask, "plan", None)
     unknown = {name for name, one in further.items() if one is not None} - _IGNORED
     if plan is None or dropout or "position_bias" in unknown:
         what = f"attention of {type(module).__name__}"
@@ -130,3 +141,8 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = Layer(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux)
     return plan.attend(layer).transpose(1, 2).contiguous(), None
+
+
+def _uncapped(*given: Any, softcap: float | None = None, **named: Any) -> tuple[Tensor, None]:
+    """In place of transformers' `sdpa`, which leaves a soft-cap out: the same numbers as the model's own."""
+    return _attention(*given, **named)

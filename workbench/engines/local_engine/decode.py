@@ -6,6 +6,7 @@ which rows happen to share its wave.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -188,6 +189,8 @@ class PaddedRows:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._cache: Any = None
+        named = inspect.signature(type(model).forward).parameters
+        self._name = "cache_params" if "cache_params" in named else "past_key_values"
 
     def seat(self, order: Sequence[int], prompts: Mapping[int, tuple[int, ...]]) -> None:
         """Prefill each different prompt once, or drop rows."""
@@ -205,7 +208,7 @@ class PaddedRows:
         if list(order) == list(range(len(self._mask))):
             return
         where = torch.tensor(order, device=device)
-        self._cache.batch_select_indices(where)
+        self._cache.reorder_cache(where)  # which every kind of layer has
         self._mask = self._mask[where]
         self._logits = None if self._logits is None else self._logits[where]
 
@@ -219,6 +222,6 @@ class PaddedRows:
         return self._forward(tokens[:, None].to(self._mask.device), positions)
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        given = {"attention_mask": self._mask, "position_ids": positions, "past_key_values": self._cache}
+        given = {"attention_mask": self._mask, "position_ids": positions, self._name: self._cache}
         logits: Tensor = self._model(input_ids=ids, **given, use_cache=True, logits_to_keep=1).logits[:, -1]
         return logits

@@ -19,11 +19,13 @@ from workbench.base.errors import EngineError, NonFinite
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
-from workbench.engines.local_engine.decode import PaddedRows, decode
-from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, backward
+from workbench.engines.local_engine.caches import OWN_CACHE, PATHS, cache_of
+from workbench.engines.local_engine.decode import decode
+from workbench.engines.local_engine.head import Head, head_of
+from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, backward, learning_mode
 from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
-from workbench.engines.local_engine.prefix import shared_prefix, shares_prefixes
 from workbench.engines.local_engine.sampling import Wave, Waves
+from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, unchecked
 from workbench.engines.local_engine.states import read_optimizer, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, SampleMany, StepResult
 from workbench.engines.settings import LocalSettings
@@ -59,6 +61,8 @@ class ModelEngine:
         self.template_switches = switches
         self.version = 0
         self.state_id = new_id()
+        self.selfcheck = unchecked(model, settings)
+        """How the engine computes, and how far that was from the model's own forward on a few tokens when it was opened."""
 
     def commit(self) -> int:
         """End an update: the policy version rises by one and is returned."""
@@ -109,7 +113,7 @@ class ModelEngine:
     @property
     def max_length(self) -> int | None:
         """Longest sequence of the model in tokens (`max_position_embeddings`); None where its configuration has none."""
-        return getattr(self._model.config, "max_position_embeddings", None)
+        return getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
 
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: weights and Adam's two moments, of all ranks together."""
@@ -125,7 +129,7 @@ class ModelEngine:
     def __repr__(self) -> str:
         kind, size = "critic" if self._critic else "policy", sum(one.numel() for one in self._model.parameters())
         what = f"{kind}, {type(self._model).__name__}, {size:,} parameters, {self._place()}"
-        return f"{type(self).__name__}({self.path!r}: {what}, version {self.version})"
+        return f"{type(self).__name__}({self.path!r}: {what}, version {self.version}; {self.selfcheck})"
 
 
 class FrozenModel:
@@ -139,6 +143,11 @@ class FrozenModel:
     def describe(self) -> dict[str, Any]:
         """Path and settings by name, and as `as_loaded` whether the weights are still those of the path."""
         return {**self._engine.describe(), **({"lora_rank": 0} if self._base else {}), "as_loaded": self._as_loaded}
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows go through the model without padding (`scoring.packs`)."""
+        return scoring.packs(self._engine._model, self._engine._settings)
 
     @contextmanager
     def model(self) -> Iterator[Any]:
@@ -163,14 +172,22 @@ class LocalEngine(ModelEngine, SampleMany):
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, settings: LocalSettings, *, path: str = "", head: Any = None, **switches: Any
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: LocalSettings,
+        *,
+        path: str = "",
+        head: Any = None,
+        checked: SelfCheck | None = None,
+        **switches: Any,
     ) -> None:
         super().__init__(model, tokenizer, settings, path=path, head=head is not None, **switches)
         self._head = head
+        self.selfcheck = checked or self.selfcheck
         self._optimizer: Optimizer | None = None
         self._waves = Waves(self._decode, settings.max_wave, "workbench-sampler")
-        self._shared: bool | None = None  # whether the model samples rightly with shared prompts; None: not tried
-        self._eos = loading.eos_ids_of(model.generation_config, model.config, tokenizer)
+        self._eos = loading.eos_ids_of(model.generation_config, model.config.get_text_config(), model.config, tokenizer)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable()
 
@@ -183,10 +200,8 @@ class LocalEngine(ModelEngine, SampleMany):
     def _decode(self, wave: Wave[Request, Sample]) -> None:
         shape = f"{len(wave.questions)} rows of {max(len(request.ids) for request in wave.questions)} prompt tokens"
         self._model.eval()
-        if self._shared is None:
-            self._shared = shares_prefixes(self._model)
         budget, state = self._settings.micro_batch_tokens, self.state_id
-        made = shared_prefix(self._model, budget) if self._shared else nullcontext(PaddedRows(self._model))
+        made = cache_of(self._model, self.selfcheck.paths.decode or OWN_CACHE, budget)
         with memory_errors("sampling", shape, "max_wave"), self._autocast(), made as cache:
             given = (self.tokenizer, wave, self._eos, self.version, self._settings.max_wave)
             decode(cache, *given, lambda: self.state_id == state)
@@ -201,26 +216,30 @@ class LocalEngine(ModelEngine, SampleMany):
         self._model.eval()
         guard = memory_errors("scoring", f"micro-batches of {self._settings.micro_batch_tokens} tokens")
         with guard, self._autocast(), lora.switched_off(self._model) if base else nullcontext():
-            return scoring.collect(self._passes(batch), self._outputs(want, temperature), batch, want)
+            packed = self._packed
+            return scoring.collect(self._passes(batch, packed), self._outputs(want, temperature, packed), batch, want)
 
     def full_kl(self, batch: DataProto, reference: FrozenModel, temperature: float = 1.0) -> torch.Tensor:
         """[B, T] exact KL(policy‖reference) per response token, in nats, over the whole vocabulary: two forward passes."""
         scoring.check_ids(self._model, batch)
         self._model.eval()
 
-        def head(states: torch.Tensor) -> torch.Tensor:
+        packed = self._packed and reference.packed
+        mine = head_of(self._model)
+
+        def their_logits(states: torch.Tensor) -> torch.Tensor:
             with reference.model() as other:
-                return other.get_output_embeddings()(states.to(other.device))
+                return head_of(other).logits(states)
 
         def found(rows: DataProto) -> dict[str, torch.Tensor]:
-            mine = scoring.response_hidden(self._model, rows, self._packed)
+            way = scoring.layout(self._model, rows, packed)
+            states = way.states(self._model, mine)
             with reference.model() as other:
-                theirs = scoring.response_hidden(other, rows.to(other.device), self._packed)
-            heads = (self._model.get_output_embeddings(), head)
-            return scoring.divergence((mine, theirs), heads, self._model, rows, temperature)
+                theirs = scoring.layout(other, rows.to(other.device), packed).states(other, head_of(other))
+            return scoring.divergence(way, mine, (states, theirs), their_logits, temperature)
 
         with memory_errors("the exact KL", f"micro-batches of {self._settings.micro_batch_tokens} tokens"):
-            return scoring.collect(self._passes(batch), found, batch, ("kl",))["kl"]
+            return scoring.collect(self._passes(batch, packed), found, batch, ("kl",))["kl"]
 
     # --- Learner ----------------------------------------------------------------------------
 
@@ -260,16 +279,14 @@ class LocalEngine(ModelEngine, SampleMany):
 
     def _backward(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float) -> StepResult:
         scoring.check_ids(self._model, batch)
-        self._model.train()
+        packed = self._packed
         try:
-            with self._autocast():
-                found = self._outputs(loss.want, temperature)
-                return backward(self._passes(batch), lambda rows: loss(found(rows), rows, loss_counts), batch)
+            with learning_mode(self._model, packed), self._autocast():
+                found = self._outputs(loss.want, temperature, packed)
+                return backward(self._passes(batch, packed), lambda rows: loss(found(rows), rows, loss_counts), batch)
         except BaseException:
             self._ready().zero()
             raise
-        finally:
-            self._model.eval()
 
     def _ready(self) -> Optimizer:
         """The optimizer, made when learning starts: an engine that only samples has none."""
@@ -390,13 +407,38 @@ class LocalEngine(ModelEngine, SampleMany):
 
     def _copy(self) -> LocalEngine:
         model = copy.deepcopy(self._model).requires_grad_(False)
-        return LocalEngine(model, self.tokenizer, self._settings, path=self.path, **self.template_switches)
+        told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, **self.template_switches}
+        return LocalEngine(model, self.tokenizer, self._settings, **told)
 
     def critic(self, **changes: Any) -> LocalEngine:
         """Make a critic: a learner with a copy of the weights and a new value head that gives 0; `changes` are settings."""
         settings = self._settings.replace(**changes)
         head = loading.value_head(self._model)
-        return LocalEngine(copy.deepcopy(self._model), self.tokenizer, settings, path=self.path, head=head)
+        told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, "head": head}
+        return LocalEngine(copy.deepcopy(self._model), self.tokenizer, settings, **told)
+
+    def examine(self, every: bool = False) -> SelfCheck:
+        """Compare ways of computing with the model's own forward on a few tokens; `every` one, not up to the first that is right.
+
+        Raises `EngineError` where none is right, or one is not that the settings ask for.
+        """
+        want, everything = ("log_probs", "entropy"), 1 << 30
+        self._model.eval()
+
+        def score(head: Head, packed: bool, batch: DataProto) -> dict[str, torch.Tensor]:
+            cut = scoring.passes(self._model, batch, everything, packed)
+            found = lambda rows: scoring.outputs(self._model, None, rows, want, 1.0, packed, head)  # noqa: E731
+            return scoring.collect(cut, found, batch, want)
+
+        def sample(path: str, requests: Sequence[Request]) -> list[Sample]:
+            asked: Any = Asked(requests)
+            with cache_of(self._model, path, everything) as cache:
+                decode(cache, self.tokenizer, asked, self._eos, 0, asked.size(cache))
+            return asked.answers
+
+        half = scoring.halves(self._settings, self._model.device.type)
+        tries: dict[str, Any] = {"precisions": (False, True)[: 1 + half], "every": every}
+        return check(self._model, self._settings, score, sample=sample, decodes=PATHS, **tries)
 
     # --- inside -----------------------------------------------------------------------------
 
@@ -404,11 +446,13 @@ class LocalEngine(ModelEngine, SampleMany):
     def _packed(self) -> bool:
         return scoring.packs(self._model, self._settings)
 
-    def _passes(self, batch: DataProto) -> Iterator[tuple[torch.Tensor, DataProto, int]]:
-        return scoring.passes(self._model, batch, self._settings.micro_batch_tokens, self._packed)
+    def _passes(self, batch: DataProto, packed: bool) -> Iterator[tuple[torch.Tensor, DataProto, int]]:
+        return scoring.passes(self._model, batch, self._settings.micro_batch_tokens, packed)
 
-    def _outputs(self, want: Sequence[str], temperature: float) -> Callable[[DataProto], dict[str, torch.Tensor]]:
-        return lambda rows: scoring.outputs(self._model, self._head, rows, want, temperature, self._packed)
+    def _outputs(
+        self, want: Sequence[str], temperature: float, packed: bool
+    ) -> Callable[[DataProto], dict[str, torch.Tensor]]:
+        return lambda rows: scoring.outputs(self._model, self._head, rows, want, temperature, packed)
 
     def _autocast(self) -> Any:
         device = self._model.device.type
@@ -431,4 +475,8 @@ def local(
     folder = loading.resolve(path)
     model = loading.load_model(folder, chosen, named=str(path))
     tokenizer = loading.load_tokenizer(folder, model, chosen)
-    return LocalEngine(model, tokenizer, chosen, path=str(path), **(template_switches or {}))
+    engine = LocalEngine(model, tokenizer, chosen, path=str(path), **(template_switches or {}))
+    if chosen.self_check:
+        engine.selfcheck = engine.examine()
+    model.workbench_paths = engine.selfcheck.paths
+    return engine

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from workbench.base.errors import NonFinite
 from workbench.base.metrics import Metric, Sum, join
 from workbench.dataproto.core import DataProto
+from workbench.engines.local_engine.attention import switched
 from workbench.engines.local_engine.memory import memory_errors
 from workbench.engines.protocol import LossOutput, StepResult
 
@@ -28,6 +30,33 @@ def learning_rate(base: float, step: int, schedule: str, warmup: int, total: int
     return base * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+@contextmanager
+def learning_mode(model: Any, packed: bool) -> Iterator[None]:
+    """Context manager around forward and backward passes: layers are recomputed where that is on, and nothing is dropped out.
+
+    The log-probs that a loss compares with old ones are without dropout, too; only that of LoRA adapters, which the settings
+    ask for by name, is active.
+    """
+    again = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
+    # layers that are recomputed only where they are training, and then drop out by numbers of their own
+    held = [
+        (part, name, one) for part in again for name, one in vars(part).items() if "drop" in name and type(one) is float
+    ]
+    dropped = [part for name, part in model.named_modules() if ".lora_dropout." in name]
+    model.eval()
+    try:
+        for part in (*again, *dropped):
+            part.training = True
+        for part, name, _ in held:
+            setattr(part, name, 0.0)
+        with switched(model) if packed and again else nullcontext():
+            yield
+    finally:
+        model.eval()
+        for part, name, one in held:
+            setattr(part, name, one)
+
+
 class Optimizer:
     """AdamW and its schedule over named parameters; its state is saved and loaded as plain tensors."""
 
@@ -35,7 +64,9 @@ class Optimizer:
         self.named = dict(named)
         self._settings = s = settings
         self.steps = 0
-        self._adam = torch.optim.AdamW(self.named.values(), lr=s.lr, betas=s.betas, weight_decay=s.weight_decay)
+        self._adam = torch.optim.AdamW(
+            self.named.values(), lr=s.lr, betas=s.betas, weight_decay=s.weight_decay, fused=True
+        )
 
     @property
     def lr(self) -> float:
@@ -78,8 +109,7 @@ class Optimizer:
                 self._adam.state[self.named[name]][kind] = self._placed(self.named[name], kind, value)
 
     def _placed(self, parameter: Any, kind: str, value: torch.Tensor) -> torch.Tensor:
-        # torch keeps `step` on the CPU, the moments beside the parameter
-        return value.clone() if kind == "step" else value.to(parameter.device, copy=True)
+        return value.to(parameter.device, copy=True)
 
 
 class Account:

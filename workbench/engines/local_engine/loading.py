@@ -13,6 +13,7 @@ import torch
 
 from workbench.base.errors import EngineError, boundary, first_line
 from workbench.engines.local_engine import lora
+from workbench.engines.local_engine.head import hidden_size
 
 
 def resolve(path: str | Path, *, elsewhere: bool = False) -> str | Path:
@@ -201,7 +202,7 @@ HEAD = "value_head.safetensors"
 
 def value_head(model: Any) -> torch.nn.Linear:
     """A linear layer from [H] to a scalar with zero weights, on the model's device: a new critic predicts 0."""
-    head = torch.nn.Linear(model.config.hidden_size, 1).to(model.device)
+    head = torch.nn.Linear(hidden_size(model), 1).to(model.device)
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)
     return head

@@ -48,6 +48,11 @@ def config_in(model: Any) -> dict[str, Any] | None:
     return getattr(model, "workbench_lora", None)
 
 
+def dropout(model: Any) -> float:
+    """Dropout before a model's adapters while they learn; 0 without adapters."""
+    return float((config_in(model) or {}).get("lora_dropout") or 0)
+
+
 def tensors(model: Any) -> dict[str, torch.Tensor]:
     """LoRA weights of a model by their names in its `state_dict()`."""
     return {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}

@@ -28,7 +28,7 @@ def learning_estimate(model: Any, settings: LocalSettings) -> dict[str, int]:
     et al. 2022, https://arxiv.org/abs/2205.05198, eq. 2), one hidden state a layer when checkpointed.
     """
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    config = model.config
+    config = model.config.get_text_config()
     size = next(model.parameters()).element_size()
     per_token = config.hidden_size * size * (1 if settings.gradient_checkpointing else 17) * config.num_hidden_layers
     return {"gradients": weights, "optimizer": 2 * weights, "activations": per_token * settings.micro_batch_tokens}

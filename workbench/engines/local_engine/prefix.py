@@ -279,38 +279,3 @@ def shared_prefix(model: Any, budget: int = 16_384) -> Iterator[SharedPrefix]:
     cache = SharedPrefix(model, budget)
     with planned(model, cache) as cache.tag:
         yield cache
-
-
-TOLERANCE = 1e-3
-"""Largest difference of a logit that is rounding, in float32."""
-_PROBES = ((5, 7, 3, 9, 4, 8), (5, 7, 3, 9, 4, 8), (2, 6), (3, 1, 4, 1, 5, 9, 2, 6, 5, 3))
-
-
-@torch.no_grad()
-def deviation(model: Any) -> float:
-    """Largest difference of logits between rows that decode with shared prompts and the model's own forward of each row.
-
-    Raises what the model raises where its attention cannot be planned.
-    """
-    rows, found = [list(row) for row in _PROBES], []
-    with shared_prefix(model) as cache:
-        seats = [0, 1, 2]
-        cache.seat(seats, {seat: tuple(rows[seat]) for seat in seats})
-        for turn in range(4):
-            if turn == 2:  # the second row ends, and another takes its seat
-                seats = [0, 3, 2]
-                cache.seat([0, 1, 2], {1: tuple(rows[3])})
-            logits = cache.step(torch.tensor([rows[row][-1] for row in seats]))
-            found += [(tuple(rows[row]), logits[seat].float()) for seat, row in enumerate(seats)]
-            for row in seats:
-                rows[row].append(turn + 2 * row)
-    own = [model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1] for ids, _ in found]
-    return max(float((one.float() - logits).abs().max()) for one, (_, logits) in zip(own, found, strict=True))
-
-
-def shares_prefixes(model: Any) -> bool:
-    """Whether rows of the model that share their prompts have the logits of its own forward."""
-    try:
-        return deviation(model) <= TOLERANCE
-    except Exception:  # noqa: BLE001 - there are as many kinds of error as kinds of models
-        return False

@@ -3,31 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from workbench.base import runtime
 from workbench.base.errors import EngineError
 from workbench.dataproto.columns import declared
 from workbench.dataproto.core import DataProto
+from workbench.engines.local_engine import lora, tree
+from workbench.engines.local_engine.head import Head, head_of, linear_head
 from workbench.functional.kl import full_kl
-from workbench.functional.logprobs import entropy_from_logits, log_probs_from_logits
+from workbench.functional.logprobs import (
+    CHUNK_BYTES,
+    entropy_from_logits,
+    linear_log_probs,
+    log_probs_from_logits,
+)
 
-CHUNK_ELEMENTS = 1 << 26
-"""Logits that exist at one time, in elements: 256 MiB in float32."""
 
-
-def chunk_rows(model: Any) -> int:
-    """Number of positions whose logits are computed at one time, to limit memory."""
-    return max(CHUNK_ELEMENTS // model.config.vocab_size, 1)
+def flash(model: Any) -> bool:
+    """Whether a model was loaded with flash attention, which packs rows side by side."""
+    return "flash" in str(getattr(model.config, "_attn_implementation", ""))
 
 
 def packs(model: Any, settings: Any) -> bool:
-    """Whether rows are packed without padding: by the setting `pack`; with `auto` where the model uses flash attention."""
-    flash = "flash" in str(getattr(model.config, "_attn_implementation", ""))
-    return settings.pack == "yes" or (settings.pack == "auto" and flash)
+    """Whether rows go through the model without padding, by the setting `pack`: what they have in common goes through it once.
+
+    With `auto` where that is proven (`model.workbench_paths`, from the self-check; without one, where every attention asks
+    transformers' interface) and nothing is dropped out. Raises `EngineError` where `yes` asks for it and it is not.
+    """
+    if settings.pack == "no":
+        return False
+    why = _unpacked(model, settings)
+    if settings.pack == "yes" and why:
+        what, do = f"pack='yes' for {type(model).__name__}", "leave pack at 'auto', or take 'no'"
+        raise EngineError(what, expected="a model that gives the same numbers without padding", found=why, do=do)
+    return not why
+
+
+def _unpacked(model: Any, settings: Any) -> str:
+    """Why rows cannot be packed; empty where they can."""
+    if lora.dropout(model) > 0:
+        return f"lora_dropout={lora.dropout(model)}: tokens that rows share would be dropped out together"
+    if flash(model):
+        return ""
+    if settings.pack == "auto" and settings.attn_implementation not in (None, "sdpa"):
+        return f"attn_implementation={settings.attn_implementation!r}"
+    paths = getattr(model, "workbench_paths", None)
+    proven: bool | None = paths.pack if paths is not None else None
+    known = {"full_attention", "sliding_attention"}
+    other = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - known
+    if proven or (proven is None and getattr(model, "_supports_attention_backend", False) and not other):
+        return ""
+    return "no proof of it" if not other else f"layers of {', '.join(sorted(other))}"
 
 
 def halves(settings: Any, device: str) -> bool:
@@ -35,12 +66,18 @@ def halves(settings: Any, device: str) -> bool:
     return settings.dtype == "bfloat16" or (settings.dtype == "auto" and device == "cuda")
 
 
-def micro_batches(batch: DataProto, budget: int, packed: bool) -> list[torch.Tensor]:
+def micro_batches(model: Any, batch: DataProto, budget: int, packed: bool) -> list[Tensor]:
     """Cut a batch into micro-batches of at most `budget` tokens, at least one row each; returns each one's row numbers.
 
-    Rows are sorted by length. A padded micro-batch counts rows × longest row, a packed one the sum of its rows. Sorting is
-    stable, so the same batch is always cut the same way.
+    Of packed rows those stay together that begin alike, and tokens that they share count once (`tree.cut`). Others are sorted
+    by length; a padded micro-batch counts rows × longest row, one for flash attention the sum of its rows. Sorting is stable,
+    so the same batch is always cut the same way.
     """
+    paths = getattr(model, "workbench_paths", None)
+    if paths is not None and paths.own_head:  # logits of all tokens exist at one time
+        budget = min(budget, max(CHUNK_BYTES // (4 * model.config.get_text_config().vocab_size), 1))
+    if packed and not flash(model):
+        return tree.cut(batch, budget)
     lengths = batch["attention_mask"].sum(-1)
     order = torch.argsort(lengths, descending=True, stable=True).tolist()
     groups: list[list[int]] = []
@@ -91,57 +128,101 @@ def check_ids(model: Any, batch: DataProto) -> None:
         raise EngineError(what, expected=expected, do="tokenise the batch with this model's tokenizer")
 
 
-def response_hidden(model: Any, rows: DataProto, packed: bool) -> torch.Tensor:
-    """Hidden states [N, H] that predict the N response tokens (`response_mask` 1), row by row."""
-    mask, attention = rows["response_mask"].bool(), rows["attention_mask"].bool()
-    before = slice(-mask.shape[1] - 1, -1)  # the state before a response token is the one of the token to its left
-    if packed:
-        given = {name: rows[name][attention][None] for name in ("input_ids", "position_ids")}
-    else:
-        given = {name: rows[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    hidden: torch.Tensor = model.base_model(**given, use_cache=False).last_hidden_state
-    if not packed:
-        return hidden[:, before][mask]
-    inside = torch.zeros_like(attention)
-    inside[:, before] = mask
-    return hidden[0][inside[attention]]
+class Layout(Protocol):
+    """How the rows of a micro-batch go through a model, and which of its states predict their N response tokens."""
+
+    labels: Tensor
+    """[M] ids to predict; M < N where rows have tokens in common."""
+
+    def states(self, model: Any, head: Head) -> Tensor:
+        """Hidden states [M, H] (of `OWN`: logits) that predict `labels`."""
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Put values [M] at the rows' response tokens: [b, T] float32, 0 elsewhere."""
+
+
+class Rows:
+    """One row after the other: padded, or packed without padding for flash attention (which reads `position_ids`)."""
+
+    def __init__(self, rows: DataProto, packed: bool) -> None:
+        self._mask, attention = rows["response_mask"].bool(), rows["attention_mask"].bool()
+        t = self._mask.shape[1]
+        self.labels = rows["input_ids"][:, -t:][self._mask]
+        inside = torch.zeros_like(attention)
+        inside[:, -t - 1 : -1] = self._mask  # the state before a response token is the one of the token to its left
+        # tokens first, padding behind them, where it comes into no state of a recurrent layer
+        order = torch.argsort(~attention, dim=1, stable=True)
+        names = ("input_ids", "attention_mask", "position_ids")
+        self._given = {name: rows[name].gather(1, order) for name in names}
+        self._inside = inside.gather(1, order)
+        if packed:
+            self._given = {name: rows[name][attention][None] for name in ("input_ids", "position_ids")}
+            self._inside = inside[attention][None]
+
+    def states(self, model: Any, head: Head) -> Tensor:
+        """Hidden states [N, H] (of `OWN`: logits) that predict `labels`."""
+        return head.states(model, **self._given)[self._inside]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Put values [N] at the rows' response tokens: [b, T] float32, 0 elsewhere."""
+        return spread(values, self._mask)
+
+
+def layout(model: Any, rows: DataProto, packed: bool) -> Layout:
+    """How rows go through a model: padded, or packed as a tree; with flash attention packed side by side."""
+    return tree.Tree(rows) if packed and not flash(model) else Rows(rows, packed)
 
 
 def outputs(
-    model: Any, head: torch.nn.Module | None, rows: DataProto, want: Sequence[str], temperature: float, packed: bool
-) -> dict[str, torch.Tensor]:
-    """Compute the outputs named in `want`, as in `compute_log_probs`: [b, T] float32 with gradient, 0 outside the mask."""
-    mask = rows["response_mask"].bool()
-    hidden = response_hidden(model, rows, packed)
-    flat: dict[str, torch.Tensor] = {}
+    model: Any,
+    value_head: torch.nn.Module | None,
+    rows: DataProto,
+    want: Sequence[str],
+    temperature: float,
+    packed: bool,
+    head: Head | None = None,
+) -> dict[str, Tensor]:
+    """Compute the outputs named in `want`, as in `compute_log_probs`: [b, T] float32 with gradient, 0 outside the mask.
+
+    `head` makes the logits; without it the one that `head_of` finds.
+    """
+    way, head = layout(model, rows, packed), head or head_of(model)
+    flat: dict[str, Tensor] = {}
+    states = way.states(model, linear_head(model) if "values" in want else head)
     if "values" in want:
-        if head is None:
+        if value_head is None:
             raise EngineError("'values' of a policy", expected="a critic's value head", do="use engine.critic()")
-        flat["values"] = head(hidden.float()).squeeze(-1)
-    if {"log_probs", "entropy", "sum_pi_squared"} & set(want):
-        labels = rows["input_ids"][:, -mask.shape[1] :][mask]
-        flat |= _from_logits(model, hidden, labels, want, temperature)
-    return {name: spread(values, mask) for name, values in flat.items()}
+        flat["values"] = value_head(states.float()).squeeze(-1)
+    if set(_DISTRIBUTION) & set(want):
+        if "values" in want and head.linear is None:
+            states = way.states(model, head)
+        flat |= _from_logits(head, states, way.labels, want, temperature)
+    return {name: way.spread(values) for name, values in flat.items()}
 
 
-def spread(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def spread(values: Tensor, mask: Tensor) -> Tensor:
     """Put values [N] back at the N positions where `mask` is 1: [b, T], 0 elsewhere."""
     return torch.zeros(mask.shape, dtype=torch.float32, device=values.device).masked_scatter(mask, values.float())
 
 
-def _from_logits(
-    model: Any, hidden: torch.Tensor, labels: torch.Tensor, want: Sequence[str], temperature: float
-) -> dict[str, torch.Tensor]:
-    """Log-probs and entropies in chunks; with gradients, a chunk's logits are recomputed in the backward pass."""
-    lm_head = model.get_output_embeddings()
-    softcap = getattr(model.config, "final_logit_softcapping", None)
-    wanted = [name for name in ("log_probs", "entropy", "sum_pi_squared") if name in want]
+_DISTRIBUTION = ("log_probs", "entropy", "sum_pi_squared")
 
-    def chunk(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = lm_head(states).float()
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits = logits / temperature
+
+def _from_logits(
+    head: Head, states: Tensor, labels: Tensor, want: Sequence[str], temperature: float
+) -> dict[str, Tensor]:
+    """Log-probs, entropies and Σ π² [M] of states [M, H], in chunks."""
+    wanted = [name for name in _DISTRIBUTION if name in want]
+    linear = head.linear
+    if type(linear) is torch.nn.Linear and type(linear.weight) is torch.nn.Parameter:  # no adapter, no shard
+        shape: dict[str, Any] = {"factor": head.factor, "softcap": head.softcap, "temperature": temperature}
+        found = linear_log_probs(
+            states, linear.weight, linear.bias, labels, **shape, distribution=wanted != ["log_probs"]
+        )
+        return {name: one for name, one in zip(_DISTRIBUTION, found, strict=True) if name in want}
+
+    def chunk(part: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        logits = head.logits(part) / temperature
         made = {
             "log_probs": lambda: log_probs_from_logits(logits, targets),
             "entropy": lambda: entropy_from_logits(logits),
@@ -149,11 +230,17 @@ def _from_logits(
         }
         return tuple(made[name]() for name in wanted)
 
-    size = chunk_rows(model)
-    pieces = list(zip(hidden.split(size), labels.split(size), strict=True))
-    again = torch.is_grad_enabled() and len(pieces) > 1
+    size = _chunk_rows(head, states)
+    pieces = list(zip(states.split(size), labels.split(size), strict=True))
+    again = torch.is_grad_enabled() and len(pieces) > 1  # a chunk's logits are computed again in the backward pass
     results = [checkpoint(chunk, *piece, use_reentrant=False) if again else chunk(*piece) for piece in pieces]
     return {name: torch.cat([result[place] for result in results]) for place, name in enumerate(wanted)}
+
+
+def _chunk_rows(head: Head, states: Tensor) -> int:
+    """Number of positions whose logits exist at one time."""
+    width = states.shape[-1] if head.linear is None else head.linear.weight.shape[0]
+    return max(CHUNK_BYTES // (4 * width), 1)
 
 
 Pass = tuple[torch.Tensor | None, DataProto, int]
@@ -162,7 +249,7 @@ Pass = tuple[torch.Tensor | None, DataProto, int]
 
 def passes(model: Any, batch: DataProto, budget: int, packed: bool) -> Iterator[tuple[torch.Tensor, DataProto, int]]:
     """Yield micro-batches: (row numbers, trimmed rows on the model's device, their T). Interrupts raise `Interrupted`."""
-    for indices in micro_batches(batch, budget, packed):
+    for indices in micro_batches(model, batch, budget, packed):
         runtime.check()
         rows, t = trimmed(batch.select_idxs(indices))
         yield indices, rows.to(model.device), t
@@ -183,14 +270,14 @@ def collect(
 
 
 def divergence(
-    hidden: Sequence[torch.Tensor], heads: Sequence[Any], model: Any, rows: DataProto, temperature: float
-) -> dict[str, torch.Tensor]:
+    way: Layout, head: Head, states: Sequence[Tensor], theirs: Callable[[Tensor], Tensor], temperature: float
+) -> dict[str, Tensor]:
     """`kl` [b, T] float32: KL(first‖second) of two models' next-token distributions at each response token, 0 elsewhere.
 
-    `hidden` are the two models' states from `response_hidden`; `heads` map them to logits.
+    `states` are both models' in the same layout; `head` makes the first one's logits, `theirs` the second one's.
     """
-    values, size = [hidden[0].new_zeros(0)], chunk_rows(model)
-    for states in zip(*(one.split(size) for one in hidden), strict=True):
-        mine, theirs = (head(state).float() / temperature for head, state in zip(heads, states, strict=True))
-        values.append(full_kl(mine, theirs.to(mine.device)))
-    return {"kl": spread(torch.cat(values), rows["response_mask"].bool())}
+    values, size = [states[0].new_zeros(0)], _chunk_rows(head, states[0])
+    for mine, other in zip(*(one.split(size) for one in states), strict=True):
+        logits = head.logits(mine) / temperature
+        values.append(full_kl(logits, theirs(other).to(logits.device) / temperature))
+    return {"kl": way.spread(torch.cat(values))}

@@ -1,0 +1,181 @@
+"""The self-check at load: a way of computing that is wrong is not used, or refused where it is asked for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests_architectures import make
+from transformers import AutoModelForCausalLM
+
+from workbench.base.errors import EngineError
+from workbench.dataproto import DataProto
+from workbench.engines import local
+from workbench.engines.local_engine import attention, head, scoring, selfcheck
+from workbench.testing.engines import EngineContract, LikelihoodLoss
+
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Folder of a small model by the name of its architecture."""
+    made: dict[str, Path] = {}
+
+    def find(name: str) -> Path:
+        if name not in made:
+            made[name] = make(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return find
+
+
+def rows() -> DataProto:
+    """Four rows in two groups."""
+    prompts = (tuple(range(10, 30)), (5, 6, 7))
+    made = [(prompts[number // 2], (30 + number, 40, 41, 42 + number)[: 2 + number]) for number in range(4)]
+    return selfcheck.batch_of(made)
+
+
+def own(path: Path, batch: DataProto) -> torch.Tensor:
+    """[B, T] log-probs by the model as transformers opens it, row by row."""
+    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
+    found = torch.zeros(batch["response_mask"].shape)
+    for row, (ids, seen) in enumerate(zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)):
+        count = int(batch["response_mask"][row].sum())
+        with torch.no_grad():
+            log_probs = torch.log_softmax(model(input_ids=ids[seen][None]).logits[0, -count - 1 : -1], -1)
+        found[row, :count] = log_probs.gather(-1, ids[seen][-count:, None])[:, 0]
+    return found
+
+
+def test_a_seeded_wrong_scale_is_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(head._FACTORS, "logits_scaling", lambda value: 1.03 / value)
+    with pytest.raises(EngineError, match=r"GraniteForCausalLM.*padded: 0\.\d+.*head='auto'"):
+        local(folder("granite"), head="linear")
+    engine = local(folder("granite"))
+    assert "own head" in repr(engine)
+    assert torch.allclose(engine.compute_log_probs(rows())["log_probs"], own(folder("granite"), rows()), atol=1e-4)
+
+
+def test_what_is_wrong_on_every_path_is_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = scoring.outputs
+
+    def wrong(*given: Any) -> dict[str, torch.Tensor]:
+        return {name: 1.01 * one for name, one in right(*given).items()}
+
+    monkeypatch.setattr(scoring, "outputs", wrong)
+    with pytest.raises(EngineError, match=r"LlamaForCausalLM.*found padded: 0\.\d+; padded, own head: 0\.\d+; set"):
+        local(folder("llama"))
+
+
+def test_a_head_of_its_own_is_found(folder: Folder, tmp_path: Path) -> None:
+    import json
+
+    path = Path(shutil.copytree(folder("llama"), tmp_path / "own"))
+    (path / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n"
+        "    def forward(self, *given, **named):\n"
+        "        found = super().forward(*given, **named)\n"
+        "        found.logits = found.logits + found.logits.sin()\n"
+        "        return found\n"
+    )
+    config = json.loads((path / "config.json").read_text())
+    mapped = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (path / "config.json").write_text(json.dumps({**config, "architectures": ["OwnForCausalLM"], "auto_map": mapped}))
+    with pytest.raises(EngineError, match=r"OwnForCausalLM.*padded: \d"):
+        local(path, trust_remote_code=True, head="linear")
+    engine = local(path, trust_remote_code=True)
+    assert engine.selfcheck.paths.own_head
+    assert torch.allclose(engine.compute_log_probs(rows())["log_probs"], own(path, rows()), atol=1e-4)
+
+
+def test_a_window_wider_than_the_check_is_seen(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    path = Path(shutil.copytree(folder("mistral"), tmp_path / "wide"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "sliding_window": 50}))
+    engine = local(path, pack="yes")
+    assert engine._model.config.sliding_window == 50
+    whole = attention._attention
+
+    def blind(*given: Any, sliding_window: int | None = None, **named: Any) -> Any:
+        return whole(*given, **named)
+
+    monkeypatch.setattr(attention, "_attention", blind)
+    with pytest.raises(EngineError, match=r"without padding with MistralForCausalLM.*packed: .*pack='auto'"):
+        local(path, pack="yes")
+    assert not local(path).selfcheck.paths.pack
+
+
+@pytest.mark.parametrize("name", ["bloom", "gpt_oss", "mamba", "qwen3_next"])
+def test_packing_is_right_or_refused(name: str, folder: Folder) -> None:
+    proven = local(folder(name)).selfcheck.paths.pack
+    assert proven == (name == "gpt_oss")
+    if not proven:
+        with pytest.raises(EngineError, match="scoring without padding with"):
+            local(folder(name), pack="yes")
+
+
+def test_packed_gradients_are_those_of_padded_rows(folder: Folder) -> None:
+    batch = rows()
+    counts = EngineContract.counts(batch)
+    for name in ("gpt_oss", "gemma2"):
+        one, two = (local(folder(name), pack=pack).gradient(batch, LikelihoodLoss(), counts) for pack in ("yes", "no"))
+        scale = max(float(gradient.norm()) for gradient in two.values())
+        assert all(float((one[key] - two[key]).norm()) < 1e-4 * scale for key in two), name
+
+
+def test_log_probs_of_a_learning_pass_are_those_of_scoring(folder: Folder) -> None:
+    engine, batch = local(folder("gpt2")), rows()
+    seen = engine.probe(batch, LikelihoodLoss(), EngineContract.counts(batch)).columns["seen"]
+    assert engine._model.config.attn_pdrop == 0.1
+    assert torch.allclose(seen, engine.compute_log_probs(batch)["log_probs"], atol=1e-5)
+
+
+def test_exact_kl_knows_the_soft_cap(folder: Folder, tmp_path: Path) -> None:
+    engine, batch = local(folder("gemma2"), lr=3e-2), rows()
+    reference = engine.reference()
+    engine.learn(batch, LikelihoodLoss(), EngineContract.counts(batch))
+    engine.save(tmp_path / "new")
+    models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (tmp_path / "new", folder("gemma2"))]
+    found = engine.full_kl(batch, reference)
+    for row, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)):
+        count = int(batch["response_mask"][row].sum())
+        with torch.no_grad():
+            p, q = (torch.log_softmax(one(input_ids=ids[mask][None]).logits[0, -count - 1 : -1], -1) for one in models)
+        assert torch.allclose(found[row, :count], (p.exp() * (p - q)).sum(-1), atol=1e-5)
+    assert float(found.max()) > 0.01
+
+
+def test_it_can_be_switched_off_and_is_handed_on(folder: Folder) -> None:
+    assert "not checked" in repr(local(folder("llama"), self_check=False))
+    engine = local(folder("llama"))
+    assert engine.selfcheck.difference < selfcheck.TOLERANCE and "checked to" in repr(engine)
+    assert engine.critic().selfcheck is engine.selfcheck
+
+
+def test_weights_that_are_no_numbers_are_left_to_whoever_uses_them(folder: Folder, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder("llama"))
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    path = Path(shutil.copytree(folder("llama"), tmp_path / "nan"))
+    model.save_pretrained(path)
+    assert "not checked" in repr(local(path))
+
+
+def test_a_model_that_reads_more_than_tokens_is_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    def forward(self: Any, pixel_values: torch.Tensor, **named: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    with pytest.raises(EngineError, match="LlamaForCausalLM.*pixel_values"):
+        local(folder("llama"))

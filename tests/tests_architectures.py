@@ -1,0 +1,125 @@
+"""Small models of many architectures with random weights, from transformers' own configuration classes.
+
+Settings that change numbers have values of their own: scales, soft-caps, sinks, windows, dropout; heads are tied and untied.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 61
+_SIZE: dict[str, Any] = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    **{"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0},
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY, "eos_token_id": 2}
+_MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "eos_token_id": 2}
+_WINDOWED = ["sliding_attention", "full_attention"]
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**_SIZE, "attention_bias": True}),
+    "mistral": ("MistralConfig", {**_SIZE, "sliding_window": 6}),
+    "mixtral": ("MixtralConfig", {**_SIZE, "num_local_experts": 4, "sliding_window": 5}),
+    "qwen2": ("Qwen2Config", {**_SIZE, "tie_word_embeddings": True}),
+    "qwen2_window": ("Qwen2Config", {**_SIZE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**_SIZE, **_EXPERTS, "shared_expert_intermediate_size": 24}),
+    "qwen3": ("Qwen3Config", {**_SIZE, "head_dim": 16}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_SIZE, **_EXPERTS, "head_dim": 16}),
+    "qwen3_next": ("Qwen3NextConfig", {**_SIZE, **_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 24,
+                   "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+                   "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}),
+    "gemma": ("GemmaConfig", {**_SIZE, "head_dim": 8}),
+    "gemma2": ("Gemma2Config", {**_SIZE, "head_dim": 8, "sliding_window": 5, "final_logit_softcapping": 3.0,
+               "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 11}),
+    "gemma3_text": ("Gemma3TextConfig", {**_SIZE, "head_dim": 8, "sliding_window": 5, "layer_types": _WINDOWED,
+                    "query_pre_attn_scalar": 11}),
+    "gemma3": ("Gemma3Config", {"text_config": {**_SIZE, "head_dim": 8, "sliding_window": 5, "layer_types": _WINDOWED},
+               "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+               "num_attention_heads": 2, "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4,
+               "boi_token_index": 57, "eoi_token_index": 58, "image_token_index": 59}),
+    "phi": ("PhiConfig", {**_SIZE, "num_key_value_heads": 4, "partial_rotary_factor": 0.5, "resid_pdrop": 0.1}),
+    "phi3": ("Phi3Config", {**_SIZE, "sliding_window": 5, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+    "smollm3": ("SmolLM3Config", {**_SIZE, "no_rope_layers": [1, 0]}),
+    "olmo2": ("Olmo2Config", _SIZE),
+    "granite": ("GraniteConfig", {**_SIZE, "logits_scaling": 0.3, "attention_multiplier": 0.4,
+                "embedding_multiplier": 3.0, "residual_multiplier": 0.7}),
+    "granitemoe": ("GraniteMoeConfig", {**_SIZE, "num_local_experts": 4, "logits_scaling": 0.3,
+                   "attention_multiplier": 0.4, "embedding_multiplier": 3.0, "residual_multiplier": 0.7}),
+    "cohere": ("CohereConfig", {**_SIZE, "logit_scale": 2.5, "use_qk_norm": True}),
+    "cohere2": ("Cohere2Config", {**_SIZE, "logit_scale": 2.5, "sliding_window": 5, "layer_types": _WINDOWED}),
+    "gpt2": ("GPT2Config", {**_GPT2, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+    "gpt_neo": ("GPTNeoConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
+                "attention_types": [[["global", "local"], 1]], "window_size": 5, "max_position_embeddings": 64}),
+    "gpt_neox": ("GPTNeoXConfig", {**_SIZE, "rotary_pct": 0.5, "hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    "gptj": ("GPTJConfig", {**_GPT2, "rotary_dim": 4}),
+    "gpt_bigcode": ("GPTBigCodeConfig", _GPT2),
+    "codegen": ("CodeGenConfig", {**_GPT2, "rotary_dim": 4}),
+    "bloom": ("BloomConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4,
+              "hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    "falcon_alibi": ("FalconConfig", {**_SIZE, "alibi": True, "new_decoder_architecture": False, "multi_query": False,
+                     "parallel_attn": False, "bias": True}),
+    "falcon": ("FalconConfig", {**_SIZE, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "mpt": ("MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": VOCABULARY}),
+    "opt": ("OPTConfig", {**_SIZE, "ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False,
+            "dropout": 0.1}),
+    "starcoder2": ("Starcoder2Config", {**_SIZE, "sliding_window": 5, "residual_dropout": 0.1}),
+    "stablelm": ("StableLmConfig", {**_SIZE, "use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "nemotron": ("NemotronConfig", {**_SIZE, "head_dim": 8, "partial_rotary_factor": 0.5}),
+    "glm4": ("Glm4Config", {**_SIZE, "head_dim": 8}),
+    "deepseek_v3": ("DeepseekV3Config", {**_SIZE, **_LATENT, "num_key_value_heads": 4, "n_routed_experts": 4,
+                    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1,
+                    "first_k_dense_replace": 1, "n_shared_experts": 1}),
+    "gpt_oss": ("GptOssConfig", {**_SIZE, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "sliding_window": 5, "layer_types": _WINDOWED}),
+    "minicpm3": ("MiniCPM3Config", {**_SIZE, **_LATENT, "num_key_value_heads": 4, "dim_model_base": 8,
+                 "scale_emb": 2.0, "scale_depth": 1.4}),
+    "lfm2": ("Lfm2Config", {**_SIZE, "layer_types": ["conv", "full_attention"], "block_ff_dim": 48}),
+    "mamba": ("MambaConfig", _MAMBA),
+    "mamba2": ("Mamba2Config", {**_MAMBA, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8}),
+    "rwkv": ("RwkvConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}),
+    "falcon_h1": ("FalconH1Config", {**_SIZE, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8,
+                  "mamba_d_state": 8, "mamba_chunk_size": 8, "lm_head_multiplier": 2.0, "embedding_multiplier": 3.0}),
+    "jamba": ("JambaConfig", {**_SIZE, "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4,
+              "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}),
+    "recurrent_gemma": ("RecurrentGemmaConfig", {**_SIZE, "lru_width": 32, "attention_window_size": 5,
+                        "block_types": ["recurrent", "attention"], "logits_soft_cap": 3.0, "num_hidden_layers": 2}),
+    "bert": ("BertConfig", {**_SIZE, "is_decoder": True}),
+}  # fmt: skip
+"""Name → (configuration class, its arguments)."""
+TELLING = ("qwen3_moe", "gemma2", "gemma3", "granite", "bloom", "mamba")
+"""Those whose tests are in the quick loop."""
+
+
+def make(name: str, folder: str | Path, seed: int = 0) -> Path:
+    """Write a random model of an architecture, and a word-level tokenizer, to a folder; returns its path."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    kind, given = ARCHITECTURES[name]
+    config = getattr(transformers, kind)(**given)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        roughen(model)
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(folder)
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    named = {"eos_token": "w2", "pad_token": "w0", "unk_token": "w3"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **named).save_pretrained(folder)
+    return Path(folder)
+
+
+def roughen(model: Any) -> None:
+    """Make weights so large that logits differ by more than 1, and biases, norms and sinks take part."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.15 if parameter.dim() > 1 else 0.2)

@@ -1,0 +1,60 @@
+"""The ways in which the local engine can decode: the fastest that the self-check proves is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.engines.local_engine.decode import Cache, PaddedRows
+from workbench.engines.local_engine.prefix import shared_prefix
+from workbench.functional.logprobs import CHUNK_BYTES
+
+SHARED, OWN_CACHE, UNCACHED = PATHS = ("shared prompts", "own cache", "no cache")
+"""The fastest first: prompts shared in attention, the model's own cache, the whole row again for each token."""
+
+
+@contextmanager
+def cache_of(model: Any, path: str, budget: int) -> Iterator[Cache]:
+    """Context manager: yields the cache of a wave by its name in `PATHS`; prompts are prefilled `budget` tokens at a time."""
+    if path == SHARED:
+        with shared_prefix(model, budget) as shared:
+            yield shared
+    else:
+        yield Uncached(model) if path == UNCACHED else PaddedRows(model)
+
+
+class Uncached:
+    """A `Cache` that keeps token ids alone, for models with a memory of their own kind: right for any causal model, and slow."""
+
+    refills = True
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._rows: list[list[int]] = []
+
+    def seat(self, order: Sequence[int], prompts: Mapping[int, tuple[int, ...]]) -> None:
+        """Keep the rows of these seats, and the prompts of new rows."""
+        held = self._rows
+        self._rows = [list(prompts[seat][:-1]) if seat in prompts else list(held[of]) for seat, of in enumerate(order)]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """[n, V] logits after one more token [n] in each seat: a forward pass of all rows, padded at the right."""
+        for row, token in zip(self._rows, tokens.tolist(), strict=True):
+            row.append(token)
+        vocabulary = self._model.config.get_text_config().vocab_size
+        size = max(CHUNK_BYTES // (4 * vocabulary * max(map(len, self._rows))), 1)
+        parts = [self._rows[start : start + size] for start in range(0, len(self._rows), size)]
+        return torch.cat([self._logits(part) for part in parts])
+
+    def _logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        device, width = self._model.device, max(map(len, rows))
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        mask = (torch.arange(width, device=device) < lengths[:, None]).long()
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = self._model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        return logits[torch.arange(len(rows), device=device), lengths - 1]  # type: ignore[no-any-return]
