@@ -19,7 +19,7 @@ from workbench.base.errors import EngineError, NonFinite
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
-from workbench.engines.local_engine.caches import OWN_CACHE, PATHS, cache_of
+from workbench.engines.local_engine.caches import OWN_CACHE, cache_of, paths_of
 from workbench.engines.local_engine.decode import decode
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, backward, learning_mode
@@ -438,7 +438,14 @@ class LocalEngine(ModelEngine, SampleMany):
 
         half = scoring.halves(self._settings, self._model.device.type)
         tries: dict[str, Any] = {"precisions": (False, True)[: 1 + half], "every": every}
-        return check(self._model, self._settings, score, sample=sample, decodes=PATHS, **tries)
+        return check(
+            self._model,
+            self._settings,
+            score,
+            sample=sample,
+            decodes=paths_of(self._model, self._settings.decode),
+            **tries,
+        )
 
     # --- inside -----------------------------------------------------------------------------
 
