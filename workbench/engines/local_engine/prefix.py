@@ -190,7 +190,7 @@ class SharedPrefix:
                 buffer[:, self._filling, : one.shape[2]] = one.transpose(0, 1)
             return _causal(layer)
         for buffer, one in zip(held.own, (key, value), strict=True):
-            buffer[:, :, self._column] = one[:, :, 0].transpose(0, 1)
+            buffer[:, :, self._column] = one.squeeze(2).transpose(0, 1)
         return self._cascade(layer, held, dtype)
 
     def _cascade(self, layer: Layer, held: _Held, dtype: torch.dtype) -> Tensor:
@@ -198,23 +198,21 @@ class SharedPrefix:
         count, heads, _, width = layer.query.shape
         groups, long = len(held.own[0]), self._longest
         per = heads // groups
-        query = (layer.query * layer.scaling).to(dtype).view(count, groups, per, width).transpose(0, 1).contiguous()
-        own_key, own_value = (one[:, :, self._first : self._column + 1].flatten(0, 1) for one in held.own)
-        scores = (query.flatten(0, 1) @ own_key.transpose(1, 2)).view(groups, count, per, -1)
+        query = (layer.query.view(count, groups, per, width).transpose(0, 1) * layer.scaling).to(dtype).contiguous()
+        own_key, own_value = (one.flatten(0, 1)[:, self._first : self._column + 1] for one in held.own)
+        scores = torch.bmm(query.view(-1, per, width), own_key.transpose(1, 2)).view(groups, count, per, -1)
         if long:
-            kept = [one[:, :, :long] for one in held.prompts]
-            prompt_key, prompt_value = (
-                (one.flatten(0, 1) for one in kept)
-                if self._copies is None
-                else (one[:, self._copies].flatten(0, 1) for one in kept)
-            )
-            found = self._by_prompt(query) @ prompt_key.transpose(1, 2)
+            prompt_key, prompt_value = (self._copied(one).flatten(0, 1)[:, :long] for one in held.prompts)
+            found = torch.bmm(self._by_prompt(query), prompt_key.transpose(1, 2))
             scores = torch.cat([self._by_seat(found, groups, per), scores], -1)
         shares = self._softmax(layer, scores).to(dtype)
-        mixed = (shares[..., long:].reshape(groups * count, per, -1) @ own_value).view(groups, count, per, -1)
+        mixed = torch.bmm(shares.view(-1, per, shares.shape[-1])[..., long:], own_value).view(groups, count, per, -1)
         if long:
-            mixed = mixed + self._by_seat(self._by_prompt(shares[..., :long]) @ prompt_value, groups, per)
+            mixed += self._by_seat(torch.bmm(self._by_prompt(shares[..., :long]), prompt_value), groups, per)
         return mixed.transpose(0, 1).reshape(count, heads, 1, -1)
+
+    def _copied(self, one: Tensor) -> Tensor:
+        return one if self._copies is None else one[:, self._copies]
 
     def _by_prompt(self, one: Tensor) -> Tensor:
         """[K, n, G, ·] → [K·P, rows of a prompt · G, ·]."""
@@ -237,7 +235,7 @@ class SharedPrefix:
         if layer.sinks is None:
             return torch.softmax(scores, -1, dtype=torch.float32)
         sink = layer.sinks.to(scores.dtype).view(len(scores), 1, -1, 1).expand(*scores.shape[:3], 1)
-        return torch.softmax(torch.cat([scores, sink], -1), -1, dtype=torch.float32)[..., :-1]
+        return torch.softmax(torch.cat([scores, sink], -1), -1, dtype=torch.float32)[..., :-1].contiguous()
 
     def _hidden(self, window: int | None) -> Tensor | None:
         """[n, 1, prompt + own] true where a row does not see a token; None where each sees all. Made once a step."""
