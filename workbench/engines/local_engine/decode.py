@@ -7,7 +7,8 @@ which rows happen to share its wave.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -62,11 +63,24 @@ def decode(
         for seat in rows.advance(cache.step(rows.last)):
             wave.finish(rows.places[seat], rows.sample(seat, version))
             alive -= 1
-        if not alive:
+        enters = cache.refills and (size - alive) * _REFILL >= size and joins()
+        entering = wave.join(size - alive) if enters else {}
+        if not alive and not entering:
             return
-        entering = {}
-        if cache.refills and (size - alive) * _REFILL >= size and joins():
-            entering = wave.join(size - alive)
+
+
+@contextmanager
+def casts_kept(model: Any) -> Iterator[None]:
+    """Context manager: autocast casts each weight once for a wave. It keeps casts of weights that require gradients alone."""
+    on = torch.is_autocast_enabled(model.device.type)
+    frozen = [one for one in model.parameters() if on and one.is_floating_point() and not one.requires_grad]
+    try:
+        for one in frozen:
+            one.requires_grad_(True)
+        yield
+    finally:
+        for one in frozen:
+            one.requires_grad_(False)
 
 
 def _seating(alive: Sequence[int], seats: int, entering: int) -> tuple[list[int], list[int]]:

@@ -90,7 +90,7 @@ def _step(inner: Any, head: Head, tokens: Tensor, positions: Tensor, plan: Plan)
             attention.layer_idx,
             *(one[:, :, None] for one in (query, key, value)),
             attention.scaling,
-            getattr(attention, "sliding_window", None),
+            getattr(attention if hasattr(attention, "sliding_window") else attention.config, "sliding_window", None),
         )
         states = states + attention.o_proj(plan.attend(layer).reshape(len(tokens), -1))
         normed = _norm(block.post_attention_layernorm, states)
