@@ -45,7 +45,9 @@ def scored(model: Any, batch: DataProto) -> torch.Tensor:
 def sampled(engine: Any, temperature: float = 1.0) -> DataProto:
     """Rows of different lengths that the engine samples, two for each prompt."""
     requests = [
-        Request(prompt, SamplingSettings(max_tokens=3 + 2 * number + place, temperature=temperature, ignore_eos=True), seed)
+        Request(
+            prompt, SamplingSettings(max_tokens=3 + 2 * number + place, temperature=temperature, ignore_eos=True), seed
+        )
         for place, prompt in enumerate(PROMPTS)
         for number, seed in enumerate((1, 2))
     ]
@@ -73,7 +75,9 @@ def test_every_number_is_the_models_own(name: str, tmp_path: Path) -> None:
     engine = local(tmp_path / "model", device="cpu", lr=1e-2)
     greedy = sampled(engine, temperature=0.0)
     with torch.no_grad():
-        for ids, seen, own in zip(greedy["input_ids"], greedy["attention_mask"].bool(), greedy["response_mask"], strict=True):
+        for ids, seen, own in zip(
+            greedy["input_ids"], greedy["attention_mask"].bool(), greedy["response_mask"], strict=True
+        ):
             row = ids[seen].tolist()
             start = len(row) - int(own.sum())
             for end in range(start, len(row)):

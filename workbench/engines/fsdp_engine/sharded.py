@@ -317,7 +317,9 @@ class ShardedModel:
         want, device = ("log_probs", "entropy"), self.mesh.device_type
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.whole(DataProto({"input_ids": ids.to(device)}), ("logits",), 1.0, False)["logits"]
+            found: torch.Tensor = self.whole(DataProto({"input_ids": ids.to(device)}), ("logits",), 1.0, False)[
+                "logits"
+            ]
             return found
 
         def score(head: Head, packed: bool, batch: DataProto) -> dict[str, torch.Tensor]:

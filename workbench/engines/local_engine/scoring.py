@@ -73,7 +73,8 @@ def micro_batches(model: Any, batch: DataProto, budget: int, packed: bool) -> li
     by length; a padded micro-batch counts rows × longest row, one for flash attention the sum of its rows. Sorting is stable,
     so the same batch is always cut the same way.
     """
-    if head_of(model).linear is None:  # logits of all tokens exist at one time
+    paths = getattr(model, "workbench_paths", None)
+    if paths is not None and paths.own_head:  # logits of all tokens exist at one time
         budget = min(budget, max(CHUNK_BYTES // (4 * model.config.get_text_config().vocab_size), 1))
     if packed and not flash(model):
         return tree.cut(batch, budget)

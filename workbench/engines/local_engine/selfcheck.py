@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +100,9 @@ def check(
     all ranks. With `every` all paths are tried, for a table. Raises `EngineError`, with the differences, where the model's own forward fails, where no head makes
     padded scoring right, no decode path is, or one is not that the settings ask for.
     """
-    judge = _Judge(model, forward or (lambda ids: model(input_ids=ids, use_cache=False).logits), precisions, agree, every)
+    judge = _Judge(
+        model, forward or (lambda ids: model(input_ids=ids, use_cache=False).logits), precisions, agree, every
+    )
     with narrowed(model), torch.no_grad():
         rows = _rows(model)
         judge.look(rows)
@@ -200,7 +202,7 @@ class _Judge:
                     rows, given = compute()
             except Interrupted:
                 raise
-            except Exception as error:  # noqa: BLE001 - a path that fails is not used
+            except Exception as error:
                 self.found[path] = first_line(error, 120)
                 log.debug("%s: %s raised", self.name, path, exc_info=True)
                 return False
@@ -293,7 +295,9 @@ def batch_of(rows: Sequence[Row]) -> DataProto:
 @contextmanager
 def narrowed(model: Any) -> Iterator[None]:
     """Context manager: sliding windows of the model are `WINDOW` tokens wide inside, where they were wider."""
-    owners = {id(one): one for part in model.modules() for one in (part, getattr(part, "config", None)) if one is not None}
+    owners = {
+        id(one): one for part in model.modules() for one in (part, getattr(part, "config", None)) if one is not None
+    }
     owners |= {id(text): text for text in [model.config.get_text_config()]}
     before = [
         (one, name, value)
