@@ -231,8 +231,9 @@ def test_two_grpo_steps_and_a_step_back_equal_the_local_engines(two: Group) -> N
         found.append(wb.Stepper(pipe, rows[4:].batch(4)).run().batch)
     assert torch.equal(found[0]["responses"], found[1]["responses"])
     for name in ("old_log_probs", "ref_log_prob", "new_log_probs", "advantages"):
-        torch.testing.assert_close(found[0][name], found[1][name], atol=1e-5, rtol=0)
-    assert difference(there.full_weights(), here.snapshot()["weights"]) < 1e-5
+        # Adam's first steps are as long for a gradient that is all rounding
+        torch.testing.assert_close(found[0][name], found[1][name], atol=2e-4, rtol=0)
+    assert difference(there.full_weights(), here.snapshot()["weights"]) < 1e-4
 
 
 # --- what goes wrong on one rank ----------------------------------------------------------------
