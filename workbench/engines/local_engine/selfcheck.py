@@ -30,8 +30,8 @@ HALF = 0.1
 """The same in bfloat16, where the median counts: a mixture of experts may send a token to other experts."""
 WINDOW = 4
 """Tokens of a sliding window during the check."""
-_LENGTHS = ((19, 3), (19, 1), (16, 6), (16, 4))
-"""(prompt, response) tokens of the rows, in two groups; prompts are as long as a tree shares, two rows have one forward."""
+_LENGTHS = ((17, 3), (17, 1), (4, 4), (4, 2))
+"""(prompt, response) tokens of the rows, in two groups: as few as a tree shares (`tree.LEAST`), for the sake of large models."""
 
 Row = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a prompt and of its response."""
