@@ -422,13 +422,13 @@ class LocalEngine(ModelEngine, SampleMany):
 
         Raises `EngineError` where none is right, or one is not that the settings ask for.
         """
-        want, everything = ("log_probs", "entropy"), 1 << 30
+        want, everything = ("log_probs",), 1 << 30
         self._model.eval()
 
-        def score(head: Head, packed: bool, batch: DataProto) -> dict[str, torch.Tensor]:
+        def score(head: Head, packed: bool, batch: DataProto) -> torch.Tensor:
             cut = scoring.passes(self._model, batch, everything, packed)
             found = lambda rows: scoring.outputs(self._model, None, rows, want, 1.0, packed, head)  # noqa: E731
-            return scoring.collect(cut, found, batch, want)
+            return scoring.collect(cut, found, batch, want)["log_probs"]
 
         def sample(path: str, requests: Sequence[Request]) -> list[Sample]:
             asked: Any = Asked(requests)

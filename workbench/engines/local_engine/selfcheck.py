@@ -1,9 +1,9 @@
 """The self-check of a newly opened model: a way of computing gives the numbers of the model's own forward, or is not used.
 
 On a few tokens, with the loaded weights in float32, each path is compared with the model's own forward, which has no padding
-and no cache: sampled and scored log-probs, and entropies, of ragged rows in two groups that share a prompt each. A sliding
-window is narrowed meanwhile, so that rows are longer than it. Differences are shares of the spread (standard deviation) of
-log-probs over the vocabulary, so that a wrong scale is seen in a model of small logits, too.
+and no cache: sampled and scored log-probs of ragged rows in two groups that share a prompt each. A sliding window is narrowed
+meanwhile, so that rows are longer than it. Differences are shares of the spread (standard deviation) of log-probs over the
+vocabulary, so that a wrong scale is seen in a model of small logits, too.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from workbench.engines.protocol import Request, Sample, SamplingSettings
 
 log = logging.getLogger("workbench")
 
-TOLERANCE = 3e-4
-"""Largest difference of a proven path in float32, as a share of the spread of log-probs."""
+TOLERANCE = 1e-5
+"""Largest difference of a proven path in float32 for each layer of the model, as a share of the spread of log-probs."""
 HALF = 0.1
-"""The same in bfloat16, where the median counts: a mixture of experts may send a token to other experts."""
+"""The same in bfloat16 for all layers; the median counts, as a mixture of experts may send a token to other experts."""
 WINDOW = 4
 """Tokens of a sliding window during the check."""
 _LENGTHS = ((17, 3), (17, 1), (4, 4), (4, 2))
@@ -35,8 +35,8 @@ _LENGTHS = ((17, 3), (17, 1), (4, 4), (4, 2))
 
 Row = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a prompt and of its response."""
-Score = Callable[[Head, bool, DataProto], Mapping[str, Tensor]]
-"""(head, packed, batch) → `log_probs` and `entropy` [B, T]."""
+Score = Callable[[Head, bool, DataProto], Tensor]
+"""(head, packed, batch) → log-probs [B, T]."""
 SampleAll = Callable[[str, Sequence[Request]], Sequence[Sample]]
 """(path, requests) → samples."""
 
@@ -112,8 +112,7 @@ def check(
 
         def scored(head: Head, pack: bool) -> Compute:
             def compute() -> tuple[Sequence[Row], list[Tensor]]:
-                got = score(head, pack, batch)
-                return rows, [torch.stack([got["log_probs"][row], got["entropy"][row]]) for row in range(len(rows))]
+                return rows, list(score(head, pack, batch))
 
             return compute
 
@@ -122,7 +121,7 @@ def check(
                 assert sample is not None
                 samples = sample(path, _requests(rows))
                 made = [(row[0], one.ids) for row, one in zip(rows, samples, strict=True)]
-                return made, [torch.tensor([one.log_probs]) for one in samples]
+                return made, [torch.tensor(one.log_probs) for one in samples]
 
             return compute
 
@@ -139,7 +138,7 @@ def check(
 
 _DO_HEAD = "set head='auto' or 'model', or attn_implementation='eager'"
 Compute = Callable[[], tuple[Sequence[Row], list[Tensor]]]
-"""() → (rows, what a path gives for each: log-probs of its response, and perhaps entropies)."""
+"""() → (rows, the log-probs of each one's response)."""
 
 
 class _Judge:
@@ -161,6 +160,7 @@ class _Judge:
         self.found: dict[str, float | str] = {}
         self.spread = float("nan")
         """Standard deviation of the model's own log-probs over the vocabulary, on average."""
+        self.tolerance = TOLERANCE
         self._every = every
         self._truth: dict[Row, Tensor] = {}
 
@@ -178,10 +178,13 @@ class _Judge:
                 raise EngineError(what, expected="a causal language model", found=first_line(cause)) from cause
             if self.spread != self.spread:
                 self.spread = float(log_probs.std(-1).mean())
+                layers = getattr(self.model.config.get_text_config(), "num_hidden_layers", 1)
+                rounding = 4 * torch.finfo(torch.float32).eps * float(log_probs.abs().max())
+                self.tolerance = TOLERANCE * max(layers, 3) + rounding / self.spread
             for (prompt, response), one in zip(same, log_probs, strict=True):
-                before = one[len(prompt) - 1 : -1]
-                tokens = before.gather(-1, torch.tensor(response)[:, None])[:, 0]
-                self._truth[prompt, response] = torch.stack([tokens, -(before.exp() * before).sum(-1)])
+                self._truth[prompt, response] = one[len(prompt) - 1 : -1].gather(-1, torch.tensor(response)[:, None])[
+                    :, 0
+                ]
 
     def first(self, what: str, paths: Mapping[str, Compute], do: str) -> str:
         """The first path that is proven. Raises `EngineError` where none is."""
@@ -208,9 +211,9 @@ class _Judge:
                 return False
             self.look(rows)
             pairs = zip(given, (self._truth[row] for row in rows), strict=True)
-            away = torch.cat([(one[:, : own.shape[1]].cpu() - own[: len(one)]).abs().flatten() for one, own in pairs])
+            away = torch.cat([(one[: len(own)].cpu() - own).abs() for one, own in pairs])
             difference = self._agree(float(away.median() if half else away.max()) / self.spread)
-            if not difference <= (HALF if half else TOLERANCE):
+            if not difference <= (HALF if half else self.tolerance):
                 self.found[path] = difference
                 return False
             self.found.setdefault(path, difference)
@@ -223,7 +226,7 @@ class _Judge:
             for path, one in self.found.items()
             if path in paths
         )
-        expected = f"the model's own log-probs up to {TOLERANCE} of their spread ({self.spread:.2g} nats)"
+        expected = f"the model's own log-probs up to {self.tolerance:.0e} of their spread ({self.spread:.2g} nats)"
         raise EngineError(f"{what} with {self.name} would be wrong", expected=expected, found=found, do=do)
 
 
@@ -271,8 +274,10 @@ def _rows(model: Any) -> list[Row]:
     generator = torch.Generator().manual_seed(0)
     plain = [one for one in torch.randperm(min(size, 4096), generator=generator).tolist() if one not in special]
     draw = iter(plain * (64 // max(len(plain), 1) + 1))
-    prompts = {length: tuple(next(draw) for _ in range(length)) for length, _ in _LENGTHS}
-    return [(prompts[prompt], tuple(next(draw) for _ in range(response))) for prompt, response in _LENGTHS]
+    longest = getattr(config, "max_position_embeddings", None) or 64
+    lengths = [(max(min(prompt, longest - response), 1), response) for prompt, response in _LENGTHS]
+    prompts = {length: tuple(next(draw) for _ in range(length)) for length, _ in lengths}
+    return [(prompts[prompt], tuple(next(draw) for _ in range(response))) for prompt, response in lengths]
 
 
 def _requests(rows: Sequence[Row]) -> list[Request]:
