@@ -330,7 +330,7 @@ class ShardedModel:
         self.whole.eval()
         try:
             half = halves(self.settings, device)
-            return check(self.whole.causal, self.settings, score, forward=forward, precisions=(half,), agree=largest)
+            return check(self.whole.causal, self.settings, forward, score, precisions=(half,), agree=largest)
         finally:
             self.whole.reshard()  # type: ignore[operator]
 

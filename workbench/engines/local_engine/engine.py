@@ -425,6 +425,10 @@ class LocalEngine(ModelEngine, SampleMany):
         want, everything = ("log_probs",), 1 << 30
         self._model.eval()
 
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits
+            return found
+
         def score(head: Head, packed: bool, batch: DataProto) -> torch.Tensor:
             cut = scoring.passes(self._model, batch, everything, packed)
             found = lambda rows: scoring.outputs(self._model, None, rows, want, 1.0, packed, head)  # noqa: E731
@@ -438,7 +442,7 @@ class LocalEngine(ModelEngine, SampleMany):
 
         half = scoring.halves(self._settings, self._model.device.type)
         tries: dict[str, Any] = {"precisions": (False, True)[: 1 + half], "every": every}
-        return check(self._model, self._settings, score, sample=sample, decodes=PATHS, **tries)
+        return check(self._model, self._settings, forward, score, sample=sample, decodes=PATHS, **tries)
 
     # --- inside -----------------------------------------------------------------------------
 

@@ -84,46 +84,35 @@ def unchecked(model: Any, settings: Any) -> SelfCheck:
 def check(
     model: Any,
     settings: Any,
+    forward: Callable[[Tensor], Tensor],
     score: Score,
     *,
-    sample: SampleAll | None = None,
+    sample: SampleAll = lambda path, requests: (),
     decodes: Sequence[str] = (),
-    forward: Callable[[Tensor], Tensor] | None = None,
     precisions: Sequence[bool] = (False,),
     agree: Callable[[float], float] = float,
     every: bool = False,
 ) -> SelfCheck:
-    """Find the fastest paths that give the numbers of the model's own forward.
+    """Find the fastest paths that give the numbers of the model's own `forward`, ids [b, s] → logits [b, s, V].
 
-    `decodes` are the paths of `sample`, the fastest first; `forward` is the model's own, ids [b, s] → logits [b, s, V], if it must
-    be called in another way. `precisions` say for each try whether it is one in bfloat16; `agree` gives the largest difference of
-    all ranks. With `every` all paths are tried, for a table. Raises `EngineError`, with the differences, where the model's own forward fails, where no head makes
-    padded scoring right, no decode path is, or one is not that the settings ask for.
+    `decodes` are the paths of `sample`, the fastest first. `precisions` say for each try whether it is one in bfloat16; `agree`
+    gives the largest difference of all ranks. With `every` all paths are tried, for a table. Raises `EngineError`, with the
+    differences, where the model's forward fails, where no head makes padded scoring right, where no decode path is right, or one
+    is not that the settings ask for.
     """
-    judge = _Judge(
-        model, forward or (lambda ids: model(input_ids=ids, use_cache=False).logits), precisions, agree, every
-    )
+    judge = _Judge(model, forward, precisions, agree, every)
     with narrowed(model), torch.no_grad():
         rows = _rows(model)
         judge.look(rows)
         if not judge.spread > 0:  # not a number: whoever samples or learns is told so
             return unchecked(model, settings)
-        batch = batch_of(rows)
+        batch, requests = batch_of(rows), _requests(rows)
 
         def scored(head: Head, pack: bool) -> Compute:
-            def compute() -> tuple[Sequence[Row], list[Tensor]]:
-                return rows, list(score(head, pack, batch))
-
-            return compute
+            return lambda: (rows, list(score(head, pack, batch)))
 
         def sampled(path: str) -> Compute:
-            def compute() -> tuple[Sequence[Row], list[Tensor]]:
-                assert sample is not None
-                samples = sample(path, _requests(rows))
-                made = [(row[0], one.ids) for row, one in zip(rows, samples, strict=True)]
-                return made, [torch.tensor(one.log_probs) for one in samples]
-
-            return compute
+            return lambda: _made(rows, sample(path, requests))
 
         heads = {"padded": linear_head(model), "padded, own head": OWN}
         asked = {"linear": ["padded"], "model": ["padded, own head"]}.get(settings.head, list(heads))
@@ -131,13 +120,16 @@ def check(
         pack = settings.pack != "no" and judge.proves("packed", scored(head, True))
         if settings.pack == "yes" and not pack:
             judge.refuse("scoring without padding", ["packed"], "set pack='auto' or 'no'")
-        ways = {name: sampled(name) for name in decodes}
+        ways = {path: sampled(path) for path in decodes}
         decode = judge.first("sampling", ways, "sample with another engine: engines.vllm") if decodes else ""
-    return SelfCheck(judge.name, Paths(head is OWN, pack, decode), judge.found)
+    found = SelfCheck(judge.name, Paths(head is OWN, pack, decode), judge.found)
+    if (head is OWN and settings.head == "auto") or (decodes and decode == decodes[-1]):
+        log.warning("%s is computed in a slow way, the one that gives the model's own numbers: %s", judge.name, found)
+    return found
 
 
 _DO_HEAD = "set head='auto' or 'model', or attn_implementation='eager'"
-Compute = Callable[[], tuple[Sequence[Row], list[Tensor]]]
+Compute = Callable[[], tuple[Sequence[Row], Sequence[Tensor]]]
 """() → (rows, the log-probs of each one's response)."""
 
 
@@ -182,9 +174,8 @@ class _Judge:
                 rounding = 4 * torch.finfo(torch.float32).eps * float(log_probs.abs().max())
                 self.tolerance = TOLERANCE * max(layers, 3) + rounding / self.spread
             for (prompt, response), one in zip(same, log_probs, strict=True):
-                self._truth[prompt, response] = one[len(prompt) - 1 : -1].gather(-1, torch.tensor(response)[:, None])[
-                    :, 0
-                ]
+                picked = one[len(prompt) - 1 : -1].gather(-1, torch.tensor(response)[:, None])
+                self._truth[prompt, response] = picked[:, 0]
 
     def first(self, what: str, paths: Mapping[str, Compute], do: str) -> str:
         """The first path that is proven. Raises `EngineError` where none is."""
@@ -285,6 +276,12 @@ def _requests(rows: Sequence[Row]) -> list[Request]:
         Request(prompt, SamplingSettings(max_tokens=len(response), ignore_eos=True), seed)
         for seed, (prompt, response) in enumerate(rows)
     ]
+
+
+def _made(rows: Sequence[Row], samples: Sequence[Sample]) -> tuple[list[Row], list[Tensor]]:
+    """The prompts with what was sampled, and its log-probs."""
+    made = [(prompt, one.ids) for (prompt, _), one in zip(rows, samples, strict=True)]
+    return made, [torch.tensor(one.log_probs) for one in samples]
 
 
 def batch_of(rows: Sequence[Row]) -> DataProto:
