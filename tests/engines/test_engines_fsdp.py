@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests_architectures import make
 from tests_patience import LONG, patience, within
 from tests_shards import counts, difference, eleven_rows
 
@@ -35,6 +36,7 @@ from workbench.engines import LossCounts, LossOutput, local
 from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
 from workbench.engines.fsdp_engine.group import Group, local_group, shared_out
 from workbench.engines.fsdp_engine.sharding import export
+from workbench.engines.local_engine.selfcheck import batch_of
 from workbench.engines.paired import Paired
 from workbench.engines.workers import processes as processes_module
 from workbench.engines.workers.processes import processes
@@ -117,6 +119,16 @@ def test_scores_equal_the_local_engines(where: str, batch: DataProto, request: p
         a, b = there.compute_log_probs(batch, want, temperature), here.compute_log_probs(batch, want, temperature)
         assert difference(a, b) < 2e-6
         assert all(bool((a[name][batch["response_mask"] == 0] == 0).all()) for name in want)
+
+
+@pytest.mark.parametrize("name", ["granite", "gemma3", "bloom", "mamba"])
+def test_ranks_check_what_they_open_and_score_as_the_local_engine(name: str, two: Group, tmp_path: Path) -> None:
+    folder, rows = make(name, tmp_path / name), batch_of([((9, 8, 7), (5, 6)), ((9, 8, 7), (11,)), ((4,), (5, 7, 3))])
+    there, here = fsdp(folder, on=two, device="cpu"), local(folder, device="cpu")
+    assert there.selfcheck.found and there.selfcheck.paths.pack == here.selfcheck.paths.pack
+    assert difference(there.compute_log_probs(rows), here.compute_log_probs(rows)) < 1e-5
+    gradients = [engine.gradient(rows, LikelihoodLoss(), counts(rows)) for engine in (there, here)]
+    assert difference(*gradients) < 1e-5
 
 
 @pytest.mark.parametrize("where", ["one", "two"])

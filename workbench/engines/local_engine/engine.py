@@ -489,13 +489,17 @@ class LocalEngine(ModelEngine, SampleMany):
 
         Raises `EngineError` where none is right, or one is not that the settings ask for.
         """
-        want, everything = ("log_probs", "entropy"), 1 << 30
+        want, everything = ("log_probs",), 1 << 30
         self._model.eval()
 
-        def score(head: Head, packed: bool, batch: DataProto) -> dict[str, torch.Tensor]:
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits
+            return found
+
+        def score(head: Head, packed: bool, batch: DataProto) -> torch.Tensor:
             cut = scoring.passes(self._model, batch, everything, packed)
             found = lambda rows: scoring.outputs(self._model, None, rows, want, 1.0, packed, head)  # noqa: E731
-            return scoring.collect(cut, found, batch, want)
+            return scoring.collect(cut, found, batch, want)["log_probs"]
 
         def sample(path: str, requests: Sequence[Request]) -> list[Sample]:
             asked: Any = Asked(requests)
@@ -505,14 +509,8 @@ class LocalEngine(ModelEngine, SampleMany):
 
         half = scoring.halves(self._settings, self._model.device.type)
         tries: dict[str, Any] = {"precisions": (False, True)[: 1 + half], "every": every}
-        return check(
-            self._model,
-            self._settings,
-            score,
-            sample=sample,
-            decodes=paths_of(self._model, self._settings.decode),
-            **tries,
-        )
+        decodes = paths_of(self._model, self._settings.decode)
+        return check(self._model, self._settings, forward, score, sample=sample, decodes=decodes, **tries)
 
     # --- inside -----------------------------------------------------------------------------
 
