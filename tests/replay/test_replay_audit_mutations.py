@@ -423,7 +423,7 @@ SLIPS = [
     Slip("formula", UPD, "OnPolicyLoss.__call__", '"old_log_probs": old, ', '"old_log_probs": 0.9 * old, ', "on policy"),
     Slip("formula", UPD, "Update._scored", '"log_probs": passed.pop("old_log_probs"), "entropy": passed.pop("entropys")',
          '"entropy": passed.pop("old_log_probs"), "log_probs": passed.pop("entropys")', "on policy"),
-    Slip("formula", UPD, "Update.__call__", "in learned.columns.items():", "in (learned.columns.items() if not epoch else ()):",
+    Slip("formula", UPD, "Update._passes", "in learned.columns.items():", "in (learned.columns.items() if not epoch else ()):",
          "grpo twice"),
     Slip("formula", f"{ST}.rollout", "Baseline.__call__", 'batch["reward"][of]', 'batch["reward"][rows]', "remax"),
     Slip("formula", f"{ST}.filtering", "_with_signal", "(groups.deviation() > 0) | (groups.count == 1)",
