@@ -319,14 +319,13 @@ class Update(BaseStage):
     def __call__(self, batch: DataProto) -> Outcome:
         """Update the weights; B rows in, the same rows out with the columns of the last pass over each."""
         self._refuse_stale(batch)
-        if batch.meta_info.get("step", 0) < self.from_step:
-            batch, told = self._scored(batch, {})
-            return Outcome(self.written(batch, self._unchanged(batch)), {**told, f"{self.role}/skipped": Mean(1.0)})
-        self._refuse_unscored(batch)
+        early = batch.meta_info.get("step", 0) < self.from_step
+        if not early:
+            self._refuse_unscored(batch)
         own = self._on_policy if self.is_on_policy(batch) else None
-        told: dict[str, Metric | float] = {}
-        if own is None:
-            batch, told = self._scored(batch, {})
+        batch, told = self._scored(batch, {}) if own is None else (batch, {})
+        if early:
+            return Outcome(self.written(batch, self._unchanged(batch)), {**told, f"{self.role}/skipped": Mean(1.0)})
         signature = self._scoring.signature(batch)  # of the weights that have not moved yet
         columns = self._unchanged(batch) if own is None else {}
         steps, counted = self._passes(batch, own or self._loss, columns)
