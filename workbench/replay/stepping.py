@@ -289,9 +289,7 @@ def stepper_at(folder: Path, step: int, at: str | None, given: Mapping[str, Any]
         return _at_the_start(folder, step, trace)
     weights = Weights(folder, step, settings["engines"], trace, past)
     late = {role: late_learner(kinds_of(record))(role, weights) for role, record in settings["engines"].items()}
-    if trace is not None and "actor" in late.keys() - given.keys():
-        state = weights.states["actor"][0]
-        trace = Trace(trace.start, tuple(replace(one, batch=_signed(one.batch, state)) for one in trace))
+    trace = trace and _with_states(trace, {role: one[0] for role, one in weights.states.items() if role not in given})
     before, after = controllers(folder, step)
     nowhere = names if before is None else past if after is None else []
     pipeline = rebuilt(records, {**late, **given}, frozen_of(settings))
@@ -300,6 +298,13 @@ def stepper_at(folder: Path, step: int, at: str | None, given: Mapping[str, Any]
     stepper = Replayed(pipeline, trace.start, folder, step, given=tuple(given), late=weights)
     stepper.stand(trace, len(past), before or {}, after or {})
     return stepper
+
+
+def _with_states(trace: Trace, states: Mapping[str, str]) -> Trace:
+    """A recorded trace whose old log-probs are signed by the recorded name of the actor's weights, where they are here."""
+    state = states.get("actor")
+    phases = trace.phases if state is None else [replace(one, batch=_signed(one.batch, state)) for one in trace]
+    return Trace(trace.start, tuple(phases))
 
 
 def _signed(batch: DataProto, state_id: str) -> DataProto:
