@@ -289,7 +289,7 @@ def stepper_at(folder: Path, step: int, at: str | None, given: Mapping[str, Any]
         return _at_the_start(folder, step, trace)
     weights = Weights(folder, step, settings["engines"], trace, past)
     late = {role: late_learner(kinds_of(record))(role, weights) for role, record in settings["engines"].items()}
-    trace = trace and _with_states(trace, {role: one[0] for role, one in weights.states.items() if role not in given})
+    trace = _of_weights(trace, weights, given)
     before, after = controllers(folder, step)
     nowhere = names if before is None else past if after is None else []
     pipeline = rebuilt(records, {**late, **given}, frozen_of(settings))
@@ -300,11 +300,12 @@ def stepper_at(folder: Path, step: int, at: str | None, given: Mapping[str, Any]
     return stepper
 
 
-def _with_states(trace: Trace, states: Mapping[str, str]) -> Trace:
-    """A recorded trace whose old log-probs are signed by the recorded name of the actor's weights, where they are here."""
-    state = states.get("actor")
-    phases = trace.phases if state is None else [replace(one, batch=_signed(one.batch, state)) for one in trace]
-    return Trace(trace.start, tuple(phases))
+def _of_weights(trace: Trace | None, weights: Weights, given: Mapping[str, Any]) -> Trace | None:
+    """The trace with old log-probs that are signed by the recorded name of the actor's weights, unless another was given."""
+    if trace is None or "actor" in given or "actor" not in weights.states:
+        return trace
+    state = weights.states["actor"][0]
+    return Trace(trace.start, tuple(replace(one, batch=_signed(one.batch, state)) for one in trace))
 
 
 def _signed(batch: DataProto, state_id: str) -> DataProto:
