@@ -60,12 +60,14 @@ class PolicyGradientSettings(TypedDict, total=False):
     entropy_coeff: float
     ppo_epochs: int
     ppo_mini_batch_size: int | None
+    recompute_old_log_probs: bool
     reference: Any
     agent: Any
 
 
 DEFAULTS: Mapping[str, Any] = {
     **{"group_size": 8, **PolicyLoss().to_dict(), "kl_coef": 0.001, "ppo_epochs": 1, "ppo_mini_batch_size": None},
+    "recompute_old_log_probs": False,
     **dict.fromkeys(("sampling", "temperature", "max_tokens", "reference", "agent")),
 }
 """The defaults of `PolicyGradientSettings`; a recipe may have others."""
@@ -121,6 +123,7 @@ def _policy_gradient(
         stages += [advantage]
     else:
         stages += [Values(critic), advantage, Update(critic, value_loss or ValueLoss(), name="update_critic", **minis)]
+    minis["recompute_old_log_probs"] = given["recompute_old_log_probs"]
     return Pipeline([*stages, Update(engine, loss, from_step=critic_warmup, temperature=temperature, **minis)])
 
 
@@ -183,6 +186,8 @@ def grpo(
         entropy_coeff: weight of the entropy bonus.
         ppo_epochs: passes over the batch.
         ppo_mini_batch_size: prompts of one optimizer step; None: all of them.
+        recompute_old_log_probs: compute the old log-probs in a pass of their own also for a single optimizer step on the whole
+            batch, which has them from its own pass (see `stages.Update`).
         reference: any `LogProbModel`; None: the engine's weights as they are now, frozen.
         agent: an agent loop or the name of one: each sample is then an episode of that loop.
 

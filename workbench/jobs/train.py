@@ -132,7 +132,8 @@ def train(
         keep_updates: MiB of recorded update inputs, from which any step's weights can be computed again (`run.stepper`,
             `run.engine`); 0 records none.
         break_if: gets a step's metrics; where it returns true the loop stops before that step's update. The returned
-            run's `.stopped` is a Stepper at that place; a job saves the trace and raises `RunStopped`.
+            run's `.stopped` is a Stepper at that place; a job saves the trace and raises `RunStopped`. Every stage then runs
+            as in a Stepper, the pass for old log-probs among them.
         resume: `"auto"` continues exactly from the newest good checkpoint; settings that differ are refused unless
             `allow_changes` names them (`["engines.actor.micro_batch_tokens"]`).
 

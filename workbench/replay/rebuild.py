@@ -40,7 +40,7 @@ from workbench.runs.folder import read_settings, step_folder
 from workbench.runs.settings import MADE_AGAIN, OURS, WORDS, files_crc32
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import BaseStage, Outcome, Stage, used
-from workbench.steps.trace import Phase, Trace, perform
+from workbench.steps.trace import Phase, Trace, of_log_probs, perform
 
 
 class Missing(BaseStage):
@@ -451,7 +451,9 @@ def counterfactual(
         inputs = update.inputs.select_idxs(kept) if number == step else None
         pairs = zip(apply(actual, update), apply(other, update, inputs), strict=True)
         both = [(a.metrics, b.metrics) for a, b in pairs]
-        metrics[number] = {key: (value, b[key]) for a, b in both for key, value in a.items() if key in b}
+        metrics[number] = {
+            key: (value, b[key]) for a, b in both for key, value in a.items() if key in b and not of_log_probs(key)
+        }
     one, two = _weights(actual), _weights(other)
     distance = {role: _norm(one[role], two[role]) / max(_norm(one[role], before[role]), 1e-30) for role in one}
     return Counterfactual(step, last, tuple(sorted(chosen)), metrics, distance, actual.learners(), other.learners())

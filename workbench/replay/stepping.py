@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class Weights:
             if after and self._trace is not None:
                 stage, engine = pipeline[f"update_{role}"], engines[role]
                 self._kept[before] = engine.snapshot()
-                perform(stage, self._trace.before(stage.name))
+                perform(stage, _signed(self._trace.before(stage.name), engine.state_id))
                 self._names[engine.state_id] = after[0]
                 self._kept[after[0]] = engine.snapshot()
                 if self._wanted[role] == before:
@@ -291,6 +292,7 @@ def stepper_at(folder: Path, step: int, at: str | None, given: Mapping[str, Any]
         return _at_the_start(folder, step, trace)
     weights = Weights(folder, step, settings["engines"], trace, past)
     late = {role: late_learner(kinds_of(record))(role, weights) for role, record in settings["engines"].items()}
+    trace = _of_weights(trace, weights, given)
     before, after = controllers(folder, step)
     nowhere = names if before is None else past if after is None else []
     pipeline = rebuilt(records, {**late, **given}, frozen_of(settings))
@@ -299,6 +301,22 @@ def stepper_at(folder: Path, step: int, at: str | None, given: Mapping[str, Any]
     stepper = Replayed(pipeline, trace.start, folder, step, given=tuple(given), late=weights)
     stepper.stand(trace, len(past), before or {}, after or {})
     return stepper
+
+
+def _of_weights(trace: Trace | None, weights: Weights, given: Mapping[str, Any]) -> Trace | None:
+    """The trace with old log-probs that are signed by the recorded name of the actor's weights, unless another was given."""
+    if trace is None or "actor" in given or "actor" not in weights.states:
+        return trace
+    state = weights.states["actor"][0]
+    return Trace(trace.start, tuple(replace(one, batch=_signed(one.batch, state)) for one in trace))
+
+
+def _signed(batch: DataProto, state_id: str) -> DataProto:
+    """A recorded batch whose old log-probs say that they are of the weights called `state_id`, which here they are."""
+    made = batch.origins.get("old_log_probs")
+    if made is None or made.policy_version is None:
+        return batch
+    return batch.with_columns({"old_log_probs": batch["old_log_probs"]}, origin=replace(made, state_id=state_id))
 
 
 def _at_the_start(folder: Path, step: int, trace: Trace | None) -> Replayed:

@@ -85,15 +85,13 @@ class LogProb(BaseStage):
     def is_current(self, batch: DataProto) -> bool:
         """Whether a batch's column is what this stage would write now: of its model's present weights, at its temperature.
 
-        Judged from the column's `Origin`: of weights by their `state_id`; of a column that was on disk by their version, and
-        only where a stage of this name wrote it.
+        Judged from the column's `Origin`; the weights by their `state_id`, so that a column that was on disk is of unknown ones.
         """
         made, mine = batch.origins.get(self.column), self.signature(batch)
-        if made is None or mine.state_id is None or made.policy_version != mine.policy_version:
+        if made is None or made.state_id is None or made.state_id != mine.state_id:
             return False
-        known = made.stage == mine.stage if made.state_id is None else made.state_id == mine.state_id
         extras = [{"entropy": entropy, "sum_pi_squared": pi} for entropy in (True, False) for pi in (True, False)]
-        return known and made.settings in [settings_hash({**self.settings(), **extra}) for extra in extras]
+        return made.settings in [settings_hash({**self.settings(), **extra}) for extra in extras]
 
 
 class Values(BaseStage):

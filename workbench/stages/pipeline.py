@@ -49,8 +49,9 @@ class Pipeline(Shown):
     def in_training(self) -> list[Stage]:
         """The stages as training runs them: where the update's own pass gives what a log-prob stage writes, in place of that
         one a stand-in, which runs it only for a batch that needs several optimizer steps, or none."""
-        left, update = self._left or (None, None)
-        return [LeftToUpdate(one, update) if one is left else one for one in self._stages]
+        if self._left is None:
+            return list(self._stages)
+        return [LeftToUpdate(*self._left) if one is self._left[0] else one for one in self._stages]
 
     def streaming_rewards(self) -> Pipeline:
         """A copy of the pipeline that, in training jobs, scores finished rows while others are still being sampled.

@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from workbench.base.metrics import Count, Max, Mean, Metric, Min, Sum, join
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.value import Origin
-from workbench.engines.protocol import Learner, LossCounts, LossOutput, StepResult
+from workbench.engines.protocol import Learner, LogProbModel, LossCounts, LossOutput, StepResult
 from workbench.functional.kl import kl_penalty
 from workbench.functional.losses import AGGREGATIONS, POLICY_LOSSES, Surrogate, aggregate, value_loss
 from workbench.functional.masking import masked_mean
@@ -227,6 +227,9 @@ class ValueLoss(Settings):
         return LossOutput(loss, metrics)
 
 
+_Loss: TypeAlias = PolicyLoss | OnPolicyLoss | ValueLoss
+
+
 class Update(BaseStage):
     """Update a learner's weights with a loss.
 
@@ -294,7 +297,7 @@ class Update(BaseStage):
         # a subclass, and weights against the sampler, may do anything with the old log-probs
         if isinstance(loss, PolicyLoss) and loss.bypass is None and type(self) is Update:
             self._on_policy = OnPolicyLoss(loss) if ppo_epochs == 1 and not recompute_old_log_probs else None
-        self._scoring = LogProb(learner, name=name, entropy=True, temperature=temperature)
+        self._scoring = LogProb(cast(LogProbModel, learner), name=name, entropy=True, temperature=temperature)
         self.reads = (*SCORED_COLUMNS, "scored", *(self._on_policy or loss).reads)
         self.writes = loss.writes
         self.optional = ("loss_mask",) * ("loss_mask" not in self.writes) + ("old_log_probs",) * bool(self._on_policy)
@@ -316,17 +319,30 @@ class Update(BaseStage):
     def __call__(self, batch: DataProto) -> Outcome:
         """Update the weights; B rows in, the same rows out with the columns of the last pass over each."""
         self._refuse_stale(batch)
-        step = batch.meta_info.get("step", 0)
-        if step < self.from_step:
-            batch, told = self._scored(batch, {})
+        early = batch.meta_info.get("step", 0) < self.from_step
+        if not early:
+            self._refuse_unscored(batch)
+        own = self._on_policy if self.is_on_policy(batch) else None
+        batch, told = self._scored(batch, {}) if own is None else (batch, {})
+        if early:
             return Outcome(self.written(batch, self._unchanged(batch)), {**told, f"{self.role}/skipped": Mean(1.0)})
-        self._refuse_unscored(batch)
-        loss: Any = self._on_policy if self.is_on_policy(batch) else self._loss
-        batch, told = (batch, {}) if loss is self._on_policy else self._scored(batch, {})
         signature = self._scoring.signature(batch)  # of the weights that have not moved yet
+        columns = self._unchanged(batch) if own is None else {}
+        steps, counted = self._passes(batch, own or self._loss, columns)
+        if own is not None:
+            batch, told = self._scored(batch, columns, signature)
+            columns = columns or self._unchanged(batch)
+        if steps:
+            self._learner.commit()
+        metrics = {key if "/" in key else f"{self.role}/{key}": one for key, one in _over_steps(steps).items()}
+        return Outcome(self.written(batch, columns), told | metrics | counted)
+
+    def _passes(
+        self, batch: DataProto, loss: _Loss, columns: dict[str, Tensor]
+    ) -> tuple[list[dict[str, Metric]], dict[str, Metric]]:
+        """Take the optimizer steps: the metrics of each, and those of mini-batches that gave none; fills `columns`."""
         rows = batch.select(list(used(self, batch)), ["uid"] if "uid" in batch else [])
-        columns = {} if loss is self._on_policy else self._unchanged(batch)
-        steps: list[dict[str, Metric]] = []
+        step, steps = batch.meta_info.get("step", 0), []
         skipped = empty = 0
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         for epoch in range(self.ppo_epochs):
@@ -344,17 +360,12 @@ class Update(BaseStage):
                 steps.append(join([learned.metrics]))
                 for name, values in learned.columns.items():  # [b, …] into [B, …]; later epochs overwrite earlier ones
                     columns.setdefault(name, values.new_zeros((len(batch), *values.shape[1:])))[indices] = values
-        if loss is self._on_policy:
-            batch, told = self._scored(batch, columns, signature)
-            columns = columns or self._unchanged(batch)
-        if steps:
-            self._learner.commit()
-        metrics = told | {key if "/" in key else f"{self.role}/{key}": one for key, one in _over_steps(steps).items()}
+        counted: dict[str, Metric] = {}
         if self.skip_nonfinite:
-            metrics[f"{self.role}/nonfinite"] = Mean(float(skipped))
+            counted[f"{self.role}/nonfinite"] = Mean(float(skipped))
         if empty:
-            metrics[f"{self.role}/empty_mini_batches"] = Count(empty)
-        return Outcome(self.written(batch, columns), metrics)
+            counted[f"{self.role}/empty_mini_batches"] = Count(empty)
+        return steps, counted
 
     def is_on_policy(self, batch: DataProto) -> bool:
         """Whether the update of this batch takes the log-probs of its own pass as the old ones."""
@@ -368,13 +379,13 @@ class Update(BaseStage):
 
     def _scored(
         self, batch: DataProto, passed: dict[str, Tensor], signature: Origin | None = None
-    ) -> tuple[DataProto, dict[str, Metric]]:
+    ) -> tuple[DataProto, dict[str, Metric | float]]:
         """The batch with what a `LogProb` stage writes, and its metrics: of the update's own pass, taken out of the columns
         that it `passed`; where that has none, and the batch neither, of a pass for it alone."""
         if "old_log_probs" in passed:
             scores = {"log_probs": passed.pop("old_log_probs"), "entropy": passed.pop("entropys")}
             columns, metrics = self._scoring.told(batch, scores)
-            return batch.with_columns(columns, origin=signature), metrics
+            return batch.with_columns(columns, origin=signature), {**metrics}
         if self._on_policy is None or "old_log_probs" in batch:
             return batch, {}
         done = self._scoring(batch)
@@ -400,7 +411,7 @@ class Update(BaseStage):
                 expected = f"version {self._learner.version}, the learner's"
                 raise VersionMismatch(what, expected=expected, found=found, do=do)
 
-    def _learn_or_skip(self, rows: DataProto, loss: Any) -> StepResult | None:
+    def _learn_or_skip(self, rows: DataProto, loss: _Loss) -> StepResult | None:
         """One optimizer step; None where it was skipped because loss or gradient is not finite, and no weight changed."""
         mask = loss_mask(rows)
         sequences = float((mask.sum(-1) > 0).sum())

@@ -222,34 +222,43 @@ def completed(trace: Trace) -> Trace:
 
     Other traces are returned as they are, and those in which rows were dropped between stage and update.
     """
-    phases = list(trace)
-    made = [phase.batch.origins.get("old_log_probs") for phase in phases]
-    last = next(
-        (n for n, one in enumerate(phases) if "loss" in one.settings and made[n] and made[n].stage == one.stage), 0
-    )
-    first = next((n for n, one in enumerate(phases[:last]) if one.settings.get("column") == "old_log_probs"), None)
-    if (
-        first is None
-        or COMPUTED_BY in phases[first].settings
-        or any(one.rows is not None for one in phases[first : last + 1])
-    ):
+    found = _left_to_update(trace)
+    if found is None:
         return trace
+    phases, (first, last) = list(trace), found
     update = phases[last]
     signed = {name: one for name, one in update.batch.origins.items() if one.stage == update.stage}
     names = tuple(name for name in signed if writer_of(name) == "old_log_prob")
-    told = {key: one for key, one in update.metrics.items() if key == "actor/entropy" or key.startswith("training/")}
     for place in range(first, last):
         batch = phases[place].batch
         for name in names:
             batch = batch.with_columns({name: update.batch[name]}, origin=signed[name])
         phases[place] = replace(phases[place], batch=batch)
-    stage, others = phases[first], {key: one for key, one in update.metrics.items() if key not in told}
+    stage, told = phases[first], {key: one for key, one in update.metrics.items() if of_log_probs(key)}
     settings = {**stage.settings, COMPUTED_BY: update.stage}
     wrote = tuple(dict.fromkeys((*stage.wrote, *names)))
     phases[first] = replace(stage, wrote=wrote, metrics={**stage.metrics, **told}, settings=settings)
     left = tuple(name for name in update.wrote if name not in names)
+    others = {key: one for key, one in update.metrics.items() if key not in told}
     phases[last] = replace(update, wrote=left, metrics=others)
     return Trace(trace.start, tuple(phases))
+
+
+def of_log_probs(metric: str) -> bool:
+    """Whether a metric is one of a log-prob stage's."""
+    return metric == "actor/entropy" or metric.startswith("training/")
+
+
+def _left_to_update(trace: Trace) -> tuple[int, int] | None:
+    """Places of a log-prob stage and of an update that signed the old log-probs; None where no trace can be completed."""
+    for last, update in enumerate(trace):
+        made = update.batch.origins.get("old_log_probs")
+        if "loss" in update.settings and made is not None and made.stage == update.stage:
+            earlier = [one.settings for one in trace.phases[:last]]
+            first = next((n for n, one in enumerate(earlier) if one.get("column") == "old_log_probs"), last)
+            moved = any(one.rows is not None for one in trace.phases[first : last + 1])
+            return None if first == last or moved or COMPUTED_BY in earlier[first] else (first, last)
+    return None
 
 
 def perform(stage: Stage, batch: DataProto) -> Phase:
