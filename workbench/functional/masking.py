@@ -5,20 +5,39 @@ Values outside a mask are ignored, NaN included. Conventions are verl's `torch_f
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from workbench.functional.blocks import by_rows, kept
 
 _EPS = 1e-8
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of x where the mask is 1, over `dim` (None: over all)."""
-    weighted = _kept(x, mask) * mask
+    if x.dim() == 2 and x.shape == mask.shape and dim in (None, -1, 1):
+        per_row = _RowSums.apply(x, mask)
+        return per_row.sum() if dim is None else per_row
+    weighted = kept(x, mask) * mask
     return weighted.sum() if dim is None else weighted.sum(dim)
 
 
-def _kept(x: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask.bool(), x, torch.zeros((), dtype=x.dtype, device=x.device))
+class _RowSums(torch.autograd.Function):
+    """Σ x·m of each row; its gradient is the mask, of which nothing is kept but the mask."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.dtype = x.dtype
+        return by_rows(lambda rows, inside: ((kept(rows, inside) * inside).sum(-1),), x, mask)[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        return by_rows(lambda g, inside: (kept((g * inside).to(ctx.dtype), inside),), gradient[:, None], mask)[0], None
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -32,19 +51,26 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     count = mask.sum()
     if count <= (1 if unbiased else 0):
         raise ValueError(f"the variance needs at least two positions; the mask has {int(count)}")
+    mean = masked_mean(x, mask)
     # zeroed before it is squared: the gradient of a NaN's square is NaN, whatever it is multiplied with
-    variance = masked_mean((_kept(x, mask) - masked_mean(x, mask)) ** 2, mask)
+    squares = by_rows(lambda rows, inside: (((kept(rows, inside) - mean).square() * inside).sum(-1),), x, mask)[0]
+    variance = squares.sum() / (count + _EPS)
     return variance * count / (count - 1) if unbiased else variance
 
 
-def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, zero_masked: bool = False) -> Tensor:
     """Whiten x to mean 0, variance 1 over the mask: (x − mean)·rsqrt(var + 1e-8); `shift_mean=False` adds the mean again.
 
-    Positions outside the mask are transformed like the others, not zeroed.
+    Positions outside the mask are transformed like the others; `zero_masked=True` makes them 0.
     """
-    mean = masked_mean(x, mask)
-    whitened = (x - mean) * torch.rsqrt(masked_var(x, mask) + _EPS)
-    return whitened if shift_mean else whitened + mean
+    mean, scale = masked_mean(x, mask), torch.rsqrt(masked_var(x, mask) + _EPS)
+    added = 0.0 if shift_mean else mean
+
+    def whitened(rows: Tensor, inside: Tensor) -> tuple[Tensor]:
+        found = (rows - mean) * scale + added
+        return (kept(found, inside) if zero_masked else found,)
+
+    return by_rows(whitened, x, mask)[0]
 
 
 def response_lengths(mask: Tensor) -> Tensor:
