@@ -68,15 +68,15 @@ class Inside:
         self.gap = self.new - self.old
         self.log_ratio = self.gap.clamp(-20, 20)
         self.ratio = self.log_ratio.exp()
-        self.steep = kept(self.ratio, 20 - self.gap.abs())
+        self.push = -self.advantages
+        self.steep = torch.ops.aten.hardtanh_backward(self.ratio, self.gap, -20, 20)
         """∂ρ/∂log π: ρ, or 0 where new − old is clamped."""
-        self.chosen = torch.zeros_like(self.inside) if chosen is None else chosen
+        self.chosen = self.inside if chosen is None else chosen
         """[B, T] bool: tokens that were chosen beforehand, among those of all rows."""
 
     def two_sided(self, ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
         """PPO's clip: (max(−Aρ, −A·clip(ρ, 1 − low, 1 + high)), where the clipped term is larger: bool), both [B, T]."""
-        push = -self.advantages
-        plain, bounded = push * ratio, push * ratio.clamp(1 - low, 1 + high)
+        plain, bounded = self.push * ratio, self.push * ratio.clamp(1 - low, 1 + high)
         return torch.maximum(plain, bounded), bounded > plain
 
     def surrogate(
@@ -93,7 +93,7 @@ class Inside:
 
         `metrics` stand beside, or in place of, `pg_clipfrac` (clipped), `pg_clipfrac_lower` and `ppo_kl` (−log ρ).
         """
-        nowhere = torch.zeros_like(self.inside)
+        nowhere = torch.zeros_like(self.inside) if clipped is None or lower is None else self.inside
         high = nowhere if clipped is None else clipped & self.inside
         low = nowhere if lower is None else lower & self.inside
         measured = {"pg_clipfrac": high, "pg_clipfrac_lower": low, "ppo_kl": -self.log_ratio, "slope": slope} | metrics
@@ -156,7 +156,7 @@ def ppo_clip(
     upper, clipped = x.two_sided(x.ratio, clip_ratio_low, clip_ratio_high)
     most = x.advantages.abs() * clip_ratio_c  # of A > 0 the loss is below 0, and so below this
     lower = upper > most
-    slope = -x.advantages * x.steep * ~(clipped | lower)
+    slope = x.push * x.steep * ~(clipped | lower)
     return x.surrogate(torch.minimum(upper, most), slope, clipped, lower=lower)
 
 
@@ -171,7 +171,7 @@ def gspo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2
     sequence = x.gap.sum(-1, keepdim=True) / lengths
     ratio = sequence.clamp(max=10).exp()
     loss, clipped = x.two_sided(ratio, clip_ratio_low, clip_ratio_high)
-    slope = -x.advantages * (ratio * (sequence <= 10)) * ~clipped
+    slope = x.push * (ratio * (sequence <= 10)) * ~clipped
     return x.surrogate(loss, slope, clipped, ratio=torch.where(x.inside, ratio, 1.0), ppo_kl=-x.gap)
 
 
@@ -185,7 +185,7 @@ def sapo(x: Inside, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Surrogate
         raise ValueError(f"tau_pos and tau_neg must be > 0; found {tau_pos} and {tau_neg}")
     positive = x.advantages.sign().clamp(min=0)
     tau = tau_pos * positive + tau_neg * (1 - positive)
-    gate, push = torch.sigmoid(tau * (x.ratio - 1)), -4 * x.advantages
+    gate, push = torch.sigmoid(tau * (x.ratio - 1)), 4 * x.push
     found = x.surrogate(push * gate / tau, push * gate * (1 - gate) * x.steep)
     return replace(found, aggregation="seq-mean-token-mean")
 
@@ -196,7 +196,7 @@ def gpg(x: Inside) -> Surrogate:
 
     Times importance weights it is REINFORCE off-policy, the `reinforce` of verl's bypass mode.
     """
-    return x.surrogate(-x.advantages * x.new, -x.advantages, ppo_kl=-x.gap)
+    return x.surrogate(x.push * x.new, x.push, ppo_kl=-x.gap)
 
 
 @_policy_loss
@@ -207,7 +207,7 @@ def cispo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.
     https://arxiv.org/abs/2506.13585.
     """
     weight = x.ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    slope = -weight * x.advantages
+    slope = x.push * weight
     return x.surrogate(slope * x.new, slope, weight != x.ratio)
 
 
@@ -240,7 +240,7 @@ def _within(x: Inside, up: Tensor, down: Tensor, clip_ratio_c: float) -> Surroga
     """Without tokens that have moved too far up with an advantage above 0, or too far down with another."""
     positive = x.advantages > 0
     out = (positive & up) | (~positive & down)
-    slope = -x.advantages * x.ratio.clamp(max=clip_ratio_c) * ~out
+    slope = x.push * x.ratio.clamp(max=clip_ratio_c) * ~out
     return x.surrogate(slope * x.new, slope, out, lower=(x.ratio > clip_ratio_c) & ~out)
 
 
@@ -252,8 +252,8 @@ def dro(x: Inside, *, dro_beta: float = 0.1) -> Surrogate:
     """
     if dro_beta <= 0:
         raise ValueError(f"dro_beta must be > 0; found {dro_beta}")
-    loss = 0.5 * dro_beta * x.gap.square() - x.new * x.advantages
-    return x.surrogate(loss, dro_beta * x.gap - x.advantages, ppo_kl=-x.gap)
+    loss = 0.5 * dro_beta * x.gap.square() + x.push * x.new
+    return x.surrogate(loss, dro_beta * x.gap + x.push, ppo_kl=-x.gap)
 
 
 @_policy_loss
@@ -328,7 +328,7 @@ def clip_cov(
     def formula(x: Inside) -> Surrogate:
         loss, clipped = x.two_sided(x.ratio, clip_ratio_low, clip_ratio_high)
         either = clipped | x.chosen
-        slope = -x.advantages * x.steep * ~either
+        slope = x.push * x.steep * ~either
         return x.surrogate(
             loss * ~x.chosen, slope, either, pg_clipfrac=x.chosen, ppo_clipfrac=clipped & x.inside, ppo_kl=-x.gap
         )
@@ -362,8 +362,8 @@ def kl_cov(
 
     def formula(x: Inside) -> Surrogate:
         held = ppo_kl_coef * x.chosen
-        loss = held * x.log_ratio.abs() - x.advantages * x.ratio
-        slope = held * x.gap.sign() * x.steep.sign() - x.advantages * x.steep
+        loss = held * x.log_ratio.abs() + x.push * x.ratio
+        slope = held * x.gap.sign() * x.steep.sign() + x.push * x.steep
         none = torch.zeros_like(x.inside)
         return x.surrogate(loss, slope, x.chosen, pg_clipfrac=none, kl_cov_frac=x.chosen, ppo_kl=x.gap.abs())
 

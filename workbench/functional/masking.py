@@ -20,8 +20,14 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     if x.dim() == 2 and x.shape == mask.shape and dim in (None, -1, 1):
         per_row = _RowSums.apply(x, mask)
         return per_row.sum() if dim is None else per_row
-    weighted = kept(x, mask) * mask
+    weighted = _weighted(x, mask)
     return weighted.sum() if dim is None else weighted.sum(dim)
+
+
+def _weighted(x: Tensor, mask: Tensor) -> Tensor:
+    """x·m, 0 where the mask is 0, NaN included."""
+    weights = mask.to(x.dtype) if x.is_floating_point() else mask
+    return kept(x, weights) * weights
 
 
 class _RowSums(torch.autograd.Function):
@@ -31,13 +37,13 @@ class _RowSums(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
         ctx.save_for_backward(mask)
         ctx.dtype = x.dtype
-        return by_rows(lambda rows, inside: ((kept(rows, inside) * inside).sum(-1),), x, mask)[0]
+        return by_rows(lambda rows, inside: (_weighted(rows, inside).sum(-1),), x, mask)[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (mask,) = ctx.saved_tensors
-        return by_rows(lambda g, inside: (kept((g * inside).to(ctx.dtype), inside),), gradient[:, None], mask)[0], None
+        return by_rows(lambda g, inside: (_weighted(g, inside),), gradient[:, None].to(ctx.dtype), mask)[0], None
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -48,14 +54,20 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Variance of x over the mask, a scalar (÷ n − 1 if `unbiased`). Raises `ValueError` for too few positions."""
-    count = mask.sum()
+    return _moments(x, mask, unbiased)[1]
+
+
+def _moments(x: Tensor, mask: Tensor, unbiased: bool = True) -> tuple[Tensor, Tensor]:
+    """Mean and variance over the mask."""
+    lengths, sums = by_rows(lambda rows, inside: (inside.sum(-1), _weighted(rows, inside).sum(-1)), x, mask)
+    count = lengths.sum()
     if count <= (1 if unbiased else 0):
         raise ValueError(f"the variance needs at least two positions; the mask has {int(count)}")
-    mean = masked_mean(x, mask)
+    mean = sums.sum() / (count + _EPS)
     # zeroed before it is squared: the gradient of a NaN's square is NaN, whatever it is multiplied with
-    squares = by_rows(lambda rows, inside: (((kept(rows, inside) - mean).square() * inside).sum(-1),), x, mask)[0]
-    variance = squares.sum() / (count + _EPS)
-    return variance * count / (count - 1) if unbiased else variance
+    squares = by_rows(lambda rows, inside: (_weighted((kept(rows, inside) - mean).square(), inside).sum(-1),), x, mask)
+    variance = squares[0].sum() / (count + _EPS)
+    return mean, variance * count / (count - 1) if unbiased else variance
 
 
 def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, zero_masked: bool = False) -> Tensor:
@@ -63,8 +75,8 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, zero_masked:
 
     Positions outside the mask are transformed like the others; `zero_masked=True` makes them 0.
     """
-    mean, scale = masked_mean(x, mask), torch.rsqrt(masked_var(x, mask) + _EPS)
-    added = 0.0 if shift_mean else mean
+    mean, variance = _moments(x, mask)
+    scale, added = torch.rsqrt(variance + _EPS), 0.0 if shift_mean else mean
 
     def whitened(rows: Tensor, inside: Tensor) -> tuple[Tensor]:
         found = (rows - mean) * scale + added
