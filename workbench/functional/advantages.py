@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from workbench.functional.blocks import by_rows, kept
 from workbench.functional.masking import masked_whiten
 from workbench.functional.returns import discounted_returns
 
@@ -64,9 +65,11 @@ def _spread(values: Tensor, scores: Tensor, mask: Tensor) -> Pair:
     return advantages, advantages
 
 
-def _whitened(values: Tensor, mask: Tensor) -> Tensor:
-    """Whitened over the mask, 0 outside; unchanged where there are fewer than two positions."""
-    return (masked_whiten(values, mask) if mask.sum() > 1 else values) * mask
+def _whitened_rows(values: Tensor, scores: Tensor, mask: Tensor, scored: Tensor | None) -> Pair:
+    """[B] values on every token, whitened over the tokens: a row weighs as many times as it has tokens."""
+    lengths = mask.sum(-1) if scored is None else mask.sum(-1) * scored.to(mask.dtype)
+    many = lengths.sum() > 1
+    return _spread(masked_whiten(values, lengths, zero_masked=True) if many else values * (lengths > 0), scores, mask)
 
 
 def _scored_mask(mask: Tensor, scored: Tensor | None) -> Tensor:
@@ -90,9 +93,16 @@ def grpo(
     σ divides by n − 1; `norm_by_std=False` leaves s − μ (Dr.GRPO, https://arxiv.org/abs/2503.20783). A row alone in its
     group gets 0, or its raw score with `singleton="verl"`. Shao et al. 2024, https://arxiv.org/abs/2402.03300.
     """
-    found = Groups(scores, groups, scored)  # in float64: rounding must not give equal scores a spread
-    values = found.centred / (found.deviation() + eps) if norm_by_std else found.centred
-    return _spread(found.unless_alone(values, singleton), scores, mask)
+    if norm_by_std:
+        return _spread(_standardised(scores, groups, scored, eps, singleton), scores, mask)
+    found = Groups(scores, groups, scored)
+    return _spread(found.unless_alone(found.centred, singleton), scores, mask)
+
+
+def _standardised(scores: Tensor, groups: Tensor, scored: Tensor | None, eps: float, singleton: str) -> Tensor:
+    """GRPO's advantage of each row: [B] float64, because rounding must not give equal scores a spread."""
+    found = Groups(scores, groups, scored)
+    return found.unless_alone(found.centred / (found.deviation() + eps), singleton)
 
 
 def grpo_passk(
@@ -217,14 +227,12 @@ def gdpo(
     chosen = [1.0] * components.shape[1] if weights is None else list(weights)
     if len(chosen) != components.shape[1]:
         raise ValueError(f"weights of gdpo; expected {components.shape[1]}, one per component; found {len(chosen)}")
-    total = torch.zeros(mask.shape, dtype=components.dtype, device=components.device)
+    total = torch.zeros(len(mask), dtype=torch.float64, device=components.device)
     for number, weight in enumerate(chosen):
         part = components[:, number]
         present = part.isfinite() if scored is None else part.isfinite() & scored.bool()
-        total = total + weight * grpo(part, groups, mask, scored=present, eps=eps, singleton=singleton)[0]
-    counted = _scored_mask(mask, scored)
-    advantages = _whitened(total, counted)
-    return advantages, advantages
+        total = total + weight * _standardised(part, groups, present, eps, singleton)
+    return _whitened_rows(total, components, mask, scored)
 
 
 def reinforce_plus_plus(
@@ -237,7 +245,7 @@ def reinforce_plus_plus(
     """
     counted = _scored_mask(mask, scored)
     returns = discounted_returns(token_level_rewards, counted, gamma)
-    return _whitened(returns, counted), returns
+    return (masked_whiten(returns, counted, zero_masked=True) if counted.sum() > 1 else returns), returns
 
 
 def reinforce_plus_plus_baseline(
@@ -249,9 +257,7 @@ def reinforce_plus_plus_baseline(
     Hu et al. 2025, https://arxiv.org/abs/2501.03262, the variant for verifiable rewards.
     """
     found = Groups(scores, groups, scored)
-    centred, _ = _spread(found.unless_alone(found.centred, singleton), scores, mask)
-    advantages = _whitened(centred, _scored_mask(mask, scored))
-    return advantages, advantages
+    return _whitened_rows(found.unless_alone(found.centred, singleton), scores, mask, scored)
 
 
 def remax(token_level_rewards: Tensor, baselines: Tensor, mask: Tensor, *, scored: Tensor | None = None) -> Pair:
@@ -261,7 +267,8 @@ def remax(token_level_rewards: Tensor, baselines: Tensor, mask: Tensor, *, score
     """
     counted = _scored_mask(mask, scored)
     returns = discounted_returns(token_level_rewards, counted)
-    return (returns - baselines[:, None].to(returns.dtype)) * counted, returns
+    baseline = baselines[:, None].to(returns.dtype)
+    return by_rows(lambda one, base, inside: (kept(one - base, inside),), returns, baseline, counted)[0], returns
 
 
 def optimal_token_baseline(
@@ -286,18 +293,8 @@ def optimal_token_baseline(
     nothing is left to compare with. As in verl, n counts tokens, so that with tool text between them it comes too early;
     `tir_optimal_token_baseline` is made for that.
     """
-    counted = _scored_mask(mask, scored)
-    inside = counted.bool()
-    returns = discounted_returns(token_level_rewards, counted)
-    energy = 1 - 2 * old_log_probs.exp() + sum_pi_squared
-    if rollout_is_weights is not None:
-        energy = energy * rollout_is_weights.square()
-    weight = torch.where(inside, torch.where(inside, energy, 0.0).double().cumsum(-1), 0.0)
-    baseline = (per_group(returns.double() * weight, groups) / (per_group(weight, groups) + eps))[groups]
-    rows = torch.ones_like(groups, dtype=torch.bool) if scored is None else scored.bool()
-    longest, second = _leader(counted.sum(-1).double(), groups, rows)
-    alone = longest[:, None] & (torch.arange(mask.shape[1], device=mask.device) >= second[:, None])
-    return torch.where(inside & ~alone, returns - baseline.to(returns.dtype), returns), returns
+    given = (token_level_rewards, groups, mask, old_log_probs, sum_pi_squared, rollout_is_weights)
+    return _token_baseline(*given, scored=scored, eps=eps, compact=False)
 
 
 def tir_optimal_token_baseline(
@@ -313,12 +310,49 @@ def tir_optimal_token_baseline(
 ) -> Pair:
     """`optimal_token_baseline` for tool use: positions are counted over the model's own tokens (mask 1) only. The n-th
     token that the model wrote is compared with the n-th of the group's other rows, however much tool text lies between."""
-    order = torch.sort(mask.bool().to(torch.uint8), dim=-1, descending=True, stable=True).indices
-    weights = torch.ones_like(old_log_probs) if rollout_is_weights is None else rollout_is_weights
-    given = (token_level_rewards, mask, old_log_probs, sum_pi_squared, weights)
-    rewards, own, old, squared, weights = (one.gather(1, order) for one in given)
-    advantages, returns = optimal_token_baseline(
-        rewards, groups, own, old, squared, rollout_is_weights=weights, scored=scored, eps=eps
-    )
-    back = torch.argsort(order, dim=-1)
-    return advantages.gather(1, back), returns.gather(1, back)
+    given = (token_level_rewards, groups, mask, old_log_probs, sum_pi_squared, rollout_is_weights)
+    return _token_baseline(*given, scored=scored, eps=eps, compact=True)
+
+
+def _token_baseline(
+    rewards: Tensor,
+    groups: Tensor,
+    mask: Tensor,
+    old: Tensor,
+    squared: Tensor,
+    rollout: Tensor | None,
+    *,
+    scored: Tensor | None,
+    eps: float,
+    compact: bool,
+) -> Pair:
+    """Both; `compact`: a token's position is its number among the row's own tokens, not its column."""
+    counted = _scored_mask(mask, scored)
+    returns = discounted_returns(rewards, counted)
+    rows = torch.ones_like(groups, dtype=torch.bool) if scored is None else scored.bool()
+    longest, second = _leader(counted.sum(-1).double(), groups, rows)
+    limit = torch.where(longest, second, float("inf"))[:, None]
+    ratios = old.new_ones(()).expand_as(old) if rollout is None else rollout
+    number = int(groups.max()) + 1 if groups.numel() else 0
+    over, under = torch.zeros(2, number, mask.shape[1], dtype=torch.float64, device=mask.device)
+    columns = torch.arange(mask.shape[1], device=mask.device)
+
+    def position(inside: Tensor) -> Tensor:
+        return (inside.cumsum(-1) - 1).clamp(min=0).long() if compact else columns.expand_as(inside)
+
+    def add_up(of: Tensor, returns: Tensor, inside: Tensor, old: Tensor, squared: Tensor, ratio: Tensor) -> tuple[()]:
+        energy = kept((1 - 2 * old.exp() + squared) * ratio.square(), inside).double()
+        weight = energy.cumsum(-1) * inside
+        for total, part in ((over, returns * weight), (under, weight)):
+            placed = torch.zeros_like(part).scatter_add_(1, position(inside), part) if compact else part
+            total.index_add_(0, of[:, 0], placed)
+        return ()
+
+    def advantage(of: Tensor, limit: Tensor, returns: Tensor, inside: Tensor) -> tuple[Tensor]:
+        at, base = position(inside), baseline[of[:, 0]]
+        base = base.gather(1, at) if compact else base
+        return (returns - kept(base, inside * (at < limit)),)
+
+    by_rows(add_up, groups[:, None], returns, counted, old, squared, ratios)
+    baseline = (over / (under + eps)).to(returns.dtype)
+    return by_rows(advantage, groups[:, None], limit, returns, counted)[0], returns

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.functional.blocks import by_rows, kept, sloped
+
 _KINDS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
@@ -23,24 +25,30 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     base, plus = kind.removesuffix("+"), kind.endswith("+")
     if base not in _KINDS:
         raise ValueError(f"KL estimator {kind!r}; expected one of {', '.join(_KINDS)}, each with or without '+'")
-    value = _value(log_probs, ref_log_probs, _KINDS[base])
-    if not plus or _KINDS[base] == "k2":
-        return value
-    gradient = _value(log_probs, ref_log_probs, "k2")
-    return gradient - gradient.detach() + value.detach()
+    known = _KINDS[base]
+
+    def formula(new: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
+        value, slope = _value(new - ref, known)
+        return value, (new - ref if plus else slope)
+
+    value, slope = by_rows(formula, log_probs.detach(), ref_log_probs.detach())
+    alone = log_probs.shape == value.shape and not ref_log_probs.requires_grad
+    return sloped(value, slope, log_probs if alone else log_probs - ref_log_probs)
 
 
-def _value(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    delta = log_probs - ref_log_probs
+def _value(delta: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """The estimate, and its derivative."""
     if kind == "k1":
-        return delta
+        return delta, torch.ones_like(delta)
     if kind == "abs":
-        return delta.abs()
+        return delta.abs(), delta.sign()
     if kind == "k2":
-        return 0.5 * delta.square()
+        return 0.5 * delta.square(), delta
     negative = (-delta).clamp(-20, 20)
     # exp(d) − d − 1 loses all its digits near 0, where a policy starts, and can come out negative
-    return (negative.expm1() - negative).clamp(0, 10)
+    growth = negative.expm1()
+    value = growth - negative
+    return value.clamp(0, 10), kept(-growth, 10 - value)
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
 
+from workbench.functional.blocks import by_rows, kept, sloped
 from workbench.functional.masking import masked_mean, masked_sum
 
 P = ParamSpec("P")
@@ -52,49 +53,73 @@ class Surrogate:
 
 
 class Inside:
-    """Inputs of a policy loss, each [B, T] with zeros outside the mask, and the ratio exp(clamp(new − old, ±20))."""
+    """Inputs of a policy loss, each [B, T] with zeros outside the mask, and the ratio exp(clamp(new − old, ±20)).
 
-    def __init__(self, old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, mask: Tensor) -> None:
-        self.mask, self.inside = mask, mask.bool()
+    A formula makes of it the loss and its slope, ∂loss/∂log π of each token: each row from its own row alone, because large
+    tensors are given to it a few rows at a time.
+    """
+
+    def __init__(
+        self, old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+    ) -> None:
+        self.mask, self.inside = mask.to(log_probs.dtype), mask.bool()
         columns = (old_log_probs, log_probs, advantages)
-        self.old, self.new, self.advantages = (torch.where(self.inside, one, 0.0) for one in columns)
+        self.old, self.new, self.advantages = (kept(one, self.mask) for one in columns)
         self.gap = self.new - self.old
         self.log_ratio = self.gap.clamp(-20, 20)
         self.ratio = self.log_ratio.exp()
+        self.push = -self.advantages
+        self.steep = torch.ops.aten.hardtanh_backward(self.ratio, self.gap, -20, 20)
+        """∂ρ/∂log π: ρ, or 0 where new − old is clamped."""
+        self.chosen = self.inside if chosen is None else chosen
+        """[B, T] bool: tokens that were chosen beforehand, among those of all rows."""
 
     def two_sided(self, ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
         """PPO's clip: (max(−Aρ, −A·clip(ρ, 1 − low, 1 + high)), where the clipped term is larger: bool), both [B, T]."""
-        plain, bounded = -self.advantages * ratio, -self.advantages * ratio.clamp(1 - low, 1 + high)
+        plain, bounded = self.push * ratio, self.push * ratio.clamp(1 - low, 1 + high)
         return torch.maximum(plain, bounded), bounded > plain
 
     def surrogate(
         self,
         loss: Tensor,
+        slope: Tensor,
         clipped: Tensor | None = None,
         *,
         lower: Tensor | None = None,
         ratio: Tensor | None = None,
-        aggregation: str | None = None,
-        per_row: bool = False,
         **metrics: Tensor,
     ) -> Surrogate:
-        """A `Surrogate` of these parts, 0 or False outside the mask; `ratio` defaults to the ratio of each token.
+        """A `Surrogate` of these parts, False outside the mask; `ratio` defaults to the ratio of each token.
 
         `metrics` stand beside, or in place of, `pg_clipfrac` (clipped), `pg_clipfrac_lower` and `ppo_kl` (−log ρ).
         """
-        nowhere = torch.zeros_like(self.inside)
-        high = nowhere if clipped is None else clipped.detach() & self.inside
-        low = nowhere if lower is None else lower.detach() & self.inside
-        measured = {"pg_clipfrac": high, "pg_clipfrac_lower": low, "ppo_kl": -self.log_ratio} | metrics
-        return Surrogate(
-            loss=torch.where(self.inside, loss, 0.0),
-            ratio=(self.ratio if ratio is None else ratio).detach(),
-            clipped=high,
-            clipped_lower=low,
-            aggregation=aggregation,
-            metrics={name: values.detach() for name, values in measured.items()},
-            per_row=per_row,
-        )
+        nowhere = torch.zeros_like(self.inside) if clipped is None or lower is None else self.inside
+        high = nowhere if clipped is None else clipped & self.inside
+        low = nowhere if lower is None else lower & self.inside
+        measured = {"pg_clipfrac": high, "pg_clipfrac_lower": low, "ppo_kl": -self.log_ratio, "slope": slope} | metrics
+        return Surrogate(loss, self.ratio if ratio is None else ratio, high, low, metrics=measured)
+
+
+def _whole(formula: Callable[[Inside], Surrogate], *given: Tensor) -> Surrogate:
+    """The `Surrogate` of a formula; `given` are the arguments of `Inside`. The gradient is the log-probs' alone."""
+    made: list[Surrogate] = []
+    places: list[int] = []
+
+    def tensors(*rows: Tensor) -> list[Tensor]:
+        made[:] = [one] = [formula(Inside(*rows))]
+        every = [one.loss, one.ratio, one.clipped, one.clipped_lower, *one.metrics.values()]
+        once = {id(each): each for each in every}
+        places[:] = [[*once].index(id(each)) for each in every]
+        return [*once.values()]
+
+    found = by_rows(tensors, *(one.detach() for one in given))
+    loss, ratio, clipped, lower, *values = (found[place] for place in places)
+    metrics = dict(zip(made[0].metrics, values, strict=True))
+    loss = sloped(loss, metrics.pop("slope"), given[1])
+    if made[0].per_row:  # one number a row: on its first token
+        first = given[3].bool().byte().argmax(-1, keepdim=True)
+        loss = torch.zeros_like(ratio).scatter(1, first, loss)
+    return replace(made[0], loss=loss, ratio=ratio, clipped=clipped, clipped_lower=lower, metrics=metrics)
 
 
 def _policy_loss(
@@ -106,10 +131,11 @@ def _policy_loss(
     def loss(
         old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, mask: Tensor, *none: P.args, **settings: P.kwargs
     ) -> Surrogate:
-        return formula(Inside(old_log_probs, log_probs, advantages, mask), *none, **settings)
+        return _whole(lambda x: formula(x, *none, **settings), old_log_probs, log_probs, advantages, mask)
 
     own = [*inspect.signature(Inside).parameters.values(), *inspect.signature(formula).parameters.values()]
-    loss.__signature__ = inspect.Signature([one for one in own if one.name != "x"], return_annotation="Surrogate")  # type: ignore[attr-defined]
+    own = [one for one in own if one.name not in ("x", "chosen")]
+    loss.__signature__ = inspect.Signature(own, return_annotation="Surrogate")  # type: ignore[attr-defined]
     return loss
 
 
@@ -128,9 +154,10 @@ def ppo_clip(
             f"clip ranges are ≥ 0 and clip_ratio_c > 1; found low {clip_ratio_low}, high {clip_ratio_high} and clip_ratio_c {clip_ratio_c}"
         )
     upper, clipped = x.two_sided(x.ratio, clip_ratio_low, clip_ratio_high)
-    floor, negative = -x.advantages * clip_ratio_c, x.advantages < 0
-    loss = torch.where(negative, torch.minimum(upper, floor), upper)
-    return x.surrogate(loss, clipped, lower=negative & (upper > floor))
+    most = x.advantages.abs() * clip_ratio_c  # of A > 0 the loss is below 0, and so below this
+    lower = upper > most
+    slope = x.push * x.steep * ~(clipped | lower)
+    return x.surrogate(torch.minimum(upper, most), slope, clipped, lower=lower)
 
 
 @_policy_loss
@@ -142,9 +169,10 @@ def gspo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2
     """
     lengths = x.mask.sum(-1, keepdim=True).clamp(min=1)
     sequence = x.gap.sum(-1, keepdim=True) / lengths
-    ratio = (sequence.detach() + x.new - x.new.detach()).clamp(max=10).exp()
+    ratio = sequence.clamp(max=10).exp()
     loss, clipped = x.two_sided(ratio, clip_ratio_low, clip_ratio_high)
-    return x.surrogate(loss, clipped, ratio=torch.where(x.inside, ratio, 1.0), ppo_kl=-x.gap)
+    slope = x.push * (ratio * (sequence <= 10)) * ~clipped
+    return x.surrogate(loss, slope, clipped, ratio=torch.where(x.inside, ratio, 1.0), ppo_kl=-x.gap)
 
 
 @_policy_loss
@@ -155,9 +183,11 @@ def sapo(x: Inside, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Surrogate
     """
     if tau_pos <= 0 or tau_neg <= 0:
         raise ValueError(f"tau_pos and tau_neg must be > 0; found {tau_pos} and {tau_neg}")
-    tau = torch.where(x.advantages > 0, tau_pos, tau_neg)
-    gate = torch.sigmoid(tau * (x.ratio - 1)) * 4 / tau
-    return x.surrogate(-x.advantages * gate, aggregation="seq-mean-token-mean")
+    positive = x.advantages.sign().clamp(min=0)
+    tau = tau_pos * positive + tau_neg * (1 - positive)
+    gate, push = torch.sigmoid(tau * (x.ratio - 1)), 4 * x.push
+    found = x.surrogate(push * gate / tau, push * gate * (1 - gate) * x.steep)
+    return replace(found, aggregation="seq-mean-token-mean")
 
 
 @_policy_loss
@@ -166,7 +196,7 @@ def gpg(x: Inside) -> Surrogate:
 
     Times importance weights it is REINFORCE off-policy, the `reinforce` of verl's bypass mode.
     """
-    return x.surrogate(-x.advantages * x.new, ppo_kl=-x.gap)
+    return x.surrogate(x.push * x.new, x.push, ppo_kl=-x.gap)
 
 
 @_policy_loss
@@ -177,7 +207,8 @@ def cispo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.
     https://arxiv.org/abs/2506.13585.
     """
     weight = x.ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    return x.surrogate(-weight.detach() * x.advantages * x.new, weight != x.ratio)
+    slope = x.push * weight
+    return x.surrogate(slope * x.new, slope, weight != x.ratio)
 
 
 @_policy_loss
@@ -191,8 +222,7 @@ def dppo_tv(
     gradient. https://arxiv.org/abs/2602.04879.
     """
     moved = x.new.exp() - x.old.exp()
-    out = torch.where(x.advantages > 0, moved > clip_ratio_high, -moved > clip_ratio_low)
-    return _within(x, out.detach(), clip_ratio_c)
+    return _within(x, moved > clip_ratio_high, -moved > clip_ratio_low, clip_ratio_c)
 
 
 @_policy_loss
@@ -203,12 +233,15 @@ def dppo_kl(
     p, q = x.old.exp(), x.new.exp()
     divergence = -p * x.gap + (1 - p) * ((1 - p + 1e-8) / (1 - q + 1e-8)).log()
     up, down = (q > p) & (divergence > clip_ratio_high), (q < p) & (divergence > clip_ratio_low)
-    return _within(x, torch.where(x.advantages > 0, up, down).detach(), clip_ratio_c)
+    return _within(x, up, down, clip_ratio_c)
 
 
-def _within(x: Inside, out: Tensor, clip_ratio_c: float) -> Surrogate:
-    weight = x.ratio.clamp(max=clip_ratio_c).detach()
-    return x.surrogate(-x.advantages * weight * x.new * (~out), out, lower=(x.ratio > clip_ratio_c) & ~out)
+def _within(x: Inside, up: Tensor, down: Tensor, clip_ratio_c: float) -> Surrogate:
+    """Without tokens that have moved too far up with an advantage above 0, or too far down with another."""
+    positive = x.advantages > 0
+    out = (positive & up) | (~positive & down)
+    slope = x.push * x.ratio.clamp(max=clip_ratio_c) * ~out
+    return x.surrogate(slope * x.new, slope, out, lower=(x.ratio > clip_ratio_c) & ~out)
 
 
 @_policy_loss
@@ -219,7 +252,8 @@ def dro(x: Inside, *, dro_beta: float = 0.1) -> Surrogate:
     """
     if dro_beta <= 0:
         raise ValueError(f"dro_beta must be > 0; found {dro_beta}")
-    return x.surrogate(-(x.new * x.advantages - 0.5 * dro_beta * x.gap.square()), ppo_kl=-x.gap)
+    loss = 0.5 * dro_beta * x.gap.square() + x.push * x.new
+    return x.surrogate(loss, dro_beta * x.gap + x.push, ppo_kl=-x.gap)
 
 
 @_policy_loss
@@ -232,32 +266,41 @@ def geo_mean(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float =
     """
     sign = x.advantages.sign()
     bounded = x.log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
-    chosen = sign * torch.minimum(sign * x.log_ratio, sign * bounded)
-    lengths = x.mask.sum(-1) + 1e-8
-    ratio = (chosen.sum(-1) / lengths).exp()
-    per_row = -(x.advantages.sum(-1) / lengths) * ratio
-    first = (x.mask.cumsum(-1) == 1) & x.inside
+    free, bound = sign * x.log_ratio, sign * bounded
+    lengths = x.mask.sum(-1, keepdim=True) + 1e-8
+    ratio = ((sign * torch.minimum(free, bound)).sum(-1, keepdim=True) / lengths).exp()
+    per_row = -(x.advantages.sum(-1, keepdim=True) / lengths) * ratio
+    moves = sign.abs() * (free <= bound) * x.steep.sign()
     outside = x.log_ratio != bounded
-    return x.surrogate(
-        torch.where(first, per_row[:, None], 0.0),
+    found = x.surrogate(
+        per_row,
+        per_row / lengths * moves,
         outside & (x.advantages > 0),
         lower=outside & (x.advantages < 0),
-        ratio=torch.where(x.inside, ratio[:, None], 1.0),
-        aggregation="seq-mean-token-sum",
-        per_row=True,
+        ratio=torch.where(x.inside, ratio, 1.0),
         ppo_kl=-x.gap,
     )
+    return replace(found, aggregation="seq-mean-token-sum", per_row=True)
 
 
-def _covariance(x: Inside) -> Tensor:
-    """(A − mean A)·(log π − mean log π) per token, means over the mask; no gradient."""
-    advantages, new = x.advantages.detach(), x.new.detach()
-    return (advantages - masked_mean(advantages, x.mask)) * (new - masked_mean(new, x.mask))
+def _covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Callable[[Inside], Tensor]:
+    """(A − mean A)·(log π − mean log π) per token of any rows, means over the whole mask; no gradient."""
+    new, mean = masked_mean(log_probs.detach(), mask), masked_mean(advantages.detach(), mask)
+    return lambda x: (x.advantages - mean) * (x.new - new)
 
 
-@_policy_loss
+def _marked(places: Tensor, mask: Tensor) -> Tensor:
+    """True at these places of the flattened mask: [B, T] bool."""
+    marked = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
+    marked[places] = True
+    return marked.view(mask.shape)
+
+
 def clip_cov(
-    x: Inside,
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
     *,
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
@@ -271,35 +314,61 @@ def clip_cov(
     those with a covariance between lb and ub, by torch's generator. They are `pg_clipfrac`, as in verl; PPO's own clip is
     `ppo_clipfrac`, and `clipped` marks both. Cui et al. 2025, https://arxiv.org/abs/2505.22617.
     """
-    loss, clipped = x.two_sided(x.ratio, clip_ratio_low, clip_ratio_high)
-    covariance = _covariance(x)
-    band = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & x.inside & ~clipped
-    candidates = band.flatten().nonzero()[:, 0]
-    number = min(max(int(clip_cov_ratio * float(x.mask.sum())), 1), len(candidates))
-    dropped = torch.zeros_like(x.inside).flatten()
-    dropped[candidates[torch.randperm(len(candidates))[:number].to(candidates.device)]] = True
-    dropped = dropped.view_as(x.inside)
-    kept, either = torch.where(dropped, 0.0, loss), clipped | dropped
-    return x.surrogate(kept, either, pg_clipfrac=dropped, ppo_clipfrac=clipped & x.inside, ppo_kl=-x.gap)
+    covariance = _covariance(log_probs, advantages, mask)
+
+    def band(*rows: Tensor) -> tuple[Tensor]:
+        x = Inside(*rows)
+        clipped, found = x.two_sided(x.ratio, clip_ratio_low, clip_ratio_high)[1], covariance(x)
+        return ((found > clip_cov_lb) & (found < clip_cov_ub) & x.inside & ~clipped,)
+
+    candidates = by_rows(band, old_log_probs, log_probs.detach(), advantages, mask)[0].flatten().nonzero()[:, 0]
+    number = min(max(int(clip_cov_ratio * float(mask.sum())), 1), len(candidates))
+    drawn = candidates[torch.randperm(len(candidates))[:number].to(candidates.device)]
+
+    def formula(x: Inside) -> Surrogate:
+        loss, clipped = x.two_sided(x.ratio, clip_ratio_low, clip_ratio_high)
+        either = clipped | x.chosen
+        slope = x.push * x.steep * ~either
+        return x.surrogate(
+            loss * ~x.chosen, slope, either, pg_clipfrac=x.chosen, ppo_clipfrac=clipped & x.inside, ppo_kl=-x.gap
+        )
+
+    return _whole(formula, old_log_probs, log_probs, advantages, mask, _marked(drawn, mask))
 
 
-@_policy_loss
-def kl_cov(x: Inside, *, kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 0.1) -> Surrogate:
+def kl_cov(
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    kl_cov_ratio: float = 0.0002,
+    ppo_kl_coef: float = 0.1,
+) -> Surrogate:
     """KL-Cov: −Aρ, plus `ppo_kl_coef`·|log ρ| on the share of tokens with the highest covariance of A and log π.
 
     A is the advantage, ρ the ratio. `clipped` marks those tokens, a share `kl_cov_ratio` chosen per micro-batch as in
     verl; they are the metric `kl_cov_frac`, and `ppo_kl` is the mean of |new − old|, as in verl. Cui et al. 2025,
     https://arxiv.org/abs/2505.22617.
     """
-    covariance = torch.where(x.inside, _covariance(x), float("-inf")).flatten()
-    number = max(1, int(float(x.mask.sum()) * kl_cov_ratio)) if bool(x.inside.any()) else 0
-    chosen = torch.zeros_like(x.inside).flatten()
-    chosen[covariance.topk(number).indices] = True
-    chosen = chosen.view_as(x.inside)
-    loss = -x.advantages * x.ratio
-    loss = torch.where(chosen, loss + ppo_kl_coef * x.log_ratio.abs(), loss)
-    none = torch.zeros_like(chosen)
-    return x.surrogate(loss, chosen, pg_clipfrac=none, kl_cov_frac=chosen, ppo_kl=x.gap.abs())
+    covariance = _covariance(log_probs, advantages, mask)
+
+    def ranked(*rows: Tensor) -> tuple[Tensor]:
+        x = Inside(*rows)
+        return (covariance(x).masked_fill(~x.inside, float("-inf")),)
+
+    number = max(1, int(float(mask.sum()) * kl_cov_ratio)) if bool(mask.any()) else 0
+    ranks = by_rows(ranked, old_log_probs, log_probs.detach(), advantages, mask)[0]
+
+    def formula(x: Inside) -> Surrogate:
+        held = ppo_kl_coef * x.chosen
+        loss = held * x.log_ratio.abs() + x.push * x.ratio
+        slope = held * x.gap.sign() * x.steep.sign() + x.push * x.steep
+        none = torch.zeros_like(x.inside)
+        return x.surrogate(loss, slope, x.chosen, pg_clipfrac=none, kl_cov_frac=x.chosen, ppo_kl=x.gap.abs())
+
+    highest = ranks.flatten().topk(number).indices
+    return _whole(formula, old_log_probs, log_probs, advantages, mask, _marked(highest, mask))
 
 
 _VARIANTS = (gspo, sapo, gpg, cispo, dppo_tv, dppo_kl, dro, geo_mean, clip_cov, kl_cov)
@@ -324,11 +393,16 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor
     Schulman et al. 2017's reference implementation; whether the clip helps is doubted: Andrychowicz et al. 2021,
     https://arxiv.org/abs/2006.05990, §3.3.
     """
-    inside = mask.bool()
-    values, returns, old_values = (torch.where(inside, x, 0.0) for x in (values, returns, old_values))
-    near = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
-    plain, bounded = (values - returns).square(), (near - returns).square()
-    return ValueLoss(0.5 * torch.maximum(plain, bounded), (bounded > plain).detach() & inside)
+
+    def formula(*rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        v, target, old = (kept(one, rows[-1]) for one in rows[:-1])
+        near = torch.minimum(torch.maximum(v, old - clip), old + clip)
+        plain, bounded = (v - target).square(), (near - target).square()
+        clipped = bounded > plain
+        return 0.5 * torch.maximum(plain, bounded), (v - target) * ~clipped, clipped
+
+    loss, slope, clipped = by_rows(formula, values.detach(), returns.detach(), old_values.detach(), mask)
+    return ValueLoss(sloped(loss, slope, values), clipped)
 
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -358,9 +432,8 @@ def aggregate(
         if sequences is not None:
             raise ValueError(f"aggregation mode {mode!r} with sequences= needs scale=: micro-batches differ in width")
         scale = loss.shape[-1]
-    tokens = float(mask.sum()) if tokens is None else tokens
-    per_row = masked_sum(loss, mask, dim=-1)
-    lengths = mask.sum(-1)
+    per_row, lengths = masked_sum(loss, mask, dim=-1), mask.sum(-1)
+    tokens = float(lengths.sum()) if tokens is None else tokens
     sequences = float((lengths > 0).sum()) if sequences is None else sequences
     if mode == "token-mean":
         return per_row.sum() / max(tokens, 1)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.functional.blocks import by_rows, kept
 from workbench.functional.masking import masked_whiten
+
+_ELEMENTS = 2**21
+"""Numbers in a block of a recurrence: each of its steps works on one column, which must be long."""
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
@@ -13,13 +17,27 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Ten
 
     A position outside the mask (tool text) passes G through: its reward is ignored, and nothing is discounted there.
     """
-    result = torch.zeros_like(rewards)
-    carried = torch.zeros_like(rewards[:, 0])
-    for t in range(rewards.shape[1] - 1, -1, -1):
-        inside = mask[:, t].bool()
-        carried = torch.where(inside, rewards[:, t] + gamma * carried, carried)
-        result[:, t] = carried
-    return result * mask
+
+    def formula(rewards: Tensor, mask: Tensor) -> tuple[Tensor]:
+        inside = _by_time(mask.to(rewards.dtype))
+        found = _backwards(_by_time(kept(rewards, mask)), gamma * inside + (1 - inside))
+        return ((found * inside).t(),)
+
+    return by_rows(formula, rewards, mask, elements=_ELEMENTS)[0]
+
+
+def _by_time(rows: Tensor) -> Tensor:
+    """[R, T] → [T, R] contiguous: all rows of a time lie together."""
+    return rows.t().contiguous()
+
+
+def _backwards(steps: Tensor, factors: Tensor) -> Tensor:
+    """The recurrence yₜ = stepsₜ + factorsₜ·yₜ₊₁ from the last time to the first: all [T, R]."""
+    carried, found = torch.zeros_like(steps[0]), []
+    for step, factor in zip(reversed(steps.unbind()), reversed(factors.unbind()), strict=True):
+        carried = torch.addcmul(step, factor, carried)
+        found.append(carried)
+    return torch.stack(found[::-1])
 
 
 def gae(
@@ -44,19 +62,19 @@ def gae(
     Schulman et al. 2016, https://arxiv.org/abs/1506.02438.
     """
     mask = mask if scored is None else mask * scored.to(mask.dtype)[:, None]
-    next_value = torch.zeros_like(values[:, 0])
-    carried = torch.zeros_like(next_value)
-    columns = []
-    for t in range(values.shape[1] - 1, -1, -1):
-        inside = mask[:, t].bool()
-        delta = token_level_rewards[:, t] + gamma * next_value - values[:, t]
-        carried = torch.where(inside, delta + gamma * lam * carried, carried)
-        next_value = torch.where(inside, values[:, t], next_value)
-        columns.append(carried)
-    advantages = torch.stack(columns[::-1], dim=1)
-    returns = torch.where(mask.bool(), advantages + values, 0.0)
+
+    def formula(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        inside, value = _by_time(mask.to(values.dtype)), _by_time(kept(values, mask))
+        outside = 1 - inside
+        following = _backwards(value, outside).roll(-1, 0)  # the value of the next position of the mask
+        following[-1:] = 0
+        delta = (_by_time(kept(rewards, mask)) + gamma * following - value) * inside
+        advantages = _backwards(delta, gamma * lam * inside + outside)
+        return advantages.t(), ((advantages + value) * inside).t()
+
+    advantages, returns = by_rows(formula, token_level_rewards, values, mask, elements=_ELEMENTS)
     if whiten and mask.sum() > 1:
-        advantages = masked_whiten(advantages, mask)
+        return masked_whiten(advantages, mask, zero_masked=zero_masked), returns
     return (advantages * mask if zero_masked else advantages), returns
 
 

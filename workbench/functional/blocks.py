@@ -1,0 +1,79 @@
+"""Large batches in blocks of rows, so that what a formula makes on its way stays in the processor's cache.
+
+A formula over [B, T] makes a dozen tensors of that size; whole, each is fresh memory, which costs more than its numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ELEMENTS = 2**17
+"""Numbers of a tensor in a block: half a megabyte of float32."""
+LARGE = 2**23
+"""Bytes from which a result is worth huge pages."""
+
+
+def by_rows(formula: Callable[..., Sequence[Tensor]], *given: Tensor, elements: int = ELEMENTS) -> Sequence[Tensor]:
+    """formula(*given) of tensors [B, …], a block of rows at a time; each row it makes comes from its own row alone.
+
+    It gets everything at once where that is little, on a GPU, where the rows are not the same number, and where a gradient flows: autograd
+    keeps what is on the way. The results are the same.
+    """
+    rows, number = given[0].shape[:1], max(one.numel() for one in given)
+    wanted = torch.is_grad_enabled() and any(one.requires_grad for one in given)
+    alike = all(one.shape[:1] == rows and one.dim() > 1 and not one.is_cuda for one in given)
+    if number <= elements or wanted or not alike:
+        return formula(*given)
+    step = max(1, elements * rows.numel() // number)
+    whole: list[Tensor] = []
+    for at in range(0, rows.numel(), step):
+        made = formula(*(one[at : at + step] for one in given))
+        whole = whole or [_empty(one, (*rows, *one.shape[1:])) for one in made]
+        for target, one in zip(whole, made, strict=True):
+            target[at : at + step] = one
+    return whole
+
+
+def _empty(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """An uninitialised tensor, on huge pages if it is large: 64 MiB are then 32 page faults, not 16,384."""
+    number = math.prod(shape)
+    if number * like.element_size() < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return like.new_empty(shape)
+    memory = mmap.mmap(-1, number * like.element_size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=like.dtype, count=number).view(shape)
+
+
+def sloped(values: Tensor, slope: Tensor, leaf: Tensor) -> Tensor:
+    """`values`, made of `leaf` without autograd, with their gradient: `slope` = ∂values/∂leaf of each number, or of its row.
+
+    Where the slope is 0, outside a mask above all, the gradient is 0 whatever comes back, NaN included. There is no second
+    derivative.
+    """
+    return _Sloped.apply(values, slope, leaf) if leaf.requires_grad and torch.is_grad_enabled() else values
+
+
+class _Sloped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, slope: Tensor, leaf: Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        return values.view_as(values)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        (slope,) = ctx.saved_tensors
+        return None, None, by_rows(lambda one, each: (kept(one * each, each.abs()),), gradient, slope)[0]
+
+
+def kept(x: Tensor, mask: Tensor) -> Tensor:
+    """x where the mask is above 0, else 0, NaN included: torch.where, but many numbers at a time."""
+    if not x.is_floating_point():
+        return torch.where(mask > 0, x, 0)
+    return torch.ops.aten.threshold_backward(x, mask.to(x.dtype), 0)
