@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from workbench.base import teams
 from workbench.base.errors import Interrupted
 
 Q = TypeVar("Q")
@@ -51,7 +52,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     if threading.current_thread().name == "workbench-loop":
         work.close()
         raise RuntimeError("runtime.run was called on the background loop itself; await the coroutine instead")
-    future = asyncio.run_coroutine_threadsafe(work, loop())
+    teams.release()
+    future = asyncio.run_coroutine_threadsafe(_releasing(work), loop())
     try:
         return future.result()
     except KeyboardInterrupt:
@@ -59,6 +61,13 @@ def run(work: Coroutine[Any, Any, T]) -> T:
             future.cancel()
             _settle()
         raise
+
+
+async def _releasing(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await work
+    finally:
+        teams.release()  # of the loop's thread
 
 
 def run_all(ask: Callable[[Q], Coroutine[Any, Any, T]], questions: Iterable[Q]) -> list[T]:
@@ -120,13 +129,18 @@ def unless(given_up: Callable[[], bool]) -> Iterator[None]:
         _here.given_up = before
 
 
+def _in_thread(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
+    teams.release()
+    return asyncio.ensure_future(asyncio.to_thread(teams.releasing(function), *args))
+
+
 async def beside(function: Callable[..., T], *args: Any) -> T:
     """Await a blocking function, run in a thread so that the caller's event loop (buttons, displays) goes on.
 
     When the awaiting task is cancelled (an interrupted cell), the interrupt flag is set until the function has ended, and
     then `CancelledError` is raised.
     """
-    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    work = _in_thread(function, *args)
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -184,7 +198,7 @@ class Control:
         a second cancellation, it is asked to stop at its next safe place. A function that ends returns its result, and
         `stopping` is set; for one that stopped half-way `CancelledError` is raised.
         """
-        work = asyncio.ensure_future(asyncio.to_thread(function, *args))
+        work = _in_thread(function, *args)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from workbench.base import runtime
+from workbench.base import runtime, teams
 from workbench.base.errors import EngineError, WorkerLost
 from workbench.dataproto.core import DataProto
 from workbench.engines import protocol as can
@@ -181,7 +181,7 @@ class Paired(can.SampleMany, can.Closing):
     @staticmethod
     async def _finished(work: Callable[[], Any]) -> None:
         """In a thread, to its end even where the caller is cancelled: nobody may sample, or push again, beside half a push."""
-        task = asyncio.ensure_future(asyncio.to_thread(work))
+        task = asyncio.ensure_future(asyncio.to_thread(teams.releasing(work)))
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:

@@ -1,0 +1,114 @@
+"""OpenMP teams: one at a time in a process, whoever computes."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from workbench.base import teams
+
+_COUNT = """
+    import os, sys, threading
+    import torch
+    torch.set_num_threads(2)
+    from workbench.base import runtime, teams
+
+    def team():
+        "Threads of this process that are not Python's."
+        return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+    def work():
+        big = torch.ones(300, 300)
+        for _ in range(3):
+            big = big @ big * 1e-3
+"""
+
+
+def _run(body: str) -> list[int]:
+    code = textwrap.dedent(_COUNT) + textwrap.dedent(body)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return [int(one) for one in done.stdout.split()]
+
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+
+
+def test_a_thread_that_waits_for_the_loop_has_no_team_meanwhile():
+    _, own, inside, after = _run("""
+        print(base := team())
+        work()
+        print(team() - base)
+
+        async def elsewhere():
+            import asyncio
+            return await asyncio.to_thread(lambda: (work(), team() - base)[1])
+
+        async def and_after():
+            inside = await elsewhere()
+            return inside
+
+        print(runtime.run(and_after()))
+        work()
+        print(team() - base)
+    """)
+    # own: main's second thread; inside: the other's alone; afterwards that thread of a pool still has its own
+    assert (own, inside) == (1, 1)
+    assert after <= 2
+
+
+def test_work_alone_leaves_no_team_and_is_of_one_thread_at_a_time():
+    most, left = _run("""
+        base = team()
+        seen = []
+
+        def worker():
+            for _ in range(5):
+                with teams.alone():
+                    work()
+                    seen.append(team() - base)
+
+        threads = [threading.Thread(target=worker) for _ in range(3)]
+        [one.start() for one in threads]
+        [one.join() for one in threads]
+        print(max(seen))
+        import time
+        end = time.monotonic() + 20  # an ended thread leaves /proc a little later
+        while team() > base and time.monotonic() < end:
+            time.sleep(0.01)
+        print(team() - base)
+    """)
+    assert (most, left) == (1, 0)
+
+
+def test_who_waits_for_its_turn_can_be_interrupted():
+    class Stop(Exception):
+        pass
+
+    def check() -> None:
+        raise Stop
+
+    import threading
+
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with teams.alone():
+            held.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(30)
+    try:
+        with pytest.raises(Stop), teams.alone(check):
+            pass
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_work_inside_work_does_not_wait_for_itself():
+    with teams.alone(), teams.alone():
+        pass
