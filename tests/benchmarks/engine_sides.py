@@ -147,9 +147,9 @@ def switches(job: Job, rows_at_once: int) -> dict[str, Any]:
 
 
 def at_once(job: Job) -> int:
-    """Rows of one forward pass: the budget of tokens that this library has by default, in whole parts of the batch."""
-    rows, most = job["prompts"] * job["group"], 16_384 // (job["length"] + job["tokens"])
-    return next(size for size in range(min(rows, max(most, 1)), 0, -1) if rows % size == 0)
+    """Rows of one forward pass: about the budget of tokens that this library has by default, in equal parts of the batch."""
+    rows, most = job["prompts"] * job["group"], 16_384 / (job["length"] + job["tokens"])
+    return min((size for size in range(1, rows + 1) if rows % size == 0), key=lambda size: abs(size - most))
 
 
 def trainer_of(job: Job, rows: list[dict[str, Any]], reward: Callable[..., list[float]], **more: Any) -> Any:
