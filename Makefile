@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 RUN ?= runs/train_grpo-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
-.PHONY: train test tests test-all quick durations lint format lab bench browser sandbox cluster gpu clean
+.PHONY: train test tests test-all quick durations lint format lab bench bench-engine browser sandbox cluster gpu clean
 .DEFAULT_GOAL := test
 
 # uv under pip's own settings, or pip itself; the lock pins torch, too: pip given plain torch fetches the newest CUDA build
@@ -77,6 +77,9 @@ bench: $(READY)  ## measure: three seeds of GRPO and PPO, what recording costs, 
 	$(BIN)/python tests/benchmarks/looking.py
 	$(BIN)/python tests/benchmarks/opening.py
 	$(BIN)/python tests/benchmarks/episodes.py
+
+bench-engine: $(READY)  ## measure: GRPO steps beside TRL's, step by step in turn; ARGS="--base REV" adds an earlier revision
+	$(BIN)/python tests/benchmarks/engine.py $(ARGS)
 
 browser:  ## a Chromium for the browser tests, where apt can bring one; they skip, saying so, without
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \

@@ -95,9 +95,16 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
+def _without_grammar() -> None:
+    """Let this process import papermill without `rfc3987_syntax`: where that is installed, jsonschema imports it to check
+    IRIs, which notebooks have none of, and it compiles a grammar for over a second."""
+    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type] # None: importing it raises ImportError
+
+
 def _train(options: argparse.Namespace) -> int:
     from workbench.jobs.runner import OK, closing_lines, job_of, run_notebook
 
+    _without_grammar()
     given, notebook = _given(options), options.notebook
     if options.resume:
         found, values, note = job_of(options.resume)
@@ -119,6 +126,7 @@ def _check(options: argparse.Namespace) -> int:
     from workbench.jobs.parameters import resolve, table
     from workbench.jobs.runner import OK, check_notebook
 
+    _without_grammar()
     given = _given(options)
     _say(table(options.notebook, resolve(options.notebook, given)))
     code, told = check_notebook(options.notebook, given, kernel=options.kernel)

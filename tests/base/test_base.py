@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import pickle
 import time
+import typing
 from dataclasses import dataclass
 
 import pytest
@@ -80,6 +81,20 @@ def test_settings_coerce_and_refuse() -> None:
         with pytest.raises(SettingError, match=name):
             Example.from_parameters({name: wrong})
     assert found.replace(steps=4).steps == 4
+
+
+def test_a_class_of_settings_has_its_types_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler changes a setting for every row."""
+    read = []
+    plain = typing.get_type_hints
+    monkeypatch.setattr(typing, "get_type_hints", lambda kind: read.append(kind) or plain(kind))
+
+    @dataclass(frozen=True, kw_only=True)
+    class Own(Settings):
+        size: int = 1
+
+    assert [Own().replace(size="2").size, Own.from_parameters({"size": 3}).size] == [2, 3]
+    assert read == [Own]
 
 
 def test_coerce_lists_and_dicts() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -219,6 +221,14 @@ def test_a_job_is_gone_on_with_by_its_folder(tmp_path: Path, capsys: pytest.Capt
     assert len(list(run.glob("notebook*.ipynb"))) == 3
     assert cli.main(["train", "--resume", str(run), "--skip-look"]) == 0
     assert "nothing left to do: 3 of 3" in capsys.readouterr().out
+
+
+def test_a_job_does_without_the_grammar_of_iris(monkeypatch: pytest.MonkeyPatch) -> None:
+    """jsonschema, behind papermill, would import a package that compiles a grammar for over a second."""
+    monkeypatch.delitem(sys.modules, "rfc3987_syntax", raising=False)
+    assert cli.main(["train"]) == 2
+    with pytest.raises(ModuleNotFoundError, match="import of rfc3987_syntax halted"):
+        importlib.import_module("rfc3987_syntax")
 
 
 def test_what_cannot_be_gone_on_with(make_notebook: Any, tmp_path: Path) -> None:

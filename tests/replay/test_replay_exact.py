@@ -12,6 +12,8 @@ import torch
 
 import workbench as wb
 from workbench.base.errors import CheckpointError, PipelineError, RunError
+from workbench.replay import rebuild
+from workbench.replay.rebuild import apply
 from workbench.runs import updates
 
 STEPS = 6
@@ -169,6 +171,23 @@ def test_a_group_left_out_of_one_update(recorded: Any) -> None:
         run.counterfactual(4, uids=["nobody"])
     with pytest.raises(RunError, match="some and not all"):
         run.counterfactual(4, rows=range(8))
+
+
+def test_the_updates_before_the_step_are_repeated_once(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides begin with the same weights, optimizers and controllers: the second side's are copies."""
+    run, after = recorded
+    repeated = []
+
+    def counting(pipe: wb.Pipeline, update: updates.Update, *inputs: Any) -> Any:
+        repeated.append(update.step)
+        return apply(pipe, update, *inputs)
+
+    monkeypatch.setattr(rebuild, "apply", counting)
+    made = run.counterfactual(6, rows=[0])
+    assert repeated == [4, 5, 6, 6]  # checkpoint 3 and two updates, then the last with and without the row
+    assert same(made.actual["actor"], after[6]["actor"]) and same(made.actual["critic"], after[6]["critic"])
+    assert made.without["actor"].version == after[6]["actor"]["version"]
+    assert made.distance["actor"] > 0
 
 
 def test_leaving_nothing_of_consequence_out_changes_nothing(tiny: str, tmp_path: Path) -> None:

@@ -114,6 +114,12 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """The types of a class's settings; reading them evaluates annotations, half a millisecond a class."""
+    return typing.get_type_hints(kind)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """Base of all settings classes: frozen, keyword-only dataclasses."""
@@ -129,10 +135,10 @@ class Settings:
 
         Raises `SettingError` for an unknown name, and for a value that is not of the setting's type.
         """
-        hints = typing.get_type_hints(cls)
+        hints, names = _hints(cls), cls.field_names()
         for name in parameters:
-            if name not in cls.field_names():
-                raise SettingError(unknown(f"setting of {cls.__name__}", name, cls.field_names()))
+            if name not in names:
+                raise SettingError(unknown(f"setting of {cls.__name__}", name, names))
         return cls(**{name: coerce(name, value, hints[name]) for name, value in parameters.items()})
 
     def replace(self, **changes: Any) -> Self:

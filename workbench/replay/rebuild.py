@@ -336,28 +336,44 @@ def standing_after(folder: Path, step: int) -> Pipeline:
 
     Raises `RunError` where checkpoints and recorded updates do not reach that step, naming the steps that can be restored.
     """
-    settings, recorded = read_settings(folder), updates.steps(folder / "updates")
-    why = []
+    settings = read_settings(folder)
+    base, engines = _nearest(folder, settings, step)
+    pipeline = rebuilt(settings.get("pipeline", []), engines, frozen_of(settings))
+    if base:
+        pipeline.load_state(checkpoint.read_state(step_folder(folder / "checkpoints", base))["controllers"])
+    for number in range(base + 1, step + 1):
+        update = updates.read(folder / "updates", number)
+        apply(pipeline, update)
+        pipeline.load_state(update.controllers)
+    return pipeline
+
+
+def _twin(folder: Path, step: int, standing: Pipeline) -> Pipeline:
+    """Another pipeline of the run, on engines of its own, with all states of the one that stands after `step`."""
+    settings = read_settings(folder)
+    _, engines = _nearest(folder, settings, step)
+    for role, learner in standing.learners().items():
+        engines[role].restore(learner.snapshot())
+    twin = rebuilt(settings.get("pipeline", []), engines, frozen_of(settings))
+    twin.load_state(standing.state())
+    return twin
+
+
+def _nearest(folder: Path, settings: Mapping[str, Any], step: int) -> tuple[int, dict[str, Any]]:
+    """The newest step at or before `step` whose engines can be opened and from which all updates are recorded, and those
+    engines by role; 0 is the model that the run began with."""
+    recorded, why = updates.steps(folder / "updates"), []
     before = [one for one in checkpoint.steps(folder / "checkpoints") if one <= step]
-    for base in (*reversed(before), 0):  # 0: the model that the run began with
+    for base in (*reversed(before), 0):
         lacking = [number for number in range(base + 1, step + 1) if number not in recorded]
         place = f"checkpoint {base}" if base else "the model that the run began with"
         if lacking:
             why.append(f"from {place}: the update of step {lacking[0]} is not recorded any more")
             continue
         try:
-            engines = _opened(folder, settings, base)
+            return base, _opened(folder, settings, base)
         except RunError as error:
             why.append(f"from {place}: {first_line(error)}")
-            continue
-        pipeline = rebuilt(settings.get("pipeline", []), engines, frozen_of(settings))
-        if base:
-            pipeline.load_state(checkpoint.read_state(step_folder(folder / "checkpoints", base))["controllers"])
-        for number in range(base + 1, step + 1):
-            update = updates.read(folder / "updates", number)
-            apply(pipeline, update)
-            pipeline.load_state(update.controllers)
-        return pipeline
     what, do = f"the weights after step {step} of {folder} cannot be restored", restorable_steps(folder)
     raise RunError(what, found="; ".join(why), do=f"choose one of the steps that can: {do}")
 
@@ -443,7 +459,8 @@ def counterfactual(
     update = updates.read(folder / "updates", step)
     chosen = _chosen(update.inputs, uids, rows, step)
     kept = torch.tensor([row for row in range(len(update.inputs)) if row not in chosen])
-    actual, other = standing_after(folder, step - 1), standing_after(folder, step - 1)
+    actual = standing_after(folder, step - 1)
+    other = _twin(folder, step - 1, actual)
     before = _weights(actual)
     metrics = {}
     for number in range(step, last + 1):
