@@ -59,6 +59,10 @@ class LocalSettings(Settings):
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Names of the layers that get adapters."""
 
+    def half(self, device: str) -> bool:
+        """Whether forward passes on a kind of device run in bfloat16: as `dtype` says; with `auto` on a GPU only."""
+        return self.dtype == "bfloat16" or (self.dtype == "auto" and device == "cuda")
+
     def __post_init__(self) -> None:
         require(self.lr >= 0, "lr", expected="≥ 0", found=self.lr)
         require(self.micro_batch_tokens > 0, "micro_batch_tokens", expected="≥ 1", found=self.micro_batch_tokens)

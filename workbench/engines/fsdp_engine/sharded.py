@@ -30,7 +30,7 @@ from workbench.engines.local_engine.head import Head, head_of, hidden_size
 from workbench.engines.local_engine.learning import Account, Optimizer, learning_mode
 from workbench.engines.local_engine.loading import check_fit
 from workbench.engines.local_engine.memory import memory_errors
-from workbench.engines.local_engine.scoring import collect, divergence, halves, layout, micro_batches, packs, trimmed
+from workbench.engines.local_engine.scoring import collect, divergence, layout, micro_batches, packs, trimmed
 from workbench.engines.local_engine.selfcheck import Paths, SelfCheck, check, unchecked
 from workbench.engines.local_engine.states import read_optimizer, read_record
 from workbench.engines.protocol import Loss, LossCounts, LossOutput
@@ -329,7 +329,7 @@ class ShardedModel:
 
         self.whole.eval()
         try:
-            half = halves(self.settings, device)
+            half = self.settings.half(device)
             return check(self.whole.causal, self.settings, forward, score, precisions=(half,), agree=largest)
         finally:
             self.whole.reshard()  # type: ignore[operator]

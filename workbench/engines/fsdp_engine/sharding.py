@@ -12,7 +12,7 @@ from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import head_of, hidden_size
 from workbench.engines.local_engine.loading import HEAD, load_model, load_tokenizer, resolve, save_model
-from workbench.engines.local_engine.scoring import halves, layout, outputs
+from workbench.engines.local_engine.scoring import layout, outputs
 from workbench.engines.local_engine.states import read_record, read_weights
 from workbench.engines.settings import FsdpSettings
 
@@ -50,7 +50,7 @@ def build(path: str, settings: Any, mesh: Any, head: bool) -> Whole:
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if settings.offload == "all" else OffloadPolicy()
     shared: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
     half: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    mixed = MixedPrecisionPolicy(**(half if halves(settings, device) else {}))
+    mixed = MixedPrecisionPolicy(**(half if settings.half(device) else {}))
     blocks = set(getattr(model, "_no_split_modules", None) or ())
     for layer in reversed(
         [module for module in model.modules() if type(module).__name__ in blocks]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from workbench.base import runtime
+from workbench.base import runtime, teams
 from workbench.base.config import require
 from workbench.base.errors import EngineError, boundary
 from workbench.engines.local_engine.loading import chosen_device, pretrained, resolve
@@ -42,7 +43,8 @@ class LocalClassifier:
         rows = [self.tokenizer.encode(text) for text in wave.questions]
         wrong = [refusal(len(ids), self.max_length) for ids in rows]  # a text that is too long fails alone
         fit = [ids for ids, error in zip(rows, wrong, strict=True) if error is None]
-        values = iter(self._forward(fit) if fit else ())
+        with teams.alone(runtime.check) if self._model.device.type == "cpu" else nullcontext():
+            values = iter(self._forward(fit) if fit else ())
         for place, (ids, error) in enumerate(zip(rows, wrong, strict=True)):
             wave.finish(place, error or Classified(next(values), len(ids)))
 

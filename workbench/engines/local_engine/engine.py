@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from workbench.base import runtime, teams
 from workbench.base.errors import EngineError, NonFinite
 from workbench.base.memory import share_arena
 from workbench.base.metrics import Mean
@@ -35,6 +37,10 @@ from workbench.engines.protocol import Loss, LossCounts, Request, Sample, Sample
 from workbench.engines.settings import LocalSettings
 
 _KINDS = ("log_probs", "entropy", "sum_pi_squared", "values")
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def new_id() -> str:
@@ -171,6 +177,17 @@ class FrozenModel:
         return f"FrozenModel({self._engine!r})"
 
 
+def _in_turn(method: Callable[Concatenate[LocalEngine, P], T]) -> Callable[Concatenate[LocalEngine, P], T]:
+    """A method that computes: on the CPU one thread at a time does, whatever engine it belongs to (`teams.alone`)."""
+
+    @functools.wraps(method)
+    def turn(self: LocalEngine, *args: P.args, **named: P.kwargs) -> T:
+        with teams.alone(runtime.check) if self._model.device.type == "cpu" else nullcontext():
+            return method(self, *args, **named)
+
+    return turn
+
+
 class LocalEngine(ModelEngine, SampleMany):
     """Samples, scores and trains one transformers model in this process, on the CPU or one GPU; made by `local`.
 
@@ -209,6 +226,7 @@ class LocalEngine(ModelEngine, SampleMany):
         """Sample one response. Concurrent requests are decoded as one batch; each returns as soon as its response ends."""
         return await self._waves.ask(request)
 
+    @_in_turn
     def _decode(self, wave: Wave[Request, Sample]) -> None:
         shape = f"{len(wave.questions)} rows of {max(len(request.ids) for request in wave.questions)} prompt tokens"
         self._model.eval()
@@ -221,6 +239,7 @@ class LocalEngine(ModelEngine, SampleMany):
 
     # --- LogProbModel -----------------------------------------------------------------------
 
+    @_in_turn
     def _scored(
         self, batch: DataProto, want: Sequence[str], temperature: float, base: bool = False
     ) -> dict[str, torch.Tensor]:
@@ -232,6 +251,7 @@ class LocalEngine(ModelEngine, SampleMany):
             packed = self._packed
             return scoring.collect(self._passes(batch, packed), self._outputs(want, temperature, packed), batch, want)
 
+    @_in_turn
     def full_kl(self, batch: DataProto, reference: FrozenModel, temperature: float = 1.0) -> torch.Tensor:
         """[B, T] exact KL(policy‖reference) per response token, in nats, over the whole vocabulary: two forward passes."""
         scoring.check_ids(self._model, batch)
@@ -256,6 +276,7 @@ class LocalEngine(ModelEngine, SampleMany):
 
     # --- Learner ----------------------------------------------------------------------------
 
+    @_in_turn
     def learn(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0) -> StepResult:
         """Take one optimizer step on one mini-batch. Raises `NonFinite`, weights unchanged, for a NaN or infinite loss."""
         optimizer = self._ready(batch)
@@ -276,6 +297,7 @@ class LocalEngine(ModelEngine, SampleMany):
             self._since.append(Learned(batch, loss, loss_counts, temperature, rng))
         return StepResult({**learned.metrics, "grad_norm": Mean(norm), "lr": Mean(lr)}, learned.columns)
 
+    @_in_turn
     def probe(
         self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0, per_row: bool = False
     ) -> StepResult:
@@ -327,6 +349,7 @@ class LocalEngine(ModelEngine, SampleMany):
             named |= {f"value_head.{name}": p for name, p in self._head.named_parameters()}
         return named
 
+    @_in_turn
     def gradient(
         self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
@@ -515,7 +538,7 @@ class LocalEngine(ModelEngine, SampleMany):
                 decode(cache, self.tokenizer, asked, self._eos, 0, asked.size(cache))
             return asked.answers
 
-        half = scoring.halves(self._settings, self._model.device.type)
+        half = self._settings.half(self._model.device.type)
         tries: dict[str, Any] = {"precisions": (False, True)[: 1 + half], "every": every}
         decodes = paths_of(self._model, self._settings.decode)
         return check(self._model, self._settings, forward, score, sample=sample, decodes=decodes, **tries)
@@ -536,7 +559,7 @@ class LocalEngine(ModelEngine, SampleMany):
 
     def _autocast(self) -> Any:
         device = self._model.device.type
-        return torch.autocast(device, dtype=torch.bfloat16, enabled=scoring.halves(self._settings, device))
+        return torch.autocast(device, dtype=torch.bfloat16, enabled=self._settings.half(device))
 
 
 def local(

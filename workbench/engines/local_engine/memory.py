@@ -12,7 +12,6 @@ from workbench.base import memory
 from workbench.base.errors import OutOfMemory
 from workbench.base.memory import gib
 from workbench.dataproto.core import DataProto
-from workbench.engines.local_engine.scoring import halves
 from workbench.engines.settings import LocalSettings
 
 LOGITS = 1 << 26
@@ -41,7 +40,7 @@ def learning_estimate(model: Any, settings: LocalSettings, tokens: int | None = 
     if routed := getattr(one, "num_experts_per_tok", None):
         inner = routed * (getattr(one, "moe_intermediate_size", None) or inner)
     layer = 5 * hidden + (3 * heads + 2 * (getattr(one, "num_key_value_heads", None) or heads)) * each + 4 * inner
-    size = 2 if halves(settings, model.device.type) else next(model.parameters()).element_size()
+    size = 2 if settings.half(model.device.type) else next(model.parameters()).element_size()
     kept = (layers * hidden + layer) if settings.gradient_checkpointing else layers * layer
     logits = min(4 * one.vocab_size * budget, LOGITS)
     return {"gradients": trained, "optimizer": 2 * trained, "activations": kept * size * budget, "logits": 3 * logits}

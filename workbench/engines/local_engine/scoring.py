@@ -61,11 +61,6 @@ def _unpacked(model: Any, settings: Any) -> str:
     return "no proof of it" if not other else f"layers of {', '.join(sorted(other))}"
 
 
-def halves(settings: Any, device: str) -> bool:
-    """Whether forward passes run in bfloat16: as the setting `dtype` says; with `auto` on a GPU only."""
-    return settings.dtype == "bfloat16" or (settings.dtype == "auto" and device == "cuda")
-
-
 def micro_batches(model: Any, batch: DataProto, budget: int, packed: bool) -> list[Tensor]:
     """Cut a batch into micro-batches of at most `budget` tokens, at least one row each; returns each one's row numbers.
 
