@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -406,7 +405,7 @@ class LocalEngine(ModelEngine, SampleMany):
         return self.version == 0 and not self._steps
 
     def _copy(self) -> LocalEngine:
-        model = copy.deepcopy(self._model).requires_grad_(False)
+        model = loading.duplicate(self._model).requires_grad_(False)
         told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, **self.template_switches}
         return LocalEngine(model, self.tokenizer, self._settings, **told)
 
@@ -415,7 +414,7 @@ class LocalEngine(ModelEngine, SampleMany):
         settings = self._settings.replace(**changes)
         head = loading.value_head(self._model)
         told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, "head": head}
-        return LocalEngine(copy.deepcopy(self._model), self.tokenizer, settings, **told)
+        return LocalEngine(loading.duplicate(self._model), self.tokenizer, settings, **told)
 
     def examine(self, every: bool = False) -> SelfCheck:
         """Compare ways of computing with the model's own forward on a few tokens; `every` one, not up to the first that is right.

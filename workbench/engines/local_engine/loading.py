@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -194,6 +195,15 @@ def eos_ids_of(*sources: Any) -> frozenset[int]:
         ids = getattr(source, "eos_token_id", None)
         found.update([ids] if isinstance(ids, int) else ids or [])
     return frozenset(found)
+
+
+def duplicate(model: Any) -> Any:
+    """A copy of a model with its weights. States that layers keep of their last pass (Recurrent Gemma) lose their gradients."""
+    for part in model.modules():
+        for name, one in vars(part).items():
+            if isinstance(one, torch.Tensor) and one.grad_fn is not None:
+                setattr(part, name, one.detach())
+    return copy.deepcopy(model)
 
 
 HEAD = "value_head.safetensors"
