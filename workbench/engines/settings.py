@@ -30,6 +30,9 @@ class LocalSettings(Settings):
     """Token budget of one forward pass: changes memory alone, no result."""
     max_wave: int = 256
     """Most rows that are sampled together."""
+    decode: Literal["auto", "lean", "shared prompts", "own cache", "no cache"] = "auto"
+    """How to sample: `shared prompts` attends each prompt once, `lean` also leaves out the modules of a Llama-shaped model; `auto`:
+    the first that the self-check proves. Each rounds in its own way."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     pack: Literal["auto", "yes", "no"] = "auto"

@@ -9,19 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.base.errors import EngineError
 from workbench.engines.local_engine.decode import Cache, PaddedRows
+from workbench.engines.local_engine.lean import lean_step
 from workbench.engines.local_engine.prefix import shared_prefix
 from workbench.functional.logprobs import CHUNK_BYTES
 
-SHARED, OWN_CACHE, UNCACHED = PATHS = ("shared prompts", "own cache", "no cache")
-"""The fastest first: prompts shared in attention, the model's own cache, the whole row again for each token."""
+LEAN, SHARED, OWN_CACHE, UNCACHED = PATHS = ("lean", "shared prompts", "own cache", "no cache")
+"""The fastest first: prompts shared in attention, without the model's modules or with them, the model's own cache, the whole
+row again for each token."""
+
+
+def paths_of(model: Any, wanted: str) -> tuple[str, ...]:
+    """The ways to try for a model: the one that the setting `decode` names, or with `auto` all that its structure allows."""
+    return tuple(path for path in PATHS if path != LEAN or lean_step(model)) if wanted == "auto" else (wanted,)
 
 
 @contextmanager
 def cache_of(model: Any, path: str, budget: int) -> Iterator[Cache]:
     """Context manager: yields the cache of a wave by its name in `PATHS`; prompts are prefilled `budget` tokens at a time."""
-    if path == SHARED:
-        with shared_prefix(model, budget) as shared:
+    if path in (LEAN, SHARED):
+        step = lean_step(model) if path == LEAN else None
+        if path == LEAN and step is None:
+            raise EngineError("decode='lean'", expected="a model shaped like Llama's", found=type(model).__name__)
+        with shared_prefix(model, step, budget) as shared:
             yield shared
     else:
         yield Uncached(model) if path == UNCACHED else PaddedRows(model)

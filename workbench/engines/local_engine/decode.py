@@ -7,7 +7,8 @@ which rows happen to share its wave.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -58,13 +59,28 @@ def decode(
             order, seats = _seating(rows.alive, len(rows), len(entering))
             rows.seat(order, dict(zip(seats, entering.items(), strict=True)))
             cache.seat(order, {seat: request.ids for seat, request in zip(seats, entering.values(), strict=True)})
+        alive += len(entering)
         for seat in rows.advance(cache.step(rows.last)):
             wave.finish(rows.places[seat], rows.sample(seat, version))
-        alive, entering = len(rows.alive), {}
-        if not alive:
+            alive -= 1
+        enters = cache.refills and (size - alive) * _REFILL >= size and joins()
+        entering = wave.join(size - alive) if enters else {}
+        if not alive and not entering:
             return
-        if cache.refills and (size - alive) * _REFILL >= size and joins():
-            entering = wave.join(size - alive)
+
+
+@contextmanager
+def casts_kept(model: Any) -> Iterator[None]:
+    """Context manager: autocast casts each weight once for a wave. It keeps casts of weights that require gradients alone."""
+    on = torch.is_autocast_enabled(model.device.type)
+    frozen = [one for one in model.parameters() if on and one.is_floating_point() and not one.requires_grad]
+    try:
+        for one in frozen:
+            one.requires_grad_(True)
+        yield
+    finally:
+        for one in frozen:
+            one.requires_grad_(False)
 
 
 def _seating(alive: Sequence[int], seats: int, entering: int) -> tuple[list[int], list[int]]:
@@ -127,7 +143,7 @@ class _Rows:
         held["log_probs"].scatter_(1, column, log_probs[:, None])
         held["last"] = tokens
         held["length"] += held["alive"]
-        held["stopped"] = torch.isin(tokens, self._eos) & held["minds_eos"]
+        held["stopped"] = (tokens[:, None] == self._eos).any(-1) & held["minds_eos"]
         for seat in self._stopping:
             held["stopped"][seat] |= bool(held["alive"][seat]) and self._stops(seat)
         ended = (held["stopped"] | (held["length"] >= held["limit"])) & held["alive"]
@@ -164,10 +180,10 @@ def _begun(requests: Sequence[Request], width: int) -> dict[str, Tensor]:
     """The tensors of rows that have nothing yet."""
     count, limits = len(requests), [request.settings.max_tokens for request in requests]
     uniforms = torch.zeros(count, width, dtype=torch.float64)
-    for row, request in enumerate(requests):
-        generator = torch.Generator().manual_seed(request.seed)
+    generator = torch.Generator()
+    for row, request, limit in zip(uniforms, requests, limits, strict=True):
         # the n-th token uses the n-th number, whoever shares the wave
-        uniforms[row, : limits[row]] = torch.rand(limits[row], generator=generator, dtype=torch.float64)
+        torch.rand(limit, generator=generator.manual_seed(request.seed), dtype=torch.float64, out=row[:limit])
     return {
         "ids": torch.zeros(count, width, dtype=torch.long),
         "log_probs": torch.zeros(count, width),

@@ -18,8 +18,8 @@ from workbench.base.errors import EngineError, NonFinite
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
-from workbench.engines.local_engine.caches import OWN_CACHE, PATHS, cache_of
-from workbench.engines.local_engine.decode import decode
+from workbench.engines.local_engine.caches import OWN_CACHE, cache_of, paths_of
+from workbench.engines.local_engine.decode import casts_kept, decode
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, backward, learning_mode
 from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
@@ -200,8 +200,9 @@ class LocalEngine(ModelEngine, SampleMany):
         shape = f"{len(wave.questions)} rows of {max(len(request.ids) for request in wave.questions)} prompt tokens"
         self._model.eval()
         budget, state = self._settings.micro_batch_tokens, self.state_id
-        made = cache_of(self._model, self.selfcheck.paths.decode or OWN_CACHE, budget)
-        with memory_errors("sampling", shape, "max_wave"), self._autocast(), made as cache:
+        path = self.selfcheck.paths.decode or (OWN_CACHE if self._settings.decode == "auto" else self._settings.decode)
+        made = cache_of(self._model, path, budget)
+        with memory_errors("sampling", shape, "max_wave"), self._autocast(), casts_kept(self._model), made as cache:
             given = (self.tokenizer, wave, self._eos, self.version, self._settings.max_wave)
             decode(cache, *given, lambda: self.state_id == state)
 
@@ -441,7 +442,8 @@ class LocalEngine(ModelEngine, SampleMany):
 
         half = scoring.halves(self._settings, self._model.device.type)
         tries: dict[str, Any] = {"precisions": (False, True)[: 1 + half], "every": every}
-        return check(self._model, self._settings, forward, score, sample=sample, decodes=PATHS, **tries)
+        decodes = paths_of(self._model, self._settings.decode)
+        return check(self._model, self._settings, forward, score, sample=sample, decodes=decodes, **tries)
 
     # --- inside -----------------------------------------------------------------------------
 

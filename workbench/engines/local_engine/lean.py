@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workbench.engines.local_engine.attention import Layer, Plan
-from workbench.engines.local_engine.head import Head, head_of
+from workbench.engines.local_engine.head import Head, linear_head
 
 _MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -30,7 +30,7 @@ def lean_step(model: Any) -> Step | None:
     inner = getattr(model, "model", None)
     if inner is None or _parts(inner) != _MODEL or not all(map(_fits, inner.layers)):
         return None
-    head = head_of(model)
+    head = linear_head(model)
 
     def step(tokens: Tensor, positions: Tensor, plan: Plan) -> Tensor:
         return _step(inner, head, tokens, positions, plan)
@@ -90,7 +90,7 @@ def _step(inner: Any, head: Head, tokens: Tensor, positions: Tensor, plan: Plan)
             attention.layer_idx,
             *(one[:, :, None] for one in (query, key, value)),
             attention.scaling,
-            getattr(attention, "sliding_window", None),
+            getattr(attention if hasattr(attention, "sliding_window") else attention.config, "sliding_window", None),
         )
         states = states + attention.o_proj(plan.attend(layer).reshape(len(tokens), -1))
         normed = _norm(block.post_attention_layernorm, states)

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from workbench.engines.local_engine.attention import Layer, planned
+from workbench.engines.local_engine.lean import Step
 
 _FIRST = 32  # columns of a new buffer
 _DENSE = 0.75  # the prompts' keys are moved together when fewer than this share of them is in use
@@ -37,8 +37,9 @@ class SharedPrefix:
 
     refills = True
 
-    def __init__(self, model: Any, budget: int) -> None:
+    def __init__(self, model: Any, lean: Step | None, budget: int) -> None:
         self._model = model
+        self._lean = lean
         self._budget = budget
         self.tag: Tensor | None = None
         """The attention mask by which the model finds this plan."""
@@ -118,15 +119,21 @@ class SharedPrefix:
         for seat, prefix in enumerate(self._prefix):
             rows[number[prefix]].append(seat)
         most = max(map(len, rows))
+        self._copies: Tensor | None = None
+        """Numbers of prompts whose keys are copied for a step, as few have very many rows; None: each is read once."""
+        if len(rows) * most > 2 * len(self._prefix):
+            most = -(-len(self._prefix) // len(rows))
+            parts = [(place, some[n : n + most]) for place, some in enumerate(rows) for n in range(0, len(some), most)]
+            self._copies = torch.tensor([place for place, _ in parts], device=device)
+            rows = [some for _, some in parts]
         padded = [seat for some in rows for seat in [*some, *[0] * (most - len(some))]]
         self._there: tuple[Tensor, Tensor] | None = None
-        """(the seat of each place, the place of each seat); None where they are the same."""
+        """(the seat of each query, the query of each seat); None where they are the same."""
         if padded != list(range(len(self._prefix))):
-            back = [0] * len(self._prefix)
-            for prompt, some in enumerate(rows):
-                for rank, seat in enumerate(some):
-                    back[seat] = prompt * most + rank
-            self._there = (torch.tensor(padded, device=device), torch.tensor(back, device=device))
+            back = {seat: n * most + rank for n, some in enumerate(rows) for rank, seat in enumerate(some)}
+            order = torch.tensor([back[seat] for seat in range(len(self._prefix))], device=device)
+            self._there = (torch.tensor(padded, device=device), order)
+        self._groups = len(rows)
         self._lengths = torch.tensor([len(prefix) for prefix in self._prefix], device=device)
         self._starts = torch.tensor(self._start, device=device)
         self._longest = max(map(len, self._prefix))
@@ -152,7 +159,11 @@ class SharedPrefix:
             self._lay_out()
         self._masks: dict[int | None, Tensor | None] = {}
         positions = self._lengths + (self._column - self._starts)
-        logits = self._forward(tokens[:, None].to(positions.device), positions[:, None])[:, -1]
+        tokens = tokens.to(positions.device)
+        if self._lean is not None:
+            logits = self._lean(tokens, positions, self)
+        else:
+            logits = self._forward(tokens[:, None], positions[:, None])[:, -1]
         self._column += 1
         return logits
 
@@ -179,7 +190,7 @@ class SharedPrefix:
                 buffer[:, self._filling, : one.shape[2]] = one.transpose(0, 1)
             return _causal(layer)
         for buffer, one in zip(held.own, (key, value), strict=True):
-            buffer[:, :, self._column] = one[:, :, 0].transpose(0, 1)
+            buffer[:, :, self._column] = one.squeeze(2).transpose(0, 1)
         return self._cascade(layer, held, dtype)
 
     def _cascade(self, layer: Layer, held: _Held, dtype: torch.dtype) -> Tensor:
@@ -187,24 +198,27 @@ class SharedPrefix:
         count, heads, _, width = layer.query.shape
         groups, long = len(held.own[0]), self._longest
         per = heads // groups
-        query = (layer.query * layer.scaling).to(dtype).view(count, groups, per, width).transpose(0, 1).contiguous()
-        own_key, own_value = (one[:, :, self._first : self._column + 1].flatten(0, 1) for one in held.own)
-        scores = (query.flatten(0, 1) @ own_key.transpose(1, 2)).view(groups, count, per, -1)
+        query = (layer.query.view(count, groups, per, width).transpose(0, 1) * layer.scaling).to(dtype).contiguous()
+        own_key, own_value = (one.flatten(0, 1)[:, self._first : self._column + 1] for one in held.own)
+        scores = torch.bmm(query.view(-1, per, width), own_key.transpose(1, 2)).view(groups, count, per, -1)
         if long:
-            prompt_key, prompt_value = (one[:, :, :long].flatten(0, 1) for one in held.prompts)
-            found = self._by_prompt(query) @ prompt_key.transpose(1, 2)
+            prompt_key, prompt_value = (self._copied(one).flatten(0, 1)[:, :long] for one in held.prompts)
+            found = torch.bmm(self._by_prompt(query), prompt_key.transpose(1, 2))
             scores = torch.cat([self._by_seat(found, groups, per), scores], -1)
         shares = self._softmax(layer, scores).to(dtype)
-        mixed = (shares[..., long:].reshape(groups * count, per, -1) @ own_value).view(groups, count, per, -1)
+        mixed = torch.bmm(shares.view(-1, per, shares.shape[-1])[..., long:], own_value).view(groups, count, per, -1)
         if long:
-            mixed = mixed + self._by_seat(self._by_prompt(shares[..., :long]) @ prompt_value, groups, per)
+            mixed += self._by_seat(torch.bmm(self._by_prompt(shares[..., :long]), prompt_value), groups, per)
         return mixed.transpose(0, 1).reshape(count, heads, 1, -1)
+
+    def _copied(self, one: Tensor) -> Tensor:
+        return one if self._copies is None else one[:, self._copies]
 
     def _by_prompt(self, one: Tensor) -> Tensor:
         """[K, n, G, ·] → [K·P, rows of a prompt · G, ·]."""
         if self._there is not None:
             one = one[:, self._there[0]]
-        return one.reshape(len(one) * len(self._prompts), -1, one.shape[-1])
+        return one.reshape(len(one) * self._groups, -1, one.shape[-1])
 
     def _by_seat(self, one: Tensor, groups: int, per: int) -> Tensor:
         """[K·P, rows of a prompt · G, ·] → [K, n, G, ·]."""
@@ -221,7 +235,7 @@ class SharedPrefix:
         if layer.sinks is None:
             return torch.softmax(scores, -1, dtype=torch.float32)
         sink = layer.sinks.to(scores.dtype).view(len(scores), 1, -1, 1).expand(*scores.shape[:3], 1)
-        return torch.softmax(torch.cat([scores, sink], -1), -1, dtype=torch.float32)[..., :-1]
+        return torch.softmax(torch.cat([scores, sink], -1), -1, dtype=torch.float32)[..., :-1].contiguous()
 
     def _hidden(self, window: int | None) -> Tensor | None:
         """[n, 1, prompt + own] true where a row does not see a token; None where each sees all. Made once a step."""
@@ -248,11 +262,8 @@ def _causal(layer: Layer) -> Tensor:
     """Attention of whole prompts: each token sees those before it, and itself."""
     length = layer.query.shape[2]
     far = layer.window is not None and length > layer.window
-    if layer.softcap is None and layer.sinks is None and not far:
-        shared = layer.query.shape[1] != layer.key.shape[1]
-        return functional.scaled_dot_product_attention(
-            layer.query, layer.key, layer.value, is_causal=True, scale=layer.scaling, enable_gqa=shared
-        )
+    if layer.plain and not far:
+        return layer.attend(layer.query, layer.key, layer.value, None, causal=True)
     seen = torch.ones(length, length, dtype=torch.bool, device=layer.query.device).tril()
     if far:
         seen = seen.triu(1 - (layer.window or 0))
@@ -274,8 +285,8 @@ def _chunks(prompts: Mapping[int, tuple[int, ...]], budget: int) -> Iterator[dic
 
 
 @contextmanager
-def shared_prefix(model: Any, budget: int = 16_384) -> Iterator[SharedPrefix]:
-    """Context manager: yields the cache of a wave whose prompts are prefilled `budget` tokens at a time."""
-    cache = SharedPrefix(model, budget)
+def shared_prefix(model: Any, lean: Step | None = None, budget: int = 16_384) -> Iterator[SharedPrefix]:
+    """Context manager: yields the cache of a wave; prompts are prefilled `budget` tokens at a time, `lean` does decode steps."""
+    cache = SharedPrefix(model, lean, budget)
     with planned(model, cache) as cache.tag:
         yield cache
