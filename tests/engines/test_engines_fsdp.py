@@ -229,6 +229,9 @@ def test_a_critic_and_half_precision(two: Group, batch: DataProto) -> None:
     half = fsdp("data/tiny-arith", on=two, device="cpu", dtype="bfloat16", lr=1e-3)
     gap = (half.compute_log_probs(batch)["log_probs"] - here.compute_log_probs(batch)["log_probs"]).abs().max()
     assert 1e-5 < gap < 0.2
+    again = fsdp("data/tiny-arith", on=two, device="cpu", dtype="bfloat16", gradient_checkpointing=True, pack="yes")
+    once, twice = (engine.probe(batch, LikelihoodLoss(), counts(batch)).metrics for engine in (half, again))
+    assert once["grad_norm"].result() == pytest.approx(twice["grad_norm"].result(), rel=1e-3)  # layers attend twice
     half.learn(batch, LikelihoodLoss(), counts(batch))
     assert all(tensor.dtype == torch.float32 for tensor in half.full_weights().values())
 
@@ -243,8 +246,9 @@ def test_two_grpo_steps_and_a_step_back_equal_the_local_engines(two: Group) -> N
         found.append(wb.Stepper(pipe, rows[4:].batch(4)).run().batch)
     assert torch.equal(found[0]["responses"], found[1]["responses"])
     for name in ("old_log_probs", "ref_log_prob", "new_log_probs", "advantages"):
-        torch.testing.assert_close(found[0][name], found[1][name], atol=1e-5, rtol=0)
-    assert difference(there.full_weights(), here.snapshot()["weights"]) < 1e-5
+        # Adam's first steps are as long for a gradient that is all rounding
+        torch.testing.assert_close(found[0][name], found[1][name], atol=2e-4, rtol=0)
+    assert difference(there.full_weights(), here.snapshot()["weights"]) < 1e-4
 
 
 # --- what goes wrong on one rank ----------------------------------------------------------------
