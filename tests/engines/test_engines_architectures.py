@@ -153,7 +153,8 @@ A new engine compares each way of computing with the model's own forward, withou
 (`tests/tests_architectures.py`), written by `python tests/engines/test_engines_architectures.py`. A difference is a share of
 the spread of log-probs over the vocabulary: below 1e-5 where it says *right*, above 1e-2 where it says *wrong*; *no* is a way
 that the model cannot go. Scoring and learning go over rows that are padded, or packed so that a common prompt is computed once;
-sampling goes with prompts shared in attention, with the model's own cache, or over the whole row for each token.
+sampling goes with prompts shared in attention (`lean`: without the modules of a Llama-shaped model), with the model's own cache,
+or over the whole row for each token.
 
 | | class | uses | {" | ".join(WAYS)} |
 |---|---|---|{"---|" * len(WAYS)}
@@ -164,7 +165,7 @@ def line(name: str, check: SelfCheck) -> str:
     """One line of the table, of a check of every way."""
 
     def said(way: str) -> str:
-        one = check.found["padded, own head" if way == "padded" and check.paths.own_head else way]
+        one = check.found.get("padded, own head" if way == "padded" and check.paths.own_head else way, "not tried")
         return "no" if isinstance(one, str) else "right" if one < 1e-5 else "wrong"
 
     uses = str(check).rpartition(", ")[0]
