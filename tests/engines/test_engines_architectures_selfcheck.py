@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from workbench.base.errors import EngineError
 from workbench.dataproto import DataProto
-from workbench.engines import local
+from workbench.engines import Request, SamplingSettings, local
 from workbench.engines.local_engine import attention, head, scoring, selfcheck
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 
@@ -223,3 +223,23 @@ def test_states_that_a_model_keeps_are_no_obstacle(folder: Folder) -> None:
     engine.learn(batch, LikelihoodLoss(), EngineContract.counts(batch))
     reference = engine.reference()
     assert torch.equal(*(one.compute_log_probs(batch)["log_probs"] for one in (engine, reference)))
+
+
+def test_a_row_whose_length_changes_its_neighbours_is_refused(folder: Folder, tmp_path: Path) -> None:
+    import json
+
+    path = Path(shutil.copytree(folder("phi3"), tmp_path / "long"))
+    config = json.loads((path / "config.json").read_text())
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 23}
+    scales = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    config |= {"rope_parameters": {**rope, **scales}, "original_max_position_embeddings": 23}
+    (path / "config.json").write_text(json.dumps(config))
+    engine = local(path)
+    assert engine.max_length == 23
+    assert torch.allclose(engine.compute_log_probs(rows())["log_probs"][3:], own(path, rows())[3:], atol=1e-5)
+    longer = selfcheck.batch_of([(tuple(range(10, 30)), (5, 6, 7, 8)), ((5, 6), (7,))])
+    for work in (engine.compute_log_probs, lambda batch: engine.gradient(batch, LikelihoodLoss(), None)):
+        with pytest.raises(EngineError, match="a row of 24 tokens.*at most 23"):
+            work(longer)
+    with pytest.raises(EngineError, match="at most 23.*max_tokens"):
+        engine.sample_many([Request((5, 6, 7), SamplingSettings(max_tokens=21), 0)])

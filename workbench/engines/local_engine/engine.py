@@ -111,8 +111,9 @@ class ModelEngine:
 
     @property
     def max_length(self) -> int | None:
-        """Longest sequence of the model in tokens (`max_position_embeddings`); None where its configuration has none."""
-        return getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        """Longest sequence of the model in tokens (`max_position_embeddings`, `rope_limit`); None where none is known."""
+        whole = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        return min(filter(None, (whole, loading.rope_limit(self._model))), default=None)
 
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: weights and Adam's two moments, of all ranks together."""
@@ -194,6 +195,7 @@ class LocalEngine(ModelEngine, SampleMany):
 
     async def sample(self, request: Request) -> Sample:
         """Sample one response. Concurrent requests are decoded as one batch; each returns as soon as its response ends."""
+        loading.check_length(self._model, len(request.ids) + request.settings.max_tokens)
         return await self._waves.ask(request)
 
     def _decode(self, wave: Wave[Request, Sample]) -> None:
@@ -472,7 +474,8 @@ def local(
     `path` is a Hugging Face folder or name, a checkpoint folder (its `actor/`), or a run folder (its newest
     checkpoint). `threads` sets torch's CPU threads for the process. `template_switches` go to the chat
     template (`{"enable_thinking": False}`). Other settings: `LocalSettings`; unknown names are refused.
-    Raises `EngineError` where there is no such model, or tokenizer and model do not fit.
+    Raises `EngineError` where there is no such model, tokenizer and model do not fit, or a way of computing that the settings ask
+    for does not give the model's own numbers (the self-check, on a few tokens; `examine`).
     """
     chosen = LocalSettings.from_parameters(settings)
     if threads is not None:
