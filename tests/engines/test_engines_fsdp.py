@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests_architectures import make
 from tests_patience import LONG, patience, within
 from tests_shards import counts, difference, eleven_rows
 
@@ -35,6 +36,7 @@ from workbench.engines import LossCounts, LossOutput, local
 from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
 from workbench.engines.fsdp_engine.group import Group, local_group, shared_out
 from workbench.engines.fsdp_engine.sharding import export
+from workbench.engines.local_engine.selfcheck import batch_of
 from workbench.engines.paired import Paired
 from workbench.engines.workers import processes as processes_module
 from workbench.engines.workers.processes import processes
@@ -117,6 +119,16 @@ def test_scores_equal_the_local_engines(where: str, batch: DataProto, request: p
         a, b = there.compute_log_probs(batch, want, temperature), here.compute_log_probs(batch, want, temperature)
         assert difference(a, b) < 2e-6
         assert all(bool((a[name][batch["response_mask"] == 0] == 0).all()) for name in want)
+
+
+@pytest.mark.parametrize("name", ["granite", "gemma3", "bloom", "mamba"])
+def test_ranks_check_what_they_open_and_score_as_the_local_engine(name: str, two: Group, tmp_path: Path) -> None:
+    folder, rows = make(name, tmp_path / name), batch_of([((9, 8, 7), (5, 6)), ((9, 8, 7), (11,)), ((4,), (5, 7, 3))])
+    there, here = fsdp(folder, on=two, device="cpu"), local(folder, device="cpu")
+    assert there.selfcheck.found and there.selfcheck.paths.pack == here.selfcheck.paths.pack
+    assert difference(there.compute_log_probs(rows), here.compute_log_probs(rows)) < 1e-5
+    gradients = [engine.gradient(rows, LikelihoodLoss(), counts(rows)) for engine in (there, here)]
+    assert difference(*gradients) < 1e-5
 
 
 @pytest.mark.parametrize("where", ["one", "two"])
@@ -217,6 +229,9 @@ def test_a_critic_and_half_precision(two: Group, batch: DataProto) -> None:
     half = fsdp("data/tiny-arith", on=two, device="cpu", dtype="bfloat16", lr=1e-3)
     gap = (half.compute_log_probs(batch)["log_probs"] - here.compute_log_probs(batch)["log_probs"]).abs().max()
     assert 1e-5 < gap < 0.2
+    again = fsdp("data/tiny-arith", on=two, device="cpu", dtype="bfloat16", gradient_checkpointing=True, pack="yes")
+    once, twice = (engine.probe(batch, LikelihoodLoss(), counts(batch)).metrics for engine in (half, again))
+    assert once["grad_norm"].result() == pytest.approx(twice["grad_norm"].result(), rel=1e-3)  # layers attend twice
     half.learn(batch, LikelihoodLoss(), counts(batch))
     assert all(tensor.dtype == torch.float32 for tensor in half.full_weights().values())
 
@@ -231,8 +246,9 @@ def test_two_grpo_steps_and_a_step_back_equal_the_local_engines(two: Group) -> N
         found.append(wb.Stepper(pipe, rows[4:].batch(4)).run().batch)
     assert torch.equal(found[0]["responses"], found[1]["responses"])
     for name in ("old_log_probs", "ref_log_prob", "new_log_probs", "advantages"):
-        torch.testing.assert_close(found[0][name], found[1][name], atol=1e-5, rtol=0)
-    assert difference(there.full_weights(), here.snapshot()["weights"]) < 1e-5
+        # Adam's first steps are as long for a gradient that is all rounding
+        torch.testing.assert_close(found[0][name], found[1][name], atol=2e-4, rtol=0)
+    assert difference(there.full_weights(), here.snapshot()["weights"]) < 1e-4
 
 
 # --- what goes wrong on one rank ----------------------------------------------------------------

@@ -15,6 +15,7 @@ from workbench.base.errors import EngineError
 from workbench.dataproto import DataProto
 from workbench.engines import local
 from workbench.engines.local_engine import scoring, tree
+from workbench.engines.local_engine.selfcheck import Paths
 from workbench.engines.protocol import LossCounts
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 from workbench.testing.models import make_random_model

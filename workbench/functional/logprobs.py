@@ -97,36 +97,46 @@ class _Shape:
         size = max(CHUNK_BYTES // (weight.shape[0] * 4), 1)
         return size, (weight.to(self.dtype), None if bias is None else bias.to(self.dtype).clamp(min=-1e30))
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[n, V] logits of a chunk over the temperature, in float32 at least."""
-        found = nn.functional.linear(hidden.to(self.dtype), weight, bias)
-        found = found if found.dtype == torch.float64 else found.float()
-        if self.softcap is not None:
-            return found.mul_(self.factor / self.softcap).tanh_().mul_(self.softcap / self.temperature)
-        scale = self.factor / self.temperature
-        return found if scale == 1 else found.mul_(scale)
-
-    def slope(self, logits: Tensor, labels: Tensor, sums: Sequence[Tensor], wanted: Sequence[Tensor | None]) -> Tensor:
-        """Gradient [n, V] at the layer's output; `wanted` are those of log-probs, entropy and Σ π², each [n] or None."""
-        norm, entropy, squares = sums
-        picked, spread, peaked = wanted
-        found = (logits - norm[:, None]).exp_()
-        if spread is None and peaked is None:
-            found.mul_(-picked[:, None])  # type: ignore[index]  # one of the three is wanted
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """Write a chunk's logits over the temperature to `out` [n, V], and return it."""
+        if out.dtype != self.dtype:
+            out.copy_(nn.functional.linear(hidden.to(self.dtype), weight, bias))
+        elif bias is None:
+            torch.mm(hidden.to(self.dtype), weight.T, out=out)
         else:
-            # ∂H/∂zᵢ = −pᵢ·(log pᵢ + H), ∂Σπ²/∂zᵢ = 2·pᵢ·(pᵢ − Σπ²)
-            inner = torch.zeros_like(logits) if picked is None else (-picked[:, None]).expand_as(logits).clone()
-            if spread is not None:
-                inner.addcmul_(logits - (norm - entropy)[:, None], -spread[:, None])
-            if peaked is not None:
-                inner.addcmul_(found - squares[:, None], 2 * peaked[:, None])
-            found.mul_(inner)
-        if picked is not None:
-            found.scatter_add_(1, labels[:, None], picked[:, None])
+            torch.addmm(bias, hidden.to(self.dtype), weight.T, out=out)
         if self.softcap is not None:
-            found.addcmul_(found * logits, logits, value=-((self.temperature / self.softcap) ** 2))
+            return out.mul_(self.factor / self.softcap).tanh_().mul_(self.softcap / self.temperature)
         scale = self.factor / self.temperature
-        return found if scale == 1 else found.mul_(scale)
+        return out if scale == 1 else out.mul_(scale)
+
+    def slope(
+        self, logits: Tensor, sums: Sequence[Tensor], wanted: Sequence[Tensor | None], out: Sequence[Tensor]
+    ) -> None:
+        """Write the gradient at the logits to `out[0]` [n, V], but for the labels' own; `out[1]` is overwritten, too.
+
+        `sums` are logsumexp, entropy and Σ π²; `wanted` the gradients of log-probs, entropy and Σ π², each [n] or None.
+        """
+        norm, entropy, squares = (one[:, None] for one in sums)
+        picked, spread, peaked = (None if one is None else -one[:, None] for one in wanted)
+        found = torch.sub(logits, norm, out=out[0]).exp_()
+        if spread is None and peaked is None:
+            found.mul_(0.0 if picked is None else picked)
+            return
+        # ∂H/∂zᵢ = −pᵢ·(log pᵢ + H), ∂Σπ²/∂zᵢ = 2·pᵢ·(pᵢ − Σπ²)
+        inner = out[1].zero_() if spread is None else torch.sub(logits, norm - entropy, out=out[1]).mul_(spread)
+        if picked is not None:
+            inner.add_(picked)
+        if peaked is not None:
+            inner.addcmul_(found - squares, peaked, value=-2)
+        found.mul_(inner)
+
+    def back(self, slope: Tensor, logits: Tensor) -> None:
+        """Turn the gradient at the logits into that at the linear layer's output, in place."""
+        if self.softcap is not None:
+            slope.addcmul_(slope * logits, logits, value=-((self.temperature / self.softcap) ** 2))
+        if self.factor != self.temperature:
+            slope.mul_(self.factor / self.temperature)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -137,20 +147,22 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shape: _Shape
     ) -> tuple[Tensor, Tensor, Tensor]:
         found: list[tuple[Tensor, ...]] = []
-        kept = None
         with torch.autocast(hidden.device.type, enabled=False):
             size, cast = shape.prepared(weight, bias)
+            space = _space(hidden, weight, size, 2)
             for states, targets in zip(hidden.split(size), labels.split(size), strict=True):
-                logits = kept = shape.logits(states, *cast)
-                norm = torch.logsumexp(logits, -1)
-                picked = logits.gather(-1, targets[:, None])[:, 0] - norm
+                logits, p = (one[: len(states)] for one in space)
+                shape.logits(states, *cast, out=logits)
+                most = logits.amax(-1, keepdim=True)
+                total = torch.sub(logits, most, out=p).exp_().sum(-1)
+                norm = most[:, 0] + total.log()
                 entropy = squares = norm[:0]
                 if shape.distribution:
-                    p = (logits - norm[:, None]).exp_()
-                    entropy, squares = norm - torch.einsum("nv,nv->n", p, logits), torch.einsum("nv,nv->n", p, p)
-                found.append((norm, picked, entropy, squares))
+                    entropy = norm - torch.einsum("nv,nv->n", p, logits) / total
+                    squares = torch.einsum("nv,nv->n", p, p) / total.square()
+                found.append((norm, logits.gather(-1, targets[:, None])[:, 0] - norm, entropy, squares))
         norm, *results = (torch.cat(one) for one in zip(*found, strict=True))
-        ctx.shape, ctx.kept = shape, kept if len(found) == 1 and any(ctx.needs_input_grad) else None
+        ctx.shape, ctx.kept = shape, space[0] if len(found) == 1 and any(ctx.needs_input_grad) else None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, labels, norm, *results[1:])
         return results[0], results[1], results[2]
@@ -167,20 +179,32 @@ class _LinearLogProbs(torch.autograd.Function):
         )
         with torch.autocast(hidden.device.type, enabled=False):
             size, cast = shape.prepared(weight, bias)
+            space = _space(hidden, weight, size, 3 if shape.distribution else 2)
             for start in range(0, len(hidden), size):
                 chunk = slice(start, start + size)
                 states = hidden[chunk].to(shape.dtype)
-                logits = shape.logits(states, *cast) if kept is None else kept
+                logits, slope, *further = (one[: len(states)] for one in space)
+                logits = shape.logits(states, *cast, out=logits) if kept is None else kept
                 wanted = [None if one is None else one[chunk] for one in gradients]
-                slope = shape.slope(logits, labels[chunk], [one[chunk] for one in sums], wanted)
+                shape.slope(logits, [one[chunk] for one in sums], wanted, (slope, *further))
+                if wanted[0] is not None:
+                    slope.scatter_add_(1, labels[chunk, None], wanted[0][:, None])
+                shape.back(slope, logits)
                 if to_bias is not None:
                     to_bias += slope.sum(0)
-                slope = slope.to(shape.dtype)
+                cast_slope = slope.to(shape.dtype)
                 if to_hidden is not None:
-                    to_hidden[chunk] = slope @ cast[0]
-                if to_weight is not None and to_weight.dtype == slope.dtype:
-                    to_weight.addmm_(slope.T, states)
+                    to_hidden[chunk] = cast_slope @ cast[0]
+                if to_weight is not None and to_weight.dtype == shape.dtype:
+                    to_weight.addmm_(cast_slope.T, states)
                 elif to_weight is not None:
-                    to_weight += slope.T @ states
+                    to_weight += cast_slope.T @ states
         found = zip((to_hidden, to_weight, to_bias), (hidden, weight, bias), strict=True)
         return (*(one if one is None else one.to(given.dtype) for one, given in found), None, None)
+
+
+def _space(hidden: Tensor, weight: Tensor, size: int, count: int) -> list[Tensor]:
+    """Memory [rows of a chunk, V] that all chunks use in turn: fresh pages cost more than what is written to them."""
+    kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    shape = (min(size, len(hidden)), weight.shape[0])
+    return [torch.empty(shape, dtype=kind, device=hidden.device) for _ in range(count)]

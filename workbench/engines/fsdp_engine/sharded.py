@@ -314,7 +314,7 @@ class ShardedModel:
 
     def examine(self) -> SelfCheck:
         """Compare ways of scoring with the model's own forward on a few tokens, the same on all ranks."""
-        want, device = ("log_probs", "entropy"), self.mesh.device_type
+        device = self.mesh.device_type
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
             found: torch.Tensor = self.whole(DataProto({"input_ids": ids.to(device)}), ("logits",), 1.0, False)[
@@ -322,14 +322,15 @@ class ShardedModel:
             ]
             return found
 
-        def score(head: Head, packed: bool, batch: DataProto) -> dict[str, torch.Tensor]:
+        def score(head: Head, packed: bool, batch: DataProto) -> torch.Tensor:
             self.whole.causal.workbench_paths = Paths(own_head=head.linear is None)
-            return self.whole(batch.to(device), want, 1.0, packed)  # type: ignore[no-any-return]
+            found: torch.Tensor = self.whole(batch.to(device), ("log_probs",), 1.0, packed)["log_probs"]
+            return found
 
         self.whole.eval()
         try:
             half = halves(self.settings, device)
-            return check(self.whole.causal, self.settings, score, forward=forward, precisions=(half,), agree=largest)
+            return check(self.whole.causal, self.settings, forward, score, precisions=(half,), agree=largest)
         finally:
             self.whole.reshard()  # type: ignore[operator]
 

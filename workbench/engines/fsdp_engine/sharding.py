@@ -52,7 +52,9 @@ def build(path: str, settings: Any, mesh: Any, head: bool) -> Whole:
     half: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     mixed = MixedPrecisionPolicy(**(half if halves(settings, device) else {}))
     blocks = set(getattr(model, "_no_split_modules", None) or ())
-    for layer in [module for module in model.modules() if type(module).__name__ in blocks]:
+    for layer in reversed(
+        [module for module in model.modules() if type(module).__name__ in blocks]
+    ):  # inner ones first
         fully_shard(layer, mp_policy=mixed, reshard_after_forward=settings.reshard_after_forward, **shared)
     if value is not None:
         fully_shard(value, **shared)

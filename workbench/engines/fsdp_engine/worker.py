@@ -20,8 +20,8 @@ from workbench.base.files import fsync
 from workbench.engines.fsdp_engine.sharded import ShardedModel, together
 from workbench.engines.fsdp_engine.sharding import write_plain
 from workbench.engines.local_engine.loading import chosen_device
-from workbench.engines.local_engine.states import write_record
 from workbench.engines.local_engine.selfcheck import SelfCheck
+from workbench.engines.local_engine.states import write_record
 from workbench.engines.settings import FsdpSettings
 
 _WAIT = datetime.timedelta(minutes=10)

@@ -68,4 +68,5 @@ class Uncached:
         mask = (torch.arange(width, device=device) < lengths[:, None]).long()
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         logits = self._model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-        return logits[torch.arange(len(rows), device=device), lengths - 1]  # type: ignore[no-any-return]
+        last: Tensor = logits[torch.arange(len(rows), device=device), lengths - 1]
+        return last

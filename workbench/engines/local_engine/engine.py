@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,8 +111,9 @@ class ModelEngine:
 
     @property
     def max_length(self) -> int | None:
-        """Longest sequence of the model in tokens (`max_position_embeddings`); None where its configuration has none."""
-        return getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        """Longest sequence of the model in tokens (`max_position_embeddings`, `rope_limit`); None where none is known."""
+        whole = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        return min(filter(None, (whole, loading.rope_limit(self._model))), default=None)
 
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: weights and Adam's two moments, of all ranks together."""
@@ -202,6 +202,7 @@ class LocalEngine(ModelEngine, SampleMany):
         if not request.ids or not 0 <= min(request.ids) <= max(request.ids) < count:
             found = f"ids from {min(request.ids)} to {max(request.ids)}" if request.ids else "no token"
             raise EngineError("the prompt of a request", expected=f"token ids from 0 to {count - 1}", found=found)
+        loading.check_length(self._model, len(request.ids) + request.settings.max_tokens)
         return await self._waves.ask(request)
 
     def _decode(self, wave: Wave[Request, Sample]) -> None:
@@ -414,7 +415,7 @@ class LocalEngine(ModelEngine, SampleMany):
         return self.version == 0 and not self._steps
 
     def _copy(self) -> LocalEngine:
-        model = copy.deepcopy(self._model).requires_grad_(False)
+        model = loading.duplicate(self._model).requires_grad_(False)
         told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, **self.template_switches}
         return LocalEngine(model, self.tokenizer, self._settings, **told)
 
@@ -423,20 +424,24 @@ class LocalEngine(ModelEngine, SampleMany):
         settings = self._settings.replace(**changes)
         head = loading.value_head(self._model)
         told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, "head": head}
-        return LocalEngine(copy.deepcopy(self._model), self.tokenizer, settings, **told)
+        return LocalEngine(loading.duplicate(self._model), self.tokenizer, settings, **told)
 
     def examine(self, every: bool = False) -> SelfCheck:
         """Compare ways of computing with the model's own forward on a few tokens; `every` one, not up to the first that is right.
 
         Raises `EngineError` where none is right, or one is not that the settings ask for.
         """
-        want, everything = ("log_probs", "entropy"), 1 << 30
+        want, everything = ("log_probs",), 1 << 30
         self._model.eval()
 
-        def score(head: Head, packed: bool, batch: DataProto) -> dict[str, torch.Tensor]:
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits
+            return found
+
+        def score(head: Head, packed: bool, batch: DataProto) -> torch.Tensor:
             cut = scoring.passes(self._model, batch, everything, packed)
             found = lambda rows: scoring.outputs(self._model, None, rows, want, 1.0, packed, head)  # noqa: E731
-            return scoring.collect(cut, found, batch, want)
+            return scoring.collect(cut, found, batch, want)["log_probs"]
 
         def sample(path: str, requests: Sequence[Request]) -> list[Sample]:
             asked: Any = Asked(requests)
@@ -446,14 +451,8 @@ class LocalEngine(ModelEngine, SampleMany):
 
         half = scoring.halves(self._settings, self._model.device.type)
         tries: dict[str, Any] = {"precisions": (False, True)[: 1 + half], "every": every}
-        return check(
-            self._model,
-            self._settings,
-            score,
-            sample=sample,
-            decodes=paths_of(self._model, self._settings.decode),
-            **tries,
-        )
+        decodes = paths_of(self._model, self._settings.decode)
+        return check(self._model, self._settings, forward, score, sample=sample, decodes=decodes, **tries)
 
     # --- inside -----------------------------------------------------------------------------
 
@@ -482,7 +481,8 @@ def local(
     `path` is a Hugging Face folder or name, a checkpoint folder (its `actor/`), or a run folder (its newest
     checkpoint). `threads` sets torch's CPU threads for the process. `template_switches` go to the chat
     template (`{"enable_thinking": False}`). Other settings: `LocalSettings`; unknown names are refused.
-    Raises `EngineError` where there is no such model, or tokenizer and model do not fit.
+    Raises `EngineError` where there is no such model, tokenizer and model do not fit, or a way of computing that the settings ask
+    for does not give the model's own numbers (the self-check, on a few tokens; `examine`).
     """
     chosen = LocalSettings.from_parameters(settings)
     if threads is not None:

@@ -32,8 +32,8 @@ class Head:
     def states(self, model: Any, **given: Tensor) -> Tensor:
         """[b, s, H] last hidden states of a forward pass without a cache; logits [b, s, V] where the head has no layer."""
         if self.linear is None:
-            return model(**given, use_cache=False).logits  # type: ignore[no-any-return]
-        return model.base_model(**given, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+            return model(**given, use_cache=False).logits
+        return model.base_model(**given, use_cache=False).last_hidden_state
 
 
 OWN = Head(None)
