@@ -92,6 +92,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name → (configuration class, its arguments)."""
 TELLING = ("qwen3_moe", "gemma2", "gemma3", "granite", "bloom", "mamba")
 """Those whose tests are in the quick loop."""
+EXTRA = (
+    *("mixtral", "qwen2_window", "qwen2_moe", "qwen3", "gemma", "phi", "cohere", "gpt_neo", "gpt_neox", "gpt_bigcode"),
+    *("codegen", "falcon", "starcoder2", "stablelm", "nemotron", "glm4", "minicpm3", "mamba2", "jamba"),
+)
+"""Those whose tests are in the long loop alone: each has a near relation among the others."""
 
 
 def make(name: str, folder: str | Path, seed: int = 0) -> Path:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests_architectures import ARCHITECTURES, TELLING, make
+from tests_architectures import ARCHITECTURES, EXTRA, TELLING, make
 
 from workbench.dataproto import DataProto
 from workbench.engines import Request, SamplingSettings, local
+from workbench.engines.local_engine.caches import PATHS
+from workbench.engines.local_engine.selfcheck import SelfCheck
 from workbench.stages.rollout import columns_of
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 
@@ -59,37 +61,50 @@ def close(found: torch.Tensor, expected: torch.Tensor, share: float = 1e-4) -> b
     return float((found - expected).abs().max()) <= share * max(float(expected.std()), 1e-3)
 
 
-def by_speed() -> list[Any]:
-    """Names of architectures; all but the most telling are left out of the quick loop."""
-    return [pytest.param(name, marks=[] if name in TELLING else pytest.mark.slow) for name in ARCHITECTURES]
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """The quick loop has the most telling ones, the long one all."""
+    return [] if name in TELLING else [pytest.mark.long if name in EXTRA else pytest.mark.slow]
 
 
-@pytest.fixture(params=by_speed())
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks(name)) for name in ARCHITECTURES])
 def name(request: pytest.FixtureRequest) -> str:
     """Name of an architecture."""
     return str(request.param)
 
 
-def test_every_number_is_the_models_own(name: str, tmp_path: Path) -> None:
-    model = plain(make(name, tmp_path / "model"))
-    engine = local(tmp_path / "model", device="cpu", lr=1e-2)
-    greedy = sampled(engine, temperature=0.0)
+@pytest.fixture(scope="module")
+def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of its model."""
+    return make(name, tmp_path_factory.mktemp(name) / "model")
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Any:
+    """The model in an engine; the last test of an architecture changes its weights."""
+    return local(folder, device="cpu", lr=1e-2)
+
+
+@pytest.fixture(scope="module")
+def batch(engine: Any) -> DataProto:
+    """What the engine samples."""
+    return sampled(engine)
+
+
+def test_every_number_is_the_models_own(folder: Path, engine: Any, batch: DataProto) -> None:
+    model, greedy = plain(folder), sampled(engine, temperature=0.0)
     with torch.no_grad():
-        for ids, seen, own in zip(
+        for ids, seen, mask in zip(
             greedy["input_ids"], greedy["attention_mask"].bool(), greedy["response_mask"], strict=True
         ):
             row = ids[seen].tolist()
-            start = len(row) - int(own.sum())
-            for end in range(start, len(row)):
+            for end in range(len(row) - int(mask.sum()), len(row)):
                 assert row[end] == int(logits_of(model, row[:end])[-1].argmax())
-        batch = sampled(engine)
-        expected = scored(model, batch)
-    assert close(batch["rollout_log_probs"], expected), "sampled log-probs"
-    assert close(engine.compute_log_probs(batch)["log_probs"], expected), "scored log-probs"
+    expected = scored(model, batch)
+    assert close(batch["rollout_log_probs"], expected.detach()), "sampled log-probs"
+    assert close(engine.compute_log_probs(batch)["log_probs"], expected.detach()), "scored log-probs"
 
     counts = EngineContract.counts(batch)
-    loss = -scored(model, batch).sum() / counts.tokens
-    loss.backward()
+    (-expected.sum() / counts.tokens).backward()
     own = {key: one.grad for key, one in model.named_parameters() if one.grad is not None}
     found = engine.gradient(batch, LikelihoodLoss(), counts)
     assert {key for key, one in own.items() if one.any()} <= found.keys()
@@ -98,9 +113,13 @@ def test_every_number_is_the_models_own(name: str, tmp_path: Path) -> None:
         assert float((one - own.get(key, 0 * one)).norm()) <= 2e-4 * scale, key
 
 
-def test_it_learns_is_saved_and_goes_on(name: str, tmp_path: Path) -> None:
-    engine = local(make(name, tmp_path / "model"), device="cpu", lr=1e-2)
-    batch = sampled(engine)
+def test_the_table_is_of_today(name: str, engine: Any) -> None:
+    check = engine.examine(every=True)
+    assert all(one < 1e-5 or one > 1e-2 for one in check.found.values() if isinstance(one, float)), "none is in doubt"
+    assert line(name, check) in TABLE.read_text(encoding="utf-8").splitlines(), f"write it again: python {__file__}"
+
+
+def test_it_learns_is_saved_and_goes_on(folder: Path, engine: Any, batch: DataProto, tmp_path: Path) -> None:
     counts = EngineContract.counts(batch)
     before = engine.compute_log_probs(batch)["log_probs"]
     assert engine.learn(batch, LikelihoodLoss(), counts).metrics["grad_norm"].result() > 0
@@ -110,9 +129,58 @@ def test_it_learns_is_saved_and_goes_on(name: str, tmp_path: Path) -> None:
     engine.save_state(tmp_path / "state")
     with torch.no_grad():
         assert close(scored(plain(tmp_path / "actor"), batch), after), "opened by transformers"
-    again = local(tmp_path / "model", device="cpu", lr=1e-2)
+    again = local(folder, device="cpu", lr=1e-2)
     again.load_state(tmp_path / "actor", tmp_path / "state")
     assert torch.equal(again.compute_log_probs(batch)["log_probs"], after), "resumed"
     for one in (engine, again):
         one.learn(batch, LikelihoodLoss(), counts)
     assert EngineContract().same_weights(engine, again)
+
+
+def test_every_architecture_is_in_the_table() -> None:
+    rows = [row.split("`")[1] for row in TABLE.read_text(encoding="utf-8").splitlines() if row.startswith("| `")]
+    assert rows == list(ARCHITECTURES)
+
+
+# --- docs/architectures.md ----------------------------------------------------------------------
+
+TABLE = Path(__file__).parents[2] / "docs" / "architectures.md"
+WAYS = ("padded", "packed", *PATHS)
+HEADER = f"""# Architectures
+
+A new engine compares each way of computing with the model's own forward, without padding and cache, on a few tokens
+(`engines/local_engine/selfcheck.py`). It uses the fastest that is right. This is what it finds on small random models
+(`tests/tests_architectures.py`), written by `python tests/engines/test_engines_architectures.py`. A difference is a share of
+the spread of log-probs over the vocabulary: below 1e-5 where it says *right*, above 1e-2 where it says *wrong*; *no* is a way
+that the model cannot go. Scoring and learning go over rows that are padded, or packed so that a common prompt is computed once;
+sampling goes with prompts shared in attention (`lean`: without the modules of a Llama-shaped model), with the model's own cache,
+or over the whole row for each token.
+
+| | class | uses | {" | ".join(WAYS)} |
+|---|---|---|{"---|" * len(WAYS)}
+"""
+
+
+def line(name: str, check: SelfCheck) -> str:
+    """One line of the table, of a check of every way."""
+
+    def said(way: str) -> str:
+        one = check.found.get("padded, own head" if way == "padded" and check.paths.own_head else way, "not tried")
+        return "no" if isinstance(one, str) else "right" if one < 1e-5 else "wrong"
+
+    uses = str(check).rpartition(", ")[0]
+    return f"| `{name}` | {check.architecture} | {uses} | {' | '.join(map(said, WAYS))} |"
+
+
+def main() -> None:
+    """Write the table."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as place:
+        engines = {name: local(make(name, Path(place) / name), device="cpu") for name in ARCHITECTURES}
+        lines = [line(name, engine.examine(every=True)) for name, engine in engines.items()]
+    TABLE.write_text(HEADER + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

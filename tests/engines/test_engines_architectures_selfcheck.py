@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from workbench.base.errors import EngineError
 from workbench.dataproto import DataProto
-from workbench.engines import local
+from workbench.engines import Request, SamplingSettings, local
 from workbench.engines.local_engine import attention, head, scoring, selfcheck
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 
@@ -179,3 +179,67 @@ def test_a_model_that_reads_more_than_tokens_is_refused(folder: Folder, monkeypa
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     with pytest.raises(EngineError, match="LlamaForCausalLM.*pixel_values"):
         local(folder("llama"))
+
+
+def test_a_wrapper_is_read_by_its_text_configuration(folder: Folder, tmp_path: Path) -> None:
+    import json
+
+    path = Path(shutil.copytree(folder("gemma3"), tmp_path / "gemma3"))
+    (path / "generation_config.json").unlink()
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"] |= {"eos_token_id": [2, 9], "max_position_embeddings": 50}
+    (path / "config.json").write_text(json.dumps({key: one for key, one in config.items() if key != "eos_token_id"}))
+    engine = local(path)
+    assert engine._eos == {2, 9} and engine.max_length == 50 and engine.memory_needed()[1]["activations"] > 0
+
+
+@pytest.mark.parametrize("name", ["gemma3", "opt", "bert"])
+def test_critics_of_other_heads(name: str, folder: Folder) -> None:
+    policy, batch = local(folder(name), lr=1e-2), rows()
+    critic = policy.critic()
+    want = ("values", "log_probs")
+    found = critic.compute_log_probs(batch, want)
+    assert not found["values"].any()
+    assert torch.allclose(found["log_probs"], policy.compute_log_probs(batch)["log_probs"], atol=1e-6)
+    critic.learn(batch, LikelihoodLoss(want=("values",)), EngineContract.counts(batch))
+    assert critic.compute_log_probs(batch, want)["values"].any()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "gpt_oss", "bloom", "mamba", "bert"])
+def test_half_precision(name: str, folder: Folder) -> None:
+    engine, batch = local(folder(name), dtype="bfloat16"), rows()
+    found, expected = engine.compute_log_probs(batch)["log_probs"], own(folder(name), batch)
+    assert 1e-6 < float((found - expected).abs().median()) < 0.05 * float(expected.std())
+    gradients = [
+        local(folder(name), dtype=dtype).gradient(batch, LikelihoodLoss(), EngineContract.counts(batch))
+        for dtype in ("bfloat16", "float32")
+    ]
+    half, whole = (torch.cat([one[key].flatten() for key in sorted(gradients[1])]) for one in gradients)
+    assert float(torch.cosine_similarity(half, whole, 0)) > 0.98
+
+
+def test_states_that_a_model_keeps_are_no_obstacle(folder: Folder) -> None:
+    engine, batch = local(folder("recurrent_gemma"), lr=1e-2), rows()
+    engine.learn(batch, LikelihoodLoss(), EngineContract.counts(batch))
+    reference = engine.reference()
+    assert torch.equal(*(one.compute_log_probs(batch)["log_probs"] for one in (engine, reference)))
+
+
+def test_a_row_whose_length_changes_its_neighbours_is_refused(folder: Folder, tmp_path: Path) -> None:
+    import json
+
+    path = Path(shutil.copytree(folder("phi3"), tmp_path / "long"))
+    config = json.loads((path / "config.json").read_text())
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 23}
+    scales = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    config |= {"rope_parameters": {**rope, **scales}, "original_max_position_embeddings": 23}
+    (path / "config.json").write_text(json.dumps(config))
+    engine = local(path)
+    assert engine.max_length == 23
+    assert torch.allclose(engine.compute_log_probs(rows())["log_probs"][3:], own(path, rows())[3:], atol=1e-5)
+    longer = selfcheck.batch_of([(tuple(range(10, 30)), (5, 6, 7, 8)), ((5, 6), (7,))])
+    for work in (engine.compute_log_probs, lambda batch: engine.gradient(batch, LikelihoodLoss(), None)):
+        with pytest.raises(EngineError, match="a row of 24 tokens.*at most 23"):
+            work(longer)
+    with pytest.raises(EngineError, match="at most 23.*max_tokens"):
+        engine.sample_many([Request((5, 6, 7), SamplingSettings(max_tokens=21), 0)])

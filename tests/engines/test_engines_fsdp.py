@@ -229,6 +229,9 @@ def test_a_critic_and_half_precision(two: Group, batch: DataProto) -> None:
     half = fsdp("data/tiny-arith", on=two, device="cpu", dtype="bfloat16", lr=1e-3)
     gap = (half.compute_log_probs(batch)["log_probs"] - here.compute_log_probs(batch)["log_probs"]).abs().max()
     assert 1e-5 < gap < 0.2
+    again = fsdp("data/tiny-arith", on=two, device="cpu", dtype="bfloat16", gradient_checkpointing=True, pack="yes")
+    once, twice = (engine.probe(batch, LikelihoodLoss(), counts(batch)).metrics for engine in (half, again))
+    assert once["grad_norm"].result() == pytest.approx(twice["grad_norm"].result(), rel=1e-3)  # layers attend twice
     half.learn(batch, LikelihoodLoss(), counts(batch))
     assert all(tensor.dtype == torch.float32 for tensor in half.full_weights().values())
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import uuid
@@ -122,8 +121,9 @@ class ModelEngine:
 
     @property
     def max_length(self) -> int | None:
-        """Longest sequence of the model in tokens (`max_position_embeddings`); None where its configuration has none."""
-        return getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        """Longest sequence of the model in tokens (`max_position_embeddings`, `rope_limit`); None where none is known."""
+        whole = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        return min(filter(None, (whole, loading.rope_limit(self._model))), default=None)
 
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint, of all ranks together: weights (with LoRA the adapters alone) and Adam's two moments."""
@@ -223,7 +223,15 @@ class LocalEngine(ModelEngine, SampleMany):
     # --- Sampler ----------------------------------------------------------------------------
 
     async def sample(self, request: Request) -> Sample:
-        """Sample one response. Concurrent requests are decoded as one batch; each returns as soon as its response ends."""
+        """Sample one response. Concurrent requests are decoded as one batch; each returns as soon as its response ends.
+
+        Raises `EngineError` for a prompt without tokens, or with token ids that the model does not have.
+        """
+        count = self._model.get_input_embeddings().num_embeddings
+        if not request.ids or not 0 <= min(request.ids) <= max(request.ids) < count:
+            found = f"ids from {min(request.ids)} to {max(request.ids)}" if request.ids else "no token"
+            raise EngineError("the prompt of a request", expected=f"token ids from 0 to {count - 1}", found=found)
+        loading.check_length(self._model, len(request.ids) + request.settings.max_tokens)
         return await self._waves.ask(request)
 
     @_in_turn
@@ -502,7 +510,7 @@ class LocalEngine(ModelEngine, SampleMany):
         return self.version == 0 and not self._steps
 
     def _copy(self) -> LocalEngine:
-        model = copy.deepcopy(self._model).requires_grad_(False)
+        model = loading.duplicate(self._model).requires_grad_(False)
         told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, **self.template_switches}
         return LocalEngine(model, self.tokenizer, self._settings, **told)
 
@@ -511,7 +519,7 @@ class LocalEngine(ModelEngine, SampleMany):
         settings = self._settings.replace(**changes)
         head = loading.value_head(self._model)
         told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, "head": head}
-        made = LocalEngine(copy.deepcopy(self._model), self.tokenizer, settings, **told)
+        made = LocalEngine(loading.duplicate(self._model), self.tokenizer, settings, **told)
         made._files = self._files
         return made
 
@@ -570,7 +578,8 @@ def local(
     `path` is a Hugging Face folder or name, a checkpoint folder (its `actor/`), or a run folder (its newest
     checkpoint). `threads` sets torch's CPU threads for the process. `template_switches` go to the chat
     template (`{"enable_thinking": False}`). Other settings: `LocalSettings`; unknown names are refused.
-    Raises `EngineError` where there is no such model, or tokenizer and model do not fit.
+    Raises `EngineError` where there is no such model, tokenizer and model do not fit, or a way of computing that the settings ask
+    for does not give the model's own numbers (the self-check, on a few tokens; `examine`).
     """
     chosen = LocalSettings.from_parameters(settings)
     share_arena()

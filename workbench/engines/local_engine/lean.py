@@ -17,9 +17,8 @@ from workbench.engines.local_engine.attention import Layer, Plan
 from workbench.engines.local_engine.head import Head, linear_head
 
 _MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
-_BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_LINEAR = {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+_NORMS, _PERHAPS = {"input_layernorm", "post_attention_layernorm"}, {"self_attn.q_norm", "self_attn.k_norm"}
 
 Step = Callable[[Tensor, Tensor, Plan], Tensor]
 """Takes tokens [n], positions [n] and a plan → [n, V] logits."""
@@ -28,7 +27,7 @@ Step = Callable[[Tensor, Tensor, Plan], Tensor]
 def lean_step(model: Any) -> Step | None:
     """A function that does one decode step of the model; None where the model has another shape."""
     inner = getattr(model, "model", None)
-    if inner is None or _parts(inner) != _MODEL or not all(map(_fits, inner.layers)):
+    if inner is None or {name for name, _ in inner.named_children()} != _MODEL or not all(map(_fits, inner.layers)):
         return None
     head = linear_head(model)
 
@@ -38,24 +37,12 @@ def lean_step(model: Any) -> Step | None:
     return step
 
 
-def _parts(module: Any) -> set[str]:
-    return {name for name, _ in module.named_children()}
-
-
 def _fits(block: Any) -> bool:
     """Whether a layer has these parts and no other, all its linear layers being plain."""
-    if (
-        _parts(block) != _BLOCK
-        or _parts(block.mlp) != _MLP
-        or _parts(block.self_attn) - {"q_norm", "k_norm"} != _ATTENTION
-    ):
-        return False
-    linear = [getattr(block.self_attn, name) for name in _ATTENTION] + [
-        getattr(block.mlp, f"{name}_proj") for name in ("gate", "up", "down")
-    ]
-    return all(type(one) is nn.Linear for one in linear) and all(
-        map(_is_norm, (block.input_layernorm, block.post_attention_layernorm))
-    )
+    parts = {name: one for name, one in block.named_modules() if not any(True for _ in one.children())}
+    norms = parts.keys() - _LINEAR - {"mlp.act_fn"}
+    plain = all(type(parts.get(name)) is nn.Linear for name in _LINEAR)
+    return plain and norms - _PERHAPS == _NORMS and all(_is_norm(parts[name]) for name in norms)
 
 
 def _is_norm(module: Any) -> bool:
@@ -86,12 +73,11 @@ def _step(inner: Any, head: Head, tokens: Tensor, positions: Tensor, plan: Plan)
         if hasattr(attention, "q_norm"):
             query, key = _norm(attention.q_norm, query), _norm(attention.k_norm, key)
         query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
-        layer = Layer(
-            attention.layer_idx,
-            *(one[:, :, None] for one in (query, key, value)),
-            attention.scaling,
-            getattr(attention if hasattr(attention, "sliding_window") else attention.config, "sliding_window", None),
+        window = getattr(
+            attention if hasattr(attention, "sliding_window") else attention.config, "sliding_window", None
         )
+        query, key, value = query[:, :, None], key[:, :, None], value[:, :, None]
+        layer = Layer(attention.layer_idx, query, key, value, attention.scaling, window)
         states = states + attention.o_proj(plan.attend(layer).reshape(len(tokens), -1))
         normed = _norm(block.post_attention_layernorm, states)
         states = states + mlp.down_proj(mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -194,6 +195,40 @@ def eos_ids_of(*sources: Any) -> frozenset[int]:
         ids = getattr(source, "eos_token_id", None)
         found.update([ids] if isinstance(ids, int) else ids or [])
     return frozenset(found)
+
+
+def rope_limit(model: Any) -> int | None:
+    """Tokens of a row up to which its numbers do not depend on other rows; None: any number.
+
+    Rotary embeddings of the kinds `longrope` and `dynamic` take other frequencies for a whole batch, once a row of it is longer.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [one for one in rope.values() if isinstance(one, dict)]
+    limits = [
+        one.get("original_max_position_embeddings") or config.max_position_embeddings
+        for one in kinds
+        if one.get("rope_type") in ("longrope", "dynamic")
+    ]
+    return min(limits, default=None)
+
+
+def check_length(model: Any, length: int) -> None:
+    """Raises `EngineError` for a row of more tokens than `rope_limit`."""
+    limit = rope_limit(model)
+    if limit is not None and length > limit:
+        expected, do = f"at most {limit}, its original length", "shorten prompts or max_tokens"
+        what = f"a row of {length} tokens: beyond its original length {type(model).__name__} computes all rows of a batch anew"
+        raise EngineError(what, expected=expected, do=do)
+
+
+def duplicate(model: Any) -> Any:
+    """A copy of a model with its weights. States that layers keep of their last pass (Recurrent Gemma) lose their gradients."""
+    for part in model.modules():
+        for name, one in vars(part).items():
+            if isinstance(one, torch.Tensor) and one.grad_fn is not None:
+                setattr(part, name, one.detach())
+    return copy.deepcopy(model)
 
 
 HEAD = "value_head.safetensors"

@@ -78,11 +78,13 @@ class SharedPrefix:
         length = self._column - first
         self._columns = max(_FIRST, 2 * length)
         where = torch.tensor(order, device=self._model.device)
+        same = list(order) == list(range(len(self._start)))
         for held in self._held.values():
-            for part, old in enumerate(held.own):
-                held.own[part] = old.new_zeros(len(old), len(order), self._columns, old.shape[-1])
+            for part, old in enumerate(held.own):  # every column is written before it is read
+                held.own[part] = old.new_empty(len(old), len(order), self._columns, old.shape[-1])
                 if length:
-                    held.own[part][:, :, :length] = old[:, where, first : self._column]
+                    old = old[:, :, first : self._column]
+                    held.own[part][:, :, :length] = old if same else old[:, where]
         self._column = length
         self._start = [max(0, start - first) for start in self._start]
 
@@ -113,27 +115,9 @@ class SharedPrefix:
         return list(range(len(keep), len(self._prompts)))
 
     def _lay_out(self) -> None:
-        """Where each seat's queries go, so that each prompt has those of its rows side by side."""
+        """What the steps need of the seats: where their queries go, their lengths and columns."""
         device, number = self._model.device, {prompt: place for place, prompt in enumerate(self._prompts)}
-        rows: list[list[int]] = [[] for _ in self._prompts]
-        for seat, prefix in enumerate(self._prefix):
-            rows[number[prefix]].append(seat)
-        most = max(map(len, rows))
-        self._copies: Tensor | None = None
-        """Numbers of prompts whose keys are copied for a step, as few have very many rows; None: each is read once."""
-        if len(rows) * most > 2 * len(self._prefix):
-            most = -(-len(self._prefix) // len(rows))
-            parts = [(place, some[n : n + most]) for place, some in enumerate(rows) for n in range(0, len(some), most)]
-            self._copies = torch.tensor([place for place, _ in parts], device=device)
-            rows = [some for _, some in parts]
-        padded = [seat for some in rows for seat in [*some, *[0] * (most - len(some))]]
-        self._there: tuple[Tensor, Tensor] | None = None
-        """(the seat of each query, the query of each seat); None where they are the same."""
-        if padded != list(range(len(self._prefix))):
-            back = {seat: n * most + rank for n, some in enumerate(rows) for rank, seat in enumerate(some)}
-            order = torch.tensor([back[seat] for seat in range(len(self._prefix))], device=device)
-            self._there = (torch.tensor(padded, device=device), order)
-        self._groups = len(rows)
+        self._layout = _layout([number[prefix] for prefix in self._prefix], len(number), device)
         self._lengths = torch.tensor([len(prefix) for prefix in self._prefix], device=device)
         self._starts = torch.tensor(self._start, device=device)
         self._longest = max(map(len, self._prefix))
@@ -183,7 +167,7 @@ class SharedPrefix:
         if held is None:
             held = self._held[layer.index] = _Held(
                 [one.new_zeros(one.shape[1], len(self._prompts), self._width, one.shape[-1]) for one in (key, value)],
-                [one.new_zeros(one.shape[1], len(self._start), self._columns, one.shape[-1]) for one in (key, value)],
+                [one.new_empty(one.shape[1], len(self._start), self._columns, one.shape[-1]) for one in (key, value)],
             )
         if self._filling is not None:
             for buffer, one in zip(held.prompts, (key, value), strict=True):
@@ -212,18 +196,18 @@ class SharedPrefix:
         return mixed.transpose(0, 1).reshape(count, heads, 1, -1)
 
     def _copied(self, one: Tensor) -> Tensor:
-        return one if self._copies is None else one[:, self._copies]
+        return one if self._layout.copies is None else one[:, self._layout.copies]
 
     def _by_prompt(self, one: Tensor) -> Tensor:
         """[K, n, G, ·] → [K·P, rows of a prompt · G, ·]."""
-        if self._there is not None:
-            one = one[:, self._there[0]]
-        return one.reshape(len(one) * self._groups, -1, one.shape[-1])
+        if self._layout.moves is not None:
+            one = one[:, self._layout.moves[0]]
+        return one.reshape(len(one) * self._layout.groups, -1, one.shape[-1])
 
     def _by_seat(self, one: Tensor, groups: int, per: int) -> Tensor:
         """[K·P, rows of a prompt · G, ·] → [K, n, G, ·]."""
         one = one.view(groups, -1, per, one.shape[-1])
-        return one if self._there is None else one[:, self._there[1]]
+        return one if self._layout.moves is None else one[:, self._layout.moves[1]]
 
     def _softmax(self, layer: Layer, scores: Tensor) -> Tensor:
         """Softmax of scores [K, n, G, prompt + own] under the layer's settings, in float32."""
@@ -256,6 +240,36 @@ class SharedPrefix:
             ages = [lengths + column - starts - prompt, (column - own).expand(len(starts), -1)]
             hidden |= torch.cat(ages, -1) >= window
         return hidden[:, None]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where each seat's queries go, so that each prompt has those of its rows side by side, as many as any other."""
+
+    groups: int
+    """Number of blocks of queries: one a prompt, or several."""
+    moves: tuple[Tensor, Tensor] | None
+    """(the seat of each query, the query of each seat); None where they are the same."""
+    copies: Tensor | None
+    """The prompt of each block, whose keys are copied for a step; None: block n reads prompt n."""
+
+
+def _layout(prompt_of: Sequence[int], prompts: int, device: torch.device) -> _Layout:
+    """The layout of seats with these prompts: where few have very many rows, they get several blocks."""
+    rows: list[list[int]] = [[] for _ in range(prompts)]
+    for seat, number in enumerate(prompt_of):
+        rows[number].append(seat)
+    most, copies = max(map(len, rows)), None
+    if prompts * most > 4 * len(prompt_of):
+        most = -(-len(prompt_of) // prompts)
+        parts = [(number, some[n : n + most]) for number, some in enumerate(rows) for n in range(0, len(some), most)]
+        copies, rows = torch.tensor([number for number, _ in parts], device=device), [some for _, some in parts]
+    padded = [seat for some in rows for seat in [*some, *[0] * (most - len(some))]]
+    if padded == list(range(len(prompt_of))):
+        return _Layout(len(rows), None, copies)
+    back = {seat: n * most + rank for n, some in enumerate(rows) for rank, seat in enumerate(some)}
+    order = [back[seat] for seat in range(len(prompt_of))]
+    return _Layout(len(rows), (torch.tensor(padded, device=device), torch.tensor(order, device=device)), copies)
 
 
 def _causal(layer: Layer) -> Tensor:

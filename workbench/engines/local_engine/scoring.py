@@ -15,6 +15,7 @@ from workbench.dataproto.columns import declared
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import lora, tree
 from workbench.engines.local_engine.head import Head, head_of, linear_head
+from workbench.engines.local_engine.loading import check_length
 from workbench.functional.kl import full_kl
 from workbench.functional.logprobs import (
     CHUNK_BYTES,
@@ -114,7 +115,8 @@ def trimmed(rows: DataProto) -> tuple[DataProto, int]:
 
 
 def check_ids(model: Any, batch: DataProto) -> None:
-    """Raises `EngineError`, naming id and row, where a token id of a batch is not in the model's vocabulary."""
+    """Raises `EngineError` for a token id that is not in the model's vocabulary, and for a row beyond its `rope_limit`."""
+    check_length(model, int(batch["attention_mask"].sum(-1).max()) if len(batch) else 0)
     ids, size = batch["input_ids"], model.get_input_embeddings().num_embeddings
     wrong = ((ids < 0) | (ids >= size)) & batch["attention_mask"].bool()
     if wrong.any():

@@ -123,7 +123,7 @@ def check(
         ways = {path: sampled(path) for path in decodes}
         decode = judge.first("sampling", ways, "sample with another engine: engines.vllm") if decodes else ""
     found = SelfCheck(judge.name, Paths(head is OWN, pack, decode), judge.found)
-    if (head is OWN and settings.head == "auto") or (decodes and decode == decodes[-1]):
+    if (head is OWN and settings.head == "auto") or (len(decodes) > 1 and decode == decodes[-1]):
         log.warning("%s is computed in a slow way, the one that gives the model's own numbers: %s", judge.name, found)
     return found
 
