@@ -16,6 +16,7 @@ from workbench.base import runtime
 from workbench.base.errors import EngineError, Interrupted
 from workbench.engines import Request, Sample, SamplingSettings, local
 from workbench.engines.local_engine import caches, prefix
+from workbench.engines.local_engine import decode as decoding
 from workbench.engines.local_engine.decode import casts_kept, decode
 from workbench.engines.local_engine.draw import keep_allowed
 from workbench.engines.local_engine.sampling import Wave, Waves
@@ -204,6 +205,26 @@ def test_company_changes_a_token_only_where_its_draw_lies_at_an_edge(folder: Pat
 def test_the_same_requests_together_give_the_same_bits(folder: Path) -> None:
     engine = local(folder, max_wave=5)
     assert engine.sample_many(mixed()) == engine.sample_many(mixed())
+
+
+@pytest.mark.parametrize("ids", [(), (1, 64), (-1, 5)])
+def test_a_prompt_that_the_model_cannot_read_is_refused_alone(folder: Path, ids: tuple[int, ...]) -> None:
+    engine = local(folder, self_check=False)
+
+    async def asked() -> list[Any]:
+        settings = SamplingSettings(max_tokens=2)
+        each = [engine.sample(Request(one, settings, 0)) for one in ((1, 5), ids)]
+        return list(await asyncio.gather(*each, return_exceptions=True))
+
+    good, bad = runtime.run(asked())
+    assert isinstance(good, Sample) and isinstance(bad, EngineError) and "token ids from 0 to 63" in str(bad)
+
+
+def test_long_rows_go_on_with_the_numbers_of_their_seed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request((1, 5, 9), SamplingSettings(max_tokens=50, ignore_eos=True), 4)
+    whole = local(folder, self_check=False, decode="lean").sample_many([request])
+    monkeypatch.setattr(decoding, "_FIRST", 3)
+    assert local(folder, self_check=False, decode="lean").sample_many([request]) == whole
 
 
 # --- refill -------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from workbench.engines.local_engine.sampling import Wave
 from workbench.engines.protocol import Request, Sample, SamplingSettings
 
 _SHRINK = 0.75  # seats are given up when fewer than this share is taken: moving a cache costs more than a few idle rows
+_FIRST = 64  # columns for tokens at first; they are doubled as rows grow
 _REFILL = 8  # waiting requests enter when one in so many seats is free: each entry costs a prefill
 
 
@@ -99,6 +100,7 @@ class _Rows:
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long)
         self._tokenizer = tokenizer
         self._held: dict[str, Tensor] = {}
+        self._width = _FIRST
         self._requests: list[Request] = []
         self.places: list[int] = []
         """Place of each seat's question in its wave."""
@@ -120,12 +122,10 @@ class _Rows:
         """As `Cache.seat`, with the place and the request of each row that enters."""
         self._requests = [entering[s][1] if s in entering else self._requests[of] for s, of in enumerate(order)]
         self.places = [entering[s][0] if s in entering else self.places[of] for s, of in enumerate(order)]
-        width = max(request.settings.max_tokens for request in self._requests)
-        new = _begun([request for _, request in entering.values()], width)
+        new, seats = _begun([request for _, request in entering.values()], self._width), list(entering)
         for name, one in new.items():
-            old = self._held.get(name, one)
-            wide = functional.pad(old, (0, width - old.shape[1])) if old.dim() == 2 else old
-            self._held[name] = wide[list(order)].index_copy(0, torch.tensor(list(entering), dtype=torch.long), one)
+            moved = self._held.get(name, one)[list(order)]
+            self._held[name] = moved.index_copy(0, torch.tensor(seats, dtype=torch.long), one)
         by_kind: dict[SamplingSettings, list[int]] = {}
         for seat, request in enumerate(self._requests):
             kind = request.settings.replace(max_tokens=1, stop=(), ignore_eos=False)
@@ -136,8 +136,13 @@ class _Rows:
     def advance(self, logits: Tensor) -> list[int]:
         """Draw the next token of each row from [n, V] logits; returns the seats of the rows that end with it."""
         held = self._held
+        if int((held["length"] * held["alive"]).max()) == self._width:
+            held["uniforms"] = _uniforms(self._requests, 2 * self._width)
+            for name in ("ids", "log_probs"):
+                held[name] = functional.pad(held[name], (0, self._width))
+            self._width *= 2
         # what a row draws that has ended is not used
-        column = held["length"].clamp(max=held["ids"].shape[1] - 1)[:, None]
+        column = held["length"].clamp(max=self._width - 1)[:, None]
         tokens, log_probs = self._drawn(logits, held["uniforms"].gather(1, column).squeeze(1))
         held["ids"].scatter_(1, column, tokens[:, None])
         held["log_probs"].scatter_(1, column, log_probs[:, None])
@@ -176,18 +181,21 @@ class _Rows:
         return Sample(ids, log_probs, "stop" if self._held["stopped"][seat] else "length", version)
 
 
+def _uniforms(requests: Sequence[Request], width: int) -> Tensor:
+    """[n, width] numbers from 0 to 1 of each row's seed: the n-th token uses the n-th, whoever shares the wave."""
+    uniforms, generator = torch.empty(len(requests), width, dtype=torch.float64), torch.Generator()
+    for row, request in zip(uniforms, requests, strict=True):
+        torch.rand(width, generator=generator.manual_seed(request.seed), dtype=torch.float64, out=row)
+    return uniforms
+
+
 def _begun(requests: Sequence[Request], width: int) -> dict[str, Tensor]:
     """The tensors of rows that have nothing yet."""
     count, limits = len(requests), [request.settings.max_tokens for request in requests]
-    uniforms = torch.zeros(count, width, dtype=torch.float64)
-    generator = torch.Generator()
-    for row, request, limit in zip(uniforms, requests, limits, strict=True):
-        # the n-th token uses the n-th number, whoever shares the wave
-        torch.rand(limit, generator=generator.manual_seed(request.seed), dtype=torch.float64, out=row[:limit])
     return {
         "ids": torch.zeros(count, width, dtype=torch.long),
         "log_probs": torch.zeros(count, width),
-        "uniforms": uniforms,
+        "uniforms": _uniforms(requests, width),
         "last": torch.tensor([request.ids[-1] for request in requests], dtype=torch.long),
         "length": torch.zeros(count, dtype=torch.long),
         "limit": torch.tensor(limits, dtype=torch.long),

@@ -194,7 +194,14 @@ class LocalEngine(ModelEngine, SampleMany):
     # --- Sampler ----------------------------------------------------------------------------
 
     async def sample(self, request: Request) -> Sample:
-        """Sample one response. Concurrent requests are decoded as one batch; each returns as soon as its response ends."""
+        """Sample one response. Concurrent requests are decoded as one batch; each returns as soon as its response ends.
+
+        Raises `EngineError` for a prompt without tokens, or with token ids that the model does not have.
+        """
+        count = self._model.get_input_embeddings().num_embeddings
+        if not request.ids or not 0 <= min(request.ids) <= max(request.ids) < count:
+            found = f"ids from {min(request.ids)} to {max(request.ids)}" if request.ids else "no token"
+            raise EngineError("the prompt of a request", expected=f"token ids from 0 to {count - 1}", found=found)
         loading.check_length(self._model, len(request.ids) + request.settings.max_tokens)
         return await self._waves.ask(request)
 

@@ -78,11 +78,13 @@ class SharedPrefix:
         length = self._column - first
         self._columns = max(_FIRST, 2 * length)
         where = torch.tensor(order, device=self._model.device)
+        same = list(order) == list(range(len(self._start)))
         for held in self._held.values():
-            for part, old in enumerate(held.own):
-                held.own[part] = old.new_zeros(len(old), len(order), self._columns, old.shape[-1])
+            for part, old in enumerate(held.own):  # every column is written before it is read
+                held.own[part] = old.new_empty(len(old), len(order), self._columns, old.shape[-1])
                 if length:
-                    held.own[part][:, :, :length] = old[:, where, first : self._column]
+                    old = old[:, :, first : self._column]
+                    held.own[part][:, :, :length] = old if same else old[:, where]
         self._column = length
         self._start = [max(0, start - first) for start in self._start]
 
@@ -165,7 +167,7 @@ class SharedPrefix:
         if held is None:
             held = self._held[layer.index] = _Held(
                 [one.new_zeros(one.shape[1], len(self._prompts), self._width, one.shape[-1]) for one in (key, value)],
-                [one.new_zeros(one.shape[1], len(self._start), self._columns, one.shape[-1]) for one in (key, value)],
+                [one.new_empty(one.shape[1], len(self._start), self._columns, one.shape[-1]) for one in (key, value)],
             )
         if self._filling is not None:
             for buffer, one in zip(held.prompts, (key, value), strict=True):
@@ -258,7 +260,7 @@ def _layout(prompt_of: Sequence[int], prompts: int, device: torch.device) -> _La
     for seat, number in enumerate(prompt_of):
         rows[number].append(seat)
     most, copies = max(map(len, rows)), None
-    if prompts * most > 2 * len(prompt_of):
+    if prompts * most > 4 * len(prompt_of):
         most = -(-len(prompt_of) // prompts)
         parts = [(number, some[n : n + most]) for number, some in enumerate(rows) for n in range(0, len(some), most)]
         copies, rows = torch.tensor([number for number, _ in parts], device=device), [some for _, some in parts]
