@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests_patience import examples
 
 from workbench.base.errors import EngineError
 from workbench.dataproto import DataProto
@@ -87,15 +88,15 @@ def check(model: Any, batch: DataProto) -> None:
         torch.testing.assert_close(found[name], one, atol=1e-5 * max(1.0, float(one.abs().max())), rtol=1e-5)
 
 
-@given(rows=tries(), more=st.integers(0, 2), least=st.sampled_from([1, 4, 16]))
-@settings(max_examples=60, deadline=None)
-def test_a_tree_gives_what_rows_give(model: Any, rows: list[Row], more: int, least: int) -> None:
-    before = tree.LEAST
-    tree.LEAST = least
+@given(rows=tries(), more=st.integers(0, 2), least=st.sampled_from([1, 4, 16]), part=st.sampled_from([4, 512]))
+@settings(max_examples=examples(40), deadline=None)
+def test_a_tree_gives_what_rows_give(model: Any, rows: list[Row], more: int, least: int, part: int) -> None:
+    before = tree.LEAST, tree._PART
+    tree.LEAST, tree._PART = least, part
     try:
         check(model, batch_of(rows, more))
     finally:
-        tree.LEAST = before
+        tree.LEAST, tree._PART = before
 
 
 def group(prompt: int, responses: Sequence[int], first: int = 3) -> list[Row]:
@@ -136,7 +137,7 @@ class TestBlocks:
     """Every query sees its row's earlier tokens and no other, however the tree is cut for attention."""
 
     @given(rows=tries(), window=st.sampled_from([None, 1, 3, 7]))
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(40), deadline=None)
     def test_keys_of_queries(self, rows: list[Row], window: int | None) -> None:
         batch = batch_of(rows)
         one = tree.Tree(batch)

@@ -36,7 +36,8 @@ class LocalSettings(Settings):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     pack: Literal["auto", "yes", "no"] = "auto"
-    """Rows without padding: `yes`, `no`, or `auto` (with flash attention alone: sdpa attends over the square of the pack)."""
+    """Rows without padding, and what they have in common (a group's prompt, earlier turns) once: `auto` where that is proven to
+    give the model's own numbers, `yes` to refuse the model where it is not, `no` for padded rows. Float32 rounds otherwise."""
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -208,15 +208,21 @@ _DISTRIBUTION = ("log_probs", "entropy", "sum_pi_squared")
 def _from_logits(
     head: Head, states: Tensor, labels: Tensor, want: Sequence[str], temperature: float
 ) -> dict[str, Tensor]:
-    """Log-probs, entropies and Σ π² [M] of states [M, H], in chunks."""
+    """Log-probs, entropies and Σ π² [M] of states [M, H]: one function of a plain linear layer, any other head in chunks."""
     wanted = [name for name in _DISTRIBUTION if name in want]
     linear = head.linear
-    if type(linear) is torch.nn.Linear and type(linear.weight) is torch.nn.Parameter:  # no adapter, no shard
-        shape: dict[str, Any] = {"factor": head.factor, "softcap": head.softcap, "temperature": temperature}
-        found = linear_log_probs(
-            states, linear.weight, linear.bias, labels, **shape, distribution=wanted != ["log_probs"]
-        )
-        return {name: one for name, one in zip(_DISTRIBUTION, found, strict=True) if name in want}
+    if type(linear) is not torch.nn.Linear or type(linear.weight) is not torch.nn.Parameter:  # an adapter, a shard
+        return logits_in_chunks(head, states, labels, wanted, temperature)
+    shape: dict[str, Any] = {"factor": head.factor, "softcap": head.softcap, "temperature": temperature}
+    more = wanted != ["log_probs"]
+    found = linear_log_probs(states, linear.weight, linear.bias, labels, **shape, distribution=more)
+    return {name: one for name, one in zip(_DISTRIBUTION, found, strict=True) if name in wanted}
+
+
+def logits_in_chunks(
+    head: Head, states: Tensor, labels: Tensor, wanted: Sequence[str], temperature: float
+) -> dict[str, Tensor]:
+    """Log-probs, entropies and Σ π² [M] of states [M, H] by any head; a chunk's logits are made again in a backward pass."""
 
     def chunk(part: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         logits = head.logits(part) / temperature
@@ -229,7 +235,7 @@ def _from_logits(
 
     size = _chunk_rows(head, states)
     pieces = list(zip(states.split(size), labels.split(size), strict=True))
-    again = torch.is_grad_enabled() and len(pieces) > 1  # a chunk's logits are computed again in the backward pass
+    again = torch.is_grad_enabled() and len(pieces) > 1
     results = [checkpoint(chunk, *piece, use_reentrant=False) if again else chunk(*piece) for piece in pieces]
     return {name: torch.cat([result[place] for result in results]) for place, name in enumerate(wanted)}
 

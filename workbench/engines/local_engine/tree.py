@@ -24,6 +24,8 @@ LEAST = 16
 """Fewest tokens that must be saved for a segment of its own."""
 _KEY = 16
 """What bringing one key to its queries costs, in products of a query and a key (measured)."""
+_PART = 512
+"""Most queries of a unit that has ancestors."""
 _SLACK = 1 << 14
 """Products that padding may add to a block: less than another call costs."""
 
@@ -283,10 +285,14 @@ def _units(segments: Sequence[_Segment]) -> list[_Unit]:
                 spans[-1] = (start, one.end, first)
                 continue
         spans.append((one.start, one.end, one))
-    units = []
+    units: list[_Unit] = []
     for start, end, one in spans:
         own = np.arange(start, end)
-        units.append((own, np.concatenate([one.above, own]) if len(one.above) else own))
+        if not len(one.above):
+            units.append((own, own))
+        else:  # in parts, because those at the beginning need not look at keys further on
+            parts = range(_PART, end - start + _PART, _PART)
+            units += [(own[to - _PART : to], np.concatenate([one.above, own[:to]])) for to in parts]
     return units
 
 
