@@ -171,12 +171,8 @@ class _LinearLogProbs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, *sums = ctx.saved_tensors
-        shape, kept, of = ctx.shape, ctx.kept, ctx.needs_input_grad
-        to_hidden = torch.empty_like(hidden) if of[0] else None
-        to_weight, to_bias = (
-            torch.zeros_like(one, dtype=sums[0].dtype) if wanted else None
-            for one, wanted in ((weight, of[1]), (bias, of[2]))
-        )
+        shape, kept = ctx.shape, ctx.kept
+        total = _Gradients((hidden, weight, bias), ctx.needs_input_grad, sums[0].dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             size, cast = shape.prepared(weight, bias)
             space = _space(hidden, weight, size, 3 if shape.distribution else 2)
@@ -190,17 +186,39 @@ class _LinearLogProbs(torch.autograd.Function):
                 if wanted[0] is not None:
                     slope.scatter_add_(1, labels[chunk, None], wanted[0][:, None])
                 shape.back(slope, logits)
-                if to_bias is not None:
-                    to_bias += slope.sum(0)
-                cast_slope = slope.to(shape.dtype)
-                if to_hidden is not None:
-                    to_hidden[chunk] = cast_slope @ cast[0]
-                if to_weight is not None and to_weight.dtype == shape.dtype:
-                    to_weight.addmm_(cast_slope.T, states)
-                elif to_weight is not None:
-                    to_weight += cast_slope.T @ states
-        found = zip((to_hidden, to_weight, to_bias), (hidden, weight, bias), strict=True)
-        return (*(one if one is None else one.to(given.dtype) for one, given in found), None, None)
+                total.add(chunk, slope, states, cast[0])
+        return (*total.found(), None, None)
+
+
+class _Gradients:
+    """Gradients of hidden states, weight and bias over all chunks, where they are needed; the sums are in `kind`."""
+
+    def __init__(self, inputs: Sequence[Tensor | None], needed: Sequence[bool], kind: torch.dtype) -> None:
+        self._inputs = inputs
+        self._hidden, self._weight, self._bias = (
+            torch.zeros_like(one, dtype=kind) if one is not None and wanted else None
+            for one, wanted in zip(inputs, needed, strict=False)
+        )
+
+    def add(self, chunk: slice, slope: Tensor, states: Tensor, weight: Tensor) -> None:
+        """Add a chunk's share, with products in the type of `states` and `weight`."""
+        if self._bias is not None:
+            self._bias += slope.sum(0)
+        slope = slope.to(states.dtype)
+        if self._hidden is not None:
+            self._hidden[chunk] = slope @ weight
+        if self._weight is not None and self._weight.dtype == slope.dtype:
+            self._weight.addmm_(slope.T, states)
+        elif self._weight is not None:
+            self._weight += slope.T @ states
+
+    def found(self) -> list[Tensor | None]:
+        """The three gradients, each in the type of its input."""
+        sums = (self._hidden, self._weight, self._bias)
+        return [
+            None if one is None or given is None else one.to(given.dtype)
+            for one, given in zip(sums, self._inputs, strict=True)
+        ]
 
 
 def _space(hidden: Tensor, weight: Tensor, size: int, count: int) -> list[Tensor]:
