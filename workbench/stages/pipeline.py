@@ -46,6 +46,11 @@ class Pipeline(Shown):
         self._check_changes()
         self._left = _left_to_update(self._stages)
 
+    @property
+    def left_out(self) -> str | None:
+        """The name of the log-prob stage that training leaves to the update; None where it makes every pass."""
+        return None if self._left is None else self._left[0].name
+
     def in_training(self) -> list[Stage]:
         """The stages as training runs them: where the update's own pass gives what a log-prob stage writes, in place of that
         one a stand-in, which runs it only for a batch that needs several optimizer steps, or none."""
@@ -187,7 +192,8 @@ class Pipeline(Shown):
 
     def __repr__(self) -> str:
         lines = [f"  {one.name:<14} {', '.join(one.reads)} → {', '.join(one.writes)}" for one in self._stages]
-        return "\n".join([f"Pipeline of {len(self)} stages", *lines])
+        left = [f"  in training {self.left_out} is left to the update's own pass"] if self.left_out else []
+        return "\n".join([f"Pipeline of {len(self)} stages", *lines, *left])
 
 
 class LeftToUpdate(BaseStage):

@@ -32,7 +32,7 @@ from workbench.rewards.base import BaseReward, row_view
 from workbench.rewards.score import Score
 from workbench.stages.correction import RolloutCorrection
 from workbench.stages.filtering import FilterGroups, Overlong
-from workbench.stages.pipeline import LeftToUpdate, Pipeline
+from workbench.stages.pipeline import Pipeline
 from workbench.stages.reward import Reward
 from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import Stage
@@ -53,12 +53,10 @@ def phases(pipeline: Pipeline, batch: DataProto | Trace) -> Iterator[Trace]:
     trace = batch if isinstance(batch, Trace) else Trace(batch)
     yield trace
     run = _overlapped if pipeline.overlap else _in_order
-    stages = pipeline.in_training()
-    left = any(isinstance(stage, LeftToUpdate) for stage in stages)
-    done = run(stages[len(trace) :], trace)
+    done = run(pipeline.in_training()[len(trace) :], trace)
     try:
         for trace in done:
-            yield completed(trace) if left else trace
+            yield completed(trace) if pipeline.left_out else trace
     except Exception as error:
         error.trace = trace  # type: ignore[attr-defined]
         raise

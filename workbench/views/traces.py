@@ -229,6 +229,7 @@ def pipeline(made: Pipeline) -> doc.Part:
     for one in stages:
         rows.append([doc.bold(one.name), ", ".join(one.reads), ", ".join(one.writes), repr(one)])
     beside = ", rewards beside the rollout" if made.overlap else ""
+    beside += f", {made.left_out} left to the update's own pass in training" if made.left_out else ""
     return (
         f"Pipeline of {len(made)} stages{beside}",
         doc.Either(page=doc.line(boxes)),
