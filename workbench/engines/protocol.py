@@ -203,6 +203,33 @@ class StepResult:
 
 
 @runtime_checkable
+class Snapshot(Protocol):
+    """A learner's state to go back to: weights, optimizer, schedule and version; `snapshot["weights"]` are tensors by name."""
+
+    @property
+    def state_id(self) -> str:
+        """Name of the exact weights and optimizer state."""
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights."""
+
+    @property
+    def kind(self) -> str:
+        """Where it is: `memory`, `disk`, `memory and disk`, or `replay`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this process's memory that it holds, those shared with other snapshots among them."""
+
+    def tensors(self) -> Mapping[int, torch.Tensor]:
+        """The tensors in this process's memory by address: snapshots that share some are counted together by them."""
+
+    def __getitem__(self, name: str) -> Any:
+        """`weights` (tensors by name), `version`, `state_id`, `steps`."""
+
+
+@runtime_checkable
 class Learner(Protocol):
     """Trains a model: owns its weights, optimizer and learning-rate schedule."""
 
@@ -228,8 +255,12 @@ class Learner(Protocol):
     ) -> StepResult:
         """Compute loss and gradient norm without an optimizer step; `per_row=True` adds a column `row_grad_norm` [B]."""
 
-    def snapshot(self) -> Any:
-        """Return a copy of weights, optimizer, schedule and version in host memory, for `restore`."""
+    def snapshot(self, kind: str = "memory", folder: str | Path | None = None) -> Snapshot:
+        """Return the present state, for `restore`; what did not change is shared.
+
+        `kind` is where it is to be held: `memory`, `disk` (a file in `folder`), or `replay` (the updates since the last one,
+        which `restore` does again). A learner that has only one way takes that.
+        """
 
     def restore(self, snapshot: Any) -> None:
         """Restore weights, optimizer, schedule and version of a snapshot, bit for bit."""
@@ -315,6 +346,9 @@ class Estimates(Protocol):
 
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: weights and optimizer."""
+
+    def snapshot_bytes(self) -> int:
+        """Bytes of this process's memory that a snapshot of the present state takes, at most."""
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from workbench.engines.local_engine.loading import check_fit, load_model
 from workbench.engines.protocol import Learner, SampleMany, WeightSource
 from workbench.engines.settings import LocalSettings
 
-_NAMES = {
+DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
@@ -76,7 +76,7 @@ def write_to(file: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype 
     header, begin = {}, 0
     for name, tensor in weights.items():
         end = begin + tensor.numel() * kinds[name].itemsize
-        header[name] = {"dtype": _NAMES[kinds[name]], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPES[kinds[name]], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header).encode()
     file.write(struct.pack("<Q", len(text)) + text)

@@ -200,11 +200,14 @@ class FsdpEngine(ModelEngine):
         first = {one: name for name, one in reversed(named)}
         return found | {name: found[first[one]] for name, one in named}
 
-    def snapshot(self) -> ShardedSnapshot:
-        """Copy weights, optimizer, schedule and version to a scratch folder, one file per rank; `restore` loads it."""
-        folder = tempfile.mkdtemp(prefix="workbench-snapshot-", dir=self._scratch)
-        snapshot = ShardedSnapshot(folder, self.state_id, self.version, self._taught)
-        self.save_sharded(Path(folder))
+    def snapshot(self, kind: str = "disk", folder: str | Path | None = None) -> ShardedSnapshot:
+        """Copy weights, optimizer, schedule and version to the disk, one file per rank; `restore` loads it.
+
+        It is in a new folder in the engine's `scratch`, which all nodes see, whatever `kind` and `folder` say.
+        """
+        place = tempfile.mkdtemp(prefix="workbench-snapshot-", dir=self._scratch)
+        snapshot = ShardedSnapshot(place, self.state_id, self.version, self._taught)
+        self.save_sharded(Path(place))
         return snapshot
 
     def restore(self, snapshot: ShardedSnapshot) -> None:
@@ -323,6 +326,10 @@ class FsdpEngine(ModelEngine):
         parts = learning_estimate(self._model, self._settings)
         ranks = {name: 1 if name == "activations" else self._group.size for name in parts}
         return device, {name: size // ranks[name] * sharing for name, size in parts.items() if name not in away}
+
+    def snapshot_bytes(self) -> int:
+        """0: snapshots are on the disk."""
+        return 0
 
     def memory(self) -> list[dict[str, int]]:
         """Bytes of each rank: `weights`, `optimizer`, and the device's `peak`."""

@@ -128,6 +128,13 @@ class ShardedSnapshot:
         self.taught = taught
         self._gone = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
+    kind, nbytes = "disk", 0
+    """Where it is, and the bytes of this process's memory that it holds."""
+
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """None: all are in its folder."""
+        return {}
+
     def __getitem__(self, name: str) -> Any:
         """`weights` (whole tensors, read now), `version`, `state_id`, `steps`: the keys of a local engine's snapshot."""
         if name == "weights":

@@ -61,9 +61,9 @@ class Optimizer:
         self.steps += 1
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """AdamW's state as `<parameter>|exp_avg`, `|exp_avg_sq`, `|step`: copies on the CPU."""
+        """AdamW's state as `<parameter>|exp_avg`, `|exp_avg_sq`, `|step`: the tensors themselves, no copies."""
         return {
-            f"{name}|{key}": value.detach().cpu().clone()
+            f"{name}|{key}": value.detach()
             for name, parameter in self.named.items()
             for key, value in self._adam.state.get(parameter, {}).items()
         }

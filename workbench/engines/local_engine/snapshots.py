@@ -1,0 +1,260 @@
+"""Snapshots of a local engine that cost what changed: tensors are held in memory, or where a file has the same bits, there.
+
+A tensor is copied only where neither the last snapshot that is still kept nor the model's own safetensors files have the same
+bits: weights as loaded cost nothing, frozen and tied tensors are held once, with LoRA the adapters alone are looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.base.errors import EngineError, boundary
+from workbench.dataproto.core import DataProto
+from workbench.engines.protocol import Loss, LossCounts
+from workbench.engines.weights import DTYPES, write_to
+
+_LOOK = 4096
+"""Elements that are compared before a whole tensor is read from a file."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Files:
+    """Open safetensors files: their tensors by name, read one at a time. Deleting or replacing a file changes nothing here.
+
+    A file that was written to in place is noticed by its size and time of change: `check`.
+    """
+
+    def __init__(self, files: Iterable[Any]) -> None:
+        self._files, self._places = [], dict[str, tuple[int, int, torch.dtype, list[int]]]()
+        kinds = {text: dtype for dtype, text in DTYPES.items()}
+        for file in files:
+            handle = file.fileno()
+            (length,) = struct.unpack("<Q", os.pread(handle, 8, 0))
+            for name, one in json.loads(os.pread(handle, length, 8)).items():
+                if one.get("dtype") in kinds:
+                    self._places[name] = (
+                        handle,
+                        8 + length + one["data_offsets"][0],
+                        kinds[one["dtype"]],
+                        one["shape"],
+                    )
+            self._files.append((file, _stamp(handle)))
+
+    @classmethod
+    def of_model(cls, path: str | Path) -> Files:
+        """The files of a model by folder or hub name; none where it has no safetensors files on this machine."""
+        folder = Path(path)
+        if not folder.is_dir():
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = try_to_load_from_cache(str(path), "config.json")
+            folder = Path(cached).parent if isinstance(cached, str) else folder
+        return cls([file.open("rb", buffering=0) for file in sorted(folder.glob("*.safetensors"))])
+
+    @classmethod
+    def written(cls, tensors: Mapping[str, torch.Tensor], folder: str | Path | None) -> Files:
+        """Write tensors to a file in a folder (None: the system's for temporary files). It has no name, and ends with this object."""
+        with boundary(f"writing a snapshot to {folder or tempfile.gettempdir()}", EngineError):
+            file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - open as long as this object
+            write_to(file, tensors)
+            return cls([file])
+
+    def shape(self, name: str) -> torch.Size | None:
+        """Shape of a tensor; None where the files have no tensor of that name."""
+        return torch.Size(self._places[name][3]) if name in self._places else None
+
+    def read(self, name: str, most: int | None = None) -> torch.Tensor:
+        """Read a tensor, or its first `most` elements, flat."""
+        handle, offset, dtype, shape = self._places[name]
+        size = torch.Size(shape).numel()
+        found = torch.empty(size if most is None else min(size, most), dtype=dtype)
+        left = memoryview(found.view(torch.uint8).numpy()) if len(found) else memoryview(b"")
+        while left:  # one call reads 2 GiB at most
+            count = os.preadv(handle, [left], offset)
+            if not count:
+                raise EngineError(f"a file of tensors ends before {name}", do="load the model again")
+            left, offset = left[count:], offset + count
+        return found if most is not None else found.view(shape)
+
+    def check(self) -> None:
+        """Raise `EngineError` where a file was written to since it was opened."""
+        for file, stamp in self._files:
+            if _stamp(file.fileno()) != stamp:
+                do = "write models to folders of their own, and open a new engine"
+                raise EngineError(f"the weights of a snapshot are in {file.name}, which was written to since", do=do)
+
+
+def _stamp(handle: int) -> tuple[int, int]:
+    status = os.fstat(handle)
+    return status.st_size, status.st_mtime_ns
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor of a snapshot that a file has."""
+
+    files: Files
+    name: str
+    dtype: torch.dtype
+    """What it is read as: a model's file may have bfloat16 where the engine has float32."""
+
+    def same(self, tensor: torch.Tensor) -> bool:
+        """Whether the file has the bits of a tensor on the CPU."""
+        if self.files.shape(self.name) != tensor.shape or not tensor.is_contiguous():
+            return False
+        flat = tensor.view(-1)
+        if not _same(self.files.read(self.name, _LOOK).to(self.dtype), flat[:_LOOK]):
+            return False
+        return _same(self.read(), tensor)
+
+    def read(self) -> torch.Tensor:
+        """The tensor."""
+        return self.files.read(self.name).to(self.dtype)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits: -0 is not 0, and a NaN is itself."""
+    if a.shape != b.shape or a.dtype != b.dtype or not (a.is_contiguous() and b.is_contiguous()):
+        return False
+    bits = _BITS[a.element_size()]
+    return torch.equal(a.view(-1).view(bits), b.view(-1).view(bits))
+
+
+Held = torch.Tensor | Stored
+
+
+@dataclass(frozen=True)
+class Learned:
+    """An optimizer step that can be taken again: the arguments of `learn`, and the generators' states before it."""
+
+    batch: DataProto
+    loss: Loss
+    loss_counts: LossCounts
+    temperature: float
+    rng: tuple[torch.Tensor, ...]
+    """Of the CPU, and where the model is on a GPU also of it."""
+
+
+def rng_of(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """States of torch's random generators of the CPU and, where it is a GPU, of a device."""
+    return torch.get_rng_state(), *((torch.cuda.get_rng_state(device),) if device.type == "cuda" else ())
+
+
+def set_rng(states: tuple[torch.Tensor, ...], device: torch.device) -> None:
+    """Set what `rng_of` returned."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)
+
+
+class LocalSnapshot:
+    """A local engine's state to go back to; made by `LocalEngine.snapshot`. `snapshot["weights"]` are tensors by name."""
+
+    def __init__(
+        self,
+        held: Mapping[str, Held],
+        *,
+        version: int,
+        state_id: str,
+        steps: int,
+        since: LocalSnapshot | None = None,
+        updates: Sequence[Learned] = (),
+    ) -> None:
+        self.version, self.state_id, self.steps = version, state_id, steps
+        self.held = dict(held)
+        """`weights/<name>` and `optimizer/<parameter>|<kind>` → a tensor in memory, or one that a file has."""
+        self.since = since
+        """The snapshot from which `updates` lead here; None where this one has its own tensors."""
+        self.updates = tuple(updates)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that it holds in memory, batches of its updates included; other snapshots may share them."""
+        return sum(one.nbytes for one in self.tensors().values())
+
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """The tensors that it holds in memory, by address, so that those shared by snapshots can be counted once."""
+        mine = [one for one in self.held.values() if isinstance(one, torch.Tensor)]
+        mine += [one for each in self.updates for one in each.batch.batch.values()]
+        found = {one.data_ptr(): one for one in mine}
+        return found | self.since.tensors() if self.since is not None else found
+
+    @property
+    def kind(self) -> str:
+        """Where its tensors are: `memory`, `disk` (a file of its own or the model's), `memory and disk`, or `replay`."""
+        if self.since is not None:
+            return "replay"
+        places = {"memory" if isinstance(one, torch.Tensor) else "disk" for one in self.held.values()}
+        return " and ".join(sorted(places, reverse=True)) or "memory"
+
+    def check(self, names: Iterable[str] = ()) -> None:
+        """Raise `EngineError` where it lacks weights of these names, or a file that it needs was written to since."""
+        if self.since is not None:
+            return self.since.check(names)
+        if missing := [name for name in names if f"weights/{name}" not in self.held]:
+            raise EngineError("a snapshot of another model", expected=f"weights of the name {missing[0]}", found="none")
+        for files in {one.files for one in self.held.values() if isinstance(one, Stored)}:
+            files.check()
+        return None
+
+    def part(self, part: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors of `weights` or `optimizer`, read one at a time."""
+        for key, one in self.held.items():
+            if key.startswith(f"{part}/"):
+                yield key.removeprefix(f"{part}/"), one if isinstance(one, torch.Tensor) else one.read()
+
+    def __getitem__(self, name: str) -> Any:
+        """`weights` and `optimizer` (tensors by name, read now), `version`, `state_id`, `steps`."""
+        if name in ("version", "state_id", "steps"):
+            return getattr(self, name)
+        if self.since is not None:
+            raise EngineError(f"the {name} of a snapshot by replay", do="restore() it: they are made by its updates")
+        self.check()
+        return dict(self.part(name))
+
+    def __repr__(self) -> str:
+        return f"LocalSnapshot({self.state_id}, version {self.version}, {self.kind}, {self.nbytes:,} bytes)"
+
+
+def hold(
+    live: Mapping[str, torch.Tensor], last: Mapping[str, Held], files: Files, folder: str | Path | None, disk: bool
+) -> dict[str, Held]:
+    """Hold the present bits of `live` tensors, by the keys of `LocalSnapshot.held`.
+
+    Tensors whose bits the `last` snapshot or the model's `files` have are not copied; others are, or written to a file in
+    `folder` (`disk`).
+    """
+    held: dict[str, Held] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    tied, written = dict[str, str](), dict[str, torch.Tensor]()
+    for key, tensor in live.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and first.setdefault(place, key) != key:
+            tied[key] = first[place]
+            continue
+        here = tensor.detach().cpu()
+        known = (last.get(key), Stored(files, key.removeprefix("weights/"), here.dtype))
+        found = next((one for one in known if one is not None and _has(one, here)), None)
+        if found is not None:
+            held[key] = found
+        elif disk:
+            written[key] = tensor
+        else:
+            held[key] = here if tensor.is_cuda else here.clone()
+    if written:
+        file = Files.written(written, folder)
+        held |= {key: Stored(file, key, one.dtype) for key, one in written.items()}
+    return held | {key: held[one] for key, one in tied.items()}
+
+
+def _has(one: Held, tensor: torch.Tensor) -> bool:
+    return _same(one, tensor) if isinstance(one, torch.Tensor) else one.same(tensor)
