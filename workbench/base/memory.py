@@ -96,6 +96,11 @@ def available() -> int:
     return 1 << 62
 
 
+def gib(size: int) -> str:
+    """A number of bytes as text: `1.25 GiB`, or in MiB below a tenth of a GiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"
+
+
 def _resident() -> int:
     """Bytes of this process in memory; 0 where /proc is not there."""
     with contextlib.suppress(OSError), open("/proc/self/statm") as sizes:

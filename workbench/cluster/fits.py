@@ -15,10 +15,10 @@ from typing import Any
 
 from workbench.base.config import require
 from workbench.base.errors import SettingError
+from workbench.base.memory import gib
 from workbench.base.shown import Shown
 from workbench.cluster.pools import Node
 from workbench.engines.local_engine.loading import resolve
-from workbench.engines.local_engine.memory import gib
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 LOGITS = 2 << 28

@@ -347,8 +347,8 @@ class Estimates(Protocol):
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: weights and optimizer."""
 
-    def snapshot_bytes(self) -> int:
-        """Bytes of this process's memory that a snapshot of the present state takes, at most."""
+    def snapshot_bytes(self, kind: str = "memory") -> int:
+        """Bytes of this process's memory that a snapshot of this kind takes now, at most."""
 
 
 @runtime_checkable

@@ -23,7 +23,8 @@ from workbench.runs.kept_traces import read_kept
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import Stage
 from workbench.steps.execute import DRAWN, read_once
-from workbench.steps.stepper import Done, Snapshots, Stepper, StepState
+from workbench.steps.snapshots import Snapshots
+from workbench.steps.stepper import Done, Stepper, StepState
 from workbench.steps.trace import Phase, Trace, perform
 
 State = Mapping[str, Mapping[str, float]]
@@ -155,8 +156,8 @@ class Recalling(Snapshots):
         if not recorded:
             super().align(role, learner, state_id)
         elif learner.state_id != state_id:
-            if learner.opened:
-                self.take(learner)
+            if learner.opened and learner.state_id in self._wanted():
+                self.take(learner, role)
             learner.recall(state_id)
 
 
@@ -165,6 +166,8 @@ class Recalling(Snapshots):
 
 class Replayed(Stepper):
     """A stepper on a recorded step of a run; `notes` say which phases are recorded and which weights it has."""
+
+    _keeper = Recalling
 
     def __init__(
         self,
@@ -179,7 +182,7 @@ class Replayed(Stepper):
         """`given` are roles whose engines the caller gave; `late` are weights that are opened when they are needed."""
         super().__init__(pipeline, start)
         self._folder, self._step, self._given, self._late = folder, step, given, late
-        self._settings, self._snapshots = read_settings(folder), Recalling()
+        self._settings = read_settings(folder)
         self._recorded: dict[str, Phase] = {}
 
     @property

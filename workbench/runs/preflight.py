@@ -21,10 +21,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from workbench.base.config import require
 from workbench.base.errors import DataError, OutOfMemory, RunError
+from workbench.base.memory import gib
 from workbench.base.shown import Shown
 from workbench.dataproto import DataProto
 from workbench.datasets import Rows
-from workbench.engines.local_engine.memory import available, gib
+from workbench.engines.local_engine.memory import available
 from workbench.engines.protocol import Bounded, Estimates, switches_of
 from workbench.rewards.signatures import told
 from workbench.runs.folder import read_settings

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,65 +19,20 @@ import torch
 
 from workbench.agents.stepping import EpisodeStepper
 from workbench.base.config import source_of
-from workbench.base.errors import PipelineError, VersionMismatch
+from workbench.base.errors import PipelineError
 from workbench.base.memory import forget_last_error
 from workbench.base.metrics import reduce
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.same import unchanged
-from workbench.engines.protocol import Learner, Losable, Stateful
+from workbench.engines.protocol import Losable, Stateful
 from workbench.stages.episodes import EpisodeRollout
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import Stage, used
 from workbench.steps.compare import Comparison, compare
+from workbench.steps.snapshots import Snapshots, SnapshotSettings
 from workbench.steps.trace import Phase, Trace, perform
 from workbench.steps.what_if import WhatIf, what_if
-
-KEEP = 4
-"""Snapshots kept per learner, in host memory: the last few only."""
-
-
-class Snapshots:
-    """Keeps the last few weight snapshots of each learner, from which a stepper and its forks restore their own weights.
-
-    All forks of a stepper share the learners; each fork remembers the `state_id` of its own weights. Before a stage runs,
-    `align` restores those weights into the engine, or raises.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[int, OrderedDict[str, Any]] = {}
-
-    def take(self, learner: Learner) -> None:
-        """Snapshot the learner's present state unless that is held already; beyond `KEEP` states the oldest is dropped."""
-        held = self._held.setdefault(id(learner), OrderedDict())
-        if learner.state_id not in held:
-            held[learner.state_id] = learner.snapshot()
-        held.move_to_end(learner.state_id)
-        while len(held) > KEEP:
-            held.popitem(last=False)
-
-    def align(self, role: str, learner: Learner, state_id: str) -> None:
-        """Restore the weights `state_id` into the learner of a role, after a snapshot of its present ones for other forks.
-
-        A learner whose workers can be `lost` is snapshot before every phase, and restored after a loss. Raises
-        `VersionMismatch` where no snapshot has these weights.
-        """
-        lost = learner.lost if isinstance(learner, Losable) else None
-        if learner.state_id == state_id and not lost:
-            if lost is not None:
-                self.take(learner)
-            return
-        held = self._held.get(id(learner), OrderedDict())
-        if state_id not in held:
-            found = f"state {learner.state_id} (version {learner.version}), and no snapshot of the expected one"
-            do = f"make a Stepper of a new batch (it keeps the last {KEEP} states of its own updates, none of training), "
-            do += "or open a recorded step of a run: run.stepper(step)"
-            what = f"the weights of {role!r} have moved on since this stepper used them"
-            raise VersionMismatch(what, expected=f"state {state_id}", found=found, do=do)
-        wanted = held[state_id]  # `take` may drop it
-        if not lost:
-            self.take(learner)
-        learner.restore(wanted)
 
 
 def states(learners: Mapping[str, Any]) -> dict[str, str]:
@@ -110,13 +64,28 @@ class Stepper(Shown):
     Forks share the engines: before a stage runs, its stepper's own weights are restored. After `back`,
     a stage whose input columns have not changed is not run again, and its outputs are reused: rollout
     and log-probs after a change of reward or estimator.
+
+    Before an update the weights are kept, to go back to. What that takes in memory is said before, in the repr and the log;
+    `stepper.snapshots` lists what is kept. With a local engine weights as loaded cost nothing, and LoRA's adapters little.
+
+    Args:
+        pipeline: the stages, or a `Pipeline`.
+        batch: the prompts of one step: `rows.batch(8)`.
+        settings: of `SnapshotSettings`. `snapshots`: where weights are kept: `"memory"`, `"disk"`, or `"replay"` (the updates
+            since an earlier state are done again, bit for bit: no copies, but the time of those updates); `keep_snapshots=4`:
+            most states of a learner; `snapshot_memory`: most GiB of all of them; `snapshot_folder`: where those on disk go.
+
+    Raises `OutOfMemory` before an update whose weights cannot be kept.
     """
 
-    def __init__(self, pipeline: Pipeline | Sequence[Stage], batch: DataProto) -> None:
+    _keeper: type[Snapshots] = Snapshots
+
+    def __init__(self, pipeline: Pipeline | Sequence[Stage], batch: DataProto, **settings: Any) -> None:
         self._pipeline = pipeline if isinstance(pipeline, Pipeline) else Pipeline(pipeline)
         self._pipeline.check(batch)
         self._trace = Trace(batch)
-        self._snapshots = Snapshots()
+        self._snapshots = self._keeper(SnapshotSettings.from_parameters(settings))
+        self._snapshots.shared_with(self)
         self._standings = [self._standing()]
         self._done: dict[str, Done] = {}
 
@@ -145,6 +114,22 @@ class Stepper(Shown):
         """The stage that `next` will run; None after the last."""
         return self._pipeline.names[self.position] if self.position < len(self._pipeline) else None
 
+    @property
+    def snapshots(self) -> Snapshots:
+        """The weights that this stepper and its forks can go back to, and what they take."""
+        return self._snapshots
+
+    def wanted_states(self) -> set[str]:
+        """The `state_id` of all weights that this stepper can go back to."""
+        return {state for standing in self._standings for state in standing.weights.values()}
+
+    def prices(self) -> dict[str, tuple[int, int]]:
+        """What keeping the weights before the next phase takes, where it is an update: role → (bytes, bytes that are free)."""
+        stage = self._pipeline[self.position] if self.next_stage is not None else None
+        updated = stage.learners() if stage is not None and stage.updates else ()
+        roles = self._pipeline.learners().items()
+        return {role: self._snapshots.price(one) for role, one in roles if any(one is each for each in updated)}
+
     # --- forwards -------------------------------------------------------------------------
 
     def next(self) -> Stepper:
@@ -160,7 +145,7 @@ class Stepper(Shown):
         try:
             if (phase := self._reusable(stage)) is None:
                 for learner in stage.learners() if stage.updates else ():
-                    self._snapshots.take(learner)
+                    self._snapshots.take(learner, stage.name.removeprefix("update_"))
                 phase = perform(stage, self.batch)
                 if not stage.updates:
                     self._done[stage.name] = Done(stage, self.batch, self._weights(stage), phase)
@@ -237,6 +222,7 @@ class Stepper(Shown):
         twin.__dict__.update(self.__dict__)
         twin._standings = list(self._standings)
         twin._done = dict(self._done)
+        self._snapshots.shared_with(twin)
         return twin
 
     def compare(self, other: Stepper | Trace) -> Comparison:
@@ -330,13 +316,14 @@ class Stepper(Shown):
         """Inside, the weights of this position are in the engines; after it those that were there before."""
         learners = self._pipeline.learners()
         present = states(learners)
-        try:
-            for role, state in self._standings[-1].weights.items():
-                self._snapshots.align(role, learners[role], state)
-            yield
-        finally:
-            for role, state in present.items():
-                self._snapshots.align(role, learners[role], state)
+        with self._snapshots.lending(present):
+            try:
+                for role, state in self._standings[-1].weights.items():
+                    self._snapshots.align(role, learners[role], state)
+                yield
+            finally:
+                for role, state in present.items():
+                    self._snapshots.align(role, learners[role], state)
 
     @staticmethod
     def _weights(stage: Stage) -> tuple[str, ...]:

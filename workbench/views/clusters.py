@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from workbench.engines.local_engine.memory import gib
+from workbench.base.memory import gib
 from workbench.views import document as doc
 from workbench.views.curve_axes import bare, colour, label, legend
 from workbench.views.curves import cell_figure, png

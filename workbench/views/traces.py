@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from workbench.base.memory import gib
 from workbench.base.metrics import reduce
 from workbench.dataproto.columns import declared
 from workbench.runs.folder import STEP
@@ -181,6 +182,9 @@ def stepper(made: Stepper) -> doc.Part:
             below = doc.BREAK, doc.small(_seconds(past.phases[place]), doc.BREAK, headline(past.phases[place]))
         boxes.append(doc.line(strip[-1], below, style=f"{_STEP};border:2px solid {frame};background:{_MARKS[mark]}"))
     head = doc.Either("  ".join(strip), doc.line(boxes)), [doc.line(doc.bold(said)) for said in outdated(made.pipeline)]
+    for role, (need, free) in made.prices().items():
+        if need:
+            head = *head, doc.line(f"the update keeps the weights of {role!r}: {gib(need)} of {gib(free)} free")
     if not len(past):
         return head, f"nothing has run yet; {doc.counted(len(made.batch), 'prompt')} are waiting"
     last = past.phases[-1]

@@ -327,7 +327,7 @@ class FsdpEngine(ModelEngine):
         ranks = {name: 1 if name == "activations" else self._group.size for name in parts}
         return device, {name: size // ranks[name] * sharing for name, size in parts.items() if name not in away}
 
-    def snapshot_bytes(self) -> int:
+    def snapshot_bytes(self, kind: str = "disk") -> int:
         """0: snapshots are on the disk."""
         return 0
 

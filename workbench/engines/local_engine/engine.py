@@ -362,15 +362,16 @@ class LocalEngine(ModelEngine, SampleMany):
         snapshot have is not copied.
 
         `kind` says where the rest goes: `memory`, `disk` (a file in `folder`), or `replay`: only the updates since the last
-        snapshot are kept, and `restore` does them again; the first such snapshot is one in memory.
+        snapshot are kept, and `restore` does them again; the first such snapshot is one in memory, or with `folder` on disk.
         """
         last = self._last() if self._last is not None else None
-        known = {"version": self.version, "state_id": self.state_id, "steps": self._steps}
+        known: dict[str, Any] = {"version": self.version, "state_id": self.state_id, "steps": self._steps}
         if kind == "replay" and last is not None and self._since is not None:
             made = LocalSnapshot({}, since=last, updates=self._since, **known)
         else:
             held = last.held if last is not None else {}
-            made = LocalSnapshot(hold(self._state(), held, self._files, folder, kind == "disk"), **known)
+            disk = kind == "disk" or (kind == "replay" and folder is not None)
+            made = LocalSnapshot(hold(self._state(), held, self._files, folder, disk), **known)
         self._keep_up(made, recording=kind == "replay")
         return made
 
@@ -411,8 +412,11 @@ class LocalEngine(ModelEngine, SampleMany):
         """The engine is in the state of this snapshot; `recording`: updates from here on are kept as long as it is."""
         self._last, self._since = weakref.ref(snapshot), [] if recording else None
 
-    def snapshot_bytes(self) -> int:
-        """Bytes of memory that a snapshot in memory takes: of weights and moments, those that the model's files have left out."""
+    def snapshot_bytes(self, kind: str = "memory") -> int:
+        """Bytes of memory that a snapshot takes: of weights and moments, those that the model's files have left out."""
+        recorded = self._since is not None and self._last is not None and self._last() is not None
+        if kind == "disk" or (kind == "replay" and recorded):
+            return 0
         state = self._state()
         sizes = {tensor.data_ptr(): tensor.nbytes for tensor in state.values()}
         if self._untouched():

@@ -10,6 +10,7 @@ import torch
 
 from workbench.base import memory
 from workbench.base.errors import OutOfMemory
+from workbench.base.memory import gib
 from workbench.dataproto.core import DataProto
 from workbench.engines.settings import LocalSettings
 
@@ -42,11 +43,6 @@ def preflight(model: Any, settings: LocalSettings) -> None:
         what = f"learning would need about {gib(sum(parts.values()))} more on {model.device}"
         found = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
         raise OutOfMemory(what, expected=f"at most the {gib(free)} that are free", found=found, do=_ADVICE)
-
-
-def gib(size: int) -> str:
-    """A number of bytes as text: `1.25 GiB`, or in MiB below a tenth of a GiB."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"
 
 
 @contextmanager
