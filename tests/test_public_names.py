@@ -45,7 +45,7 @@ def test_what_users_take_from_agents_is_there() -> None:
 
 def test_parameters_that_users_type_are_pinned() -> None:
     assert list(inspect.signature(wb.train).parameters) == TRAIN
-    assert list(inspect.signature(wb.Stepper).parameters) == ["pipeline", "batch"]
+    assert list(inspect.signature(wb.Stepper).parameters) == ["pipeline", "batch", "settings"]
 
 
 def test_everything_public_is_documented_and_typed() -> None:

@@ -181,10 +181,15 @@ def stepper(made: Stepper) -> doc.Part:
         if mark == "●":
             below = doc.BREAK, doc.small(_seconds(past.phases[place]), doc.BREAK, headline(past.phases[place]))
         boxes.append(doc.line(strip[-1], below, style=f"{_STEP};border:2px solid {frame};background:{_MARKS[mark]}"))
-    head = doc.Either("  ".join(strip), doc.line(boxes)), [doc.line(doc.bold(said)) for said in outdated(made.pipeline)]
-    for role, (need, free) in made.prices().items():
-        if need:
-            head = *head, doc.line(f"the update keeps the weights of {role!r}: {gib(need)} of {gib(free)} free")
+    head = (
+        doc.Either("  ".join(strip), doc.line(boxes)),
+        [doc.line(doc.bold(said)) for said in outdated(made.pipeline)],
+        [
+            doc.line(f"the update keeps the weights of {role!r}: {gib(need)} of {gib(free)} free")
+            for role, (need, free) in made.prices().items()
+            if need
+        ],
+    )
     if not len(past):
         return head, f"nothing has run yet; {doc.counted(len(made.batch), 'prompt')} are waiting"
     last = past.phases[-1]

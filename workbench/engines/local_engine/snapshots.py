@@ -77,7 +77,7 @@ class Files:
         handle, offset, dtype, shape = self._places[name]
         size = torch.Size(shape).numel()
         found = torch.empty(size if most is None else min(size, most), dtype=dtype)
-        left = memoryview(found.view(torch.uint8).numpy()) if len(found) else memoryview(b"")
+        left = found.view(torch.uint8).numpy().data if len(found) else memoryview(b"")
         while left:  # one call reads 2 GiB at most
             count = os.preadv(handle, [left], offset)
             if not count:

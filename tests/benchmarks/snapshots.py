@@ -1,0 +1,90 @@
+"""What a way back costs: bytes held, seconds, and peak memory of taking and restoring each kind of snapshot.
+
+A random Qwen2 of about 200 MB in float32, one short update between two states; `LoRA` is the same with adapters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+import workbench as wb
+from workbench.base.memory import free_memory
+from workbench.stages.rollout import columns_of
+from workbench.testing.engines import LikelihoodLoss
+
+
+def peak() -> int:
+    """Most bytes of this process in memory since `measured` began."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def measured(what: Callable[[], Any]) -> tuple[Any, float, float]:
+    """(its value, seconds, MB above what was in memory before at the peak)."""
+    gc.collect()
+    free_memory()
+    Path("/proc/self/clear_refs").write_text("5")
+    before, began = peak(), time.perf_counter()
+    value = what()
+    return value, time.perf_counter() - began, (peak() - before) / 1e6
+
+
+def model(folder: Path, hidden: int, layers: int) -> Path:
+    """A random model with the tiny one's tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained("data/tiny-arith")
+    config = Qwen2Config(
+        hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=4, vocab_size=32_000, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def compare(folder: Path, **settings: Any) -> None:
+    """Take the state before and after an update by each kind, and go back."""
+    samples = [wb.engines.Sample(tuple(range(5, 37)), (-1.0,) * 32, "length", 0) for _ in range(4)]
+    batch = wb.DataProto.from_single_dict(columns_of([(1, 5, 9, 7)] * 4, samples, 0))
+    counts = wb.engines.LossCounts(128.0, 4.0)
+    for kind in ("memory", "disk", "replay"):
+        engine = wb.engines.local(folder, lr=1e-4, device="cpu", **settings)
+        for name in ("as loaded", "after a step"):
+            kept, took, more = measured(lambda: engine.snapshot(kind, folder))  # noqa: B023
+            held = f"{kept.kind:<10} {kept.nbytes / 1e6:8.1f} MB held, taken in {took:6.3f} s, peak +{more:6.0f} MB"
+            engine.learn(batch, LikelihoodLoss(), counts)
+            if name == "after a step":
+                _, took, more = measured(lambda: engine.restore(kept))  # noqa: B023
+                held += f"; restored in {took:6.3f} s, peak +{more:6.0f} MB"
+            print(f"{kind:<7} {name:<13} {held}", flush=True)
+            base = kept  # a replay begins there
+        del base, kept, engine
+
+
+def main() -> None:
+    """Both ways of training."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hidden", type=int, default=640)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as place:
+        folder = model(Path(place), options.hidden, options.layers)
+        size = (folder / "model.safetensors").stat().st_size
+        print(f"weights {size / 1e6:.0f} MB, with moments {3 * size / 1e6:.0f} MB")
+        for settings in ({}, {"lora_rank": 16}):
+            print("LoRA" if settings else "full")
+            compare(folder, **settings)
+
+
+if __name__ == "__main__":
+    main()
