@@ -10,6 +10,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,11 @@ def compare(folder: Path, **settings: Any) -> None:
     for kind in ("memory", "disk", "replay"):
         engine = wb.engines.local(folder, lr=1e-4, device="cpu", **settings)
         for name in ("as loaded", "after a step"):
-            kept, took, more = measured(lambda: engine.snapshot(kind, folder))  # noqa: B023
+            kept, took, more = measured(partial(engine.snapshot, kind, folder))
             held = f"{kept.kind:<10} {kept.nbytes / 1e6:8.1f} MB held, taken in {took:6.3f} s, peak +{more:6.0f} MB"
             engine.learn(batch, LikelihoodLoss(), counts)
             if name == "after a step":
-                _, took, more = measured(lambda: engine.restore(kept))  # noqa: B023
+                _, took, more = measured(partial(engine.restore, kept))
                 held += f"; restored in {took:6.3f} s, peak +{more:6.0f} MB"
             print(f"{kind:<7} {name:<13} {held}", flush=True)
             base = kept  # a replay begins there
