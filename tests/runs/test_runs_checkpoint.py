@@ -42,6 +42,22 @@ def test_the_newest_complete_one_is_found_and_older_ones_go(tmp_path: Path) -> N
         write(tmp_path, 4, keep=1)
 
 
+def test_a_save_reads_its_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    plain = checkpoint.crc32_of
+    monkeypatch.setattr(checkpoint, "crc32_of", lambda path: (read.append(path), plain(path))[1])
+    for step in (1, 2, 3):
+        read.clear()
+        write(tmp_path, step)
+        files = [path for path in (tmp_path / f"step_{step:06d}").rglob("*") if path.name != "manifest.json"]
+        assert sorted(path.name for path in read) == sorted(path.name for path in files if path.is_file())
+    flip(tmp_path / "step_000003" / "actor" / "model.safetensors")  # of the same size: read again, and not counted
+    read.clear()
+    write(tmp_path, 4)
+    assert checkpoint.steps(tmp_path) == [2, 3, 4]
+    assert sum("step_000003" in str(path) for path in read) == 1 and not any("step_000002" in str(one) for one in read)
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[100] ^= 1

@@ -6,8 +6,9 @@ With rollouts one step ahead `pending/` is the next step's trace as far as it wa
 rows (`policy_version`) are in no checkpoint any more.
 
 A checkpoint is written to a staging folder beside its target. `manifest.json`, written last, holds the size and
-crc32 of every file (and its own) and is the commit record; then everything is fsynced, the folder renamed, verified,
-and only then are older ones pruned. A folder that differs from its manifest is refused with the file's name.
+crc32 of every file (and its own) and is the commit record; then everything is fsynced, the folder renamed, and only then
+are older ones pruned. A folder that differs from its manifest is refused with the file's name. A save reads each file once,
+for its crc32: what this process wrote or verified is not read again as long as no file was touched since.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ log = logging.getLogger("workbench")
 PENDING = "pending"
 """Folder of the next step's rows, where they are sampled one step ahead."""
 _STAGING, _MANIFEST = ".staging-", "manifest.json"
+_sound: dict[Path, dict[str, tuple[int, ...]]] = {}
+"""Checkpoint folders whose content this process has checked → their files' `_stamps` then."""
 
 
 def write(checkpoints: Path, step: int, fill: Callable[[Path], None], state: dict[str, Any], *, keep: int = 2) -> Path:
@@ -62,9 +65,15 @@ def write(checkpoints: Path, step: int, fill: Callable[[Path], None], state: dic
         error = _failed(checkpoints, staging, step, cause)
         shutil.rmtree(staging, ignore_errors=True)
         raise error from cause
-    verify(target)
+    _sound[target.absolute()] = _stamps(target)
     prune(checkpoints, keep)
     return target
+
+
+def _stamps(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    """Each file's inode, size, and times of the last change of content and of anything."""
+    found = ((path, path.stat()) for path in checkpoint.rglob("*") if path.is_file())
+    return {str(path): (one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for path, one in found}
 
 
 def _failed(checkpoints: Path, staging: Path, step: int, cause: Exception) -> CheckpointError:
@@ -221,11 +230,17 @@ def prune(checkpoints: Path, keep: int) -> None:
     """
     good = 0
     for path in reversed(step_folders(checkpoints).values()):
+        known = path.absolute()
         if good == keep:
             discard(path)
-        elif damage := _damage(path):
+            _sound.pop(known, None)
+            continue
+        stamps = _stamps(path)
+        damage = None if _sound.get(known) == stamps else _damage(path)
+        if damage:
             log.warning("%s; it is not counted among the %d checkpoints to keep", damage, keep)
         else:
+            _sound[known] = stamps
             good += 1
 
 

@@ -398,10 +398,10 @@ class LocalEngine(ModelEngine, SampleMany):
     def _fill(self, snapshot: LocalSnapshot) -> None:
         mine = self._weights()
         self._optimizer = None  # its moments go before those of the snapshot come
-        for name, tensor in snapshot.part("weights"):
+        for name, tensor in snapshot.part("weights").items():
             mine[name].copy_(tensor)
         if snapshot.steps:
-            self._ready().load(dict(snapshot.part("optimizer")), snapshot.steps)
+            self._ready().load(snapshot.part("optimizer"), snapshot.steps)
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Weights and moments as they are, no copies, by the keys of a snapshot."""

@@ -144,6 +144,23 @@ class Learned:
     """Of the CPU, and where the model is on a GPU also of it."""
 
 
+class Part(Mapping[str, torch.Tensor]):
+    """Tensors of a snapshot by name; those that a file has are read each time they are asked for, one at a time."""
+
+    def __init__(self, held: Mapping[str, Held]) -> None:
+        self._held = held
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        one = self._held[name]
+        return one if isinstance(one, torch.Tensor) else one.read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
 def rng_of(device: torch.device) -> tuple[torch.Tensor, ...]:
     """States of torch's random generators of the CPU and, where it is a GPU, of a device."""
     return torch.get_rng_state(), *((torch.cuda.get_rng_state(device),) if device.type == "cuda" else ())
@@ -206,20 +223,18 @@ class LocalSnapshot:
             files.check()
         return None
 
-    def part(self, part: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors of `weights` or `optimizer`, read one at a time."""
-        for key, one in self.held.items():
-            if key.startswith(f"{part}/"):
-                yield key.removeprefix(f"{part}/"), one if isinstance(one, torch.Tensor) else one.read()
+    def part(self, part: str) -> Part:
+        """The tensors of `weights` or `optimizer` by name."""
+        return Part({key.removeprefix(f"{part}/"): one for key, one in self.held.items() if key.startswith(f"{part}/")})
 
     def __getitem__(self, name: str) -> Any:
-        """`weights` and `optimizer` (tensors by name, read now), `version`, `state_id`, `steps`."""
+        """`weights` and `optimizer` (tensors by name, read when they are asked for), `version`, `state_id`, `steps`."""
         if name in ("version", "state_id", "steps"):
             return getattr(self, name)
         if self.since is not None:
             raise EngineError(f"the {name} of a snapshot by replay", do="restore() it: they are made by its updates")
         self.check()
-        return dict(self.part(name))
+        return self.part(name)
 
     def __repr__(self) -> str:
         return f"LocalSnapshot({self.state_id}, version {self.version}, {self.kind}, {self.nbytes:,} bytes)"
