@@ -44,7 +44,7 @@ class Small:
     def snapshot_bytes(self, kind: str = "memory") -> int:
         return 1024 if kind == "memory" else 0
 
-    def memory_needed(self) -> tuple[torch.device, dict[str, int]]:
+    def memory_needed(self, tokens: int | None = None) -> tuple[torch.device, dict[str, int]]:
         return torch.device("cpu"), {}
 
     def checkpoint_bytes(self) -> int:

@@ -14,11 +14,14 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from traceback import walk_tb
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
 
 _RUNS_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _FRAMES = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
+_ARENA_MAX = -8
+"""M_ARENA_MAX of glibc's malloc.h."""
 _forgotten: BaseException | None = None
 
 
@@ -85,6 +88,18 @@ def _trim() -> None:
     """glibc keeps freed blocks for later; elsewhere there is nothing to do."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@lru_cache(maxsize=1)
+def share_arena() -> None:
+    """Let all threads of this process take memory from one arena of glibc's malloc: what one frees, another takes again.
+
+    Otherwise each thread has an arena of its own that keeps what was freed: with a training loop's threads 200 MB more. Nothing
+    changes elsewhere, or where the environment has `MALLOC_ARENA_MAX`.
+    """
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
 
 def available() -> int:

@@ -6,8 +6,13 @@ by the parent, which kills us. Rendering is transformers' own, in its sandbox.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import resource
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 MEMORY = 2 << 30
@@ -15,10 +20,25 @@ LONGEST = 4_000_000
 """Characters of a rendered chat."""
 
 
+def renderer() -> Callable[..., Any]:
+    """transformers' function that renders chats, without the package around it: that imports 500 modules, a second's work."""
+    spec = importlib.util.find_spec("transformers")
+    package = Path(spec.origin).parent if spec is not None and spec.origin else Path()
+    try:
+        for name, folder in (("transformers", package), ("transformers.utils", package / "utils")):
+            sys.modules[name] = empty = types.ModuleType(name)
+            empty.__path__ = [str(folder)]
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except (ImportError, AttributeError):  # a release whose file needs more of the package
+        for name in [one for one in sys.modules if one.split(".")[0] == "transformers"]:
+            del sys.modules[name]
+        from transformers.utils.chat_template_utils import render_jinja_template
+    return render_jinja_template
+
+
 def main(parent: Any) -> None:
     """Render the chats of each message from the parent process, until the parent ends this process."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
+    render_jinja_template = renderer()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     parent.send(b"ready")
     while True:

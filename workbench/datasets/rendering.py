@@ -23,11 +23,24 @@ _KEPT = ("PATH", "LANG", "LC_ALL", "HOME", "LD_LIBRARY_PATH")
 
 
 class Renderer:
-    """Renders chat templates in a child process, started at first use; calls from several threads take turns."""
+    """Renders chat templates in a child process, started by `start` or at first use; calls from several threads take turns."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: Child | None = None
+        self._ready = False
+
+    def start(self) -> None:
+        """Start the child process where none runs, without waiting for its imports."""
+        with self._lock:
+            self._running()
+
+    def _running(self) -> Child:
+        if self._child is None or not self._child.alive:
+            # a bare environment: a template has no business with our keys
+            env = importing({name: os.environ[name] for name in _KEPT if name in os.environ})
+            self._child, self._ready = Child(_WORKER, env=env), False
+        return self._child
 
     def render(
         self, template: str, chats: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, Any]
@@ -38,10 +51,12 @@ class Renderer:
             block = [list(chat) for chat in chats[start : start + BLOCK]]
             asked = {"template": template, "chats": block, "variables": dict(variables)}
             with self._lock:
-                if self._child is None or not self._child.alive:
-                    self._child = _started()
+                child = self._running()
+                if not self._ready:
+                    _greet(child)
+                    self._ready = True
                 try:
-                    answer = json.loads(self._child.exchange(json.dumps(asked, default=str).encode(), SECONDS))
+                    answer = json.loads(child.exchange(json.dumps(asked, default=str).encode(), SECONDS))
                 except OSError as cause:
                     why = f"no text after {SECONDS:g} s" if isinstance(cause, TimeoutError) else "its process died"
                     raise DataError(f"the tokenizer's chat template could not be rendered: {why}") from cause
@@ -51,17 +66,20 @@ class Renderer:
         return texts
 
 
-def _started() -> Child:
-    """With a bare environment: a template has no business with our keys."""
-    child = Child(_WORKER, env=importing({name: os.environ[name] for name in _KEPT if name in os.environ}))
+def _greet(child: Child) -> None:
     try:
         child.exchange(None, START_SECONDS)
     except OSError as cause:
         raise DataError(f"the process that renders chat templates did not start within {START_SECONDS:g} s") from cause
-    return child
 
 
 _renderer = Renderer()
+
+
+def prepare(tokenizer: Any) -> None:
+    """Start the process that renders chats, for a tokenizer with a template, while the caller goes on."""
+    if getattr(tokenizer, "chat_template", None):
+        _renderer.start()
 
 
 def render(tokenizer: Any, chats: Sequence[Sequence[Mapping[str, Any]]], **variables: Any) -> list[str]:

@@ -341,8 +341,11 @@ class WholeModel(Protocol):
 class Estimates(Protocol):
     """Protocol of learners that estimate their memory and checkpoint size (local, FSDP), for the checks before a run."""
 
-    def memory_needed(self) -> tuple[torch.device, dict[str, int]]:
-        """The device, and the bytes by part that learning will allocate there beyond those in use now."""
+    def memory_needed(self, tokens: int | None = None) -> tuple[torch.device, dict[str, int]]:
+        """The device, and the bytes by part that learning will allocate there beyond those in use now.
+
+        `tokens` are those of a batch, padding included; None: a full micro-batch.
+        """
 
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: weights and optimizer."""

@@ -80,6 +80,7 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
     for note in unscorable:
         log.warning("truths: %s", note)
     prompt, sources = prompts.limit(rows), Counter(map(str, rows.values("data_source"))).most_common(6)
+    tokens = (prompt + rollout.sampling.max_tokens) * rollout.group_size
     findings = [
         ("data", _data(rows, eval_rows)),
         ("rewards", f"{reward.function.name}: " + ", ".join(f"{source} × {count}" for source, count in sources)),
@@ -87,8 +88,8 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
         ("placement", _placement(pipeline, plan)),
         ("lengths", _lengths(rollout, prompt, lambda: prompts.longest(rows))),
-        ("memory", _memory(pipeline)),
-        ("disk", _disk(pipeline, plan, path, (prompt + rollout.sampling.max_tokens) * rollout.group_size)),
+        ("memory", _memory(pipeline, tokens * plan.batch_size)),
+        ("disk", _disk(pipeline, plan, path, tokens)),
     ]
     findings += [("truths", note) for note in unscorable]
     tried = _tried(reward, first[:2], tokenizer, blank)
@@ -188,12 +189,12 @@ def _lengths(rollout: Any, prompt: int, measured: Callable[[], int]) -> str:
     return f"{lengths} of {limit or 'no stated limit'}"
 
 
-def _memory(pipeline: Pipeline) -> str:
-    """Memory needed and free on each device: the needs of its engines are added up."""
+def _memory(pipeline: Pipeline, tokens: int) -> str:
+    """Memory needed and free on each device for batches of `tokens`: the needs of its engines are added up."""
     needs: dict[torch.device, int] = {}
     for learner in pipeline.learners().values():
         if isinstance(learner, Estimates):
-            device, parts = learner.memory_needed()
+            device, parts = learner.memory_needed(tokens)
             needs[device] = needs.get(device, 0) + sum(parts.values())
     for device, need in needs.items():
         free = available(device)

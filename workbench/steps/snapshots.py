@@ -70,17 +70,17 @@ class Snapshots:
             found |= {place: tensor.nbytes for place, tensor in one.tensors().items()}
         return sum(found.values())
 
-    def price(self, learner: Learner) -> tuple[int, int]:
+    def price(self, learner: Learner, tokens: int = 0) -> tuple[int, int]:
         """(bytes of memory that the learner's present state would take, bytes that it may take); (0, …) where it is kept.
 
-        An engine that is not open yet is not opened for this.
+        What learning from a batch of `tokens` will need is not free. An engine that is not open yet is not opened for this.
         """
         if (isinstance(learner, Late) and not learner.opened) or not isinstance(learner, Estimates):
-            return 0, self._free(None)
+            return 0, self._free(None, tokens)
         need = 0 if learner.state_id in self._of(learner) else learner.snapshot_bytes(self._settings.snapshots)
-        return need, self._free(learner)
+        return need, self._free(learner, tokens)
 
-    def take(self, learner: Learner, name: str = "learner") -> None:
+    def take(self, learner: Learner, name: str = "learner", tokens: int = 0) -> None:
         """Keep the learner's present state, unless it is kept already.
 
         Before it is taken the states that nobody can go back to are dropped, and the oldest beyond `keep_snapshots`, or where
@@ -94,7 +94,7 @@ class Snapshots:
                     del each[state_id]
             while len(held) >= self._settings.keep_snapshots:
                 held.popitem(last=False)
-            held[learner.state_id] = self._taken(learner, name)
+            held[learner.state_id] = self._taken(learner, name, tokens)
         held.move_to_end(learner.state_id)
 
     def align(self, role: str, learner: Learner, state_id: str) -> None:
@@ -136,15 +136,15 @@ class Snapshots:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _taken(self, learner: Learner, name: str) -> Snapshot:
+    def _taken(self, learner: Learner, name: str, tokens: int) -> Snapshot:
         kind, folder = self._settings.snapshots, self._settings.snapshot_folder
-        need, free = self.price(learner)
+        need, free = self.price(learner, tokens)
         said = f"keeping the weights of {name!r} (version {learner.version}) takes {gib(need)} of {gib(free)} free"
         while need > free and folder is None and (oldest := self._oldest()) is not None:
             held, state_id = oldest
             log.warning("%s: the oldest kept state is dropped", said)
             del held[state_id]
-            free = self._free(learner)
+            free = self._free(learner, tokens)
         if need > free and folder is None:
             expected, do = (
                 f"at most {gib(free)}",
@@ -157,13 +157,13 @@ class Snapshots:
             kind = "disk"
         return learner.snapshot(kind, folder if kind == "disk" or need > free else None)
 
-    def _free(self, learner: Any) -> int:
+    def _free(self, learner: Any, tokens: int) -> int:
         """Bytes that a further state may take in memory."""
         if self._settings.snapshot_memory is not None:
             return max(int(self._settings.snapshot_memory * 2**30) - self.nbytes, 0)
         if not isinstance(learner, Estimates):
             return memory.available()
-        device, parts = learner.memory_needed()
+        device, parts = learner.memory_needed(tokens)
         return max(memory.available() - (sum(parts.values()) if device.type == "cpu" else 0), 0)
 
     def _oldest(self) -> tuple[OrderedDict[str, Snapshot], str] | None:

@@ -128,7 +128,11 @@ class Stepper(Shown):
         stage = self._pipeline[self.position] if self.next_stage is not None else None
         updated = stage.learners() if stage is not None and stage.updates else ()
         roles = self._pipeline.learners().items()
-        return {role: self._snapshots.price(one) for role, one in roles if any(one is each for each in updated)}
+        return {
+            role: self._snapshots.price(one, self._tokens())
+            for role, one in roles
+            if any(one is each for each in updated)
+        }
 
     # --- forwards -------------------------------------------------------------------------
 
@@ -145,7 +149,7 @@ class Stepper(Shown):
         try:
             if (phase := self._reusable(stage)) is None:
                 for learner in stage.learners() if stage.updates else ():
-                    self._snapshots.take(learner, stage.name.removeprefix("update_"))
+                    self._snapshots.take(learner, stage.name.removeprefix("update_"), self._tokens())
                 phase = perform(stage, self.batch)
                 if not stage.updates:
                     self._done[stage.name] = Done(stage, self.batch, self._weights(stage), phase)
@@ -297,6 +301,10 @@ class Stepper(Shown):
         raise PipelineError(what, expected="a rollout with an agent", found=found, do=do)
 
     # --- inside ---------------------------------------------------------------------------
+
+    def _tokens(self) -> int:
+        """Tokens of the batch, padding included."""
+        return int(self.batch["input_ids"].numel()) if "input_ids" in self.batch else 0
 
     def _standing(self) -> StepState:
         return StepState(states(self._pipeline.learners()), self._pipeline.state())

@@ -316,15 +316,18 @@ class FsdpEngine(ModelEngine):
 
     # --- what it is -------------------------------------------------------------------------
 
-    def memory_needed(self) -> tuple[torch.device, dict[str, int]]:
-        """Estimate learning's memory: (device, bytes by part), for one GPU, or on a CPU for all ranks of this machine."""
+    def memory_needed(self, tokens: int | None = None) -> tuple[torch.device, dict[str, int]]:
+        """Estimate learning's memory: (device, bytes by part), for one GPU, or on a CPU for all ranks of this machine.
+
+        `tokens` of a batch, which the ranks share; None: a full micro-batch on each.
+        """
         here = self._group.here()
         device = torch.device(here[0]["device"] if here else "cpu")
         sharing = len(here) if device.type == "cpu" else min(len(here), 1)
         offload = self._settings.offload if device.type == "cuda" else "none"
         away = {"none": (), "optimizer": ("optimizer",), "all": ("gradients", "optimizer")}[offload]
-        parts = learning_estimate(self._model, self._settings)
-        ranks = {name: 1 if name == "activations" else self._group.size for name in parts}
+        parts = learning_estimate(self._model, self._settings, tokens and -(-tokens // self._group.size))
+        ranks = {name: 1 if name in ("activations", "logits") else self._group.size for name in parts}
         return device, {name: size // ranks[name] * sharing for name, size in parts.items() if name not in away}
 
     def snapshot_bytes(self, kind: str = "disk") -> int:

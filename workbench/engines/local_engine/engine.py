@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from workbench.base.errors import EngineError, NonFinite
+from workbench.base.memory import share_arena
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
+from workbench.datasets import rendering
 from workbench.engines.local_engine import loading, lora, scoring
 from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, backward
 from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
@@ -112,8 +114,10 @@ class ModelEngine:
         return getattr(self._model.config, "max_position_embeddings", None)
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of one checkpoint: weights and Adam's two moments, of all ranks together."""
-        return 3 * sum(one.numel() * one.element_size() for one in self._model.parameters())
+        """Bytes of one checkpoint, of all ranks together: weights (with LoRA the adapters alone) and Adam's two moments."""
+        sizes = [(one.numel() * one.element_size(), one.requires_grad) for one in self._model.parameters()]
+        trained = sum(size for size, changes in sizes if changes)
+        return (trained if self._adapted else sum(size for size, _ in sizes)) + 2 * trained
 
     def describe(self) -> dict[str, Any]:
         """Path and settings by name, for a run's record."""
@@ -226,7 +230,7 @@ class LocalEngine(ModelEngine, SampleMany):
 
     def learn(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0) -> StepResult:
         """Take one optimizer step on one mini-batch. Raises `NonFinite`, weights unchanged, for a NaN or infinite loss."""
-        optimizer = self._ready()
+        optimizer = self._ready(batch)
         optimizer.zero()  # an interrupt may have left gradients of a step that was not taken
         if self._last is None or self._last() is None:
             self._since = None  # nobody can go back to where the recorded updates begin
@@ -248,7 +252,7 @@ class LocalEngine(ModelEngine, SampleMany):
         self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0, per_row: bool = False
     ) -> StepResult:
         """Compute loss and gradient norm without an optimizer step; `per_row` adds the column `row_grad_norm` [B]."""
-        optimizer = self._ready()
+        optimizer = self._ready(batch)
         learned = self._backward(batch, loss, loss_counts, temperature)
         norm = optimizer.clip()
         columns = dict(learned.columns)
@@ -276,10 +280,10 @@ class LocalEngine(ModelEngine, SampleMany):
         finally:
             self._model.eval()
 
-    def _ready(self) -> Optimizer:
+    def _ready(self, batch: DataProto | None = None) -> Optimizer:
         """The optimizer, made when learning starts: an engine that only samples has none."""
         if self._optimizer is None:
-            preflight(self._model, self._settings)
+            preflight(self._model, self._settings, 0 if batch is None else batch["input_ids"].numel())
             self._optimizer = Optimizer(self._parameters(), self._settings)
         return self._optimizer
 
@@ -301,7 +305,7 @@ class LocalEngine(ModelEngine, SampleMany):
         self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """Gradient of the loss by parameter name, copies; no step is taken and nothing is clipped."""
-        optimizer = self._ready()
+        optimizer = self._ready(batch)
         optimizer.zero()
         self._backward(batch, loss, loss_counts, temperature)
         found = {name: p.grad.detach().clone() for name, p in optimizer.named.items() if p.grad is not None}
@@ -323,11 +327,15 @@ class LocalEngine(ModelEngine, SampleMany):
 
     # --- what it needs ----------------------------------------------------------------------
 
-    def memory_needed(self) -> tuple[torch.device, dict[str, int]]:
-        """The device, and the bytes by part that learning will allocate there beyond those in use now."""
-        held = ("gradients", "optimizer") if self._steps else ()
-        parts = learning_estimate(self._model, self._settings)
-        return self._model.device, {name: size for name, size in parts.items() if name not in held}
+    def memory_needed(self, tokens: int | None = None) -> tuple[torch.device, dict[str, int]]:
+        """The device, and the bytes by part that learning will allocate there beyond those in use now.
+
+        `tokens` of a batch, padding included; None: a full micro-batch.
+        """
+        parts = learning_estimate(self._model, self._settings, tokens)
+        return self._model.device, {
+            name: size for name, size in parts.items() if name != "optimizer" or not self._steps
+        }
 
     # --- weights ----------------------------------------------------------------------------
 
@@ -484,11 +492,13 @@ def local(
     Raises `EngineError` where there is no such model, or tokenizer and model do not fit.
     """
     chosen = LocalSettings.from_parameters(settings)
+    share_arena()
     if threads is not None:
         torch.set_num_threads(threads)
     folder = loading.resolve(path)
     model = loading.load_model(folder, chosen, named=str(path))
     tokenizer = loading.load_tokenizer(folder, model, chosen)
+    rendering.prepare(tokenizer)  # the first step does not wait for its imports
     engine = LocalEngine(model, tokenizer, chosen, path=str(path), **(template_switches or {}))
     engine._files = Files.of_model(folder)
     return engine

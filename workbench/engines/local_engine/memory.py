@@ -12,8 +12,12 @@ from workbench.base import memory
 from workbench.base.errors import OutOfMemory
 from workbench.base.memory import gib
 from workbench.dataproto.core import DataProto
+from workbench.engines.local_engine import lora
+from workbench.engines.local_engine.scoring import halves
 from workbench.engines.settings import LocalSettings
 
+LOGITS = 1 << 26
+"""Bytes of the logits that exist at a time."""
 _ADVICE = "lower micro_batch_tokens, switch on gradient_checkpointing, or take a smaller model"
 
 
@@ -22,22 +26,32 @@ def available(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else memory.available()
 
 
-def learning_estimate(model: Any, settings: LocalSettings) -> dict[str, int]:
-    """Bytes that learning will take by part: gradients, Adam's two moments, activations of one micro-batch.
+def learning_estimate(model: Any, settings: LocalSettings, tokens: int | None = None) -> dict[str, int]:
+    """Bytes that learning will take by part: gradients and Adam's two moments of what is trained, activations, logits.
 
-    Activations are about 34·hidden bytes·(dtype/2) a token and layer without attention maps (Korthikanti
-    et al. 2022, https://arxiv.org/abs/2205.05198, eq. 2), one hidden state a layer when checkpointed.
+    `tokens` are those of a whole batch, padding included: a micro-batch has them, or `micro_batch_tokens` where that is less.
+    For a token and layer the backward pass keeps 5H + 3Q + 2K + 4I numbers (H hidden, Q queries, K keys, I MLP), counted on
+    Llama's and Qwen2's layers; three quarters of them under frozen weights; with checkpointing H, and one layer's in full.
     """
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    config = model.config
-    size = next(model.parameters()).element_size()
-    per_token = config.hidden_size * size * (1 if settings.gradient_checkpointing else 17) * config.num_hidden_layers
-    return {"gradients": weights, "optimizer": 2 * weights, "activations": per_token * settings.micro_batch_tokens}
+    trained = sum(one.numel() * one.element_size() for one in model.parameters() if one.requires_grad)
+    budget = settings.micro_batch_tokens if tokens is None else min(tokens, settings.micro_batch_tokens)
+    one = model.config.get_text_config()
+    layers, hidden, heads = one.num_hidden_layers, one.hidden_size, getattr(one, "num_attention_heads", 1)
+    each = getattr(one, "head_dim", None) or hidden // heads
+    inner = getattr(one, "intermediate_size", None) or 4 * hidden
+    if routed := getattr(one, "num_experts_per_tok", None):
+        inner = routed * (getattr(one, "moe_intermediate_size", None) or inner)
+    layer = 5 * hidden + (3 * heads + 2 * (getattr(one, "num_key_value_heads", None) or heads)) * each + 4 * inner
+    layer = layer * 3 // 4 if lora.config_in(model) is not None else layer
+    size = 2 if halves(settings, model.device.type) else next(model.parameters()).element_size()
+    kept = (layers * hidden + layer) if settings.gradient_checkpointing else layers * layer
+    logits = min(4 * one.vocab_size * budget, LOGITS)
+    return {"gradients": trained, "optimizer": 2 * trained, "activations": kept * size * budget, "logits": 3 * logits}
 
 
-def preflight(model: Any, settings: LocalSettings) -> None:
+def preflight(model: Any, settings: LocalSettings, tokens: int | None = None) -> None:
     """Raises `OutOfMemory` where `learning_estimate` is more than the device has free."""
-    parts = learning_estimate(model, settings)
+    parts = learning_estimate(model, settings, tokens)
     free = available(model.device)
     if sum(parts.values()) > free:
         what = f"learning would need about {gib(sum(parts.values()))} more on {model.device}"
