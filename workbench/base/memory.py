@@ -34,7 +34,7 @@ def free_memory() -> int:
     before = _resident()
     forget_last_error()
     gc.collect()
-    _trim()
+    trim()
     return max(before - _resident(), 0)
 
 
@@ -57,7 +57,7 @@ def forget_last_error() -> bool:
             _empty(frame)
     del frames
     gc.collect()
-    _trim()
+    trim()
     return True
 
 
@@ -84,8 +84,8 @@ def _empty(frame: FrameType) -> None:
             frame.f_locals.clear()
 
 
-def _trim() -> None:
-    """glibc keeps freed blocks for later; elsewhere there is nothing to do."""
+def trim() -> None:
+    """Return freed memory to the system: glibc keeps it for later; elsewhere there is nothing to do."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

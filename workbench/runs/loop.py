@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from workbench.base import runtime
 from workbench.base.errors import Interrupted, WorkbenchError, first_line
+from workbench.base.memory import trim
 from workbench.base.metrics import reduce
 from workbench.base.runtime import Control
 from workbench.dataproto import DataProto
@@ -366,6 +367,7 @@ class Session:
             append_line(stopped)
         if self._display is not None:
             self._display.close(stopped)
+        trim()  # what the steps used is not held between two cells
         return stopped or "done"
 
 

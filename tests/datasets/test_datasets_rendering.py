@@ -1,0 +1,56 @@
+"""The process that renders chat templates: what it imports, and when it starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from workbench.datasets import render_worker, rendering
+
+SCRIPT = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("render_worker", sys.argv[1])
+worker = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(worker)
+if sys.argv[2] == "broken":
+    sys.modules["transformers.utils.logging"] = None  # what the file imports is not where it was
+render = worker.renderer()
+text = render([[{"role": "user", "content": "hi"}]], chat_template="{{ messages[0].content | tojson }}")[0][0]
+print(text, hasattr(sys.modules["transformers"], "__version__"))
+"""
+
+
+def rendered(way: str) -> str:
+    command = [sys.executable, "-c", SCRIPT, render_worker.__file__, way]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
+
+
+def test_rendering_imports_a_file_of_transformers_and_not_the_package() -> None:
+    assert rendered("plain") == '"hi" False'
+
+
+def test_a_release_whose_file_needs_more_is_imported_whole() -> None:
+    assert rendered("broken") == '"hi" True'
+
+
+def test_a_started_process_is_the_one_that_renders() -> None:
+    one = rendering.Renderer()
+    one.start()
+    child = one._child
+    one.start()
+    assert one._child is child is not None and not one._ready
+    assert one.render("{{ messages[0].content }}!", [[{"role": "user", "content": "hi"}]], {}) == ["hi!"]
+    assert one._child is child and one._ready
+    child.close()
+    assert one.render("{{ messages | length }}", [[{"role": "user", "content": "hi"}]], {}) == ["1"]
+
+
+def test_a_tokenizer_without_a_template_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[bool] = []
+    monkeypatch.setattr(rendering, "_renderer", SimpleNamespace(start=lambda: begun.append(True)))
+    rendering.prepare(SimpleNamespace(chat_template=None))
+    rendering.prepare(SimpleNamespace(chat_template="x"))
+    assert begun == [True]

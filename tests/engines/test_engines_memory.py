@@ -1,0 +1,76 @@
+"""Estimates of memory and disk before learning, by hand: what is trained, the tokens that are asked, the logits that exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.base.errors import OutOfMemory
+from workbench.engines.local_engine import memory
+from workbench.testing.engines import LikelihoodLoss
+
+LAYER = 5 * 128 + (3 * 4 + 2 * 2) * 32 + 4 * 384
+"""Numbers that a layer of the tiny model keeps of a token: H = 128, 4 query and 2 key heads of 32, an MLP of 384."""
+
+
+def opened(tiny: str, **settings: Any) -> Any:
+    return wb.engines.local(tiny, device="cpu", **settings)
+
+
+def test_all_weights_are_counted_where_all_are_trained(tiny: str) -> None:
+    engine = opened(tiny)
+    weights = 4 * 854_144
+    _, parts = engine.memory_needed(100)
+    assert parts["gradients"] == weights and parts["optimizer"] == 2 * weights
+    assert parts["activations"] == 4 * LAYER * 4 * 100 and parts["logits"] == 3 * 4 * 512 * 100
+    assert engine.checkpoint_bytes() == 3 * weights
+
+
+def test_lora_counts_its_adapters_alone(tiny: str) -> None:
+    engine = opened(tiny, lora_rank=8)
+    # A and B of q, k, v, o in 4 layers: rank × (in + out)
+    adapters = 4 * 4 * 8 * ((128 + 128) + 2 * (128 + 64) + (128 + 128))
+    _, parts = engine.memory_needed(100)
+    assert parts["gradients"] == adapters and parts["optimizer"] == 2 * adapters
+    assert parts["activations"] == 4 * (LAYER * 3 // 4) * 4 * 100
+    assert engine.checkpoint_bytes() == 3 * adapters
+
+
+def test_a_micro_batch_has_no_more_tokens_than_the_batch(tiny: str) -> None:
+    engine = opened(tiny, micro_batch_tokens=1000)
+    few, budget, more = (engine.memory_needed(tokens)[1]["activations"] for tokens in (10, None, 5000))
+    assert budget == more == 100 * few
+    whole = opened(tiny, gradient_checkpointing=True).memory_needed(10)[1]["activations"]
+    assert whole == (4 * 128 + LAYER) * 4 * 10
+    assert engine.memory_needed(10**9)[1]["logits"] < engine.memory_needed(10**9)[1]["activations"]
+
+
+def test_logits_are_counted_a_chunk_at_a_time(tiny: str) -> None:
+    engine = opened(tiny, micro_batch_tokens=10**6)
+    assert engine.memory_needed()[1]["logits"] == 3 * memory.LOGITS
+
+
+def test_learning_asks_for_the_batch_that_it_has(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full micro-batch would not fit into what is free; this batch does, and one of too many tokens is refused by parts."""
+    engine = opened(tiny)
+    rows = wb.DataProto.from_single_dict(
+        {
+            "input_ids": torch.full((2, 6), 5),
+            "attention_mask": torch.ones(2, 6, dtype=torch.long),
+            "position_ids": torch.arange(6).repeat(2, 1),
+            "responses": torch.full((2, 2), 5),
+            "response_mask": torch.ones(2, 2, dtype=torch.long),
+        }
+    )
+    counts = wb.engines.LossCounts(4.0, 2.0)
+    needed = sum(engine.memory_needed(12)[1].values())
+    assert needed < sum(engine.memory_needed()[1].values()) / 20
+    monkeypatch.setattr(memory, "available", lambda device: needed - 1)
+    with pytest.raises(OutOfMemory, match=r"gradients 3\.3 MiB, optimizer 6\.5 MiB, activations .* logits"):
+        engine.probe(rows, LikelihoodLoss(), counts)
+    monkeypatch.setattr(memory, "available", lambda device: needed)
+    engine.learn(rows, LikelihoodLoss(), counts)
+    assert "optimizer" not in engine.memory_needed(12)[1]
