@@ -12,7 +12,6 @@ from workbench.base import memory
 from workbench.base.errors import OutOfMemory
 from workbench.base.memory import gib
 from workbench.dataproto.core import DataProto
-from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.scoring import halves
 from workbench.engines.settings import LocalSettings
 
@@ -31,7 +30,7 @@ def learning_estimate(model: Any, settings: LocalSettings, tokens: int | None = 
 
     `tokens` are those of a whole batch, padding included: a micro-batch has them, or `micro_batch_tokens` where that is less.
     For a token and layer the backward pass keeps 5H + 3Q + 2K + 4I numbers (H hidden, Q queries, K keys, I MLP), counted on
-    Llama's and Qwen2's layers; three quarters of them under frozen weights; with checkpointing H, and one layer's in full.
+    Llama's and Qwen2's layers; with checkpointing H, and one layer's in full. Frozen weights keep fewer, but peak no lower.
     """
     trained = sum(one.numel() * one.element_size() for one in model.parameters() if one.requires_grad)
     budget = settings.micro_batch_tokens if tokens is None else min(tokens, settings.micro_batch_tokens)
@@ -42,7 +41,6 @@ def learning_estimate(model: Any, settings: LocalSettings, tokens: int | None = 
     if routed := getattr(one, "num_experts_per_tok", None):
         inner = routed * (getattr(one, "moe_intermediate_size", None) or inner)
     layer = 5 * hidden + (3 * heads + 2 * (getattr(one, "num_key_value_heads", None) or heads)) * each + 4 * inner
-    layer = layer * 3 // 4 if lora.config_in(model) is not None else layer
     size = 2 if halves(settings, model.device.type) else next(model.parameters()).element_size()
     kept = (layers * hidden + layer) if settings.gradient_checkpointing else layers * layer
     logits = min(4 * one.vocab_size * budget, LOGITS)
