@@ -20,7 +20,6 @@ from workbench.base.errors import EngineError, NonFinite
 from workbench.base.memory import share_arena
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
-from workbench.datasets import rendering
 from workbench.engines.local_engine import loading, lora, scoring
 from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, backward
 from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
@@ -498,7 +497,6 @@ def local(
     folder = loading.resolve(path)
     model = loading.load_model(folder, chosen, named=str(path))
     tokenizer = loading.load_tokenizer(folder, model, chosen)
-    rendering.prepare(tokenizer)  # the first step does not wait for its imports
     engine = LocalEngine(model, tokenizer, chosen, path=str(path), **(template_switches or {}))
     engine._files = Files.of_model(folder)
     return engine
