@@ -18,8 +18,8 @@ from workbench.base.metrics import Count, Mean, Metric
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
 from workbench.datasets.records import MEDIA, refuse_media
-from workbench.datasets.rendering import encode_all
-from workbench.engines.protocol import Located, Request, Sample, Sampler, SamplingSettings, switches_of
+from workbench.datasets.rendering import encode_all, prepare
+from workbench.engines.protocol import Late, Located, Request, Sample, Sampler, SamplingSettings, switches_of
 from workbench.stages.measures import length_metrics
 from workbench.stages.stage import BaseStage, Outcome
 
@@ -70,6 +70,10 @@ class Rollout(BaseStage):
         self.sampling = sampling or SamplingSettings()
         self.purpose = purpose
         self._arrived: Arrived | None = None
+        if not isinstance(
+            sampler, Late
+        ):  # the first step does not wait for what renders chats; no engine is opened for it
+            prepare(getattr(sampler, "tokenizer", None))
 
     @contextmanager
     def telling(self, arrived: Arrived) -> Iterator[None]:

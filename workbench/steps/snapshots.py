@@ -78,7 +78,8 @@ class Snapshots:
         if (isinstance(learner, Late) and not learner.opened) or not isinstance(learner, Estimates):
             return 0, self._free(None, tokens)
         need = 0 if learner.state_id in self._of(learner) else learner.snapshot_bytes(self._settings.snapshots)
-        return need, self._free(learner, tokens)
+        # what takes nothing needs no estimate, for which a learner in other processes would have to start them
+        return need, self._free(learner if need else None, tokens)
 
     def take(self, learner: Learner, name: str = "learner", tokens: int = 0) -> None:
         """Keep the learner's present state, unless it is kept already.

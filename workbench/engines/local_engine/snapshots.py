@@ -30,7 +30,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Files:
     """Open safetensors files: their tensors by name, read one at a time. Deleting or replacing a file changes nothing here.
 
-    A file that was written to in place is noticed by its size and time of change: `check`.
+    A file that was written to in place is noticed by its size and time of change: `changed`.
     """
 
     def __init__(self, files: Iterable[Any]) -> None:
@@ -85,12 +85,9 @@ class Files:
             left, offset = left[count:], offset + count
         return found if most is not None else found.view(shape)
 
-    def check(self) -> None:
-        """Raise `EngineError` where a file was written to since it was opened."""
-        for file, stamp in self._files:
-            if _stamp(file.fileno()) != stamp:
-                do = "write models to folders of their own, and open a new engine"
-                raise EngineError(f"the weights of a snapshot are in {file.name}, which was written to since", do=do)
+    def changed(self) -> str | None:
+        """The path of a file that was written to since it was opened; None where none was."""
+        return next((str(file.name) for file, stamp in self._files if _stamp(file.fileno()) != stamp), None)
 
 
 def _stamp(handle: int) -> tuple[int, int]:
@@ -108,8 +105,9 @@ class Stored:
     """What it is read as: a model's file may have bfloat16 where the engine has float32."""
 
     def same(self, tensor: torch.Tensor) -> bool:
-        """Whether the file has the bits of a tensor on the CPU."""
-        if self.files.shape(self.name) != tensor.shape or not tensor.is_contiguous():
+        """Whether the file, as it was opened, has the bits of a tensor on the CPU."""
+        known = self.files.shape(self.name) == tensor.shape and not self.files.changed()
+        if not known or not tensor.is_contiguous():
             return False
         flat = tensor.view(-1)
         if not _same(self.files.read(self.name, _LOOK).to(self.dtype), flat[:_LOOK]):
@@ -220,7 +218,9 @@ class LocalSnapshot:
         if missing := [name for name in names if f"weights/{name}" not in self.held]:
             raise EngineError("a snapshot of another model", expected=f"weights of the name {missing[0]}", found="none")
         for files in {one.files for one in self.held.values() if isinstance(one, Stored)}:
-            files.check()
+            if path := files.changed():
+                do = "write models to folders of their own, and open a new engine"
+                raise EngineError(f"the weights of a snapshot are in {path}, which was written to since", do=do)
         return None
 
     def part(self, part: str) -> Part:
