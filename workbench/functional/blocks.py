@@ -78,8 +78,12 @@ def _product(gradient: Tensor, slope: Tensor) -> tuple[Tensor]:
     return (kept(kept(gradient * slope, slope.abs()), gradient.abs()),)
 
 
+_above = torch.ops.aten.threshold_backward.default
+"""(x, m, 0) → x where m > 0, else 0."""
+
+
 def kept(x: Tensor, mask: Tensor) -> Tensor:
     """x where the mask is above 0, else 0, NaN included: torch.where, but many numbers at a time."""
     if not x.is_floating_point():
         return torch.where(mask > 0, x, 0)
-    return torch.ops.aten.threshold_backward(x, mask.to(x.dtype), 0)
+    return _above(x, mask if mask.dtype is x.dtype else mask.to(x.dtype), 0)
