@@ -8,6 +8,7 @@ read from git where its commit is there. Both sides and the pass take turns in o
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import io
 import resource
@@ -42,7 +43,8 @@ def shelf_of(commit: str) -> Any | None:
         return None
     today = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "workbench"}
     with tempfile.TemporaryDirectory() as folder:
-        tarfile.open(fileobj=io.BytesIO(packed.stdout)).extractall(folder, filter="data")
+        with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
+            archive.extractall(folder, filter="data")
         bare = types.ModuleType("workbench")  # its `__init__` would import all of it
         bare.__path__ = [f"{folder}/workbench"]
         sys.modules["workbench"] = bare
@@ -106,7 +108,7 @@ def works(shelf: Any, b: dict[str, torch.Tensor]) -> dict[str, Work]:
     token = (rewards, groups, mask, b["old"], b["squared"])
     over_rows = ("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline")
     made: dict[str, Work] = {
-        **{name: lambda f=getattr(shelf, name): f(scores, groups, mask) for name in over_rows},
+        **{name: functools.partial(getattr(shelf, name), scores, groups, mask) for name in over_rows},
         "gdpo": lambda: shelf.gdpo(b["parts"], groups, mask),
         "reinforce_plus_plus": lambda: shelf.reinforce_plus_plus(rewards, mask),
         "reinforce_plus_plus, gamma .99": lambda: shelf.reinforce_plus_plus(rewards, mask, gamma=0.99),

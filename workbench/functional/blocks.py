@@ -25,10 +25,12 @@ def by_rows(formula: Callable[..., Sequence[Tensor]], *given: Tensor, elements: 
     It gets everything at once where that is little, on a GPU, where the rows are not the same number, and where a gradient flows: autograd
     keeps what is on the way. The results are the same.
     """
-    rows, number = given[0].shape[:1], max(one.numel() for one in given)
+    number = max([one.numel() for one in given])
+    if number <= elements:
+        return formula(*given)
+    rows = given[0].shape[:1]
     wanted = torch.is_grad_enabled() and any(one.requires_grad for one in given)
-    alike = all(one.shape[:1] == rows and one.dim() > 1 and not one.is_cuda for one in given)
-    if number <= elements or wanted or not alike:
+    if wanted or not all(one.shape[:1] == rows and one.dim() > 1 and not one.is_cuda for one in given):
         return formula(*given)
     step = max(1, elements * rows.numel() // number)
     whole: list[Tensor] = []
@@ -53,8 +55,8 @@ def _empty(like: Tensor, shape: Sequence[int]) -> Tensor:
 def sloped(values: Tensor, slope: Tensor, leaf: Tensor) -> Tensor:
     """`values`, made of `leaf` without autograd, with their gradient: `slope` = ∂values/∂leaf of each number, or of its row.
 
-    Where the slope is 0, outside a mask above all, the gradient is 0 whatever comes back, NaN included. There is no second
-    derivative.
+    Where the slope or what comes back is 0, as outside a mask, so is the gradient, even if the other is NaN. There is no
+    second derivative.
     """
     return _Sloped.apply(values, slope, leaf) if leaf.requires_grad and torch.is_grad_enabled() else values
 
@@ -69,11 +71,19 @@ class _Sloped(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
         (slope,) = ctx.saved_tensors
-        return None, None, by_rows(lambda one, each: (kept(one * each, each.abs()),), gradient, slope)[0]
+        return None, None, by_rows(_product, gradient, slope)[0]
+
+
+def _product(gradient: Tensor, slope: Tensor) -> tuple[Tensor]:
+    return (kept(kept(gradient * slope, slope.abs()), gradient.abs()),)
+
+
+_above = torch.ops.aten.threshold_backward.default
+"""(x, m, 0) → x where m > 0, else 0."""
 
 
 def kept(x: Tensor, mask: Tensor) -> Tensor:
     """x where the mask is above 0, else 0, NaN included: torch.where, but many numbers at a time."""
     if not x.is_floating_point():
         return torch.where(mask > 0, x, 0)
-    return torch.ops.aten.threshold_backward(x, mask.to(x.dtype), 0)
+    return _above(x, mask if mask.dtype is x.dtype else mask.to(x.dtype), 0)

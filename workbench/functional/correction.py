@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workbench.functional.blocks import by_rows, kept
 from workbench.functional.masking import masked_mean, masked_sum
 
 LEVELS = ("token", "sequence")
@@ -34,7 +35,7 @@ def log_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) ->
     """Log ratio of trainer to sampler per token, old − rollout: [B, T], at least float32, 0 outside the mask, no gradient."""
     given = (old_log_probs.detach(), rollout_log_probs.detach())
     old, rollout = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in given)
-    return torch.where(mask.bool(), old - rollout, 0.0)
+    return kept(old - rollout, mask)
 
 
 def importance_weights(
@@ -54,8 +55,11 @@ def importance_weights(
     over all tokens, or for `sequence` over the rows that have a token, each counted once. 0 outside the mask. No gradient
     flows through them. Yao et al. 2025 (TIS); verl's `rollout_is`. Raises `ValueError` for another level or such bounds.
     """
-    raw = _raw_weights(log_ratio(old_log_probs, rollout_log_probs, mask), mask, level)
-    weights = _limited(raw, lower, upper)
+
+    def formula(old: Tensor, rollout: Tensor, inside: Tensor) -> tuple[Tensor]:
+        return (_limited(_raw_weights(log_ratio(old, rollout, inside), inside, level), lower, upper),)
+
+    weights = by_rows(formula, old_log_probs.detach(), rollout_log_probs.detach(), mask)[0]
     return weights / _norm(weights, mask, level) if batch_normalize else weights
 
 
@@ -98,8 +102,12 @@ def rejected(
     bounds of r itself; the same where lower = 1/upper). NaN is rejected. Raises `ValueError` for another kind, and for
     bounds that are not finite, positive and ordered.
     """
-    values, bounds = _tested(log_ratio(old_log_probs, rollout_log_probs, mask), mask, kind, lower, upper)
-    return ~_kept(values, bounds).expand_as(mask) & mask.bool()
+
+    def formula(old: Tensor, rollout: Tensor, inside: Tensor) -> tuple[Tensor]:
+        values, bounds = _tested(log_ratio(old, rollout, inside), inside, kind, lower, upper)
+        return (~_kept(values, bounds).expand_as(inside) & inside.bool(),)
+
+    return by_rows(formula, old_log_probs.detach(), rollout_log_probs.detach(), mask)[0]
 
 
 def _tested(
@@ -308,22 +316,30 @@ def off_policy(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -
     """
     if not mask.any():
         return {}
-    logs = log_ratio(old_log_probs, rollout_log_probs, mask).double()
-    trainer, sampler = (-masked_mean(x.detach().double(), mask, dim=-1) for x in (old_log_probs, rollout_log_probs))
-    gap, bounded, sums = trainer - sampler, logs.clamp(-_FAR, _FAR), logs.sum(-1).clamp(-_FAR, _FAR)
-    chi2_token, chi2_seq = _over_tokens((2 * bounded).exp() - 1, mask), _over_rows((2 * sums).exp() - 1)
+
+    def of_rows(old: Tensor, rollout: Tensor, inside: Tensor) -> tuple[Tensor, ...]:
+        logs = log_ratio(old, rollout, inside).double()
+        means = (-masked_mean(one.double(), inside, dim=-1) for one in (old, rollout))
+        tokens = (-logs, logs.expm1() - logs, (2 * logs.clamp(-_FAR, _FAR)).exp() - 1)
+        return *means, logs.sum(-1), *(masked_sum(one, inside, dim=-1) for one in tokens)
+
+    found = by_rows(of_rows, old_log_probs.detach(), rollout_log_probs.detach(), mask)
+    trainer, sampler, logs, *tokens = found
+    count = float(mask.sum())
+    kl, k3, chi2_token = (Statistic(float(one.sum()) / count, count) for one in tokens)
+    gap, sums = trainer - sampler, logs.clamp(-_FAR, _FAR)
     return {
         "training_ppl": _over_rows(trainer.exp()),
         "training_log_ppl": _over_rows(trainer),
         "rollout_ppl": _over_rows(sampler.exp()),
         "rollout_log_ppl": _over_rows(sampler),
-        "kl": _over_tokens(-logs, mask),
-        "k3_kl": _over_tokens(logs.expm1() - logs, mask),
+        "kl": kl,
+        "k3_kl": k3,
         "log_ppl_diff": _over_rows(gap),
         "log_ppl_abs_diff": _over_rows(gap.abs()),
         "log_ppl_diff_max": _largest(gap),
         "log_ppl_diff_min": _smallest(gap),
         "ppl_ratio": _over_rows(gap.exp()),
         "chi2_token": chi2_token,
-        "chi2_seq": chi2_seq,
+        "chi2_seq": _over_rows((2 * sums).exp() - 1),
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec
 
 import torch
@@ -52,6 +52,10 @@ class Surrogate:
         return self.loss * weights
 
 
+Parts = dict[str, Tensor]
+"""What the formula of a policy loss makes: see `Inside.parts`."""
+
+
 class Inside:
     """Inputs of a policy loss, each [B, T] with zeros outside the mask, and the ratio exp(clamp(new − old, ±20)).
 
@@ -69,17 +73,20 @@ class Inside:
         self.log_ratio = self.gap.clamp(-20, 20)
         self.ratio = self.log_ratio.exp()
         self.push = -self.advantages
-        self.steep = torch.ops.aten.hardtanh_backward(self.ratio, self.gap, -20, 20)
-        """∂ρ/∂log π: ρ, or 0 where new − old is clamped."""
         self.chosen = self.inside if chosen is None else chosen
         """[B, T] bool: tokens that were chosen beforehand, among those of all rows."""
+
+    @property
+    def steep(self) -> Tensor:
+        """∂ρ/∂log π: ρ, or 0 where new − old is clamped."""
+        return torch.ops.aten.hardtanh_backward(self.ratio, self.gap, -20, 20)
 
     def two_sided(self, ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
         """PPO's clip: (max(−Aρ, −A·clip(ρ, 1 − low, 1 + high)), where the clipped term is larger: bool), both [B, T]."""
         plain, bounded = self.push * ratio, self.push * ratio.clamp(1 - low, 1 + high)
         return torch.maximum(plain, bounded), bounded > plain
 
-    def surrogate(
+    def parts(
         self,
         loss: Tensor,
         slope: Tensor,
@@ -88,42 +95,42 @@ class Inside:
         lower: Tensor | None = None,
         ratio: Tensor | None = None,
         **metrics: Tensor,
-    ) -> Surrogate:
-        """A `Surrogate` of these parts, False outside the mask; `ratio` defaults to the ratio of each token.
+    ) -> Parts:
+        """What a formula makes: the loss, its slope, where it is clipped (None: nowhere), the ratio (None: each token's), and
+        metrics beside, or in place of, `pg_clipfrac` (clipped), `pg_clipfrac_lower` and `ppo_kl` (−log ρ)."""
+        parts = {"loss": loss, "slope": slope, "ratio": self.ratio if ratio is None else ratio}
+        if clipped is not None:
+            parts["clipped"] = clipped & self.inside
+        if lower is not None:
+            parts["clipped_lower"] = lower & self.inside
+        return parts | ({"ppo_kl": -self.log_ratio} if "ppo_kl" not in metrics else {}) | metrics
 
-        `metrics` stand beside, or in place of, `pg_clipfrac` (clipped), `pg_clipfrac_lower` and `ppo_kl` (−log ρ).
-        """
-        nowhere = torch.zeros_like(self.inside) if clipped is None or lower is None else self.inside
-        high = nowhere if clipped is None else clipped & self.inside
-        low = nowhere if lower is None else lower & self.inside
-        measured = {"pg_clipfrac": high, "pg_clipfrac_lower": low, "ppo_kl": -self.log_ratio, "slope": slope} | metrics
-        return Surrogate(loss, self.ratio if ratio is None else ratio, high, low, metrics=measured)
 
-
-def _whole(formula: Callable[[Inside], Surrogate], *given: Tensor) -> Surrogate:
+def _whole(
+    formula: Callable[[Inside], Parts], *given: Tensor, aggregation: str | None = None, per_row: bool = False
+) -> Surrogate:
     """The `Surrogate` of a formula; `given` are the arguments of `Inside`. The gradient is the log-probs' alone."""
-    made: list[Surrogate] = []
-    places: list[int] = []
+    names: list[str] = []
 
     def tensors(*rows: Tensor) -> list[Tensor]:
-        made[:] = [one] = [formula(Inside(*rows))]
-        every = [one.loss, one.ratio, one.clipped, one.clipped_lower, *one.metrics.values()]
-        once = {id(each): each for each in every}
-        places[:] = [[*once].index(id(each)) for each in every]
-        return [*once.values()]
+        parts = formula(Inside(*rows))
+        names[:] = parts
+        return [*parts.values()]
 
     found = by_rows(tensors, *(one.detach() for one in given))
-    loss, ratio, clipped, lower, *values = (found[place] for place in places)
-    metrics = dict(zip(made[0].metrics, values, strict=True))
-    loss = sloped(loss, metrics.pop("slope"), given[1])
-    if made[0].per_row:  # one number a row: on its first token
+    parts = dict(zip(names, found, strict=True))
+    loss, ratio = sloped(parts.pop("loss"), parts.pop("slope"), given[1]), parts.pop("ratio")
+    if per_row:  # on the row's first token
         first = given[3].bool().byte().argmax(-1, keepdim=True)
         loss = torch.zeros_like(ratio).scatter(1, first, loss)
-    return replace(made[0], loss=loss, ratio=ratio, clipped=clipped, clipped_lower=lower, metrics=metrics)
+    nowhere = torch.zeros((), dtype=torch.bool, device=ratio.device).expand(ratio.shape)
+    clipped, lower = parts.pop("clipped", nowhere), parts.pop("clipped_lower", nowhere)
+    metrics = {"pg_clipfrac": clipped, "pg_clipfrac_lower": lower} | parts
+    return Surrogate(loss, ratio, clipped, lower, aggregation, metrics, per_row)
 
 
 def _policy_loss(
-    formula: Callable[Concatenate[Inside, P], Surrogate],
+    formula: Callable[Concatenate[Inside, P], Parts], aggregation: str | None = None, per_row: bool = False
 ) -> Callable[Concatenate[Tensor, Tensor, Tensor, Tensor, P], Surrogate]:
     """A policy loss from its formula: its arguments are those of `Inside`, then the formula's settings."""
 
@@ -131,7 +138,8 @@ def _policy_loss(
     def loss(
         old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, mask: Tensor, *none: P.args, **settings: P.kwargs
     ) -> Surrogate:
-        return _whole(lambda x: formula(x, *none, **settings), old_log_probs, log_probs, advantages, mask)
+        own, given = functools.partial(formula, **settings), (old_log_probs, log_probs, advantages, mask)
+        return _whole(own, *given, aggregation=aggregation, per_row=per_row)
 
     own = [*inspect.signature(Inside).parameters.values(), *inspect.signature(formula).parameters.values()]
     own = [one for one in own if one.name not in ("x", "chosen")]
@@ -142,7 +150,7 @@ def _policy_loss(
 @_policy_loss
 def ppo_clip(
     x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float = 3.0
-) -> Surrogate:
+) -> Parts:
     """PPO's clipped surrogate with dual clip: max(−Aρ, −A·clip(ρ, 1−low, 1+high)), and for A < 0 at most −A·c.
 
     A is the advantage, ρ = exp(clamp(new − old, ±20)), c = `clip_ratio_c`. All inputs [B, T]; values outside the mask,
@@ -157,11 +165,11 @@ def ppo_clip(
     most = x.advantages.abs() * clip_ratio_c  # of A > 0 the loss is below 0, and so below this
     lower = upper > most
     slope = x.push * x.steep * ~(clipped | lower)
-    return x.surrogate(torch.minimum(upper, most), slope, clipped, lower=lower)
+    return x.parts(torch.minimum(upper, most), slope, clipped, lower=lower)
 
 
 @_policy_loss
-def gspo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> Surrogate:
+def gspo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> Parts:
     """GSPO: PPO's clip on the sequence's ratio s = exp(mean of log ρ over the row), with each token's own gradient.
 
     log s_t = sg(log s) + new − sg(new), at most 10; sg stops the gradient. The paper's ranges are far smaller (3e-4,
@@ -172,11 +180,11 @@ def gspo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2
     ratio = sequence.clamp(max=10).exp()
     loss, clipped = x.two_sided(ratio, clip_ratio_low, clip_ratio_high)
     slope = x.push * (ratio * (sequence <= 10)) * ~clipped
-    return x.surrogate(loss, slope, clipped, ratio=torch.where(x.inside, ratio, 1.0), ppo_kl=-x.gap)
+    return x.parts(loss, slope, clipped, ratio=torch.where(x.inside, ratio, 1.0), ppo_kl=-x.gap)
 
 
-@_policy_loss
-def sapo(x: Inside, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Surrogate:
+@functools.partial(_policy_loss, aggregation="seq-mean-token-mean")
+def sapo(x: Inside, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Parts:
     """SAPO: a sigmoid gate in place of PPO's clip, −A·σ(τ(ρ − 1))·4/τ with τ = `tau_pos` for A > 0, else `tau_neg`.
 
     A is the advantage, ρ the ratio. Aggregated seq-mean-token-mean. Gao et al. 2025, https://arxiv.org/abs/2511.20347.
@@ -186,21 +194,20 @@ def sapo(x: Inside, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Surrogate
     positive = x.advantages.sign().clamp(min=0)
     tau = tau_pos * positive + tau_neg * (1 - positive)
     gate, push = torch.sigmoid(tau * (x.ratio - 1)), 4 * x.push
-    found = x.surrogate(push * gate / tau, push * gate * (1 - gate) * x.steep)
-    return replace(found, aggregation="seq-mean-token-mean")
+    return x.parts(push * gate / tau, push * gate * (1 - gate) * x.steep)
 
 
 @_policy_loss
-def gpg(x: Inside) -> Surrogate:
+def gpg(x: Inside) -> Parts:
     """GPG: −A·log π, the plain policy gradient without ratio or clip. Chu et al. 2025, https://arxiv.org/abs/2504.02546.
 
     Times importance weights it is REINFORCE off-policy, the `reinforce` of verl's bypass mode.
     """
-    return x.surrogate(x.push * x.new, x.push, ppo_kl=-x.gap)
+    return x.parts(x.push * x.new, x.push, ppo_kl=-x.gap)
 
 
 @_policy_loss
-def cispo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> Surrogate:
+def cispo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> Parts:
     """CISPO: −A·sg(clip(ρ, 1 − low, 1 + high))·log π; the weight is clipped, and every token keeps its gradient.
 
     A is the advantage, ρ the ratio; sg stops the gradient. `clipped` marks tokens whose weight was cut. MiniMax 2025,
@@ -208,13 +215,13 @@ def cispo(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.
     """
     weight = x.ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     slope = x.push * weight
-    return x.surrogate(slope * x.new, slope, weight != x.ratio)
+    return x.parts(slope * x.new, slope, weight != x.ratio)
 
 
 @_policy_loss
 def dppo_tv(
     x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float = 3.0
-) -> Surrogate:
+) -> Parts:
     """DPPO, total variation: −A·sg(min(ρ, c))·log π, without tokens whose probability π has already moved too far.
 
     Left out, and marked in `clipped`: tokens of advantage A > 0 with π_new − π_old > `clip_ratio_high`, and the others with
@@ -228,7 +235,7 @@ def dppo_tv(
 @_policy_loss
 def dppo_kl(
     x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float = 3.0
-) -> Surrogate:
+) -> Parts:
     """DPPO, KL: as `dppo_tv`, but the KL in nats between old and new π (sampled token against all others) is limited."""
     p, q = x.old.exp(), x.new.exp()
     divergence = -p * x.gap + (1 - p) * ((1 - p + 1e-8) / (1 - q + 1e-8)).log()
@@ -236,16 +243,16 @@ def dppo_kl(
     return _within(x, up, down, clip_ratio_c)
 
 
-def _within(x: Inside, up: Tensor, down: Tensor, clip_ratio_c: float) -> Surrogate:
+def _within(x: Inside, up: Tensor, down: Tensor, clip_ratio_c: float) -> Parts:
     """Without tokens that have moved too far up with an advantage above 0, or too far down with another."""
     positive = x.advantages > 0
     out = (positive & up) | (~positive & down)
     slope = x.push * x.ratio.clamp(max=clip_ratio_c) * ~out
-    return x.surrogate(slope * x.new, slope, out, lower=(x.ratio > clip_ratio_c) & ~out)
+    return x.parts(slope * x.new, slope, out, lower=(x.ratio > clip_ratio_c) & ~out)
 
 
 @_policy_loss
-def dro(x: Inside, *, dro_beta: float = 0.1) -> Surrogate:
+def dro(x: Inside, *, dro_beta: float = 0.1) -> Parts:
     """DRO's policy loss: a quadratic penalty in place of PPO's clip. Richemond et al. 2024, https://arxiv.org/abs/2405.19107.
 
     −(A·log π − ½β(log π − log π_old)²) with the advantage A and β = `dro_beta`.
@@ -253,11 +260,11 @@ def dro(x: Inside, *, dro_beta: float = 0.1) -> Surrogate:
     if dro_beta <= 0:
         raise ValueError(f"dro_beta must be > 0; found {dro_beta}")
     loss = 0.5 * dro_beta * x.gap.square() + x.push * x.new
-    return x.surrogate(loss, dro_beta * x.gap + x.push, ppo_kl=-x.gap)
+    return x.parts(loss, dro_beta * x.gap + x.push, ppo_kl=-x.gap)
 
 
-@_policy_loss
-def geo_mean(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> Surrogate:
+@functools.partial(_policy_loss, aggregation="seq-mean-token-sum", per_row=True)
+def geo_mean(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2) -> Parts:
     """GMPO: −Ā·(geometric mean of the clipped ratios of a row), with the row's mean advantage Ā.
 
     log ρ is clipped to [−low, high] on the side to which the advantage pulls it. There is one number per row, on its first
@@ -272,7 +279,7 @@ def geo_mean(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float =
     per_row = -(x.advantages.sum(-1, keepdim=True) / lengths) * ratio
     moves = sign.abs() * (free <= bound) * x.steep.sign()
     outside = x.log_ratio != bounded
-    found = x.surrogate(
+    return x.parts(
         per_row,
         per_row / lengths * moves,
         outside & (x.advantages > 0),
@@ -280,7 +287,6 @@ def geo_mean(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float =
         ratio=torch.where(x.inside, ratio, 1.0),
         ppo_kl=-x.gap,
     )
-    return replace(found, aggregation="seq-mean-token-sum", per_row=True)
 
 
 def _covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Callable[[Inside], Tensor]:
@@ -325,11 +331,11 @@ def clip_cov(
     number = min(max(int(clip_cov_ratio * float(mask.sum())), 1), len(candidates))
     drawn = candidates[torch.randperm(len(candidates))[:number].to(candidates.device)]
 
-    def formula(x: Inside) -> Surrogate:
+    def formula(x: Inside) -> Parts:
         loss, clipped = x.two_sided(x.ratio, clip_ratio_low, clip_ratio_high)
         either = clipped | x.chosen
         slope = x.push * x.steep * ~either
-        return x.surrogate(
+        return x.parts(
             loss * ~x.chosen, slope, either, pg_clipfrac=x.chosen, ppo_clipfrac=clipped & x.inside, ppo_kl=-x.gap
         )
 
@@ -360,12 +366,12 @@ def kl_cov(
     number = max(1, int(float(mask.sum()) * kl_cov_ratio)) if bool(mask.any()) else 0
     ranks = by_rows(ranked, old_log_probs, log_probs.detach(), advantages, mask)[0]
 
-    def formula(x: Inside) -> Surrogate:
+    def formula(x: Inside) -> Parts:
         held = ppo_kl_coef * x.chosen
         loss = held * x.log_ratio.abs() + x.push * x.ratio
         slope = held * x.gap.sign() * x.steep.sign() + x.push * x.steep
         none = torch.zeros_like(x.inside)
-        return x.surrogate(loss, slope, x.chosen, pg_clipfrac=none, kl_cov_frac=x.chosen, ppo_kl=x.gap.abs())
+        return x.parts(loss, slope, x.chosen, pg_clipfrac=none, kl_cov_frac=x.chosen, ppo_kl=x.gap.abs())
 
     highest = ranks.flatten().topk(number).indices
     return _whole(formula, old_log_probs, log_probs, advantages, mask, _marked(highest, mask))

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.functional.blocks import by_rows, kept
+from workbench.functional.blocks import ELEMENTS, by_rows, kept
 
 _EPS = 1e-8
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of x where the mask is 1, over `dim` (None: over all)."""
-    if x.dim() == 2 and x.shape == mask.shape and dim in (None, -1, 1):
+    if x.numel() > ELEMENTS and x.dim() == 2 and x.shape == mask.shape and dim in (None, -1, 1):
         per_row = _RowSums.apply(x, mask)
         return per_row.sum() if dim is None else per_row
     weighted = _weighted(x, mask)
