@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -129,9 +132,16 @@ def unless(given_up: Callable[[], bool]) -> Iterator[None]:
         _here.given_up = before
 
 
+@functools.cache
+def _steps() -> ThreadPoolExecutor:
+    # one thread for all steps: malloc keeps for each thread what it freed, a step's activations for every one of a pool
+    return ThreadPoolExecutor(1, thread_name_prefix="workbench-steps")
+
+
 def _in_thread(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
     teams.release()
-    return asyncio.ensure_future(asyncio.to_thread(teams.releasing(function), *args))
+    work = functools.partial(contextvars.copy_context().run, teams.releasing(function), *args)
+    return asyncio.get_running_loop().run_in_executor(_steps(), work)
 
 
 async def beside(function: Callable[..., T], *args: Any) -> T:
