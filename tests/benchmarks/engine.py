@@ -94,7 +94,9 @@ def model_of(size: Size | None) -> Path:
     if not (folder / "config.json").is_file():
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(tiny)
         config.update({"hidden_size": size.hidden, "num_hidden_layers": size.layers, "vocab_size": size.vocab})
@@ -184,10 +186,13 @@ class Side:
         return self.heard()
 
     def end(self) -> None:
-        """Wait for its end."""
+        """End it: without a parent's word it stops by itself, and where a step hangs it is killed."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=60)
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
         self._log.close()
 
 
@@ -212,24 +217,27 @@ def measure(name: str, shape: Shape, sides: dict[str, Path], options: argparse.N
     job |= {"lr": 1e-5, "site": str(trl_env.FOLDER), "folder": str(BUILD / "trl-output")}
     found: dict[str, Measured] = {}
     running: list[Side] = []
-    for side, root in sides.items():  # one after the other: the start of one is no load on another's steps
-        running.append(Side(side, root, job, options.threads))
-        first = running[-1].heard()
-        found[side] = Measured(first["held"])
-        if name == options.shapes[0]:
-            print(f"{side}: {first['what']}", flush=True)
-            if "switches" in first:
-                print("  " + ", ".join(f"{key}={value}" for key, value in first["switches"].items()))
-    steps = min(options.steps, shape.steps or options.steps)
-    for turn in range(options.warm + steps):
-        for side in running if turn % 2 else reversed(running):
-            took = side.step()
-            if turn >= options.warm:
-                found[side.name].steps.append(took)
-    for side in running:
-        side.tell("end")
-        found[side.name].peak = side.heard()["peak"]
-        side.end()
+    try:
+        for side, root in sides.items():  # one after the other: the start of one is no load on another's steps
+            running.append(Side(side, root, job, options.threads))
+            first = running[-1].heard()
+            found[side] = Measured(first["held"])
+            if name == options.shapes[0]:
+                print(f"{side}: {first['what']}", flush=True)
+                if "switches" in first:
+                    print("  " + ", ".join(f"{key}={value}" for key, value in first["switches"].items()))
+        steps = min(options.steps, shape.steps or options.steps)
+        for turn in range(options.warm + steps):
+            for side in running if turn % 2 else reversed(running):
+                took = side.step()
+                if turn >= options.warm:
+                    found[side.name].steps.append(took)
+        for side in running:
+            side.tell("end")
+            found[side.name].peak = side.heard()["peak"]
+    finally:
+        for side in running:
+            side.end()
     return found
 
 

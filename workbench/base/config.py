@@ -135,7 +135,8 @@ class Settings:
 
         Raises `SettingError` for an unknown name, and for a value that is not of the setting's type.
         """
-        hints, names = _hints(cls), cls.field_names()
+        names: tuple[str, ...] = cls.field_names()
+        hints = _hints(cls)  # type: ignore[arg-type] # mypy does not take a class for hashable
         for name in parameters:
             if name not in names:
                 raise SettingError(unknown(f"setting of {cls.__name__}", name, names))
