@@ -12,7 +12,6 @@ from workbench.base import memory
 from workbench.base.errors import OutOfMemory
 from workbench.base.memory import gib
 from workbench.dataproto.core import DataProto
-from workbench.engines.local_engine.scoring import halves
 from workbench.engines.settings import LocalSettings
 
 LOGITS = 1 << 26
