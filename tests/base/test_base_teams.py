@@ -1,12 +1,13 @@
 """OpenMP teams: one at a time in a process, whoever computes."""
 
+import asyncio
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from workbench.base import teams
+from workbench.base import runtime, teams
 
 _COUNT = """
     import os, sys, threading
@@ -111,4 +112,18 @@ def test_who_waits_for_its_turn_can_be_interrupted():
 
 def test_work_inside_work_does_not_wait_for_itself():
     with teams.alone(), teams.alone():
+        pass
+
+
+def test_work_may_wait_for_the_work_of_another_thread():
+    async def elsewhere() -> int:
+        def other() -> int:
+            with teams.alone():
+                return 7
+
+        return await asyncio.to_thread(other)
+
+    with teams.alone():
+        assert runtime.run(elsewhere()) == 7
+    with teams.alone():  # and the turn is taken again and given back
         pass

@@ -55,15 +55,15 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     if threading.current_thread().name == "workbench-loop":
         work.close()
         raise RuntimeError("runtime.run was called on the background loop itself; await the coroutine instead")
-    teams.release()
-    future = asyncio.run_coroutine_threadsafe(_releasing(work), loop())
-    try:
-        return future.result()
-    except KeyboardInterrupt:
-        with interrupting():
-            future.cancel()
-            _settle()
-        raise
+    with teams.waiting():
+        future = asyncio.run_coroutine_threadsafe(_releasing(work), loop())
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            with interrupting():
+                future.cancel()
+                _settle()
+            raise
 
 
 async def _releasing(work: Coroutine[Any, Any, T]) -> T:

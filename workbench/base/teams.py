@@ -18,8 +18,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _SOFT = 1
-_LONGEST = 60.0
 _working = threading.RLock()
+
+
+def _works() -> bool:
+    """Whether this thread works `alone`. The lock itself knows, wherever an interrupt came between two lines here."""
+    return _working._is_owned()  # type: ignore[attr-defined,no-any-return]
 
 
 @lru_cache(maxsize=1)
@@ -51,19 +55,32 @@ def releasing(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def alone(check: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Context manager around an engine's work on the CPU: one thread of the process works at a time, with the only team.
+    """Context manager around an engine's work: one thread of the process works at a time, with the only team.
 
-    While another thread works, `check` is called every tenth of a second and may raise. After a minute the work begins
-    beside the other's: that is slow, and a lock that is held by whoever waits for this thread must not stop it.
+    While another thread works, `check` is called every tenth of a second and may raise. Work inside work does not wait.
     """
-    got, waits = False, int(_LONGEST / 0.1)
-    while not got and waits:
-        got, waits = _working.acquire(timeout=0.1), waits - 1
-        if not got:
-            check()
+    if _works():
+        yield
+        return
     try:
+        while not _working.acquire(timeout=0.1):
+            check()
         yield
     finally:
         release()
-        if got:
+        while _works():
             _working.release()
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Context manager around a wait for another thread: its work may be done inside, also where this thread works `alone`."""
+    release()
+    worked = _works()
+    while _works():
+        _working.release()
+    try:
+        yield
+    finally:
+        if worked:
+            _working.acquire()

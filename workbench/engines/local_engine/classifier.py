@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ class LocalClassifier:
         rows = [self.tokenizer.encode(text) for text in wave.questions]
         wrong = [refusal(len(ids), self.max_length) for ids in rows]  # a text that is too long fails alone
         fit = [ids for ids, error in zip(rows, wrong, strict=True) if error is None]
-        with teams.alone(runtime.check) if self._model.device.type == "cpu" else nullcontext():
+        with teams.alone(runtime.check):
             values = iter(self._forward(fit) if fit else ())
         for place, (ids, error) in enumerate(zip(rows, wrong, strict=True)):
             wave.finish(place, error or Classified(next(values), len(ids)))

@@ -178,11 +178,11 @@ class FrozenModel:
 
 
 def _in_turn(method: Callable[Concatenate[LocalEngine, P], T]) -> Callable[Concatenate[LocalEngine, P], T]:
-    """A method that computes: on the CPU one thread at a time does, whatever engine it belongs to (`teams.alone`)."""
+    """A method that computes: one thread of the process does at a time, of whatever engine (`teams.alone`)."""
 
     @functools.wraps(method)
     def turn(self: LocalEngine, *args: P.args, **named: P.kwargs) -> T:
-        with teams.alone(runtime.check) if self._model.device.type == "cpu" else nullcontext():
+        with teams.alone(runtime.check):
             return method(self, *args, **named)
 
     return turn
