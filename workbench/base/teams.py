@@ -23,7 +23,7 @@ _working = threading.RLock()
 
 def _works() -> bool:
     """Whether this thread works `alone`. The lock itself knows, wherever an interrupt came between two lines here."""
-    return _working._is_owned()  # type: ignore[attr-defined,no-any-return]
+    return _working._is_owned()  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1)
