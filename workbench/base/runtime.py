@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from workbench.base import teams
 from workbench.base.errors import Interrupted
 
 Q = TypeVar("Q")
 T = TypeVar("T")
+P = ParamSpec("P")
 PATIENCE = 4.0
 """Seconds that an interrupt waits for work to stop: the prompt is back within five."""
 
@@ -118,6 +119,17 @@ def check() -> None:
     given_up: Callable[[], bool] | None = getattr(_here, "given_up", None)
     if _stop.is_set() or (given_up is not None and given_up()):
         raise Interrupted("the work was interrupted; everything finished before is kept")
+
+
+def in_turn(method: Callable[P, T]) -> Callable[P, T]:
+    """A method of an engine that computes: one thread of the process does at a time (`teams.alone`), until an interrupt."""
+
+    @functools.wraps(method)
+    def turn(*args: P.args, **named: P.kwargs) -> T:
+        with teams.alone(check):
+            return method(*args, **named)
+
+    return turn
 
 
 @contextmanager

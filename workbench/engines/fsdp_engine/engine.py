@@ -21,11 +21,12 @@ from workbench.base.errors import CheckpointError, EngineError, NonFinite, Worke
 from workbench.base.metrics import Mean, join
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.group import Group, ShardedSnapshot, local_group, shared_out
-from workbench.engines.local_engine.engine import FrozenModel, ModelEngine, new_id
+from workbench.engines.local_engine.engine import FrozenModel, ModelEngine
 from workbench.engines.local_engine.learning import INFINITE_LOSS, INFINITE_NORM
 from workbench.engines.local_engine.loading import load_model, load_tokenizer, resolve
 from workbench.engines.local_engine.memory import learning_estimate
 from workbench.engines.local_engine.scoring import check_ids
+from workbench.engines.local_engine.snapshots import new_id
 from workbench.engines.local_engine.states import read_record
 from workbench.engines.protocol import Loss, LossCounts, StepResult
 from workbench.engines.settings import FsdpSettings

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from workbench.base import runtime, teams
+from workbench.base import runtime
 from workbench.base.config import require
 from workbench.base.errors import EngineError, boundary
 from workbench.engines.local_engine.loading import chosen_device, pretrained, resolve
@@ -42,11 +42,11 @@ class LocalClassifier:
         rows = [self.tokenizer.encode(text) for text in wave.questions]
         wrong = [refusal(len(ids), self.max_length) for ids in rows]  # a text that is too long fails alone
         fit = [ids for ids, error in zip(rows, wrong, strict=True) if error is None]
-        with teams.alone(runtime.check):
-            values = iter(self._forward(fit) if fit else ())
+        values = iter(self._forward(fit) if fit else ())
         for place, (ids, error) in enumerate(zip(rows, wrong, strict=True)):
             wave.finish(place, error or Classified(next(values), len(ids)))
 
+    @runtime.in_turn
     @torch.inference_mode()
     def _forward(self, rows: list[list[int]]) -> list[float]:
         runtime.check()

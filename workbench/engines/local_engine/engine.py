@@ -5,18 +5,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import uuid
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
-from workbench.base import runtime, teams
+from workbench.base import runtime
 from workbench.base.errors import EngineError, NonFinite
 from workbench.base.memory import share_arena
 from workbench.base.metrics import Mean
@@ -30,21 +27,12 @@ from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, ba
 from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
 from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, unchecked
-from workbench.engines.local_engine.snapshots import Files, Learned, LocalSnapshot, hold, rng_of, set_rng
+from workbench.engines.local_engine.snapshots import Files, Learned, Rewinding, new_id, rng_of
 from workbench.engines.local_engine.states import read_optimizer, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, SampleMany, StepResult
 from workbench.engines.settings import LocalSettings
 
 _KINDS = ("log_probs", "entropy", "sum_pi_squared", "values")
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def new_id() -> str:
-    """A unique name for a state of the weights: twelve hex digits."""
-    return uuid.uuid4().hex[:12]
 
 
 class ModelEngine:
@@ -177,18 +165,7 @@ class FrozenModel:
         return f"FrozenModel({self._engine!r})"
 
 
-def _in_turn(method: Callable[Concatenate[LocalEngine, P], T]) -> Callable[Concatenate[LocalEngine, P], T]:
-    """A method that computes: one thread of the process does at a time, of whatever engine (`teams.alone`)."""
-
-    @functools.wraps(method)
-    def turn(self: LocalEngine, *args: P.args, **named: P.kwargs) -> T:
-        with teams.alone(runtime.check):
-            return method(self, *args, **named)
-
-    return turn
-
-
-class LocalEngine(ModelEngine, SampleMany):
+class LocalEngine(ModelEngine, Rewinding, SampleMany):
     """Samples, scores and trains one transformers model in this process, on the CPU or one GPU; made by `local`.
 
     It is a `Sampler`, a `LogProbModel` and a `Learner` of `engines.protocol`.
@@ -209,12 +186,6 @@ class LocalEngine(ModelEngine, SampleMany):
         self._head = head
         self.selfcheck = checked or self.selfcheck
         self._optimizer: Optimizer | None = None
-        self._files = Files(())
-        """The files that the weights were loaded from."""
-        self._last: weakref.ref[LocalSnapshot] | None = None
-        """The last snapshot, as long as it is kept: tensors that have not changed since are not copied."""
-        self._since: list[Learned] | None = None
-        """Updates since it, where they are recorded."""
         self._waves = Waves(self._decode, settings.max_wave, "workbench-sampler")
         self._eos = loading.eos_ids_of(model.generation_config, model.config.get_text_config(), model.config, tokenizer)
         if settings.gradient_checkpointing:
@@ -234,7 +205,7 @@ class LocalEngine(ModelEngine, SampleMany):
         loading.check_length(self._model, len(request.ids) + request.settings.max_tokens)
         return await self._waves.ask(request)
 
-    @_in_turn
+    @runtime.in_turn
     def _decode(self, wave: Wave[Request, Sample]) -> None:
         shape = f"{len(wave.questions)} rows of {max(len(request.ids) for request in wave.questions)} prompt tokens"
         self._model.eval()
@@ -247,7 +218,7 @@ class LocalEngine(ModelEngine, SampleMany):
 
     # --- LogProbModel -----------------------------------------------------------------------
 
-    @_in_turn
+    @runtime.in_turn
     def _scored(
         self, batch: DataProto, want: Sequence[str], temperature: float, base: bool = False
     ) -> dict[str, torch.Tensor]:
@@ -259,7 +230,7 @@ class LocalEngine(ModelEngine, SampleMany):
             packed = self._packed
             return scoring.collect(self._passes(batch, packed), self._outputs(want, temperature, packed), batch, want)
 
-    @_in_turn
+    @runtime.in_turn
     def full_kl(self, batch: DataProto, reference: FrozenModel, temperature: float = 1.0) -> torch.Tensor:
         """[B, T] exact KL(policy‖reference) per response token, in nats, over the whole vocabulary: two forward passes."""
         scoring.check_ids(self._model, batch)
@@ -284,14 +255,12 @@ class LocalEngine(ModelEngine, SampleMany):
 
     # --- Learner ----------------------------------------------------------------------------
 
-    @_in_turn
+    @runtime.in_turn
     def learn(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0) -> StepResult:
         """Take one optimizer step on one mini-batch. Raises `NonFinite`, weights unchanged, for a NaN or infinite loss."""
         optimizer = self._ready(batch)
         optimizer.zero()  # an interrupt may have left gradients of a step that was not taken
-        if self._last is None or self._last() is None:
-            self._since = None  # nobody can go back to where the recorded updates begin
-        rng = rng_of(self._model.device) if self._since is not None else ()
+        rng = rng_of(self._model.device) if self._recording() else ()
         learned = self._backward(batch, loss, loss_counts, temperature)
         norm, lr = optimizer.clip(), optimizer.lr
         if not math.isfinite(norm):
@@ -305,7 +274,7 @@ class LocalEngine(ModelEngine, SampleMany):
             self._since.append(Learned(batch, loss, loss_counts, temperature, rng))
         return StepResult({**learned.metrics, "grad_norm": Mean(norm), "lr": Mean(lr)}, learned.columns)
 
-    @_in_turn
+    @runtime.in_turn
     def probe(
         self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0, per_row: bool = False
     ) -> StepResult:
@@ -343,10 +312,6 @@ class LocalEngine(ModelEngine, SampleMany):
             self._optimizer = Optimizer(self._parameters(), self._settings)
         return self._optimizer
 
-    @property
-    def _steps(self) -> int:
-        return self._optimizer.steps if self._optimizer is not None else 0
-
     def _moments(self) -> dict[str, torch.Tensor]:
         return self._optimizer.tensors() if self._optimizer is not None else {}
 
@@ -357,7 +322,7 @@ class LocalEngine(ModelEngine, SampleMany):
             named |= {f"value_head.{name}": p for name, p in self._head.named_parameters()}
         return named
 
-    @_in_turn
+    @runtime.in_turn
     def gradient(
         self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
@@ -421,74 +386,6 @@ class LocalEngine(ModelEngine, SampleMany):
             tensor.copy_(weights[name])
         self._optimizer = self._last = self._since = None
         self.version, self.state_id = version, new_id()
-
-    def snapshot(self, kind: str = "memory", folder: str | Path | None = None) -> LocalSnapshot:
-        """Return the present weights, optimizer, schedule and version, for `restore`: what the model's files or the last kept
-        snapshot have is not copied.
-
-        `kind` says where the rest goes: `memory`, `disk` (a file in `folder`), or `replay`: only the updates since the last
-        snapshot are kept, and `restore` does them again; the first such snapshot is one in memory, or with `folder` on disk.
-        """
-        last = self._last() if self._last is not None else None
-        known: dict[str, Any] = {"version": self.version, "state_id": self.state_id, "steps": self._steps}
-        if kind == "replay" and last is not None and self._since is not None:
-            made = LocalSnapshot({}, since=last, updates=self._since, **known)
-        else:
-            held = last.held if last is not None else {}
-            disk = kind == "disk" or (kind == "replay" and folder is not None)
-            made = LocalSnapshot(hold(self._state(), held, self._files, folder, disk), **known)
-        self._keep_up(made, recording=kind == "replay")
-        return made
-
-    def restore(self, snapshot: LocalSnapshot) -> None:
-        """Restore weights, optimizer, schedule and version of a snapshot, bit for bit; one tensor at a time is read of a file.
-
-        Raises `EngineError`, with nothing changed, where a file that has weights of it was written to since.
-        """
-        snapshot.check(self._weights())
-        recording = self._since is not None
-        self.state_id, self._last = new_id(), None  # half-way there is no state that anybody knows
-        if snapshot.since is None:
-            self._fill(snapshot)
-        else:
-            self.restore(snapshot.since)
-            for one in snapshot.updates:
-                with torch.random.fork_rng([self._model.device] if len(one.rng) > 1 else []):
-                    set_rng(one.rng, self._model.device)
-                    self.learn(one.batch, one.loss, one.loss_counts, one.temperature)
-        self.version, self.state_id = snapshot.version, snapshot.state_id
-        self._keep_up(snapshot, recording)
-
-    @torch.no_grad()
-    def _fill(self, snapshot: LocalSnapshot) -> None:
-        mine = self._weights()
-        self._optimizer = None  # its moments go before those of the snapshot come
-        for name, tensor in snapshot.part("weights").items():
-            mine[name].copy_(tensor)
-        if snapshot.steps:
-            self._ready().load(snapshot.part("optimizer"), snapshot.steps)
-
-    def _state(self) -> dict[str, torch.Tensor]:
-        """Weights and moments as they are, no copies, by the keys of a snapshot."""
-        named = {f"weights/{name}": tensor for name, tensor in self._weights().items()}
-        return named | {f"optimizer/{name}": tensor for name, tensor in self._moments().items()}
-
-    def _keep_up(self, snapshot: LocalSnapshot, recording: bool) -> None:
-        """The engine is in the state of this snapshot; `recording`: updates from here on are kept as long as it is."""
-        self._last, self._since = weakref.ref(snapshot), [] if recording else None
-
-    def snapshot_bytes(self, kind: str = "memory") -> int:
-        """Bytes of memory that a snapshot takes: of weights and moments, those that the model's files have left out."""
-        recorded = self._since is not None and self._last is not None and self._last() is not None
-        if kind == "disk" or (kind == "replay" and recorded):
-            return 0
-        state = self._state()
-        sizes = {tensor.data_ptr(): tensor.nbytes for tensor in state.values()}
-        if self._untouched():
-            for key, tensor in state.items():
-                if self._files.shape(key.removeprefix("weights/")) == tensor.shape:
-                    sizes.pop(tensor.data_ptr(), None)
-        return sum(sizes.values())
 
     def _write(self, path: Path, merged: bool) -> None:
         loading.save_model(self._model, None if merged else self._head, self.tokenizer, path, merged=merged)

@@ -10,7 +10,9 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,11 @@ from workbench.engines.weights import DTYPES, write_to
 _LOOK = 4096
 """Elements that are compared before a whole tensor is read from a file."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def new_id() -> str:
+    """A unique name for a state of the weights: twelve hex digits."""
+    return uuid.uuid4().hex[:12]
 
 
 class Files:
@@ -273,3 +280,101 @@ def hold(
 
 def _has(one: Held, tensor: torch.Tensor) -> bool:
     return _same(one, tensor) if isinstance(one, torch.Tensor) else one.same(tensor)
+
+
+class Rewinding:
+    """Base class of `LocalEngine`: its snapshots."""
+
+    version: int
+    state_id: str
+    learn: Callable[..., Any]
+    _model: Any
+    _optimizer: Any
+    _ready: Callable[[], Any]
+    _weights: Callable[[], dict[str, torch.Tensor]]
+    _moments: Callable[[], dict[str, torch.Tensor]]
+    _untouched: Callable[[], bool]
+
+    _files = Files(())
+    """The files that the weights were loaded from."""
+    _last: weakref.ref[LocalSnapshot] | None = None
+    """The last snapshot, as long as it is kept: tensors that have not changed since are not copied."""
+    _since: list[Learned] | None = None
+    """Updates since it, where they are recorded."""
+
+    @property
+    def _steps(self) -> int:
+        return int(self._optimizer.steps) if self._optimizer is not None else 0
+
+    def _recording(self) -> bool:
+        """Whether updates are recorded: as long as somebody can go back to where they begin."""
+        if self._last is None or self._last() is None:
+            self._since = None
+        return self._since is not None
+
+    def snapshot(self, kind: str = "memory", folder: str | Path | None = None) -> LocalSnapshot:
+        """Return the present weights, optimizer, schedule and version, for `restore`: what the model's files or the last kept
+        snapshot have is not copied.
+
+        `kind` says where the rest goes: `memory`, `disk` (a file in `folder`), or `replay`: only the updates since the last
+        snapshot are kept, and `restore` does them again; the first such snapshot is one in memory, or with `folder` on disk.
+        """
+        last = self._last() if self._last is not None else None
+        known: dict[str, Any] = {"version": self.version, "state_id": self.state_id, "steps": self._steps}
+        if kind == "replay" and last is not None and self._since is not None:
+            made = LocalSnapshot({}, since=last, updates=self._since, **known)
+        else:
+            held = last.held if last is not None else {}
+            disk = kind == "disk" or (kind == "replay" and folder is not None)
+            made = LocalSnapshot(hold(self._state(), held, self._files, folder, disk), **known)
+        self._keep_up(made, recording=kind == "replay")
+        return made
+
+    def restore(self, snapshot: LocalSnapshot) -> None:
+        """Restore weights, optimizer, schedule and version of a snapshot, bit for bit; one tensor at a time is read of a file.
+
+        Raises `EngineError`, with nothing changed, where a file that has weights of it was written to since.
+        """
+        snapshot.check(self._weights())
+        recording = self._since is not None
+        self.state_id, self._last = new_id(), None  # half-way there is no state that anybody knows
+        if snapshot.since is None:
+            self._fill(snapshot)
+        else:
+            self.restore(snapshot.since)
+            for one in snapshot.updates:
+                with torch.random.fork_rng([self._model.device] if len(one.rng) > 1 else []):
+                    set_rng(one.rng, self._model.device)
+                    self.learn(one.batch, one.loss, one.loss_counts, one.temperature)
+        self.version, self.state_id = snapshot.version, snapshot.state_id
+        self._keep_up(snapshot, recording)
+
+    @torch.no_grad()
+    def _fill(self, snapshot: LocalSnapshot) -> None:
+        mine = self._weights()
+        self._optimizer = None  # its moments go before those of the snapshot come
+        for name, tensor in snapshot.part("weights").items():
+            mine[name].copy_(tensor)
+        if snapshot.steps:
+            self._ready().load(snapshot.part("optimizer"), snapshot.steps)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Weights and moments as they are, no copies, by the keys of a snapshot."""
+        named = {f"weights/{name}": tensor for name, tensor in self._weights().items()}
+        return named | {f"optimizer/{name}": tensor for name, tensor in self._moments().items()}
+
+    def _keep_up(self, snapshot: LocalSnapshot, recording: bool) -> None:
+        """The engine is in the state of this snapshot; `recording`: updates from here on are kept as long as it is."""
+        self._last, self._since = weakref.ref(snapshot), [] if recording else None
+
+    def snapshot_bytes(self, kind: str = "memory") -> int:
+        """Bytes of memory that a snapshot takes: of weights and moments, those that the model's files have left out."""
+        if kind == "disk" or (kind == "replay" and self._recording()):
+            return 0
+        state = self._state()
+        sizes = {tensor.data_ptr(): tensor.nbytes for tensor in state.values()}
+        if self._untouched():
+            for key, tensor in state.items():
+                if self._files.shape(key.removeprefix("weights/")) == tensor.shape:
+                    sizes.pop(tensor.data_ptr(), None)
+        return sum(sizes.values())
