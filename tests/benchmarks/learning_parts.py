@@ -67,7 +67,7 @@ def head(rows: int, vocabulary: int, hidden: int) -> None:
     def chunks() -> None:
         logits_in_chunks(Head(layer), states, labels, ("log_probs",), 1.0)["log_probs"].sum().backward()
 
-    print(f"head, {rows} tokens, V = {vocabulary}, H = {hidden}: {in_turn(3, function=one, chunks=chunks)}")
+    print(f"head, {rows} tokens, V = {vocabulary}, H = {hidden}: {in_turn(1, function=one, chunks=chunks)}")
 
 
 def adamw(parameters: int) -> None:

@@ -59,8 +59,9 @@ class Layer:
         if groups > 1 and not grouped:
             key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
         if self.plain:
-            shared = {"scale": self.scaling, "is_causal": causal, "enable_gqa": groups > 1 and grouped}
-            return functional.scaled_dot_product_attention(query, key, value, seen, **shared)
+            return functional.scaled_dot_product_attention(
+                query, key, value, seen, is_causal=causal, scale=self.scaling, enable_gqa=groups > 1 and grouped
+            )
         scores = query @ key.transpose(-1, -2) * self.scaling
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)

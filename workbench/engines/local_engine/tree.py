@@ -227,13 +227,13 @@ class TreePlan:
             sizes = np.array([(len(queries), len(keys)) for queries, keys in units])
             padded = [np.zeros((len(units), most), dtype=np.int64) for most in sizes.max(0).tolist()]
             for number, unit in enumerate(units):
-                for there, one in zip(padded, unit, strict=True):
-                    there[number, : len(one)] = one
+                for there, numbers in zip(padded, unit, strict=True):
+                    there[number, : len(numbers)] = numbers
                 back[unit[0]] = start + number * padded[0].shape[1] + np.arange(len(unit[0]))
             start += padded[0].size
             causal = len(units[0][0]) == len(units[0][1])
-            placed = [torch.from_numpy(one).to(device) for one in (*padded, sizes)]
-            self._blocks.append(_Block(*placed, causal))
+            queries, keys, real = (torch.from_numpy(each).to(device) for each in (*padded, sizes))
+            self._blocks.append(_Block(queries, keys, real, causal))
         self._back = torch.from_numpy(back).to(device)
 
     def attend(self, layer: Layer) -> Tensor:
@@ -242,11 +242,13 @@ class TreePlan:
         window = layer.window if layer.window is not None and layer.window < self._longest else None
         found = []
         for block in self._blocks:
-            given = [query[block.queries], key[block.keys], value[block.keys]]
+            q, k, v = (
+                one[places].transpose(1, 2)
+                for one, places in ((query, block.queries), (key, block.keys), (value, block.keys))
+            )
             causal = block.causal and window is None and layer.plain
             seen = None if causal else self._seen(block, window, query.dtype if layer.plain else torch.bool)
-            one = layer.attend(*(each.transpose(1, 2) for each in given), seen, causal=causal)
-            found.append(one.transpose(1, 2).flatten(0, 1))
+            found.append(layer.attend(q, k, v, seen, causal=causal).transpose(1, 2).flatten(0, 1))
         return torch.cat(found)[self._back].transpose(0, 1)[None]
 
     def _seen(self, block: _Block, window: int | None, kind: torch.dtype) -> Tensor:
