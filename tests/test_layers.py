@@ -211,7 +211,18 @@ def test_base_has_no_tensors_and_child_programs_start_bare() -> None:
 
 
 def test_functional_imports_torch_alone() -> None:
-    plain = {"torch", "dataclasses", "__future__", "math", "collections", "functools", "heapq", "inspect", "typing"}
+    plain = {
+        "torch",
+        "dataclasses",
+        "__future__",
+        "math",
+        "collections",
+        "functools",
+        "heapq",
+        "inspect",
+        "mmap",
+        "typing",
+    }
     for path in (PACKAGE / "functional").glob("*.py"):
         for module, line in imports(ast.parse(path.read_text()), set()):
             own = module.startswith("workbench.functional")

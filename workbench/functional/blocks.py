@@ -25,12 +25,8 @@ def by_rows(formula: Callable[..., Sequence[Tensor]], *given: Tensor, elements: 
     It gets everything at once where that is little, on a GPU, where the rows are not the same number, and where a gradient flows: autograd
     keeps what is on the way. The results are the same.
     """
-    number = max([one.numel() for one in given])
-    if number <= elements:
-        return formula(*given)
-    rows = given[0].shape[:1]
-    wanted = torch.is_grad_enabled() and any(one.requires_grad for one in given)
-    if wanted or not all(one.shape[:1] == rows and one.dim() > 1 and not one.is_cuda for one in given):
+    number, rows = max([one.numel() for one in given]), given[0].shape[:1]
+    if number <= elements or not all(_can_be_cut(one, rows) for one in given):
         return formula(*given)
     step = max(1, elements * rows.numel() // number)
     whole: list[Tensor] = []
@@ -40,6 +36,11 @@ def by_rows(formula: Callable[..., Sequence[Tensor]], *given: Tensor, elements: 
         for target, one in zip(whole, made, strict=True):
             target[at : at + step] = one
     return whole
+
+
+def _can_be_cut(one: Tensor, rows: torch.Size) -> bool:
+    flows = one.requires_grad and torch.is_grad_enabled()
+    return one.shape[:1] == rows and one.dim() > 1 and not one.is_cuda and not flows
 
 
 def _empty(like: Tensor, shape: Sequence[int]) -> Tensor:
