@@ -18,7 +18,6 @@ from workbench.base.errors import EngineError, NonFinite
 from workbench.base.memory import share_arena
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
-from workbench.datasets import rendering
 from workbench.engines.local_engine import loading, lora, scoring
 from workbench.engines.local_engine.caches import OWN_CACHE, cache_of, paths_of
 from workbench.engines.local_engine.decode import casts_kept, decode
@@ -485,7 +484,6 @@ def local(
     folder = loading.resolve(path)
     model = loading.load_model(folder, chosen, named=str(path))
     tokenizer = loading.load_tokenizer(folder, model, chosen)
-    rendering.prepare(tokenizer)  # the first step does not wait for its imports
     engine = LocalEngine(model, tokenizer, chosen, path=str(path), **(template_switches or {}))
     engine._files = Files.of_model(folder)
     if chosen.self_check:

@@ -13,9 +13,8 @@ from workbench.base.errors import OutOfMemory
 from workbench.base.memory import gib
 from workbench.dataproto.core import DataProto
 from workbench.engines.settings import LocalSettings
+from workbench.functional.logprobs import CHUNK_BYTES
 
-LOGITS = 1 << 26
-"""Bytes of the logits that exist at a time."""
 _ADVICE = "lower micro_batch_tokens, switch on gradient_checkpointing, or take a smaller model"
 
 
@@ -42,7 +41,7 @@ def learning_estimate(model: Any, settings: LocalSettings, tokens: int | None = 
     layer = 5 * hidden + (3 * heads + 2 * (getattr(one, "num_key_value_heads", None) or heads)) * each + 4 * inner
     size = 2 if settings.half(model.device.type) else next(model.parameters()).element_size()
     kept = (layers * hidden + layer) if settings.gradient_checkpointing else layers * layer
-    logits = min(4 * one.vocab_size * budget, LOGITS)
+    logits = min(4 * one.vocab_size * budget, CHUNK_BYTES)
     return {"gradients": trained, "optimizer": 2 * trained, "activations": kept * size * budget, "logits": 3 * logits}
 
 
