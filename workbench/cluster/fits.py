@@ -19,10 +19,11 @@ from workbench.base.memory import gib
 from workbench.base.shown import Shown
 from workbench.cluster.pools import Node
 from workbench.engines.local_engine.loading import resolve
+from workbench.functional.logprobs import CHUNK_BYTES
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
-LOGITS = 2 << 28
-"""Bytes of logits and their gradients that exist at one time: the engines cut at 2²⁶ float32 elements (`engines.scoring`)."""
+LOGITS = 2 * CHUNK_BYTES
+"""Bytes of logits and their gradients that exist at one time."""
 SHARE = 0.9
 """Of a process's memory that may be planned for; the rest is the runtime's own."""
 
