@@ -439,12 +439,12 @@ class Poison:
         steps = self._steps
 
         class Poisoned(wb.stages.Update):
-            def _learn_or_skip(self, rows: Any) -> Any:
+            def _learn_or_skip(self, rows: Any, loss: Any) -> Any:
                 if rows.meta_info["step"] in steps:
                     bad = rows["advantages"].clone()
                     bad[0, 0] = float("nan")
                     rows = rows.with_columns({"advantages": bad})
-                return super()._learn_or_skip(rows)
+                return super()._learn_or_skip(rows, loss)
 
         poisoned = Poisoned(pipe.learners()["actor"], wb.stages.PolicyLoss(), **update)
         return wb.Pipeline([*list(pipe)[:-1], poisoned])
