@@ -131,3 +131,27 @@ def test_work_may_wait_for_the_work_of_another_thread():
         assert runtime.run(elsewhere()) == 7
     with teams.alone():  # and the turn is taken again and given back
         pass
+
+
+def test_an_engine_samples_and_scores_with_one_team():
+    sampled, scored = _run("""
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        from workbench.engines import SamplingSettings, local
+        from workbench.engines.protocol import Request
+
+        engine = local("data/tiny-arith", threads=2)
+        teams.release()
+        base = team()
+        work()  # main has a team, as after a cell of one's own
+        requests = [Request((5, 6, 7), SamplingSettings(max_tokens=4, ignore_eos=True), seed) for seed in range(8)]
+        engine.sample_many(requests)
+        print(more(base, 1))
+        work()
+        from workbench.dataproto import DataProto
+        ids = torch.randint(5, 90, (16, 64))
+        ones, positions = torch.ones_like(ids), torch.arange(64).expand(16, 64)
+        columns = {"input_ids": ids, "attention_mask": ones, "position_ids": positions, "response_mask": ones[:, :32]}
+        engine.compute_log_probs(DataProto(columns))
+        print(more(base, 1))
+    """)
+    assert sampled <= 1 and scored <= 1

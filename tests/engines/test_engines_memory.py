@@ -9,7 +9,7 @@ import torch
 
 import workbench as wb
 from workbench.base.errors import OutOfMemory
-from workbench.engines.local_engine import memory
+from workbench.functional.logprobs import CHUNK_BYTES
 from workbench.testing.engines import LikelihoodLoss
 
 LAYER = 5 * 128 + (3 * 4 + 2 * 2) * 32 + 4 * 384
@@ -50,7 +50,7 @@ def test_a_micro_batch_has_no_more_tokens_than_the_batch(tiny: str) -> None:
 
 def test_logits_are_counted_a_chunk_at_a_time(tiny: str) -> None:
     engine = opened(tiny, micro_batch_tokens=10**6)
-    assert engine.memory_needed()[1]["logits"] == 3 * memory.LOGITS
+    assert engine.memory_needed()[1]["logits"] == 3 * CHUNK_BYTES
 
 
 def test_learning_asks_for_the_batch_that_it_has(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,7 @@ class Other:
             name: one + self.noise * one.std() * torch.randn(one.shape, generator=random) if one.ndim > 1 else one
             for name, one in weights.items()
         }
-        state = {"weights": moved, "optimizer": None, "steps": 0, "version": version, "state_id": f"of {version}"}
-        self.engine.restore(state)
+        self.engine.load_weights(moved, version)
 
     def describe(self) -> dict[str, Any]:
         return {"noise": self.noise, "every": self.every}
