@@ -9,6 +9,7 @@ import torch
 
 import workbench as wb
 from workbench.base.errors import OutOfMemory
+from workbench.engines.local_engine import memory
 from workbench.functional.logprobs import CHUNK_BYTES
 from workbench.testing.engines import LikelihoodLoss
 

@@ -302,6 +302,18 @@ def _marked(places: Tensor, mask: Tensor) -> Tensor:
     return marked.view(mask.shape)
 
 
+def _highest(values: Tensor, number: int) -> Tensor:
+    """Places of the `number` highest values, flattened: of each part first, which is quicker by far than of all at once."""
+    width = max(4 * number, 2**17)
+    flat = values.flatten()
+    if flat.numel() <= width:
+        return flat.topk(number).indices
+    parts = torch.nn.functional.pad(flat, (0, -flat.numel() % width), value=float("-inf")).view(-1, width)
+    found = parts.topk(number)
+    places = found.indices + width * torch.arange(len(parts), device=flat.device)[:, None]
+    return places.flatten()[found.values.flatten().topk(number).indices]
+
+
 def clip_cov(
     old_log_probs: Tensor,
     log_probs: Tensor,
@@ -373,8 +385,7 @@ def kl_cov(
         none = torch.zeros_like(x.inside)
         return x.parts(loss, slope, x.chosen, pg_clipfrac=none, kl_cov_frac=x.chosen, ppo_kl=x.gap.abs())
 
-    highest = ranks.flatten().topk(number).indices
-    return _whole(formula, old_log_probs, log_probs, advantages, mask, _marked(highest, mask))
+    return _whole(formula, old_log_probs, log_probs, advantages, mask, _marked(_highest(ranks, number), mask))
 
 
 _VARIANTS = (gspo, sapo, gpg, cispo, dppo_tv, dppo_kl, dro, geo_mean, clip_cov, kl_cov)

@@ -33,11 +33,17 @@ def _by_time(rows: Tensor) -> Tensor:
 
 def _backwards(steps: Tensor, factors: Tensor) -> Tensor:
     """The recurrence yₜ = stepsₜ + factorsₜ·yₜ₊₁ from the last time to the first: all [T, R]."""
-    carried, found = torch.zeros_like(steps[0]), []
-    for step, factor in zip(reversed(steps.unbind()), reversed(factors.unbind()), strict=True):
-        carried = torch.addcmul(step, factor, carried)
-        found.append(carried)
-    return torch.stack(found[::-1])
+    if torch.is_grad_enabled() and (steps.requires_grad or factors.requires_grad):
+        carried, found = torch.zeros_like(steps[0]), []
+        for step, factor in zip(reversed(steps.unbind()), reversed(factors.unbind()), strict=True):
+            carried = torch.addcmul(step, factor, carried)
+            found.append(carried)
+        return torch.stack(found[::-1])
+    written = steps.clone()
+    times = [*zip(written.unbind(), factors.unbind(), strict=True)]
+    for (now, factor), (later, _) in zip(times[-2::-1], times[:0:-1], strict=True):
+        now.addcmul_(factor, later)
+    return written
 
 
 def gae(
@@ -66,8 +72,9 @@ def gae(
     def formula(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         inside, value = _by_time(mask.to(values.dtype)), _by_time(kept(values, mask))
         outside = 1 - inside
-        following = _backwards(value, outside).roll(-1, 0)  # the value of the next position of the mask
-        following[-1:] = 0
+        following = torch.zeros_like(value)  # the value of the next position of the mask
+        gaps = bool((inside[1:] > inside[:-1]).any())
+        following[:-1] = (_backwards(value, outside) if gaps else value)[1:]
         delta = (_by_time(kept(rewards, mask)) + gamma * following - value) * inside
         advantages = _backwards(delta, gamma * lam * inside + outside)
         return advantages.t(), ((advantages + value) * inside).t()
