@@ -164,7 +164,8 @@ def test_a_moved_function_and_a_renamed_stage_are_made_again(ppo: Path, monkeypa
     assert not any(
         "cannot be run again" in note or "recorded outputs" in note for note in s.notes if "reward" not in note
     )
-    assert torch.equal(s.next().batch["advantages"], wb.load_run(ppo).traces[2].batch["advantages"])
+    advantages = [one.batch["advantages"] for one in (s.next(), wb.load_run(ppo).traces[2])]
+    torch.testing.assert_close(*advantages, atol=2e-6, rtol=0)  # recorded by a version that summed in another order
 
 
 def test_a_run_goes_on_after_its_words_and_our_texts_have_changed(

@@ -153,7 +153,10 @@ def test_what_is_rejected_trains_nothing_and_is_not_counted(engine: Any, batch: 
         weights.append((engine.snapshot()["weights"], phase.metrics["actor/pg_loss"], phase.batch))
     (one, loss, after), (two, same, _) = weights
     assert loss == pytest.approx(same, rel=1e-4)
-    assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
+    apart_by, moved = (
+        torch.cat([(one[name] - other[name]).flatten() for name in one]).norm() for other in (two, start["weights"])
+    )
+    assert apart_by < 0.02 * moved, "a first step of Adam turns rounding of a gradient near 0 into a whole step"
     # the rejected tokens keep their log-probs, and are clipped nowhere
     assert (after["new_log_probs"][:8][made["response_mask"][:8].bool()] != 0).any() and not after["clipped"][:8].any()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from workbench.base.errors import CheckpointError, RunError, describe
 from workbench.datasets import Rows
+from workbench.engines.settings import FsdpSettings
 from workbench.runs import checkpoint
 from workbench.runs.folder import STEP, RunFolder, read_metrics, read_settings
 from workbench.runs.settings import first_seen
@@ -40,6 +41,9 @@ class Start:
     """settings.json as it was; None for a new run."""
     pending: Path | None = None
     """The trace with the first step's rows, where they were sampled ahead."""
+
+
+_DEFAULTS = FsdpSettings().to_dict()
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -123,6 +127,7 @@ def check_resumable(
     old = read_settings(path)
     new = json.loads(json.dumps({part: settings[part] for part in (*_COMPARED, "pipeline")}, default=str))
     was, now = ({part: one.get(part) for part in _COMPARED} | {"sources": _of_ours(new, one)} for one in (old, new))
+    was["engines"] = _with_new_settings(was["engines"] or {}, now["engines"] or {})
     names = {text: text.split(": ")[0] for text in differences(was, now)}
     changed = {text: name for text, name in names.items() if not _only_moved(name, new["engines"])}
     refused = {text: name for text, name in changed.items() if not _among(name, (*ALLOW_CHANGES, *allow_changes))}
@@ -130,6 +135,16 @@ def check_resumable(
         do = f"use the same settings, another run folder, or allow it: allow_changes={list(refused.values())}"
         raise RunError(f"run {path} was started with other settings", found="; ".join(refused), do=do)
     return old, tuple(changed)
+
+
+def _with_new_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The recorded settings of engines; those that there were not yet have their defaults."""
+    nested = {
+        name: _with_new_settings(one, new[name])
+        for name, one in old.items()
+        if isinstance(one, Mapping) and isinstance(new.get(name), Mapping)
+    }
+    return {name: one for name, one in _DEFAULTS.items() if name in new} | dict(old) | nested
 
 
 def _restore(
