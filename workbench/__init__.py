@@ -30,7 +30,7 @@ from workbench.steps.what_if import what_if
 cluster: CallablePackage = cast(CallablePackage, sys.modules["workbench.cluster"])
 """`wb.cluster(…)` is `wb.cluster.connect(…)`: a cluster that is started here, or one to attach to."""
 
-__version__ = "0.8.0"
+__version__ = "0.9.0"
 
 __all__ = [
     "COLUMNS", "DataProto", "Evaluation", "Origin", "Outcome", "Pipeline", "Run", "RunStopped", "SamplingSettings",

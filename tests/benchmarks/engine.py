@@ -1,7 +1,7 @@
 """The local engine beside TRL, and beside an earlier revision of this library: time and memory of GRPO steps. `make bench-engine`.
 
     .venv/bin/python tests/benchmarks/engine.py --quick                  # two shapes, in two minutes
-    .venv/bin/python tests/benchmarks/engine.py --base v0.8.0            # every shape: earlier / now / TRL
+    .venv/bin/python tests/benchmarks/engine.py --base 39fb083           # every shape: earlier / now / TRL
     .venv/bin/python tests/benchmarks/engine.py rows-1024 rows-4096      # these shapes alone
     .venv/bin/python tests/benchmarks/engine.py --job --seeds 0 1 2      # the task of notebook 201, TRL's bare loop beside it
 

@@ -192,7 +192,7 @@ def test_a_recorded_step_is_done_again(folder: Path) -> None:
     found = replayed(folder, STEPS[folder.name], at="reward" if elsewhere() else None)
     said = replayed_now(said_of(folder.name)["replayed"])
     found["metrics"], said["metrics"] = measured(folder.name, found["metrics"], said["metrics"])
-    for name in OWN & said["columns"].keys():  # a single optimizer step signs its own old log-probs since 0.8.0
+    for name in OWN & said["columns"].keys():  # a single optimizer step signs its own old log-probs since 0.9.0
         assert found["columns"][name]["stage"] in ("old_log_prob", "update_actor")
         found["columns"][name]["stage"] = said["columns"][name]["stage"]
     if elsewhere():  # where a gradient is all but 0 Adam's step takes its sign from the last digits
