@@ -327,12 +327,12 @@ def test_an_interrupt_ends_the_draw_and_the_run_goes_on(quiet: wb.Run, tiny: str
     engine = pipe["rollout"].sampler  # type: ignore[attr-defined]
     plain, learn, stuck, reached = engine.sampler._decode, engine.learner.learn, [True], threading.Event()
 
-    def crawling(requests: Any, finished: Any) -> Any:
+    def crawling(wave: Any) -> Any:
         while stuck and engine.sampler.version == 1 and slow == "draw":  # the rows of step 3
             reached.set()
             runtime.check()
             time.sleep(0.01)
-        return plain(requests, finished)
+        return plain(wave)
 
     def learning(*args: Any, **kwargs: Any) -> Any:
         if stuck and engine.learner.version == 1 and slow == "step":
