@@ -144,7 +144,7 @@ def made(recipe: Callable[..., Pipeline], *, tokens: int = 8192, silent: bool = 
 
 def grpo(**settings: Any) -> Pipeline:
     """Two mini-batches of several micro-batches, with clipping, a KL to the reference and entropy."""
-    pipeline = far(made(wb.recipes.grpo, tokens=150, **{"kl_coef": 0.05, "entropy_coeff": 0.01, **settings}))
+    pipeline = far(made(wb.recipes.grpo, tokens=100, **{"kl_coef": 0.05, "entropy_coeff": 0.01, **settings}))
     return changed(pipeline, update_actor={"clip_ratio_c": 1.3})
 
 
