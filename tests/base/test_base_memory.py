@@ -34,6 +34,7 @@ print(open(sys.argv[2]).read().count("<heap nr="))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_threads_share_an_arena_unless_the_environment_says_how_many(tmp_path: Path) -> None:
     """One arena is shared; each thread has its own without, or where `MALLOC_ARENA_MAX` is the user's."""

@@ -356,6 +356,7 @@ def test_logs_in_one_call(local: Cluster, pair: RayRanks) -> None:
         local.logs("actor")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_closed_cluster_ends_its_live_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a cluster of its own, with a program in nsys's place."""

@@ -498,6 +498,7 @@ def job(make_notebook: Any, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[b
         process.wait()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (make browser installs one where apt can)")
