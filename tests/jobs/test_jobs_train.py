@@ -91,7 +91,7 @@ def test_a_batch_stepped_by_hand_is_what_training_does(tiny: str, tmp_path: Path
     other, _, _ = make(tiny)
     s = wb.Stepper(other, rows.batch(4)).run()
     recorded = run.traces[1]
-    assert recorded.batch.columns == s.batch.columns
+    assert sorted(recorded.batch.columns) == sorted(s.batch.columns)
     for name in s.batch.batch:
         assert torch.equal(recorded.batch[name], s.batch[name]), name
     for key, value in s.trace.metrics.items():

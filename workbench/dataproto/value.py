@@ -212,10 +212,10 @@ class Value:
     def with_columns(self, columns: Mapping[str, Any], *, origin: Origin | None = None) -> Self:
         """The batch with columns added or replaced: tensors go to `batch`, everything else to objects."""
         fresh = Value(*apart(columns))
-        every = {**self._raw(), **fresh._raw()}  # a column that is replaced stays where it was
+        kept = {name: value for name, value in self._raw().items() if name not in columns}
         origins = {name: made for name, made in self._origins.items() if name not in columns}
-        check_letters(apart(every)[0])
-        return self._new(every, origins={**origins, **(dict.fromkeys(columns, origin) if origin else {})})
+        check_letters({**apart(kept)[0], **fresh.batch.raw()})
+        return self._new(kept, fresh._raw(), origins={**origins, **(dict.fromkeys(columns, origin) if origin else {})})
 
     def with_meta(self, **items: Any) -> Self:
         """The batch with some items of `meta_info` set."""
