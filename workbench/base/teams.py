@@ -28,7 +28,7 @@ def _works() -> bool:
 
 @lru_cache(maxsize=1)
 def _pause() -> Callable[[int], int] | None:
-    """OpenMP's `omp_pause_resource_all`; None where this process has no OpenMP (yet), or one before version 5."""
+    """OpenMP's `omp_pause_resource_all`; None where torch came without OpenMP, or with one before version 5."""
     try:
         return ctypes.CDLL(None).omp_pause_resource_all
     except (AttributeError, OSError, TypeError):

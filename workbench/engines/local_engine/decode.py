@@ -18,7 +18,7 @@ from torch.nn import functional
 from workbench.base import runtime
 from workbench.engines.local_engine.draw import draw
 from workbench.engines.local_engine.sampling import Wave
-from workbench.engines.protocol import Request, Sample, SamplingSettings
+from workbench.engines.protocol import Request, Sample
 
 _SHRINK = 0.75  # seats are given up when fewer than this share is taken: moving a cache costs more than a few idle rows
 _FIRST = 64  # columns for tokens at first; they are doubled as rows grow
@@ -126,11 +126,11 @@ class _Rows:
         for name, one in new.items():
             moved = self._held.get(name, one)[list(order)]
             self._held[name] = moved.index_copy(0, torch.tensor(seats, dtype=torch.long), one)
-        by_kind: dict[SamplingSettings, list[int]] = {}
+        by_kind: dict[tuple[float, float, int], list[int]] = {}
         for seat, request in enumerate(self._requests):
-            kind = request.settings.replace(max_tokens=1, stop=(), ignore_eos=False)
+            kind = (request.settings.temperature, request.settings.top_p, request.settings.top_k)
             by_kind.setdefault(kind, []).append(seat)
-        self._kinds = [(kind, torch.tensor(seats)) for kind, seats in by_kind.items()]
+        self._kinds = [(self._requests[seats[0]].settings, torch.tensor(seats)) for seats in by_kind.values()]
         self._stopping = [seat for seat, request in enumerate(self._requests) if request.settings.stop]
 
     def advance(self, logits: Tensor) -> list[int]:

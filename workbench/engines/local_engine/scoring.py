@@ -75,19 +75,13 @@ def micro_batches(model: Any, batch: DataProto, budget: int, packed: bool) -> li
     if packed and not flash(model):
         return tree.cut(batch, budget)
     lengths = batch["attention_mask"].sum(-1)
-    order = torch.argsort(lengths, descending=True, stable=True).tolist()
-    groups: list[list[int]] = []
-    cost = 0
-    for row in order:
-        length = max(int(lengths[row]), 1)
-        extra = length if packed else max(int(lengths[groups[-1][0]]), 1) if groups else length
-        if groups and cost + extra <= budget:
-            groups[-1].append(row)
-            cost += extra
-        else:
-            groups.append([row])
-            cost = length
-    return [torch.tensor(sorted(group)) for group in groups]
+    order = torch.argsort(lengths, descending=True, stable=True)
+    # a padded row is as long as the first of its group, the longest
+    sizes = [
+        (row, each, each if packed else None)
+        for row, each in zip(order.tolist(), lengths[order].clamp(min=1).tolist(), strict=True)
+    ]
+    return tree.grouped(sizes, budget)
 
 
 def trimmed(rows: DataProto) -> tuple[DataProto, int]:

@@ -7,7 +7,7 @@ sequence in which a subtree follows its parent, and each attends to its ancestor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -75,16 +75,27 @@ def cut(batch: DataProto, budget: int) -> list[Tensor]:
     Rows go in the order of their tokens, so that a group stays together where the budget allows it.
     """
     rows = in_order(batch["input_ids"], batch["position_ids"], batch["attention_mask"])
+    shared = np.where(rows.shared >= LEAST, rows.shared, 0)
+    sizes = zip(rows.order.tolist(), rows.lengths.tolist(), (rows.lengths - shared).tolist(), strict=True)
+    return grouped(sizes, budget)
+
+
+def grouped(rows: Iterable[tuple[int, int, int | None]], budget: int) -> list[Tensor]:
+    """Cut rows, in the order given, into groups of at most `budget` tokens, at least one row each: their row numbers, sorted.
+
+    A row is its number, the tokens that it costs as the first of a group, and those that it adds to one; None: as many as the
+    group's first row cost.
+    """
     groups: list[list[int]] = []
-    cost = 0
-    for row, length, shared in zip(rows.order.tolist(), rows.lengths.tolist(), rows.shared.tolist(), strict=True):
-        extra = length - (shared if shared >= LEAST else 0)
-        if groups and cost + extra <= budget:
+    first = cost = 0
+    for row, alone, added in rows:
+        more = first if added is None else added
+        if groups and cost + more <= budget:
             groups[-1].append(row)
-            cost += extra
+            cost += more
         else:
             groups.append([row])
-            cost = length
+            first = cost = alone
     return [torch.tensor(sorted(group)) for group in groups]
 
 
