@@ -19,7 +19,7 @@ def main() -> None:
     """Eight prompts, eight samples each, from the model as it is committed."""
     torch.set_num_threads(1)
     engine = wb.engines.local("data/tiny-arith", device="cpu")
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     pipe = wb.recipes.grpo(engine, group_size=8, kl_coef=0.001, max_tokens=64)
     pipe = pipe.replace("old_log_prob", wb.stages.LogProb(engine, entropy=True, sum_pi_squared=True))
     trace = wb.Stepper(pipe, rows.batch(8, step=4)).run(until="advantage").trace

@@ -22,10 +22,10 @@ def other_reward(response: str) -> float:
 
 
 def test_the_front_door(tmp_path: Path) -> None:
-    eval_rows = wb.datasets.load("data/arith/test.parquet", max_prompt_length=256)[:16]
+    eval_rows = wb.rows("data/arith/test.parquet", max_prompt_length=256)[:16]
 
     engine = wb.engines.local("data/tiny-arith")
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     pipe = wb.recipes.grpo(engine, reward=my_reward, group_size=8, kl_coef=0.001)
 
     s = wb.Stepper(pipe, rows.batch(8)).run(until="advantage")
@@ -57,7 +57,7 @@ def test_the_front_door_on_a_cluster() -> None:
         pipe8 = wb.recipes.grpo(
             c.place("data/tiny-arith", learner="fsdp", sampler=sampler, tensor_parallel_size=1), reward=my_reward
         )
-        rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+        rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
         s = wb.Stepper(pipe8, rows.batch(2)).run()
         assert s.trace.metrics["actor/grad_norm"] > 0 and pipe8[0].learners()[0].version == 1
 

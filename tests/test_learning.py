@@ -10,7 +10,7 @@ import workbench as wb
 
 
 def eval_rows(number: int = 256) -> wb.datasets.Rows:
-    return wb.datasets.load("data/arith/test.parquet", max_prompt_length=256)[:number]
+    return wb.rows("data/arith/test.parquet", max_prompt_length=256)[:number]
 
 
 def test_the_model_starts_where_it_should() -> None:
@@ -24,7 +24,7 @@ def test_the_model_starts_where_it_should() -> None:
 )
 @pytest.mark.parametrize("recipe", ["grpo", "ppo"])
 def test_it_learns(recipe: str, steps: int, seed: int, tmp_path: Path) -> None:
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     short = steps < 25
     engine = wb.engines.local("data/tiny-arith", lr=3e-4 if short else 2e-4)
     if recipe == "grpo":

@@ -153,7 +153,7 @@ def test_where_the_work_is_done_is_two_parameters(tmp_path: Path) -> None:
 def small_pipeline() -> tuple[wb.Pipeline, wb.datasets.Rows]:
     """What 201 builds with `SMALL`."""
     engine = wb.engines.local("data/tiny-arith", lr=2e-4)
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     return wb.recipes.grpo(engine, group_size=4, kl_coef=0.001, clip_ratio_high=0.2, max_tokens=64), rows
 
 
@@ -178,7 +178,7 @@ def test_stepped_by_hand_trained_and_run_by_papermill_are_the_same_numbers(tmp_p
     assert check_outputs(tmp_path / "out.ipynb") > 8  # with the panel of a person, which plain papermill shows
     assert run_notebook(notebook, {**small, "run": str(tmp_path / "job")}, skip_look=True).code == OK
     pipe, rows = small_pipeline()
-    eval_rows = wb.datasets.load("data/arith/test.parquet", max_prompt_length=256)[:16]
+    eval_rows = wb.rows("data/arith/test.parquet", max_prompt_length=256)[:16]
     here = wb.train_blocking(
         pipe, rows, steps=3, batch_size=4, run=tmp_path / "here", eval_rows=eval_rows, test_freq=2, save_freq=2
     )

@@ -33,7 +33,7 @@ CLOCK = ("timing_", "perf/", "agent_loop/generate_sequences", "agent_loop/tool_c
 
 
 def load(path: Path = DATA, longest: int = 256) -> Any:
-    return wb.datasets.load(str(path), max_prompt_length=longest)
+    return wb.rows(str(path), max_prompt_length=longest)
 
 
 # --- the pipelines of the runs, as people write them now ---------------------------------------------

@@ -15,6 +15,7 @@ from workbench.cluster import CallablePackage
 from workbench.compat.verl_reward import reward_from
 from workbench.dataproto import DataProto, Origin
 from workbench.dataproto.columns import COLUMNS
+from workbench.datasets.door import rows
 from workbench.engines import SamplingSettings
 from workbench.jobs.runner import run_notebook
 from workbench.jobs.train import RunStopped, train, train_blocking
@@ -36,7 +37,7 @@ __all__ = [
     "COLUMNS", "DataProto", "Evaluation", "Origin", "Outcome", "Pipeline", "Run", "RunStopped", "SamplingSettings",
     "Score", "Status", "Stepper", "Trace", "WorkbenchError", "agents", "cluster", "compare", "compat", "datasets",
     "diverge", "engines", "evaluate", "free_memory", "functional", "list_runs", "load_run", "recipes",
-    "reward_from", "rewards", "run_notebook", "sandbox", "stages", "train", "train_blocking", "views", "what_if",
+    "reward_from", "rewards", "rows", "run_notebook", "sandbox", "stages", "train", "train_blocking", "views", "what_if",
 ]  # fmt: skip
 
 

@@ -25,8 +25,8 @@ def calls(batch: wb.DataProto) -> float:
 def test_a_dozen_steps_raise_the_use_of_the_calculator_and_the_reward(tmp_path: Path, steps: int, seed: int) -> None:
     tools = load_tools("data/arith-tools/tools.yaml")
     agent = ToolAgent(list(tools.values()), parser=tool_parser("hermes"), max_assistant_turns=4)
-    rows = wb.datasets.load("data/arith-tools/train.parquet", max_prompt_length=256)
-    eval_rows = wb.datasets.load("data/arith-tools/test.parquet", max_prompt_length=256)[: 64 if steps < 12 else None]
+    rows = wb.rows("data/arith-tools/train.parquet", max_prompt_length=256)
+    eval_rows = wb.rows("data/arith-tools/test.parquet", max_prompt_length=256)[: 64 if steps < 12 else None]
     engine = wb.engines.local("data/tiny-arith-tools", lr=3e-4)
     before = wb.evaluate(engine, eval_rows, agent=agent, max_tokens=96, batch_size=256)
     pipe = wb.recipes.grpo(engine, agent=agent, group_size=8, kl_coef=0.001, max_tokens=96)

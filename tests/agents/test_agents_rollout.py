@@ -63,7 +63,7 @@ def engine(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def rows() -> Any:
-    return wb.datasets.load(str(Path(__file__).parents[2] / "data" / "arith" / "train.parquet"))
+    return wb.rows(str(Path(__file__).parents[2] / "data" / "arith" / "train.parquet"))
 
 
 def batch_of(rows: Any, n: int = 2, seed: int = 5) -> DataProto:

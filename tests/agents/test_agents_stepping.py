@@ -276,7 +276,7 @@ def step(request: pytest.FixtureRequest) -> wb.Stepper:
     engine = local(request.getfixturevalue("tiny"), lr=1e-3)
     agent = ToolAgent([Adder(lambda given: ToolResponse(text="7"))], parser=Always(), max_assistant_turns=2,
                       max_tokens_per_turn=20)  # fmt: skip
-    rows = wb.datasets.load(str(ROOT / "data" / "arith" / "train.parquet"))
+    rows = wb.rows(str(ROOT / "data" / "arith" / "train.parquet"))
     pipe = grpo(engine, length, agent=agent, group_size=2, sampling=SAMPLING)
     return wb.Stepper(pipe, rows.batch(2)).run()
 
@@ -352,7 +352,7 @@ def test_looking_moves_no_weights_and_another_batch_is_refused(step: wb.Stepper)
     )
     with pytest.raises(IndexError, match="rows 0 to 3"):
         step.episode("a")  # type: ignore[arg-type]
-    rows = wb.datasets.load(str(ROOT / "data" / "arith" / "train.parquet"))
+    rows = wb.rows(str(ROOT / "data" / "arith" / "train.parquet"))
     other = wb.Stepper(step.pipeline, rows.batch(2, step=2)).run(until="rollout")
     with pytest.raises(
         PipelineError, match=r"of another batch; s|of another batch; make it from this stepper: episode\(0\)"
@@ -372,7 +372,7 @@ def test_before_the_rollout(step: wb.Stepper) -> None:
 
 def test_a_pipeline_without_agents(tiny: str) -> None:
     engine = local(tiny, lr=1e-3)
-    rows = wb.datasets.load(str(ROOT / "data" / "arith" / "train.parquet"))
+    rows = wb.rows(str(ROOT / "data" / "arith" / "train.parquet"))
     s = wb.Stepper(grpo(engine, wb.rewards.math_string, group_size=2, max_tokens=4), rows.batch(1))
     with pytest.raises(PipelineError, match="agent="):
         s.episode(0)
@@ -398,7 +398,7 @@ def test_views(step: wb.Stepper, tokenizer: Any) -> None:
 
 
 def test_a_row_without_turns_is_one_turn(tiny: str) -> None:
-    rows = wb.datasets.load(str(ROOT / "data" / "arith" / "train.parquet"))
+    rows = wb.rows(str(ROOT / "data" / "arith" / "train.parquet"))
     s = wb.Stepper(grpo(local(tiny), wb.rewards.math_string, group_size=2, max_tokens=4), rows.batch(1)).run("rollout")
     view = wb.views.transcript(s, 1)
     assert list(view.frame["role"]) == ["assistant"] and view.frame["last"][0] == len(wb.views.tokens(s, 1).frame) - 1

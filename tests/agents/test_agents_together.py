@@ -19,7 +19,6 @@ from workbench.agents.environments import GymInteraction, environment_rows
 from workbench.agents.files import load_interactions
 from workbench.agents.parsers import tool_parser
 from workbench.agents.tools import function_tool, load_tools
-from workbench.datasets import load
 from workbench.engines import SamplingSettings
 from workbench.rewards.scorers.episodes import episode, task_minus_calls
 from workbench.stages import EpisodeRollout
@@ -35,7 +34,7 @@ def tokenizer() -> Any:
 
 
 def row_of(variant: str) -> dict[str, Any]:
-    row = dict(load(DATA / variant / "test.parquet")[0])
+    row = dict(wb.rows(DATA / variant / "test.parquet")[0])
     return {**row, "raw_prompt": row["prompt"]}
 
 
@@ -145,7 +144,7 @@ def test_rows_of_a_parquet_give_their_own_kwargs_alone(tokenizer: Any, tmp_path:
         for n, one in enumerate(given)
     ]
     pq.write_table(pa.Table.from_pylist(table), tmp_path / "rows.parquet")
-    batch = wb.datasets.load(str(tmp_path / "rows.parquet")).batch(3).with_meta(seed=1, step=1)
+    batch = wb.rows(str(tmp_path / "rows.parquet")).batch(3).with_meta(seed=1, step=1)
     by_index = {one["index"]: one for one in batch["extra_info"]}
     assert by_index[0]["interaction_kwargs"]["limit"] is None  # as parquet has it
     users = [Hears("one"), Hears("two")]

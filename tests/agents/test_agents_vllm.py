@@ -29,7 +29,7 @@ def engine() -> Iterator[VllmEngine]:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_turns_of_vllm_are_what_the_trainer_computes(engine: Any, tiny: str, deterministic: bool) -> None:
-    batch = wb.datasets.load("data/arith/train.parquet").batch(4).with_meta(seed=3, step=1)
+    batch = wb.rows("data/arith/train.parquet").batch(4).with_meta(seed=3, step=1)
     loop = ToolAgent([Adder()], parser=Always(), max_assistant_turns=3, max_tokens_per_turn=30)
     sampling = SamplingSettings(max_tokens=200)
     stage = EpisodeRollout(engine, agent=loop, group_size=2, sampling=sampling, deterministic=deterministic)
@@ -42,7 +42,7 @@ def test_turns_of_vllm_are_what_the_trainer_computes(engine: Any, tiny: str, det
 
 def test_an_episode_of_vllm_is_stepped(engine: Any) -> None:
     """Going back over it and on says the same; another answer of the tool is read."""
-    batch = wb.datasets.load("data/arith/train.parquet").batch(2).with_meta(seed=3, step=1)
+    batch = wb.rows("data/arith/train.parquet").batch(2).with_meta(seed=3, step=1)
     loop = ToolAgent([Adder()], parser=Always(), max_assistant_turns=3, max_tokens_per_turn=30)
     stage = EpisodeRollout(engine, agent=loop, group_size=2, sampling=SamplingSettings(max_tokens=200))
     made = stage(batch).batch

@@ -30,8 +30,8 @@ def pipeline(lr: float, group_size: int) -> tuple[wb.Pipeline, ToolAgent]:
 
 def measure(seed: int, folder: Path, options: argparse.Namespace) -> str:
     """One run, as a row of the table; calls held out are those of the same validation episodes as the reward."""
-    rows = wb.datasets.load("data/arith-tools/train.parquet", max_prompt_length=256)
-    eval_rows = wb.datasets.load("data/arith-tools/test.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith-tools/train.parquet", max_prompt_length=256)
+    eval_rows = wb.rows("data/arith-tools/test.parquet", max_prompt_length=256)
     pipe, agent = pipeline(options.lr, options.group_size)
     engine = pipe["rollout"].sampler
     calls = []

@@ -76,7 +76,7 @@ def our_steps(job: Job) -> None:
     def digits(completion: str) -> float:
         return share(completion)
 
-    rows = wb.datasets.load(job["rows"], max_prompt_length=4096)
+    rows = wb.rows(job["rows"], max_prompt_length=4096)
     engine = wb.engines.local(job["model"], lr=job["lr"], **job.get("settings", {}))
     sampling = wb.SamplingSettings(max_tokens=job["tokens"], ignore_eos=True)
     sizes = {"group_size": job["group"], "kl_coef": job["beta"]}
@@ -98,8 +98,8 @@ def our_job(job: Job) -> None:
     """The training cell of notebook 201, all recording on."""
     import workbench as wb
 
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
-    held_out = wb.datasets.load("data/arith/test.parquet", max_prompt_length=256)[:256]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
+    held_out = wb.rows("data/arith/test.parquet", max_prompt_length=256)[:256]
     engine = wb.engines.local("data/tiny-arith", lr=2e-4)
     pipe = wb.recipes.grpo(engine, max_tokens=64)
     wall, cpu = seconds()

@@ -75,7 +75,7 @@ def agent(tool: Any, limit: float = 30.0) -> ToolAgent:
 
 def played(episodes: int, tool: Any, *, lock_step: bool = False, hangs: bool = False) -> tuple[float, Any]:
     """(Wall seconds, columns) of one rollout."""
-    rows = wb.datasets.load(str(ROOT / "data" / "arith" / "train.parquet")).batch(episodes // 4)
+    rows = wb.rows(str(ROOT / "data" / "arith" / "train.parquet")).batch(episodes // 4)
     stage = EpisodeRollout(
         Scripted(hangs),
         agent=agent(tool, 2.0 if hangs else 30.0),
@@ -90,7 +90,7 @@ def played(episodes: int, tool: Any, *, lock_step: bool = False, hangs: bool = F
 
 def one_by_one(episodes: int) -> float:
     """Wall seconds of the same episodes, each after the other."""
-    rows = wb.datasets.load(str(ROOT / "data" / "arith" / "train.parquet")).batch(episodes // 4)
+    rows = wb.rows(str(ROOT / "data" / "arith" / "train.parquet")).batch(episodes // 4)
     model, loop = Scripted(), agent(slow)
     loop.prepare(model)
 

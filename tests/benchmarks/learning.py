@@ -30,8 +30,8 @@ def ppo(seed: int) -> tuple[wb.Pipeline, int]:
 
 def measure(name: str, seed: int, folder: Path) -> str:
     """One run, as a row of the table."""
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
-    eval_rows = wb.datasets.load("data/arith/test.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
+    eval_rows = wb.rows("data/arith/test.parquet", max_prompt_length=256)
     pipe, steps = {"grpo": grpo, "ppo": ppo}[name](seed)
     run = wb.train_blocking(
         pipe,

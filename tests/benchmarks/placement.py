@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--model", default="data/tiny-arith")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     learner = wb.engines.local(asked.model, lr=1e-5)
     sampler: Any = wb.engines.local(asked.model)
     if asked.sampler == "vllm":

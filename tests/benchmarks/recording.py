@@ -40,7 +40,7 @@ def timed(owner: Any, name: str, spent: list[float]) -> None:
 def job(steps: int, folder: Path, recording: dict[str, Any]) -> tuple[float, int]:
     """(seconds in all steps and between them, bytes on disk) of notebook 201's job."""
     engine = wb.engines.local("data/tiny-arith", lr=2e-4)
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     pipe = wb.recipes.grpo(engine, group_size=8, kl_coef=0.001, max_tokens=64)
     wb.train_blocking(pipe, rows, steps=1, batch_size=16, run=folder / "warm", **NOTHING)
     engine = wb.engines.local("data/tiny-arith", lr=2e-4)

@@ -74,7 +74,7 @@ def rollout(actor: Any, purpose: str) -> EpisodeRollout:
 
 
 def batch(number: int, **kwargs: Any) -> Any:
-    rows = wb.datasets.load(str(ROOT / "data" / "arith" / "train.parquet")).batch(number).with_meta(seed=1, step=1)
+    rows = wb.rows(str(ROOT / "data" / "arith" / "train.parquet")).batch(number).with_meta(seed=1, step=1)
     return rows.with_columns({"extra_info": [{"interaction_kwargs": {"name": "board", **kwargs}}] * number})
 
 

@@ -40,7 +40,7 @@ def session() -> Iterator[Cluster]:
 
 
 def rows() -> Any:
-    return wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    return wb.rows("data/arith/train.parquet", max_prompt_length=256)
 
 
 def recipe(engine: Any, **settings: Any) -> Any:

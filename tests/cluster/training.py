@@ -29,7 +29,7 @@ def group(cluster: Cluster, ranks: int) -> Group:
 
 
 def rows() -> Any:
-    return wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    return wb.rows("data/arith/train.parquet", max_prompt_length=256)
 
 
 def grpo(where: Group, scratch: Path, **settings: Any) -> tuple[Any, wb.Pipeline]:

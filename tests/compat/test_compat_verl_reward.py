@@ -135,7 +135,7 @@ def test_what_was_made_works_alone_in_a_rubric_and_in_a_step(tmp_path: Path) -> 
     assert "factor" in repr(reward) and reward.settings()["given"]["num_workers"] == 1
     assert [score.value for score in scores(reward, ROW, ROW)] == [6, 6]
     assert scores(wb.rewards.Rubric({"mine": reward}), ROW)[0].parts == {"mine": 6}
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=128)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=128)
     step = wb.Stepper(wb.recipes.grpo(engine, reward, group_size=2, max_tokens=8), rows.batch(2)).run(until="reward")
     assert step.batch["reward"].tolist() == [6.0] * 4
     assert [score.value for score in scores(reward, *wb.rewards.dry_run(reward, step.batch).rows)] == [6] * 4

@@ -172,10 +172,10 @@ actor_rollout_ref.rollout.multi_turn.max_parallel_calls | ToolAgent(max_parallel
 actor_rollout_ref.rollout.multi_turn.max_tool_response_length | ToolAgent(max_tool_response_length) | =
 actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side | ToolAgent(tool_response_truncate_side) | =
 actor_rollout_ref.rollout.multi_turn.tool_config_path | agents.load_tools(path) | the same file
-data.train_files | datasets.load(path) | files of rows
+data.train_files | wb.rows(path) | files of rows
 data.val_files | train(eval_rows) | held-out rows
 data.train_batch_size | train(batch_size) | prompts, as in verl; 8, where verl has 1024
-data.max_prompt_length | datasets.load(max_prompt_length) | no limit, where verl has 512
+data.max_prompt_length | wb.rows(max_prompt_length) | no limit, where verl has 512
 data.max_response_length | grpo(max_tokens) | 128, where verl has 512
 data.seed | train(seed) | 0, where verl has none
 data.shuffle | — | always: the order is a function of the seed

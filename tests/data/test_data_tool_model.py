@@ -165,7 +165,7 @@ def test_the_card_has_the_hash_of_the_weights() -> None:
 
 
 def test_it_calls_sometimes_and_calling_pays(tools: dict[str, Any]) -> None:
-    rows = wb.datasets.load(DATA / "arith-tools" / "test.parquet", max_prompt_length=256)
+    rows = wb.rows(DATA / "arith-tools" / "test.parquet", max_prompt_length=256)
     agent = ToolAgent(list(tools.values()), parser=tool_parser("hermes"))
     found = wb.evaluate(str(FOLDER), rows, agent=agent, max_tokens=96, batch_size=256)
     calls = torch.tensor([float(number) for number in found.batch["num_tool_calls"]])

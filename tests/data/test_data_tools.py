@@ -13,11 +13,11 @@ import make_arith_tools
 import pytest
 from make_arith_tools import demonstration, second_try
 
+import workbench as wb
 from workbench.agents.files import load_interactions
 from workbench.agents.interactions import Gsm8kInteraction, interacting
 from workbench.agents.parsers import tool_parser
 from workbench.agents.tools import load_tools
-from workbench.datasets import load
 from workbench.rewards.scorers.gsm8k import compute_score
 
 DATA = Path(__file__).parents[2] / "data"
@@ -38,16 +38,16 @@ def test_the_files_are_what_the_script_makes_and_the_cards_say_so(
 
 def test_the_splits_are_those_of_arith() -> None:
     for split, number in (("train", 1024), ("test", 256)):
-        whole = [one["extra_info"]["question"] for one in load(DATA / "arith" / f"{split}.parquet")]
+        whole = [one["extra_info"]["question"] for one in wb.rows(DATA / "arith" / f"{split}.parquet")]
         for variant in VARIANTS:
-            rows = load(DATA / variant / f"{split}.parquet")
+            rows = wb.rows(DATA / variant / f"{split}.parquet")
             assert [one["extra_info"]["question"] for one in rows] == whole[:number]
             assert {one["agent_name"] for one in rows} == {"tool_agent"}
 
 
 def test_the_rows_of_the_tools_feed_the_tools_that_their_yaml_names() -> None:
     tools = load_tools(DATA / "arith-tools" / "tools.yaml")
-    row = load(DATA / "arith-tools" / "test.parquet")[0]
+    row = wb.rows(DATA / "arith-tools" / "test.parquet")[0]
     given = row["extra_info"]["tools_kwargs"]
     assert row["extra_info"]["need_tools_kwargs"] and set(given) <= set(tools) == {"calculator", "gsm8k_answer"}
 
@@ -61,7 +61,7 @@ def test_the_rows_of_the_tools_feed_the_tools_that_their_yaml_names() -> None:
 
 def test_the_rows_of_the_user_select_and_feed_the_user_that_their_yaml_names() -> None:
     users = load_interactions(DATA / "arith-interaction" / "interaction.yaml")
-    rows = load(DATA / "arith-interaction" / "test.parquet")
+    rows = wb.rows(DATA / "arith-interaction" / "test.parquet")
 
     async def play(row: dict[str, object]) -> list[float]:
         async with interacting(users, row) as session:

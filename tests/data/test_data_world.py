@@ -9,7 +9,7 @@ from random import Random
 from arith_world import careless, make_problem
 from make_arith import problems, row, write
 
-from workbench.datasets import load
+import workbench as wb
 from workbench.rewards.scorers.gsm8k import compute_score
 
 ARITH = Path(__file__).parents[2] / "data" / "arith"
@@ -29,7 +29,7 @@ def test_the_card_has_the_hashes() -> None:
 
 
 def test_the_splits_share_no_question_and_every_reference_scores_one() -> None:
-    train, test = (load(ARITH / f"{split}.parquet") for split in ("train", "test"))
+    train, test = (wb.rows(ARITH / f"{split}.parquet") for split in ("train", "test"))
     assert len(train) == 4096 and len(test) == 512
     questions = [{row["extra_info"]["question"] for row in data} for data in (train, test)]
     assert not questions[0] & questions[1] and len(questions[1]) == 512

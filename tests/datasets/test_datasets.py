@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import workbench as wb
 from workbench.base.errors import DataError
-from workbench.datasets import Cursor, Rows, encode, load
+from workbench.datasets import Cursor, Rows, encode
 from workbench.datasets.rows import convert, permutation, place, to_row
 from workbench.rewards.scorers.gsm8k import compute_score
 
@@ -132,12 +133,12 @@ def test_values() -> None:
 def test_formats(tmp_path: Path) -> None:
     records = [{"prompt": "one two", "reward_model": {"ground_truth": "3"}, "level": 2}]
     for path in (write(tmp_path / "a.jsonl", records), write(tmp_path / "a.json", [records])):
-        data = load(path)
+        data = wb.rows(path)
         assert data[0]["prompt"] == [{"role": "user", "content": "one two"}] and data[0]["level"] == 2
         assert data.batch(1)["level"][0] == 2
-    questions = load(write(tmp_path / "q.jsonl", [{"question": "q", "answer": "so #### 1,000"}]))
+    questions = wb.rows(write(tmp_path / "q.jsonl", [{"question": "q", "answer": "so #### 1,000"}]))
     assert questions[0]["reward_model"]["ground_truth"] == "1000"
-    assert len(load([tmp_path / "a.jsonl", tmp_path / "q.jsonl"])) == 2
+    assert len(wb.rows([tmp_path / "a.jsonl", tmp_path / "q.jsonl"])) == 2
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_formats(tmp_path: Path) -> None:
 )
 def test_bad_files_are_refused_with_the_place(tmp_path: Path, name: str, lines: list[Any], match: str) -> None:
     with pytest.raises(DataError, match=match):
-        load(write(tmp_path / name, lines))
+        wb.rows(write(tmp_path / name, lines))
 
 
 ROW = {"prompt": "x", "reward_model": {"ground_truth": "1"}}
@@ -177,36 +178,36 @@ ROW = {"prompt": "x", "reward_model": {"ground_truth": "1"}}
 
 def test_a_missing_file_a_folder_and_a_pattern(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no data file"):
-        load(tmp_path / "none.parquet")
+        wb.rows(tmp_path / "none.parquet")
     for number in (2, 1):
         write(tmp_path / f"train-{number}.jsonl", [{**ROW, "n": number}])
     write(tmp_path / "train-3.txt", ["no data"])
     with pytest.raises(DataError, match=r"is a folder; .*found train-1.jsonl, train-2.jsonl"):
-        load(tmp_path)
-    assert [row["n"] for row in load(tmp_path / "train-*.jsonl")] == [1, 2]
-    assert len(load(str(tmp_path / "tr*-?.*"))) == 2
+        wb.rows(tmp_path)
+    assert [row["n"] for row in wb.rows(tmp_path / "train-*.jsonl")] == [1, 2]
+    assert len(wb.rows(str(tmp_path / "tr*-?.*"))) == 2
     with pytest.raises(DataError, match="no file matches"):
-        load(tmp_path / "test-*.jsonl")
+        wb.rows(tmp_path / "test-*.jsonl")
     with pytest.raises(DataError, match="empty list of files"):
-        load([])
+        wb.rows([])
 
 
 def test_text_is_read_as_it_is_written_elsewhere(tmp_path: Path) -> None:
     strange = "a\u2028b\x85c\x0bd"  # line ends for str.splitlines, ordinary characters for JSON
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({**ROW, "prompt": strange}, ensure_ascii=False).encode() + b"\r\n")
-    assert load(path)[0]["prompt"][0]["content"] == strange
+    assert wb.rows(path)[0]["prompt"][0]["content"] == strange
     path.write_bytes(b'{"prompt": "\xff"}')
     with pytest.raises(DataError, match="a.jsonl:1 is not UTF-8"):
-        load(path)
+        wb.rows(path)
 
 
 def test_limit_and_columns_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{**ROW, "uid": n, "level": n} for n in range(3)])
-    assert [row["level"] for row in load(path, limit=2, without=["uid"])] == [0, 1]
+    assert [row["level"] for row in wb.rows(path, limit=2, without=["uid"])] == [0, 1]
     for wrong in (0, -1):
         with pytest.raises(DataError, match="limit; expected ≥ 1"):
-            load(path, limit=wrong)
+            wb.rows(path, limit=wrong)
 
 
 def test_a_missing_number_is_no_answer(tmp_path: Path) -> None:
@@ -216,8 +217,8 @@ def test_a_missing_number_is_no_answer(tmp_path: Path) -> None:
     made = [{"prompt": "x", "reward_model": {"ground_truth": value}} for value in (1.0, float("nan"))]
     pq.write_table(pa.Table.from_pylist(made), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"none in rows \[1\]"):
-        load(tmp_path / "a.parquet")
-    assert len(load(tmp_path / "a.parquet", require_answers=False)) == 2
+        wb.rows(tmp_path / "a.parquet")
+    assert len(wb.rows(tmp_path / "a.parquet", require_answers=False)) == 2
 
 
 def test_overlong_prompts_are_refused_by_row_or_dropped() -> None:
@@ -260,7 +261,7 @@ def test_the_real_gsm8k(split: str, number: int, tmp_path: Path) -> None:
     if not source.is_file():
         pytest.skip("GSM8K's own jsonl is not here (shared/data/gsm8k)")
     assert convert(source, tmp_path / "out.parquet", split=split) == number
-    data = load(tmp_path / "out.parquet")
+    data = wb.rows(tmp_path / "out.parquet")
     assert len(data) == number and data[0]["data_source"] == "openai/gsm8k"
     own = [compute_score(row["extra_info"]["answer"], row["reward_model"]["ground_truth"]) for row in data]
     assert sum(own) == number

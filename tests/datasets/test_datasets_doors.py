@@ -14,7 +14,7 @@ import pytest
 import workbench as wb
 from workbench.base.errors import DataError
 from workbench.compat.dumps import read_dump
-from workbench.datasets import Rows, encode, load
+from workbench.datasets import Rows, encode
 from workbench.testing.datasets import GOOD, DoorContract, RowsContract
 
 
@@ -34,7 +34,7 @@ class TestJsonl(RowsContract):
         return jsonl(records, folder)
 
     def read(self, source: Any) -> Rows:
-        return load(source, require_answers=False)
+        return wb.rows(source, require_answers=False)
 
 
 class TestJson(TestJsonl):
@@ -149,17 +149,17 @@ def test_geo3k_as_its_converter_writes_it_is_refused_before_any_work(tmp_path: P
     with pytest.raises(
         DataError, match=r"column 'images' of row 1 of .*rows.parquet; expected text.*without=\['images'\]"
     ):
-        load(path)
+        wb.rows(path)
     with pytest.raises(DataError, match=r"row 1 of .* has <image>, for its column 'images'"):
-        load(path, without=["images"])
+        wb.rows(path, without=["images"])
     told = parquet([{**GOOD, "prompt": "<image> is a tag of HTML", "reward_model": {"ground_truth": "1"}}], tmp_path)
-    assert load(told)[0]["prompt"][0]["content"].startswith("<image>")
+    assert wb.rows(told)[0]["prompt"][0]["content"].startswith("<image>")
 
 
 def test_the_seeds_row_of_content_parts_is_refused(tmp_path: Path) -> None:
     content = [{"type": "image", "image": "x.jpg"}, {"type": "text", "text": "What is it?"}]
     with pytest.raises(DataError, match=r"part 0 of content of message 0 of prompt of row 0 of .*expected text"):
-        load(jsonl([{**GOOD, "prompt": [{"role": "user", "content": content}]}], tmp_path))
+        wb.rows(jsonl([{**GOOD, "prompt": [{"role": "user", "content": content}]}], tmp_path))
 
 
 def test_a_batch_made_by_hand_is_held_to_the_same(tiny: str) -> None:
@@ -182,7 +182,7 @@ def test_a_batch_made_by_hand_is_held_to_the_same(tiny: str) -> None:
 
 def test_a_rollout_refuses_pictures_too(tiny: str) -> None:
     engine = wb.engines.local(tiny)
-    batch = load("data/arith/train.parquet").batch(2)
+    batch = wb.rows("data/arith/train.parquet").batch(2)
     seen = batch.with_columns({"images": [[], ["x.png"]]}, origin=wb.Origin(stage="by hand"))
     for agent in (None, "single_turn_agent"):
         pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=4, agent=agent)
@@ -192,7 +192,7 @@ def test_a_rollout_refuses_pictures_too(tiny: str) -> None:
 
 def test_a_row_says_that_its_prompt_was_a_text(tmp_path: Path) -> None:
     """TRL's functions get strings for such rows."""
-    rows = load(jsonl([GOOD, {**GOOD, "prompt": [{"role": "user", "content": "2+2?"}]}], tmp_path))
+    rows = wb.rows(jsonl([GOOD, {**GOOD, "prompt": [{"role": "user", "content": "2+2?"}]}], tmp_path))
     assert rows.values("prompt_is_text") == [True, None] and rows.values("prompt")[0] == rows.values("prompt")[1]
     assert rows.batch(2).non_tensor_batch["prompt_is_text"].tolist().count(True) == 1
     assert "prompt_is_text" not in rows[1:].batch(1)
@@ -201,7 +201,7 @@ def test_a_row_says_that_its_prompt_was_a_text(tmp_path: Path) -> None:
 def test_empty_fields_that_parquet_adds_to_messages_are_left_out(tmp_path: Path) -> None:
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
     asked = {"role": "user", "content": "2+2?"}
-    rows = load(parquet([{**GOOD, "prompt": [asked, called]}, {**GOOD, "prompt": [asked]}], tmp_path))
+    rows = wb.rows(parquet([{**GOOD, "prompt": [asked, called]}, {**GOOD, "prompt": [asked]}], tmp_path))
     assert rows[1]["prompt"] == [asked] and rows[0]["prompt"] == [asked, called]
 
 
@@ -209,8 +209,8 @@ def test_two_prompts_are_not_one(tmp_path: Path) -> None:
     """The column called prompt won over the one that was asked for."""
     path = jsonl([{**GOOD, "messages": "which?"}], tmp_path)
     with pytest.raises(DataError, match="row 0 of .* has two prompts; found columns 'prompt' and 'messages'"):
-        load(path, prompt_key="messages")
-    assert load(path, prompt_key="messages", without=["prompt"])[0]["prompt"][0]["content"] == "which?"
+        wb.rows(path, prompt_key="messages")
+    assert wb.rows(path, prompt_key="messages", without=["prompt"])[0]["prompt"][0]["content"] == "which?"
 
 
 @pytest.mark.parametrize("question", [None, 3, {"a": 1}, "", ["x"]])
@@ -243,7 +243,7 @@ def test_the_report_says_of_which_kinds_the_truths_are() -> None:
 
 def test_test_cases_are_an_answer(tmp_path: Path) -> None:
     row = {"prompt": "x", "extra_info": {"test_cases": [{"input": "2", "output": "4"}]}}
-    assert load(jsonl([row], tmp_path)).report().truths == {"list": 1}
+    assert wb.rows(jsonl([row], tmp_path)).report().truths == {"list": 1}
 
 
 def test_a_dumps_responses_and_columns_are_no_dicts_as_text() -> None:

@@ -195,7 +195,7 @@ def test_a_critic_has_adapters_of_its_own(where: Group, batch: DataProto) -> Non
 
 
 def test_grpo_steps_with_a_sampler_that_gets_merged_weights(where: Group) -> None:
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     there, here = engines(where, lr=1e-3)
     found = []
     for engine in (Paired(there, local(TINY, device="cpu")), Paired(here, local(TINY, device="cpu"))):

@@ -220,7 +220,7 @@ def test_a_file_in_memory_is_a_safetensors_file_that_leaves_nothing() -> None:
 
 @pytest.mark.slow
 def test_two_steps_are_those_of_one_engine(tiny: str) -> None:
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     found = []
     for engine in (local(tiny, lr=1e-3), paired(local(tiny, lr=1e-3), local(tiny))):
         pipe = wb.recipes.grpo(engine, group_size=4, max_tokens=32)

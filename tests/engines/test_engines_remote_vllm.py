@@ -172,7 +172,7 @@ class TestRemoteVllm:
 
     def test_two_steps_of_grpo(self, engine: Any) -> None:
         both = paired(local(TINY, lr=1e-3), engine)
-        rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=200)
+        rows = wb.rows("data/arith/train.parquet", max_prompt_length=200)
         pipe = wb.recipes.grpo(both, group_size=4, max_tokens=48)
         for step in (1, 2):
             stepper = wb.Stepper(pipe, rows.batch(8, step=step)).run()

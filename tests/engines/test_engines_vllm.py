@@ -274,7 +274,7 @@ class TestVllm:
 def test_two_steps_of_grpo(engine: VllmEngine) -> None:
     """Sampled by vLLM, learnt here; the difference of the two is a metric of each step."""
     both = paired(local("data/tiny-arith", lr=1e-3), engine)
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=200)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=200)
     pipe = wb.recipes.grpo(both, group_size=4, max_tokens=48)
     for step in (1, 2):
         stepper = wb.Stepper(pipe, rows.batch(8, step=step)).run()

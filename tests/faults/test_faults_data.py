@@ -25,7 +25,7 @@ from workbench.engines import SamplingSettings
 
 def make(tiny: str, reward: Any = None, **settings: Any) -> tuple[wb.Pipeline, wb.datasets.Rows]:
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
     return wb.recipes.grpo(engine, reward, **{"group_size": 2, "max_tokens": 8, **settings}), rows
 
 
@@ -76,7 +76,7 @@ def test_D1_a_poisoned_column_names_itself_and_its_rows_and_no_step_is_taken(
 
 def test_D1_a_kl_that_is_no_number_never_reaches_the_controller(tiny: str) -> None:
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
     pipe = wb.recipes.ppo(engine, group_size=2, max_tokens=8, kl_coef=0.1, kl_target=0.1)
     batch = wb.Stepper(pipe, rows.batch(4)).run(until="values").batch
     before = pipe["advantage"].state()
@@ -233,16 +233,16 @@ def test_D4_missing_columns_wrong_types_null_answers_no_rows(tmp_path: Path) -> 
         return path
 
     with pytest.raises(DataError, match="row 0 of .*x.parquet.*'prompt' is not a column of this row"):
-        wb.datasets.load(written([{"data_source": "x"}] * 3))
+        wb.rows(written([{"data_source": "x"}] * 3))
     with pytest.raises(DataError, match="prompt of row 0 .*expected a chat .* or a text; found 7"):
-        wb.datasets.load(written([{**row, "prompt": 7} for row in rows_of(2)]))
+        wb.rows(written([{**row, "prompt": 7} for row in rows_of(2)]))
     rows = rows_of(4)
     rows[2]["reward_model"] = {"style": "rule", "ground_truth": None}
     with pytest.raises(DataError, match=r"1 rows of .*no ground truth.*none in rows \[2\]"):
-        wb.datasets.load(written(rows))
+        wb.rows(written(rows))
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
     with pytest.raises(DataError, match="no rows in .*x.parquet"):
-        wb.datasets.load(path)
+        wb.rows(path)
 
 
 def test_D4_a_truncated_file_is_named(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_D4_a_truncated_file_is_named(tmp_path: Path) -> None:
     pd.DataFrame(rows_of(50)).to_parquet(path)
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(DataError, match=r"x\.parquet"):
-        wb.datasets.load(path)
+        wb.rows(path)
 
 
 def test_D4_duplicates_are_counted_and_the_content_is_hashed(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_D4_a_bomb_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": codes}), path, compression="zstd")
     assert path.stat().st_size < 200_000
     with pytest.raises(DataError, match=r"bomb.parquet.*would take about 1\d\d\.. GiB|bomb.parquet.*expected at most"):
-        wb.datasets.load(path)
+        wb.rows(path)
 
 
 # --- D5: jsonl ------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_D5_a_bad_line_is_named_with_its_reason(tmp_path: Path, line: bytes, mat
     good = json.dumps(rows_of(1)[0]).encode()
     path.write_bytes(good + b"\n" + line + b"\n" + good + b"\n")
     with pytest.raises(DataError, match=match):
-        wb.datasets.load(path)
+        wb.rows(path)
 
 
 def test_D5_a_line_without_end_is_refused_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_D5_a_line_without_end_is_refused_in_bounded_memory(tmp_path: Path, monk
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps(rows_of(1)[0]) + "\n" + '{"prompt": "' + "x" * 50_000 + '"}\n')
     with pytest.raises(DataError, match=r"x.jsonl:2.*expected at most 10000 bytes"):
-        wb.datasets.load(path)
+        wb.rows(path)
 
 
 # --- D6: settings ---------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_F1_a_checkpoint_that_lacks_a_tensor_is_refused_though_its_manifest_agre
 
 def test_F2_a_model_of_nan_gets_no_score(tiny: str, tmp_path: Path) -> None:
     broken = changed(tiny, tmp_path / "nan", lambda weights: weights | {A_TENSOR: weights[A_TENSOR] * float("nan")})
-    rows = wb.datasets.load("data/arith/train.parquet")[:2]
+    rows = wb.rows("data/arith/train.parquet")[:2]
     for temperature in (0.0, 1.0):
         with pytest.raises(NonFinite, match="log-probs are NaN or infinite; found in 2 of 2 rows"):
             wb.evaluate(broken, rows, temperature=temperature, max_tokens=4)
@@ -109,7 +109,7 @@ def test_C7_a_push_without_a_tensor_is_refused_before_it_is_sent(tiny: str) -> N
 def test_F4_a_resumed_run_says_which_rows_of_its_metrics_are_gone(tiny: str, tmp_path: Path) -> None:
     def trained(steps: int) -> wb.Run:
         pipe = wb.recipes.grpo(wb.engines.local(tiny), lambda response: len(response) / 9, group_size=2, max_tokens=4)
-        rows = wb.datasets.load("data/arith/train.parquet")
+        rows = wb.rows("data/arith/train.parquet")
         return wb.train_blocking(
             pipe, rows, steps=steps, batch_size=2, run=tmp_path / "run", save_freq=1, resume="auto"
         )

@@ -118,7 +118,7 @@ warnings.simplefilter("ignore")
 import torch
 import workbench as wb
 torch.set_num_threads(1)
-ROWS = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+ROWS = wb.rows("data/arith/train.parquet", max_prompt_length=256)
 
 def fresh(max_tokens=96):
     engine = wb.engines.local("data/tiny-arith", lr=1e-3, device="cpu", micro_batch_tokens=512, max_wave=20)
@@ -233,7 +233,7 @@ def equal(one: list[Any], two: list[Any]) -> bool:
 @pytest.mark.slow
 def test_C1_an_update_interrupted_at_any_call_stands_before_it_or_after_it(tiny: str) -> None:
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu", micro_batch_tokens=256)
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     pipe = wb.recipes.grpo(engine, wb.rewards.math_string, group_size=2, max_tokens=8, ppo_mini_batch_size=1)
     s = wb.Stepper(pipe, rows.batch(2)).run(until="advantage")
     before = standing(s, engine)
@@ -259,7 +259,7 @@ def test_C1_an_interrupt_between_two_weights_of_one_optimizer_step_is_taken_back
 ) -> None:
     """The worst moment: half of the weights have moved, nothing says so yet, and gradients are left."""
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     s = wb.Stepper(wb.recipes.grpo(engine, wb.rewards.math_string, group_size=2, max_tokens=8), rows.batch(2))
     before = standing(s.run(until="advantage"), engine)
 
@@ -427,7 +427,7 @@ def score(response: str) -> float:
     return float(len(response) % 3)
 
 engine = wb.engines.local("data/tiny-arith", lr=1e-4, device="cpu")
-rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
 pipe = wb.recipes.grpo(engine, score, group_size=2, max_tokens=32)
 await wb.train(pipe, rows, steps=steps, batch_size=4, run=run, resume="auto", save_freq=5, trackers=())
 """

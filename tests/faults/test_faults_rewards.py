@@ -215,7 +215,7 @@ def test_E8_a_reward_file_runs_outside_the_trainer_and_is_in_the_runs_record(tmp
     )
     function = wb.rewards.load_function(file, roots=[tmp_path])
     engine = wb.engines.local("data/tiny-arith", lr=1e-4)
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=128)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=128)
     pipeline = wb.recipes.grpo(engine, Reward(function, workers=1), group_size=2, max_tokens=8, kl_coef=0.0)
     run = wb.train_blocking(pipeline, rows, steps=1, batch_size=2, run=tmp_path / "run")
     assert str(os.getpid()) not in marker.read_text().split()

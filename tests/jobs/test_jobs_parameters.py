@@ -122,7 +122,7 @@ def settings(pipe: wb.Pipeline) -> dict[str, Any]:
 )
 def test_a_recipe_keeps_its_own_numbers_in_a_job(name: str, tiny: str) -> None:
     """D6: 201 passed GRPO's group size, KL and clip range to all of them, and no rows to DAPO."""
-    engine, rows = wb.engines.local(tiny, device="cpu"), wb.datasets.load("data/arith/train.parquet")[:4]
+    engine, rows = wb.engines.local(tiny, device="cpu"), wb.rows("data/arith/train.parquet")[:4]
     own = {"max_tokens": 64, **({"rows": rows} if name == "dapo" else {})}
     expected = settings(wb.recipes.by_name(name)(engine, **own))
     assert settings(built(NOTEBOOKS["201"], engine, rows, recipe=name)) == expected
@@ -179,4 +179,4 @@ def test_files_are_one_or_several_and_home_is_a_folder(tmp_path: Path, monkeypat
             resolve(notebook, {"train_file": 3})
     row = {"prompt": "x", "reward_model": {"ground_truth": "1"}}
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    assert len(wb.datasets.load("~/a.jsonl")) == 1 and len(wb.datasets.load(["~/a.jsonl", "~/*.jsonl"])) == 2
+    assert len(wb.rows("~/a.jsonl")) == 1 and len(wb.rows(["~/a.jsonl", "~/*.jsonl"])) == 2

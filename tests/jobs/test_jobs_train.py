@@ -17,8 +17,8 @@ from workbench.base.errors import CheckpointError, DataError, RewardError, RunEr
 
 def make(tiny: str, **settings: Any) -> tuple[Any, wb.datasets.Rows, wb.datasets.Rows]:
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:12]
-    eval_rows = wb.datasets.load("data/arith/test.parquet")[:6]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:12]
+    eval_rows = wb.rows("data/arith/test.parquet")[:6]
     return wb.recipes.grpo(engine, group_size=2, max_tokens=16, **settings), rows, eval_rows
 
 
@@ -309,7 +309,7 @@ def test_what_a_training_cell_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_evaluation(tiny: str) -> None:
-    eval_rows = wb.datasets.load("data/arith/test.parquet")[:10]
+    eval_rows = wb.rows("data/arith/test.parquet")[:10]
     found = wb.evaluate(tiny, eval_rows, samples=3, max_tokens=40, batch_size=4)
     assert found.prompts == 10 and len(found.batch) == 30 and 0 <= found.mean <= 1
     assert found.interval[0] < found.mean < found.interval[1] and found.by_source["workbench/arith"] == found.mean
@@ -352,7 +352,7 @@ def test_by_source_and_unscored_rows(tiny: str) -> None:
     def reward(response: str, data_source: str, extra_info: dict[str, Any]) -> float | None:
         return None if extra_info["index"] == 1 else float(data_source == "b")
 
-    eval_rows = list(wb.datasets.load("data/arith/test.parquet")[:4])
+    eval_rows = list(wb.rows("data/arith/test.parquet")[:4])
     rows = wb.datasets.Rows(
         [
             {**row, "data_source": source, "extra_info": {"index": i}}
@@ -432,7 +432,7 @@ def test_prompts_are_rendered_once_and_not_again_by_a_resumed_run(
         rendered.clear()
         preflight._measured.clear()  # as in a process of its own
         pipe, _, _ = make(tiny)
-        rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)[:200]
+        rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:200]
         plan: dict[str, Any] = {"batch_size": 4, "run": tmp_path / "r", "display": None, "trackers": ()}
         wb.train_blocking(pipe, rows, steps=steps, **{**plan, **changes})
         return len(rendered)
@@ -441,7 +441,7 @@ def test_prompts_are_rendered_once_and_not_again_by_a_resumed_run(
     assert trained(2, resume="auto") < 20
     settings = json.loads((tmp_path / "r" / "settings.json").read_text())
     assert list(settings["prompts"].values()) == [
-        max(wb.datasets.load("data/arith/train.parquet")[:200].prompt_lengths(wb.engines.local(tiny).tokenizer))
+        max(wb.rows("data/arith/train.parquet")[:200].prompt_lengths(wb.engines.local(tiny).tokenizer))
     ]
     settings["prompts"] = {"0" * 16: 3}  # of other rows, or of another template
     (tmp_path / "r" / "settings.json").write_text(json.dumps(settings))
@@ -449,7 +449,7 @@ def test_prompts_are_rendered_once_and_not_again_by_a_resumed_run(
     assert trained(1, run=tmp_path / "other") >= 200  # another run knows nothing of it
     before = len(rendered)
     pipe, _, _ = make(tiny)
-    short = wb.datasets.Rows(list(wb.datasets.load("data/arith/train.parquet")[:200]), max_prompt_length=3)
+    short = wb.datasets.Rows(list(wb.rows("data/arith/train.parquet")[:200]), max_prompt_length=3)
     with pytest.raises(DataError, match="too long"):
         wb.train_blocking(pipe, short, steps=1, batch_size=4, run=tmp_path / "short")
     assert len(rendered) - before == 200  # to say which

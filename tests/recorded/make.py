@@ -76,7 +76,7 @@ def model() -> None:
 def rows() -> None:
     """Twelve questions, each with the answer that so small a model gives most often for its truth, so that rewards differ;
     and four that may be talked about."""
-    asked = wb.datasets.load("data/arith/train.parquet")[:80]
+    asked = wb.rows("data/arith/train.parquet")[:80]
     scores = wb.evaluate(str(MODEL), asked, samples=16, max_tokens=16).batch["score"]
     often: list[tuple[int, int, str]] = []
     for number in range(len(asked)):
@@ -88,7 +88,7 @@ def rows() -> None:
         row["reward_model"]["ground_truth"] = answer
         easy.append(row)
     print("of 16 samples right", [count for count, *_ in sorted(often, reverse=True)[:12]])
-    talks = wb.datasets.load("data/arith-interaction/train.parquet")[:4]
+    talks = wb.rows("data/arith-interaction/train.parquet")[:4]
     for path, chosen in ((DATA, easy), (TALKS, talks)):
         path.write_text("".join(json.dumps(row) + "\n" for row in chosen))
 

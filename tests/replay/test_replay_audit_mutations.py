@@ -240,7 +240,7 @@ def quick() -> Iterator[None]:
 @cache
 def prompts(agents: bool) -> Any:
     folder = "arith-tools" if agents else "arith"
-    return wb.datasets.load(f"data/{folder}/train.parquet", max_prompt_length=500)[:4]
+    return wb.rows(f"data/{folder}/train.parquet", max_prompt_length=500)[:4]
 
 
 def trained(training: str, run: Path) -> wb.Run:

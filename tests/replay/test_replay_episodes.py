@@ -55,7 +55,7 @@ def judge(response: str, num_tool_calls: int, turns: Any) -> float:
 
 
 def trained(agent: Any, place: Path, model: str = "data/tiny-arith", longest: int = 56, data: Path = DATA) -> wb.Run:
-    rows = wb.datasets.load(str(data), max_prompt_length=500)
+    rows = wb.rows(str(data), max_prompt_length=500)
     pipeline = wb.recipes.grpo(
         wb.engines.local(model),
         judge,

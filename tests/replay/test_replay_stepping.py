@@ -35,7 +35,7 @@ def train(folder: Path, make: Any, reward: Any = None, **settings: Any) -> wb.Ru
     if not model.is_dir():
         shutil.copytree(ROOT / "data" / "tiny-arith", model)
     engine = wb.engines.local(model, lr=1e-3, device="cpu")
-    rows = wb.datasets.load(str(ROOT / "data" / "arith" / "train.parquet"), max_prompt_length=256)[:12]
+    rows = wb.rows(str(ROOT / "data" / "arith" / "train.parquet"), max_prompt_length=256)[:12]
     pipe = make(engine, reward, max_tokens=12, **settings)
     plan: dict[str, Any] = {"steps": STEPS, "batch_size": 4, "save_freq": 3, "trace_freq": 1, "keep_traces": 10}
     return wb.train_blocking(pipe, rows, run=folder / "run", trackers=(), **plan)
@@ -252,7 +252,7 @@ def test_the_list_of_recorded_steps_and_the_card(grpo: wb.Run, monkeypatch: pyte
 def test_a_run_on_ranks_is_replayed_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where as many can be had; else by one process, whose numbers are the same up to rounding."""
     path = str(ROOT / "data" / "tiny-arith")
-    rows = wb.datasets.load(str(ROOT / "data" / "arith" / "train.parquet"), max_prompt_length=256)[:8]
+    rows = wb.rows(str(ROOT / "data" / "arith" / "train.parquet"), max_prompt_length=256)[:8]
     learner = wb.engines.fsdp(path, ranks=2, device="cpu", threads=1, lr=1e-3)
     with wb.engines.paired(learner, wb.engines.local(path, device="cpu")) as both:
         pipe = wb.recipes.grpo(both, digits, group_size=2, max_tokens=8)

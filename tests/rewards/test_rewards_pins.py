@@ -189,7 +189,7 @@ def test_a_wrong_path_does_not_look_like_pins_that_hold(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_row_of_a_real_step(tmp_path: Path, tiny: str) -> None:
     engine = wb.engines.local(tiny)
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     step = wb.Stepper(wb.recipes.grpo(engine, group_size=2, max_tokens=24), rows.batch(2)).run(until="reward")
     kept = pins(tmp_path / "pins.jsonl")
     for row in range(4):

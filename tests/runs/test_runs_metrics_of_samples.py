@@ -92,7 +92,7 @@ def test_a_steps_row_is_of_the_batch_that_was_trained_on(tmp_path: Path) -> None
     reward = wb.rewards.as_reward(lambda response_text: float(len(response_text)), in_process=True)
     pipe = wb.recipes.grpo(engine, reward, group_size=4, max_tokens=16)
     pipe = pipe.insert_after("advantage", wb.stages.Resample())
-    rows = wb.datasets.load(str(folder / "rows.jsonl"), max_prompt_length=256)
+    rows = wb.rows(str(folder / "rows.jsonl"), max_prompt_length=256)
     plan = {"steps": 1, "batch_size": 4, "trace_freq": 1, "trackers": (), "display": None}
     run = wb.train_blocking(pipe, rows, run=str(tmp_path / "run"), **plan)
     trace, row = run.traces[1], run.rows[-1]

@@ -30,7 +30,7 @@ def test_the_exact_kl_is_what_the_estimates_estimate(tiny: str, batch: wb.DataPr
     # the mean of k1 over samples of the policy itself is the exact one, within its noise
     sampled = wb.stages.LogProb(engine)(
         wb.stages.Rollout(engine, group_size=64, sampling=wb.SamplingSettings(max_tokens=1))(
-            wb.datasets.load("data/arith/train.parquet", max_prompt_length=256).batch(8)
+            wb.rows("data/arith/train.parquet", max_prompt_length=256).batch(8)
         ).batch
     ).batch
     ref = reference.compute_log_probs(sampled)["log_probs"]

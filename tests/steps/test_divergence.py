@@ -352,7 +352,7 @@ def short(response: str) -> float:
 
 @pytest.mark.slow
 def test_two_real_steps(tiny: str) -> None:
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
 
     def stepper() -> wb.Stepper:
         engine = wb.engines.local(tiny, lr=1e-3, device="cpu")

@@ -17,7 +17,7 @@ from workbench.steps.execute import StreamingReward
 
 
 def rows(engine: Any) -> Any:
-    return wb.datasets.load("data/arith/train.parquet", max_prompt_length=128)
+    return wb.rows("data/arith/train.parquet", max_prompt_length=128)
 
 
 def pipeline(reward: Any) -> tuple[Any, Any]:

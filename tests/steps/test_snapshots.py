@@ -147,7 +147,7 @@ def mib(engine: Any) -> str:
 @pytest.mark.parametrize("kind", ["memory", "disk", "replay"])
 def test_a_stepper_comes_back_exactly(tiny: str, tmp_path: Path, kind: str) -> None:
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=4, reward=lambda response: float(len(response)))
     earlier = wb.Stepper(pipe, rows.batch(2)).run()
     s = wb.Stepper(pipe, rows.batch(2, step=2), snapshots=kind, snapshot_folder=str(tmp_path)).run(until="advantage")

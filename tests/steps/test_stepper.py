@@ -16,7 +16,7 @@ from workbench.steps.trace import Trace
 
 def make(tiny: str, **settings: Any) -> tuple[wb.Stepper, Any]:
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=24, **settings)
     return wb.Stepper(pipe, rows.batch(3)), engine
 
@@ -178,7 +178,7 @@ def test_traces_round_trip_and_keep_each_column_once(tiny: str, tmp_path: Path) 
 
 def test_controllers_go_back_with_the_stepper(tiny: str) -> None:
     engine = wb.engines.local(tiny, device="cpu")
-    rows = wb.datasets.load("data/arith/train.parquet")
+    rows = wb.rows("data/arith/train.parquet")
     pipe = wb.recipes.ppo(engine, group_size=2, max_tokens=16, kl_coef=0.1, kl_target=0.01, kl_horizon=100)
     s = wb.Stepper(pipe, rows.batch(2)).run(until="values")
     assert pipe.state() == {"advantage": {"value": 0.1}}

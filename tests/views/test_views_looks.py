@@ -88,7 +88,7 @@ def test_a_score_and_an_outcome_say_what_they_are(tiny: str) -> None:
 @pytest.mark.parametrize("phase", ["rollout", "advantage", "update_actor"])
 def test_a_stepper_shows_before_and_after_of_the_last_phase(tiny: str, phase: str) -> None:
     engine = wb.engines.local(tiny, device="cpu", lr=1e-3)
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     s = wb.Stepper(wb.recipes.grpo(engine, group_size=2, max_tokens=8), rows.batch(2)).run(until=phase)
     html = s._repr_html_()
     assert lint(html) == [] and f"<b>{phase}</b> ·" in html and html.count("●") == s.position
@@ -116,7 +116,7 @@ def test_batches_are_compared_and_what_cannot_be_is_said() -> None:
 
 def test_the_names_that_people_type_first_lead_somewhere(tiny: str) -> None:
     engine = wb.engines.local(tiny, device="cpu")
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
 
     def judged(solution: str) -> float:
         return 1.0

@@ -22,7 +22,7 @@ def twice(number: int) -> str:
 def test_buttons_do_what_their_line_says(tiny: str) -> None:
     agent = ToolAgent([function_tool(twice)], parser=Always(), max_assistant_turns=2, max_tokens_per_turn=8,
                       max_parallel_calls=2)  # fmt: skip
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     engine = wb.engines.local(tiny, device="cpu", lr=1e-3)
     s = wb.Stepper(wb.recipes.grpo(engine, agent=agent, group_size=2, max_tokens=60), rows.batch(1))
     e = s.episode(1)

@@ -114,7 +114,7 @@ def test_colours_and_numbers_of_all_rows() -> None:
 
 def test_buttons_do_what_their_line_says(tiny: str) -> None:
     engine = wb.engines.local(tiny, device="cpu", lr=1e-3)
-    rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     s = wb.Stepper(wb.recipes.grpo(engine, group_size=2, max_tokens=8), rows.batch(2))
     face = StepperFace(s)
     assert face.answer({"kind": "look"})["next_stage"] == "rollout"

@@ -1,6 +1,6 @@
-"""Data sets: `load` reads files into `Rows`, which make batches of prompts."""
+"""Data sets: `wb.rows` makes `Rows` of anything, and they make batches of prompts."""
 
 from workbench.datasets.rendering import encode
-from workbench.datasets.rows import Cursor, Report, Rows, load
+from workbench.datasets.rows import Cursor, Report, Rows
 
-__all__ = ["Cursor", "Report", "Rows", "encode", "load"]
+__all__ = ["Cursor", "Report", "Rows", "encode"]

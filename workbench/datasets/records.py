@@ -71,13 +71,13 @@ def refuse_media(columns: Mapping[str, Any], place: str) -> None:
     """Raise `DataError` where a row has pictures, films or sounds: a column of `MEDIA` that is not empty."""
     for name in MEDIA:
         if not _empty(plain(columns.get(name))):
-            do = f"leave these rows out; or the column, where the text stands alone: load(…, without=[{name!r}])"
+            do = f"leave these rows out; or the column, where the text stands alone: wb.rows(…, without=[{name!r}])"
             raise DataError(f"column {name!r} of {place}", expected=_TEXT_ONLY, found=describe(columns[name]), do=do)
 
 
 def _as_verls(prompt: Any, kept: dict[str, Any], prompt_key: str, place: str) -> dict[str, Any]:
     if CHAT in kept:
-        do = f"leave one out: load(…, without=[{CHAT!r}])"
+        do = f"leave one out: wb.rows(…, without=[{CHAT!r}])"
         raise DataError(f"{place} has two prompts", found=f"columns {CHAT!r} and {prompt_key!r}", do=do)
     said = chat(prompt, f"{prompt_key} of {place}")
     if not any(turn.get("tool_calls") or turn["content"].strip() for turn in said):

@@ -23,7 +23,7 @@ from workbench.base.seeds import derive
 from workbench.base.shown import Shown
 from workbench.dataproto.columns import COLUMNS
 from workbench.dataproto.core import DataProto, Origin
-from workbench.datasets.files import find, read
+from workbench.datasets.files import read
 from workbench.datasets.records import CHAT, has_answer, rows_of, to_row, truth_kinds
 from workbench.datasets.rendering import encode_all
 
@@ -148,7 +148,7 @@ _RESERVED = frozenset({"raw_prompt", "uid"} | {name for name, one in COLUMNS.ite
 class Rows(Shown):
     """A list of rows in verl's schema: `prompt` (a chat), `data_source`, `reward_model`, `extra_info`, and more.
 
-    It is made of an iterable of dicts or a DataFrame, whose records are read as `load` reads those of a file; a missing cell
+    It is made of an iterable of dicts or a DataFrame, whose records are read as `wb.rows` reads those of a file; a missing cell
     (NaN) is None, and a row whose prompt is a plain text has `prompt_is_text`.
     It is immutable: slicing, `select`, `filter` and `split` return new `Rows`, and every row is returned as a copy.
     `Rows` with equal content and `max_prompt_length` are equal.
@@ -156,7 +156,7 @@ class Rows(Shown):
     (`workbench.dataproto.columns`).
 
     Example:
-        >>> rows = wb.datasets.load("data/arith/train.parquet", max_prompt_length=128)  # doctest: +SKIP
+        >>> rows = wb.rows("data/arith/train.parquet", max_prompt_length=128)  # doctest: +SKIP
         >>> train, held_out = rows.split(0.1)  # doctest: +SKIP
     """
 
@@ -170,7 +170,7 @@ class Rows(Shown):
         taken = [name for name in self.columns if name in _RESERVED]
         if taken:
             what = f"columns of {source or 'the rows'} have names that are reserved for columns of stages and batches"
-            do = f"rename them, or leave them out: load(…, without={taken})"
+            do = f"rename them, or leave them out: wb.rows(…, without={taken})"
             raise DataError(what, found=", ".join(taken), do=do)
 
     # --- a sequence ---------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Rows(Shown):
         return hash((self.data_hash, self.max_prompt_length))
 
     def _like(self, rows: Sequence[dict[str, Any]]) -> Rows:
-        return _made(rows, self.max_prompt_length, self.source)
+        return made_of(rows, self.max_prompt_length, self.source)
 
     def views(self) -> Iterator[Mapping[str, Any]]:
         """Yields every row as it stands, uncopied: read only."""
@@ -346,44 +346,7 @@ class Rows(Shown):
         ]
 
 
-def load(
-    path: str | Path | Sequence[str | Path],
-    *,
-    max_prompt_length: int | None = None,
-    prompt_key: str = CHAT,
-    limit: int | None = None,
-    without: Sequence[str] = (),
-    require_answers: bool = True,
-) -> Rows:
-    """Rows of one file or several (`.parquet`, `.json`, `.jsonl`; a pattern such as `train-*.parquet` too).
-
-    A prompt may be a chat, also as JSON text, or a plain string (it becomes a user message, and the row has
-    `prompt_is_text`); rows of `question` and `answer` are read as GSM8K's. Engines read text only: rows with pictures, films
-    or sounds are refused, and so is content that is not text. `limit` takes the first rows; `without` leaves columns out, for files with a column that a stage writes
-    (`score`, `uid`, …). `max_prompt_length` (tokens) is checked when a model's tokenizer is there: by `rows.fitting`, by
-    `train` before it starts, and by the rollout. Raises `DataError` for a missing, unreadable or empty file, a missing
-    prompt column, a column whose name is reserved, and, unless `require_answers=False`, rows without a ground truth.
-    """
-    for name, number in (("limit", limit), ("max_prompt_length", max_prompt_length)):
-        if number is not None and number < 1:
-            raise DataError(name, expected="≥ 1, or None", found=number)
-    paths = find(path)
-    name = ", ".join(str(one) for one in paths)
-    rows: list[dict[str, Any]] = []
-    for one in paths:
-        left = None if limit is None else limit - len(rows)
-        rows += rows_of(read(one)[:left], source=str(one), prompt_key=prompt_key, without=frozenset(without))
-    if not rows:
-        raise DataError(f"no rows in {name or 'an empty list of files'}")
-    unanswered = [index for index, row in enumerate(rows) if not has_answer(row)]
-    if unanswered and require_answers:
-        expected, found = "reward_model.ground_truth in every row", f"none in rows {unanswered[:8]}"
-        do = "add it, or load with require_answers=False and a reward that needs none"
-        raise DataError(f"{len(unanswered)} rows of {name} have no ground truth", expected=expected, found=found, do=do)
-    return _made(rows, max_prompt_length, name)
-
-
-def _made(rows: Sequence[dict[str, Any]], max_prompt_length: int | None, source: str) -> Rows:
+def made_of(rows: Sequence[dict[str, Any]], max_prompt_length: int | None, source: str) -> Rows:
     """Of records that are rows already."""
     made = Rows.__new__(Rows)
     made._fill(rows, max_prompt_length, source)
