@@ -23,6 +23,7 @@ from workbench.replay.run import Run, list_runs, load_run
 from workbench.rewards import Score, Status
 from workbench.runs.evaluate import Evaluation, evaluate
 from workbench.stages import Outcome, Pipeline
+from workbench.stages.functions import stage
 from workbench.steps.compare import compare, diverge
 from workbench.steps.stepper import Stepper
 from workbench.steps.trace import Trace
@@ -37,7 +38,7 @@ __all__ = [
     "COLUMNS", "DataProto", "Evaluation", "Origin", "Outcome", "Pipeline", "Run", "RunStopped", "SamplingSettings",
     "Score", "Status", "Stepper", "Trace", "WorkbenchError", "agents", "cluster", "compare", "compat", "datasets",
     "diverge", "engines", "evaluate", "free_memory", "functional", "list_runs", "load_run", "recipes",
-    "reward_from", "rewards", "rows", "run_notebook", "sandbox", "stages", "train", "train_blocking", "views", "what_if",
+    "reward_from", "rewards", "rows", "run_notebook", "sandbox", "stage", "stages", "train", "train_blocking", "views", "what_if",
 ]  # fmt: skip
 
 

@@ -270,3 +270,59 @@ def test_a_run_on_ranks_is_replayed_on_ranks(tmp_path: Path, monkeypatch: pytest
     found, wanted = alone.snapshot()["weights"], ranked.snapshot()["weights"]
     assert all(torch.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
     ranked.close()
+
+
+# --- a stage of one's own -----------------------------------------------------------------------
+
+OWN = """import torch, workbench as wb
+
+@wb.stage(reads=("reward", "token_level_scores"), writes=("token_level_scores",))
+def shrunk(batch, factor=0.5):
+    return {"token_level_scores": batch["token_level_scores"] * factor}
+"""
+
+
+def cell(text: str, number: int, **names: Any) -> Any:
+    """The `shrunk` that a notebook's cell defines."""
+    import linecache
+
+    name = f"<cell {number}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+    names["__name__"] = "__main__"
+    exec(compile(text, name, "exec"), names)  # noqa: S102 - a cell
+    return names["shrunk"]
+
+
+def test_a_stage_of_a_cell_runs_again_by_name_where_its_cell_has_been_run(tmp_path: Path) -> None:
+    """D8: it was refused even in the process that made it."""
+    import gc
+
+    engine = wb.engines.local(str(ROOT / "data" / "tiny-arith"), lr=1e-3, device="cpu")
+    rows = wb.rows(str(ROOT / "data" / "arith" / "train.parquet"), max_prompt_length=256)[:8]
+    made = wb.recipes.grpo(engine, digits, group_size=2, max_tokens=8, kl_coef=0)
+    mine = cell(OWN, 1)
+    plan: dict[str, Any] = {"steps": 2, "batch_size": 2, "trace_freq": 1, "trackers": ()}
+    run = wb.train_blocking(made.insert_after("reward", mine(factor=0.25)), rows, run=tmp_path / "run", **plan)
+    s = run.stepper(2, at="shrunk").run(until="advantage")
+    assert not any("shrunk" in note and "made with" in note for note in s.notes)
+    assert torch.equal(s.batch["advantages"], run.traces[2].batch["advantages"])
+    t = run.stepper(2, at="shrunk").replace("shrunk", factor=1.0).run(until="shrunk")
+    torch.testing.assert_close(t.batch["token_level_scores"], 4 * run.traces[2]["shrunk"].batch["token_level_scores"])
+    run.stepper(2).run()
+    assert run.audit().agrees and not run.audit().unaudited
+
+    # the same name with another text, then, as in a new process, none at all
+    other = cell(OWN.replace("* factor", "+ factor"), 2)
+    made = mine = s = t = None  # type: ignore[assignment]
+    gc.collect()
+    there = run.stepper(2, at="shrunk")
+    with pytest.raises(PipelineError, match="shrunk of another source text.*run the cell that defines shrunk"):
+        there.replace("shrunk", factor=1.0)
+    del other
+    gc.collect()
+    there = run.stepper(2, at="shrunk")
+    assert any(note.startswith("shrunk: its recorded outputs, not run again") for note in there.notes)
+    assert torch.equal(there.fork().run(until="advantage").batch["advantages"], run.traces[2].batch["advantages"])
+    again = cell(OWN, 3)
+    there.replace("shrunk", factor=1.0).run(until="advantage")
+    assert there.pipeline["shrunk"].settings() == {"factor": 1.0} and isinstance(there.pipeline["shrunk"], again)

@@ -98,7 +98,9 @@ def missing(name: str, present: tuple[str, ...]) -> ColumnMissing:
     advice = [f"stage {writer!r} writes it"] if writer else []
     advice += [f"did you mean {close!r}?"] if close and close != name else []
     found = ", ".join(present) or "no columns"
-    return ColumnMissing(f"this batch has no column {name!r}", found=found, do="; ".join(advice) or None)
+    error = ColumnMissing(f"this batch has no column {name!r}", found=found, do="; ".join(advice) or None)
+    error.name = name
+    return error
 
 
 def as_objects(name: str, values: Any) -> np.ndarray:

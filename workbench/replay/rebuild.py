@@ -37,7 +37,7 @@ from workbench.engines.settings import FsdpSettings, LocalSettings
 from workbench.rewards.reward import by_data_source
 from workbench.runs import checkpoint, updates
 from workbench.runs.folder import read_settings, step_folder
-from workbench.runs.settings import MADE_AGAIN, OURS, WORDS, files_crc32
+from workbench.runs.settings import MADE_AGAIN, OURS, WORDS, crc_of_class, files_crc32
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import BaseStage, Outcome, Stage, used
 from workbench.steps.trace import Phase, Trace, of_log_probs, perform
@@ -108,6 +108,8 @@ class Missing(BaseStage):
     def _advice(self) -> str:
         lacks = [key for key, one in self._record["arguments"].items() if _lacks(one)]
         again = f"replace({self.name!r}, {', '.join(f'{key}=…' for key in lacks)})" if lacks and self._remake else ""
+        if "own" in self._record:
+            again = f"run the cell that defines {self._record['own'][0]} and do this again"
         return " or ".join(filter(None, (again, f"replace({self.name!r}, …) with another stage or function")))
 
     def __call__(self, batch: DataProto) -> Outcome:
@@ -170,11 +172,10 @@ class _Maker:
 
     def stage(self, record: Mapping[str, Any], given: Mapping[str, Any]) -> Stage:
         """One stage from its record, with some arguments or settings replaced by those given."""
-        if record["class"] not in stages.__all__:
-            raise _Gone(f"a class of another package ({record['name']})")
+        kind = getattr(stages, record["class"]) if record["class"] in stages.__all__ else _own_class(record)
         of_it = record["arguments"]
         arguments = {key: given[key] if key in given else self.value(one) for key, one in of_it.items()}
-        stage: Stage = getattr(stages, record["class"])(**arguments)
+        stage: Stage = kind(**arguments)
         rest = {key: one for key, one in given.items() if key not in of_it}
         return stage.with_settings(**rest) if rest else stage
 
@@ -208,6 +209,19 @@ class _Maker:
             return kind(**{key: self.value(one) for key, one in given.items()})
         except _Gone as gone:
             raise _Gone(f"{gone} in a {name}") from gone
+
+
+def _own_class(record: Mapping[str, Any]) -> type[Stage]:
+    """The user's class of a recorded stage, where this process has one with the recorded name and source text."""
+    name, crc = record.get("own") or (None, None)
+    known: list[Any] = [BaseStage]
+    for one in known:  # it grows
+        known += one.__subclasses__()
+    named = [one for one in known if one.__name__ == name]
+    found = [one for one in named if crc is not None and crc_of_class(one) == [name, crc]]
+    if not found:
+        raise _Gone(f"a {name} of another source text" if named else f"a class of another package ({record['name']})")
+    return found[-1]
 
 
 def _lacks(plain: Any) -> bool:

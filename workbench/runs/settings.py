@@ -20,7 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from workbench import agents
-from workbench.base.config import Settings, settings_hash
+from workbench.base.config import Settings, settings_hash, source_of
 from workbench.base.errors import describe
 from workbench.base.formats import FORMAT
 from workbench.datasets import Rows
@@ -30,6 +30,7 @@ from workbench.rewards.base import BaseReward
 from workbench.runs.folder import crc32_of
 from workbench.stages.correction import CorrectionSettings
 from workbench.stages.pipeline import Pipeline
+from workbench.stages.stage import foreign_class
 from workbench.stages.update import PolicyLoss, ValueLoss
 from workbench.steps.trace import describe_settings
 
@@ -201,6 +202,7 @@ def written_down(pipeline: Pipeline) -> list[dict[str, Any]]:
             {
                 "name": stage.name,
                 "class": type(stage).__name__ if type(stage).__module__.startswith(OURS) else None,
+                **_own_class(stage),
                 "arguments": {name: _plain(value, roles) for name, value in made.items()},
                 "reads": list(stage.reads),
                 "optional": list(getattr(stage, "optional", ())),
@@ -209,6 +211,17 @@ def written_down(pipeline: Pipeline) -> list[dict[str, Any]]:
             }
         )
     return records
+
+
+def _own_class(stage: Any) -> dict[str, Any]:
+    """Name and source text's crc32 of a class that is not of this package, by which a replay recognises it."""
+    return {"own": crc_of_class(kind) for kind in foreign_class(stage).values()}
+
+
+def crc_of_class(kind: type) -> list[Any]:
+    """[name, crc32 of the source text] of a class; None in place of a text that cannot be read."""
+    text = source_of(kind)
+    return [kind.__name__, None if text is None else zlib.crc32(text.encode())]
 
 
 def _plain(value: Any, roles: Mapping[int, str]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from workbench.dataproto.columns import COLUMNS, declared, provided
 from workbench.dataproto.core import DataProto
 from workbench.rewards.signatures import EPISODE
 from workbench.stages.filtering import FilterGroups, Resample
+from workbench.stages.functions import FunctionStage
 from workbench.stages.log_prob import LogProb
 from workbench.stages.reward import Reward
 from workbench.stages.rollout import Baseline
@@ -24,6 +26,8 @@ _WIDE = (Reward, FilterGroups, Resample, Baseline)
 class Pipeline(Shown):
     """The stages of a training step in order: `Pipeline([rollout, reward, …])`. Iterate it, index it by name, print it.
 
+    A class that `wb.stage` made stands for a stage with its default settings.
+
     Columns of the data set (see `columns.COLUMNS`) are there from the start; a column that is declared nowhere must come
     with the data, and is checked when the first batch arrives.
 
@@ -34,8 +38,8 @@ class Pipeline(Shown):
     between reads or changes them. A `Stepper` runs it all the same, for the eye, with the same weights in the end.
     """
 
-    def __init__(self, stages: Sequence[Stage], *, overlap: bool = False) -> None:
-        self._stages = tuple(stages)
+    def __init__(self, stages: Sequence[Stage | type[FunctionStage]], *, overlap: bool = False) -> None:
+        self._stages = tuple(_made("a stage of a pipeline", one) for one in stages)
         self.overlap = overlap
         names = [stage.name for stage in self._stages]
         doubled = {name for name in names if names.count(name) > 1}
@@ -141,6 +145,8 @@ class Pipeline(Shown):
         old = self._stages[position]
         if other is None and not settings:
             raise PipelineError(f"replace({name!r}) changes nothing", do="give a stage, a function or settings")
+        if inspect.isclass(other):
+            other = _made(f"replace({name!r})", other)
         new = old if other is None else other if isinstance(other, Stage) else old.with_function(other)
         new = new.with_settings(**settings) if settings else new
         if new.name != old.name:
@@ -148,13 +154,12 @@ class Pipeline(Shown):
         later = [_at_new_temperature(old, new, stage) for stage in self._stages[position + 1 :]]
         return Pipeline([*self._stages[:position], new, *later], overlap=self.overlap)
 
-    def insert_after(self, name: str, stage: Stage) -> Pipeline:
+    def insert_after(self, name: str, stage: Stage | type[FunctionStage]) -> Pipeline:
         """A copy of the pipeline with a stage added after the one called `name`: `p.insert_after("reward", TurnScores())`.
 
         Raises `PipelineError` for an unknown name, two stages of one name, and where a stage would lack a column.
         """
-        if isinstance(stage, type) or not isinstance(stage, Stage):
-            raise PipelineError(f"insert_after({name!r})", expected="a stage object", found=describe(stage))
+        stage = _made(f"insert_after({name!r})", stage)
         place = self.index(name) + 1
         return Pipeline([*self._stages[:place], stage, *self._stages[place:]], overlap=self.overlap)
 
@@ -209,6 +214,20 @@ class LeftToUpdate(BaseStage):
     def __call__(self, batch: DataProto) -> Outcome:
         """The batch as it is, or with the stage's columns where its update is not a single optimizer step."""
         return Outcome(batch) if self._update.is_on_policy(batch) else self._stage(batch)
+
+
+def _made(what: str, given: Any) -> Stage:
+    """A stage as it is, and for a class of `wb.stage` the one with its defaults. Raises `PipelineError` for anything else."""
+    if inspect.isclass(given):
+        if issubclass(given, FunctionStage):
+            return given()
+        do = f"construct it: {given.__name__}(…)"
+    elif isinstance(given, Stage):
+        return given
+    else:
+        name = getattr(given, "__name__", "my_stage")
+        do = f"put this line above `def {name}`: @wb.stage(reads=(…,), writes=(…,))" if callable(given) else None
+    raise PipelineError(what, expected="a stage object", found=describe(given), do=do)
 
 
 def _left_to_update(stages: Sequence[Stage]) -> tuple[LogProb, Update] | None:

@@ -34,11 +34,12 @@ class StageContract:
         raise NotImplementedError("override make_batch: return a batch with every column that the stage reads")
 
     def test_it_is_a_stage_and_says_what_it_reads_and_writes(self) -> None:
-        """A stage has a name and a tuple `reads`, and every column in `writes` is a declared one."""
+        """A stage has a name and a tuple `reads`; a stage of this package writes declared columns alone."""
         stage = self.make_stage()
         assert isinstance(stage, Stage), "it has the protocol's members"
         assert stage.name and isinstance(stage.reads, tuple), "it has a name and a tuple of reads"
-        assert all(declared(name) is not None for name in stage.writes), "every column that it writes is declared"
+        ours = type(stage).__module__.startswith("workbench.")
+        assert not ours or all(map(declared, stage.writes)), "every column that it writes is declared"
 
     def test_it_writes_what_it_promised_and_leaves_its_input_alone(self) -> None:
         """A stage writes the columns in `writes`, signs each with its name, and leaves its input unchanged."""
