@@ -59,8 +59,21 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="check everything that can be refused before work starts; writes nothing")
     check.add_argument("notebook")
     check.set_defaults(command=_check)
-    for command in (train, check):
-        command.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE")
+    sweep = commands.add_parser("sweep", help="run a notebook as a job for every combination of parameters")
+    sweep.add_argument("notebook")
+    sweep.add_argument(
+        "--run", default="runs/sweep", help="the sweep's folder (default: runs/sweep); the same again goes on"
+    )
+    sweep.add_argument("--jobs", type=int, default=1, help="jobs at a time (default: 1)")
+    sweep.set_defaults(command=_sweep)
+    new = commands.add_parser("new", help="write a notebook for your own data and reward, to edit and to run as a job")
+    new.add_argument("target", metavar="NOTEBOOK")
+    new.add_argument("--model", help="policy to start from (default: the tiny model that comes with workbench)")
+    new.add_argument("--train-file", help="training rows (default: the tiny model's)")
+    new.set_defaults(command=_new)
+    for command in (train, check, sweep):
+        metavar = "NAME=VALUE" if command is not sweep else "NAME=VALUES"  # lr=1e-4,3e-4  seed=0..2  sizes=[1,2]
+        command.add_argument("-p", "--parameter", action="append", default=[], metavar=metavar)
         command.add_argument("-f", "--file", help="parameters from a YAML or JSON file; -p overrides them")
         command.add_argument("-k", "--kernel", help="kernel name (default: the notebook's)")
     runs = commands.add_parser("runs", help="print a table of runs with settings and results")
@@ -134,11 +147,33 @@ def _check(options: argparse.Namespace) -> int:
     return code
 
 
+def _sweep(options: argparse.Namespace) -> int:
+    from workbench.jobs.sweep import sweep
+
+    _without_grammar()
+    ended = sweep(
+        options.notebook, _given(options), run=options.run, jobs=options.jobs, kernel=options.kernel, say=_say
+    )
+    _say(_text(ended.table))
+    return ended.code
+
+
+def _new(options: argparse.Namespace) -> int:
+    from workbench.jobs.starter import new
+
+    new(options.target, model=options.model, train_file=options.train_file, say=_say)
+    return 0
+
+
+def _text(frame: Any) -> str:
+    return str(frame.to_string(na_rep="–", float_format=lambda value: f"{value:.4g}"))
+
+
 def _runs(options: argparse.Namespace) -> int:
     from workbench.replay.run import list_runs
 
     frame = list_runs(options.folder)
-    _say(frame.to_string(na_rep="–", float_format=lambda value: f"{value:.4g}") if len(frame) else "no runs")
+    _say(_text(frame) if len(frame) else "no runs")
     return 0
 
 

@@ -51,6 +51,7 @@ class PolicyGradientSettings(TypedDict, total=False):
     kl_type: str
     sampling: SamplingSettings | None
     temperature: float | None
+    top_p: float | None
     max_tokens: int | None
     clip_ratio_low: float
     clip_ratio_high: float
@@ -68,7 +69,7 @@ class PolicyGradientSettings(TypedDict, total=False):
 DEFAULTS: Mapping[str, Any] = {
     **{"group_size": 8, **PolicyLoss().to_dict(), "kl_coef": 0.001, "ppo_epochs": 1, "ppo_mini_batch_size": None},
     "recompute_old_log_probs": False,
-    **dict.fromkeys(("sampling", "temperature", "max_tokens", "reference", "agent")),
+    **dict.fromkeys(("sampling", "temperature", "top_p", "max_tokens", "reference", "agent")),
 }
 """The defaults of `PolicyGradientSettings`; a recipe may have others."""
 _OURS = {
@@ -107,7 +108,7 @@ def _policy_gradient(
 ) -> Pipeline:
     """What all recipes share; `after_reward` adds stages behind the reward, given those before."""
     given = {**DEFAULTS, **settings}
-    sampling = _sampling(given["sampling"], given["temperature"], given["max_tokens"])
+    sampling = _sampling(given["sampling"], **{name: given[name] for name in ("temperature", "top_p", "max_tokens")})
     rollout = {"group_size": given["group_size"], "sampling": sampling, "greedy_baseline": greedy_baseline}
     minis = {name: given[name] for name in ("ppo_epochs", "ppo_mini_batch_size")}
     own = set(PolicyLoss.field_names()) - (set() if kl_in_loss else {"kl_coef", "kl_type"})
@@ -177,7 +178,7 @@ def grpo(
         group_size: samples per prompt (G).
         kl_coef: weight of the KL term; 0 leaves the reference out.
         kl_type: estimator of the KL: `k1`/`kl`, `k2`/`mse`, `k3`/`low_var_kl` or `abs`; with `+` after it, k2's gradient.
-        sampling: a full `SamplingSettings`; or only `temperature` and `max_tokens` (response tokens).
+        sampling: a full `SamplingSettings`; or only `temperature`, `top_p` and `max_tokens` (response tokens).
         clip_ratio_low: the ratio is clipped below 1 − this.
         clip_ratio_high: the ratio is clipped above 1 + this.
         loss_mode: the policy loss: `vanilla`, `gspo`, `cispo`, `gpg`, … (`workbench.functional.POLICY_LOSSES`).
@@ -391,9 +392,8 @@ def with_rollout_correction(
     return Pipeline(corrected, overlap=pipeline.overlap)
 
 
-def _sampling(sampling: SamplingSettings | None, temperature: float | None, max_tokens: int | None) -> SamplingSettings:
-    """The full settings, or the defaults with the two that are changed most."""
-    given = {"temperature": temperature, "max_tokens": max_tokens}
+def _sampling(sampling: SamplingSettings | None, **given: float | None) -> SamplingSettings:
+    """The full settings, or the defaults with those that are changed most."""
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if sampling is not None and changes:
         found = f"sampling= and {', '.join(changes)}="

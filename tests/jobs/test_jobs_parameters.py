@@ -12,7 +12,7 @@ import pytest
 
 import workbench as wb
 from workbench.base.errors import SettingError
-from workbench.jobs.parameters import declared_parameters, open_reward, resolve, table
+from workbench.jobs.parameters import declared_parameters, open_recipe, open_reward, resolve, table
 
 
 def test_the_cell_is_read_with_types_defaults_and_help(make_notebook: Any) -> None:
@@ -62,7 +62,6 @@ def test_what_was_not_declared_or_does_not_fit_is_refused(
     ("cell", "match"),
     [
         (None, "tagged 'parameters'"),
-        ("x = 3", "name: type"),
         ("x: int", "name: type"),
         ("import os", "name: type"),
         ("x: int = f()", "a literal"),
@@ -103,7 +102,8 @@ def built(notebook: str, engine: Any, rows: Any, **given: Any) -> wb.Pipeline:
     cells = ["".join(cell["source"]) for cell in json.loads(Path(notebook).read_text())["cells"]]
     (cell,) = (cell for cell in cells if cell.startswith(("make = ", "engine = ")))
     parameters = {one.name: one.default for one in declared_parameters(notebook)} | resolve(notebook, given)
-    names = {**parameters, "wb": wb, "open_reward": open_reward, "policy": engine, "engine": engine, "rows": rows}
+    doors = {"wb": wb, "open_recipe": open_recipe, "open_reward": open_reward}
+    names = {**parameters, **doors, "policy": engine, "engine": engine, "rows": rows}
     wanted = [node for node in ast.parse(cell).body if "pipe" in ast.unparse(node) or "make" in ast.unparse(node)]
     exec(compile(ast.Module(wanted, []), notebook, "exec"), names)  # noqa: S102 - the project's own cell
     return names["pipe"]
@@ -117,22 +117,50 @@ def settings(pipe: wb.Pipeline) -> dict[str, Any]:
     return {**found, "stages": [type(stage).__name__ for stage in pipe]}
 
 
-@pytest.mark.parametrize(
-    "name", ["grpo", "dr_grpo", "dapo", "rloo", "remax", "reinforce_plus_plus", "opo", "gpg", "gspo", "cispo", "ppo"]
-)
+RECIPES = ["grpo", "dr_grpo", "dapo", "rloo", "remax", "reinforce_plus_plus", "opo", "gpg", "maxrl", "gspo", "cispo"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_keeps_its_own_numbers_in_a_job(name: str, tiny: str) -> None:
     """D6: 201 passed GRPO's group size, KL and clip range to all of them, and no rows to DAPO."""
     engine, rows = wb.engines.local(tiny, device="cpu"), wb.rows("data/arith/train.parquet")[:4]
     own = {"max_tokens": 64, **({"rows": rows} if name == "dapo" else {})}
     expected = settings(wb.recipes.by_name(name)(engine, **own))
     assert settings(built(NOTEBOOKS["201"], engine, rows, recipe=name)) == expected
-    changed = settings(built(NOTEBOOKS["201"], engine, rows, recipe=name, group_size="3", clip_ratio_high="0.5"))
-    assert changed["rollout"]["group_size"] == "3" and "0.5" in str(changed["update_actor"])
+    given = {"group_size": "3", "kl_coef": "0.5", "temperature": "0.7", "top_p": "0.9", "ppo_mini_batch_size": "2"}
+    changed = settings(built(NOTEBOOKS["201"], engine, rows, recipe=name, **given))
+    assert changed["rollout"]["group_size"] == "3" and "0.5" in str([changed["update_actor"], changed["advantage"]])
+    assert "top_p=0.9" in str(changed["rollout"]) or changed["rollout"]["top_p"] == "0.9"
+    assert changed["update_actor"]["ppo_mini_batch_size"] == "2" and changed["update_actor"]["temperature"] == "0.7"
+    clip = {"recipe": name, "clip_ratio_high": "0.5"}
+    if name == "gpg":
+        with pytest.raises(SettingError, match="'gpg' has no place for clip_ratio_high: its loss 'gpg' does not clip"):
+            built(NOTEBOOKS["201"], engine, rows, **clip)
+    else:
+        assert settings(built(NOTEBOOKS["201"], engine, rows, **clip))["update_actor"]["clip_ratio_high"] == "0.5"
     if name == "dapo":
         sampling_on = next(
             stage for stage in built(NOTEBOOKS["201"], engine, rows, recipe=name) if "Filter" in repr(type(stage))
         )
         assert sampling_on._rows is rows
+
+
+def test_a_recipe_with_a_critic_is_sent_to_its_notebook() -> None:
+    with pytest.raises(SettingError, match="'ppo' trains a critic.*202_train_ppo.ipynb"):
+        open_recipe("ppo", wb.rows("data/arith/train.parquet")[:4])
+    with pytest.raises(SettingError, match="did you mean 'grpo'"):
+        open_recipe("gprpo", wb.rows("data/arith/train.parquet")[:4])
+    recipe = {one.name: one.help for one in declared_parameters(NOTEBOOKS["201"])}["recipe"]
+    names = [name for name in dir(wb.recipes) if name not in ("by_name", "with_rollout_correction")]
+    assert [name for name in names if name not in recipe] == [], "each is in the parameter's help"
+    assert {*names} == {*RECIPES, "ppo"}
+
+
+def test_ppo_in_its_job_has_the_numbers_that_are_given(tiny: str) -> None:
+    engine = wb.engines.local(tiny, device="cpu")
+    numbers = {"group_size": 1, "critic_lr": 1e-5, "critic_warmup": 0, "lam": 1.0, "kl_coef": 0.001, "max_tokens": 128}
+    made = settings(built(NOTEBOOKS["202"], engine, None, **numbers))
+    assert made == settings(wb.recipes.ppo(engine))
 
 
 def test_a_setting_that_is_none_is_the_recipes_own(tiny: str) -> None:

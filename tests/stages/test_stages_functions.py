@@ -138,7 +138,7 @@ def test_a_pipeline_takes_the_class_too_and_says_what_a_bare_function_lacks(pipe
         assert longer["length_norm"].settings() == {"power": 1.0}
         assert longer.replace("length_norm", power=2.0)["length_norm"].settings() == {"power": 2.0}
         assert longer.replace("length_norm", length_norm)["length_norm"].settings() == {"power": 1.0}
-    assert wb.Pipeline([*pipe][:place] + [length_norm]).names[-1] == "length_norm"
+    assert wb.Pipeline([*[*pipe][:place], length_norm]).names[-1] == "length_norm"
 
     def bare(batch: Any) -> Any: ...
 

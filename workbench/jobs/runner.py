@@ -7,15 +7,14 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from workbench.base.errors import RunError, SettingError
-from workbench.base.files import write_text
-from workbench.jobs.parameters import declared_parameters, resolve, table
+from workbench.jobs.parameters import declared_parameters, read_notebook, resolve, table
 from workbench.replay.run import Run, number
 from workbench.runs.folder import check_place, crc32_of, read_json, write_json
 
@@ -48,11 +47,12 @@ def run_notebook(
 ) -> Result:
     """Run a notebook as a job, with parameters; the executed copy goes into the run folder, or to `output`.
 
-    The run folder is the notebook's `run` parameter; where it is empty or not declared, a new folder in `runs` with the
-    notebook's name and the time. The kernel starts in the current directory and sees WORKBENCH_JOB=1; each line that it
-    appends to the file named by WORKBENCH_PROGRESS is passed to `say` while it runs. `skip_look` leaves out cells tagged
-    `look`. SIGINT and SIGTERM finish the current step, save a checkpoint and end the job.
-    Raises `SettingError` before anything starts where a parameter is unknown or of the wrong type.
+    The run folder is the parameter `run`; where it is empty or not given, a new folder in `runs` with the notebook's name and
+    the time. A notebook that declares no `run`, or no `resume`, need not: `wb.train` then takes them from the job. The kernel starts
+    in the current directory and sees WORKBENCH_JOB=1; each line that it appends to the file named by WORKBENCH_PROGRESS
+    is passed to `say` while it runs. `skip_look` leaves out cells tagged `look`. SIGINT and SIGTERM finish the current step,
+    save a checkpoint and end the job.
+    Raises `SettingError` before anything is written where a parameter is unknown or of the wrong type, or there is no such kernel.
 
     Example:
         >>> wb.run_notebook("notebooks/201_train_grpo.ipynb", {"steps": 5, "run": "runs/a"}).code  # doctest: +SKIP
@@ -60,38 +60,49 @@ def run_notebook(
     """
     source = Path(notebook)
     values = resolve(source, parameters)
-    run = _run_folder(source, values)
-    target = Path(output) if output is not None else (run or _fresh(source)) / "notebook.ipynb"
+    kernel, language = kernel_of(source, kernel)
+    declared = {parameter.name: parameter.default for parameter in declared_parameters(source)}
+    named = values.get("run", declared.get("run"))
+    run = Path(named or _fresh(source))
+    if not named:
+        values["run"] = str(run)
+    target = Path(output) if output is not None else run / "notebook.ipynb"
     for place in (run, target.parent):
-        if place is not None:
-            check_place(place)
+        check_place(place)
     target.parent.mkdir(parents=True, exist_ok=True)
     _set_aside(target)
     say(f"{source.name} → {target}")
     say(table(source, values))
-    with _job(say), _recorded(run, {"notebook": str(source), "crc32": crc32_of(source), "parameters": values}):
-        code, error = _execute(source, target, values, kernel, skip_look)
-    return Result(code, target, run, error)
+    given = {name: value for name, value in values.items() if name in declared}
+    job = {"notebook": str(source), "crc32": crc32_of(source), "parameters": values, "all": {**declared, **values}}
+    if (named or output is None) and not (run / JOB).is_file():
+        run.mkdir(parents=True, exist_ok=True)
+        write_json(run / JOB, job)
+    with _job(say, job, declared):
+        code, error = _execute(source, target, given, kernel, language, skip_look)
+    return Result(code, target, run if run.is_dir() else None, error)
 
 
-@contextmanager
-def _recorded(run: Path | None, job: Mapping[str, Any]) -> Iterator[None]:
-    """`job.json` in the run folder, for --resume. A job that was refused before it trained leaves the earlier one."""
-    if run is None:
-        yield
-        return
-    run.mkdir(parents=True, exist_ok=True)
-    path, settings = run / JOB, run / "settings.json"
-    before = path.read_text(encoding="utf-8") if path.is_file() else None
-    written = settings.stat().st_mtime_ns if settings.is_file() else None
-    write_json(path, job)
-    yield
-    if before is not None and settings.is_file() and settings.stat().st_mtime_ns == written:
-        write_text(path, before)
+def kernel_of(source: Path, kernel: str | None) -> tuple[str, str]:
+    """(kernel's name, its language) for a notebook: the one given, or its own; `python3` where it names none.
+
+    Raises `SettingError` where this machine has no such kernel.
+    """
+    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+    manager = KernelSpecManager()
+    name = kernel or read_notebook(source).get("metadata", {}).get("kernelspec", {}).get("name") or "python3"
+    try:
+        return name, manager.get_kernel_spec(name).language
+    except NoSuchKernel:
+        there = ", ".join(sorted(manager.find_kernel_specs()))
+        what = f"{source.name} asks for the kernel {name!r}" if kernel is None else f"option -k {name}"
+        do = None if kernel is not None else "run it with another one: -k python3"
+        raise SettingError(what, expected=f"a kernel of this machine: {there}", do=do) from None
 
 
 def _execute(
-    source: Path, target: Path, values: Mapping[str, Any], kernel: str | None, skip_look: bool
+    source: Path, target: Path, values: Mapping[str, Any], kernel: str, language: str, skip_look: bool
 ) -> tuple[int, str]:
     """(exit code, the error's text, empty where every cell ran)."""
     import papermill
@@ -109,6 +120,7 @@ def _execute(
             parameters=dict(values),
             engine_name="workbench",
             kernel_name=kernel,
+            language=language,
             progress_bar=False,
             cwd=str(Path.cwd()),
             skip_look=skip_look,
@@ -140,8 +152,7 @@ def _set_aside(target: Path) -> None:
 def job_of(run: str | Path) -> tuple[Path, dict[str, Any], str]:
     """The job that wrote a run folder, to resume it: (notebook, parameters, a note if the notebook has changed, else "").
 
-    The parameters get `resume="auto"` and, if declared, `run`. Raises `RunError` where no job wrote the folder, or its
-    notebook is gone, and `SettingError` where the notebook has no parameter `resume`.
+    The parameters get `resume="auto"` and `run`. Raises `RunError` where no job wrote the folder, or its notebook is gone.
     """
     folder = Path(run)
     if not (folder / JOB).is_file():
@@ -154,10 +165,7 @@ def job_of(run: str | Path) -> tuple[Path, dict[str, Any], str]:
         raise RunError("the job's notebook is gone", found=f"no file {notebook}", do=do)
     names = {parameter.name for parameter in declared_parameters(notebook)}
     values = {name: value for name, value in job["parameters"].items() if name in names}
-    values |= {name: value for name, value in (("run", str(run)), ("resume", "auto")) if name in names}
-    if "resume" not in names:
-        do = "declare it in the parameters cell, pass it to wb.train"
-        raise SettingError(f"{notebook.name} has no parameter 'resume'", do=do)
+    values |= {"run": str(run), "resume": "auto"}
     changed = crc32_of(notebook) != job["crc32"]
     return notebook, values, f"note: {notebook} has changed since the job began" if changed else ""
 
@@ -171,9 +179,15 @@ def check_notebook(
     """
     source = Path(notebook)
     values = resolve(source, parameters)
-    with tempfile.TemporaryDirectory(prefix="workbench-") as folder, _job(lambda line: None, WORKBENCH_CHECK="1"):
+    kernel, language = kernel_of(source, kernel)
+    declared = {parameter.name for parameter in declared_parameters(source)}
+    given, job = {name: one for name, one in values.items() if name in declared}, {"parameters": values}
+    with (
+        tempfile.TemporaryDirectory(prefix="workbench-") as folder,
+        _job(lambda line: None, job, declared, WORKBENCH_CHECK="1"),
+    ):
         target = Path(folder) / source.name
-        code, told = _execute(source, target, values, kernel, skip_look=True)
+        code, told = _execute(source, target, given, kernel, language, skip_look=True)
         outputs = [one for cell in read_json(target)["cells"] for one in cell.get("outputs", [])]
     errors = [one for one in outputs if one["output_type"] == "error"]
     if code == OK:
@@ -187,17 +201,6 @@ def _fresh(source: Path) -> Path:
     return Path("runs") / f"{source.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _run_folder(source: Path, values: dict[str, Any]) -> Path | None:
-    """The folder in the notebook's `run` parameter; an empty one is filled in, in `values`."""
-    declared = {parameter.name: parameter.default for parameter in declared_parameters(source)}
-    if "run" not in declared:
-        return None
-    named = values.get("run", declared["run"])
-    if not named:
-        named = values["run"] = str(_fresh(source))
-    return Path(named)
-
-
 def _told(error: Any) -> str:
     """Which cell, what it raised, and the end of the traceback without colours."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in "\n".join(error.traceback).splitlines()]
@@ -205,15 +208,24 @@ def _told(error: Any) -> str:
 
 
 @contextmanager
-def _job(say: Callable[[str], None], **environment: str) -> Iterator[None]:
+def _job(
+    say: Callable[[str], None], job: Mapping[str, Any], declared: Collection[str], **environment: str
+) -> Iterator[None]:
     """Set the kernel's environment, and pass the loop's progress lines to `say` from a thread.
 
-    Other libraries' progress bars are off: in a saved notebook they are blank, or a line for every refresh.
+    `wb.train` finds there what the notebook does not declare of `run` and `resume`, and the job's record, which it writes
+    into its run folder once its settings are accepted: a job that is refused leaves the earlier one. Other libraries'
+    progress bars are off: in a saved notebook they are blank, or a line for every refresh.
     """
     with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
-        path = Path(folder) / "progress"
+        path, record = Path(folder) / "progress", Path(folder) / JOB
         path.touch()
-        ours = {"WORKBENCH_JOB": "1", "WORKBENCH_PROGRESS": str(path), "TQDM_DISABLE": "1", **environment}
+        write_json(record, job)
+        known = {"run": "", "resume": "auto", **job["parameters"]}
+        known |= {name: plain for name, plain in (("run", ""), ("resume", "never")) if name in declared}
+        ours = {f"WORKBENCH_{name.upper()}": known[name] for name in ("run", "resume")}
+        ours |= {"WORKBENCH_JOB": "1", "WORKBENCH_JOB_RECORD": str(record), "WORKBENCH_PROGRESS": str(path)}
+        ours |= {"TQDM_DISABLE": "1", **environment}
         before = {name: os.environ[name] for name in ours if name in os.environ}
         os.environ.update(ours)
         done = threading.Event()

@@ -1,4 +1,4 @@
-"""`workbench notebooks DIR`: write the notebooks, and the data and tiny models that they use, into a folder.
+"""`workbench notebooks DIR`: write the notebooks, and the data and tiny models that they use, into a folder; `workbench new`.
 
 A wheel has them in `workbench/starter` (setup.py puts them there); a checkout has them in its own folders. `[tool.workbench]`
 in pyproject.toml lists them.
@@ -6,13 +6,16 @@ in pyproject.toml lists them.
 
 from __future__ import annotations
 
+import ast
 import filecmp
+import json
 import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 from workbench.base.errors import SettingError
+from workbench.base.files import write_text
 
 PACKAGE = Path(__file__).parents[1]
 NOTEBOOKS = "notebooks"
@@ -58,6 +61,53 @@ def write(folder: str | Path, say: Callable[[str], None] = lambda line: None) ->
     say(f"{target}: {len(missing)} files written, {len(places) - len(missing)} were there already")
     say(f"in {target.resolve()}: jupyter lab {NOTEBOOKS}/101_one_step.ipynb, or workbench train 201_train_grpo.ipynb")
     return target
+
+
+TEMPLATE = Path(__file__).with_name("new.ipynb")
+
+
+def new(
+    target: str | Path,
+    *,
+    model: str | None = None,
+    train_file: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Write a notebook to start from: own data, own reward, GRPO, training. It runs as it stands, on a tiny model.
+
+    `model` and `train_file` are the defaults of its parameters. Raises `SettingError` for a name that does not end in `.ipynb`,
+    and where the file exists.
+    """
+    path = Path(target)
+    if path.suffix != ".ipynb":
+        raise SettingError(f"name of the notebook {str(target)!r}", expected="a name that ends in .ipynb")
+    if path.exists():
+        raise SettingError(f"there is a file {str(target)!r} already", do="choose another name, or move it away")
+    given = {"model": model, "train_file": train_file}
+    document = json.loads(TEMPLATE.read_text(encoding="utf-8"))
+    for cell in document["cells"]:
+        lines = cell["source"]
+        for number, line in enumerate(lines):
+            name, equals, rest = line.partition(" = ")
+            if cell["metadata"].get("tags") == ["parameters"] and equals and name in given:
+                value, _, help = rest.partition("  # ")
+                chosen = given[name] or _found(ast.literal_eval(value), path.parent)
+                lines[number] = f"{name} = {json.dumps(chosen, ensure_ascii=False)}  # {help}"
+            lines[number] = lines[number].replace("mine.ipynb", path.name).replace("runs/mine", f"runs/{path.stem}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    say(f"{path}: jupyter lab {path}, or workbench train {path}")
+    return path
+
+
+def _found(name: str, folder: Path) -> str:
+    """A starter file or folder by its short name where that leads to it from the notebook's folder and from here; else its
+    place in the installation."""
+    if Path(name).exists() and folder.resolve() == Path.cwd():
+        return name
+    source = files()
+    packed = next(path for one, path in source.items() if one == name or one.startswith(f"{name}/"))
+    return str(packed if name in source else packed.parent)
 
 
 def find_notebook(name: str) -> str:

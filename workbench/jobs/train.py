@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base.config import require
-from workbench.base.errors import RunError, message
-from workbench.base.files import write_bytes
+from workbench.base.errors import RunError, SettingError, message
+from workbench.base.files import write_bytes, write_text
 from workbench.base.runtime import Control
 from workbench.datasets import Rows
 from workbench.replay.run import Run
@@ -96,7 +96,8 @@ def train(
     pipeline: Pipeline,
     rows: Rows,
     *,
-    steps: int,
+    steps: int | None = None,
+    epochs: float | None = None,
     run: str | Path | None = None,
     batch_size: int = 16,
     seed: int = 0,
@@ -110,7 +111,7 @@ def train(
     keep_checkpoints: int = 2,
     keep_updates: int = 1024,
     break_if: Condition | None = None,
-    resume: str = "never",
+    resume: str | None = None,
     allow_changes: Sequence[str] = (),
     trackers: Sequence[str] = ("tensorboard",),
     display: str | None = "auto",
@@ -122,8 +123,9 @@ def train(
     None. In a script: `train_blocking(…)`.
 
     Args:
-        rows, run: the training prompts; the run folder (None: a new one in `runs`, named by the time).
-        steps, batch_size: how many training steps; prompts per step.
+        rows, run: the training prompts; the run folder (None: the job's, for the first training of a job; else a new one in
+            `runs`, named by the time).
+        steps, epochs, batch_size: how many training steps, or instead how many passes over the rows; prompts per step.
         ahead: with 1, a step's responses are sampled while the step before is trained on, by weights one version older:
             see `workbench.steps.execute`.
         eval_rows, test_freq, val_samples: validate on these rows every so many steps, with so many samples per prompt.
@@ -135,7 +137,8 @@ def train(
             run's `.stopped` is a Stepper at that place; a job saves the trace and raises `RunStopped`. Every stage then runs
             as in a Stepper, the pass for old log-probs among them.
         resume: `"auto"` continues exactly from the newest good checkpoint; settings that differ are refused unless
-            `allow_changes` names them (`["engines.actor.micro_batch_tokens"]`).
+            `allow_changes` names them (`["engines.actor.micro_batch_tokens"]`). `"never"` refuses a folder that has a run.
+            None: "auto" in a job whose notebook has no parameter `resume`, else "never".
 
     Returns:
         An awaitable whose result is the `Run`.
@@ -154,19 +157,22 @@ async def _trained(
     pipeline: Pipeline,
     rows: Rows,
     *,
+    steps: int | None,
+    epochs: float | None,
     run: str | Path | None,
     eval_rows: Rows | None,
     break_if: Condition | None,
-    resume: str,
+    resume: str | None,
     allow_changes: Sequence[str],
     trackers: Sequence[str],
     display: str | None,
     observers: Sequence[Observer],
     **planned: Any,
 ) -> Run:
-    plan = Plan(**planned)
+    resume = os.environ.get("WORKBENCH_RESUME", "never") if resume is None else resume
+    plan = Plan(steps=_steps(steps, epochs, rows, planned["batch_size"]), **planned)
     _check_arguments(plan, resume, display, trackers)
-    path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    path = Path(run) if run is not None else _folder()
     check_place(path)
     found = preflight(pipeline, rows, eval_rows, plan, path)
     settings = resolved(pipeline, rows, plan, eval_rows, trackers, found.prompts)
@@ -178,6 +184,8 @@ async def _trained(
         start = begin(folder, pipeline, rows, settings, resume=resume, allow_changes=allow_changes)
         if start.step > plan.steps:
             return _nothing_to_do(path, start, plan.steps, eval_rows)
+        if record := os.environ.get("WORKBENCH_JOB_RECORD"):
+            write_text(path / "job.json", Path(record).read_text(encoding="utf-8"))
         write_json(path / "settings.json", with_history(settings, start.old, start.step, start.changes))
         control = Control()
         live = open_display(plan.steps, read_metrics(folder.metrics), control, path) if display == "auto" else None
@@ -195,6 +203,23 @@ def train_blocking(pipeline: Pipeline, rows: Rows, **settings: Any) -> Run:
 
 def _draw(path: Path) -> None:
     write_bytes(path / "curves.png", png(panel(read_metrics(path / "metrics.jsonl"), title=path.name)))
+
+
+def _folder() -> Path:
+    """The folder of a training that names none: the job's for the first one in a job, then a new one."""
+    return Path(os.environ.pop("WORKBENCH_RUN", "") or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+
+
+def _steps(steps: int | None, epochs: float | None, rows: Rows, batch_size: int) -> int:
+    """The number of steps, given or as many as the epochs have; an epoch's incomplete last batch is no step."""
+    if (steps is None) == (epochs is None):
+        found = "neither" if steps is None else f"steps={steps} and epochs={epochs}"
+        raise SettingError("how long to train", expected="steps=… or epochs=…", found=found)
+    if epochs is None:
+        return steps  # type: ignore[return-value] # one of them is given
+    positive = isinstance(epochs, int | float) and not isinstance(epochs, bool) and epochs > 0
+    require(positive, "argument epochs", expected="a number > 0", found=epochs)
+    return max(1, round(epochs * (len(rows) // batch_size)))
 
 
 def _result(path: Path, ending: Ending, notes: tuple[str, ...], limit: Any) -> Run:

@@ -257,27 +257,43 @@ def find_runs(folder: str | Path = "runs") -> list[Path]:
 
 
 def list_runs(folder: str | Path = "runs", *, settings: bool = True) -> pd.DataFrame:
-    """DataFrame with one row per run: state, steps, held-out rewards, seconds; then the settings in which runs differ.
+    """DataFrame with one row per run: state, steps, held-out rewards, seconds; then the settings in which runs differ, and
+    the parameters of their notebooks that no setting shows.
 
     A run that cannot be read has the error as its state.
     """
     import pandas as pd
 
-    lines, differing = {}, {}
+    lines, differing, shown = {}, {}, list[tuple[str, list[str]]]()
     for path in find_runs(folder):
         name = str(path.relative_to(folder)) if path != Path(folder) else path.name
         try:
             run = Run(path)
-            lines[name], differing[name] = _line(run), dict(_flat(run.settings))
+            lines[name], differing[name] = _line(run), dict(_flat(run.settings)) | _parameters(path)
         except RunError as error:
             lines[name], differing[name] = {"state": first_line(error)}, {}
     frame = pd.DataFrame.from_dict(lines, orient="index", columns=list(_ALWAYS))
     if settings and len(frame) > 1:
         for key in dict.fromkeys(key for one in differing.values() for key in one):
             values = [one.get(key) for one in differing.values()]
-            if len({repr(value) for value in values}) > 1:
+            text = list(map(repr, values))
+            if (
+                len(set(text)) > 1 and (key.rpartition(".")[2], text) not in shown
+            ):  # `lr` beside `actor.lr` says nothing
                 frame[key] = values
+                shown.append((key.rpartition(".")[2], text))
     return frame
+
+
+def _parameters(path: Path) -> dict[str, Any]:
+    """The parameters of the job that wrote a run, given and default ones; {} for a script's run."""
+    try:
+        job = read_json(path / "job.json") if (path / "job.json").is_file() else {}
+    except RunError:
+        return {}
+    found = dict(job.get("all", job.get("parameters", {})))
+    kept = {name: value for name, value in found.items() if name not in ("run", "resume", "steps", "seed")}
+    return {f"job.{name}" if name in (*_ALWAYS, "data") else name: value for name, value in kept.items()}
 
 
 def _line(run: Run) -> dict[str, Any]:

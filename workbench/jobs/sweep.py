@@ -1,0 +1,288 @@
+"""A grid of jobs: one notebook under every combination of some parameters, so many at a time, resumed where it was cut.
+
+A sweep's folder has a run folder and a log for each job, and `sweep.json`: which jobs are done, with which parameters. Each
+job is a process of its own, which ends, with a checkpoint, when the sweep is stopped or killed.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.base.errors import SettingError
+from workbench.jobs.parameters import resolve
+from workbench.jobs.runner import FAILED, INTERRUPTED, OK, STOPPED, TERMINATED, kernel_of, run_notebook
+from workbench.replay.run import list_runs
+from workbench.runs.folder import check_place, crc32_of, held, read_json, write_json
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SWEEP = "sweep.json"
+MOST = 10_000
+"""Jobs of one sweep."""
+_CHILD = "from workbench.jobs.sweep import _child; _child()"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """How a sweep ended: the worst exit code of its jobs, and a table with a row for each."""
+
+    code: int
+    """0: every job is done; 1: some failed; 3: some were stopped by `break_if`; 130, 143: the sweep was stopped."""
+    table: pd.DataFrame
+
+
+def values_of(text: str) -> list[Any]:
+    """The values that a grid's parameter takes: `1e-4,3e-4` are two, `0..2` three; `[1,2]` and `'a,b'` are one.
+
+    Raises `SettingError` for an open bracket or quote, a missing value, and a range that ends before it begins.
+    """
+    parts, depth, quote = [""], 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        depth += 0 if quote else (sign in "[{(") - (sign in "]})")
+        if sign == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    parts = [part.strip() for part in parts]
+    if depth or quote or (len(parts) > 1 and "" in parts):
+        raise SettingError("values of a grid", expected="values with commas between them", found=repr(text))
+    found: list[Any] = []
+    for part in parts:
+        if ends := re.fullmatch(r"([+-]?\d+)\.\.([+-]?\d+)", part):
+            first, last = map(int, ends.groups())
+            if not first <= last < first + MOST:
+                expected = f"first..last, both included, at most {MOST}"
+                raise SettingError("a range in a grid", expected=expected, found=part)
+            found += range(first, last + 1)
+        else:
+            found.append(ast.literal_eval(part) if part[:1] in ("'", '"') else part)
+    return found
+
+
+def jobs_of(notebook: str | Path, grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Name → parameters of every job of a grid: texts are read by `values_of`, lists have a value for each job.
+
+    A job is named by what differs, `lr=0.0001,seed=0`. Raises `SettingError` for what no job of the notebook takes, two
+    equal jobs, and more than `MOST`.
+    """
+    axes = {name: values_of(given) if isinstance(given, str) else given for name, given in grid.items()}
+    axes = {name: values if isinstance(values, list) else [values] for name, values in axes.items()}
+    for name in ("run", "resume"):
+        if name in axes:
+            raise SettingError(
+                f"parameter {name!r} of a sweep", do="leave it out: each job has a folder, and goes on there"
+            )
+    number = 1
+    for values in axes.values():
+        number *= len(values)
+    if not 1 <= number <= MOST:
+        raise SettingError("jobs of a sweep", expected=f"1 to {MOST}", found=number)
+    several, found = [name for name, values in axes.items() if len(values) > 1], dict[str, dict[str, Any]]()
+    for combination in itertools.product(*axes.values()):
+        values = resolve(notebook, dict(zip(axes, combination, strict=True)))
+        name = ",".join(f"{one}={_plain(values[one])}" for one in several) or Path(notebook).stem
+        if name in found:
+            raise SettingError("two jobs of a sweep are the same", found=name, do="leave one of the values out")
+        found[name] = values
+    return found
+
+
+def _plain(value: Any) -> str:
+    """A value in a folder's name: readable, and another one for another value."""
+    text = re.sub(r"[^\w.+-]+", "_", str(value)).strip("_")
+    same = text == str(value) and len(text) <= 40
+    return text if same else f"{text[:30]}-{zlib.crc32(json.dumps(value).encode()):08x}"
+
+
+def sweep(
+    notebook: str | Path,
+    grid: Mapping[str, Any],
+    *,
+    run: str | Path = "runs/sweep",
+    jobs: int = 1,
+    kernel: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Sweep:
+    """Run a notebook as a job for every combination of the grid's values; the same call again goes on where it was cut.
+
+    Args:
+        grid: parameter → its values, as text (`"1e-4,3e-4"`, `"0..2"`, `"[1,2]"` for one list) or as a list.
+        run: the sweep's folder, with a run folder for each job. Jobs that are done there, with the same parameters and
+            notebook, are not run again; others go on from their checkpoints.
+        jobs: how many run at a time, as processes that share the CPU's threads between them.
+        kernel: name of the kernel; None: the notebook's.
+        say: gets a line when a job begins and when it ends.
+
+    Cells tagged `look` are left out. SIGINT and SIGTERM let each job save a checkpoint. Raises `SettingError`, before anything is
+    written, where one job's parameters would be refused.
+    """
+    source, folder = Path(notebook), Path(run)
+    if not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1:
+        raise SettingError("argument jobs", expected="≥ 1", found=jobs)
+    wanted = jobs_of(source, grid)
+    kernel_of(source, kernel)
+    for name in wanted:
+        check_place(folder / name)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = _State(source, folder, read_json(folder / SWEEP) if (folder / SWEEP).is_file() else {})
+    waiting = [name for name, values in wanted.items() if not state.done(name, values)]
+    say(f"{len(wanted)} jobs in {folder}, {len(wanted) - len(waiting)} of them done already")
+    runner = _Runner(state, wanted, min(jobs, len(waiting) or 1), kernel, say)
+    with runner.signals():
+        runner.run(waiting)
+    codes = {state.codes.get(name, OK) for name in wanted}
+    code = FAILED if codes - {OK, STOPPED} else STOPPED if STOPPED in codes else OK
+    if runner.received:
+        code = INTERRUPTED if runner.received[0] == signal.SIGINT else TERMINATED
+    return Sweep(code, _table(folder, wanted, state))
+
+
+class _State:
+    """`sweep.json`: job → parameters, notebook's crc32, exit code."""
+
+    def __init__(self, source: Path, folder: Path, document: Mapping[str, Any]) -> None:
+        self.source, self.folder, self._crc = source, folder, crc32_of(source)
+        self._jobs: dict[str, Any] = dict(document.get("jobs", {}))
+        self.codes: dict[str, int] = {}
+        """Job → exit code, of those that this sweep knows to have ended."""
+
+    def done(self, name: str, values: Mapping[str, Any]) -> bool:
+        """Whether a job ended well before, with the same parameters and the same notebook, and its folder is there."""
+        known = {"parameters": json.loads(json.dumps(values)), "crc32": self._crc, "code": OK}
+        done = self._jobs.get(name) == known and (self.folder / name).is_dir()
+        if done:
+            self.codes[name] = OK
+        return done
+
+    def ended(self, name: str, values: Mapping[str, Any], code: int) -> None:
+        """Write down how a job ended."""
+        self.codes[name] = code
+        self._jobs[name] = {"parameters": dict(values), "crc32": self._crc, "code": code}
+        write_json(self.folder / SWEEP, {"notebook": str(self.source), "jobs": self._jobs})
+
+
+class _Runner:
+    """Runs jobs as processes, so many at a time."""
+
+    def __init__(
+        self,
+        state: _State,
+        wanted: Mapping[str, dict[str, Any]],
+        most: int,
+        kernel: str | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._state, self._wanted, self._most, self._kernel, self._say = state, wanted, most, kernel, say
+        self._running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+        self.received: list[int] = []
+        """Signals, in order."""
+
+    def run(self, waiting: list[str]) -> None:
+        """Run these jobs until all have ended, or, after a signal, those that had begun."""
+        left = list(waiting)
+        while self._running or (left and not self.received):
+            # a job of a sweep that was killed a moment ago may still be saving its checkpoint
+            free = [name for name in left if not held(self._state.folder / name / "lock.json")]
+            while free and len(self._running) < self._most and not self.received:
+                left.remove(free[0])
+                self._begin(free.pop(0))
+            for name, (process, began) in list(self._running.items()):
+                if process.poll() is not None:
+                    del self._running[name]
+                    self._state.ended(name, self._wanted[name], process.returncode)
+                    how = (
+                        "done" if process.returncode == OK else f"exit code {process.returncode}, see {self._log(name)}"
+                    )
+                    self._say(f"{name}: {how}, {time.monotonic() - began:.0f} s")
+            time.sleep(0.1)
+
+    def _log(self, name: str) -> Path:
+        return self._state.folder / f"{name}.log"
+
+    def _begin(self, name: str) -> None:
+        run = self._state.folder / name
+        values = {**self._wanted[name], "run": str(run), "resume": "auto"}
+        job = {"notebook": str(self._state.source), "values": values, "kernel": self._kernel, "parent": os.getpid()}
+        threads = str(max(1, int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))) // self._most))
+        environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        with self._log(name).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD, json.dumps(job)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C comes once, through the sweep
+            )
+        self._running[name] = (process, time.monotonic())
+        self._say(f"{name}: began")
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Pass SIGINT and SIGTERM on to the jobs; no further job begins then."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int, _: Any) -> None:
+        self.received.append(number)
+        for process, _ in self._running.values():
+            process.send_signal(number)
+
+
+def _child() -> None:
+    """A job's process: `run_notebook`, stopped by SIGTERM where the sweep was killed."""
+    job = json.loads(sys.argv[1])
+
+    def ends_with_the_sweep() -> None:
+        while os.getppid() == job["parent"]:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=ends_with_the_sweep, daemon=True).start()
+    result = run_notebook(
+        job["notebook"], job["values"], kernel=job["kernel"], skip_look=True, say=lambda line: print(line, flush=True)
+    )
+    print(result.error, flush=True)
+    sys.exit(result.code)
+
+
+def _table(folder: Path, wanted: Mapping[str, dict[str, Any]], state: _State) -> pd.DataFrame:
+    """One row per job, in the grid's order: the parameters that differ, how it ended, what came of it."""
+    import pandas as pd
+
+    runs = list_runs(folder, settings=False).to_dict("index")
+    several = [one for one in next(iter(wanted.values())) if len({repr(each[one]) for each in wanted.values()}) > 1]
+    lines = {}
+    for name, values in wanted.items():
+        differ = {one: values[one] for one in several}
+        code, run = state.codes.get(name), runs.get(name, {})
+        ended = "not run" if code is None else "done" if code == OK else f"exit code {code}"
+        lines[name] = {**differ, "job": ended, **{key: one for key, one in run.items() if key != "changed"}}
+    return pd.DataFrame(list(lines.values()), index=list(lines))
