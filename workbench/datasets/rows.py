@@ -320,7 +320,9 @@ class Rows(Shown):
         limit = self.max_prompt_length
         if limit is None:
             return self
-        long = self.longer_than(limit, tokenizer, **switches)
+        near = self.may_exceed(limit, tokenizer, **switches)
+        lengths = dict(zip(near, self.select(near).prompt_lengths(tokenizer, **switches), strict=True))
+        long = {index: length for index, length in lengths.items() if length > limit}
         bound = f"at most {limit} tokens"
         if len(long) == len(self):
             raise DataError("every prompt is too long", expected=bound, found=f"the shortest has {min(long.values())}")
@@ -330,12 +332,10 @@ class Rows(Shown):
             raise DataError(f"{len(long)} of {len(self)} prompts are too long", expected=bound, found=found, do=do)
         return self.select([index for index in range(len(self)) if index not in long]) if long else self
 
-    def longer_than(self, limit: int, tokenizer: Any, **switches: Any) -> dict[int, int]:
-        """Row → tokens, of the prompts with more tokens than `limit`. Only those that may be so long are rendered."""
-        chats = [row[CHAT] for row in self._rows]
-        near = [index for index, most in enumerate(bounds(tokenizer, chats, **switches)) if most > limit]
-        lengths = map(len, encode_all(tokenizer, [chats[index] for index in near], **switches))
-        return {index: length for index, length in zip(near, lengths, strict=True) if length > limit}
+    def may_exceed(self, limit: int, tokenizer: Any, **switches: Any) -> list[int]:
+        """Numbers of the rows whose prompts may have more tokens than `limit`; found from their characters, unrendered."""
+        most = bounds(tokenizer, [row[CHAT] for row in self._rows], **switches)
+        return [index for index, tokens in enumerate(most) if tokens > limit]
 
     # --- batches ------------------------------------------------------------------------------
 
