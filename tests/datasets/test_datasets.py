@@ -144,16 +144,23 @@ def test_formats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "lines", "match"),
     [
-        ("a.csv", ["x"], "suffix"),
+        ("a.xls", ["x"], "suffix"),
+        ("a.csv", ["q,a", "x,1", "y"], "a.csv:3; expected 2 cells \\(q, a\\); found 1"),
+        ("a.csv", ["q,q"], "the names of the columns, each once"),
+        ("a.csv", ["q,a", "x,1"], "columns q, a; name them: wb.rows\\('.*a.csv', prompt='q', answer='a'\\)"),
         ("a.parquet", ["not parquet"], "as parquet"),
         ("a.jsonl", [], "no rows"),
-        ("a.jsonl", [{"promt": "x"}], "did you mean 'promt'"),
-        ("a.jsonl", [{"prompt": "x"}], "no ground truth.*rows \\[0\\]"),
+        ("a.jsonl", [{"promt": "x"}], "no column of .* is known as a prompt.*found columns promt; .*prompt='promt'\\)"),
+        ("a.jsonl", [{"prompt": "x"}, {"question": "x"}], "row 1 of .*'prompt' is not a column of this row"),
         ("a.jsonl", [{"prompt": 3}], "row 0 of .*expected a chat.* or a text; found 3"),
         ("a.jsonl", [{"prompt": [{"content": "no role"}]}], "expected a chat"),
         ("a.jsonl", [{"prompt": [{"role": "user", "content": None}]}], "expected a chat"),
         ("a.jsonl", [{"prompt": "x", "reward_model": "rule"}], "reward_model of row 0 .*found 'rule'"),
-        ("a.jsonl", [{"question": "x", "answer": "7"}], "row 0 of .*a.jsonl; expected an answer with '#### <number>'"),
+        (
+            "a.jsonl",
+            [{"question": "x", "answer": "#### 7"}, {"question": "x", "answer": "7"}],
+            "row 1 of .*a.jsonl; expected an answer with '#### <number>'",
+        ),
         ("a.jsonl", [[1]], "row 0 of .*expected an object \\(a dict\\); found list"),
         (
             "a.jsonl",
@@ -182,13 +189,16 @@ def test_a_missing_file_a_folder_and_a_pattern(tmp_path: Path) -> None:
     for number in (2, 1):
         write(tmp_path / f"train-{number}.jsonl", [{**ROW, "n": number}])
     write(tmp_path / "train-3.txt", ["no data"])
-    with pytest.raises(DataError, match=r"is a folder; .*found train-1.jsonl, train-2.jsonl"):
+    assert [row["n"] for row in wb.rows(tmp_path)] == [1, 2]
+    write(tmp_path / "test-1.jsonl", [ROW])
+    with pytest.raises(DataError, match=r"is a folder; expected .* one split in it; found test-1.jsonl, train-1.jsonl"):
         wb.rows(tmp_path)
+    (tmp_path / "test-1.jsonl").unlink()
     assert [row["n"] for row in wb.rows(tmp_path / "train-*.jsonl")] == [1, 2]
     assert len(wb.rows(str(tmp_path / "tr*-?.*"))) == 2
     with pytest.raises(DataError, match="no file matches"):
         wb.rows(tmp_path / "test-*.jsonl")
-    with pytest.raises(DataError, match="empty list of files"):
+    with pytest.raises(DataError, match="no rows in an empty list"):
         wb.rows([])
 
 
@@ -216,9 +226,7 @@ def test_a_missing_number_is_no_answer(tmp_path: Path) -> None:
 
     made = [{"prompt": "x", "reward_model": {"ground_truth": value}} for value in (1.0, float("nan"))]
     pq.write_table(pa.Table.from_pylist(made), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"none in rows \[1\]"):
-        wb.rows(tmp_path / "a.parquet")
-    assert len(wb.rows(tmp_path / "a.parquet", require_answers=False)) == 2
+    assert wb.rows(tmp_path / "a.parquet").report().missing_answers == (1,)
 
 
 def test_overlong_prompts_are_refused_by_row_or_dropped() -> None:

@@ -34,7 +34,7 @@ class TestJsonl(RowsContract):
         return jsonl(records, folder)
 
     def read(self, source: Any) -> Rows:
-        return wb.rows(source, require_answers=False)
+        return wb.rows(source)
 
 
 class TestJson(TestJsonl):
@@ -209,8 +209,8 @@ def test_two_prompts_are_not_one(tmp_path: Path) -> None:
     """The column called prompt won over the one that was asked for."""
     path = jsonl([{**GOOD, "messages": "which?"}], tmp_path)
     with pytest.raises(DataError, match="row 0 of .* has two prompts; found columns 'prompt' and 'messages'"):
-        wb.rows(path, prompt_key="messages")
-    assert wb.rows(path, prompt_key="messages", without=["prompt"])[0]["prompt"][0]["content"] == "which?"
+        wb.rows(path, prompt="messages")
+    assert wb.rows(path, prompt="messages", without=["prompt"])[0]["prompt"][0]["content"] == "which?"
 
 
 @pytest.mark.parametrize("question", [None, 3, {"a": 1}, "", ["x"]])

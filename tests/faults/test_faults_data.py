@@ -232,14 +232,13 @@ def test_D4_missing_columns_wrong_types_null_answers_no_rows(tmp_path: Path) -> 
         pd.DataFrame(rows).to_parquet(path)
         return path
 
-    with pytest.raises(DataError, match="row 0 of .*x.parquet.*'prompt' is not a column of this row"):
+    with pytest.raises(DataError, match="no column of .*x.parquet is known as a prompt"):
         wb.rows(written([{"data_source": "x"}] * 3))
     with pytest.raises(DataError, match="prompt of row 0 .*expected a chat .* or a text; found 7"):
         wb.rows(written([{**row, "prompt": 7} for row in rows_of(2)]))
     rows = rows_of(4)
     rows[2]["reward_model"] = {"style": "rule", "ground_truth": None}
-    with pytest.raises(DataError, match=r"1 rows of .*no ground truth.*none in rows \[2\]"):
-        wb.rows(written(rows))
+    assert wb.rows(written(rows)).report().missing_answers == (2,)
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
     with pytest.raises(DataError, match="no rows in .*x.parquet"):
         wb.rows(path)

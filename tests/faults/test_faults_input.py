@@ -43,9 +43,9 @@ def text_file(folder: Path) -> str:
     return str(folder / "rows.parquet")
 
 
-def missing_ground_truth(folder: Path) -> str:
+def no_truths(folder: Path) -> str:
     path = folder / "rows.jsonl"
-    lines = [row(), row(reward_model={"style": "rule"}), row()]
+    lines = [row(reward_model={"style": "rule"})] * 4
     path.write_text("\n".join(json.dumps(line) for line in lines))
     return str(path)
 
@@ -55,9 +55,9 @@ DATA: dict[str, Case] = {
     "not parquet": (text_file, "rows.parquet"),
     "missing prompt column": (
         lambda folder: parquet(folder, [without("prompt")] * 4),
-        "row 0 .*'prompt' is not a column",
+        "no column of .* is known as a prompt",
     ),
-    "a row without ground_truth": (missing_ground_truth, r"1 rows .*no ground truth.*in rows \[1\]"),
+    "no row has a ground truth": (no_truths, "0 of 4 truths can ever score 1 by workbench/arith; found 4 missing"),
     "all prompts over the limit": (
         lambda folder: parquet(folder, [row(prompt=[{"role": "user", "content": "one two " * 200}])] * 4),
         "every prompt is too long; expected at most 256 tokens; found the shortest has",

@@ -1,33 +1,42 @@
-"""Data files (parquet, json, jsonl) as lists of plain records; every error names the file and the line."""
+"""Data files (parquet, json, jsonl, csv, arrow) as lists of plain records; every error names the file and the line."""
 
 from __future__ import annotations
 
 import codecs
+import csv
 import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from workbench.base.errors import DataError, boundary, unknown
 
-SUFFIXES = (".parquet", ".json", ".jsonl")
+SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".tsv", ".arrow", ".feather")
 LINE_LIMIT = 64 << 20
 """Bytes that a line of JSON may have."""
 SIZE_LIMIT = 8 << 30
 """Bytes that a file may decode to: two kilobytes of parquet can decode to twenty gigabytes."""
 _FIRST = 64
 """Rows from which the decoded size is estimated."""
+_ABOUT = ("dataset_info.json", "dataset_dict.json", "state.json")
+"""Files beside the data in a folder that Hugging Face's `datasets` saved."""
+_SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
 
 
 def find(path: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files meant by a path, a pattern (`data/train-*.parquet`: its files by name) or several of them; `~` is the home folder.
+    """The files meant by a path, a folder, a pattern (`data/train-*.parquet`: its files by name) or several of them.
 
-    Raises `DataError` for a pattern that no file matches. Paths are not checked here: `read` does that.
+    `~` is the home folder. Raises `DataError` for a pattern that no file matches, and for a folder without data files, with
+    files of several kinds, or of several splits. Paths of files are not checked here: `read` does that.
     """
     found: list[Path] = []
     for given in [path] if isinstance(path, str | Path) else path:
         one = Path(given).expanduser()
+        if _is_folder(one):
+            found += _inside(one)
+            continue
         if not any(sign in str(one) for sign in "*?") or os.path.exists(one):
             found.append(one)
             continue
@@ -39,29 +48,48 @@ def find(path: str | Path | Sequence[str | Path]) -> list[Path]:
     return found
 
 
-def read(path: Path) -> list[Any]:
-    """The records of one file, in order.
-
-    Raises `DataError` where the file is missing, a folder (its data files are listed), of another kind, too large, not
-    UTF-8, or not strict JSON (NaN and numbers beyond float64 are refused).
-    """
+def _is_folder(path: Path) -> bool:
     try:
-        path.exists()
+        return path.is_dir()
     except OSError as cause:  # a name too long, a folder that may not be entered
         raise DataError(f"no data file at {str(path)[:200]!r}", found=str(cause)[:100]) from cause
-    if path.is_dir():
-        inside = sorted(str(one.relative_to(path)) for one in path.rglob("*") if one.suffix in SUFFIXES)
-        expected, found = "a data file, or a pattern such as 'folder/train-*.parquet'", ", ".join(inside[:8])
-        raise DataError(f"{str(path)!r} is a folder", expected=expected, found=found or "no data file in it")
-    if not path.is_file():
+
+
+def _inside(folder: Path) -> list[Path]:
+    """The data files of a folder and of those below it, by name."""
+    inside = sorted(one for one in folder.rglob("*") if one.suffix in SUFFIXES and one.name not in _ABOUT)
+    names = [str(one.relative_to(folder)) for one in inside]
+    kinds = sorted({one.suffix for one in inside})
+    splits = list(dict.fromkeys(split for name in names for split in _SPLIT.findall(name.lower())))
+    what = f"{str(folder)!r} is a folder"
+    if not inside:
+        raise DataError(what, expected=f"files of {', '.join(SUFFIXES)} in it", found="none")
+    if len(kinds) > 1 or len(splits) > 1:
+        expected = "data files of one kind and one split in it"
+        do = f"name those that are meant: wb.rows({str(folder / names[0])!r}), or a pattern"
+        raise DataError(what, expected=expected, found=", ".join(names[:8]), do=do)
+    return inside
+
+
+def read(path: Path) -> list[Any]:
+    """The records of one file, in order; the cells of a csv or tsv are texts, an empty one is None.
+
+    Raises `DataError` where the file is missing, of another kind, too large, not UTF-8, not strict JSON (NaN and numbers
+    beyond float64 are refused), or where a line of a csv has other cells than its first.
+    """
+    if _is_folder(path) or not path.is_file():
         raise DataError(f"no data file at {str(path)!r}", do="check the path; a relative one starts where Python runs")
     if path.suffix not in SUFFIXES:
         raise DataError(unknown("suffix of a data file", path.suffix or "(none)", SUFFIXES))
     if path.suffix == ".parquet":
         return _read_parquet(path)
+    if path.suffix in (".arrow", ".feather"):
+        return _read_arrow(path)
     if path.suffix == ".jsonl":
         return [parse(raw, place) for place, raw in raw_lines(path)]
     _refuse_size(path, path.stat().st_size)
+    if path.suffix in (".csv", ".tsv"):
+        return _read_csv(path)
     with boundary(f"reading {str(path)!r}", DataError):
         records = parse(path.read_bytes().removeprefix(codecs.BOM_UTF8), str(path))
     if not isinstance(records, list):
@@ -84,6 +112,39 @@ def raw_lines(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield place, raw
 
 
+def _read_csv(path: Path) -> list[dict[str, str | None]]:
+    """Rows of texts under the names of the first line; cells are separated by what that line has most of."""
+    with boundary(f"reading {str(path)!r} as csv", DataError), path.open(encoding="utf-8-sig", newline="") as file:
+        separator = max(",;\t", key=file.readline().count)
+        file.seek(0)
+        csv.field_size_limit(LINE_LIMIT)
+        lines = csv.reader(file, delimiter=separator, strict=True)
+        names = next(lines, [])
+        if len({*names}) < len(names) or "" in names:
+            raise DataError(f"first line of {path}", expected="the names of the columns, each once", found=names)
+        rows: list[dict[str, str | None]] = []
+        for cells in filter(None, lines):
+            if len(cells) != len(names):
+                expected, found = f"{len(names)} cells ({', '.join(names)})", f"{len(cells)}"
+                raise DataError(f"{path}:{lines.line_num}", expected=expected, found=found)
+            rows.append({name: cell or None for name, cell in zip(names, cells, strict=True)})
+        return rows
+
+
+def _read_arrow(path: Path) -> list[dict[str, Any]]:
+    """All rows of an Arrow file, or of an Arrow stream as Hugging Face's `datasets` writes it."""
+    import pyarrow as pa
+
+    with boundary(f"reading {str(path)!r} as arrow", DataError):
+        try:
+            table = pa.ipc.open_file(path).read_all()
+        except pa.ArrowInvalid:
+            with path.open("rb") as file:
+                table = pa.ipc.open_stream(file).read_all()
+        _refuse_size(path, _decoded(table.slice(0, _FIRST).to_batches()) // _FIRST * table.num_rows)
+        return table.to_pylist()
+
+
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
     """All rows; refused before they are decoded where the size of the first ones says that all would be too large."""
     import pyarrow.parquet as pq
@@ -93,10 +154,15 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
         total = file.metadata.num_rows
         first = next(file.iter_batches(batch_size=_FIRST), None)
         if first is not None and first.num_rows:
-            # as Python will have them: with their dictionaries written out
-            plain = [one.dictionary_decode() if hasattr(one, "dictionary_decode") else one for one in first.columns]
-            _refuse_size(path, sum(one.nbytes for one in plain) // first.num_rows * total)
+            _refuse_size(path, _decoded([first]) // first.num_rows * total)
         return file.read().to_pylist()
+
+
+def _decoded(batches: Iterable[Any]) -> int:
+    """Bytes of record batches as Python will have them: with their dictionaries written out."""
+    columns = [column for batch in batches for column in batch.columns]
+    plain = [one.dictionary_decode() if hasattr(one, "dictionary_decode") else one for one in columns]
+    return sum(one.nbytes for one in plain)
 
 
 def _refuse_size(path: Path, size: int) -> None:

@@ -1,6 +1,7 @@
 """Records of any kind as rows in verl's schema: every prompt a chat of text, JSON text read, missing cells None.
 
-What cannot be read as that is refused with its row and column; nothing but text ever becomes a prompt.
+The columns of verl, TRL, OpenAI's messages, GSM8K and plain tables are recognised by their names (`PROMPTS`, `ANSWERS`);
+`Reading` names others. What cannot be read is refused with its row and column; nothing but text ever becomes a prompt.
 """
 
 from __future__ import annotations
@@ -9,12 +10,21 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from workbench.base.errors import DataError, describe, unknown
 
 CHAT = "prompt"
+PROMPTS = (CHAT, "messages", "question", "problem", "query", "instruction", "input")
+"""Columns that are read as the prompt, the likeliest first."""
+ANSWERS = (
+    *("ground_truth", "answer", "final_answer", "expected_answer", "reference_answer", "completion", "solution"),
+    *("target", "label"),
+)
+"""Columns that are read as the ground truth where there is no `reward_model`, the likeliest first."""
+GSM8K = "openai/gsm8k"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Who may speak in a chat. Templates pass over other roles without a word."""
 MEDIA = (
@@ -32,39 +42,182 @@ _EXPECTED = "a chat (a list of {role, content}) or a text"
 _TEXT_ONLY = "text: the engines here read no other"
 
 
-def rows_of(
-    records: Any, *, source: str = "", prompt_key: str = CHAT, without: Collection[str] = ()
-) -> list[dict[str, Any]]:
-    """Each record as a row. `records` is an iterable of dicts, or a DataFrame; errors name `source` and the row."""
-    if not isinstance(records := table_records(records), Iterable):
-        raise DataError(source or "rows", expected="a list of dicts, or a DataFrame", found=describe(records))
-    where = f" of {source}" if source else ""
-    return [_row(record, f"row {index}{where}", index, prompt_key, without) for index, record in enumerate(records)]
+# --- columns --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How records are read as rows: which columns are prompt and answer (None: found by their names), and what is added."""
+
+    prompt: str | None = None
+    answer: str | None = None
+    system: str | None = None
+    """A system message to put before every prompt."""
+    raw: bool = False
+    """Prompts are bare texts, without a chat template: for base models."""
+    data_source: str = "rows"
+    """The `data_source` of rows that have none."""
+    without: frozenset[str] = frozenset()
+    """Columns to leave out."""
+    code: str = "x"
+    """What is read, as code, for the line that an error proposes."""
+
+    def read(self, records: Any, source: str = "") -> tuple[list[dict[str, Any]], str]:
+        """Each record as a row; and which columns became what, in words. `records` is an iterable of dicts, or a table.
+
+        Raises `DataError`, naming `source` and the row, where a record is no row; and where no column is known as a prompt,
+        with the columns that there are and the line that names them.
+        """
+        if isinstance(records, str | bytes | Mapping) or not isinstance(records := table_records(records), Iterable):
+            expected = "a list of dicts, a DataFrame, or another table"
+            raise DataError(source or "rows", expected=expected, found=describe(records))
+        where = f" of {source}" if source else ""
+        cells = [self._cells(record, f"row {index}{where}") for index, record in enumerate(records)]
+        if not cells:
+            return [], ""
+        columns = dict.fromkeys(name for row in cells for name in row if name not in self.without)
+        roles = self._roles(list(columns), cells, where)
+        rows = [roles.row(row, index, f"row {index}{where}") for index, row in enumerate(cells)]
+        return rows, roles.told(rows)
+
+    def _cells(self, record: Any, place: str) -> dict[str, Any]:
+        if not isinstance(record, Mapping):
+            raise DataError(place, expected="an object (a dict)", found=type(record).__name__)
+        row = {str(name): None if absent(cell := plain(value)) else cell for name, value in record.items()}
+        refuse_media({name: cell for name, cell in row.items() if name not in self.without}, place)
+        return row
+
+    def _roles(self, columns: list[str], cells: Sequence[Mapping[str, Any]], where: str) -> _Roles:
+        prompt = self.prompt or next((name for name in PROMPTS if name in columns), None)
+        answer = self.answer
+        if answer is None and "reward_model" not in columns:
+            answer = next((name for name in ANSWERS if name in columns and name != prompt), None)
+        asked = {"prompt": self.prompt, "answer": self.answer}
+        wrong = [f"{role}={name!r}" for role, name in asked.items() if name is not None and name not in columns]
+        if prompt is None or wrong:
+            what = (
+                f"{wrong[0]} is no column{where}"
+                if wrong
+                else f"no column{where or ' of the rows'} is known as a prompt"
+            )
+            expected = None if wrong else f"one of {', '.join(PROMPTS)}"
+            found = f"columns {', '.join(columns) or '(none)'}"
+            raise DataError(what, expected=expected, found=found, do=self._proposal(columns, cells))
+        if CHAT in columns and prompt != CHAT:
+            do = f"leave one out: wb.rows(…, without=[{CHAT!r}])"
+            raise DataError(f"row 0{where} has two prompts", found=f"columns {CHAT!r} and {prompt!r}", do=do)
+        marked = [(prompt, answer) == ("question", "answer") and "####" in str(row.get("answer")) for row in cells]
+        if any(marked) and not all(marked):
+            what, found = f"row {marked.index(False)}{where}", f"none; row {marked.index(True)} has one"
+            do = "leave such rows out, or write all truths without '####'"
+            raise DataError(what, expected="an answer with '#### <number>', as in GSM8K", found=found, do=do)
+        return _Roles(self, prompt, answer, any(marked))
+
+    def _proposal(self, columns: list[str], cells: Sequence[Mapping[str, Any]]) -> str | None:
+        """The line that probably names the columns: the longest texts are prompts; the truth is the last column but that."""
+        texts = {name: sum(len(row[name]) for row in cells if isinstance(row.get(name), str)) for name in columns}
+        answer = next((name for name in (self.answer, *ANSWERS) if name in columns), None)
+        left = [name for name in columns if name != answer]
+        if not left:
+            return None
+        prompt = self.prompt if self.prompt in columns else max(left, key=lambda name: texts[name])
+        answer = answer or next((name for name in reversed(left) if name != prompt), None)
+        return f"name them: wb.rows({self.code}, prompt={prompt!r}" + (f", answer={answer!r})" if answer else ")")
+
+
+@dataclass(frozen=True)
+class _Roles:
+    """Which columns of records are prompt and answer; in GSM8K's answers the truth is what follows `####`."""
+
+    how: Reading
+    prompt: str
+    answer: str | None
+    gsm8k: bool
+
+    def row(self, row: Mapping[str, Any], index: int, place: str) -> dict[str, Any]:
+        """A record as a row."""
+        kept = {name: cell for name, cell in row.items() if name not in self.how.without}
+        source = kept.pop("data_source", None)
+        if not isinstance(source, str | None):
+            raise DataError(f"data_source of {place}", expected="a name (text)", found=describe(source))
+        if self.prompt not in kept:
+            raise DataError(f"{place}: " + unknown("column of this row", self.prompt, sorted(row)))
+        extra = object_of(kept.pop("extra_info", None), f"extra_info of {place}") or {}
+        if self.gsm8k:
+            made = to_row(kept, index=index, split="", place=place)
+            kept = {"ability": made["ability"], "reward_model": made["reward_model"], **kept}
+            extra = {**made["extra_info"], **extra}
+        given = kept[self.prompt]
+        said, told = self._said(given, kept, f"{self.prompt} of {place}")
+        _refuse_placeholders(said, {**row, **extra}, place)
+        judged = self._judged(kept, told, place)
+        moved = (
+            ("question", "answer")
+            if self.gsm8k
+            else (CHAT, "completion", *([] if isinstance(given, str) else [self.prompt]))
+        )
+        rest = {name: cell for name, cell in kept.items() if name not in moved}
+        fallback = GSM8K if self.gsm8k else self.how.data_source
+        made = {CHAT: given if self.how.raw else said, "data_source": source or fallback, "extra_info": extra, **rest}
+        made |= {"reward_model": judged} if judged is not None else {}
+        return made | ({"prompt_is_text": True} if not self.how.raw and said[-1:] == _message(given) else {})
+
+    def _said(self, given: Any, kept: Mapping[str, Any], place: str) -> tuple[list[dict[str, Any]], str | None]:
+        """The prompt as a chat, and of messages the answer that they end in."""
+        system = [] if self.how.system is None else [{"role": "system", "content": self.how.system}]
+        if self.how.raw:
+            if not isinstance(given, str) or not given.strip() or system:
+                expected = "a text, and no system=: with raw=True there is no chat"
+                raise DataError(place, expected=expected, found=describe(given))
+            return _turns(_message(given), place), None
+        said, told = chat(given, place), None
+        if system and said[0]["role"] in ("system", "developer"):
+            raise DataError(f"{place} has a system message", found=describe(said[0]["content"]), do="leave system= out")
+        if (
+            self.prompt != CHAT
+            and self.answer is None
+            and "reward_model" not in kept
+            and said[-1]["role"] == "assistant"
+        ):
+            told = said.pop()["content"]
+        if not any(turn.get("tool_calls") or turn["content"].strip() for turn in said):
+            raise DataError(f"{place} is empty", expected=_EXPECTED, found=describe(given))
+        return [*system, *said], told
+
+    def _judged(self, kept: dict[str, Any], told: str | None, place: str) -> dict[str, Any] | None:
+        """How the row is scored; None where nothing says so."""
+        judged = object_of(kept.pop("reward_model", None), f"reward_model of {place}")
+        truth = told if self.answer is None else kept.get(self.answer)
+        if self.gsm8k or (self.answer is None and told is None):
+            return judged
+        truth = spoken(truth, f"completion of {place}") if self.answer == "completion" and truth is not None else truth
+        return {"style": "rule", **(judged or {}), "ground_truth": truth}
+
+    def told(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """Which column became what: `question → prompt, answer → truth (plain columns)`."""
+        judged = any("reward_model" in row for row in rows)
+        truth = f"{self.answer} → truth" if self.answer else "reward_model → truth" if judged else "no truths"
+        form = "plain columns"
+        if self.gsm8k:
+            form, truth = "GSM8K", "answer → truth, what follows ####"
+        elif self.prompt == "messages":
+            form, truth = "OpenAI's messages", "the last answer → truth" if judged and not self.answer else truth
+        elif self.answer == "completion":
+            form = "TRL's prompt and completion"
+        elif self.prompt == CHAT and not self.answer:
+            form = "verl's schema" if judged else "TRL's prompts"
+        text = ", as bare text" if self.how.raw else ", after system=" if self.how.system is not None else ""
+        return f"{self.prompt} → prompt{text}; {truth} ({form})"
 
 
 def table_records(source: Any) -> Any:
-    """A DataFrame as a list of its rows; anything else as it is."""
+    """A DataFrame (pandas, polars) or an Arrow table as a list of its rows; anything else as it is."""
+    for method in ("to_dicts", "to_pylist"):
+        if hasattr(source, method):
+            return getattr(source, method)()
     if hasattr(source, "to_dict") and hasattr(source, "columns"):
         return source.to_dict("records")
     return source
-
-
-def _row(record: Any, place: str, index: int, prompt_key: str, without: Collection[str]) -> dict[str, Any]:
-    if not isinstance(record, Mapping):
-        raise DataError(place, expected="an object (a dict)", found=type(record).__name__)
-    row = {str(name): None if absent(cell := plain(value)) else cell for name, value in record.items()}
-    kept = {name: cell for name, cell in row.items() if name not in without and name != prompt_key}
-    refuse_media(kept, place)
-    if not isinstance(kept.get("data_source"), str | None):
-        raise DataError(f"data_source of {place}", expected="a name (text)", found=describe(kept["data_source"]))
-    if prompt_key in row:
-        made = _as_verls(row[prompt_key], kept, prompt_key, place)
-    elif "question" in row and "answer" in row:
-        made = to_row(row, index=index, split="", data_source=kept.get("data_source") or "openai/gsm8k", place=place)
-    else:
-        raise DataError(f"{place}: " + unknown("column of this row", prompt_key, sorted(row)))
-    _refuse_placeholders(made[CHAT], {**row, **made["extra_info"]}, place)
-    return made
 
 
 def refuse_media(columns: Mapping[str, Any], place: str) -> None:
@@ -75,26 +228,12 @@ def refuse_media(columns: Mapping[str, Any], place: str) -> None:
             raise DataError(f"column {name!r} of {place}", expected=_TEXT_ONLY, found=describe(columns[name]), do=do)
 
 
-def _as_verls(prompt: Any, kept: dict[str, Any], prompt_key: str, place: str) -> dict[str, Any]:
-    if CHAT in kept:
-        do = f"leave one out: wb.rows(…, without=[{CHAT!r}])"
-        raise DataError(f"{place} has two prompts", found=f"columns {CHAT!r} and {prompt_key!r}", do=do)
-    said = chat(prompt, f"{prompt_key} of {place}")
-    if not any(turn.get("tool_calls") or turn["content"].strip() for turn in said):
-        raise DataError(f"{prompt_key} of {place} is empty", expected=_EXPECTED, found=describe(prompt))
-    judged = object_of(kept.pop("reward_model", None), f"reward_model of {place}")
-    extra = object_of(kept.pop("extra_info", None), f"extra_info of {place}") or {}
-    if is_text(prompt, said):
-        kept["prompt_is_text"] = True
-    return {CHAT: said, "data_source": None, "reward_model": judged, "extra_info": extra, **kept}
-
-
 def to_row(
     record: Mapping[str, Any],
     *,
     index: int = 0,
     split: str,
-    data_source: str = "openai/gsm8k",
+    data_source: str = GSM8K,
     instruction: str = "",
     place: str | None = None,
 ) -> dict[str, Any]:

@@ -124,3 +124,50 @@ def encode_all(
         ids |= zip(talks, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True)
     ids |= {place: tokenizer(text)["input_ids"] for place, text in plain.items()}
     return [list(ids[place]) for place in range(len(chats))]
+
+
+_MOST = 18
+"""Characters that Unicode's normal forms make of one."""
+
+
+def bounds(tokenizer: Any, chats: Sequence[Sequence[Mapping[str, Any]] | str], **switches: Any) -> list[float]:
+    """More tokens than each chat can have, found without rendering it; infinity where only rendering tells.
+
+    A token is at least one byte of the rendered text, and that is the contents and what the template writes around them:
+    one probe is rendered for each sequence of roles. A template that writes more around some contents than around others can
+    pass it: the rollout measures every prompt that it reads.
+    """
+    words = getattr(tokenizer, "backend_tokenizer", None)
+    if words is None:
+        return [float("inf")] * len(chats)
+    grown = 1 if words.normalizer is None else _MOST
+    around: dict[tuple[str, ...], float] = {}
+    found = []
+    for chat in chats:
+        turns = [{"role": "", "content": chat}] if isinstance(chat, str) else chat
+        if any(turn.keys() != {"role", "content"} or not isinstance(turn["content"], str) for turn in turns):
+            found.append(float("inf"))
+            continue
+        roles = tuple(turn["role"] for turn in turns)
+        if roles not in around:
+            around[roles] = _around(tokenizer, roles, switches)
+        texts = [turn["content"] for turn in turns]
+        size = sum(len(text) if text.isascii() else grown * len(text.encode(errors="replace")) for text in texts)
+        found.append(around[roles] + size)
+    return found
+
+
+def _around(tokenizer: Any, roles: Sequence[str], switches: Mapping[str, Any]) -> float:
+    """Most tokens that are written around the contents of messages with these roles (of a bare text: `("",)`)."""
+    probes = [f"zq{number}qz" for number in range(len(roles))]
+    special = tokenizer.num_special_tokens_to_add() + 2
+    if roles == ("",):
+        return special
+    if not getattr(tokenizer, "chat_template", None):
+        return special + len(roles)
+    talk = [{"role": role, "content": probe} for role, probe in zip(roles, probes, strict=True)]
+    text = render(tokenizer, [talk], add_generation_prompt=True, **switches)[0]
+    if any(text.count(probe) != 1 for probe in probes):
+        return float("inf")
+    marks = sum(token in tokenizer.all_special_ids for token in tokenizer(text, add_special_tokens=False)["input_ids"])
+    return special + marks + len(text.encode()) - sum(map(len, probes))

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
@@ -24,8 +24,8 @@ from workbench.base.shown import Shown
 from workbench.dataproto.columns import COLUMNS
 from workbench.dataproto.core import DataProto, Origin
 from workbench.datasets.files import read
-from workbench.datasets.records import CHAT, has_answer, rows_of, to_row, truth_kinds
-from workbench.datasets.rendering import encode_all
+from workbench.datasets.records import CHAT, Reading, has_answer, to_row, truth_kinds, truth_of
+from workbench.datasets.rendering import bounds, encode, encode_all
 
 
 def permutation(rows: int, seed: int, epoch: int) -> list[int]:
@@ -92,6 +92,14 @@ class Report(Shown):
     """Prompts above `max_prompt_length`."""
     limit: int | None
     """`max_prompt_length`, in tokens."""
+    read_as: str = ""
+    """Which columns became prompt and truth, and in whose schema they were recognised."""
+    first: str = ""
+    """The first prompt exactly as the model reads it; "" without a tokenizer."""
+    template: str = ""
+    """The chat template that renders prompts; "" without a tokenizer."""
+    scorable: str = ""
+    """How many truths can ever be right under the reward that was named."""
 
     def lines(self) -> list[tuple[str, str]]:
         """(label, value) pairs, as text and HTML show them."""
@@ -99,16 +107,19 @@ class Report(Shown):
         missing = f"{len(self.missing_answers)} (rows {first})" if first else "none"
         pairs = [
             ("rows", str(self.rows)),
+            ("read as", self.read_as),
             ("columns", ", ".join(self.columns)),
             ("data sources", ", ".join(f"{name}: {count}" for name, count in self.data_sources.items())),
             ("missing answers", missing),
             ("ground truths", ", ".join(f"{kind}: {count}" for kind, count in self.truths.items())),
+            ("right under the reward", self.scorable),
             ("repeated prompts", str(self.duplicates)),
         ]
         if self.lengths:
             pairs.append(("prompt tokens", "  ".join(f"{name} {value:g}" for name, value in self.lengths.items())))
             pairs.append(("over the limit", f"{self.over_limit} (limit {self.limit})" if self.limit else "no limit"))
-        return pairs
+        pairs += [("chat template", self.template), ("first prompt as the model reads it", self.first)]
+        return [(label, value) for label, value in pairs if value]
 
 
 def report(
@@ -126,6 +137,11 @@ def report(
         over_limit=sum(length > limit for length in lengths) if limit is not None else 0,
         limit=limit,
     )
+
+
+def _as_read(tokenizer: Any, prompt: Any, switches: Mapping[str, Any]) -> str:
+    ids = encode(tokenizer, prompt, **switches)
+    return str(tokenizer.decode(ids)) if hasattr(tokenizer, "decode") else f"{len(ids)} tokens"
 
 
 def _statistics(lengths: Sequence[int]) -> dict[str, float]:
@@ -148,8 +164,9 @@ _RESERVED = frozenset({"raw_prompt", "uid"} | {name for name, one in COLUMNS.ite
 class Rows(Shown):
     """A list of rows in verl's schema: `prompt` (a chat), `data_source`, `reward_model`, `extra_info`, and more.
 
-    It is made of an iterable of dicts or a DataFrame, whose records are read as `wb.rows` reads those of a file; a missing cell
-    (NaN) is None, and a row whose prompt is a plain text has `prompt_is_text`.
+    `wb.rows(…)` makes it of anything; `Rows(…)` of an iterable of dicts or a DataFrame, whose columns are recognised in the same
+    way. A missing cell (NaN) is None; a row whose prompt was a plain text has `prompt_is_text`: reward functions in TRL's
+    style get a text for it. With `wb.rows(…, raw=True)` a prompt is a text itself.
     It is immutable: slicing, `select`, `filter` and `split` return new `Rows`, and every row is returned as a copy.
     `Rows` with equal content and `max_prompt_length` are equal.
     Raises `DataError` for a record that is no row, by row and column, and for a column whose name is reserved
@@ -161,10 +178,13 @@ class Rows(Shown):
     """
 
     def __init__(self, rows: Any, *, max_prompt_length: int | None = None, source: str = "") -> None:
-        self._fill(rows_of(rows, source=source), max_prompt_length, source)
+        found, read_as = Reading().read(rows, source)
+        self._fill(found, max_prompt_length, source, read_as)
 
-    def _fill(self, rows: Sequence[dict[str, Any]], max_prompt_length: int | None, source: str) -> None:
+    def _fill(self, rows: Sequence[dict[str, Any]], max_prompt_length: int | None, source: str, read_as: str) -> None:
         self._rows = tuple(rows)
+        self.read_as = read_as
+        """Which columns became prompt and truth, and in whose schema they were recognised."""
         self.max_prompt_length = max_prompt_length
         self.source = source
         taken = [name for name in self.columns if name in _RESERVED]
@@ -198,7 +218,7 @@ class Rows(Shown):
         return hash((self.data_hash, self.max_prompt_length))
 
     def _like(self, rows: Sequence[dict[str, Any]]) -> Rows:
-        return made_of(rows, self.max_prompt_length, self.source)
+        return made_of(rows, self.max_prompt_length, self.source, self.read_as)
 
     def views(self) -> Iterator[Mapping[str, Any]]:
         """Yields every row as it stands, uncopied: read only."""
@@ -261,10 +281,30 @@ class Rows(Shown):
 
     # --- prompts ------------------------------------------------------------------------------
 
-    def report(self, tokenizer: Any = None) -> Report:
-        """Check rows before a run: columns, missing answers, repeated prompts, and with a tokenizer prompt lengths."""
-        lengths = self.prompt_lengths(tokenizer) if tokenizer is not None else []
-        return report(self._rows, self.columns, lengths, self.max_prompt_length)
+    @property
+    def raw(self) -> bool:
+        """Whether prompts are bare texts, which a model reads without its chat template."""
+        return any(isinstance(row[CHAT], str) for row in self._rows)
+
+    def report(self, tokenizer: Any = None, *, reward: Any = None, **switches: Any) -> Report:
+        """Check rows before a run: columns and what they were read as, missing answers, repeated prompts.
+
+        With a `tokenizer` also prompt lengths, and the first prompt exactly as the model reads it; `switches` are variables
+        of its chat template. With a `reward` how many truths can ever be right under it; raises `DataError` where none can.
+        """
+        lengths = self.prompt_lengths(tokenizer, **switches) if tokenizer is not None else []
+        made = report(self._rows, self.columns, lengths, self.max_prompt_length)
+        first = "" if tokenizer is None or not self._rows else _as_read(tokenizer, self._rows[0][CHAT], switches)
+        judged = "" if reward is None else scorable(self, reward)
+        return replace(made, read_as=self.read_as, first=first, template=self._template(tokenizer), scorable=judged)
+
+    def _template(self, tokenizer: Any) -> str:
+        if tokenizer is None:
+            return ""
+        there = bool(getattr(tokenizer, "chat_template", None))
+        if self.raw:
+            return "not used: the prompts are bare texts (raw=True)"
+        return "the tokenizer's own" if there else "none: the model reads the messages' texts, one a line"
 
     def prompt_lengths(self, tokenizer: Any, **switches: Any) -> list[int]:
         """Number of tokens of each prompt under the tokenizer's chat template, whose variables `switches` are."""
@@ -280,16 +320,22 @@ class Rows(Shown):
         limit = self.max_prompt_length
         if limit is None:
             return self
-        lengths = self.prompt_lengths(tokenizer, **switches)
-        long = [index for index, length in enumerate(lengths) if length > limit]
+        near = self.may_exceed(limit, tokenizer, **switches)
+        lengths = dict(zip(near, self.select(near).prompt_lengths(tokenizer, **switches), strict=True))
+        long = {index: length for index, length in lengths.items() if length > limit}
         bound = f"at most {limit} tokens"
         if len(long) == len(self):
-            raise DataError("every prompt is too long", expected=bound, found=f"the shortest has {min(lengths)}")
+            raise DataError("every prompt is too long", expected=bound, found=f"the shortest has {min(long.values())}")
         if long and overlong == "error":
-            found = f"rows {long[:8]} with {[lengths[index] for index in long[:8]]}"
+            found = f"rows {[*long][:8]} with {[*long.values()][:8]}"
             do = "raise max_prompt_length, or take rows.fitting(tokenizer, overlong='drop')"
             raise DataError(f"{len(long)} of {len(self)} prompts are too long", expected=bound, found=found, do=do)
-        return self.select([index for index, length in enumerate(lengths) if length <= limit]) if long else self
+        return self.select([index for index in range(len(self)) if index not in long]) if long else self
+
+    def may_exceed(self, limit: int, tokenizer: Any, **switches: Any) -> list[int]:
+        """Numbers of the rows whose prompts may have more tokens than `limit`; found from their characters, unrendered."""
+        most = bounds(tokenizer, [row[CHAT] for row in self._rows], **switches)
+        return [index for index, tokens in enumerate(most) if tokens > limit]
 
     # --- batches ------------------------------------------------------------------------------
 
@@ -332,25 +378,47 @@ class Rows(Shown):
     # --- looking ------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        (_, count), (_, columns), (_, first) = self.lines()
-        return f"Rows({count}; columns {columns})\n  first: {first[:100]!r}"
+        named = dict(self.lines())
+        said = f"\n  {named['read as']}" if "read as" in named else ""
+        return f"Rows({named['rows']}; columns {named['columns']}){said}\n  first: {named['first prompt'][:100]!r}"
 
     def lines(self) -> list[tuple[str, str]]:
-        """(label, value) pairs for display: how many rows, which columns, the first prompt."""
+        """(label, value) pairs for display: how many rows, what their columns were read as, the first prompt."""
         first = self._rows[0][CHAT] if self._rows else ""
         text = first[-1].get("content") if isinstance(first, list) and first else first
         return [
             ("rows", f"{len(self)} from {self.source or 'memory'}"),
+            *([("read as", self.read_as)] if self.read_as else []),
             ("columns", ", ".join(self.columns)),
             ("first prompt", str(text)[:300]),
         ]
 
 
-def made_of(rows: Sequence[dict[str, Any]], max_prompt_length: int | None, source: str) -> Rows:
+def made_of(rows: Sequence[dict[str, Any]], max_prompt_length: int | None, source: str, read_as: str = "") -> Rows:
     """Of records that are rows already."""
     made = Rows.__new__(Rows)
-    made._fill(rows, max_prompt_length, source)
+    made._fill(rows, max_prompt_length, source, read_as)
     return made
+
+
+def scorable(rows: Rows, reward: Any) -> str:
+    """How many truths can ever be right under a reward, in words.
+
+    `reward` is a reward (`check_rows`), or a rule or its module (`rewards.gsm8k`); of other functions nothing is known.
+    Raises `DataError` where none can.
+    """
+    rule = getattr(reward, str(getattr(reward, "__name__", "")).rpartition(".")[2], reward)
+    if hasattr(reward, "check_rows"):
+        return reward.check_rows(rows.views()) or f"{reward.name} refuses none of {len(rows)} rows"
+    if not hasattr(rule, "unscorable"):
+        return "any: the reward is no rule of workbench"
+    truths = [truth_of(row) for row in rows.views()]
+    bad = {index: why for index, truth in enumerate(truths) if (why := rule.unscorable(ground_truth=truth))}
+    said = f"{len(truths) - len(bad)} of {len(truths)} truths can score 1 by {rule.__name__}"
+    first = "".join(f"; row {index}: {why}" for index, why in list(bad.items())[:1])
+    if len(bad) == len(truths):
+        raise DataError(said, found=first.removeprefix("; "), do="name the truths' column: wb.rows(…, answer='column')")
+    return said + first
 
 
 def convert(source: str | Path, target: str | Path, *, split: str, instruction: str = INSTRUCTION) -> int:

@@ -195,12 +195,15 @@ class Run(Shown):
                 return self
             await asyncio.sleep(every)
 
-    def curves(self, *, marks: bool = True, **others: Run | str | Path) -> Any:
+    def curves(self, *metrics: str, marks: bool = True, **others: Run | str | Path) -> Any:
         """Draw the metric curves as a matplotlib figure; other runs (or their folders), given by name, are overlaid.
 
-        `marks`: number this run's symptoms on the time axis and list them beneath.
+        Of the `metrics` that are named, or of the main ones. `marks`: number this run's symptoms on the time axis and list
+        them beneath. `figure` has more settings.
         """
         opened = {name: run if isinstance(run, Run) else Run(run) for name, run in others.items()}
+        if metrics:
+            return self.figure(*metrics, others=opened, marks=marks)
         return shows(self, "curves", marks=marks, others=opened)
 
     def figure(self, *keys: str, others: Mapping[str, Run] | None = None, marks: bool = False, **options: Any) -> Any:

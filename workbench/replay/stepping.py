@@ -345,7 +345,7 @@ def _recorded(folder: Path, step: int, at: str | None, past: list[str]) -> Trace
         return trace
     there = [one for one, path in step_folders(folder / "traces").items() if (path / "trace.json").is_file()]
     found = f"traces of steps {there}" if trace is None else f"a trace of {', '.join(trace.names)}"
-    do = f"stepper({step}) opens it before the first phase, if its weights can be restored"
+    do = f"stepper({step}) opens it before the first phase, if its weights can be restored; train(…, trace_freq=1) keeps every trace"
     what, expected = f"step {step} cannot be opened at {at!r}", "its recorded trace up to there"
     raise RunError(what, expected=expected, found=found, do=do)
 

@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from workbench.base.memory import gib
 from workbench.base.shown import Shown
 from workbench.dataproto import DataProto
 from workbench.datasets import Rows
+from workbench.datasets.records import has_answer
 from workbench.engines.local_engine.memory import available
 from workbench.engines.protocol import Bounded, Estimates, switches_of
-from workbench.rewards.signatures import told
+from workbench.rewards.signatures import WORDS, told
 from workbench.runs.folder import read_settings
 from workbench.runs.settings import Plan
 from workbench.stages.pipeline import Pipeline
@@ -76,7 +77,7 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
     blank = getattr(rollout, "blank", {})
     reward.function.check_signature((*first.columns, *blank))  # before the pipeline's check: it knows the nearest name
     pipeline.check(first)
-    unscorable = list(filter(None, (reward.function.check_rows(part.views()) for part in parts)))
+    unscorable = list(filter(None, (_unscorable(reward.function, part) for part in parts)))
     for note in unscorable:
         log.warning("truths: %s", note)
     prompt, sources = prompts.limit(rows), Counter(map(str, rows.values("data_source"))).most_common(6)
@@ -87,7 +88,7 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
         *([("arguments", told(reward.function.binding))] if reward.function.binding else []),
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
         ("placement", _placement(pipeline, plan)),
-        ("lengths", _lengths(rollout, prompt, lambda: prompts.longest(rows))),
+        ("lengths", _lengths(rollout, prompt, prompts, rows)),
         ("memory", _memory(pipeline, tokens * plan.batch_size)),
         ("disk", _disk(pipeline, plan, path, tokens)),
     ]
@@ -96,14 +97,29 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
     return Preflight(rows, eval_rows, (*findings, ("reward function", tried)), prompts.found)
 
 
+def _unscorable(reward: Any, rows: Rows) -> str:
+    """What is known of rows that a reward cannot score: a sentence, or "". Raises `DataError` where it can score none."""
+    if note := reward.check_rows(rows.views()):
+        return str(note)
+    asked = next((name for name, source in reward.binding.items() if source == WORDS["ground_truth"]), None)
+    without = sum(not has_answer(row) for row in rows.views()) if asked else 0
+    how = "name their column: wb.rows(…, answer='column')"
+    return (
+        f"{without:,} of {len(rows):,} rows have no ground truth, which {reward.name} reads as {asked!r}; {how}"
+        if without
+        else ""
+    )
+
+
 def _hash(*parts: Any) -> str:
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 class Prompts:
-    """Measures the lengths of prompts in tokens, under a model's chat template. A data set is rendered once in a process,
-    and not again by a resumed run, whose settings.json has the lengths that were `found`.
+    """Measures the lengths of prompts in tokens, under a model's chat template. Of a data set only the prompts that may be too
+    long by their characters are rendered, once in a process, and not again by a resumed run, whose settings.json has the
+    lengths that were `found`.
 
     A length is stored for the rows' content, the tokenizer, its template and the template's switches together.
     """
@@ -116,31 +132,41 @@ class Prompts:
         if words is not None:
             self._kind = _hash(words.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map, switches)
         self.found: dict[str, int] = {}
-        """Hash of all that a length depends on → tokens of the longest prompt."""
+        """Hash of all that a length depends on → tokens of the longest prompt, or the bound that all are under."""
+        self._seen = self._rendered = 0
         self._known = dict(_measured)
         with contextlib.suppress(RunError):  # no run there yet; a damaged one is refused where it is opened
             self._known |= read_settings(run).get("prompts", {})
 
-    def longest(self, rows: Rows) -> int:
-        """Number of tokens of the longest prompt; 0 for no rows."""
-        key = _hash(rows.data_hash, self._kind)
+    def longest(self, rows: Rows, above: int = 0) -> int:
+        """Number of tokens of the longest prompt, or `above` where none is longer; 0 for no rows."""
+        key = _hash(rows.data_hash, self._kind, above)
         found = self._known.get(key) if self._kind else None
         if found is None:
-            found = max(rows.prompt_lengths(self._tokenizer, **self._switches), default=0)
+            near = rows[rows.may_exceed(above, self._tokenizer, **self._switches)]
+            found = max([above, *near.prompt_lengths(self._tokenizer, **self._switches)])
+            self._seen, self._rendered = self._seen + len(rows), self._rendered + len(near)
         if self._kind:
             self._known[key] = self.found[key] = _measured[key] = found
         return found
 
+    @property
+    def told(self) -> str:
+        """How the lengths are known, in words."""
+        if not self._seen:
+            return "known from an earlier check"
+        return f"{self._rendered:,} of {self._seen:,} prompts rendered: no other can be too long"
+
     def check(self, rows: Rows) -> None:
         """Raise `DataError` where a prompt has more tokens than the rows' `max_prompt_length`."""
         limit = rows.max_prompt_length
-        if limit is not None and self.longest(rows) > limit:
+        if limit is not None and self.longest(rows, limit) > limit:
             rows.fitting(self._tokenizer, **self._switches)
 
     def limit(self, rows: Rows) -> int:
         """Most tokens that a prompt may have: `max_prompt_length`, or where it is None the longest of the first 64 rows."""
         limit = rows.max_prompt_length
-        longest = self.longest(rows if limit is not None else rows[:64])
+        longest = self.longest(rows[:64] if limit is None else rows[:2])
         if not longest:
             raise DataError("the prompts are empty under the model's tokenizer", found="0 tokens in the longest")
         return limit or longest
@@ -176,17 +202,19 @@ def _placement(pipeline: Pipeline, plan: Plan) -> str:
     return found
 
 
-def _lengths(rollout: Any, prompt: int, measured: Callable[[], int]) -> str:
-    """Prompts up to their limit, or where that does not fit into the model up to their `measured` length, and responses."""
+def _lengths(rollout: Any, prompt: int, prompts: Prompts, rows: Rows) -> str:
+    """Prompts up to their limit, or where there is none or it does not fit into the model as far as they go, and responses."""
     sampler, response = rollout.sampler, rollout.sampling.max_tokens
     limit = sampler.max_length if isinstance(sampler, Bounded) else None
-    if limit is not None and prompt + response > limit:
-        prompt = measured()
+    room = None if limit is None else limit - response
+    if room is not None and (prompt > room or rows.max_prompt_length is None):
+        longest = prompts.longest(rows, max(room, 0))
+        prompt = longest if longest > room else min(prompt, room)
     lengths = f"{prompt} prompt tokens + {response} response tokens"
     if limit is not None and prompt + response > limit:
         what, do = "prompts and responses do not fit into the model", "lower max_prompt_length or max_tokens"
         raise DataError(what, expected=f"at most {limit} positions", found=lengths, do=do)
-    return f"{lengths} of {limit or 'no stated limit'}"
+    return f"{lengths} of {limit or 'no stated limit'}; {prompts.told}"
 
 
 def _memory(pipeline: Pipeline, tokens: int) -> str:
@@ -229,7 +257,8 @@ def _tried(reward: Any, prompts: DataProto, tokenizer: Any, blank: Mapping[str, 
     """
     if reward.function.in_process:
         return f"{reward.function.name}: its signature fits"
-    texts = [str((one or {}).get("ground_truth", "")) for one in prompts["reward_model"]]
+    judged = prompts["reward_model"] if "reward_model" in prompts else [None] * len(prompts)
+    texts = [str((one or {}).get("ground_truth", "")) for one in judged]
     ids = [torch.tensor(list(tokenizer.encode(text, add_special_tokens=False)) or [0]) for text in texts]
     padded, mask = (pad_sequence(each, batch_first=True) for each in (ids, [torch.ones_like(one) for one in ids]))
     more = {name: [value] * len(texts) for name, value in blank.items()}
