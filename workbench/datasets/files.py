@@ -1,15 +1,17 @@
-"""Data files (parquet, json, jsonl) as lists of plain records; every error names the file and the line."""
+"""Data files (parquet, json, jsonl) as lists of plain records, and records as parquet; every error names file and line."""
 
 from __future__ import annotations
 
 import codecs
+import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from workbench.base.errors import DataError, boundary, unknown
+from workbench.base.files import write_bytes
 
 SUFFIXES = (".parquet", ".json", ".jsonl")
 LINE_LIMIT = 64 << 20
@@ -18,6 +20,8 @@ SIZE_LIMIT = 8 << 30
 """Bytes that a file may decode to: two kilobytes of parquet can decode to twenty gigabytes."""
 _FIRST = 64
 """Rows from which the decoded size is estimated."""
+_AS_JSON = b"workbench.json"
+"""Key of a parquet file's metadata: names of the columns whose cells `write` wrote as JSON."""
 
 
 def find(path: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -96,7 +100,48 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
             # as Python will have them: with their dictionaries written out
             plain = [one.dictionary_decode() if hasattr(one, "dictionary_decode") else one for one in first.columns]
             _refuse_size(path, sum(one.nbytes for one in plain) // first.num_rows * total)
-        return file.read().to_pylist()
+        names = json.loads((file.schema_arrow.metadata or {}).get(_AS_JSON, b"[]"))
+        rows: list[dict[str, Any]] = file.read().to_pylist()
+        for name, row in ((name, row) for name in names for row in rows):
+            row[name] = json.loads(row[name])
+        return rows
+
+
+def write(path: Path, columns: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Write columns as a parquet file, atomically; returns the names of those left out, because no file can hold them.
+
+    Cells that arrow would give back changed (dicts of other keys, numbers of two kinds) are written as JSON, and `read` reads
+    them as they were; NaN too.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    made: dict[str, Any] = {}
+    as_json: list[str] = []
+    for name, cells in columns.items():
+        try:
+            made[name] = pa.array(cells)
+            exact = "struct<>" not in str(made[name].type) and _text(made[name].to_pylist()) == _text(cells)
+        except (pa.ArrowException, OverflowError, ValueError):
+            exact = False
+        if not exact:
+            made.pop(name, None)
+            try:
+                made[name] = pa.array([json.dumps(cell) for cell in cells], pa.string())
+                as_json.append(name)
+            except (TypeError, ValueError):  # pictures, or objects that hold themselves
+                continue
+    target = io.BytesIO()
+    table = pa.table(made).replace_schema_metadata({_AS_JSON: json.dumps(as_json)} if as_json else None)
+    pq.write_table(table, target, compression="zstd")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, target.getvalue())
+    return [name for name in columns if name not in made]
+
+
+def _text(cells: Sequence[Any]) -> str:
+    """Cells to compare: 1 and 1.0 differ, NaN equals NaN, a tuple equals a list."""
+    return json.dumps(list(cells), default=repr)
 
 
 def _refuse_size(path: Path, size: int) -> None:
