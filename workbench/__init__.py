@@ -21,7 +21,7 @@ from workbench.jobs.runner import run_notebook
 from workbench.jobs.train import RunStopped, train, train_blocking
 from workbench.replay.run import Run, list_runs, load_run
 from workbench.rewards import Score, Status
-from workbench.runs.evaluate import Evaluation, evaluate
+from workbench.runs.evaluate import Evaluation, evaluate, evaluate_file
 from workbench.stages import Outcome, Pipeline
 from workbench.stages.functions import stage
 from workbench.steps.compare import compare, diverge
@@ -45,6 +45,9 @@ __all__ = [
 def __dir__() -> list[str]:
     return __all__
 
+
+vars(rewards)["evaluate_file"] = evaluate_file  # it reads runs' files, and rewards know no runs
+rewards.__all__.append("evaluate_file")
 
 # Tab shows what is for users, not what a package imports
 for _package in (agents, compat, datasets, engines, functional, recipes, rewards, sandbox, stages, views, cluster):

@@ -92,6 +92,14 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("parameters", help="list a notebook's parameters")
     show.add_argument("notebook")
     show.set_defaults(command=_parameters)
+    converter = commands.add_parser("convert", help="write a published data set as parquet in verl's schema")
+    converter.add_argument("kind", help="gsm8k, math, geo3k, apps, taco, livecodebench, humaneval or mbpp")
+    converter.add_argument("source", nargs="+", help="the data set's own files")
+    converter.add_argument("target")
+    converter.add_argument("--split", default="train")
+    converter.add_argument("--instruction", help="stands after every question, in place of the kind's own")
+    converter.add_argument("--tool", help="name of the tool with which an agent is to check its answer")
+    converter.set_defaults(command=_convert)
     return parser
 
 
@@ -204,6 +212,14 @@ def _parameters(options: argparse.Namespace) -> int:
     from workbench.jobs.parameters import table
 
     _say(table(options.notebook, {}))
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from workbench.datasets import convert
+
+    how = {"split": options.split, "instruction": options.instruction, "tool": options.tool}
+    _say(f"{convert(options.kind, options.source, options.target, **how)} rows in {options.target}")
     return 0
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import workbench as wb
 from workbench.base.errors import DataError
 from workbench.datasets import Cursor, Rows, encode
-from workbench.datasets.rows import convert, permutation, place, to_row
-from workbench.rewards.scorers.gsm8k import compute_score
+from workbench.datasets.records import to_row
+from workbench.datasets.rows import permutation, place
 
 
 def rows(number: int = 10) -> Rows:
@@ -258,25 +258,3 @@ def test_encode_with_and_without_a_template(tiny: str) -> None:
     assert tokenizer.decode(ids) == "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(encode(tokenizer, chat, enable_thinking=True)).endswith("<think>\n")
     assert encode(Words(), chat) == [3, 5] and encode(Words(), "a bb") == [1, 2]
-
-
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
-
-
-@pytest.mark.parametrize(("split", "number"), [("train", 7473), ("test", 1319)])
-def test_the_real_gsm8k(split: str, number: int, tmp_path: Path) -> None:
-    source = GSM8K / f"{split}.jsonl"
-    if not source.is_file():
-        pytest.skip("GSM8K's own jsonl is not here (shared/data/gsm8k)")
-    assert convert(source, tmp_path / "out.parquet", split=split) == number
-    data = wb.rows(tmp_path / "out.parquet")
-    assert len(data) == number and data[0]["data_source"] == "openai/gsm8k"
-    own = [compute_score(row["extra_info"]["answer"], row["reward_model"]["ground_truth"]) for row in data]
-    assert sum(own) == number
-
-
-def test_the_converter_names_a_bad_line(tmp_path: Path) -> None:
-    bad = [{"question": "q", "answer": "#### 1"}, {"question": "q"}]
-    with pytest.raises(DataError, match=r"row 1 of .*expected question and answer; found question"):
-        convert(write(tmp_path / "a.jsonl", bad), tmp_path / "out.parquet", split="train")
-    assert not (tmp_path / "out.parquet").exists()

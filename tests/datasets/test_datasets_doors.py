@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import workbench as wb
 from workbench.base.errors import DataError
 from workbench.compat.dumps import read_dump
-from workbench.datasets import Rows, encode
+from workbench.datasets import Rows, encode, files
 from workbench.testing.datasets import GOOD, DoorContract, RowsContract
 
 
@@ -257,3 +260,33 @@ def test_a_dumps_responses_and_columns_are_no_dicts_as_text() -> None:
         read_dump([{"prompt": "p", "response": "r", "reward_model": 5}])
     batch = read_dump([{"prompt": "p", "response": "r", "extra_info": '{"index": 3}'}])
     assert batch["extra_info"][0] == {"index": 3}
+
+
+# --- files that we write --------------------------------------------------------------------------
+
+CELLS = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=4))
+def test_what_is_written_is_read_as_it_was(cells: list[tuple[Any, Any]]) -> None:
+    columns = {"a": [one for one, _ in cells], "b": [two for _, two in cells]}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "deeper" / "rows.parquet"
+        assert files.write(path, columns) == []
+        found = files.read(path)
+    assert json.dumps([[row["a"], row["b"]] for row in found]) == json.dumps(cells)
+
+
+def test_what_no_file_can_hold_is_left_out_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    assert files.write(path, {"a": [1, 2], "b": [object(), 1], "c": [{"bytes": b"x"}, None]}) == ["b"]
+    assert files.read(path) == [{"a": 1, "c": {"bytes": b"x"}}, {"a": 2, "c": None}]
+    table = pq.read_table(path).replace_schema_metadata({"workbench.json": '["z"]'})
+    pq.write_table(table, path)
+    with pytest.raises(DataError, match="reading .*rows.parquet"):
+        files.read(path)

@@ -21,7 +21,7 @@ from workbench.runs.batch_metrics import devices_of, timing_metrics
 from workbench.runs.folder import STEP, RunFolder, read_metrics, step_folder, step_folders, write_json
 from workbench.runs.kept_traces import prune
 from workbench.runs.resume import differences
-from workbench.runs.trackers import TRACKERS, check_trackers, progress_line
+from workbench.runs.trackers import TABLE_ROWS, TRACKERS, check_trackers, progress_line, shown_samples
 from workbench.stages.measures import data_metrics
 
 
@@ -118,14 +118,19 @@ def test_what_is_past_the_checkpoint_is_moved_not_lost(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "summary.json").write_text("{}")
     (folder.checkpoints / "step_000002").mkdir(parents=True)
+    folder.val.mkdir()
+    for name in ("step_000001.parquet", "step_000003.parquet", ".step_000003.parquet.part"):
+        (folder.val / name).touch()
     notes = folder.supersede(1)
     assert [row[STEP] for row in read_metrics(folder.metrics)] == [0, 1]
     aside = tmp_path / "superseded" / "001-after-1"
     assert [row[STEP] for row in read_metrics(aside / "metrics.jsonl")] == [0, 1, 2, 3]
-    moved = ["traces/step_000000", "traces/step_000003", "checkpoints/step_000002", "tensorboard", "summary.json"]
+    moved = ["traces/step_000000", "traces/step_000003", "checkpoints/step_000002", "val/step_000003.parquet"]
+    moved += ["tensorboard", "summary.json"]
     assert notes == ["2 metrics rows", *moved]
     assert all((aside / name).exists() and not (tmp_path / name).exists() for name in moved)
     assert step_folder(folder.traces, 1).exists()
+    assert [path.name for path in folder.val.iterdir()] == ["step_000001.parquet"]
     assert folder.supersede(1) == [] and len(list((tmp_path / "superseded").iterdir())) == 1
 
 
@@ -172,9 +177,10 @@ def test_only_the_last_traces_are_kept_each_whole(tmp_path: Path) -> None:
     assert list(step_folders(folder.traces)) == [2, 10]
 
 
-def test_trackers_by_name(tmp_path: Path) -> None:
-    tracker = TRACKERS["tensorboard"](tmp_path)
+def test_tensorboard_gets_what_is_finite_and_unknown_names_are_refused(tmp_path: Path) -> None:
+    tracker = TRACKERS["tensorboard"](tmp_path, "p", "e")
     tracker.log({"a": 1.0, "b": float("nan")}, 1)
+    tracker.table(SAMPLES, 1)  # it has no tables
     tracker.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -183,22 +189,33 @@ def test_trackers_by_name(tmp_path: Path) -> None:
     assert events.Tags()["scalars"] == ["a"] and events.Scalars("a")[0].value == 1.0
     with pytest.raises(SettingError, match="did you mean 'wandb'"):
         check_trackers(["wandbb"])
+    with pytest.raises(SettingError, match=r"trackers=\['console'\]"):
+        check_trackers("console")
+    check_trackers(["console", "jsonl", "tensorboard"])
 
 
+SAMPLES: dict[str, list[Any]] = {"prompt": ["2 + 2?"], "response": ["4"], "score": [None]}
 STANDIN = """
 calls = []
 def init(**given):
     calls.append(("init", given))
     return Run()
+class Table:
+    def __init__(self, columns, data):
+        self.columns, self.data = columns, data
 class Run:
     def log(self, metrics, step):
         calls.append((step, metrics))
     def finish(self):
         calls.append("finish")
+def set_experiment(name):
+    calls.append(("project", name))
 def start_run(run_name):
     calls.append(("init", {"name": run_name}))
 def log_metrics(metrics, step):
     calls.append((step, metrics))
+def log_table(data, artifact_file):
+    calls.append((artifact_file, data))
 def end_run():
     calls.append("finish")
 """
@@ -210,13 +227,38 @@ def test_other_trackers_through_the_same_protocol(tmp_path: Path, monkeypatch: p
     (tmp_path / f"{name}.py").write_text(STANDIN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, name, raising=False)
-    tracker = TRACKERS[name](tmp_path / "my-run")
-    tracker.log({"val-core/a/reward/mean@1": 0.5}, 3)
+    check_trackers([name])
+    tracker = TRACKERS[name](tmp_path / "my-run", "math", "first")
+    tracker.log({"val-core/a,b/reward/mean@1": 0.5}, 3)
+    tracker.table(SAMPLES, 3)
     tracker.close()
-    module = importlib.import_module(name)
-    key = "val-core/a/reward/mean@1" if name == "wandb" else "val-core/a/reward/mean_at_1"
-    assert module.calls[0][1]["name"] == "my-run" and module.calls[1:] == [(3, {key: 0.5}), "finish"]
+    calls = importlib.import_module(name).calls
     monkeypatch.delitem(sys.modules, name)
+    if name == "mlflow":
+        assert calls[:2] == [("project", "math"), ("init", {"name": "first"})]
+        assert calls[2:] == [
+            (3, {"val-core/a_b/reward/mean_at_1": 0.5}), ("val/step_000003.json", SAMPLES), "finish",
+        ]  # fmt: skip
+        return
+    assert calls[0][1] | {"dir": None} == {
+        "project": "math", "name": "first", "dir": None, "reinit": "finish_previous",
+    }  # fmt: skip
+    sent = calls[2][1]["val/samples"]
+    assert calls[1] == (3, {"val-core/a,b/reward/mean@1": 0.5}) and calls[2][0] == 3 and calls[3] == "finish"
+    assert sent.columns == list(SAMPLES) and sent.data == [["2 + 2?", "4", None]]
+
+
+def test_the_console_gets_a_line_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = TRACKERS["console"](tmp_path, "math", "first")
+    tracker.log({STEP: 3, "reward/mean": 0.5, "actor/lr": 1e-6}, 3)
+    assert capsys.readouterr().out == "first step:3 - reward/mean:0.5 - actor/lr:1e-06\n"
+
+
+def test_trackers_get_the_first_samples_with_the_prompt_as_text() -> None:
+    chats = [[{"role": "system", "content": "Be short."}, {"role": "user", "content": f"{n}?"}] for n in range(100)]
+    found = shown_samples({"prompt": chats, "response": ["x"] * 100, "score": [1.0] * 100, "reward_model": [{}] * 100})
+    assert list(found) == ["prompt", "response", "score"] and found["prompt"][:2] == ["0?", "1?"]
+    assert {len(cells) for cells in found.values()} == {TABLE_ROWS}
 
 
 def test_a_tracker_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`read_dump`: saved rollouts of other libraries as batches: verl's jsonl, TRL's parquet, any table of completions.
+"""`read_dump`: saved rollouts as batches: verl's jsonl and its generations, TRL's parquet, ours, any table of completions.
 
 Values are kept as they are: text is unchanged, a row whose reward is missing or NaN is not scored, and where the dump has no
 total (TRL writes a column per reward function) `score.why` says how it was computed.
@@ -47,6 +47,8 @@ class Layout(NamedTuple):
 KINDS: Mapping[str, Layout] = {
     "verl": Layout(("input",), ("output",), ("gts",), ("input", "output", "score")),
     "trl": Layout(("prompt",), ("completion",), TRUTH, ("step", "prompt", "completion")),
+    "generations": Layout(PROMPT, ("responses",), TRUTH, ("responses",)),
+    "workbench": Layout(("prompt",), ("response",), (), ("prompt", "response", "score", "score/status", "uid")),
     "table": Layout(PROMPT, RESPONSE, TRUTH, ()),
 }
 """Kinds of dump that can be read, the most particular first."""
@@ -75,8 +77,9 @@ def read_dump(
     """A saved rollout as a batch of B rows, to look at (`views.samples`) and to score again (`rewards.dry_run`).
 
     `source` is a file, a folder or a pattern (`completions/*.parquet`), a DataFrame, or a list of dicts: verl's dump
-    (`trainer.rollout_data_dir`: `<step>.jsonl`), TRL's (`completions_00001.parquet`), or any table whose columns have
-    the names of `rewards.dry_run`. The kind is found by the columns, or given as `kind` (`KINDS`). A folder may hold
+    (`trainer.rollout_data_dir`: `<step>.jsonl`), verl's generations (a list `responses` per prompt: a row for each, and
+    the prompt is the group), TRL's (`completions_00001.parquet`), our own (`Evaluation.save`, a run's `val/`: each column
+    as it was), or any table whose columns have the names of `rewards.dry_run`. The kind is found by the columns, or given as `kind` (`KINDS`). A folder may hold
     many steps: None reads all, `step=3` that one.
 
     Columns: `response_text`, `uid` (same step and prompt: same group), and as far as the dump has them `raw_prompt`, `step`,
@@ -96,13 +99,20 @@ def read_dump(
     if not every:
         raise DataError(f"{_named(source)} has no rows", found=f"a line that was cut off: {torn[0]}" if torn else None)
     records, steps = _with_steps(every, step)
-    kind, table = _kind(records, kind), _table(records)
+    kind = _kind(records, kind)
+    if kind == "generations":
+        records = _one_per_response(records)
+        steps = steps and [record.step for record in records if record.step is not None]
+    table = _table(records)
     table.pop("step", None)
     columns = _texts(table, kind, [record.place for record in records], steps)
     if steps:
         columns["step"] = torch.tensor(steps)
-    columns |= _judged(table, kind, columns["uid"], rewards)
-    columns |= {_own(name): values for name, values in table.items()}
+    if kind == "workbench":
+        columns |= {**_as_written(table, len(records), _named(source)), **table}
+    else:
+        columns |= _judged(table, kind, columns["uid"], rewards)
+        columns |= {_own(name): values for name, values in table.items()}
     if tokenizer is not None:
         columns |= _tokens(columns["response_text"], tokenizer)
     one_step = steps[0] if len(set(steps)) == 1 else None
@@ -164,6 +174,21 @@ def _detected(record: Record) -> str:
     found = ", ".join(map(str, record.values))[:400] or "no columns"
     do = "rename its columns, or pass its kind as kind="
     raise DataError(f"{record.place}: no kind of dump has these columns", expected=expected, found=found, do=do)
+
+
+def _one_per_response(records: Sequence[Record]) -> list[Record]:
+    """A record for each of a prompt's responses. Raises `DataError` for lists of other lengths than the first one's."""
+    found: list[Record] = []
+    number = 0
+    for prompt, record in enumerate(records):
+        texts = plain(record.values["responses"])
+        number = number or (len(texts) if isinstance(texts, list) else 0)
+        if not isinstance(texts, list) or not texts or len(texts) != number:
+            expected = f"a list of {number} texts, as in {records[0].place}" if number else "a list of texts"
+            raise DataError(f"responses of {record.place}", expected=expected, found=describe(texts))
+        one = {"uid": f"prompt {prompt}", **record.values}
+        found += [record._replace(values={**one, "responses": text, "sample": n}) for n, text in enumerate(texts)]
+    return found
 
 
 # --- texts --------------------------------------------------------------------------------------
@@ -238,6 +263,36 @@ def _tokens(texts: Sequence[str], tokenizer: Any) -> dict[str, torch.Tensor]:
         ids = [list(one) for one in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
     pad = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
     return padded(ids, pad)
+
+
+def _as_written(table: dict[str, list[Any]], rows: int, named: str) -> dict[str, Any]:
+    """Scores, token ids and marks of a file of ours, as they were before it was written; takes them out of the table."""
+    parts = {name: table.pop(name) for name in list(table) if name.startswith(REWARD_PREFIX)}
+    value, status, why, answer = (
+        table.pop(name, [None] * rows) for name in ("score", "score/status", "score/why", "score/answer")
+    )
+    with boundary(f"reading the scores of {named}", DataError):
+        scores = [
+            Score(
+                value=0.0 if absent(value[row]) else value[row],
+                parts={
+                    name.removeprefix(REWARD_PREFIX): one
+                    for name, cells in parts.items()
+                    if not absent(one := cells[row])
+                },
+                answer=answer[row],
+                why=why[row] or "",
+                status=Status(status[row]),
+            )
+            for row in range(rows)
+        ]
+        columns = _score_columns(scores)
+        columns |= {name: torch.tensor([math.nan if absent(one) else one for one in parts[name]]) for name in parts}
+        if _present(table, "greedy"):
+            columns["greedy"] = torch.tensor(table.pop("greedy"), dtype=torch.bool)
+        if _present(table, "response_ids"):
+            columns |= padded([ids or [] for ids in table.pop("response_ids")])
+    return columns
 
 
 # --- rewards ------------------------------------------------------------------------------------
@@ -353,11 +408,12 @@ def _scores(
             extra={name: values[row] for name, values in extra.items() if not absent(values[row])},
         )
         found.append(score)
-    return {
-        "reward": torch.tensor([one.value for one in found]),
-        "scored": torch.tensor([one.scored for one in found]),
-        "score": found,
-    }
+    return _score_columns(found)
+
+
+def _score_columns(scores: list[Score]) -> dict[str, Any]:
+    values = [one.value if one.scored else 0.0 for one in scores]
+    return {"reward": torch.tensor(values), "scored": torch.tensor([one.scored for one in scores]), "score": scores}
 
 
 def _how(weights: Mapping[str, float], total: _Column, advantage: _Column | None, uids: Sequence[str]) -> str:

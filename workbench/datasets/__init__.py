@@ -1,6 +1,7 @@
 """Data sets: `wb.rows` makes `Rows` of anything, and they make batches of prompts."""
 
+from workbench.datasets.converters import convert
 from workbench.datasets.rendering import encode
 from workbench.datasets.rows import Cursor, Report, Rows
 
-__all__ = ["Cursor", "Report", "Rows", "encode"]
+__all__ = ["Cursor", "Report", "Rows", "convert", "encode"]

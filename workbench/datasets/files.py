@@ -1,17 +1,19 @@
-"""Data files (parquet, json, jsonl, csv, arrow) as lists of plain records; every error names the file and the line."""
+"""Data files (parquet, json, jsonl, csv, arrow) as lists of plain records, and records as parquet; every error names file and line."""
 
 from __future__ import annotations
 
 import codecs
 import csv
+import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from workbench.base.errors import DataError, boundary, unknown
+from workbench.base.files import write_bytes
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".tsv", ".arrow", ".feather")
 LINE_LIMIT = 64 << 20
@@ -23,6 +25,8 @@ _FIRST = 64
 _ABOUT = ("dataset_info.json", "dataset_dict.json", "state.json")
 """Files beside the data in a folder that Hugging Face's `datasets` saved."""
 _SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
+_AS_JSON = b"workbench.json"
+"""Key of a parquet file's metadata: names of the columns whose cells `write` wrote as JSON."""
 
 
 def find(path: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -155,7 +159,48 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
         first = next(file.iter_batches(batch_size=_FIRST), None)
         if first is not None and first.num_rows:
             _refuse_size(path, _decoded([first]) // first.num_rows * total)
-        return file.read().to_pylist()
+        names = json.loads((file.schema_arrow.metadata or {}).get(_AS_JSON, b"[]"))
+        rows: list[dict[str, Any]] = file.read().to_pylist()
+        for name, row in ((name, row) for name in names for row in rows):
+            row[name] = json.loads(row[name])
+        return rows
+
+
+def write(path: Path, columns: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Write columns as a parquet file, atomically; returns the names of those left out, because no file can hold them.
+
+    Cells that arrow would give back changed (dicts of other keys, numbers of two kinds) are written as JSON, and `read` reads
+    them as they were; NaN too.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    made: dict[str, Any] = {}
+    as_json: list[str] = []
+    for name, cells in columns.items():
+        try:
+            made[name] = pa.array(cells)
+            exact = "struct<>" not in str(made[name].type) and _text(made[name].to_pylist()) == _text(cells)
+        except (pa.ArrowException, OverflowError, ValueError):
+            exact = False
+        if not exact:
+            made.pop(name, None)
+            try:
+                made[name] = pa.array([json.dumps(cell) for cell in cells], pa.string())
+                as_json.append(name)
+            except (TypeError, ValueError):  # pictures, or objects that hold themselves
+                continue
+    target = io.BytesIO()
+    table = pa.table(made).replace_schema_metadata({_AS_JSON: json.dumps(as_json)} if as_json else None)
+    pq.write_table(table, target, compression="zstd")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, target.getvalue())
+    return [name for name in columns if name not in made]
+
+
+def _text(cells: Sequence[Any]) -> str:
+    """Cells to compare: 1 and 1.0 differ, NaN equals NaN, a tuple equals a list."""
+    return json.dumps(list(cells), default=repr)
 
 
 def _decoded(batches: Iterable[Any]) -> int:

@@ -1,5 +1,4 @@
-"""`Rows`: prompts with their ground truths as a frozen value, read from files in verl's schema or GSM8K's own; and `Report`,
-the check of such a data set before a run."""
+"""`Rows`: prompts with their ground truths as a frozen value; and `Report`, the check of such a data set before a run."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from numbers import Integral
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -23,8 +21,7 @@ from workbench.base.seeds import derive
 from workbench.base.shown import Shown
 from workbench.dataproto.columns import COLUMNS
 from workbench.dataproto.core import DataProto, Origin
-from workbench.datasets.files import read
-from workbench.datasets.records import CHAT, Reading, has_answer, to_row, truth_kinds, truth_of
+from workbench.datasets.records import CHAT, Reading, has_answer, truth_kinds, truth_of
 from workbench.datasets.rendering import bounds, encode, encode_all
 
 
@@ -86,6 +83,12 @@ class Report(Shown):
     """Number of ground truths of each kind: `text`, `whole number`, `number`, `list`, `object`, `none`, `empty`, …"""
     duplicates: int
     """Rows whose prompt is in an earlier row too."""
+    characters: dict[str, float]
+    """Prompt length in characters: min, mean, median, p95, max."""
+    pictures: int
+    """Pictures in all rows (columns `images` and `image`)."""
+    examples: tuple[tuple[str, str], ...]
+    """(which, its prompt and ground truth) of the first rows, and of those with the shortest and the longest prompt."""
     lengths: dict[str, float]
     """Prompt length in tokens: min, mean, median, p95, max; {} without a tokenizer."""
     over_limit: int
@@ -114,6 +117,9 @@ class Report(Shown):
             ("ground truths", ", ".join(f"{kind}: {count}" for kind, count in self.truths.items())),
             ("right under the reward", self.scorable),
             ("repeated prompts", str(self.duplicates)),
+            ("prompt characters", "  ".join(f"{name} {value:g}" for name, value in self.characters.items())),
+            *([("pictures", str(self.pictures))] if self.pictures else []),
+            *self.examples,
         ]
         if self.lengths:
             pairs.append(("prompt tokens", "  ".join(f"{name} {value:g}" for name, value in self.lengths.items())))
@@ -132,6 +138,9 @@ def report(
         data_sources=dict(Counter(str(row.get("data_source")) for row in rows)),
         missing_answers=tuple(index for index, row in enumerate(rows) if not has_answer(row)),
         truths=truth_kinds(rows),
+        characters=_statistics([len(_said(row)) for row in rows]),
+        pictures=sum(_pictures(row) for row in rows),
+        examples=_examples(rows),
         duplicates=len(rows) - len({str(row["prompt"]) for row in rows}),
         lengths=_statistics(lengths),
         over_limit=sum(length > limit for length in lengths) if limit is not None else 0,
@@ -142,6 +151,29 @@ def report(
 def _as_read(tokenizer: Any, prompt: Any, switches: Mapping[str, Any]) -> str:
     ids = encode(tokenizer, prompt, **switches)
     return str(tokenizer.decode(ids)) if hasattr(tokenizer, "decode") else f"{len(ids)} tokens"
+
+
+def _said(row: Mapping[str, Any]) -> str:
+    """The texts of a row's prompt, a message a line."""
+    chat = row[CHAT]
+    return chat if isinstance(chat, str) else "\n".join(str(turn.get("content") or "") for turn in chat)
+
+
+def _pictures(row: Mapping[str, Any]) -> int:
+    return sum(len(one) if isinstance(one, list) else one is not None for one in (row.get("images"), row.get("image")))
+
+
+def _examples(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+    by_length = sorted(range(len(rows)), key=lambda index: len(_said(rows[index])))
+    chosen = {0: "first row", 1: "second row"} if len(rows) > 1 else {0: "first row"} if rows else {}
+    for name, index in (("shortest prompt", by_length[:1]), ("longest prompt", by_length[-1:])):
+        chosen |= {one: f"{name} (row {one})" for one in index if one not in chosen}
+    return tuple((name, f"{_cut(_said(rows[one]))}  → {_cut(truth_of(rows[one]))}") for one, name in chosen.items())
+
+
+def _cut(value: Any, most: int = 200) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
 
 
 def _statistics(lengths: Sequence[int]) -> dict[str, float]:
@@ -155,8 +187,6 @@ def _statistics(lengths: Sequence[int]) -> dict[str, float]:
 
 # --- rows -----------------------------------------------------------------------------------------
 
-INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-"""What verl's prepared GSM8K appends to every question."""
 _RESERVED = frozenset({"raw_prompt", "uid"} | {name for name, one in COLUMNS.items() if one.writer != "dataset"})
 """Names that a data set's columns may not have: stages or the batch write them (`prompt` becomes `raw_prompt`)."""
 
@@ -419,19 +449,3 @@ def scorable(rows: Rows, reward: Any) -> str:
     if len(bad) == len(truths):
         raise DataError(said, found=first.removeprefix("; "), do="name the truths' column: wb.rows(…, answer='column')")
     return said + first
-
-
-def convert(source: str | Path, target: str | Path, *, split: str, instruction: str = INSTRUCTION) -> int:
-    """Write a jsonl file of GSM8K as parquet in verl's schema; returns the number of rows. Raises `DataError` as `to_row` does."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    records = read(Path(source))
-    rows = [
-        to_row(record, index=index, split=split, instruction=instruction, place=f"row {index} of {source}")
-        for index, record in enumerate(records)
-    ]
-    if not rows:
-        raise DataError(f"no rows in {source}")
-    pq.write_table(pa.Table.from_pylist(rows), str(target), compression="zstd")
-    return len(rows)

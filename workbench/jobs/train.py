@@ -110,10 +110,13 @@ def train(
     keep_traces: int = 3,
     keep_checkpoints: int = 2,
     keep_updates: int = 1024,
+    keep_val: int = 10,
     break_if: Condition | None = None,
     resume: str | None = None,
     allow_changes: Sequence[str] = (),
     trackers: Sequence[str] = ("tensorboard",),
+    project: str = "workbench",
+    experiment: str | None = None,
     display: str | None = "auto",
     observers: Sequence[Observer] = (),
 ) -> Training:
@@ -133,12 +136,16 @@ def train(
             for `test_freq`; validation also comes before the first step.
         keep_updates: MiB of recorded update inputs, from which any step's weights can be computed again (`run.stepper`,
             `run.engine`); 0 records none.
+        keep_val: validations whose held-out samples stay in `val/` (`run.val`): the newest ones.
         break_if: gets a step's metrics; where it returns true the loop stops before that step's update. The returned
             run's `.stopped` is a Stepper at that place; a job saves the trace and raises `RunStopped`. Every stage then runs
             as in a Stepper, the pass for old log-probs among them.
         resume: `"auto"` continues exactly from the newest good checkpoint; settings that differ are refused unless
             `allow_changes` names them (`["engines.actor.micro_batch_tokens"]`). `"never"` refuses a folder that has a run.
             None: "auto" in a job whose notebook has no parameter `resume`, else "never".
+        trackers: who gets the metrics beside the run folder: `console`, `tensorboard`, `wandb`, `mlflow` (the last two also
+            held-out samples), `jsonl` (the folder's own metrics.jsonl, always written); `project` and `experiment` are the
+            names there (by default the experiment is called as the run folder).
 
     Returns:
         An awaitable whose result is the `Run`.
@@ -165,6 +172,8 @@ async def _trained(
     resume: str | None,
     allow_changes: Sequence[str],
     trackers: Sequence[str],
+    project: str,
+    experiment: str | None,
     display: str | None,
     observers: Sequence[Observer],
     **planned: Any,
@@ -175,7 +184,8 @@ async def _trained(
     path = Path(run) if run is not None else _folder()
     check_place(path)
     found = preflight(pipeline, rows, eval_rows, plan, path)
-    settings = resolved(pipeline, rows, plan, eval_rows, trackers, found.prompts)
+    tracking = {"trackers": list(trackers), "project": project, "experiment": experiment}
+    settings = resolved(pipeline, rows, plan, eval_rows, tracking, found.prompts)
     if os.environ.get("WORKBENCH_CHECK"):
         check_resumable(path, settings, resume, allow_changes)
         raise Checked(repr(found))
@@ -240,7 +250,7 @@ def _nothing_to_do(path: Path, start: Start, steps: int, eval_rows: Rows | None)
 
 
 def _check_arguments(plan: Plan, resume: str, display: str | None, trackers: Sequence[str]) -> None:
-    least = {"steps": 1, "batch_size": 1, "val_samples": 1, "keep_checkpoints": 2, "keep_traces": 1}
+    least = {"steps": 1, "batch_size": 1, "val_samples": 1, "keep_checkpoints": 2, "keep_traces": 1, "keep_val": 1}
     least |= dict.fromkeys(("test_freq", "save_freq", "trace_freq", "keep_updates"), 0)
     for name, lowest in least.items():
         found = getattr(plan, name)

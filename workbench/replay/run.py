@@ -12,11 +12,22 @@ from typing import TYPE_CHECKING, Any
 from workbench.base import formats
 from workbench.base.errors import RunError, first_line
 from workbench.base.shown import Shown, shows
+from workbench.compat.dumps import read_dump
+from workbench.dataproto import DataProto
 from workbench.replay import rebuild
 from workbench.replay.audit import Audit, audit_run
 from workbench.replay.stepping import Replayed, controllers, stepper_at
 from workbench.runs import checkpoint
-from workbench.runs.folder import STEP, held, read_json, read_metrics, read_settings, step_folder, step_folders
+from workbench.runs.folder import (
+    STEP,
+    held,
+    read_json,
+    read_metrics,
+    read_settings,
+    step_files,
+    step_folder,
+    step_folders,
+)
 from workbench.runs.kept_traces import Kept, read_kept
 from workbench.runs.symptoms import Symptoms, shown_by
 from workbench.steps.stepper import Stepper
@@ -105,6 +116,22 @@ class Run(Shown):
     def traces(self) -> Traces:
         """The run's recorded traces by step."""
         return Traces(self.path / "traces")
+
+    def val(self, step: int | None = None) -> DataProto:
+        """The held-out samples of a validation (the newest by default) as a batch: `views.samples(run.val(20))`.
+
+        Sampled responses come first, then greedy ones (column `greedy`); `rewards.evaluate_file` scores the file again.
+        Raises `RunError` where that validation's samples are not on disk, naming those that are.
+        """
+        there = step_files(self.path / "val")
+        wanted = max(there, default=None) if step is None else step
+        if wanted not in there:
+            what = "no held-out samples" if wanted is None else f"no held-out samples of step {wanted!r}"
+            do = None if there else "validation needs eval_rows=… of train"
+            raise RunError(
+                f"{what} in {self.path}", expected=f"one of the steps {list(there)}" if there else None, do=do
+            )
+        return read_dump(there[wanted])
 
     @property
     def checkpoints(self) -> list[int]:

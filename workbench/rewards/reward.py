@@ -233,7 +233,7 @@ SCORERS: Mapping[str, Callable[..., Any]] = {
     **{f"searchR1_{name}": search_em for name in _SEARCH},
 }
 """`data_source` → scorer, as verl routes. `gsm8k` without its owner is what many data sets write; verl refuses it."""
-CODE_SOURCES = ("codecontests", "apps", "codeforces", "taco")
+CODE_SOURCES = ("codecontests", "apps", "codeforces", "taco", "livecodebench", "humaneval", "mbpp")
 """Sources whose rows are scored by running the response's code: they need a sandbox."""
 
 

@@ -95,7 +95,8 @@ def sample_metrics(batch: DataProto) -> dict[str, float]:
         for name, pairs in every.items():
             core = name == ("acc" if "acc" in every else "reward")
             found |= _of_variable(pairs, f"{source}/{name}", core)
-        found |= _passes([values for values, _ in every["reward"]], f"val-aux/{source}/reward/pass@")
+        passes = pass_at_ks([values for values, _ in every["reward"]])
+        found |= {f"val-aux/{source}/reward/pass@{k}": value for k, value in passes.items()}
     if "num_turns" in batch:
         found |= reduce([spread("val-aux/num_turns", torch.tensor([float(one) for one in batch["num_turns"]]))])
     return found
@@ -155,10 +156,13 @@ def _of_prompt(values: list[float], answers: list[Any]) -> dict[str, float]:
     return found
 
 
-def _passes(rewards: list[list[float]], prefix: str) -> dict[str, float]:
-    """The unbiased pass@k over prompts with k samples or more; {} for rewards other than 0 and 1, or single samples."""
+def pass_at_ks(rewards: Sequence[Sequence[float]]) -> dict[int, float]:
+    """k → the unbiased pass@k, a mean over prompts with k samples or more, of each prompt's rewards.
+
+    {} for rewards other than 0 and 1, and where no prompt has two samples.
+    """
     most = max(map(len, rewards), default=0)
     if most < 2 or not {value for values in rewards for value in values} <= {0.0, 1.0}:
         return {}
     enough = {k: [values for values in rewards if len(values) >= k] for k in (1, *sizes(most))}
-    return {f"{prefix}{k}": fmean(pass_at_k(int(sum(one)), len(one), k) for one in many) for k, many in enough.items()}
+    return {k: fmean(pass_at_k(int(sum(one)), len(one), k) for one in many) for k, many in enough.items()}

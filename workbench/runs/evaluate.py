@@ -1,4 +1,4 @@
-"""Score a policy on prompts: held-out validation, or any checkpoint by hand."""
+"""Score a policy on prompts: held-out validation, any checkpoint by hand, or responses that a file has."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ import torch
 
 from workbench.base.errors import DataError, describe
 from workbench.base.shown import Shown
+from workbench.compat.dumps import read_dump
 from workbench.dataproto import DataProto
 from workbench.dataproto.columns import REWARD_PREFIX
 from workbench.datasets import Rows
 from workbench.engines.local_engine.engine import local
 from workbench.engines.protocol import Sampler, SamplingSettings
-from workbench.runs.batch_metrics import by_prompt, sample_metrics
+from workbench.rewards.reward import as_reward
+from workbench.runs import generations
+from workbench.runs.batch_metrics import by_prompt, pass_at_ks, sample_metrics
 from workbench.runs.checkpoint import verified, verify
 from workbench.runs.folder import read_settings
 from workbench.stages.episodes import EpisodeRollout, validation_rollout
 from workbench.stages.pipeline import Pipeline
-from workbench.stages.reward import Reward
+from workbench.stages.reward import Reward, score_columns
 from workbench.stages.rollout import Rollout
 
 log = logging.getLogger("workbench")
@@ -46,6 +49,8 @@ class Evaluation(Shown):
     """Rows that were not scored."""
     by_source: dict[str, float]
     """`data_source` → mean reward of its prompts."""
+    pass_at_k: dict[str, dict[int, float]]
+    """`data_source` → k → the unbiased pass@k, of several samples with rewards 0 and 1; else {}."""
     batch: DataProto = field(repr=False)
     """Every row with its response and score."""
 
@@ -55,7 +60,16 @@ class Evaluation(Shown):
         text = f"Evaluation: mean reward {self.mean:.4f}, 95 % in [{low:.4f}, {high:.4f}] (normal, over {what})"
         if len(self.by_source) > 1:
             text += "; " + ", ".join(f"{source} {mean:.4f}" for source, mean in self.by_source.items())
+        for source, passes in self.pass_at_k.items():
+            text += f"; {source} " + ", ".join(f"pass@{k} {value:.4f}" for k, value in passes.items())
         return text + (f", {self.unscored} rows not scored" if self.unscored else "")
+
+    def save(self, path: str | Path) -> Path:
+        """Write prompts, responses and scores to a parquet file, which `rewards.evaluate_file` scores again.
+
+        Columns whose cells no file can hold (pictures that were opened) are left out. The file is written whole or not at all.
+        """
+        return generations.save(path, generations.table(self.batch, self.greedy))
 
 
 def evaluate(
@@ -105,43 +119,85 @@ def _engine(model: Any) -> tuple[Sampler, int | None]:
     return local(verified(Path(folder))), rollout.get("max_tokens")
 
 
+def evaluate_file(
+    source: Any, *, reward: Any = None, greedy: bool | None = None, step: int | None = None, kind: str | None = None
+) -> Evaluation:
+    """Score the responses in a file by a reward, without a model: ours, verl's generations, TRL's completions, any table.
+
+    `source`, `step` and `kind` are those of `compat.read_dump`; scores in the file are ignored. `reward` is whatever
+    `rewards.as_reward` takes (None: by `data_source`). A file of a run's `val/` has greedy and sampled responses: `greedy` says
+    which to score, by default the sampled ones, and gives the run's `val/reward` (or `val/greedy`) bit for bit.
+    Raises `DataError`, before anything is scored, where the reward has no scorer for a source, or can score no row.
+
+    Example:
+        >>> wb.rewards.evaluate_file("gen.parquet", reward=my_reward).pass_at_k  # doctest: +SKIP
+    """
+    batch = read_dump(source, kind=kind, step=step)
+    marks = batch["greedy"].tolist() if "greedy" in batch else [False] * len(batch)
+    wanted = greedy if greedy is not None else all(marks)
+    rows = [row for row, mark in enumerate(marks) if mark == wanted]
+    if not rows:
+        raise DataError(f"no {'greedy' if wanted else 'sampled'} response in the file", found=f"{len(batch)} others")
+    old = [
+        name
+        for name in batch.columns
+        if name in ("reward", "scored", "score") or name.startswith(("reward/", "reward_extra/"))
+    ]
+    batch = batch.without(*old).select_idxs(rows)
+    function = reward.function if isinstance(reward, Reward) else as_reward(reward)
+    names = {name: "prompt" if name == "raw_prompt" else name for name in batch.non_tensor_batch}
+    columns = {names[name]: list(batch[name]) for name in names}
+    unscorable = function.check_rows({name: cells[row] for name, cells in columns.items()} for row in range(len(batch)))
+    if unscorable:
+        log.warning("truths: %s", unscorable)
+    return _evaluation(batch.with_columns(score_columns(function.score(batch))), greedy=wanted)
+
+
 def score_rows(rollout: Rollout, reward: Reward, batches: Iterable[DataProto]) -> Evaluation:
     """Sample and score responses to all rows of some batches. Raises `DataError` where there is no batch."""
     parts = [reward(rollout(batch).batch).batch for batch in batches]
     if not parts:
         raise DataError("nothing to evaluate", found="no rows")
-    batch = _joined(parts)
-    rewards, scored = batch["reward"].tolist(), batch["scored"].tolist()
-    prompts = {key: [rewards[row] for row in rows if scored[row]] for key, rows in by_prompt(batch).items()}
+    return _evaluation(_joined(parts), greedy=rollout.sampling.temperature == 0)
+
+
+def _evaluation(batch: DataProto, *, greedy: bool) -> Evaluation:
+    """Of a scored batch: means over prompts, each of them the mean of its scored samples."""
+    rewards, scored, groups = batch["reward"].tolist(), batch["scored"].tolist(), by_prompt(batch)
+    prompts = {key: [rewards[row] for row in rows if scored[row]] for key, rows in groups.items()}
     means = {key: _mean(values) for key, values in prompts.items() if values}
     number, mean, half = len(means), _mean(list(means.values())), float("nan")
     if number > 1:
         half = 1.96 * math.sqrt(sum((one - mean) ** 2 for one in means.values()) / (number - 1) / number)
     sources = dict.fromkeys(source for source, _ in prompts)
-    by_source = {one: _mean([mean for (source, _), mean in means.items() if source == one]) for one in sources}
+    passes = {one: pass_at_ks([values for (source, _), values in prompts.items() if source == one]) for one in sources}
     return Evaluation(
         mean=mean,
         interval=(mean - half, mean + half),
         prompts=len(set(batch["uid"])),
-        samples=rollout.group_size,
-        greedy=rollout.sampling.temperature == 0,
+        samples=max(map(len, groups.values())),
+        greedy=greedy,
         unscored=int((~batch["scored"]).sum()),
-        by_source=by_source,
+        by_source={one: _mean([mean for (source, _), mean in means.items() if source == one]) for one in sources},
+        pass_at_k={source: found for source, found in passes.items() if found},
         batch=batch,
     )
 
 
-def validated(pipeline: Pipeline, eval_rows: Rows, seed: int, samples: int) -> dict[str, float]:
-    """Validation metrics: rewards on held-out rows, sampled as in training and greedy, with seeds of their own.
+def validated(
+    pipeline: Pipeline, eval_rows: Rows, seed: int, samples: int
+) -> tuple[dict[str, float], dict[str, list[Any]]]:
+    """Validation metrics, and the table of its samples (`generations.table`), sampled ones first, then greedy ones.
 
-    verl's `val-core` and `val-aux` (see `sample_metrics`), and `val/reward` with its interval, `val/greedy`, `accuracy`;
-    `val/unscored` counts sampled and greedy rows that were not scored: they are in no mean.
+    Rewards on held-out rows, sampled as in training and greedy, with seeds of their own: verl's `val-core` and `val-aux` (see
+    `sample_metrics`), and `val/reward` with its interval, `val/greedy`, `accuracy`; `val/unscored` counts sampled and greedy
+    rows that were not scored: they are in no mean.
     """
     began = time.perf_counter()
     rollout, reward = cast("Rollout", pipeline["rollout"]), cast("Reward", pipeline["reward"])
     ways = (validation_rollout(rollout, group_size=samples), validation_rollout(rollout, greedy=True))
     sampled, greedy = (score_rows(way, reward, eval_rows.in_order(256, seed)) for way in ways)
-    return {
+    metrics = {
         **sample_metrics(sampled.batch),
         "val/reward": sampled.mean,
         "val/reward_low": sampled.interval[0],
@@ -151,6 +207,7 @@ def validated(pipeline: Pipeline, eval_rows: Rows, seed: int, samples: int) -> d
         "accuracy": sampled.mean,
         "timing_s/testing": time.perf_counter() - began,
     }
+    return metrics, generations.joined([generations.table(sampled.batch, False), generations.table(greedy.batch, True)])
 
 
 def _mean(values: list[float]) -> float:

@@ -1,7 +1,7 @@
 """A run's folder: its files and their formats, its writer and its lock. One process writes it, any number read it.
 
 settings.json  metrics.jsonl  tensorboard/  traces/step_000010/  checkpoints/step_000010/  updates/step_000011/
-summary.json   curves.png     notebook.ipynb  job.json  superseded/  lock.json
+summary.json   curves.png     notebook.ipynb  job.json  superseded/  lock.json  val/step_000010.parquet
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from workbench.base.files import write_text
 
 STEP = "training/global_step"
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
+_STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
 
 
 def strict(value: Any) -> Any:
@@ -90,6 +91,17 @@ def step_folders(parent: Path) -> dict[int, Path]:
 def step_folder(parent: Path, step: int) -> Path:
     """The folder `step_000010` of a step in `parent`, the folder of all checkpoints, traces or updates."""
     return parent / f"step_{step:06d}"
+
+
+def step_files(parent: Path) -> dict[int, Path]:
+    """Step → file for every `step_000010.parquet` in a folder, ascending; other names are left out."""
+    matches = ((_STEP_FILE.fullmatch(path.name), path) for path in parent.glob("step_*.parquet"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def step_file(parent: Path, step: int) -> Path:
+    """The file `step_000010.parquet` of a step in `parent`, the folder of held-out samples."""
+    return parent / f"step_{step:06d}.parquet"
 
 
 def size_of(folder: Path) -> int:
@@ -157,6 +169,7 @@ class RunFolder:
         self.lock = Lock(self.path / "lock.json")
         parts = (self.path / part for part in ("checkpoints", "traces", "updates"))
         self.checkpoints, self.traces, self.updates = parts
+        self.val = self.path / "val"
         self.metrics = self.path / "metrics.jsonl"
 
     def append_metrics(self, row: dict[str, Any]) -> list[str]:
@@ -171,7 +184,7 @@ class RunFolder:
     # --- what a resumed run does again ----------------------------------------------------------
 
     def supersede(self, after: int) -> list[str]:
-        """Move everything past step `after` aside, so that a resumed run can write it again: rows, traces,
+        """Move everything past step `after` aside, so that a resumed run can write it again: rows, traces, held-out samples,
         refused checkpoints, the summary; and TensorBoard events, which are written again from the rows that stay.
 
         It is not deleted, but moved to superseded/<number>-after-<step>/. Returns what was moved. A call that was
@@ -184,6 +197,8 @@ class RunFolder:
         for parent in (self.traces, self.updates):
             for leftover in (*parent.glob(f"{PRUNED}*"), *parent.glob(".*.part")):
                 shutil.rmtree(leftover)
+        for leftover in self.val.glob(".*.part"):
+            leftover.unlink()
         for path in self._past(after):
             target = aside / path.relative_to(self.path)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -209,6 +224,7 @@ class RunFolder:
                 torn = parent == self.traces and not (path / "trace.json").is_file()
                 if step > after or torn:
                     yield path
+        yield from (path for step, path in step_files(self.val).items() if step > after)
         for name in ("tensorboard", "summary.json", "curves.png"):
             if (self.path / name).exists():
                 yield self.path / name

@@ -27,12 +27,13 @@ from workbench.runs import checkpoint, updates
 from workbench.runs.batch_metrics import devices_of, lag_metrics, timing_metrics
 from workbench.runs.evaluate import validated
 from workbench.runs.folder import STEP, RunFolder, read_metrics, read_settings, step_folder, strict, write_json
+from workbench.runs.generations import keep as keep_samples
 from workbench.runs.kept_traces import Kept, keep, prune
 from workbench.runs.preflight import Preflight
 from workbench.runs.resume import Start
 from workbench.runs.settings import Plan
 from workbench.runs.symptoms import Watch
-from workbench.runs.trackers import TRACKERS, append_line, progress_line
+from workbench.runs.trackers import TRACKERS, append_line, progress_line, shown_samples
 from workbench.stages.measures import data_metrics
 from workbench.stages.pipeline import Pipeline
 from workbench.steps.execute import Ahead, loaded, phases
@@ -126,10 +127,14 @@ class Session:
         self._control, self._display, self._draw = control, display, draw
         self._began = time.perf_counter()
         past = read_metrics(folder.metrics)
-        self._trackers = [TRACKERS[name](folder.path) for name in settings["train"]["trackers"]]
+        train = settings["train"]
+        names = train["project"], train["experiment"] or folder.path.name
+        self._trackers = [TRACKERS[name](folder.path, *names) for name in train["trackers"]]
         for row in past:  # a resumed run's events are written again: the old files were moved aside
             for tracker in self._trackers:
                 tracker.log({key: value for key, value in row.items() if isinstance(value, int | float)}, row[STEP])
+        self._samples: dict[str, list[Any]] = {}
+        """The table of a validation's samples, until the metrics of its step are on disk."""
         self._ahead = None
         if plan.ahead:
             pending = loaded(start.pending) if start.pending is not None else None
@@ -244,14 +249,20 @@ class Session:
         return metrics
 
     def _validated(self, eval_rows: Rows) -> dict[str, float]:
-        return validated(self._pipeline, eval_rows, self._plan.seed, self._plan.val_samples)
+        metrics, self._samples = validated(self._pipeline, eval_rows, self._plan.seed, self._plan.val_samples)
+        return metrics
 
     def _write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Write a row to the run folder, the trackers, the log and the display."""
+        """Write a row to the run folder, the trackers, the log and the display; after it the samples of a validation."""
         if lost := self._folder.append_metrics(metrics):
             log.warning("step %d: %s is NaN or infinite, written as null", step, ", ".join(lost))
         for tracker in self._trackers:
             tracker.log(metrics, step)
+        if self._samples:
+            keep_samples(self._folder.val, step, self._samples, self._plan.keep_val)
+            for tracker in self._trackers:
+                tracker.table(shown_samples(self._samples), step)
+            self._samples = {}
         done = max(step - self._start.step + 1, 1)
         eta = (time.perf_counter() - self._began) / done * (self._plan.steps - step)
         line = progress_line(metrics, self._plan.steps, eta)
@@ -389,6 +400,6 @@ def write_summary(path: Path, eval_rows: Rows | None, stopped: str | None, draw:
         found[f"greedy_{when}"] = row["val/greedy"]
     found["settings_hash"] = read_settings(path).get("settings_hash")
     found["checkpoints"] = checkpoint.steps(path / "checkpoints")
-    places = ("metrics.jsonl", "tensorboard", "traces", "updates", "checkpoints", "curves.png", "notebook.ipynb")
+    places = ("metrics.jsonl", "tensorboard", "traces", "updates", "checkpoints", "val", "curves.png", "notebook.ipynb")
     found["paths"] = {name.split(".")[0]: str(path / name) for name in places if (path / name).exists()}
     write_json(path / "summary.json", found)

@@ -54,6 +54,8 @@ class Plan:
     keep_checkpoints: int
     keep_updates: int = 1024
     """MiB."""
+    keep_val: int = 10
+    """Validations whose samples stay on disk."""
     ahead: int = 0
     """Steps that rows are sampled ahead."""
 
@@ -69,10 +71,11 @@ def resolved(
     rows: Rows,
     plan: Plan,
     eval_rows: Rows | None,
-    trackers: Sequence[str],
+    tracking: Mapping[str, Any],
     prompts: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Describe all settings of a run as plain values for settings.json; `prompts` are lengths that `preflight` measured."""
+    """Describe all settings of a run as plain values for settings.json; `tracking` are those of trackers, `prompts` lengths
+    that `preflight` measured."""
     described = {stage.name: describe_settings(stage) for stage in pipeline}
     stages = {name: settings for name, (settings, _) in described.items()}
     engines = described_engines(pipeline)
@@ -81,7 +84,7 @@ def resolved(
         "stages": stages,
         "sources": {name: source for name, (_, source) in described.items() if source},
         "engines": engines,
-        "train": {**vars(plan), "trackers": list(trackers)},
+        "train": {**vars(plan), **tracking},
         "pipeline": _with_files(written_down(pipeline), engines),
         "settings_hash": settings_hash(stages),
         "began": {"versions": first_seen(pipeline)["versions"]},

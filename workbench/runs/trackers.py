@@ -1,10 +1,13 @@
-"""Writes metrics to TensorBoard, Weights & Biases and MLflow, beside the run folder's own file; and the progress line."""
+"""Sends metrics and samples to TensorBoard, Weights & Biases, MLflow or the console, beside the run folder's own files; and
+the progress line."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import os
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +16,41 @@ from typing import Any
 from workbench.base.errors import SettingError, unknown
 from workbench.runs.folder import STEP
 
+Table = Mapping[str, Sequence[Any]]
+TABLE_ROWS = 64
+"""Held-out samples that a tracker gets of a validation; the run's `val/` has all."""
+_SHOWN = ("prompt", "response", "score", "score/status", "score/why", "data_source", "sample", "greedy")
+
 
 @dataclass(frozen=True)
 class Tracker:
-    """A metrics logger, such as TensorBoard, as a pair of functions."""
+    """A metrics logger, such as TensorBoard, as functions."""
 
     log: Callable[[Mapping[str, float], int], None]
     """Writes the metrics of a step."""
-    close: Callable[[], None]
+    close: Callable[[], None] = lambda: None
     """Writes what is buffered, and ends the logger."""
+    table: Callable[[Table, int], None] = lambda samples, step: None
+    """Writes the held-out samples of a step, where the logger has tables."""
 
 
-def _tensorboard(run: Path) -> Tracker:
+def _console(run: Path, project: str, experiment: str) -> Tracker:
+    """A line of all metrics per step, on standard output."""
+
+    def log(metrics: Mapping[str, float], step: int) -> None:
+        shown = (f"{name}:{value:.5g}" for name, value in metrics.items() if name != STEP)
+        sys.stdout.write(f"{experiment} step:{step} - {' - '.join(shown)}\n")
+        sys.stdout.flush()
+
+    return Tracker(log)
+
+
+def _jsonl(run: Path, project: str, experiment: str) -> Tracker:
+    """The run folder's metrics.jsonl, which every run has: the name asks for nothing more."""
+    return Tracker(lambda metrics, step: None)
+
+
+def _tensorboard(run: Path, project: str, experiment: str) -> Tracker:
     """An event file; a resumed run gets a new folder, into which its earlier rows are written again. NaN is left out."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -39,37 +65,63 @@ def _tensorboard(run: Path) -> Tracker:
     return Tracker(log, writer.close)
 
 
-def _wandb(run: Path) -> Tracker:
-    """Weights & Biases, in the mode that its own environment variables say."""
+def _wandb(run: Path, project: str, experiment: str) -> Tracker:
+    """Weights & Biases, in the mode that its own environment variables say; samples as its tables."""
     import wandb
 
-    opened: Any = wandb.init(project="workbench", name=run.name, dir=str(run), reinit="finish_previous")
-    return Tracker(lambda metrics, step: opened.log(dict(metrics), step=step), opened.finish)
+    opened: Any = wandb.init(project=project, name=experiment, dir=str(run), reinit="finish_previous")
+
+    def table(samples: Table, step: int) -> None:
+        rows = [list(row) for row in zip(*samples.values(), strict=True)]
+        opened.log({"val/samples": wandb.Table(columns=list(samples), data=rows)}, step=step)
+
+    return Tracker(lambda metrics, step: opened.log(dict(metrics), step=step), opened.finish, table)
 
 
-def _mlflow(run: Path) -> Tracker:
-    """MLflow, at the tracking address that its own environment variables say; it allows no `@` in names."""
+def _mlflow(run: Path, project: str, experiment: str) -> Tracker:
+    """MLflow, at the tracking address that its own environment variables say; it allows few signs in names. Samples are
+    artifacts that it shows as tables."""
     import mlflow
 
-    mlflow.start_run(run_name=run.name)
+    mlflow.set_experiment(project)
+    mlflow.start_run(run_name=experiment)
 
     def log(metrics: Mapping[str, float], step: int) -> None:
-        mlflow.log_metrics({key.replace("@", "_at_"): value for key, value in metrics.items()}, step=step)
+        named = {re.sub(r"[^\w\-. :/]", "_", key.replace("@", "_at_")): value for key, value in metrics.items()}
+        mlflow.log_metrics(named, step=step)
 
-    return Tracker(log, mlflow.end_run)
+    def table(samples: Table, step: int) -> None:
+        mlflow.log_table({name: list(cells) for name, cells in samples.items()}, f"val/step_{step:06d}.json")
+
+    return Tracker(log, mlflow.end_run, table)
 
 
-TRACKERS: Mapping[str, Callable[[Path], Tracker]] = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
-"""Name → what opens it for a run folder."""
+TRACKERS: Mapping[str, Callable[[Path, str, str], Tracker]] = {
+    "console": _console,
+    "jsonl": _jsonl,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+}
+"""Name → what opens it for (a run folder, the name of the project, the name of the experiment)."""
+_WITHOUT_PACKAGE = ("console", "jsonl")
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Check names of trackers without opening them. Raises `SettingError` for an unknown name or a missing package."""
+    if isinstance(names, str):
+        raise SettingError("trackers", expected="a list of names", found=repr(names), do=f"trackers=[{names!r}]")
     for name in names:
         if name not in TRACKERS:
             raise SettingError(unknown("tracker", name, TRACKERS))
-        if importlib.util.find_spec(name) is None:
+        if name not in _WITHOUT_PACKAGE and importlib.util.find_spec(name) is None:
             raise SettingError(f"tracker {name!r} is not installed", do=f"pip install {name}")
+
+
+def shown_samples(samples: Table) -> dict[str, list[Any]]:
+    """What trackers get of a table of samples: its first rows and main columns, each prompt as its last message's text."""
+    kept = {name: list(samples[name][:TABLE_ROWS]) for name in _SHOWN if name in samples}
+    return {**kept, "prompt": [str(chat[-1].get("content")) if chat else "" for chat in kept["prompt"]]}
 
 
 KL = ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl")

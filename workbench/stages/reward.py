@@ -65,16 +65,8 @@ class Reward(BaseStage):
         if len(scores) != len(batch):
             expected, found = f"{len(batch)}, one per row", f"{len(scores)}"
             raise RewardError(f"number of scores of reward {self._reward.name!r}", expected=expected, found=found)
-        mask = batch["response_mask"]
-        reward = torch.tensor([score.value if score.scored else 0.0 for score in scores], dtype=torch.float32)
-        columns: dict[str, Any] = {
-            "token_level_scores": on_last_token(reward, mask),
-            "reward": reward,
-            "scored": torch.tensor([score.scored for score in scores]),
-            "score": list(scores),
-            **part_columns(scores),
-            **extra_columns(scores),
-        }
+        mask, columns = batch["response_mask"], score_columns(scores)
+        columns = {"token_level_scores": on_last_token(columns["reward"], mask), **columns}
         written = self.written(batch, columns)
         return Outcome(written, {**score_metrics(written), **self._metrics(columns, scores, mask)})
 
@@ -88,6 +80,17 @@ class Reward(BaseStage):
             if name.startswith("reward/"):
                 metrics.update(spread(name, column[~column.isnan()]))
         return metrics
+
+
+def score_columns(scores: Sequence[Score]) -> dict[str, Any]:
+    """Columns of B scores: `reward` [B] float32 (0 where not scored), `scored`, `score`, `reward/<part>`, `reward_extra/<key>`."""
+    return {
+        "reward": torch.tensor([score.value if score.scored else 0.0 for score in scores], dtype=torch.float32),
+        "scored": torch.tensor([score.scored for score in scores]),
+        "score": list(scores),
+        **part_columns(scores),
+        **extra_columns(scores),
+    }
 
 
 def on_last_token(reward: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

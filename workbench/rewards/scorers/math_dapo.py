@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from workbench.datasets.boxes import last_box
 from workbench.rewards.score import Score, compared
-from workbench.rewards.scorers.math_text import last_box
 from workbench.rewards.truths import rule
 
 WINDOW, BOX_WINDOW = 300, 100

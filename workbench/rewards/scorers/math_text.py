@@ -1,22 +1,8 @@
-"""Answers as MATH writes and compares them, as text: the last box, and the string rules of Hendrycks et al. 2021."""
+"""Answers as MATH writes and compares them, as text: the string rules of Hendrycks et al. 2021."""
 
 from __future__ import annotations
 
 _REMOVED = ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
-
-
-def last_box(text: str) -> str | None:
-    r"""The text in the last `\boxed{…}`, up to its matching brace; None without one, or where it is never closed."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    inside = start + len("\\boxed{")
-    depth = 1
-    for place in range(inside, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[inside:place]
-    return None
 
 
 def normalise(answer: str) -> str:

@@ -18,10 +18,11 @@ from dataclasses import replace
 from typing import Any
 
 from workbench.base.config import require
+from workbench.datasets.boxes import last_box
 from workbench.rewards.runner import START_SECONDS, Pool
 from workbench.rewards.score import Score, Status, compared, failed, no_answer
 from workbench.rewards.scorers.equivalence import equal
-from workbench.rewards.scorers.math_text import last_box, same
+from workbench.rewards.scorers.math_text import same
 from workbench.rewards.truths import rule
 
 LONGEST = 1000

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from workbench.base.config import require
 from workbench.base.errors import SettingError
+from workbench.datasets.boxes import last_box
 from workbench.rewards.score import Score, bounded
-from workbench.rewards.scorers.math_text import last_box
 
 LONGEST = 20_000
 """Characters that a pattern is run on: a pattern's time can grow faster than its text."""
