@@ -1,6 +1,8 @@
 """Data sets: `wb.rows` makes `Rows` of anything, and they make batches of prompts."""
 
+from workbench.datasets.feedback import adaptive, growing
+from workbench.datasets.mixing import mix, stages
 from workbench.datasets.rendering import encode
 from workbench.datasets.rows import Cursor, Report, Rows
 
-__all__ = ["Cursor", "Report", "Rows", "encode"]
+__all__ = ["Cursor", "Report", "Rows", "adaptive", "encode", "growing", "mix", "stages"]
