@@ -1,7 +1,9 @@
 """Data sets: `wb.rows` makes `Rows` of anything, and they make batches of prompts."""
 
 from workbench.datasets.converters import convert
+from workbench.datasets.feedback import adaptive, growing
+from workbench.datasets.mixing import mix, stages
 from workbench.datasets.rendering import encode
 from workbench.datasets.rows import Cursor, Report, Rows
 
-__all__ = ["Cursor", "Report", "Rows", "convert", "encode"]
+__all__ = ["Cursor", "Report", "Rows", "adaptive", "convert", "encode", "growing", "mix", "stages"]

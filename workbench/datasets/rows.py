@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
 from types import MappingProxyType
@@ -61,10 +61,12 @@ class Cursor:
     """Seed of the order."""
     batch_size: int
     """Prompts a step."""
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    """Of rows made of others (`mix`, `stages`, `growing`, …): the position of each."""
 
     def to_json(self) -> dict[str, Any]:
         """The cursor as a dict of plain values."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "parts" or value}
 
 
 # --- the check of a data set ----------------------------------------------------------------------
@@ -103,6 +105,8 @@ class Report(Shown):
     """The chat template that renders prompts; "" without a tokenizer."""
     scorable: str = ""
     """How many truths can ever be right under the reward that was named."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Of a `mix`: the number of rows of each part."""
 
     def lines(self) -> list[tuple[str, str]]:
         """(label, value) pairs, as text and HTML show them."""
@@ -121,6 +125,8 @@ class Report(Shown):
             *([("pictures", str(self.pictures))] if self.pictures else []),
             *self.examples,
         ]
+        if self.parts:
+            pairs.insert(1, ("parts", ", ".join(f"{name}: {count}" for name, count in self.parts.items())))
         if self.lengths:
             pairs.append(("prompt tokens", "  ".join(f"{name} {value:g}" for name, value in self.lengths.items())))
             pairs.append(("over the limit", f"{self.over_limit} (limit {self.limit})" if self.limit else "no limit"))
@@ -143,6 +149,7 @@ def report(
         examples=_examples(rows),
         duplicates=len(rows) - len({str(row["prompt"]) for row in rows}),
         lengths=_statistics(lengths),
+        parts=dict(Counter(str(row["data_part"]) for row in rows if row.get("data_part"))),
         over_limit=sum(length > limit for length in lengths) if limit is not None else 0,
         limit=limit,
     )
@@ -189,6 +196,11 @@ def _statistics(lengths: Sequence[int]) -> dict[str, float]:
 
 _RESERVED = frozenset({"raw_prompt", "uid"} | {name for name, one in COLUMNS.items() if one.writer != "dataset"})
 """Names that a data set's columns may not have: stages or the batch write them (`prompt` becomes `raw_prompt`)."""
+
+
+Drawn = tuple[int, int | str]
+"""A row's number, and which draw of it this is: an epoch, or a name."""
+Fits = Callable[[list[dict[str, Any]]], None]
 
 
 class Rows(Shown):
@@ -373,44 +385,95 @@ class Rows(Shown):
         """The `size` prompts that training sees at `step` (from 1); the same arguments always give the same prompts."""
         epoch, start = place(len(self), size, step)
         indices = permutation(len(self), seed, epoch)[start : start + size]
-        return self._batch(indices, draw=epoch, step=step, epoch=epoch, seed=seed)
+        return self._batch([(index, epoch) for index in indices], step=step, epoch=epoch, seed=seed)
 
     def further(self, size: int, step: int, seed: int = 0, attempt: int = 1) -> DataProto:
         """`size` more prompts for a step (dynamic sampling), chosen by the arguments alone; may repeat the epoch's."""
-        size = min(size, len(self))
-        indices = permutation(len(self), derive(seed, "further", step, attempt), 0)[:size]
-        epoch, _ = place(len(self), size, step)
-        return self._batch(indices, draw=f"{step}.{attempt}", step=step, epoch=epoch, seed=seed)
+        size = min(size, self._span)
+        indices = self._further(size, step, derive(seed, "further", step, attempt))
+        epoch, _ = place(self._span, size, step)
+        draws = [(index, f"{step}.{attempt}") for index in indices]
+        return self._batch(draws, step=step, epoch=epoch, seed=seed)
 
     def in_order(self, size: int, seed: int = 0) -> Iterator[DataProto]:
         """Yields all rows in order in batches of `size` for evaluation; the last may be shorter. The batches' step is 0."""
         for start in range(0, len(self), size):
-            yield self._batch(range(len(self))[start : start + size], draw=0, step=0, epoch=0, seed=seed)
+            indices = range(len(self))[start : start + size]
+            yield self._batch([(index, 0) for index in indices], step=0, epoch=0, seed=seed)
 
     def cursor(self, step: int, batch_size: int, seed: int) -> Cursor:
         """The data position after `step` training steps."""
         epoch, offset = place(len(self), batch_size, step + 1)
-        position = {"step": step, "epoch": epoch, "offset": offset}
-        return Cursor(**position, data_hash=self.data_hash, seed=seed, batch_size=batch_size)
+        return Cursor(step=step, epoch=epoch, offset=offset, data_hash=self.data_hash, seed=seed, batch_size=batch_size)
 
-    def _batch(self, indices: Sequence[int], *, draw: int | str, step: int, epoch: int, seed: int) -> DataProto:
+    def _batch(self, drawn: Sequence[Drawn], *, step: int, epoch: int, seed: int) -> DataProto:
         # copies: a reward function that writes into extra_info changes its batch, never the data
-        rows = [copy.deepcopy(self._rows[index]) for index in indices]
+        rows = [copy.deepcopy(self._rows[index]) for index, _ in drawn]
         names = [name for name in self.columns if name != CHAT]
         columns: dict[str, Any] = {
             "raw_prompt": [row[CHAT] for row in rows],
-            "uid": [f"{derive(self.data_hash, index, draw):016x}" for index in indices],
+            "uid": [f"{derive(self.data_hash, index, draw):016x}" for index, draw in drawn],
             **{name: [row.get(name) for row in rows] for name in names},
         }
         meta = {"step": step, "epoch": epoch, "seed": seed, "max_prompt_length": self.max_prompt_length}
         return DataProto(None, columns, meta, origins=dict.fromkeys(columns, Origin(stage="dataset", step=step)))
+
+    # --- as a part of other rows ----------------------------------------------------------------
+
+    @property
+    def _span(self) -> int:
+        """Rows of an epoch."""
+        return len(self)
+
+    def __add__(self, other: Rows) -> Rows:
+        """The rows of both, one data set: `a + b`. For shares that do not follow the sizes take `wb.datasets.mix`."""
+        if not isinstance(other, Rows):
+            return NotImplemented
+        source = " + ".join(one.source or "memory" for one in (self, other))
+        return made_of((*self._rows, *other._rows), common_limit((self, other)), source)
+
+    def _drawn(self, asks: np.ndarray, seed: int) -> list[Drawn]:
+        """The rows of the last of some steps, in an endless order of epochs. `asks` [K, 2]: step, rows that it takes."""
+        start, count = int(asks[:-1, 1].sum()), int(asks[-1, 1])
+        places = [divmod(place, len(self)) for place in range(start, start + count)]
+        orders = {epoch: permutation(len(self), seed, epoch) for epoch, _ in places}
+        return [(orders[epoch][offset], epoch) for epoch, offset in places]
+
+    def _position(self, asks: np.ndarray, seed: int) -> dict[str, Any]:
+        """The position after these steps, as plain values for the cursor."""
+        epoch, offset = divmod(int(asks[:, 1].sum()), len(self))
+        return {"epoch": epoch, "offset": offset}
+
+    def _further(self, size: int, step: int, seed: int) -> list[int]:
+        """At most `size` row numbers for `further`."""
+        return permutation(len(self), seed, 0)[:size]
+
+    # --- during a run: rows that change with what a run does have their own (`workbench.datasets.feedback`) -------
+
+    def check_steps(self, size: int, steps: int, seed: int) -> None:
+        """Raise `DataError` where there are no prompts for all these steps: plain rows begin again."""
+
+    def restore(self, folder: Path, step: int, *, ahead: int = 0, fits: Fits | None = None) -> list[Path]:
+        """Be as after a step of the run in `folder`; returns the files that the rows keep there: of plain rows none.
+
+        `ahead`: steps that rows are sampled ahead; `fits` raises `DataError` for a prompt that the model cannot take.
+        """
+        return []
+
+    def learn(self, step: int, batches: Sequence[DataProto]) -> dict[str, float]:
+        """Take in what a step left behind: its scored batch, and its last one. Returns metrics."""
+        return {}
+
+    def record(self) -> None:
+        """Write what was learned to disk."""
 
     # --- looking ------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         named = dict(self.lines())
         said = f"\n  {named['read as']}" if "read as" in named else ""
-        return f"Rows({named['rows']}; columns {named['columns']}){said}\n  first: {named['first prompt'][:100]!r}"
+        kind = type(self).__name__
+        return f"{kind}({named['rows']}; columns {named['columns']}){said}\n  first: {named['first prompt'][:100]!r}"
 
     def lines(self) -> list[tuple[str, str]]:
         """(label, value) pairs for display: how many rows, what their columns were read as, the first prompt."""
@@ -422,6 +485,15 @@ class Rows(Shown):
             ("columns", ", ".join(self.columns)),
             ("first prompt", str(text)[:300]),
         ]
+
+
+def common_limit(parts: Sequence[Rows]) -> int | None:
+    """The one `max_prompt_length` of all that have one. Raises `DataError` where they differ."""
+    limits = sorted({part.max_prompt_length for part in parts if part.max_prompt_length is not None})
+    if len(limits) > 1:
+        do = "make them with one: wb.rows(…, max_prompt_length=…)"
+        raise DataError("max_prompt_length of rows to join", expected="the same in all", found=limits, do=do)
+    return limits[0] if limits else None
 
 
 def made_of(rows: Sequence[dict[str, Any]], max_prompt_length: int | None, source: str, read_as: str = "") -> Rows:

@@ -75,6 +75,19 @@ def timing_metrics(metrics: Mapping[str, float], batch: DataProto, devices: int 
     }
 
 
+def part_metrics(batch: DataProto) -> dict[str, float]:
+    """Of each part of a `mix` its prompts in a step and their mean reward: `data/<part>/prompts`, `data/<part>/score`."""
+    found: dict[str, float] = {}
+    parts = batch.non_tensor_batch.get("data_part", ())
+    for part in dict.fromkeys(filter(None, parts)):
+        rows = [row for row, name in enumerate(parts) if name == part]
+        scored = [float(batch["reward"][row]) for row in rows if batch["scored"][row]]
+        found[f"data/{part}/prompts"] = float(len({batch["uid"][row] for row in rows}))
+        if scored:
+            found[f"data/{part}/score"] = fmean(scored)
+    return found
+
+
 def sample_metrics(batch: DataProto) -> dict[str, float]:
     """verl's validation metrics `val-core/<source>/<variable>/…` and `val-aux/…`, means over the prompts of a data source.
 
@@ -103,11 +116,11 @@ def sample_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def by_prompt(batch: DataProto) -> dict[tuple[str, str], list[int]]:
-    """Group row numbers by prompt: (data source, uid) → rows."""
-    sources: Sequence[Any] = batch["data_source"] if "data_source" in batch else [None] * len(batch)
+    """Group row numbers by prompt: (part of a `mix`, else data source; uid) → rows."""
+    sources, parts = (batch[name] if name in batch else [None] * len(batch) for name in ("data_source", "data_part"))
     groups: dict[tuple[str, str], list[int]] = {}
-    for row, (source, uid) in enumerate(zip(sources, batch["uid"], strict=True)):
-        groups.setdefault((str(source), uid), []).append(row)
+    for row, (part, source, uid) in enumerate(zip(parts, sources, batch["uid"], strict=True)):
+        groups.setdefault((str(part or source), uid), []).append(row)
     return groups
 
 

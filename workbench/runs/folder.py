@@ -17,8 +17,9 @@ import shutil
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from workbench.base import formats
@@ -183,17 +184,18 @@ class RunFolder:
 
     # --- what a resumed run does again ----------------------------------------------------------
 
-    def supersede(self, after: int) -> list[str]:
+    def supersede(self, after: int, learned: Mapping[Path, str] = MappingProxyType({})) -> list[str]:
         """Move everything past step `after` aside, so that a resumed run can write it again: rows, traces, held-out samples,
         refused checkpoints, the summary; and TensorBoard events, which are written again from the rows that stay.
 
-        It is not deleted, but moved to superseded/<number>-after-<step>/. Returns what was moved. A call that was
+        `learned`: further jsonl files → the key of a line's step. It is not deleted, but moved to superseded/<number>-after-<step>/. Returns what was moved. A call that was
         interrupted is completed by the next one.
         """
         parent = self.path / "superseded"
         number = 1 + max((int(path.name[:3]) for path in parent.glob("[0-9][0-9][0-9]-*")), default=0)
         aside = parent / f"{number:03d}-after-{max(after, 0)}"  # made when something goes into it
-        notes = [*self._supersede_rows(after, aside)]
+        logs = {self.metrics: STEP, **learned}
+        notes = [note for path, key in logs.items() for note in self._supersede_lines(path, key, after, aside)]
         for parent in (self.traces, self.updates):
             for leftover in (*parent.glob(f"{PRUNED}*"), *parent.glob(".*.part")):
                 shutil.rmtree(leftover)
@@ -206,17 +208,17 @@ class RunFolder:
             notes.append(str(path.relative_to(self.path)))
         return notes
 
-    def _supersede_rows(self, after: int, aside: Path) -> Iterator[str]:
-        rows = read_metrics(self.metrics)
-        text = self.metrics.read_text(errors="replace") if self.metrics.is_file() else ""
+    def _supersede_lines(self, path: Path, key: str, after: int, aside: Path) -> Iterator[str]:
+        rows = read_metrics(path)
+        text = path.read_text(errors="replace") if path.is_file() else ""
         lines = [line for line in text.split("\n")[:-1] if line.strip()]
-        kept = [line for line, row in zip(lines, rows, strict=True) if row[STEP] <= after]
+        kept = [line for line, row in zip(lines, rows, strict=True) if row[key] <= after]
         if len(kept) == len(rows) and (not text or text.endswith("\n")):
             return
         aside.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(self.metrics, aside / "metrics.jsonl")
-        write_text(self.metrics, "".join(f"{line}\n" for line in kept))
-        yield f"{len(rows) - len(kept)} metrics rows" if len(kept) < len(rows) else "a torn metrics line"
+        shutil.copy2(path, aside / path.name)
+        write_text(path, "".join(f"{line}\n" for line in kept))
+        yield f"{len(rows) - len(kept)} {path.stem} rows" if len(kept) < len(rows) else f"a torn {path.stem} line"
 
     def _past(self, after: int) -> Iterator[Path]:
         for parent in (self.traces, self.updates, self.checkpoints):

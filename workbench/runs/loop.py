@@ -24,7 +24,7 @@ from workbench.base.runtime import Control
 from workbench.dataproto import DataProto
 from workbench.datasets import Rows
 from workbench.runs import checkpoint, updates
-from workbench.runs.batch_metrics import devices_of, lag_metrics, timing_metrics
+from workbench.runs.batch_metrics import devices_of, lag_metrics, part_metrics, timing_metrics
 from workbench.runs.evaluate import validated
 from workbench.runs.folder import STEP, RunFolder, read_metrics, read_settings, step_folder, strict, write_json
 from workbench.runs.generations import keep as keep_samples
@@ -213,8 +213,10 @@ class Session:
         A trace is kept every k-th step, of the last one, and of a step in which a symptom begins.
         """
         step, plan = report.step, self._plan
-        metrics = self._measured(report)
+        learned = self._rows.learn(step, [report.trace["reward"].batch, report.trace.batch])
+        metrics = {**self._measured(report), **learned}
         self._write(step, metrics)
+        self._rows.record()
         begun = [one.name for one in self._watch.look(strict(metrics))]
         self._before = self._state.get("controllers", {})
         self._last, self._state, self._weights = report, self._present_state(step), states(self._pipeline.learners())
@@ -239,7 +241,7 @@ class Session:
         """All metrics of a step, those of held-out rows included where validation is due."""
         batch = report.trace.batch
         metrics: dict[str, Any] = {STEP: report.step, "training/epoch": report.epoch, **report.metrics}
-        metrics |= reduce([data_metrics(batch)])
+        metrics |= reduce([data_metrics(batch)]) | part_metrics(report.trace["reward"].batch)
         metrics = lag_metrics(batch, self._state["versions"].get("actor")) | metrics
         metrics |= timing_metrics(report.metrics, batch, devices_of(self._pipeline.learners().values()))
         if self._eval_rows is not None and self._plan.due(self._plan.test_freq, report.step):

@@ -74,6 +74,7 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
     for part in parts:
         prompts.check(part)
     first = rows.batch(plan.batch_size)
+    rows.check_steps(plan.batch_size, plan.steps, plan.seed)
     blank = getattr(rollout, "blank", {})
     reward.function.check_signature((*first.columns, *blank))  # before the pipeline's check: it knows the nearest name
     pipeline.check(first)

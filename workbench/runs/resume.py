@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from workbench.base.errors import CheckpointError, RunError, describe
-from workbench.datasets import Rows
+from workbench.base.errors import CheckpointError, DataError, RunError, describe
+from workbench.datasets import Rows, encode
+from workbench.datasets.feedback import STEP as LEARNED_AT
+from workbench.engines.protocol import Bounded, switches_of
 from workbench.engines.settings import FsdpSettings
 from workbench.runs import checkpoint
 from workbench.runs.folder import STEP, RunFolder, read_metrics, read_settings
@@ -83,6 +87,7 @@ def begin(
     """
     old, changes = check_resumable(folder.path, settings, resume, allow_changes)
     if resume == "never":
+        _restore_rows(folder, pipeline, rows, 0, settings, fresh=True)
         return Start(1, notes=tuple(filter(None, (folder.lock.note,))))
     found = checkpoint.latest(folder.checkpoints, clean=True)
     if found.path is None and found.refused:
@@ -91,12 +96,14 @@ def begin(
         raise CheckpointError(what, found="; ".join(found.notes), do=do)
     _refuse_moved_weights(folder, pipeline, old, allow_changes, over=found.path is None)
     notes = tuple(note for note in (folder.lock.note, *found.notes) if note)
+    learned = _restore_rows(folder, pipeline, rows, found.step, settings)
     if found.path is None:
-        return Start(1, None, (*notes, *_superseded(folder, -1)), changes, old)
+        return Start(1, None, (*notes, *_superseded(folder, -1, learned)), changes, old)
     state = _restore(found.path, pipeline, rows, settings, allow_changes)
     if found.step >= settings["train"]["steps"]:
         return Start(found.step + 1, None, notes, changes, old)
-    notes = (*notes, f"resumed after step {found.step}", *_superseded(folder, found.step), *_lost(folder, found.step))
+    aside, lost = _superseded(folder, found.step, learned), _lost(folder, found.step)
+    notes = (*notes, f"resumed after step {found.step}", *aside, *lost)
     pending = found.path / checkpoint.PENDING
     return Start(found.step + 1, state["rng"], notes, changes, old, pending if pending.is_dir() else None)
 
@@ -108,8 +115,31 @@ def _lost(folder: RunFolder, step: int) -> list[str]:
     return [f"metrics.jsonl lacks the rows of steps {ranges(missing)}, which were done"] if missing else []
 
 
-def _superseded(folder: RunFolder, after: int) -> list[str]:
-    return [f"moved to superseded: {what}" for what in folder.supersede(after)]
+def _superseded(folder: RunFolder, after: int, learned: Sequence[Path]) -> list[str]:
+    return [f"moved to superseded: {what}" for what in folder.supersede(after, dict.fromkeys(learned, LEARNED_AT))]
+
+
+def _restore_rows(
+    folder: RunFolder, pipeline: Pipeline, rows: Rows, step: int, settings: Mapping[str, Any], *, fresh: bool = False
+) -> list[Path]:
+    """Let rows that learn from the run be as after this step; returns their files, which a `fresh` run has not."""
+    fits = functools.partial(_check_fits, pipeline["rollout"], rows.max_prompt_length)
+    learned = rows.restore(folder.path, step, ahead=settings["train"]["ahead"], fits=fits)
+    if fresh and (there := next((path for path in learned if path.exists()), None)):
+        do = "choose another run=, or go on with resume='auto'; to start with its rows, join them: rows + wb.rows(…)"
+        raise RunError(f"there is a file of another run: {there}", expected="a new one", do=do)
+    return learned
+
+
+def _check_fits(rollout: Any, limit: int | None, chat: list[dict[str, Any]]) -> None:
+    """Raise `DataError` for a prompt, made during the run, that is empty or too long for the rollout."""
+    sampler = rollout.sampler
+    length = len(encode(sampler.tokenizer, chat, **switches_of(sampler)))
+    model = sampler.max_length if isinstance(sampler, Bounded) else None
+    most = min(limit or math.inf, math.inf if model is None else model - rollout.sampling.max_tokens)
+    if not 1 <= length <= most:
+        what = f"length of the new prompt {str(chat[-1].get('content'))[:60]!r}"
+        raise DataError(what, expected=f"1 to {most} tokens", found=f"{length} tokens")
 
 
 def check_resumable(

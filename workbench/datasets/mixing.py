@@ -1,0 +1,325 @@
+"""Rows made of other rows: `mix` draws from several by weight, `stages` from one after the other.
+
+Everything that reads data (the loop, checks before a run, resume, dynamic sampling, evaluation, views) has `Rows`, and these
+are `Rows`. What a kind of its own decides is in three methods, each a function of its arguments alone:
+
+- `_drawn(asks, seed)`: the rows of the last of some steps, given how many rows each of them takes;
+- `_position(asks, seed)`: where that leaves every part, for the cursor that checkpoints keep;
+- `_further(size, step, seed)`: more rows for a step (DAPO).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from workbench.base.errors import DataError, describe, unknown
+from workbench.base.seeds import derive
+from workbench.dataproto.core import DataProto
+from workbench.datasets.rows import Cursor, Drawn, Rows, common_limit, permutation, place
+
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 / golden section, odd: multiples of it modulo 2^64 fill the range evenly, however many there are."""
+
+
+def asks_of(size: int, steps: int) -> np.ndarray:
+    """[steps, 2]: the steps 1, 2, … with `size` rows each."""
+    return np.stack([np.arange(1, steps + 1), np.full(steps, size)], 1)
+
+
+def turns(number: int, seed: int) -> np.ndarray:
+    """[number] float64 in [0, 1), evenly spread from a seeded beginning: numbers that round shares up or down."""
+    steps = np.arange(number, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed)
+    return (steps >> np.uint64(11)) * 2.0**-53
+
+
+def with_sizes(asks: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """The same steps, with other numbers of rows."""
+    return np.stack([asks[:, 0], sizes], 1)
+
+
+class Composite(Rows):
+    """Rows made of other rows. Slices and `select` are plain `Rows`; `filter` and `fitting` work on each part."""
+
+    learns = False
+    """Whether they change with what a run does."""
+
+    def __init__(self, parts: Sequence[Rows], rows: Sequence[dict[str, Any]], source: str) -> None:
+        self._parts = tuple(parts)
+        self._fill(rows, common_limit(parts), source)
+        self._offsets = np.cumsum([0, *map(len, parts)]).tolist()
+
+    def _with(self, parts: Sequence[Rows]) -> Rows:
+        """The same of other parts."""
+        raise NotImplementedError
+
+    def _identity(self) -> tuple[Any, ...]:
+        """What it is made with, beside its parts."""
+        raise NotImplementedError
+
+    @property
+    def data_hash(self) -> str:
+        """Sixteen hex digits that change when a row, a part or a weight does."""
+        text = repr((type(self).__name__, self._identity(), [part.data_hash for part in self._parts]))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def batch(self, size: int, step: int = 1, seed: int = 0) -> DataProto:
+        """The `size` prompts that training sees at `step` (from 1); the same arguments always give the same prompts."""
+        place(self._span, size, step)
+        epoch = (step - 1) * size // self._offsets[-1]
+        return self._batch(self._drawn(asks_of(size, step), seed), step=step, epoch=epoch, seed=seed)
+
+    def cursor(self, step: int, batch_size: int, seed: int) -> Cursor:
+        """The data position after `step` training steps, with that of every part."""
+        epoch, offset = divmod(step * batch_size, self._offsets[-1])
+        known = {"step": step, "epoch": epoch, "offset": offset, "data_hash": self.data_hash}
+        parts = self._position(asks_of(batch_size, step), seed)
+        return Cursor(**known, seed=seed, batch_size=batch_size, parts=parts)
+
+    def check_steps(self, size: int, steps: int, seed: int) -> None:
+        """Raise `DataError` where there are no prompts for all these steps: a part that ends, stages that do."""
+        self._position(asks_of(size, steps), seed)
+
+    def filter(self, keep: Callable[[dict[str, Any]], bool]) -> Rows:
+        """The same of the rows of each part for which `keep` is true."""
+        return self._with([part.filter(keep) for part in self._parts])
+
+    def fitting(self, tokenizer: Any, *, overlong: str = "error", **switches: Any) -> Rows:
+        """The same of the rows of each part whose prompts fit, as `Rows.fitting`."""
+        if overlong != "drop":
+            return super().fitting(tokenizer, overlong=overlong, **switches)
+        return self._with([part.fitting(tokenizer, overlong="drop", **switches) for part in self._parts])
+
+    def split(self, held_out: int | float, seed: int = 0) -> tuple[Rows, Rows]:
+        """Refused: which side of each part would follow which rule?"""
+        what = f"a {type(self).__name__.lower()} has no one order to split"
+        raise DataError(what, do="split its parts, and make two of them")
+
+    def __add__(self, other: Rows) -> Rows:
+        what = f"a {type(self).__name__.lower()} cannot be joined by +: its shares would be lost"
+        raise DataError(what, do="join its parts, or take wb.datasets.mix")
+
+    def __radd__(self, other: Rows) -> Rows:
+        return self.__add__(other)
+
+    def _shifted(self, number: int, drawn: Sequence[Drawn]) -> list[Drawn]:
+        return [(self._offsets[number] + index, draw) for index, draw in drawn]
+
+
+class Mix(Composite):
+    """Rows of several data sets, drawn by weight: see `mix`."""
+
+    def __init__(self, parts: Mapping[str, Rows], weights: Sequence[float], exhausted: str) -> None:
+        self.weights = {name: weight / sum(weights) for name, weight in zip(parts, weights, strict=True)}
+        self._exhausted = exhausted
+        rows = [_labelled(row, name) for name, part in parts.items() for row in part._rows]
+        shown = [f"{name} × {self.weights[name]:.3g} ({part.source or 'memory'})" for name, part in parts.items()]
+        super().__init__(list(parts.values()), rows, f"a mix of {', '.join(shown)}")
+
+    def _with(self, parts: Sequence[Rows]) -> Rows:
+        return mix(dict(zip(self.weights, parts, strict=True)), weights=self.weights, exhausted=self._exhausted)
+
+    def _identity(self) -> tuple[Any, ...]:
+        return tuple(self.weights.items()), self._exhausted
+
+    def _counts(self, asks: np.ndarray, seed: int) -> list[np.ndarray]:
+        """Of each part the rows [K] of each step: the exact share, rounded so that what is lost now comes back later."""
+        sizes = asks[:, 1]
+        upto = np.floor(
+            np.outer(sizes, np.cumsum([0.0, *self.weights.values()])) + turns(len(asks), derive(seed, "mix"))[:, None]
+        )
+        upto[:, -1] = sizes
+        counts = np.diff(np.minimum(upto, sizes[:, None])).astype(np.int64)
+        for name, part, used in zip(self.weights, self._parts, np.cumsum(counts, 0).T, strict=True):
+            if self._exhausted == "stop" and len(used) and used[-1] > len(part):
+                last = int(asks[int(np.argmax(used > len(part))), 0]) - 1
+                what, found = f"part {name!r} of the mix is exhausted", f"its {len(part)} rows last until step {last}"
+                raise DataError(what, found=found, do="take fewer steps, another weight, or exhausted='cycle'")
+        return list(counts.T)
+
+    def _asked(self, asks: np.ndarray, seed: int) -> list[tuple[Rows, np.ndarray, int]]:
+        """Each part with what it is asked for, and its own seed."""
+        each = zip(self.weights, self._parts, self._counts(asks, seed), strict=True)
+        return [(part, with_sizes(asks, counts), derive(seed, "part", name)) for name, part, counts in each]
+
+    def _drawn(self, asks: np.ndarray, seed: int) -> list[Drawn]:
+        parts = enumerate(self._asked(asks, seed))
+        drawn = [one for number, (part, its, own) in parts for one in self._shifted(number, part._drawn(its, own))]
+        return [
+            drawn[place] for place in permutation(len(drawn), derive(seed, "mixed"), len(asks))
+        ]  # mini-batches are mixed
+
+    def _position(self, asks: np.ndarray, seed: int) -> dict[str, Any]:
+        asked = self._asked(asks, seed)
+        return {name: part._position(its, own) for name, (part, its, own) in zip(self.weights, asked, strict=True)}
+
+    def _further(self, size: int, step: int, seed: int) -> list[int]:
+        asked = enumerate(self._asked(np.array([[step, size]]), seed))
+        found = [
+            self._offsets[number] + index
+            for number, (part, its, own) in asked
+            for index in part._further(int(its[0, 1]), step, own)
+        ]
+        return [found[place] for place in permutation(len(found), seed, 1)]
+
+
+class Stages(Composite):
+    """Rows of several data sets, one after the other: see `stages`."""
+
+    def __init__(self, parts: Sequence[tuple[Rows, int | None]]) -> None:
+        self.steps = tuple(steps for _, steps in parts)
+        self._last = [sum(steps or 0 for steps in self.steps[: number + 1]) for number in range(len(parts))]
+        rows = [row for part, _ in parts for row in part._rows]
+        shown = [f"{part.source or 'memory'} for {steps or 'all further'} steps" for part, steps in parts]
+        super().__init__([part for part, _ in parts], rows, ", then ".join(shown))
+
+    def _with(self, parts: Sequence[Rows]) -> Rows:
+        return stages(list(zip(parts, self.steps, strict=True)))
+
+    def _identity(self) -> tuple[Any, ...]:
+        return self.steps
+
+    @property
+    def _span(self) -> int:
+        return min(part._span for part in self._parts)
+
+    def stage_at(self, step: int) -> int:
+        """The number of the stage (from 0) that a step (from 1) is in. Raises `DataError` for a step after the last one."""
+        for number, (last, steps) in enumerate(zip(self._last, self.steps, strict=True)):
+            if steps is None or step <= last:
+                return number
+        do = "take fewer steps, or None for the steps of the last stage: it then goes on"
+        raise DataError(f"the stages end after step {self._last[-1]}", found=f"step {step}", do=do)
+
+    def _inside(self, asks: np.ndarray, number: int) -> np.ndarray:
+        """What the stage of this number is asked for."""
+        first = self._last[number] - (self.steps[number] or 0)
+        last = math.inf if self.steps[number] is None else self._last[number]
+        return asks[(asks[:, 0] > first) & (asks[:, 0] <= last)]
+
+    def _drawn(self, asks: np.ndarray, seed: int) -> list[Drawn]:
+        number = self.stage_at(int(asks[-1, 0]))
+        drawn = self._parts[number]._drawn(self._inside(asks, number), derive(seed, "stage", number))
+        return self._shifted(number, drawn)
+
+    def _position(self, asks: np.ndarray, seed: int) -> dict[str, Any]:
+        self.stage_at(len(asks) and int(asks[-1, 0]))
+        return {
+            f"stage {number}": part._position(self._inside(asks, number), derive(seed, "stage", number))
+            for number, part in enumerate(self._parts)
+        }
+
+    def _further(self, size: int, step: int, seed: int) -> list[int]:
+        number = self.stage_at(step)
+        found = self._parts[number]._further(size, step, derive(seed, "stage", number))
+        return [self._offsets[number] + index for index in found]
+
+    def learn(self, step: int, batches: Sequence[DataProto]) -> dict[str, float]:
+        """The metric `data/stage`: the number of the step's stage, from 0."""
+        return {"data/stage": float(self.stage_at(step))}
+
+
+def _labelled(row: dict[str, Any], part: str) -> dict[str, Any]:
+    inner = f"/{row['data_part']}" if row.get("data_part") else ""
+    return {**row, "data_part": f"{part}{inner}", "data_source": row.get("data_source") or part}
+
+
+def check_part(part: Any, what: str) -> Rows:
+    """A part of other rows. Raises `DataError` for what is no `Rows`, has no rows, or learns from a run."""
+    if not isinstance(part, Rows):
+        raise DataError(what, expected="Rows", found=describe(part), do="make them: wb.rows(…)")
+    if isinstance(part, Composite) and part.learns:
+        kind = type(part).__name__.lower()
+        raise DataError(
+            f"{what} is {kind} rows, which go outermost",
+            do=f"make the mix or the stages first, then wb.datasets.{kind}(…)",
+        )
+    if not len(part):
+        raise DataError(f"{what} is empty")
+    return part
+
+
+def mix(
+    parts: Mapping[str, Rows] | Sequence[Rows],
+    *,
+    weights: Mapping[str, float] | Sequence[float] | None = None,
+    exhausted: str = "cycle",
+) -> Rows:
+    """Mix data sets: every batch has rows of each by its weight, within less than one row, and all together exactly.
+
+    Rows get the column `data_part`, the name of their part, by which metrics are grouped (`val-core/<part>/…`,
+    `data/<part>/…`), and where they have no `data_source` that name, too. Each part has its own order and epochs.
+
+    Args:
+        parts: name → rows; a list of rows is named by their `data_source`, where each has one of its own, else 0, 1, ….
+        weights: > 0, at any scale, in the order of the parts or by name; None: by the numbers of rows.
+        exhausted: what becomes of a part whose rows are all drawn: `"cycle"`, it begins again; `"stop"`, steps beyond are
+            refused, before training begins.
+
+    Raises `DataError` for weights that are not one finite number above 0 for each part, empty parts, and unknown names.
+
+    Example:
+        >>> rows = wb.datasets.mix({"gsm8k": a, "math": b, "code": c}, weights=[.5, .3, .2])  # doctest: +SKIP
+    """
+    named = _named(parts)
+    if exhausted not in ("cycle", "stop"):
+        raise DataError(unknown("argument exhausted", exhausted, ("cycle", "stop")))
+    if isinstance(weights, Mapping):
+        if strange := sorted(set(weights) ^ set(named), key=str):
+            found = f"{strange[0]!r} on one side alone"
+            raise DataError("weights of the mix", expected=f"one for each of {', '.join(named)}", found=found)
+        weights = [weights[name] for name in named]
+    given = [len(part) for part in named.values()] if weights is None else list(weights)
+    good = all(isinstance(one, int | float | np.number) and not isinstance(one, bool) for one in given)
+    if len(given) != len(named) or not good or not all(0 < one < math.inf for one in given):
+        expected = f"{len(named)} finite numbers above 0, one for each of {', '.join(named)}"
+        raise DataError("weights of the mix", expected=expected, found=weights)
+    return Mix(named, [float(one) for one in given], exhausted)
+
+
+def _named(parts: Any) -> dict[str, Rows]:
+    if not isinstance(parts, Mapping):
+        if isinstance(parts, Rows | str) or not isinstance(parts, Sequence):
+            raise DataError(
+                "parts of a mix", expected="a dict of name → rows, or a list of rows", found=describe(parts)
+            )
+        listed = [check_part(part, f"part {number} of the mix") for number, part in enumerate(parts)]
+        sources = [{str(row.get("data_source")) for row in part.views()} for part in listed]
+        alone = all(len(one) == 1 for one in sources) and len(set().union(*sources)) == len(sources)
+        return {min(sources[number]) if alone else str(number): part for number, part in enumerate(listed)}
+    for name, part in parts.items():
+        if not isinstance(name, str) or not name:
+            raise DataError("name of a part of the mix", expected="a text", found=describe(name))
+        check_part(part, f"part {name!r} of the mix")
+    if not parts:
+        raise DataError("parts of a mix", expected="at least one", found="none")
+    return dict(parts)
+
+
+def stages(parts: Sequence[tuple[Rows, int | None]]) -> Rows:
+    """A curriculum: rows of the first data set for so many steps, then of the second, and so on, in one run.
+
+    `None` steps, of the last alone, means all further ones; otherwise a run of more steps is refused before it starts. The
+    metric `data/stage` says which stage (from 0) a step was in. A stage may be a `mix`.
+
+    Example:
+        >>> rows = wb.datasets.stages([(easy, 100), (medium, 100), (hard, None)])  # doctest: +SKIP
+    """
+    given = list(parts)
+    for number, one in enumerate(given):
+        what = f"stage {number}"
+        if not isinstance(one, tuple | list) or len(one) != 2:
+            raise DataError(what, expected="a pair: rows, number of steps", found=describe(one))
+        check_part(one[0], f"{what}: its rows")
+        endless = one[1] is None and number == len(given) - 1
+        whole = isinstance(one[1], int) and not isinstance(one[1], bool) and one[1] >= 1
+        if not endless and not whole:
+            expected = "a whole number ≥ 1; None for the last stage alone"
+            raise DataError(f"{what}: its steps", expected=expected, found=one[1])
+    if not given:
+        raise DataError("stages", expected="at least one", found="none")
+    return Stages([(rows, steps) for rows, steps in given])
