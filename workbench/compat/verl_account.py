@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from workbench.base.errors import SettingError, describe, nearest
+from workbench import functional as F
+from workbench.base.errors import SettingError, describe
 from workbench.compat.verl_command import Command
-from workbench.compat.verl_keys import DEFAULTS, GROUPED, ROOTS, Entry, find, known
+from workbench.compat.verl_keys import DEFAULTS, ESTIMATORS, GROUPED, ROOTS, Entry, find, known
 from workbench.compat.verl_reward import cannot, contradictions, read_block
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _TURNS = f"{_ROLLOUT}.multi_turn"
 _FILES = (f"{_TURNS}.tool_config_path", f"{_TURNS}.interaction_config_path")
+
+
+_CHOICES: Mapping[str, Iterable[str]] = {
+    "algorithm.adv_estimator": ESTIMATORS,
+    f"{_ACTOR}.policy_loss.loss_mode": F.POLICY_LOSSES,
+    f"{_ACTOR}.loss_agg_mode": F.AGGREGATIONS,
+    f"{_ACTOR}.optim.lr_scheduler_type": ("constant", "cosine"),
+}
+"""Settings that name something there must be."""
 
 
 class Row(NamedTuple):
@@ -89,8 +100,7 @@ def _row(key: str, value: Any, values: Mapping[str, Any]) -> Row:
     told, name = value if isinstance(value, str) else describe(value, 60), real(key)
     entry = find(name)
     if entry is None:
-        close = nearest(key, known())
-        return Row(key, told, "—", "refused", f"unknown{f': did you mean {close}?' if close else ''}")
+        return Row(key, told, "—", "refused", f"unknown{_meant(key, known())}")
     spelled = f"{name}; " if name != key else ""
     if key == "algorithm.kl_penalty" and isinstance(value, int | float):
         return Row(
@@ -103,9 +113,18 @@ def _row(key: str, value: Any, values: Mapping[str, Any]) -> Row:
         return Row(key, told, entry.place, "exact", spelled + ("" if entry.kind == "near" else entry.note))
     if entry.kind in ("exact", "near") and isinstance(value, str) and "$" in value:
         return Row(key, told, entry.place, "refused", f"{spelled}a variable that the text does not set: give the value")
+    if name in _CHOICES and value is not None and value not in _CHOICES[name]:
+        return Row(
+            key, told, "—", "refused", f"{spelled}there is none of this name{_meant(str(value), _CHOICES[name])}"
+        )
     if name.split(".")[0] in ROOTS and entry.place == "reward_from":
         return _reward_row(key, value, told, entry)
     return Row(key, told, entry.place, entry.kind, spelled + entry.note)
+
+
+def _meant(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.8)
+    return f": did you mean {close[0]}?" if close else ""
 
 
 def _holds(switch: str, values: Mapping[str, Any]) -> bool:

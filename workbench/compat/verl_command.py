@@ -301,7 +301,7 @@ class _Shell:
     """Variables and arrays of a text so far."""
 
     def __init__(self) -> None:
-        self._names: dict[str, str] = {"HOME": "~"}
+        self._names: dict[str, str] = {"HOME": "~", "PWD": "."}
         self._arrays: dict[str, list[str]] = {}
 
     def read(self, raw: Sequence[str]) -> list[str] | None:

@@ -69,8 +69,8 @@ actor_rollout_ref.actor.calculate_sum_pi_squared | exact | LogProb(sum_pi_square
 actor_rollout_ref.actor.freeze_vision_tower | refused unless False | — | every weight, or LoRA's, is trained
 actor_rollout_ref.actor.{fsdp_config,veomni,torchtitan,megatron,engine}.{param_offload,optimizer_offload,grad_offload,offload_policy,enable_fsdp_offload} | hardware | FsdpSettings.offload | "all" or "optimizer" | none, as in verl
 actor_rollout_ref.actor.fsdp_config.reshard_after_forward | hardware | FsdpSettings.reshard_after_forward |  | =
-actor_rollout_ref.actor.fsdp_config.{fsdp_size,forward_prefetch,use_orig_params,strategy,forward_only,ulysses_sequence_parallel_size,use_torch_compile,entropy_checkpointing,entropy_from_logits_with_chunking,entropy_from_logits_chunk_size,pad_to_length,pad_to_length_bucket,wrap_policy.*,turbo_config.*} | hardware | — | how ranks share the work
-actor_rollout_ref.actor.{ulysses_sequence_parallel_size,strategy,model_engine,use_torch_compile,entropy_checkpointing,entropy_from_logits_with_chunking,sum_pi_squared_checkpointing,use_prefix_grouper,use_fused_kernels,use_remove_padding,pad_to_length,rollout_n,load_weight,entropy_from_logits_chunk_size} | hardware | — | how the work is done
+actor_rollout_ref.actor.fsdp_config.{fsdp_size,forward_prefetch,use_orig_params,strategy,forward_only,ulysses_sequence_parallel_size,use_torch_compile,entropy_checkpointing,entropy_from_logits_with_chunking,entropy_from_logits_chunk_size,pad_to_length,pad_to_length_bucket,wrap_policy.*} | hardware | — | how ranks share the work
+actor_rollout_ref.actor.{ulysses_sequence_parallel_size,strategy,model_engine,use_torch_compile,entropy_checkpointing,entropy_from_logits_with_chunking,sum_pi_squared_checkpointing,use_prefix_grouper,use_fused_kernels,use_remove_padding,pad_to_length,rollout_n,entropy_from_logits_chunk_size} | hardware | — | how the work is done
 actor_rollout_ref.{actor,ref}.fsdp_config.{dtype,model_dtype,mixed_precision.*} | near | LocalSettings.dtype | weights are float32, passes bfloat16 on a GPU (`auto`): rounds otherwise
 critic.{model.fsdp_config,fsdp_config,fsdp}.{dtype,model_dtype,mixed_precision.*} | near | LocalSettings.dtype | weights are float32, passes bfloat16 on a GPU (`auto`): rounds otherwise
 actor_rollout_ref.actor.{fsdp_config,megatron}.seed | near | — | everything follows the run's seed
@@ -91,9 +91,9 @@ actor_rollout_ref.actor.megatron.qat.* | hardware if actor_rollout_ref.actor.meg
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_mcore_model_config.* | near | — | transformers' model, not Megatron's
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{megatron,veomni,torchtitan,engine}.{dtype,attn_implementation,attn_type,attention_backend_override,cross_entropy_loss_implementation,dsa_*,mhc_implementation,moe_implementation} | near | — | rounds otherwise
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{megatron,veomni,torchtitan,engine}.{*parallel_size,param_offload,grad_offload,optimizer_offload,dist_checkpointing_path,use_dist_checkpointing,*mbridge,sequence_parallel,use_distributed_optimizer,use_megatron_fsdp,use_remove_padding,use_torch_compile,activation_checkpoint,spmd_backend,fsdp_size,data_parallel_shard_size,enable_full_shard,cp,ep,etp,pp,tp,vpp,impl_cfg.*,extra} | hardware | — | how ranks share the work
-{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{megatron,veomni,torchtitan}.* | near | — | of that engine; the model is transformers' own
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{megatron,veomni,torchtitan,fsdp_config.turbo_config}.* | near | — | of that engine; the model is transformers' own
 actor_rollout_ref.actor.checkpoint.{save_contents,async_save,strict,mbridge_config} | hardware | — | weights, optimizer, schedule and controllers are always saved
-actor_rollout_ref.actor.checkpoint.load_contents | near | train(resume) | everything is loaded, or nothing
+{actor_rollout_ref.actor,critic}.checkpoint.* | near | train(resume) | everything is saved and loaded, or nothing
 {actor_rollout_ref.actor,actor_rollout_ref.ref,actor_rollout_ref.rollout,critic,reward_model}.profiler.* | hardware | — | see wb.cluster
 actor_rollout_ref.{nccl_timeout,hybrid_engine} | hardware | — | who runs where
 actor_rollout_ref.model.path | exact | engines.local(path) | open(model=…) takes another
@@ -110,7 +110,7 @@ actor_rollout_ref.actor.lora.enable | exact | LocalSettings.lora_rank | the guid
 actor_rollout_ref.model.lora.{dropout,lora_dropout} | exact if actor_rollout_ref.model.lora_rank | LocalSettings.lora_dropout
 actor_rollout_ref.model.lora.{lora_A_init_method,lora_B_init_method} | near | — | A is random, B is 0
 actor_rollout_ref.model.lora.{merge,fully_sharded_loras,dtype,type,*} | near | — | peft's adapters
-actor_rollout_ref.model.exclude_modules | refused unless null | LocalSettings.lora_targets | name the layers that get adapters
+actor_rollout_ref.model.exclude_modules | refused unless null DONT_EXCLUDE | LocalSettings.lora_targets | name the layers that get adapters
 actor_rollout_ref.model.lora_adapter_path | refused unless null | engines.local(path) | open(model=folder of the adapter)
 actor_rollout_ref.model.trust_remote_code | exact | LocalSettings.trust_remote_code |  | =
 actor_rollout_ref.model.override_config.attn_implementation | exact | LocalSettings.attn_implementation
@@ -122,7 +122,7 @@ actor_rollout_ref.model.{tokenizer_path,hf_config_path,custom_chat_template,exte
 actor_rollout_ref.model.mtp.{enable,enable_train,enable_rollout} | refused unless False | — | no multi-token prediction
 actor_rollout_ref.model.mtp.* | hardware if actor_rollout_ref.model.mtp.enable | — | of multi-token prediction
 actor_rollout_ref.ref.model.path | exact | grpo(reference) | the engine's weights at the start, where it is not given
-actor_rollout_ref.ref.{log_prob_micro_batch_size,log_prob_micro_batch_size_per_gpu,log_prob_use_dynamic_bsz,log_prob_max_token_len_per_gpu,ulysses_sequence_parallel_size,strategy,use_torch_compile,entropy_*,rollout_n,load_weight,pad_to_length,optim.*,fsdp_config.*,veomni.*,torchtitan.*,megatron.*} | hardware | — | the reference is scored under the policy's settings
+actor_rollout_ref.ref.{log_prob_micro_batch_size,log_prob_micro_batch_size_per_gpu,log_prob_use_dynamic_bsz,log_prob_max_token_len_per_gpu,ulysses_sequence_parallel_size,strategy,use_torch_compile,entropy_*,rollout_n,pad_to_length,optim.*,fsdp_config.*,veomni.*,torchtitan.*,megatron.*} | hardware | — | the reference is scored under the policy's settings
 actor_rollout_ref.rollout.name | hardware | engines.vllm(…) | this process samples; open(engine=…) takes wb.engines.paired, fsdp or a cluster's
 actor_rollout_ref.rollout.n | exact | grpo(group_size) |  | 8, where verl has 1
 algorithm.group_size | alias | actor_rollout_ref.rollout.n
@@ -162,7 +162,8 @@ actor_rollout_ref.rollout.multi_turn.interaction_config_path | exact if multi_tu
 interaction_config_path | alias | actor_rollout_ref.rollout.multi_turn.interaction_config_path
 actor_rollout_ref.rollout.multi_turn.{function_tool_path,num_repeat_rollouts} | refused unless null | ToolAgent(tools) | pass agents.function_tool(f) to a ToolAgent
 actor_rollout_ref.rollout.multi_turn.use_inference_chat_template | refused unless False | — | the chat template is used as it is
-actor_rollout_ref.rollout.multi_turn.{tokenization_sanity_check_mode,completion_callback} | hardware | — | tokens are never made again from text
+actor_rollout_ref.rollout.multi_turn.completion_callback | refused unless null | ToolAgent | a loop of your own: agents.register
+actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode | hardware | — | tokens are never made again from text
 actor_rollout_ref.rollout.agent.default_agent_loop | exact | grpo(agent) | single_turn_agent, tool_agent, or a registered name
 actor_rollout_ref.rollout.agent_loop | alias | actor_rollout_ref.rollout.agent.default_agent_loop
 actor_rollout_ref.rollout.agent.num_workers | hardware | — | one loop runs all episodes
@@ -192,7 +193,7 @@ critic.model.{tokenizer_path,external_lib} | refused unless null if critic | —
 critic.model.lora_rank | refused unless null 0 if critic | — | the critic trains all weights, or the policy's LoRA
 critic.model.lora.rank | alias | critic.model.lora_rank
 critic.model.{lora.*,exclude_modules,lora_adapter_path} | near | — | as the policy's LoRA
-critic.model.mtp.* | hardware | — | no multi-token prediction
+critic.model.mtp.* | near | — | no multi-token prediction
 critic.model.{hf_config_path,custom_chat_template} | refused unless null | — | the model's folder has them
 critic.loss_scale_factor | refused unless null | — | of seq-mean-token-sum-norm: the batch's width
 critic.model.{lora_alpha,target_modules} | near | — | as the policy's LoRA
@@ -200,8 +201,8 @@ critic.model.override_config* | refused unless null {} | — | change the model'
 critic.model.{trust_remote_code,enable_gradient_checkpointing,enable_activation_offload,use_remove_padding,use_shm,use_liger,use_fused_kernels,fused_kernel_options.*} | hardware | — | the critic's engine has the policy's settings
 critic.model.tiled_mlp.* | hardware | — | memory
 critic.{model.fsdp_config,fsdp_config,fsdp,megatron,veomni,torchtitan}.* | hardware | FsdpSettings.offload | how ranks share the work
-critic.load_weight | hardware | — | always
-critic.{ppo_micro_batch_size,ppo_micro_batch_size_per_gpu,forward_micro_batch_size,forward_micro_batch_size_per_gpu,use_dynamic_bsz,ppo_max_token_len_per_gpu,forward_max_token_len_per_gpu,ulysses_sequence_parallel_size,strategy,rollout_n,nccl_timeout,checkpoint.*} | hardware | — | a micro-batch is a budget of tokens, and changes memory alone
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.load_weight | refused unless True | — | weights are always loaded
+critic.{ppo_micro_batch_size,ppo_micro_batch_size_per_gpu,forward_micro_batch_size,forward_micro_batch_size_per_gpu,use_dynamic_bsz,ppo_max_token_len_per_gpu,forward_max_token_len_per_gpu,ulysses_sequence_parallel_size,strategy,rollout_n,nccl_timeout,checkpoint.save_contents,checkpoint.async_save} | hardware | — | a micro-batch is a budget of tokens, and changes memory alone
 critic.data_loader_seed | near | — | the order within a batch follows the run's seed
 data.train_files | exact | wb.rows(path) | files of rows
 data.val_files | exact | train(eval_rows) | held-out rows
@@ -210,7 +211,7 @@ data.gen_batch_size | near | train(batch_size) | dynamic sampling draws further 
 data.max_prompt_length | exact | wb.rows(max_prompt_length) |  | no limit, where verl has 512
 data.max_response_length | exact | grpo(max_tokens) |  | 128, where verl has 512
 data.seed | near | train(seed) | other draws than verl's | 0, where verl has none
-data.shuffle | refused unless True | — | always: the order is a function of the seed
+data.shuffle | near unless True | train(seed) | rows come in the seed's order, not the file's
 data.truncation | near unless error | Rows.fitting(overlong) | a longer prompt is left out, not cut
 data.filter_overlong_prompts | exact | Rows.fitting(overlong) | `overlong="drop"`
 data.apply_chat_template_kwargs.* | exact | engines.local(template_switches) | further arguments of the chat template
@@ -256,7 +257,7 @@ trainer.test_freq | near unless null + | train(test_freq) | verl's -1 is never; 
 trainer.val_before_train | near unless True | — | always, where there are eval_rows; changes no training
 trainer.val_only | refused unless False | — | wb.evaluate(model, rows)
 trainer.critic_warmup | exact | ppo(critic_warmup) |  | =
-trainer.resume_mode | exact unless resume_path | train(resume) |  | never, where verl has auto
+trainer.resume_mode | refused unless auto disable | train(resume) |  | never, where verl has auto
 trainer.resume_from_path | refused unless null checkpoints/ | engines.local(path) | open(model=checkpoint)
 trainer.max_actor_ckpt_to_keep | hardware | train(keep_checkpoints) | at least 2 | 2, where verl keeps all
 trainer.max_critic_ckpt_to_keep | hardware | train(keep_checkpoints) | as the actor's
@@ -270,10 +271,13 @@ trainer.{v1.trainer_mode,scheduler} | near unless sync null | train(ahead) | ahe
 trainer.v1.sampler.* | near | train(ahead) | rows are one step old at most
 trainer.v1.* | near | train(ahead) | a step ahead at most
 trainer.{fixed_eval,ref_update_freq} | refused unless null False 0 | — | the reference is frozen
-trainer.{project_name,log_val_generations,log_generation_samples,balance_batch,device,nnodes,n_gpus_per_node,default_hdfs_dir,del_local_ckpt_after_load,esi_redundant_time,remove_previous_ckpt_in_save,ray_wait_register_center_timeout,use_v1,use_legacy_worker_impl,log_freq,rl_logging_board_dir,tensorboard_dir,profile_steps,controller_nsight_options.*,worker_nsight_options.*,npu_profile.*} | hardware | — | where it runs, and what is written
-reward.reward_model.{enable_resource_pool,nnodes,n_gpus_per_node,profiler.*} | hardware | — | where the reward model is
-reward_model.rollout.{free_cache_engine,skip_tokenizer_init,enforce_eager,dtype,load_format,max_num_seqs,max_num_batched_tokens,max_model_len,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,data_parallel_size,expert_parallel_size,disable_log_stats} | hardware | — | how the reward model's server works
-reward.reward_model.rollout.{free_cache_engine,skip_tokenizer_init,enforce_eager,load_format,max_num_seqs,max_num_batched_tokens,max_model_len,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,data_parallel_size,expert_parallel_size,disable_log_stats} | hardware | — | how the reward model's server works
+trainer.balance_batch | near | — | rows are balanced over ranks at each pass, and stay in their mini-batch
+trainer.{project_name,log_val_generations,log_generation_samples,device,nnodes,n_gpus_per_node,default_hdfs_dir,del_local_ckpt_after_load,esi_redundant_time,remove_previous_ckpt_in_save,ray_wait_register_center_timeout,use_v1,use_legacy_worker_impl,log_freq,rl_logging_board_dir,tensorboard_dir,profile_steps,controller_nsight_options.*,worker_nsight_options.*,npu_profile.*} | hardware | — | where it runs, and what is written
+reward.{reward_model,reward.reward_model}.rollout.{dtype,max_model_len} | near | rewards.RewardModel | the reward model's own; rounds otherwise
+reward_model.{enable_resource_pool,nnodes,n_gpus_per_node,profiler.*} | hardware | — | where the reward model is
+reward_model.rollout.{free_cache_engine,skip_tokenizer_init,enforce_eager,load_format,max_num_seqs,max_num_batched_tokens,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,data_parallel_size,expert_parallel_size,disable_log_stats} | hardware | — | how the reward model's server works
+reward.reward_model.rollout.{free_cache_engine,skip_tokenizer_init,enforce_eager,load_format,max_num_seqs,max_num_batched_tokens,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,data_parallel_size,expert_parallel_size,disable_log_stats} | hardware | — | how the reward model's server works
+{reward_model,reward.reward_model}.rollout.{dtype,max_model_len} | near | rewards.RewardModel | the reward model's own; rounds otherwise
 reward_model.{enable_resource_pool,nnodes,n_gpus_per_node,strategy,launch_reward_fn_async,use_reward_loop,use_dynamic_bsz,forward_max_token_len_per_gpu,ulysses_sequence_parallel_size,micro_batch_size_per_gpu,model.use_remove_padding,model.use_shm,model.use_fused_kernels,model.fsdp_config.*,model.trust_remote_code} | hardware | — | where and how the reward model runs
 reward_model.{model.input_tokenizer,model.external_lib,max_length} | refused unless null | rewards.RewardModel | the reward model's own tokenizer and lengths
 {reward,reward_model,custom_reward_function,reward_manager,sandbox_fusion}.* | exact | reward_from | the same names
@@ -283,6 +287,7 @@ skip.rollout.enable | refused unless False | — | every step samples
 skip.* | hardware if skip.rollout.enable | — | of skipping
 distillation.enabled | refused unless False | — | no distillation
 distillation.* | hardware if distillation.enabled | — | of distillation
+rollout.{nnodes,n_gpus_per_node} | hardware | — | where the sampler is
 {async_training,rollout,actor_rollout_ref.teacher,teacher,atropos}.* | refused | train(ahead) | of a recipe of verl's own
 """
 
@@ -296,6 +301,11 @@ DEFAULTS: Mapping[str, Any] = {
     "actor_rollout_ref.model.target_modules": "all-linear", "trainer.total_epochs": 30,
 }  # fmt: skip
 """verl's defaults that are not ours, of settings that change numbers: they hold where a command says nothing."""
+ESTIMATORS = (
+    "gae", "grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo",
+    "rloo_vectorized", "opo", "gpg", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline",
+)  # fmt: skip
+"""verl's advantage estimators, all of which are here."""
 GROUPED = (
     "grpo",
     "grpo_vectorized",

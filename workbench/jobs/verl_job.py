@@ -232,7 +232,7 @@ def _open_pipeline(made: Plan, policy: Any, rows: Rows, reward: Any) -> Pipeline
         reward = reward_from(made.reward, tokenizer=policy.tokenizer)
     more: dict[str, Any] = {"rows": rows} if made.recipe == "dapo" else {}
     if made.agent is not None:
-        more["agent"] = _open_agent(made.agent)
+        more["agent"] = made.agent if isinstance(made.agent, str) else _open_agent(made.agent)
     if made.critic is not None:
         own = dict(made.critic)
         base = engines.local(own.pop("path")) if "path" in own else policy

@@ -143,7 +143,7 @@ def _objects(made: Plan) -> Iterable[str]:
     if made.reward:
         inner = "".join(f"    {_text(key)}: {_text(value)},\n" for key, value in made.reward.items())
         yield f"reward = wb.reward_from({{\n{inner}}}, tokenizer=policy.tokenizer)\nreward"
-    if made.agent is not None:
+    if isinstance(made.agent, dict):
         own = dict(made.agent)
         for name in ("tools", "interactions"):
             if name in own:
@@ -162,8 +162,14 @@ def _algorithm(made: Plan) -> str:
         del settings["max_tokens"]
         call = settings["sampling"]
         settings["sampling"] = call._replace(settings={**call.settings, "max_tokens": _Name("max_tokens")})
-    objects = {"agent": made.agent, "critic": made.critic, "rows": made.recipe == "dapo" or None}
+    objects = {
+        "agent": made.agent if isinstance(made.agent, dict) else None,
+        "critic": made.critic,
+        "rows": made.recipe == "dapo" or None,
+    }
     settings |= {name: _Name(name) for name, there in objects.items() if there is not None}
+    if isinstance(made.agent, str):
+        settings["agent"] = made.agent
     if made.reference is not None:
         settings["reference"] = _Name(f"wb.engines.local({_text(made.reference)})")
     lines = [_call("pipe", f"wb.recipes.{made.recipe}", ["policy", *(["reward"] if made.reward else [])], settings)]

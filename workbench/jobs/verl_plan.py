@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from workbench import recipes
+from workbench.base.errors import SettingError
 from workbench.compat.verl_account import estimator, has_critic, has_turns, reward_block
 from workbench.compat.verl_keys import DEFAULTS, GROUPED, Entry, find
 from workbench.engines.protocol import SamplingSettings
 from workbench.engines.settings import LocalSettings
 from workbench.runs.trackers import check_trackers
-from workbench.base.errors import SettingError
 
 _ACTOR, _ROLLOUT, _MODEL, _TURNS = (
     "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model",
@@ -67,7 +67,8 @@ class Plan:
     correction: dict[str, Any]
     reward: dict[str, Any]
     """verl's reward settings; {}: the scorer of each row's data_source."""
-    agent: dict[str, Any] | None
+    agent: dict[str, Any] | str | None
+    """Arguments of a `ToolAgent`, `tools` and `interactions` as paths; or the name of a registered loop."""
     train: dict[str, Any]
     epochs: int
     answers: bool = field(default=True)
@@ -105,7 +106,7 @@ def plan(values: Mapping[str, Any]) -> Plan:
             key: one for key, one in _below(values, "algorithm.rollout_correction.").items() if one is not None
         },
         reward=reward,
-        agent=_agent(read) if has_turns(values) else None,
+        agent=_agent(read),
         train={**_train(read), **({"steps": steps} if steps is not None else {})},
         epochs=int(read("trainer.total_epochs")),
         answers=not judged,
@@ -276,6 +277,8 @@ def _settings(read: _Read) -> dict[str, Any]:
         "kl_type": read(f"{_ACTOR}.kl_loss_type"),
         "norm_adv_by_std": read("algorithm.norm_adv_by_std_in_grpo", True),
     }
+    if given["loss_agg_mode"] == "seq-mean-token-sum-norm":  # verl's width is the padded one
+        given.setdefault("loss_scale_factor", float(read("data.max_response_length")))
     if recipe in ("ppo", "reinforce_plus_plus"):
         given |= {"kl_type": _kind(read), "kl_coef": in_reward or in_loss, "gamma": read("algorithm.gamma", 1.0)}
     if recipe == "ppo":
@@ -376,12 +379,17 @@ def _advantage(read: _Read) -> Call | None:
 # --- agent, training ------------------------------------------------------------------------------
 
 
-def _agent(read: _Read) -> dict[str, Any]:
+def _agent(read: _Read) -> dict[str, Any] | str | None:
+    loop = str(read(f"{_ROLLOUT}.agent.default_agent_loop", ""))
+    if loop and not loop.startswith(("tool_agent", "single_turn")):
+        return loop
+    if not has_turns(read.values):
+        return None
     given = {name: one for name, one in _at(read, "ToolAgent").items() if one is not None}
     files = {"tools": read(f"{_TURNS}.tool_config_path"), "interactions": read(f"{_TURNS}.interaction_config_path")}
     if not files["tools"]:
         given.pop("parser", None)
-    return {**{name: _path(file) for name, file in files.items() if file}, **given}
+    return {**given, **{name: _path(file) for name, file in files.items() if file}}
 
 
 def _train(read: _Read) -> dict[str, Any]:
