@@ -19,6 +19,7 @@ from workbench.datasets.door import rows
 from workbench.engines import SamplingSettings
 from workbench.jobs.runner import run_notebook
 from workbench.jobs.train import RunStopped, train, train_blocking
+from workbench.jobs.verl_job import verl
 from workbench.replay.run import Run, list_runs, load_run
 from workbench.rewards import Score, Status
 from workbench.runs.evaluate import Evaluation, evaluate, evaluate_file
@@ -32,6 +33,7 @@ from workbench.steps.what_if import what_if
 cluster: CallablePackage = cast(CallablePackage, sys.modules["workbench.cluster"])
 """`wb.cluster(…)` is `wb.cluster.connect(…)`: a cluster that is started here, or one to attach to."""
 
+compat.verl = verl  # it opens pipelines, and `compat` stands below them
 __version__ = "0.9.0"
 
 __all__ = [

@@ -89,6 +89,13 @@ def _parser() -> argparse.ArgumentParser:
     notebooks = commands.add_parser("notebooks", help="write the notebooks, their data and tiny models into a folder")
     notebooks.add_argument("folder", metavar="DIR")
     notebooks.set_defaults(command=_notebooks)
+    translate = commands.add_parser("translate", help="say what becomes of a verl command, and write it as a notebook")
+    translate.add_argument("source", metavar="FILE", help="a script or a YAML of settings")
+    translate.add_argument("-o", "--output", metavar="NOTEBOOK", help="write the notebook that the command stands for")
+    translate.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE", help="another value")
+    translate.add_argument("--without", action="append", default=[], metavar="KEY", help="leave a refused setting out")
+    translate.add_argument("--command", dest="number", type=int, help="which of several commands of a script, from 0")
+    translate.set_defaults(command=_translate, file=None)
     show = commands.add_parser("parameters", help="list a notebook's parameters")
     show.add_argument("notebook")
     show.set_defaults(command=_parameters)
@@ -205,6 +212,18 @@ def _notebooks(options: argparse.Namespace) -> int:
     from workbench.jobs.starter import write
 
     write(options.folder, _say)
+    return 0
+
+
+def _translate(options: argparse.Namespace) -> int:
+    from workbench.compat.verl_command import parsed
+    from workbench.jobs.verl_job import verl
+
+    job = verl(options.source, command=options.number)
+    _say(repr(job))
+    if options.output:
+        changes = {name: parsed(value) for name, value in _given(options).items()}
+        _say(f"wrote {job.notebook(options.output, without=options.without, **changes)}")
     return 0
 
 

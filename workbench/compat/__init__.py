@@ -1,6 +1,12 @@
-"""Other libraries' formats and settings: `read_dump`, `read_correction`, and `reward_from` for verl's `reward.*`."""
+"""Other libraries' formats and settings: `verl` for verl's commands, `read_dump`, `read_correction`; `wb.reward_from` for `reward.*`."""
+
+from collections.abc import Callable
+from typing import Any
 
 from workbench.compat.dumps import read_dump
 from workbench.compat.verl_correction import read_correction
 
-__all__ = ["read_correction", "read_dump"]
+verl: Callable[..., Any]
+"""`wb.compat.verl(command)`: see `workbench.jobs.verl_job`, which `import workbench` binds here."""
+
+__all__ = ["read_correction", "read_dump", "verl"]

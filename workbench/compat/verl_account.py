@@ -1,0 +1,252 @@
+"""Says of every setting of a verl command what becomes of it, and names those that contradict each other."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from workbench import functional as F
+from workbench.base.errors import SettingError, describe
+from workbench.compat.verl_command import Command
+from workbench.compat.verl_keys import DEFAULTS, ESTIMATORS, GROUPED, ROOTS, Entry, find, known
+from workbench.compat.verl_reward import cannot, contradictions, read_block
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_TURNS = f"{_ROLLOUT}.multi_turn"
+_FILES = (f"{_TURNS}.tool_config_path", f"{_TURNS}.interaction_config_path")
+
+
+_CHOICES: Mapping[str, Iterable[str]] = {
+    "algorithm.adv_estimator": ESTIMATORS,
+    f"{_ACTOR}.policy_loss.loss_mode": F.POLICY_LOSSES,
+    f"{_ACTOR}.loss_agg_mode": F.AGGREGATIONS,
+    f"{_ACTOR}.optim.lr_scheduler_type": ("constant", "cosine"),
+}
+"""Settings that name something there must be."""
+
+
+class Row(NamedTuple):
+    """What becomes of one setting."""
+
+    key: str
+    value: str
+    becomes: str
+    """The place here: a setting of a class, an argument of a function; `—`: none."""
+    kind: str
+    """`exact`, `near`, `hardware` (changes no number), `refused`."""
+    why: str
+
+
+def estimator(values: Mapping[str, Any]) -> str:
+    """The advantage estimator of settings, verl's default where they name none."""
+    return str(values.get("algorithm.adv_estimator", DEFAULTS["algorithm.adv_estimator"]))
+
+
+def has_critic(values: Mapping[str, Any]) -> bool:
+    """Whether there is a critic: for `gae`, and where it is asked for."""
+    return estimator(values) == "gae"
+
+
+def has_turns(values: Mapping[str, Any]) -> bool:
+    """Whether episodes have several turns: asked for, by the loop's name, or by files of tools or users."""
+    loop = str(values.get(f"{_ROLLOUT}.agent.default_agent_loop", ""))
+    named = loop.startswith("tool_agent") or any(values.get(file) for file in _FILES)
+    return bool(values.get(f"{_TURNS}.enable", named))
+
+
+_SWITCHES: Mapping[str, tuple[Callable[[Mapping[str, Any]], bool], str]] = {
+    "critic": (has_critic, "there is no critic"),
+    "multi_turn": (has_turns, "responses have one turn"),
+    "gae": (lambda values: estimator(values) == "gae", "the estimator has none"),
+    "gamma": (lambda values: estimator(values) in ("gae", "reinforce_plus_plus"), "the estimator has none"),
+    "grpo": (lambda values: estimator(values) in ("grpo", "grpo_vectorized", "grpo_passk"), "the estimator has none"),
+    "gdpo": (lambda values: estimator(values) == "gdpo", "the estimator is not gdpo"),
+}
+
+
+def canonical(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings under verl's own names of now: other spellings are replaced, a numeric `kl_penalty` is a coefficient."""
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        values[real(key)] = value
+    if isinstance(coefficient := values.get("algorithm.kl_penalty"), int | float) and not isinstance(coefficient, bool):
+        del values["algorithm.kl_penalty"]
+        place = "algorithm.use_kl_in_reward" if has_critic(values) else f"{_ACTOR}.use_kl_loss"
+        values.setdefault(place, True)
+        values.setdefault("algorithm.kl_ctrl.kl_coef" if has_critic(values) else f"{_ACTOR}.kl_loss_coef", coefficient)
+    if values.get(f"{_ACTOR}.lora.enable"):
+        values.setdefault("actor_rollout_ref.model.lora_rank", 16)
+    return values
+
+
+def real(key: str) -> str:
+    """verl's own name of now for a key, or the key."""
+    entry = find(key)
+    if entry is None or entry.kind != "alias":
+        return key
+    return entry.place if find(entry.place) else f"{entry.place}.{key.rpartition('.')[2]}"
+
+
+def account(command: Command) -> list[Row]:
+    """A row for every setting and for all else that a command has, those that contradict each other after them."""
+    values = canonical(command.settings)
+    rows = [_row(key, value, values) for key, value in command.settings.items()]
+    rows += [Row(word, "", "—", "refused", why) for word, why in command.left_out.items()]
+    return [*rows, *_together(values), *_reward(values)]
+
+
+def _row(key: str, value: Any, values: Mapping[str, Any]) -> Row:
+    told, name = value if isinstance(value, str) else describe(value, 60), real(key)
+    entry = find(name)
+    if entry is None:
+        return Row(key, told, "—", "refused", f"unknown{_meant(key, known())}")
+    spelled = f"{name}; " if name != key else ""
+    if key == "algorithm.kl_penalty" and isinstance(value, int | float):
+        return Row(
+            key, told, "grpo(kl_coef)", "near", "read as a coefficient; verl's kl_penalty is the kind: kl, low_var_kl"
+        )
+    if entry.only_if and not _holds(entry.only_if, values):
+        reason = _SWITCHES[entry.only_if][1] if entry.only_if in _SWITCHES else f"{entry.only_if} is off"
+        return Row(key, told, "—", "exact", f"{spelled}without effect: {reason}")
+    if _is_one_of(value, entry.unless):
+        return Row(key, told, entry.place, "exact", spelled + ("" if entry.kind == "near" else entry.note))
+    if entry.kind in ("exact", "near") and isinstance(value, str) and "$" in value:
+        return Row(key, told, entry.place, "refused", f"{spelled}a variable that the text does not set: give the value")
+    if name in _CHOICES and value is not None and value not in _CHOICES[name]:
+        return Row(
+            key, told, "—", "refused", f"{spelled}there is none of this name{_meant(str(value), _CHOICES[name])}"
+        )
+    if name.split(".")[0] in ROOTS and entry.place == "reward_from":
+        return _reward_row(key, value, told, entry)
+    return Row(key, told, entry.place, entry.kind, spelled + entry.note)
+
+
+def _meant(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.8)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def _holds(switch: str, values: Mapping[str, Any]) -> bool:
+    if switch in _SWITCHES:
+        return _SWITCHES[switch][0](values)
+    return bool(values.get(switch, DEFAULTS.get(switch, False)))
+
+
+def _is_one_of(value: Any, words: tuple[str, ...]) -> bool:
+    if isinstance(value, bool | None):
+        return {None: "null", True: "True", False: "False"}[value] in words
+    if isinstance(value, int | float):
+        if "+" in words and value > 0:
+            return True
+        return any(
+            word.replace(".", "", 1).replace("e-", "", 1).lstrip("-").isdigit() and float(word) == value
+            for word in words
+        )
+    return str(value) in words
+
+
+def _reward_row(key: str, value: Any, told: str, entry: Entry) -> Row:
+    try:
+        read_block({key: value})
+    except SettingError as error:
+        return Row(key, told, "—", "refused", str(error))
+    return Row(key, told, entry.place, entry.kind, entry.note)
+
+
+def _reward(values: Mapping[str, Any]) -> Iterator[Row]:
+    """Reward settings that cannot be honoured together, or not here."""
+    block = reward_block(values)
+    try:
+        given = read_block(block)
+        lines = [*cannot(given), *contradictions(given)]
+    except SettingError as error:
+        alone = any(
+            _reward_row(key, value, "", Entry(key, "", "", "", "")).kind == "refused" for key, value in block.items()
+        )
+        lines = [] if alone else [str(error)]
+    yield from (Row("reward", "", "—", "refused", line) for line in lines)
+
+
+def reward_block(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that `reward_from` reads, by their dotted names."""
+    found = {key: value for key, value in values.items() if key.split(".")[0] in ROOTS and value is not None}
+    return {key: value for key, value in found.items() if (entry := find(key)) and entry.place == "reward_from"}
+
+
+def _together(values: Mapping[str, Any]) -> Iterator[Row]:
+    """Settings that contradict each other, or mean more together than alone."""
+
+    def given(key: str) -> Any:
+        return values.get(key, DEFAULTS.get(key))
+
+    method, number, batch = estimator(values), given(f"{_ROLLOUT}.n"), given("data.train_batch_size")
+    mini = given(f"{_ACTOR}.ppo_mini_batch_size")
+    if method == "gae" and values.get("critic.enable") is False:
+        yield Row(
+            "algorithm.adv_estimator + critic.enable",
+            "gae, False",
+            "—",
+            "refused",
+            "gae needs a critic: leave critic.enable out, or take another estimator",
+        )
+    if method != "gae" and values.get("critic.enable") is True:
+        yield Row(
+            "algorithm.adv_estimator + critic.enable",
+            f"{method}, True",
+            "—",
+            "refused",
+            f"{method} reads no values: the critic would be trained for nothing",
+        )
+    if values.get(f"{_ACTOR}.use_kl_loss") and values.get("algorithm.use_kl_in_reward"):
+        yield Row(
+            f"{_ACTOR}.use_kl_loss + algorithm.use_kl_in_reward",
+            "True, True",
+            "both",
+            "near",
+            "the KL counts twice, in the loss and in the reward; verl warns",
+        )
+    if values.get("algorithm.use_kl_in_reward") and given("algorithm.kl_penalty") == "full":
+        yield Row(
+            "algorithm.kl_penalty + algorithm.use_kl_in_reward",
+            "full, True",
+            "—",
+            "refused",
+            "there is no such estimator, in verl neither",
+        )
+    if _numbers(mini, batch) and f"{_ACTOR}.ppo_mini_batch_size" in values and mini > batch:
+        yield Row(
+            f"{_ACTOR}.ppo_mini_batch_size + data.train_batch_size",
+            f"{mini}, {batch}",
+            "—",
+            "refused",
+            "a mini-batch is a part of the batch; both count prompts",
+        )
+    if method in GROUPED and number == 1:
+        yield Row(
+            f"algorithm.adv_estimator + {_ROLLOUT}.n",
+            f"{method}, 1",
+            "Advantage(singleton)",
+            "near",
+            'every group is one row: its advantage is its bare score, as in verl (`singleton="verl"`)',
+        )
+    longest = (
+        given("data.max_prompt_length"),
+        given("data.max_response_length"),
+        values.get(f"{_ROLLOUT}.max_model_len"),
+    )
+    if _numbers(*longest) and longest[0] + longest[1] > longest[2]:
+        yield Row(
+            f"{_ROLLOUT}.max_model_len + data.max_*_length",
+            f"{longest[2]}, {longest[0]} + {longest[1]}",
+            "—",
+            "refused",
+            "verl's sampler would cut responses there",
+        )
+    for place in (_ACTOR, "critic"):
+        if all(values.get(f"{place}.{name}") for name in ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")):
+            yield Row(f"{place}.ppo_micro_batch_size*", "both", "—", "refused", "one of the two: verl refuses both")
+
+
+def _numbers(*found: Any) -> bool:
+    return all(isinstance(one, int | float) and not isinstance(one, bool) for one in found)

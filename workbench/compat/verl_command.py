@@ -1,0 +1,400 @@
+"""Reads a verl command as it stands, and runs nothing: a list of words, shell text, a script, YAML, a mapping → flat settings."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from workbench.base.errors import SettingError, describe, first_line
+
+_BEGINS = re.compile(r"(^|[./])main_\w+(\.py)?$")
+_WORD = re.compile(r"^[+~]{0,2}[A-Za-z_][\w.@/-]*=")
+_OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+
+
+class Command(NamedTuple):
+    """What was read of one command."""
+
+    settings: dict[str, Any]
+    """Dotted name → value, in the order in which they were written; of a name that stands twice the last."""
+    left_out: dict[str, str]
+    """What is no setting → why: words, deleted keys, configuration files that are not there."""
+    source: str
+    """The file, or the kind of text."""
+
+
+def read_command(source: Any, *, command: int | None = None) -> Command:
+    """The settings of a verl command: `source` is a list of words, the path of a `.sh` or YAML file, their text, or a mapping.
+
+    Of a shell text with several commands `command` names one, from 0. Nothing is run and no environment is read: variables
+    are those that the text assigns, `$HOME` is `~`, `"$@"` is left out. Raises `SettingError` for a text without a command,
+    for several of which none is chosen, and for a file that cannot be read.
+    """
+    if isinstance(source, Mapping):
+        return Command(_resolved(flat(source)), {}, "a mapping")
+    if not isinstance(source, str | Path):
+        return _of_words([str(word) for word in source], Path(), "a list of words")
+    path = Path(source).expanduser() if isinstance(source, Path) or _is_path(source) else None
+    try:
+        text = path.read_text(encoding="utf-8") if path else str(source)
+    except (OSError, UnicodeDecodeError) as cause:
+        raise SettingError(f"{str(source)!r} cannot be read", found=first_line(cause)) from cause
+    name, folder = (str(path), path.parent) if path else ("text", Path())
+    if path and path.suffix in (".yaml", ".yml"):
+        return Command(_resolved(_of_yaml(path)), {}, name)
+    found = [words for statement in _statements(text) if (words := _overrides(statement)) is not None]
+    if not found:
+        if (block := _mapping(text)) is not None:
+            return Command(_resolved(flat(block)), {}, name)
+        what = f"no verl command in {name}"
+        raise SettingError(what, expected="python3 -m verl.trainer.main_ppo key=value …, or a YAML of settings")
+    if len(found) > 1 and command is None:
+        raise SettingError(f"{len(found)} commands in {name}", do=f"choose one: command=0 … {len(found) - 1}")
+    if not 0 <= (command or 0) < len(found):
+        raise SettingError("command", expected=f"0 to {len(found) - 1}", found=command)
+    return _of_words(found[command or 0], folder, name)
+
+
+def flat(block: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings, dotted names among them, as dotted names → values; an empty mapping is a value."""
+    found: dict[str, Any] = {}
+    for key, value in block.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = _typed(value)
+    return found
+
+
+def parsed(text: str) -> Any:
+    """The value of a hydra override: a number, a boolean, null, a list, a mapping, quoted text, or the text."""
+    text = text.strip()
+    if text[:1] in ("[", "{"):
+        import yaml
+
+        spaced = re.sub(r"(?<=[\w'\"]):(?=[^\s/])", ": ", text) if text[0] == "{" else text
+        try:
+            found = yaml.safe_load(spaced)
+        except yaml.YAMLError:
+            return text
+        return flat(found) if isinstance(found, Mapping) else _typed(found)
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        inner = text[1:-1]
+        return parsed(inner) if inner[:1] == "[" else inner
+    return _typed(text)
+
+
+def _typed(value: Any) -> Any:
+    """YAML leaves `1e-6` a text, and a shell everything."""
+    if isinstance(value, list | tuple):
+        return [_typed(one) for one in value]
+    if not isinstance(value, str):
+        return value
+    low = value.strip().lower()
+    if low in ("true", "false"):
+        return low == "true"
+    if low in ("null", "none", "~", ""):
+        return None
+    if re.fullmatch(r"[+-]?\d+", low):
+        return int(low)
+    if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", low):
+        return float(low)
+    if value.strip()[0] == "[" and value.strip()[-1] == "]":
+        return parsed(value)
+    return value
+
+
+def _is_path(text: str) -> bool:
+    return (
+        "\n" not in text
+        and len(text) < 4096
+        and (Path(text).suffix in (".sh", ".yaml", ".yml") or Path(text).is_file())
+    )
+
+
+# --- words and files ------------------------------------------------------------------------------
+
+
+def _overrides(words: Sequence[str]) -> list[str] | None:
+    """The words behind verl's entry point; those of a bare list of overrides; None for another command."""
+    for place, word in enumerate(words):
+        if _BEGINS.search(word):
+            own = list(words[place + 1 :])
+            redirect = next((number for number, one in enumerate(own) if re.match(r"[12]?>", one)), len(own))
+            return own[:redirect]
+    bare = [word for word in words if _WORD.match(word) and "." in word.partition("=")[0]]
+    return list(words) if bare and len(bare) == len(words) else None
+
+
+def _of_words(words: Sequence[str], folder: Path, name: str) -> Command:
+    own = _overrides(words)
+    options, settings, left = {"--config-path": "", "--config-name": ""}, {}, {}
+    waiting = list(words if own is None else own)
+    while waiting:
+        word = waiting.pop(0)
+        option, equals, value = word.partition("=")
+        if option in (*options, "-cp", "-cn"):
+            long = {"-cp": "--config-path", "-cn": "--config-name"}.get(option, option)
+            options[long] = value if equals else waiting.pop(0) if waiting else ""
+        elif word.startswith("~"):
+            left[word] = "deletes a setting of verl's defaults, which are not read"
+        elif _WORD.match(word):
+            settings[option.lstrip("+")] = parsed(value)
+        elif word not in ("...", "…", "\\", ""):
+            left[word] = "no setting: expected key=value"
+    for key in [key for key, value in settings.items() if isinstance(value, Mapping) and value]:
+        settings |= {f"{key}.{inner}": value for inner, value in settings.pop(key).items()}
+    below: dict[str, Any] = {}
+    if any(options.values()) and options["--config-name"] not in ("ppo_trainer", "ppo_trainer.yaml"):
+        below = _configured(options, folder, left)
+    return Command(_resolved({**below, **settings}), left, name)
+
+
+def _configured(options: Mapping[str, str], folder: Path, left: dict[str, str]) -> dict[str, Any]:
+    """The settings of the YAML file that hydra's options name, looked for beside the script and in this folder."""
+    name = (options["--config-name"] or "ppo_trainer").removesuffix(".yaml")
+    places = [root / options["--config-path"] / f"{name}.yaml" for root in (folder, Path())]
+    for place in places:
+        if place.is_file():
+            return _of_yaml(place)
+    said = " ".join(f"{option}={value}" for option, value in options.items() if value)
+    if name == "ppo_megatron_trainer":  # verl's own defaults with Megatron as the engine
+        return {"actor_rollout_ref.actor.strategy": "megatron"}
+    left[said] = f"no file {places[0]}: put it there, or give its settings"
+    return {}
+
+
+def _of_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A YAML file's settings over those of the files of its `defaults` that stand beside it; verl's own are its defaults."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise SettingError(f"{str(path)!r} cannot be read", found=first_line(cause)) from cause
+    block = _mapping(text)
+    if block is None:
+        raise SettingError(
+            f"content of {str(path)!r}", expected="a YAML mapping of settings", found=describe(text[:60])
+        )
+    below: dict[str, Any] = {}
+    for entry in block.pop("defaults", None) or []:
+        beside = path.parent / f"{entry}.yaml" if isinstance(entry, str) else path
+        if beside.is_file() and beside not in (path, *seen):
+            below |= _of_yaml(beside, (*seen, path))
+    block.pop("hydra", None)
+    return {**below, **flat(block)}
+
+
+def _mapping(text: str) -> dict[str, Any] | None:
+    import yaml
+
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
+    return dict(found) if isinstance(found, Mapping) else None
+
+
+def _resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """With interpolations filled in from the settings themselves; one whose place is not set is verl's default, and left out."""
+    settings = {key: value for key, value in settings.items() if key.rpartition(".")[2] != "_target_"}
+
+    def value_of(value: Any, depth: int = 0) -> Any:
+        found = re.fullmatch(r"\$\{([^${}]+)\}", value) if isinstance(value, str) else None
+        if found is None or depth > 8:
+            return _UNSET if isinstance(value, str) and value.startswith(("${oc.", "${.")) else value
+        kind, _, rest = found[1].partition(":")
+        name, comma, default = (part.strip() for part in rest.partition(","))
+        if kind == "oc.select" or ":" not in found[1]:
+            key = name if kind == "oc.select" else found[1]
+            return value_of(settings[key], depth + 1) if key in settings else _typed(default) if comma else _UNSET
+        return _typed(default) if kind == "oc.env" and comma else value
+
+    found = {key: value_of(value) for key, value in settings.items()}
+    return {key: value for key, value in found.items() if value is not _UNSET}
+
+
+_UNSET = object()
+
+# --- a shell's text -------------------------------------------------------------------------------
+
+
+def _statements(text: str) -> Iterator[list[str]]:
+    """The words of each statement, with variables and arrays as the text assigns them before it."""
+    shell = _Shell()
+    for raw in _raw_statements(text):
+        if (words := shell.read(raw)) is not None:
+            yield words
+
+
+def _raw_statements(text: str) -> Iterator[list[str]]:
+    """Statements as raw words, quotes and all. A backslash before a comment goes on to the next line, as people write it."""
+    text = re.sub(r"\\[ \t]+#[^\n]*(?=\n|$)", r"\\", text.replace("\r\n", "\n"))
+    text = re.sub(r"\\[ \t]*\n(?:[ \t]*#[^\n]*\n)*", " ", text)
+    words: list[str] = []
+    word, place, depth = "", 0, 0
+    while place < len(text):
+        char = text[place]
+        if char in "'\"":
+            end = _quoted(text, place)
+            word, place = word + text[place:end], end
+            continue
+        if char == "\\" and place + 1 < len(text):
+            word, place = word + text[place : place + 2], place + 2
+            continue
+        if text.startswith(("$((", "$(", "${"), place):
+            end = _closed(text, place + 1)
+            word, place = word + text[place:end], end
+            continue
+        if char == "#" and not word:
+            place = text.find("\n", place) if "\n" in text[place:] else len(text)
+            continue
+        if char == "(" and word.endswith("="):
+            depth, word = 1, word + char
+        elif char == ")" and depth:
+            words, word, depth = [*words, word, ")"] if word else [*words, ")"], "", 0
+        elif char.isspace() or char in ";|&":
+            words, word = [*words, word] if word else words, ""
+            if (char == "\n" or char in ";|&") and not depth:
+                yield words
+                words = []
+        elif depth and word.endswith("=("):
+            words, word = [*words, word], char
+        else:
+            word += char
+        place += 1
+    yield [*words, word] if word else words
+
+
+def _quoted(text: str, start: int) -> int:
+    """The place behind the quote that ends what begins here."""
+    mark, place = text[start], start + 1
+    while place < len(text) and text[place] != mark:
+        if mark == '"' and text.startswith(("$(", "${"), place):
+            place = _closed(text, place + 1)
+        else:
+            place += 2 if text[place] == "\\" and mark == '"' else 1
+    return min(place + 1, len(text))
+
+
+def _closed(text: str, start: int) -> int:
+    """The place behind the bracket that closes the one that stands here."""
+    pairs, depth = {"(": ")", "{": "}"}, 0
+    opening = text[start]
+    for place in range(start, len(text)):
+        depth += (text[place] == opening) - (text[place] == pairs[opening])
+        if depth == 0:
+            return place + 1
+    return len(text)
+
+
+_EXPANSION = re.compile(r"\$\(\(|\$\(|\$\{|\$[A-Za-z_]\w*|\$[@*#?!$0-9]")
+
+
+class _Shell:
+    """Variables and arrays of a text so far."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {"HOME": "~", "PWD": "."}
+        self._arrays: dict[str, list[str]] = {}
+
+    def read(self, raw: Sequence[str]) -> list[str] | None:
+        """A statement's words, expanded; None for an assignment, which is kept."""
+        raw = [
+            word
+            for word in raw
+            if word not in ("export", "local", "readonly", "set", "-x", "then", "do", "else", "if", "{", "}")
+        ]
+        if not raw:
+            return None
+        if (array := re.fullmatch(r"([A-Za-z_]\w*)(\+?)=\(", raw[0])) is not None:
+            inner = [one for word in raw[1 : raw.index(")") if ")" in raw else None] for one in self._word(word)]
+            self._arrays[array[1]] = [*(self._arrays.get(array[1], []) if array[2] else []), *inner]
+            return None
+        while raw and (given := re.match(r"([A-Za-z_]\w*)=(.*)", raw[0], re.DOTALL)) is not None:
+            self._names[given[1]] = " ".join(self._word(given[2]))
+            raw = raw[1:]
+        return [one for word in raw for one in self._word(word)] if raw else None
+
+    def _word(self, raw: str) -> list[str]:
+        """A raw word: quotes taken off, expanded, and split where an unquoted variable has spaces."""
+        pieces, place = [""], 0
+        while place < len(raw):
+            char = raw[place]
+            if char == "'":
+                end = _quoted(raw, place)
+                pieces[-1] += raw[place + 1 : end - 1]
+            elif char == '"':
+                end = _quoted(raw, place)
+                pieces = self._spread(pieces, raw[place + 1 : end - 1], quoted=True)
+            elif char == "\\":
+                end = place + 2
+                pieces[-1] += raw[place + 1 : end]
+            elif (found := _EXPANSION.match(raw, place)) is not None:
+                end = _closed(raw, place + 1) if found[0][1] in "({" else found.end()
+                pieces = self._spread(pieces, raw[place:end], quoted=False)
+            else:
+                end = place + 1
+                pieces[-1] += char
+            place = end
+        return (
+            [piece for piece in pieces if piece] if "'" not in raw and '"' not in raw else pieces[: len(pieces)] or [""]
+        )
+
+    def _spread(self, pieces: list[str], text: str, *, quoted: bool) -> list[str]:
+        array = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", text)
+        if array or re.fullmatch(r"\$[@*]|\$\{@(:\d+)?\}", text):
+            words = self._arrays.get(array[1], []) if array else []
+        else:
+            expanded = self._expanded(text)
+            words = [expanded] if quoted or expanded == text else expanded.split() or [""]
+        return [*pieces[:-1], pieces[-1] + words[0], *words[1:]] if words else pieces
+
+    def _expanded(self, text: str) -> str:
+        found, place = "", 0
+        while place < len(text):
+            if text[place] == "\\" and place + 1 < len(text) and text[place + 1] in '"$\\`':
+                found, place = found + text[place + 1], place + 2
+            elif (start := _EXPANSION.match(text, place)) is not None:
+                end = _closed(text, place + 1) if start[0][1] in "({" else start.end()
+                found, place = found + self._value(text[place:end]), end
+            else:
+                found, place = found + text[place], place + 1
+        return found
+
+    def _value(self, text: str) -> str:
+        """What an expansion stands for; an unknown one stands as it is written."""
+        if text.startswith("$(("):
+            return self._arithmetic(text[3:-2])
+        if text.startswith("$("):
+            return "." if text[2:-1].strip() == "pwd" else re.sub(r"\s+", "_", text)
+        body = text[2:-1] if text.startswith("${") else text[1:]
+        given = re.fullmatch(r"(\w+)(:?[-=?])?(.*)", body, re.DOTALL)
+        if given is None:
+            return text  # OmegaConf's own, `${data.x}`, or a form that is not read
+        if given[1] in self._names:
+            return self._names[given[1]] or (" ".join(self._word(given[3])) if given[2] else "")
+        return " ".join(self._word(given[3])) if given[2] in (":-", "-", ":=", "=") else text
+
+    def _arithmetic(self, text: str) -> str:
+        known = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda one: self._names.get(one[1], one[0]), text)
+
+        def number(node: ast.AST) -> int:
+            if isinstance(node, ast.Constant) and isinstance(node.value, int):
+                return node.value
+            if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+                return int(_OPERATORS[type(node.op)](number(node.left), number(node.right)))
+            if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+                return -number(node.operand)
+            raise SettingError(f"arithmetic $(({text}))", expected="whole numbers, + - * / %", found=known)
+
+        try:
+            return str(number(ast.parse(known.strip(), mode="eval").body))
+        except (SyntaxError, ZeroDivisionError, SettingError):
+            return "$((" + re.sub(r"\s+", "", text) + "))"

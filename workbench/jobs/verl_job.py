@@ -1,0 +1,275 @@
+"""`wb.compat.verl`: a verl command as a table of what becomes of each setting, and as a pipeline, rows and train arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from workbench import agents, engines, recipes
+from workbench.base.errors import SettingError, unknown
+from workbench.compat.verl_account import Row, account, canonical
+from workbench.compat.verl_command import Command, read_command
+from workbench.compat.verl_keys import DEFAULTS, entries, find, keys, known
+from workbench.compat.verl_reward import reward_from
+from workbench.datasets.door import rows as rows_of
+from workbench.datasets.rows import Rows
+from workbench.jobs.verl_plan import Call, Plan, plan
+from workbench.stages.pipeline import Pipeline
+from workbench.views import document as doc
+
+_MINI, _BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size", "data.train_batch_size"
+_SHORT = {
+    "model": "actor_rollout_ref.model.path", "steps": "trainer.total_training_steps", "max_tokens": "data.max_response_length",
+    "max_prompt_length": "data.max_prompt_length", "n": "actor_rollout_ref.rollout.n", "kl_coef": "actor_rollout_ref.actor.kl_loss_coef",
+    "run": "trainer.default_local_dir", "seed": "data.seed",
+}  # fmt: skip
+"""Short names of overrides that the table alone would leave open."""
+
+
+_ORDER = ("refused", "near", "exact", "hardware")
+
+
+@dataclass(frozen=True, repr=False)
+class VerlJob:
+    """A verl command that was read: print it for what becomes of each setting, `open` it to step or train.
+
+    `settings` are as written (dotted name → value), `rows` the table: key, value, becomes, kind, why. Kinds: `exact`, `near`
+    (why says the difference), `hardware` (changes no number), `refused` (why).
+    """
+
+    settings: Mapping[str, Any]
+    source: str
+    rows: tuple[Row, ...]
+    left_out: Mapping[str, str]
+
+    @property
+    def refused(self) -> tuple[Row, ...]:
+        """What changes numbers and cannot be honoured, or is not understood."""
+        return tuple(row for row in self.rows if row.kind == "refused")
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """verl's defaults that hold because the command leaves them out, and that are not ours."""
+        given = canonical(self.settings)
+        return {key: value for key, value in DEFAULTS.items() if key not in given}
+
+    def _document(self) -> doc.Part:
+        counts = ", ".join(f"{sum(row.kind == kind for row in self.rows)} {kind}" for kind in _ORDER)
+        rows = sorted(self.rows, key=lambda row: _ORDER.index(row.kind))
+        table = doc.Table(["key", "value", "becomes", "kind", "why"], [list(row) for row in rows], most=len(rows))
+        held = ", ".join(f"{key}={value}" for key, value in self.defaults.items())
+        return (
+            doc.line(doc.bold(f"verl command of {self.source}: {counts}")),
+            table,
+            f"verl's defaults that hold: {held}",
+        )
+
+    def __repr__(self) -> str:
+        return doc.text(self._document())
+
+    def _repr_html_(self) -> str:
+        return doc.html(self._document())
+
+    def with_settings(self, **settings: Any) -> VerlJob:
+        """A copy with some settings changed: verl's dotted names, their last words, or the names here (`batch_size`, `lr`).
+
+        A smaller batch takes its mini-batches along. Raises `SettingError` for an unknown name, or one of several settings.
+        """
+        found = {self._key(name): value for name, value in settings.items()}
+        spelled = {key: name for name in self.settings for key in canonical({name: self.settings[name]})}
+        given = {name: value for name, value in self.settings.items() if not set(canonical({name: value})) & set(found)}
+        batch, mini = found.get(_BATCH), canonical(self.settings).get(_MINI, DEFAULTS[_MINI])
+        if batch is not None and _MINI not in found and isinstance(mini, int):
+            before = canonical(self.settings).get(_BATCH, DEFAULTS[_BATCH])
+            given.pop(spelled.get(_MINI, _MINI), None)
+            found[_MINI] = max(1, round(min(mini, before) * batch / before))
+        return _job(Command({**given, **found}, dict(self.left_out), self.source))
+
+    def _key(self, name: str) -> str:
+        if "." in name:
+            return name
+        if name in _SHORT:
+            return _SHORT[name]
+        ours = [
+            keys(one.key)[0]
+            for one in entries()
+            if one.place.endswith((f".{name}", f"({name})")) and one.kind in ("exact", "near")
+        ]
+        theirs = [
+            key for key in known() if key.rpartition(".")[2] == name and (entry := find(key)) and entry.kind != "alias"
+        ]
+        fit = ours[:1] or [key for key in theirs if key in canonical(self.settings)] or theirs
+        if len(fit) > 1:
+            raise SettingError(
+                f"override {name!r} is several settings", found=", ".join(fit[:6]), do='give one whole: **{"…": value}'
+            )
+        if not fit:
+            raise SettingError(
+                unknown(
+                    "setting of verl's or workbench's",
+                    name,
+                    sorted({key.rpartition(".")[2] for key in known()} | {*_SHORT}),
+                )
+            )
+        return fit[0]
+
+    def open(
+        self,
+        *,
+        model: str | Path | None = None,
+        train_files: Any = None,
+        val_files: Any = None,
+        engine: Any = None,
+        reward: Any = None,
+        without: Sequence[str] = (),
+        **overrides: Any,
+    ) -> tuple[Pipeline, Rows, Rows | None, dict[str, Any]]:
+        """The pipeline, the rows, the held-out rows and the arguments of `wb.train` that the command stands for.
+
+        Args:
+            model: instead of the command's; a critic of another model is then a copy of it.
+            train_files, val_files: files, or `Rows`. Without `val_files` another `train_files` has no held-out rows.
+            engine: an engine that is open; its own settings count.
+            reward: instead of the command's: anything that a recipe takes.
+            without: refused settings, by key, that are left out.
+            overrides: other settings: `train_batch_size=8`, `max_response_length=16`, `steps=2`, `n=4`, `lr=1e-4`.
+
+        Raises `SettingError` where a setting is refused, with all of them.
+
+        Example:
+            >>> pipe, rows, held, how = wb.compat.verl("run.sh").open(model="data/tiny-arith", train_batch_size=8)  # doctest: +SKIP
+            >>> run = await wb.train(pipe, rows, eval_rows=held, **how)  # doctest: +SKIP
+        """
+        job = self.adapted(model, train_files, val_files, without, overrides)
+        made = plan(canonical(job.settings))
+        policy = engine if engine is not None else _open_engine(made)
+        rows = _open_rows(train_files if isinstance(train_files, Rows) else made.train_files, made, policy)
+        held = val_files if isinstance(val_files, Rows) else made.eval_files
+        eval_rows = _open_rows(held, made, policy, made.eval_limit) if held else None
+        how = dict(made.train)
+        how.setdefault("steps", made.epochs * (len(rows) // how["batch_size"]))
+        return _open_pipeline(made, policy, rows, reward), rows, eval_rows, how
+
+    def adapted(
+        self, model: Any, train_files: Any, val_files: Any, without: Sequence[str], overrides: Mapping[str, Any]
+    ) -> VerlJob:
+        """The job with another model and files, without refused settings that are named. Raises `SettingError` for the others."""
+        given = dict(overrides)
+        if model is not None:
+            given |= {"actor_rollout_ref.model.path": str(model), "critic.model.path": str(model)}
+        if train_files is not None:
+            given |= {"data.train_files": [] if isinstance(train_files, Rows) else train_files, "data.val_files": []}
+        if val_files is not None and not isinstance(val_files, Rows):
+            given["data.val_files"] = val_files
+        left = {key: value for key, value in self.left_out.items() if key not in without}
+        kept = {key: value for key, value in self.settings.items() if key not in without}
+        for name in without:
+            if name not in {row.key for row in self.rows}:
+                raise SettingError(unknown("key of this command", name, [row.key for row in self.refused]))
+        job = _job(Command(kept, left, self.source)).with_settings(**given)
+        lines = [f"\n- {row.key}={row.value}: {row.why}" for row in job.refused if row.key not in without]
+        if lines:
+            do = "\nchange these, or leave them out by name: open(without=[…])"
+            raise SettingError(f"{len(lines)} settings of {self.source} are refused:{''.join(lines)}{do}")
+        for key, what in (("actor_rollout_ref.model.path", "model"), ("data.train_files", "train_files")):
+            if canonical(job.settings).get(key) is None:
+                raise SettingError(f"{self.source} names no {what}", do=f"open({what}=…)")
+        return job
+
+    def notebook(self, path: str | Path, *, without: Sequence[str] = (), **overrides: Any) -> Path:
+        """Write the notebook that the command stands for: parameters, data, algorithm, training, results. Returns its path.
+
+        It is a job like the others: `workbench check`, `workbench train`. Raises `SettingError` where a setting is refused.
+        """
+        from workbench.jobs.verl_notebook import write
+
+        given = {"model": overrides.pop("model", None), "train_files": overrides.pop("train_files", None)}
+        job = self.adapted(*given.values(), overrides.pop("val_files", None), without, overrides)
+        return write(path, job, plan(canonical(job.settings)), [row for row in self.rows if row.key in without])
+
+
+def verl(source: Any, *, command: int | None = None) -> VerlJob:
+    """Read a verl command and say what becomes of each setting; nothing of it is run.
+
+    `source` is a list of words, the path of a `.sh` or YAML file, their text, or a mapping of settings. The commands of every
+    version of verl are read. Of a script with several `command` chooses one, from 0. Raises `SettingError` where there is none.
+
+    Example:
+        >>> job = wb.compat.verl("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo …")  # doctest: +SKIP
+        >>> job  # a table: key, value, becomes, kind, why  # doctest: +SKIP
+    """
+    return _job(read_command(source, command=command))
+
+
+def _job(command: Command) -> VerlJob:
+    return VerlJob(command.settings, command.source, tuple(account(command)), command.left_out)
+
+
+# --- opening --------------------------------------------------------------------------------------
+
+
+def _open_engine(made: Plan) -> Any:
+    settings = dict(made.engine)
+    if settings.get("schedule") == "cosine" and not settings.get("total_steps"):
+        raise SettingError("a cosine schedule", expected="the number of steps", found="epochs", do="open(steps=…)")
+    return engines.local(made.model, template_switches=made.switches or None, **settings)
+
+
+def _open_rows(source: Any, made: Plan, policy: Any, limit: int | None = None) -> Rows:
+    """Rows as they are, or of files."""
+    if isinstance(source, Rows):
+        return source
+    arguments = {**made.rows, **({"limit": limit} if limit else {})}
+    found = rows_of(source, require_answers=made.answers, **arguments)
+    return found.fitting(policy.tokenizer, overlong=made.overlong) if made.overlong == "drop" else found
+
+
+def _open_pipeline(made: Plan, policy: Any, rows: Rows, reward: Any) -> Pipeline:
+    if reward is None and made.reward:
+        reward = reward_from(made.reward, tokenizer=policy.tokenizer)
+    more: dict[str, Any] = {"rows": rows} if made.recipe == "dapo" else {}
+    if made.agent is not None:
+        more["agent"] = made.agent if isinstance(made.agent, str) else _open_agent(made.agent)
+    if made.critic is not None:
+        own = dict(made.critic)
+        base = engines.local(own.pop("path")) if "path" in own else policy
+        more["critic"] = base.critic(**own)
+    if made.reference is not None:
+        more["reference"] = engines.local(made.reference)
+    pipe = recipes.by_name(made.recipe)(
+        policy, reward, **{name: made_of(one) for name, one in made.settings.items()}, **more
+    )
+    for stage, settings in made.changes.items():
+        if made.advantage is not None and stage == "advantage":
+            continue
+        pipe = pipe.replace(stage, **{name: made_of(one) for name, one in settings.items()})
+    if made.advantage is not None:
+        stage = made_of(
+            made.advantage._replace(settings={**made.advantage.settings, **made.changes.get("advantage", {})})
+        )
+        pipe = pipe.replace("advantage", stage)
+    if made.correction:
+        pipe = recipes.with_rollout_correction(pipe, **made.correction)
+    return pipe if made.resample is None else pipe.insert_after("advantage", made_of(made.resample))
+
+
+def _open_agent(given: Mapping[str, Any]) -> agents.ToolAgent:
+    own = dict(given)
+    if "tools" in own:
+        own["tools"] = agents.load_tools(own["tools"])
+    if "interactions" in own:
+        own["interactions"] = agents.load_interactions(own["interactions"])
+    return agents.ToolAgent(**own)
+
+
+def made_of(value: Any) -> Any:
+    """What a `Call` stands for; anything else as it is. One of a function, without arguments, is the function."""
+    if not isinstance(value, Call):
+        return value
+    thing = resolve_name(f"workbench.{value.name}")
+    if not value.args and not value.settings:
+        return thing
+    return thing(*map(made_of, value.args), **{name: made_of(one) for name, one in value.settings.items()})

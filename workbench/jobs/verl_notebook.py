@@ -1,0 +1,224 @@
+"""Writes the notebook that a verl command stands for: parameters, data, algorithm, training, results, as a person would."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import nbformat
+from nbformat import v4
+
+from workbench import recipes
+from workbench.base.files import write_text
+from workbench.compat.verl_account import Row
+from workbench.jobs.verl_plan import Call, Plan
+
+if TYPE_CHECKING:
+    from workbench.jobs.verl_job import VerlJob
+
+_HELP = {
+    "model": "policy to start from: a Hugging Face folder or name, or a checkpoint",
+    "train_file": "training rows; one file or several",
+    "eval_file": "held-out rows; []: none",
+    "run": "run folder",
+    "resume": "auto: go on from the newest good checkpoint; never: start",
+    "steps": "training steps; None: as many as `epochs` have",
+    "epochs": "passes over the rows, where no steps are given",
+    "batch_size": "prompts in a step",
+    "ppo_mini_batch_size": "prompts in an optimizer step; None: the whole batch",
+    "group_size": "samples for each prompt",
+    "lr": "AdamW learning rate",
+    "kl_coef": "weight of the KL to the reference; 0 leaves that out",
+    "max_prompt_length": "longest prompt, in tokens",
+    "max_tokens": "longest response, in tokens",
+    "test_freq": "validate every n steps; 0: before and after",
+    "save_freq": "checkpoint every n steps; 0: after the last",
+    "seed": "seeds data order and every sampled token",
+}
+_TITLES = {
+    "grpo": "GRPO", "ppo": "PPO", "dapo": "DAPO", "rloo": "RLOO", "remax": "ReMax", "opo": "OPO", "gpg": "GPG", "gspo": "GSPO",
+    "cispo": "CISPO", "reinforce_plus_plus": "REINFORCE++",
+}  # fmt: skip
+
+
+class _Name(str):
+    """A parameter's name where its value would stand."""
+
+
+def write(path: str | Path, job: VerlJob, made: Plan, left_out: Sequence[Row]) -> Path:
+    """Write the notebook of a plan to `path`, and return that."""
+    values, source = (
+        _parameters(made),
+        "a command" if job.source in ("text", "a mapping", "a list of words") else Path(job.source).name,
+    )
+    title = f"# {_TITLES.get(made.recipe, made.recipe)}, as in {source}\n\nMade by `workbench translate` from a verl command. Where it is not verl to the letter:\n"
+    near = [f"- `{row.key}={row.value}`: {row.why}" for row in job.rows if row.kind == "near"] or ["- nowhere"]
+    near += [f"- `{row.key}={row.value}` is left out: {row.why}" for row in left_out]
+    job_lines = f"\n\n```\nworkbench check {Path(path).name}      # everything that can be refused before work starts\nworkbench train {Path(path).name}\n```"
+    cells = [
+        v4.new_markdown_cell(title + "\n" + "\n".join(near) + job_lines),
+        v4.new_markdown_cell("## Parameters\n\nEvery one can be set from the command line: `-p steps=100`."),
+        v4.new_code_cell(_parameter_lines(values), metadata={"tags": ["parameters"]}),
+        v4.new_code_cell("import workbench as wb"),
+        v4.new_markdown_cell("## The data, checked"),
+        v4.new_code_cell(_data(made)),
+        *[v4.new_code_cell(text) for text in _objects(made)],
+        v4.new_markdown_cell("## The algorithm\n\nA list of stages: replace one, change a setting, print it."),
+        v4.new_code_cell(_algorithm(made)),
+        v4.new_markdown_cell("One batch first, phase by phase; stepping up to the advantage changes no weights."),
+        v4.new_code_cell('wb.Stepper(pipe, rows.batch(batch_size, seed=seed)).run(until="advantage")', metadata={"tags": ["look"]}),
+        v4.new_markdown_cell("## Training"),
+        v4.new_code_cell(_training(made, values)),
+        v4.new_markdown_cell("## What happened"),
+        v4.new_code_cell("result.curves()"),
+        v4.new_code_cell("result.summary"),
+        v4.new_code_cell("result.symptoms"),
+        v4.new_code_cell('last = result.traces[max(result.traces)].batch\nwb.views.samples(last, order="worst", rows=5)', metadata={"tags": ["look"]}),
+    ]  # fmt: skip
+    for number, cell in enumerate(cells):
+        cell["id"] = f"verl-{number:02d}"
+    kernel = {"kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}}
+    write_text(Path(path), nbformat.writes(v4.new_notebook(cells=cells, metadata=kernel)) + "\n")
+    return Path(path)
+
+
+def _parameters(made: Plan) -> dict[str, Any]:
+    """The notebook's parameters: name → value. `None` for steps where the command counts epochs."""
+    known = inspect.signature(recipes.by_name(made.recipe)).parameters
+    settings = {
+        name: made.settings.get(name, known[name].default)
+        for name in ("group_size", "ppo_mini_batch_size", "kl_coef", "max_tokens")
+    }
+    if "sampling" in made.settings:
+        settings["max_tokens"] = made.settings["sampling"].settings.get("max_tokens")
+    found = {
+        "model": made.model, "train_file": made.train_files, "eval_file": made.eval_files, "run": made.train["run"],
+        "resume": made.train.get("resume", "never"), "steps": made.train.get("steps"), "epochs": made.epochs,
+        "batch_size": made.train["batch_size"], **settings, "lr": made.engine.get("lr", 1e-6),
+        "max_prompt_length": made.rows.get("max_prompt_length"), "test_freq": made.train.get("test_freq", 0),
+        "save_freq": made.train.get("save_freq", 0), "seed": made.train.get("seed", 0),
+    }  # fmt: skip
+    found["max_tokens"] = found["max_tokens"] or 128
+    if found["steps"] is not None:
+        del found["epochs"]
+    return found
+
+
+def _parameter_lines(values: Mapping[str, Any]) -> str:
+    lines = []
+    for name, value in values.items():
+        kind = {"train_file": "list[str]", "eval_file": "list[str]", "lr": "float", "kl_coef": "float"}.get(
+            name, type(value).__name__
+        )
+        if name in ("steps", "ppo_mini_batch_size", "max_prompt_length"):
+            kind = "int" if name == "steps" and value is not None else "Optional[int]"
+        told = float(value) if kind == "float" else value
+        lines.append(f"{name}: {kind} = {_text(told)}  # {_HELP[name]}")
+    optional = "from typing import Optional\n\n" if any("Optional" in line for line in lines) else ""
+    return optional + "\n".join(lines)
+
+
+def _data(made: Plan) -> str:
+    engine = {**made.engine, "lr": _Name("lr"), **({"template_switches": made.switches} if made.switches else {})}
+    rows: dict[str, Any] = {**made.rows, "max_prompt_length": _Name("max_prompt_length")}
+    rows |= {} if made.answers else {"require_answers": False}
+    held = {name: one for name, one in rows.items() if name != "limit"} | (
+        {"limit": made.eval_limit} if made.eval_limit else {}
+    )
+    fit = '.fitting(policy.tokenizer, overlong="drop")' if made.overlong == "drop" else ""
+    return "\n".join(
+        [
+            _call("policy", "wb.engines.local", ["model"], engine),
+            _call("rows", "wb.rows", ["train_file"], rows) + fit,
+            _call("eval_rows", "wb.rows", ["eval_file"], held) + f"{fit} if eval_file else None",
+            "rows.report(policy.tokenizer)",
+        ]
+    )
+
+
+def _objects(made: Plan) -> Iterable[str]:
+    """Cells that make what the recipe gets: reward, tools and users, critic."""
+    if made.reward:
+        inner = "".join(f"    {_text(key)}: {_text(value)},\n" for key, value in made.reward.items())
+        yield f"reward = wb.reward_from({{\n{inner}}}, tokenizer=policy.tokenizer)\nreward"
+    if isinstance(made.agent, dict):
+        own = dict(made.agent)
+        for name in ("tools", "interactions"):
+            if name in own:
+                own[name] = _Name(f"wb.agents.load_{name}({_text(own[name])})")
+        yield _call("agent", "wb.agents.ToolAgent", [], own) + "\nagent"
+    if made.critic is not None:
+        own = dict(made.critic)
+        base = f"wb.engines.local({_text(own.pop('path'))})" if "path" in own else "policy"
+        yield _call("critic", f"{base}.critic", [], own)
+
+
+def _algorithm(made: Plan) -> str:
+    settings: dict[str, Any] = {**made.settings}
+    settings |= {name: _Name(name) for name in ("group_size", "ppo_mini_batch_size", "kl_coef", "max_tokens")}
+    if "sampling" in settings:
+        del settings["max_tokens"]
+        call = settings["sampling"]
+        settings["sampling"] = call._replace(settings={**call.settings, "max_tokens": _Name("max_tokens")})
+    objects = {
+        "agent": made.agent if isinstance(made.agent, dict) else None,
+        "critic": made.critic,
+        "rows": made.recipe == "dapo" or None,
+    }
+    settings |= {name: _Name(name) for name, there in objects.items() if there is not None}
+    if isinstance(made.agent, str):
+        settings["agent"] = made.agent
+    if made.reference is not None:
+        settings["reference"] = _Name(f"wb.engines.local({_text(made.reference)})")
+    lines = [_call("pipe", f"wb.recipes.{made.recipe}", ["policy", *(["reward"] if made.reward else [])], settings)]
+    changes = dict(made.changes)
+    if made.advantage is not None:
+        stage = made.advantage._replace(settings={**made.advantage.settings, **changes.pop("advantage", {})})
+        changes = {"advantage": {"": stage}, **changes}
+    for stage_name, own in changes.items():
+        other = [_text(own[""])] if "" in own else []
+        lines.append(_call("pipe", "pipe.replace", [_text(stage_name), *other], {} if other else own))
+    if made.correction:
+        lines.append(_call("pipe", "wb.recipes.with_rollout_correction", ["pipe"], made.correction))
+    if made.resample is not None:
+        lines.append(f'pipe = pipe.insert_after("advantage", {_text(made.resample)})')
+    return "\n".join([*lines, "pipe"])
+
+
+def _training(made: Plan, values: Mapping[str, Any]) -> str:
+    names = ("steps", "batch_size", "seed", "run", "resume", "eval_rows", "test_freq", "save_freq")
+    own = {
+        **{name: _Name(name) for name in names},
+        **{name: one for name, one in made.train.items() if name not in names},
+    }
+    if "epochs" in values:
+        own["steps"] = _Name("steps or epochs * (len(rows) // batch_size)")
+    return _call("result", "await wb.train", ["pipe", "rows"], own) + "\nresult"
+
+
+def _call(name: str, function: str, args: Sequence[str], settings: Mapping[str, Any]) -> str:
+    """`name = function(args, settings)`, on one line where it fits."""
+    given = [*args, *(f"{key}={_text(value)}" for key, value in settings.items())]
+    line = f"{name} = {function}({', '.join(given)})"
+    return line if len(line) <= 100 else "\n".join([f"{name} = {function}(", *(f"    {one}," for one in given), ")"])
+
+
+def _text(value: Any) -> str:
+    """A value as Python writes it."""
+    if isinstance(value, _Name):
+        return str(value)
+    if isinstance(value, Call):
+        if not value.args and not value.settings:
+            return f"wb.{value.name}" if value.name.startswith("functional.") else f"wb.{value.name}()"
+        given = [*map(_text, value.args), *(f"{key}={_text(one)}" for key, one in value.settings.items())]
+        return f"wb.{value.name}({', '.join(given)})"
+    if isinstance(value, str):
+        return '"' + repr(value + "'")[1:-2] + '"' if '"' not in value else repr(value)
+    if isinstance(value, list | tuple):
+        inner = ", ".join(map(_text, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_text(key)}: {_text(one)}" for key, one in value.items()) + "}"
+    return repr(value)

@@ -1,0 +1,426 @@
+"""What a verl command asks for, in workbench's own words: a `Plan`, from which `verl_job` opens and `verl_notebook` writes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from workbench import recipes
+from workbench.base.errors import SettingError
+from workbench.compat.verl_account import estimator, has_critic, has_turns, reward_block
+from workbench.compat.verl_keys import DEFAULTS, GROUPED, Entry, find
+from workbench.engines.protocol import SamplingSettings
+from workbench.engines.settings import LocalSettings
+from workbench.runs.trackers import check_trackers
+
+_ACTOR, _ROLLOUT, _MODEL, _TURNS = (
+    "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model",
+    "actor_rollout_ref.rollout.multi_turn",
+)  # fmt: skip
+_RECIPES = {
+    "gae": "ppo", "grpo_vectorized": "grpo", "rloo_vectorized": "rloo",
+    **{name: name for name in ("grpo", "rloo", "remax", "reinforce_plus_plus", "opo", "gpg")},
+}  # fmt: skip
+_LOSSES = ("gspo", "cispo")
+"""Losses that have a recipe of their own, with GRPO's advantage."""
+_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""verl's all-linear in a Llama-shaped model."""
+
+
+class Call(NamedTuple):
+    """An object of workbench to be made: the path of its class or function from `wb`, and its arguments."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    settings: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a command asks for."""
+
+    model: str
+    train_files: list[str]
+    eval_files: list[str]
+    recipe: str
+    engine: dict[str, Any]
+    """Settings of the engine."""
+    switches: dict[str, Any]
+    """Of the chat template."""
+    rows: dict[str, Any]
+    """Arguments of `wb.rows`, of the training rows."""
+    eval_limit: int | None
+    overlong: str
+    settings: dict[str, Any]
+    """Settings of the recipe that are not its own defaults."""
+    critic: dict[str, Any] | None
+    """Settings of a critic that the recipe cannot make itself, and its model under `path`."""
+    reference: str | None
+    changes: dict[str, dict[str, Any]]
+    """Stage → settings that the recipe has no place for."""
+    advantage: Call | None
+    """Instead of the recipe's."""
+    resample: Call | None
+    correction: dict[str, Any]
+    reward: dict[str, Any]
+    """verl's reward settings; {}: the scorer of each row's data_source."""
+    agent: dict[str, Any] | str | None
+    """Arguments of a `ToolAgent`, `tools` and `interactions` as paths; or the name of a registered loop."""
+    train: dict[str, Any]
+    epochs: int
+    answers: bool = field(default=True)
+    """Whether every row must have a ground truth."""
+
+
+def plan(values: Mapping[str, Any]) -> Plan:
+    """The plan of settings under verl's own names of now (`canonical`); what they leave out is verl's default."""
+    read = _Read(values)
+    steps = read("trainer.total_training_steps")
+    reward = reward_block(values)
+    judged = has_turns(values) or any("custom_reward_function" in key or "reward_model" in key for key in reward)
+    return Plan(
+        model=_path(read(f"{_MODEL}.path") or ""),
+        train_files=_paths(read("data.train_files")),
+        eval_files=_paths(read("data.val_files")),
+        recipe=_recipe(read),
+        engine=_engine(read),
+        switches={
+            **(read("data.apply_chat_template_kwargs") or {}),
+            **_below(values, "data.apply_chat_template_kwargs."),
+        },
+        rows=_rows(read),
+        eval_limit=_limit(read("data.val_max_samples")),
+        overlong="drop"
+        if read("data.filter_overlong_prompts") or read("data.truncation") in ("left", "right", "middle")
+        else "error",
+        settings=_settings(read),
+        critic=_critic(read),
+        reference=_path(found) if (found := read("actor_rollout_ref.ref.model.path")) else None,
+        changes=_changes(read),
+        advantage=_advantage(read),
+        resample=Call("stages.Resample", (), _at(read, "Resample")) if read("algorithm.use_pf_ppo") else None,
+        correction={
+            key: one for key, one in _below(values, "algorithm.rollout_correction.").items() if one is not None
+        },
+        reward=reward,
+        agent=_agent(read),
+        train={**_train(read), **({"steps": steps} if steps is not None else {})},
+        epochs=int(read("trainer.total_epochs")),
+        answers=not judged,
+    )
+
+
+class _Read:
+    """Settings by key, verl's defaults behind them."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def __call__(self, key: str, default: Any = None) -> Any:
+        return self.values.get(key, DEFAULTS.get(key, default))
+
+
+def _at(read: _Read, holder: str) -> dict[str, Any]:
+    """Settings whose place in the table is `holder.name` or `holder(name)`, by that name."""
+    found: dict[str, Any] = {}
+    for key, value in read.values.items():
+        entry: Entry | None = find(key)
+        if entry is not None and entry.place.startswith((f"{holder}.", f"{holder}(")):
+            name = entry.place[len(holder) + 1 :].rstrip(")")
+            found[key.rpartition(".")[2] if name == "tau" else name] = value
+    return found
+
+
+def _below(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+
+
+def _path(text: Any) -> str:
+    return str(Path(str(text)).expanduser()) if str(text).startswith("~") else str(text)
+
+
+def _paths(found: Any) -> list[str]:
+    return [_path(one) for one in found] if isinstance(found, list) else [_path(found)] if found else []
+
+
+def _limit(found: Any) -> int | None:
+    return found if isinstance(found, int) and found > 0 else None
+
+
+# --- data, engine ---------------------------------------------------------------------------------
+
+
+def _rows(read: _Read) -> dict[str, Any]:
+    length = read(f"{_ROLLOUT}.prompt_length") or read("data.max_prompt_length")
+    given = {"max_prompt_length": length, "limit": _limit(read("data.train_max_samples"))}
+    given |= {"prompt_key": read("data.prompt_key")} if read("data.prompt_key", "prompt") != "prompt" else {}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def updates(read: _Read) -> int:
+    """Optimizer steps of a training step."""
+    batch, mini = read("data.train_batch_size"), _mini(read) or read("data.train_batch_size")
+    return -(-batch // mini) * int(read(f"{_ACTOR}.ppo_epochs", 1))
+
+
+def _mini(read: _Read) -> int | None:
+    """Prompts of an optimizer step; None: the whole batch."""
+    mini, batch = read(f"{_ACTOR}.ppo_mini_batch_size"), read("data.train_batch_size")
+    return None if mini is None or mini >= batch else int(mini)
+
+
+def _engine(read: _Read) -> dict[str, Any]:
+    """Settings of the engine that are not its defaults."""
+    found = _at(read, "LocalSettings")
+    found.pop("dtype", None)
+    found.pop("warmup_steps", None)
+    found = {"micro_batch_tokens" if name == "micro_batch_tokens" else name: one for name, one in found.items()}
+    found["pack"] = "auto"
+    found |= _warmup(read, f"{_ACTOR}.optim") | _lora(read)
+    if found.get("schedule") == "cosine":
+        found["total_steps"] = _total(read)
+    if isinstance(found.get("betas"), list):
+        found["betas"] = tuple(found["betas"])
+    usual = LocalSettings()
+    return {name: value for name, value in found.items() if value is not None and value != getattr(usual, name)}
+
+
+def _total(read: _Read) -> int | None:
+    steps = read("trainer.total_training_steps")
+    return None if steps is None else steps * updates(read)
+
+
+def _warmup(read: _Read, place: str) -> dict[str, Any]:
+    """verl counts training steps, the engine optimizer steps. A ratio needs the number of steps."""
+    steps, ratio, total = read(f"{place}.lr_warmup_steps"), read(f"{place}.lr_warmup_steps_ratio"), _total(read)
+    if isinstance(steps, int) and steps > 0:
+        return {"warmup_steps": steps * updates(read)}
+    return {"warmup_steps": int(ratio * total)} if ratio and total else {}
+
+
+def _lora(read: _Read) -> dict[str, Any]:
+    rank = read(f"{_MODEL}.lora_rank") or 0
+    if not rank:
+        return {"lora_rank": 0, "lora_alpha": 32.0, "lora_targets": LocalSettings().lora_targets}
+    named = read(f"{_MODEL}.target_modules")
+    targets = _LINEAR if named in ("all-linear", ["all-linear"]) else [named] if isinstance(named, str) else named
+    return {"lora_rank": rank, "lora_alpha": float(read(f"{_MODEL}.lora_alpha")), "lora_targets": tuple(targets)}
+
+
+def _critic(read: _Read) -> dict[str, Any] | None:
+    """Settings of the critic's engine where they are more than a learning rate: verl's own, not the policy's."""
+    if not has_critic(read.values):
+        return None
+    usual, mine = LocalSettings(), _engine(read)
+    own = {name: one for name, one in _at(read, "critic").items() if name != "warmup_steps"}
+    own = {"weight_decay": usual.weight_decay, "betas": usual.betas, "grad_clip": usual.grad_clip, **own}
+    own |= {"schedule": "constant", "warmup_steps": _warmup(read, "critic.optim").get("warmup_steps", 0)}
+    own["betas"] = tuple(own["betas"])
+    path, model = read("critic.model.path"), read(f"{_MODEL}.path")
+    found = {name: value for name, value in own.items() if value != mine.get(name, getattr(usual, name))}
+    if path is not None and path != model:
+        found = {name: value for name, value in own.items() if value != getattr(usual, name)} | {"path": _path(path)}
+    return {"lr": read("critic.optim.lr", 1e-5), **found} if found else None
+
+
+# --- recipe ---------------------------------------------------------------------------------------
+
+
+def _recipe(read: _Read) -> str:
+    if read("algorithm.filter_groups.enable"):
+        return "dapo"
+    method, loss = estimator(read.values), read(f"{_ACTOR}.policy_loss.loss_mode")
+    return loss if method == "grpo" and loss in _LOSSES else _RECIPES.get(method, "grpo")
+
+
+def _kl(read: _Read) -> tuple[float, float]:
+    """Coefficients of the KL in the loss, and in the reward."""
+    in_loss = read(f"{_ACTOR}.kl_loss_coef") if read(f"{_ACTOR}.use_kl_loss") else 0.0
+    return in_loss, read("algorithm.kl_ctrl.kl_coef") if read("algorithm.use_kl_in_reward") else 0.0
+
+
+def _clip(read: _Read) -> dict[str, float]:
+    both = read(f"{_ACTOR}.clip_ratio", 0.2)
+    return {f"clip_ratio_{side}": read(f"{_ACTOR}.clip_ratio_{side}", both) for side in ("low", "high")}
+
+
+def _sampling(read: _Read) -> dict[str, Any]:
+    given = _at(read, "SamplingSettings")
+    given = {"temperature": 1.0, **given, "max_tokens": given.get("max_tokens") or read("data.max_response_length")}
+    greedy = read(f"{_ROLLOUT}.do_sample") is False
+    given["temperature"] = 0.0 if greedy else read(f"{_ROLLOUT}.temperature", 1.0)
+    usual = SamplingSettings()
+    given = {name: value for name, value in given.items() if value is not None and value != getattr(usual, name)}
+    more = set(given) - {"temperature", "max_tokens"}
+    return {"sampling": Call("SamplingSettings", (), given)} if more else given
+
+
+def _settings(read: _Read) -> dict[str, Any]:
+    """Settings of the recipe, without those that are its own defaults."""
+    recipe, (in_loss, in_reward) = _recipe(read), _kl(read)
+    given: dict[str, Any] = {
+        **_at(read, "PolicyLoss"),
+        **_clip(read),
+        **_sampling(read),
+        "loss_mode": read(f"{_ACTOR}.policy_loss.loss_mode", "vanilla"),
+    }
+    given |= {
+        "group_size": read(f"{_ROLLOUT}.n"),
+        "ppo_mini_batch_size": _mini(read),
+        "ppo_epochs": read(f"{_ACTOR}.ppo_epochs", 1),
+    }
+    given |= {"loss_agg_mode": read(f"{_ACTOR}.loss_agg_mode", "token-mean"), "kl_coef": in_loss or in_reward}
+    given |= {
+        "kl_type": read(f"{_ACTOR}.kl_loss_type"),
+        "norm_adv_by_std": read("algorithm.norm_adv_by_std_in_grpo", True),
+    }
+    if given["loss_agg_mode"] == "seq-mean-token-sum-norm":  # verl's width is the padded one
+        given.setdefault("loss_scale_factor", float(read("data.max_response_length")))
+    if recipe in ("ppo", "reinforce_plus_plus"):
+        given |= {"kl_type": _kind(read), "kl_coef": in_reward or in_loss, "gamma": read("algorithm.gamma", 1.0)}
+    if recipe == "ppo":
+        lam, lr = read("algorithm.lam", 1.0), read("critic.optim.lr", 1e-5)
+        given |= {"lam": lam, "critic_lr": lr, "critic_warmup": read("trainer.critic_warmup", 0)}
+        given |= {"cliprange_value": read("critic.cliprange_value", 0.5)}
+        if in_reward and read("algorithm.kl_ctrl.type") == "adaptive":
+            given |= {"kl_target": read("algorithm.kl_ctrl.target_kl"), "kl_horizon": read("algorithm.kl_ctrl.horizon")}
+    if recipe == "dapo":
+        given["max_num_gen_batches"] = read("algorithm.filter_groups.max_num_gen_batches") or 4
+    known = inspect.signature(recipes.by_name(recipe)).parameters
+    # dr_grpo, dapo and gspo have their own max_tokens; a default of the recipe's that is not verl's is written out
+    return {name: value for name, value in given.items() if name in known and value != known[name].default}
+
+
+def _kind(read: _Read) -> str:
+    kind = str(read("algorithm.kl_penalty"))
+    return "k1" if kind == "kl" else kind
+
+
+def _changes(read: _Read) -> dict[str, dict[str, Any]]:
+    """Stage → settings that the recipe does not take."""
+    recipe, (in_loss, in_reward) = _recipe(read), _kl(read)
+    known = inspect.signature(recipes.by_name(recipe)).parameters
+    inner = recipe not in ("ppo", "reinforce_plus_plus")  # the recipe's KL is the loss's
+    actor = {
+        name: one for name, one in _at(read, "PolicyLoss").items() if name not in (*known, "clip_ratio_low", "kl_coef")
+    }
+    actor |= _at(read, "Update")
+    advantage: dict[str, Any] = {}
+    if inner and in_reward:
+        advantage |= {"kl_controller": _controller(read), "kl_type": _kind(read)}
+        actor |= {} if in_loss else {"kl_coef": 0.0}
+    if not inner and in_loss:
+        actor |= {"kl_coef": in_loss, "kl_type": read(f"{_ACTOR}.kl_loss_type")}
+        advantage |= {} if in_reward else {"kl_controller": None}
+    if (
+        recipe == "reinforce_plus_plus"
+        and in_reward
+        and (read("algorithm.kl_ctrl.type") == "adaptive" or _kind(read) != "k1")
+    ):
+        advantage |= {"kl_controller": _controller(read), "kl_type": _kind(read)}
+    method = estimator(read.values)
+    if (
+        read("algorithm.norm_adv_by_std_in_grpo", True) is False
+        and "norm_adv_by_std" not in known
+        and method.startswith("grpo")
+    ):
+        advantage["norm_by_std"] = False
+    if read(f"{_ROLLOUT}.n") == 1 and method in GROUPED and method not in ("grpo_passk", "rloo_vectorized"):
+        advantage["singleton"] = "verl"
+    critic = (
+        {name: one for name, one in _at(read, "update_critic").items() if one is not None} if recipe == "ppo" else {}
+    )
+    critic = {
+        name: one
+        for name, one in critic.items()
+        if name != "ppo_mini_batch_size" or one < read("data.train_batch_size")
+    }
+    critic |= (
+        {"loss_agg_mode": mode}
+        if recipe == "ppo"
+        and (mode := read("critic.loss_agg_mode", read(f"{_ACTOR}.loss_agg_mode"))) not in (None, "token-mean")
+        else {}
+    )
+    squares = {"sum_pi_squared": True} if "token_baseline" in method else {}
+    found = {"old_log_prob": squares, "advantage": advantage, "update_critic": critic, "update_actor": actor}
+    return {stage: settings for stage, settings in found.items() if settings}
+
+
+def _controller(read: _Read) -> Call:
+    control = {name: read(f"algorithm.kl_ctrl.{name}") for name in ("type", "kl_coef", "target_kl", "horizon")}
+    if control["type"] == "adaptive":
+        return Call("functional.AdaptiveKL", (control["kl_coef"], control["target_kl"], control["horizon"]))
+    return Call("functional.FixedKL", (control["kl_coef"],))
+
+
+def _advantage(read: _Read) -> Call | None:
+    """The advantage stage of an estimator that has no recipe, or another one in the recipe."""
+    method, recipe = estimator(read.values), _recipe(read)
+    mine = {"dapo": "grpo", "gspo": "grpo", "cispo": "grpo", "ppo": "gae"}.get(recipe, recipe)
+    wanted = method.removesuffix("_vectorized")
+    if wanted == mine:
+        return None
+    settings: dict[str, Any] = {}
+    if wanted == "gdpo":
+        settings = {
+            "parts": tuple(read("algorithm.gdpo_reward_keys") or ()),
+            "weights": read("algorithm.gdpo_reward_weights"),
+        }
+    return Call(
+        "stages.Advantage",
+        (Call(f"functional.{wanted}"),),
+        {key: one for key, one in settings.items() if one is not None},
+    )
+
+
+# --- agent, training ------------------------------------------------------------------------------
+
+
+def _agent(read: _Read) -> dict[str, Any] | str | None:
+    loop = str(read(f"{_ROLLOUT}.agent.default_agent_loop", ""))
+    if loop and not loop.startswith(("tool_agent", "single_turn")):
+        return loop
+    if not has_turns(read.values):
+        return None
+    given = {name: one for name, one in _at(read, "ToolAgent").items() if one is not None}
+    files = {"tools": read(f"{_TURNS}.tool_config_path"), "interactions": read(f"{_TURNS}.interaction_config_path")}
+    if not files["tools"]:
+        given.pop("parser", None)
+    return {**given, **{name: _path(file) for name, file in files.items() if file}}
+
+
+def _train(read: _Read) -> dict[str, Any]:
+    found: dict[str, Any] = {"batch_size": read("data.train_batch_size"), "run": _run(read)}
+    found |= {name: one for name in ("seed", "val_samples") if (one := _at(read, "train").get(name)) is not None}
+    if read("actor_rollout_ref.rollout.seed") is not None and read("data.seed") is None:
+        found["seed"] = read("actor_rollout_ref.rollout.seed")
+    for name in ("test_freq", "save_freq"):
+        if (every := read(f"trainer.{name}")) is not None and every > 0:
+            found[name] = every
+    found["resume"] = "never" if read("trainer.resume_mode") == "disable" else "auto"
+    if (kept := read("trainer.max_actor_ckpt_to_keep")) is not None:
+        found["keep_checkpoints"] = max(2, kept)
+    if read("trainer.rollout_data_dir"):
+        found["trace_freq"] = 1
+    if read("trainer.v1.trainer_mode", "sync") not in ("sync", None) or read("trainer.scheduler"):
+        found["ahead"] = 1
+    if (named := read("trainer.logger")) is not None:
+        found["trackers"] = [name for name in ([named] if isinstance(named, str) else named) if _there(name)]
+    return found
+
+
+def _run(read: _Read) -> str:
+    folder, name = read("trainer.default_local_dir"), read("trainer.experiment_name")
+    return _path(folder) if folder else f"runs/{name or 'verl'}"
+
+
+def _there(tracker: Any) -> bool:
+    """Whether a tracker is known and installed here."""
+    try:
+        check_trackers([str(tracker)])
+    except SettingError:
+        return False
+    return True
