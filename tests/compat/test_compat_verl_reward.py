@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import workbench as wb
 from workbench.base.errors import SettingError
@@ -143,6 +144,24 @@ def test_what_was_made_works_alone_in_a_rubric_and_in_a_step(tmp_path: Path) -> 
     reward.close()
 
 
+def test_a_recorded_step_makes_the_reward_of_a_block_again(tmp_path: Path) -> None:
+    """One that needs no file and no model; of the others the step has the recorded scores."""
+    engine = wb.engines.local("data/tiny-arith")
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=128)
+    for block, again in ((DAPO, True), ({"custom_reward_function.path": _file(tmp_path), "num_workers": 1}, False)):
+        reward = reward_from(block, tokenizer=engine.tokenizer, roots=(str(tmp_path),))
+        pipe = wb.recipes.grpo(engine, reward, group_size=2, max_tokens=8, kl_coef=0.0)
+        plan = {"steps": 1, "batch_size": 2, "trackers": (), "trace_freq": 1}
+        run = wb.train_blocking(pipe, rows, run=tmp_path / str(again), **plan)
+        reward.close()
+        step = run.stepper(step=1)
+        made = getattr(step.pipeline["reward"], "function", None)
+        assert (repr(made) == repr(reward)) is again
+        recorded = step.run(until="reward").batch["reward"]
+        assert torch.equal(recorded, run.traces[1].batch["reward"])
+        assert not again or [score.value for score in made.score(run.traces[1].batch)] == recorded.tolist()
+
+
 MANAGER = """
 import torch
 
@@ -179,7 +198,9 @@ def test_a_function_gets_the_address_of_the_served_model(tmp_path: Path) -> None
     )
     path, roots = _file(tmp_path, text), (str(tmp_path),)
     block = {**SERVED, "custom_reward_function.path": path, "num_workers": 1}
-    with pytest.raises(SettingError, match="reward_model_tokenizer of the custom_reward_function; expected reward_model.model_path"):
+    with pytest.raises(
+        SettingError, match="reward_model_tokenizer of the custom_reward_function; expected reward_model.model_path"
+    ):
         reward_from(block, tokenizer=Letters(), roots=roots)
     reward = reward_from({**block, "reward_model.model_path": "data/tiny-arith"}, tokenizer=Letters(), roots=roots)
     (score,) = scores(reward, ROW)

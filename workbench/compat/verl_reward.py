@@ -448,6 +448,13 @@ class VerlReward(rewards.ManagerReward):
             self.reads = manager.reward.reads  # type: ignore[assignment]
 
     @property
+    def repeatable(self) -> bool:
+        """Whether `given` alone makes an equal reward: it names no file of code, and no model, whose weights may change."""
+        return not any(
+            f"{key}.".startswith(("custom_", "reward_model.", "reward_manager.module.")) for key in self.given
+        )
+
+    @property
     def source(self) -> str | None:
         """The source of the function, or of the manager's file."""
         return self._inner.source if self._inner is not None else None
