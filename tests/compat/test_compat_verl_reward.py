@@ -146,9 +146,9 @@ def test_what_was_made_works_alone_in_a_rubric_and_in_a_step(tmp_path: Path) -> 
 
 def test_a_recorded_step_makes_the_reward_of_a_block_again(tmp_path: Path) -> None:
     """One that needs no file and no model; of the others the step has the recorded scores."""
-    engine = wb.engines.local("data/tiny-arith")
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=128)
     for block, again in ((DAPO, True), ({"custom_reward_function.path": _file(tmp_path), "num_workers": 1}, False)):
+        engine = wb.engines.local("data/tiny-arith")
         reward = reward_from(block, tokenizer=engine.tokenizer, roots=(str(tmp_path),))
         pipe = wb.recipes.grpo(engine, reward, group_size=2, max_tokens=8, kl_coef=0.0)
         plan = {"steps": 1, "batch_size": 2, "trackers": (), "trace_freq": 1}
