@@ -9,6 +9,7 @@ from functools import partial
 from typing import cast
 
 from workbench import agents, compat, datasets, engines, functional, recipes, rewards, sandbox, stages, views
+from workbench.agents import BaseInteraction
 from workbench.base.errors import WorkbenchError
 from workbench.base.memory import free_memory
 from workbench.cluster import CallablePackage
@@ -37,7 +38,7 @@ compat.verl = verl  # it opens pipelines, and `compat` stands below them
 __version__ = "0.9.0"
 
 __all__ = [
-    "COLUMNS", "DataProto", "Evaluation", "Origin", "Outcome", "Pipeline", "Run", "RunStopped", "SamplingSettings",
+    "COLUMNS", "BaseInteraction", "DataProto", "Evaluation", "Origin", "Outcome", "Pipeline", "Run", "RunStopped", "SamplingSettings",
     "Score", "Status", "Stepper", "Trace", "WorkbenchError", "agents", "cluster", "compare", "compat", "datasets",
     "diverge", "engines", "evaluate", "free_memory", "functional", "list_runs", "load_run", "recipes",
     "reward_from", "rewards", "rows", "run_notebook", "sandbox", "stage", "stages", "train", "train_blocking", "views", "what_if",

@@ -49,6 +49,7 @@ class PolicyGradientSettings(TypedDict, total=False):
     group_size: int
     kl_coef: float
     kl_type: str
+    kl_in_reward: bool
     sampling: SamplingSettings | None
     temperature: float | None
     top_p: float | None
@@ -68,6 +69,7 @@ class PolicyGradientSettings(TypedDict, total=False):
 
 DEFAULTS: Mapping[str, Any] = {
     **{"group_size": 8, **PolicyLoss().to_dict(), "kl_coef": 0.001, "ppo_epochs": 1, "ppo_mini_batch_size": None},
+    "kl_in_reward": False,
     "recompute_old_log_probs": False,
     **dict.fromkeys(("sampling", "temperature", "top_p", "max_tokens", "reference", "agent")),
 }
@@ -76,6 +78,7 @@ _OURS = {
     "lr of the engine: engines.local(path, lr=…)": "actor_lr learning_rate lr",
     "kl_coef": "beta init_kl_coef kl_loss_coef",
     "kl_type": "kl_kind kl_loss_type kl_penalty",
+    "kl_in_reward": "use_kl_in_reward",
     "clip_ratio_low": "clip_low",
     "clip_ratio_high": "clip_high epsilon_high",
     "clip_ratio_low and clip_ratio_high": "clip_ratio cliprange epsilon",
@@ -98,7 +101,6 @@ def _policy_gradient(
     reward: Any,
     advantage: Stage,
     *,
-    kl_in_loss: bool = True,
     greedy_baseline: bool = False,
     after_reward: Callable[[list[Stage]], Sequence[Stage]] = lambda stages: (),
     critic: Any = None,
@@ -106,12 +108,16 @@ def _policy_gradient(
     critic_warmup: int = 0,
     **settings: Unpack[PolicyGradientSettings],
 ) -> Pipeline:
-    """What all recipes share; `after_reward` adds stages behind the reward, given those before."""
+    """What all recipes share; `after_reward` adds stages behind the reward, given those before. An advantage with a KL
+    controller of its own keeps it."""
     given = {**DEFAULTS, **settings}
     sampling = _sampling(given["sampling"], **{name: given[name] for name in ("temperature", "top_p", "max_tokens")})
     rollout = {"group_size": given["group_size"], "sampling": sampling, "greedy_baseline": greedy_baseline}
     minis = {name: given[name] for name in ("ppo_epochs", "ppo_mini_batch_size")}
-    own = set(PolicyLoss.field_names()) - (set() if kl_in_loss else {"kl_coef", "kl_type"})
+    own = set(PolicyLoss.field_names()) - ({"kl_coef", "kl_type"} if given["kl_in_reward"] else set())
+    if given["kl_in_reward"] and given["kl_coef"] and "kl_controller" not in getattr(advantage, "made_with", {}):
+        how = {"kl_controller": F.FixedKL(given["kl_coef"]), "kl_type": settings.get("kl_type", "k1")}
+        advantage = advantage.with_settings(**how)
     loss = PolicyLoss(**{name: value for name, value in given.items() if name in own})
     agent, temperature = given["agent"], sampling.temperature or 1.0
     first = Rollout(engine, **rollout) if agent is None else EpisodeRollout(engine, agent=agent, **rollout)
@@ -177,7 +183,9 @@ def grpo(
         norm_adv_by_std: divide by the group's standard deviation; False is Dr.GRPO's advantage.
         group_size: samples per prompt (G).
         kl_coef: weight of the KL term; 0 leaves the reference out.
-        kl_type: estimator of the KL: `k1`/`kl`, `k2`/`mse`, `k3`/`low_var_kl` or `abs`; with `+` after it, k2's gradient.
+        kl_type: estimator of the KL: `k1`/`kl`, `k2`/`mse`, `k3`/`low_var_kl` or `abs`; with `+` after it, k2's gradient. In
+            the reward it is `k1` unless given.
+        kl_in_reward: subtract the KL from each token's reward, as `ppo` does, and not in the loss.
         sampling: a full `SamplingSettings`; or only `temperature`, `top_p` and `max_tokens` (response tokens).
         clip_ratio_low: the ratio is clipped below 1 − this.
         clip_ratio_high: the ratio is clipped above 1 + this.
@@ -292,7 +300,7 @@ def remax(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSett
     )
 
 
-@_recipe(group_size=1)
+@_recipe(group_size=1, kl_in_reward=True)
 def reinforce_plus_plus(
     engine: Any, reward: Any = None, *, gamma: float = 1.0, **settings: Unpack[PolicyGradientSettings]
 ) -> Pipeline:
@@ -300,12 +308,10 @@ def reinforce_plus_plus(
 
     `gamma` is the discount per token; other settings as in `grpo`. Hu et al. 2025, https://arxiv.org/abs/2501.03262.
     """
-    kl_coef = settings.get("kl_coef", 0.001)
-    advantage = Advantage(F.reinforce_plus_plus, gamma=gamma, kl_controller=F.FixedKL(kl_coef) if kl_coef else None)
-    return _policy_gradient(engine, reward, advantage, kl_in_loss=False, **settings)
+    return _policy_gradient(engine, reward, Advantage(F.reinforce_plus_plus, gamma=gamma), **settings)
 
 
-@_recipe(group_size=1, kl_type="k1")
+@_recipe(group_size=1, kl_type="k1", kl_in_reward=True)
 def ppo(
     engine: Any,
     reward: Any = None,
@@ -330,18 +336,19 @@ def ppo(
         critic_warmup: steps in which only the critic is trained.
         gamma: discount per token.
         lam: GAE's λ.
-        kl_type: estimator of the KL that is subtracted from the reward.
+        kl_type: estimator of the KL that is subtracted from the reward, or with `kl_in_reward=False` is in the loss.
         kl_target: adapt the coefficient towards this KL (nats per token) over `kl_horizon` samples; None: it is fixed.
         cliprange_value: how far a new value may leave the old one before its loss is clipped.
     """
     critic = critic if critic is not None else engine.critic(lr=critic_lr)
-    kl_coef, controller = settings.get("kl_coef", DEFAULTS["kl_coef"]), None
-    if kl_coef:
-        controller = F.AdaptiveKL(kl_coef, kl_target, kl_horizon) if kl_target is not None else F.FixedKL(kl_coef)
-    advantage = Advantage(F.gae, gamma=gamma, lam=lam, kl_controller=controller, kl_type=settings["kl_type"])
+    advantage = Advantage(F.gae, gamma=gamma, lam=lam)
+    if kl_target is not None and (kl_coef := settings.get("kl_coef", DEFAULTS["kl_coef"])):
+        require(settings["kl_in_reward"], "kl_target", expected="kl_in_reward=True", found="kl_in_reward=False")
+        controller = F.AdaptiveKL(kl_coef, kl_target, kl_horizon)
+        advantage = Advantage(F.gae, gamma=gamma, lam=lam, kl_controller=controller, kl_type=settings["kl_type"])
     value_loss = ValueLoss(cliprange_value=cliprange_value)
     own = {"critic": critic, "value_loss": value_loss, "critic_warmup": critic_warmup}
-    return _policy_gradient(engine, reward, advantage, kl_in_loss=False, **own, **settings)
+    return _policy_gradient(engine, reward, advantage, **own, **settings)
 
 
 def by_name(name: str) -> Callable[..., Pipeline]:
@@ -389,7 +396,7 @@ def with_rollout_correction(
     else:
         stages.insert(names.index("advantage"), RolloutCorrection(**how.correction()))
     corrected = [one.with_settings(**loss) if one.name == "update_actor" else one for one in stages]
-    return Pipeline(corrected, overlap=pipeline.overlap)
+    return Pipeline(corrected, overlap=pipeline.overlap, given=pipeline.given)
 
 
 def _sampling(sampling: SamplingSettings | None, **given: float | None) -> SamplingSettings:

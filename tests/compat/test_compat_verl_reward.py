@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import workbench as wb
 from workbench.base.errors import SettingError
@@ -142,6 +144,24 @@ def test_what_was_made_works_alone_in_a_rubric_and_in_a_step(tmp_path: Path) -> 
     reward.close()
 
 
+def test_a_recorded_step_makes_the_reward_of_a_block_again(tmp_path: Path) -> None:
+    """One that needs no file and no model; of the others the step has the recorded scores."""
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=128)
+    for block, again in ((DAPO, True), ({"custom_reward_function.path": _file(tmp_path), "num_workers": 1}, False)):
+        engine = wb.engines.local("data/tiny-arith")
+        reward = reward_from(block, tokenizer=engine.tokenizer, roots=(str(tmp_path),))
+        pipe = wb.recipes.grpo(engine, reward, group_size=2, max_tokens=8, kl_coef=0.0)
+        plan = {"steps": 1, "batch_size": 2, "trackers": (), "trace_freq": 1}
+        run = wb.train_blocking(pipe, rows, run=tmp_path / str(again), **plan)
+        reward.close()
+        step = run.stepper(step=1)
+        made = getattr(step.pipeline["reward"], "function", None)
+        assert (repr(made) == repr(reward)) is again
+        recorded = step.run(until="reward").batch["reward"]
+        assert torch.equal(recorded, run.traces[1].batch["reward"])
+        assert not again or [score.value for score in made.score(run.traces[1].batch)] == recorded.tolist()
+
+
 MANAGER = """
 import torch
 
@@ -178,7 +198,9 @@ def test_a_function_gets_the_address_of_the_served_model(tmp_path: Path) -> None
     )
     path, roots = _file(tmp_path, text), (str(tmp_path),)
     block = {**SERVED, "custom_reward_function.path": path, "num_workers": 1}
-    with pytest.raises(SettingError, match="reward_model_tokenizer of compute_score; expected reward_model.model_path"):
+    with pytest.raises(
+        SettingError, match="reward_model_tokenizer of the custom_reward_function; expected reward_model.model_path"
+    ):
         reward_from(block, tokenizer=Letters(), roots=roots)
     reward = reward_from({**block, "reward_model.model_path": "data/tiny-arith"}, tokenizer=Letters(), roots=roots)
     (score,) = scores(reward, ROW)
@@ -186,9 +208,68 @@ def test_a_function_gets_the_address_of_the_served_model(tmp_path: Path) -> None
     reward.close()
     with pytest.raises(SettingError, match="needs reward_model.url, a served model"):
         reward_from({**MODEL, "custom_reward_function.path": path}, tokenizer=Letters(), roots=roots)
-    _file(tmp_path)
-    with pytest.raises(SettingError, match="compute_score of .* does not take the model.*reward_router_address"):
-        reward_from(block, tokenizer=Letters(), roots=roots)
+
+
+def test_a_function_that_does_not_ask_the_model_is_the_rule_beside_it(tmp_path: Path) -> None:
+    block = {**MODEL, "custom_reward_function.path": _file(tmp_path), "num_workers": 1}
+    reward = reward_from(block, tokenizer=Letters(), roots=(str(tmp_path),))
+    (score,) = scores(reward, ROW)
+    assert score.parts["rule"] == 2 and score.value == pytest.approx(2 + score.parts["rm"])
+    reward.close()
+
+
+def test_a_function_gets_the_sandbox_its_limit_and_its_share_of_places(tmp_path: Path) -> None:
+    text = (
+        "def compute_score(solution_str, sandbox_fusion_url, concurrent_semaphore, memory_limit_mb):\n"
+        "    return {'score': 1.0, 'url': sandbox_fusion_url, 'places': concurrent_semaphore._value, 'mb': memory_limit_mb}\n"
+    )
+    block = {**SANDBOX, "custom_reward_function.path": _file(tmp_path, text), "num_workers": 2}
+    reward = reward_from(block, tokenizer=Letters(), roots=(str(tmp_path),))
+    (score,) = scores(reward, ROW)
+    assert score.extra["url"] == SANDBOX["reward.sandbox_fusion.url"]
+    assert (score.parts["places"], score.parts["mb"]) == (64, 1024)  # two processes share 128 places
+    reward.close()
+
+
+MANAGERS = ("naive", "batch", "prime", "dapo", "rate_limited", "own")
+
+
+@pytest.mark.parametrize("manager", MANAGERS)
+@pytest.mark.parametrize("function", ["", "plain", "asking", "boxed"])
+def test_every_combination_opens_or_says_which_key_it_cannot_honour(
+    function: str, manager: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model × function × sandbox × manager × workers: what is refused follows four rules; what has no file scores, too."""
+    monkeypatch.setattr(wb.engines.ClassifyEndpoint, "classify", _one)
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    (tmp_path / "managers.py").write_text(MANAGER)
+    named = {
+        "reward_manager": {"source": "importlib", "name": "Mine", "module": {"path": str(tmp_path / "managers.py")}}
+    }
+    how = {"own": named, "dapo": DAPO, "naive": {}}.get(manager, {"reward_manager.name": manager})
+    path = {"custom_reward_function.path": str(tmp_path / "mine.py"), "custom_reward_function.name": function}
+    for model, boxed, workers in itertools.product(({}, MODEL, SERVED), ({}, SANDBOX), ({}, {"num_workers": 2})):
+        block = {**how, **model, **boxed, **(path if function else {}), **workers}
+        own, asking = manager == "own", function == "asking"
+        refused = [
+            bool(model) and ((own and not asking) or (asking and model is MODEL)),  # nobody would ask the model
+            bool(boxed) and ((own or bool(function)) and function != "boxed"),  # nobody would run the code there
+            manager in ("batch", "rate_limited") and not (function or model or (boxed and manager == "rate_limited")),
+            bool(workers) and (own or (manager == "batch" and bool(function) and (not model or asking))),
+        ]
+        if any(refused):
+            with pytest.raises(SettingError, match="cannot be honoured here:\n- (reward_|sandbox_|num_)"):
+                reward_from(block, tokenizer=Letters(), roots=(str(tmp_path),))
+            continue
+        reward = reward_from(block, tokenizer=Letters(), roots=(str(tmp_path),))
+        if not function and not own and (model or not workers):  # no worker processes are needed
+            (score,) = scores(reward, ROW)
+            assert score.scored and ("overlong_reward" in score.parts) == (manager == "dapo"), block
+        reward.close()
+
+
+async def _one(self: Any, text: str) -> Any:
+    return Classified(1.0, 1)
 
 
 def test_limits_hold_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +349,11 @@ ACCEPTED: dict[str, dict[str, Any]] = {
                  "custom_reward_function.reward_kwargs": {"factor": 3}, **DAPO},
     "function, limits": {"custom_reward_function.path": "mine.py", "reward_manager": "rate_limited", "max_rpm": 500,
                          "reward_kwargs": {"on_failure": "value=0"}},
+    "function, sandbox": {"custom_reward_function.path": "mine.py", "custom_reward_function.name": "boxed", **SANDBOX,
+                          "sandbox_fusion.memory_limit_mb": 512, "num_workers": 3},
+    "function beside a model": {"custom_reward_function.path": "mine.py", **MODEL, "num_workers": 2, **DAPO,
+                                "reward_model.batch_size": 4, "reward_model.rollout.prompt_length": 256},
+    "model, batch": {**MODEL, "reward_manager": "batch", "num_workers": 2},
     "function, model": {"custom_reward_function.path": "mine.py", "custom_reward_function.name": "asking", **SERVED,
                         "reward_model.rollout.name": "vllm"},
 }  # fmt: skip
@@ -275,6 +361,8 @@ FUNCTIONS = """
 def compute_score(solution_str): return 1.0
 def other(solution_str, factor): return factor
 def asking(solution_str, reward_router_address): return 1.0
+def plain(solution_str): return 1.0
+def boxed(solution_str, sandbox_fusion_url, memory_limit_mb): return 1.0
 """
 
 
@@ -313,10 +401,10 @@ def test_no_accepted_key_can_be_taken_away_unseen(name: str, tmp_path: Path) -> 
         ({"reward_model.model_path": "m"}, "reward_model.model_path needs reward_model.enable=True"),
         ({"custom_reward_function.name": "f"}, "custom_reward_function.name needs custom_reward_function.path"),
         ({"sandbox_fusion.max_concurrent": 3}, "sandbox_fusion.max_concurrent needs sandbox_fusion.url"),
-        ({**SANDBOX, "custom_reward_function.path": "f"}, "sandbox_fusion.url is not given to a custom_reward_function"),
+        ({**SANDBOX, "custom_reward_function.path": "f"}, "no reward file at 'f'"),
         ({**SANDBOX, "max_rpm": 3}, "max_rpm is a limit of reward_manager.name=rate_limited"),
         ({"reward_manager": "rate_limited"}, "limits calls of a function, a model or a sandbox: none is given"),
-        ({**MODEL, "reward_manager": "batch"}, "calls a function with whole batches"),
+        ({"reward_manager": "batch"}, "calls a function with whole batches"),
         ({**MODEL, "reward_kwargs": {"a": 1}}, "reward_kwargs is for functions"),
         ({**SERVED, "reward_model.template": "chat"}, "needs the model's tokenizer"),
         ({"reward_kwargs": {"nonsense": 1}}, "nonsense"),

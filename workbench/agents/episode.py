@@ -83,6 +83,8 @@ class Episode:
     """How often an `EpisodeStepper` has made its tools and its simulated user anew."""
     seconds: float = 0.0
     """Seconds spent waiting for the sampler."""
+    samples: list[Sample] = field(default_factory=list)
+    """What was sampled, turn by turn."""
     versions: list[int] = field(default_factory=list)
 
     @property
@@ -111,8 +113,30 @@ class Episode:
             found = await (waves.sample(self.row, request) if waves else self.sampler.sample(request))
         finally:
             self.seconds += time.perf_counter() - began
+        self.samples.append(found)
         self.versions.append(found.version)
         return found
+
+    def with_log_probs(self, output: AgentLoopOutput) -> AgentLoopOutput:
+        """The output with the log-probs of what was sampled, where it has none: turns may be left out, the last one cut.
+
+        Raises `DataError` where the model's own tokens (mask 1) are not those that were sampled.
+        """
+        if output.response_logprobs is not None:
+            return output
+        own = [one for one, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
+        found: list[float] = []
+        for sample in self.samples:
+            rest = own[len(found) :]
+            if rest[: len(sample.ids)] == list(sample.ids[: len(rest)]):
+                found += sample.log_probs[: len(rest)]
+        if len(found) < len(own):
+            what = f"row {self.row} (uid {self.uid}): an agent loop's output without response_logprobs"
+            expected = "response ids that are the sampled ones, in order, where the mask is 1"
+            do = "give `Sample.log_probs` of what was sampled, and 0.0 where the mask is 0"
+            raise DataError(what, expected=expected, found=f"token {len(found)} of {len(own)} was not sampled", do=do)
+        drawn = iter(found)
+        return replace(output, response_logprobs=tuple(next(drawn) if one else 0.0 for one in output.response_mask))
 
 
 @dataclass

@@ -44,8 +44,8 @@ class AgentLoopBase(Remembering, Shown):
 
     A `Sample` has `ids`, their `log_probs` (in nats), `finish_reason` (`stop`, `length` or `abort`) and `version`. An
     `AgentLoopOutput` that is made by hand needs `prompt_ids`, `response_ids` (all that follows the prompt), a `response_mask`
-    (1 where the model wrote, 0 where others did) and `response_logprobs` (`Sample.log_probs`, 0.0 where the mask is 0), all
-    three of one length, at most `max_tokens`: what is longer is cut. It may have `turns` for the transcript, and `extra` for
+    (1 where the model wrote, 0 where others did), and may have `response_logprobs` (`Sample.log_probs`, 0.0 where the mask is
+    0; by default those of what was sampled), all of one length, at most `max_tokens`: what is longer is cut. It may have `turns` for the transcript, and `extra` for
     rewards: `num_tool_calls`, `turn_scores`, `tool_rewards`, and any other key as `agent_extra`. `Transcript.say`, `.hear`
     and `.output` keep all of it consistent.
     """
@@ -92,6 +92,11 @@ class AgentLoopBase(Remembering, Shown):
         """The sampler's tokenizer."""
         return self.episode.sampler.tokenizer
 
+    @property
+    def server_manager(self) -> ServerManager:
+        """What verl's agent loops sample with: `await self.server_manager.generate(request_id, prompt_ids=…, …)`."""
+        return ServerManager(self)
+
     async def generate(
         self, ids: Sequence[int], sampling_params: SamplingSettings | Mapping[str, Any], **changes: Any
     ) -> Sample:
@@ -99,6 +104,34 @@ class AgentLoopBase(Remembering, Shown):
         if isinstance(sampling_params, SamplingSettings):
             sampling_params = sampling_params.to_dict()
         return await self.episode.generate(ids, {**sampling_params, **changes})
+
+
+class TokenOutput(list[int]):
+    """The token ids of a turn, which are `token_ids`, too, with `log_probs` (nats) and `stop_reason`: verl's of any version."""
+
+    def __init__(self, sample: Sample) -> None:
+        super().__init__(sample.ids)
+        self.token_ids = list(sample.ids)
+        self.log_probs = list(sample.log_probs)
+        self.stop_reason = sample.finish_reason
+
+
+class ServerManager:
+    """verl's way to sample inside an agent loop; every loop has one as `server_manager`."""
+
+    def __init__(self, loop: AgentLoopBase) -> None:
+        self._loop = loop
+
+    async def generate(
+        self, request_id: Any = None, *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], **media: Any
+    ) -> TokenOutput:
+        """Sample the next turn after `prompt_ids`. The request id is not needed: a row's turns have its own seeds.
+
+        Raises `SettingError` for pictures and films (`media`).
+        """
+        if there := [name for name, one in media.items() if one]:
+            raise SettingError(f"{there[0]} of server_manager.generate", expected="text: token ids", found=there)
+        return TokenOutput(await self._loop.generate(prompt_ids, sampling_params))
 
 
 _LOOPS: dict[str, type[AgentLoopBase]] = {}

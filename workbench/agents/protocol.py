@@ -118,7 +118,8 @@ class Turn:
 class AgentLoopOutput:
     """One finished episode: a prompt, and one response of the model's, tools' and users' tokens with a mask over them.
 
-    `AgentLoopBase` has an example. Raises `DataError` without a prompt, where ids, mask and log-probs differ in length, for
+    `AgentLoopBase` has an example. Without `response_logprobs` it gets those with which the rollout's sampler drew the model's
+    own tokens (`Episode.with_log_probs`). Raises `DataError` without a prompt, where ids, mask and log-probs differ in length, for
     mask values other than 0 and 1, and for log-probs that are not finite.
     """
 
@@ -126,12 +127,12 @@ class AgentLoopOutput:
     response_ids: tuple[int, ...]
     response_mask: tuple[int, ...]
     """1 = the model's own token, 0 = tool or user text."""
-    response_logprobs: tuple[float, ...]
+    response_logprobs: tuple[float, ...] = None  # type: ignore[assignment]
     """In nats; 0.0 where the mask is 0."""
     num_turns: int = 2
     """User turns + assistant turns + 1, as verl counts."""
     finish_reason: str = "stop"
-    """`stop`, `length` (the response has no room for more), `abort`, or `turns` (a limit of turns)."""
+    """`stop`, `length` (the response has no room for more), `abort`, or `turns` (a limit of turns or of tool calls)."""
     version: int = 0
     """Policy version of the first generated token; `metrics` has `min_version` and `max_version`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -142,20 +143,17 @@ class AgentLoopOutput:
     """Stable keys: `turn_scores`, `tool_rewards`, `num_tool_calls`; a loop may add its own."""
 
     def __post_init__(self) -> None:
-        if self.response_logprobs is None:
-            expected = "a number per response id: `Sample.log_probs` of what was sampled, 0.0 where the mask is 0"
-            do = "return them: the losses correct by them for differences between sampler and policy"
-            raise DataError("response_logprobs of an agent loop's output", expected=expected, found="None", do=do)
         what = "an agent loop's output"
-        for name in ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "turns"):
+        given = () if self.response_logprobs is None else ("response_logprobs",)
+        for name in ("prompt_ids", "response_ids", "response_mask", *given, "turns"):
             value = getattr(self, name)
             if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
                 raise DataError(f"{name} of {what}", expected="a sequence", found=describe(value))
             object.__setattr__(self, name, tuple(value))
         if not self.prompt_ids:
             raise DataError(f"prompt_ids of {what}", expected="at least one token id", found="none")
-        ids, mask, log_probs = map(len, (self.response_ids, self.response_mask, self.response_logprobs))
-        if not ids == mask == log_probs:
+        ids, mask, log_probs = map(len, (self.response_ids, self.response_mask, self.response_logprobs or ()))
+        if ids != mask or (given and ids != log_probs):
             found = f"{ids} response ids, {mask} mask values, {log_probs} log-probs"
             raise DataError(
                 what, expected="response_ids, response_mask and response_logprobs of one length", found=found
@@ -164,7 +162,7 @@ class AgentLoopOutput:
             ("response_mask", lambda one: one in (0, 1), "0 or 1 for each response id"),
             ("response_logprobs", _finite, "finite numbers"),
         ):
-            for place, one in enumerate(getattr(self, name)):
+            for place, one in enumerate(getattr(self, name) or ()):
                 if not holds(one):
                     raise DataError(f"{name} of {what}", expected=expected, found=f"{describe(one)} at index {place}")
 

@@ -21,7 +21,7 @@ from workbench.base.config import require
 from workbench.base.errors import DataError, describe, first_line, unknown
 from workbench.engines.protocol import Sample, Sampler, switches_of
 
-_TURN_LIMITS = ("max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tokens_per_turn")
+_TURN_LIMITS = ("max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_calls", "max_tokens_per_turn")
 
 
 class AgentState(StrEnum):
@@ -57,7 +57,7 @@ class ToolAgent(AgentLoopBase):
     """Agent loop with tools and simulated users, as verl's `tool_agent`, made of objects instead of configuration files.
 
     An episode ends when a turn makes no call and no user answers it, when the response has no room, and at the limits of
-    turns (calls of the turn that reaches one are not run, but a simulated user still scores it). A simulated user that fails
+    turns and calls (calls of the turn that reaches one are not run, but a simulated user still scores it). A simulated user that fails
     ends the episode as `abort`, and it is not scored.
 
     Args:
@@ -70,6 +70,7 @@ class ToolAgent(AgentLoopBase):
         max_assistant_turns: limit of the model's turns; None: none.
         max_user_turns: limit of tools' and users' turns; None: none.
         max_parallel_calls: how many calls of one turn are run, concurrently; the others are recorded as ignored.
+        max_tool_calls: how many calls of a whole episode are run; the turn that calls once more ends it. None: no limit.
         max_tokens_per_turn: limit of one turn; `max_tokens` of the sampling is for the whole response, tool and user tokens
             included.
         seconds_per_call: time limit of a tool's or user's answer, in seconds.
@@ -92,6 +93,7 @@ class ToolAgent(AgentLoopBase):
         max_assistant_turns: int | None = None,
         max_user_turns: int | None = None,
         max_parallel_calls: int = 1,
+        max_tool_calls: int | None = None,
         max_tokens_per_turn: int | None = None,
         seconds_per_call: float = 30.0,
         max_tool_response_length: int = 256,
@@ -104,7 +106,8 @@ class ToolAgent(AgentLoopBase):
         self.name = name
         self.format = format
         self.max_assistant_turns, self.max_user_turns = max_assistant_turns, max_user_turns
-        self.max_parallel_calls, self.max_tokens_per_turn = max_parallel_calls, max_tokens_per_turn
+        self.max_parallel_calls, self.max_tool_calls = max_parallel_calls, max_tool_calls
+        self.max_tokens_per_turn = max_tokens_per_turn
         self.seconds_per_call = seconds_per_call
         self.max_tool_response_length = max_tool_response_length
         self.tool_response_truncate_side = tool_response_truncate_side
@@ -284,12 +287,14 @@ class ToolAgent(AgentLoopBase):
         if spoken >= (self.max_assistant_turns or math.inf) or heard >= (self.max_user_turns or math.inf):
             return await self._ended(episode, "turns" if episode.calls or episode.user else None)
         if episode.calls:
-            return AgentState.PROCESSING_TOOLS
+            return AgentState.PROCESSING_TOOLS if self.wanted(episode) else await self._ended(episode, "turns")
         return AgentState.INTERACTING if episode.user is not None else AgentState.TERMINATED
 
     def wanted(self, episode: EpisodeState) -> list[FunctionCall]:
-        """The tool calls of the last turn that are run: the first `max_parallel_calls`."""
-        return episode.calls[: self.max_parallel_calls]
+        """The tool calls of the last turn that are run: the first `max_parallel_calls`, as far as `max_tool_calls` allows."""
+        ran = sum(call.ran for turn in episode.transcript.turns for call in turn.calls)
+        left = len(episode.calls) if self.max_tool_calls is None else max(0, self.max_tool_calls - ran)
+        return episode.calls[: min(self.max_parallel_calls, left)]
 
     def answered(self, episode: EpisodeState, records: Sequence[ToolCall]) -> AgentState:
         """Append the answers (`records`) to the `wanted` tool calls; returns the next state."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -63,11 +64,12 @@ OLD: Mapping[str, str] = {
 def reward_from(settings: Mapping[str, Any], *, tokenizer: Any = None, roots: tuple[str, ...] = ()) -> BaseReward:
     """A reward from the `reward.*` settings of verl's scripts: nested, or dotted (`"reward.num_workers": 8`), of any version.
 
-    - A `custom_reward_function` scores; where a `reward_model` is enabled too, it must be served (`reward_model.url`), and
-      the function gets verl's `reward_router_address`.
-    - Else an enabled `reward_model` (a classifier) scores; with the manager `prime` or a sandbox it is the part `rm` of a
-      `Rubric`, beside `rule`.
-    - Else the scorer of a row's `data_source`, which runs code in the sandbox.
+    - The rule is a `custom_reward_function`, else the scorer of a row's `data_source`, which runs code in the sandbox. A function
+      gets the sandbox's address where it has an argument `sandbox_fusion_url`, with `memory_limit_mb` and a
+      `concurrent_semaphore` (of its worker process: the limit is shared out), as verl's own scorers do.
+    - An enabled `reward_model` (a classifier) scores alone; beside a function, a sandbox or the manager `prime` it is the part
+      `rm` of a `Rubric`, and the other one is `rule`. A function with an argument `reward_router_address` asks the model itself
+      instead: that one must be served (`reward_model.url`).
 
     The manager goes round any of these: DAPO's penalty, or limits. `num_workers` is the number of processes of a function,
     else the most rows (of a model: texts, as for `batch_size`) at once. `tokenizer` is the policy's, for managers; `roots`
@@ -77,10 +79,11 @@ def reward_from(settings: Mapping[str, Any], *, tokenizer: Any = None, roots: tu
     do not go together.
     """
     given = read_block(settings)
-    if impossible := [f"\n- {line}" for line in (*cannot(given), *contradictions(given))]:
+    asked = _asked(given, roots)
+    if impossible := [f"\n- {line}" for line in (*cannot(given), *contradictions(given, asked))]:
         raise SettingError(f"these reward settings cannot be honoured here:{''.join(impossible)}")
-    function = _function(given, roots)
-    scorer = function or _scorer(given, _limit(given))
+    function = _function(given, asked, roots)
+    scorer = _scorer(given, function, asked)
     if isinstance(scorer, rewards.RewardModel) and given.get("reward_manager.name", "naive") == "naive":
         return scorer
     if tokenizer is None:
@@ -95,16 +98,16 @@ def _manager(given: Mapping[str, Any], function: Any, scorer: Any, tokenizer: An
     if given.get("reward_manager.source") == "importlib":
         own: dict[str, Any] = {"tokenizer": tokenizer, "compute_score": function, "roots": roots, **kwargs}
         return rewards.FileManagerReward(given["reward_manager.module.path"], _class(given), **own), _class(given)
-    if function is not None:
-        kwargs |= {} if name in ("prime", "rate_limited", "batch") else {"num_workers": 8}
-        kwargs |= {key: given[key] for key in ("num_workers", *_LIMITS) if key in given}
-    # without a function, the limits of `rate_limited` are its scorer's
-    kind = rewards.manager_class("naive" if function is None and name == "rate_limited" else name)
-    ours = issubclass(kind, NaiveRewardManager)
-    if not ours:
-        kwargs.pop("num_workers", None)
+    if function is not None and _ours(name):  # the function has its part of them already
+        kwargs = {key: value for key, value in kwargs.items() if key in _PENALTY}
+    # the limits of `rate_limited` are its scorer's
+    kind = rewards.manager_class("naive" if name == "rate_limited" else name)
     with boundary(f"the reward manager {name!r} with reward_kwargs {kwargs}", SettingError):
-        return kind(tokenizer, 0, scorer if ours else function, **kwargs), name
+        return kind(tokenizer, 0, scorer if _ours(name) else function, **kwargs), name
+
+
+def _ours(name: str) -> bool:
+    return issubclass(rewards.MANAGERS.get(name, NaiveRewardManager), NaiveRewardManager)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -195,27 +198,31 @@ _RULES: Sequence[tuple[str, str, str, str]] = (
     ("", "importlib", "reward_manager.module", "is read with reward_manager.source=importlib only"),
     ("", "rate_limited", " ".join(_LIMITS), "is a limit of reward_manager.name=rate_limited"),
     ("rate_limited", "function model service", "reward_manager.name", "limits calls of a function, a model or a sandbox: none is given"),
-    ("batch", "function", "reward_manager.name", "calls a function with whole batches: needs custom_reward_function.path"),
-    ("batch function", "", "num_workers", "does not split the call of the manager 'batch', which is one"),
+    ("batch", "function model", "reward_manager.name", "calls a function with whole batches: needs custom_reward_function.path"),
+    ("batch function", "both", "num_workers", "does not split the call of the manager 'batch', which is one"),
     ("own", "", "num_workers", "is not for a manager of your own, which one process calls"),
-    ("own", "function", "sandbox_fusion reward_model", "is not given to a manager of your own: add a custom_reward_function"),
-    ("function", "", "sandbox_fusion", "is not given to a custom_reward_function: pass the url in custom_reward_function.reward_kwargs"),
-    ("function model", "url", "reward_model.enable", "needs reward_model.url, a served model, beside a custom_reward_function, which gets its address"),
-    ("function", "", "reward_model.batch_size reward_model.template", "is the function's affair: it asks the model itself"),
+    ("own", "boxed", "sandbox_fusion", "is not given to a manager of your own, but to a custom_reward_function that takes sandbox_fusion_url"),
+    ("own", "asking", "reward_model", "is not given to a manager of your own, but to a custom_reward_function that takes reward_router_address"),
+    ("function", "boxed own", "sandbox_fusion", "is given to a custom_reward_function with an argument sandbox_fusion_url: this one has none"),
+    ("function boxed", "limited", "sandbox_fusion.memory_limit_mb", "is not taken by the custom_reward_function, which has no such argument"),
+    ("asking model", "url", "reward_model.enable", "needs reward_model.url, a served model, for a custom_reward_function that takes its address"),
+    ("asking", "", "reward_model.batch_size reward_model.template", "is the function's affair: it asks the model itself"),
     ("model", "function dapo prime", "reward_kwargs", "is for functions and for the manager 'dapo'"),
     ("url chat", "", "reward_model.template", "needs the model's tokenizer, which a server keeps: 'question_answer' there"),
 )  # fmt: skip
 """(what is so, what is not, settings that then mean nothing, why), each of words."""
 
 
-def contradictions(given: Mapping[str, Any]) -> list[str]:
-    """Settings that mean nothing beside the others, as lines of text: none is dropped without a word."""
+def contradictions(given: Mapping[str, Any], asked: Collection[str] = ()) -> list[str]:
+    """Settings that mean nothing beside the others, as lines of text: none is dropped without a word. `asked` are the names
+    that the custom function has arguments for, of `_HANDED`."""
     name, source = (given.get(f"reward_manager.{key}", _VERLS[f"reward_manager.{key}"]) for key in ("name", "source"))
-    ours = issubclass(rewards.MANAGERS.get(name, NaiveRewardManager), NaiveRewardManager)
     parts = {"function": "custom_reward_function.path", "service": "sandbox_fusion.url", "url": "reward_model.url"}
     so = {word for word, key in parts.items() if key in given}
+    so |= {word for key, word in _HANDED.items() if key in asked}
     so |= {"model"} if given.get("reward_model.enable") else set()
-    so |= {"own", source} if source == "importlib" or not ours else {name}
+    so |= {"both"} if {"model", "function"} <= so and "asking" not in so else set()
+    so |= {"own", source} if source == "importlib" or not _ours(name) else {name}
     so |= {"chat"} if given.get("reward_model.template") == "chat" else set()
     wrong = [rule for rule in _RULES if so.issuperset(rule[0].split()) and so.isdisjoint(rule[1].split())]
     return [f"{key} {why}" for _, _, names, why in wrong for key in _said(given, *names.split())]
@@ -283,43 +290,109 @@ def _limit(given: Mapping[str, Any]) -> rewards.RateLimit | None:
     return rewards.RateLimit(max_concurrent=min(at_once), **limits) if at_once else None
 
 
-def _function(given: Mapping[str, Any], roots: tuple[str, ...]) -> rewards.FileFunction | None:
-    """The custom function, given the address of the served model, and that model's tokenizer where it asks for it."""
+_HANDED: Mapping[str, str] = {
+    "reward_router_address": "asking",
+    "reward_model_tokenizer": "reading",
+    "sandbox_fusion_url": "boxed",
+    "concurrent_semaphore": "counted",
+    "memory_limit_mb": "limited",
+}
+"""What verl hands to a function that has an argument of that name → its word in `_RULES`."""
+_PENALTY = ("max_resp_len", "overlong_buffer_cfg")
+
+
+def _asked(given: Mapping[str, Any], roots: tuple[str, ...]) -> set[str]:
+    """The names of `_HANDED` that the custom function has arguments for; one with `**kwargs` takes addresses and limits."""
     if "custom_reward_function.path" not in given:
-        return None
+        return set()
+    taken = inspect.signature(_loaded(given, roots, {})).parameters
+    every = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+    return {name for name in _HANDED if name in taken or (every and name != "reward_model_tokenizer")}
+
+
+def _loaded(given: Mapping[str, Any], roots: tuple[str, ...], handed: Mapping[str, Any]) -> rewards.FileFunction:
     path, name = given["custom_reward_function.path"], given.get("custom_reward_function.name", "compute_score")
-    bound = dict(given.get("custom_reward_function.reward_kwargs", {}))
-    function = rewards.load_function(path, name, roots=roots, **bound)
-    if not given.get("reward_model.enable"):
-        return function
-    taken = inspect.signature(function).parameters
-    if "reward_router_address" not in taken and not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
-        what = f"reward_model.enable=True, but {name} of {path} does not take the model"
-        do = "add an argument reward_router_address (host:port, as verl passes it), or leave reward_model out"
-        raise SettingError(what, found=f"arguments {', '.join(taken)}", do=do)
-    bound["reward_router_address"] = urlsplit(given["reward_model.url"]).netloc
-    if "reward_model_tokenizer" in taken:
-        if "reward_model.model_path" not in given:
-            raise SettingError(f"reward_model_tokenizer of {name}", expected="reward_model.model_path", found="none")
-        bound["reward_model_tokenizer"] = tokenizer_of(given["reward_model.model_path"], trust=False)[0]
+    bound = {**handed, **given.get("custom_reward_function.reward_kwargs", {})}
     return rewards.load_function(path, name, roots=roots, **bound)
 
 
-def _scorer(given: Mapping[str, Any], limit: rewards.RateLimit | None) -> BaseReward:
-    """The reward model, the rule, or both as a rubric."""
-    model, name = given.get("reward_model.enable", False), given.get("reward_manager.name", "naive")
-    url = given.get("sandbox_fusion.url")
-    if model and name != "prime" and not url:
+def _function(given: Mapping[str, Any], asked: Collection[str], roots: tuple[str, ...]) -> rewards.FileFunction | None:
+    """The custom function with what it asks for: addresses of the served model and the sandbox, their tokenizer and limits."""
+    if "custom_reward_function.path" not in given:
+        return None
+    handed: dict[str, Any] = {}
+    if given.get("reward_model.enable") and "reward_router_address" in asked:
+        handed["reward_router_address"] = urlsplit(given["reward_model.url"]).netloc
+        if "reward_model_tokenizer" in asked:
+            if "reward_model.model_path" not in given:
+                what = "reward_model_tokenizer of the custom_reward_function"
+                raise SettingError(what, expected="reward_model.model_path", found="none")
+            handed["reward_model_tokenizer"] = tokenizer_of(given["reward_model.model_path"], trust=False)[0]
+    if "sandbox_fusion.url" in given:
+        handed["sandbox_fusion_url"] = given["sandbox_fusion.url"]
+        handed["memory_limit_mb"] = given.get("sandbox_fusion.memory_limit_mb", 1024)
+        handed["concurrent_semaphore"] = _Places(_in_sandbox(given) // min(_processes(given), _in_sandbox(given)))
+    return _loaded(given, roots, {name: one for name, one in handed.items() if name in asked})
+
+
+class _Places:
+    """A semaphore of `number` places, made anew in each worker process."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return threading.Semaphore, (self.number,)
+
+
+def _in_sandbox(given: Mapping[str, Any]) -> int:
+    return int(given.get("sandbox_fusion.max_concurrent", _VERLS["sandbox_fusion.max_concurrent"]))
+
+
+def _processes(given: Mapping[str, Any]) -> int:
+    """How many processes call a custom function."""
+    name = given.get("reward_manager.name", "naive")
+    if name == "batch" or given.get("reward_manager.source") == "importlib" or not _ours(name):
+        return 1
+    return int(given.get("num_workers", given.get("max_concurrent", 1) if name == "rate_limited" else 8))
+
+
+def _scorer(
+    given: Mapping[str, Any], function: rewards.FileFunction | None, asked: Collection[str]
+) -> BaseReward | None:
+    """The rule, the reward model, or both as a rubric; None for a manager of one's own."""
+    name, model = given.get("reward_manager.name", "naive"), given.get("reward_model.enable", False)
+    if given.get("reward_manager.source") == "importlib" or not _ours(name):
+        return None
+    limit = _limit(given)
+    if function is not None:
+        rule, model = _by_function(given, function), model and "reward_router_address" not in asked
+    elif model and name != "prime" and "sandbox_fusion.url" not in given:
         return _reward_model(given, limit)
-    patient = {"timeout": given["timeout"]} if "timeout" in given else {}
-    if url:
-        asked = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("sandbox_fusion.")}
-        rule = rewards.by_data_source(sandbox=sandbox.RemoteSandbox(**asked), rate_limit=limit, **patient)
-    elif "num_workers" in given and name != "rate_limited":
-        rule = rewards.by_data_source(in_process=False, workers=given["num_workers"])
     else:
-        rule = rewards.by_data_source()
+        rule = _by_source(given, limit)
     return rewards.Rubric({"rm": _reward_model(given, limit), "rule": rule}) if model else rule
+
+
+def _by_function(given: Mapping[str, Any], function: rewards.FileFunction) -> BaseReward:
+    """The custom function, called as the manager calls it: in how many processes, a row or a batch at a time, how long."""
+    name, processes = given.get("reward_manager.name", "naive"), _processes(given)
+    kwargs = {key: one for key, one in given.get("reward_kwargs", {}).items() if key not in _PENALTY}
+    kwargs |= {key: given[key] for key in _LIMITS if key in given}
+    kwargs["num_workers"] = min(processes, _in_sandbox(given)) if "sandbox_fusion.url" in given else processes
+    with boundary(f"the reward manager {name!r} with reward_kwargs {kwargs}", SettingError):
+        return rewards.manager_class(name)(None, 0, function, **kwargs).reward
+
+
+def _by_source(given: Mapping[str, Any], limit: rewards.RateLimit | None) -> BaseReward:
+    """The scorer of a row's data source, which runs code in the sandbox where there is one."""
+    patient = {"timeout": given["timeout"]} if "timeout" in given else {}
+    if "sandbox_fusion.url" in given:
+        box = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("sandbox_fusion.")}
+        return rewards.by_data_source(sandbox=sandbox.RemoteSandbox(**box), rate_limit=limit, **patient)
+    if "num_workers" in given and given.get("reward_manager.name") != "rate_limited":
+        return rewards.by_data_source(in_process=False, workers=given["num_workers"])
+    return rewards.by_data_source()
 
 
 def _reward_model(given: Mapping[str, Any], limit: rewards.RateLimit | None) -> rewards.RewardModel:
@@ -373,6 +446,13 @@ class VerlReward(rewards.ManagerReward):
             self.name = f"{name}({manager.reward.name})"
             self.in_process = manager.reward.in_process
             self.reads = manager.reward.reads  # type: ignore[assignment]
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether `given` alone makes an equal reward: it names no file of code, and no model, whose weights may change."""
+        return not any(
+            f"{key}.".startswith(("custom_", "reward_model.", "reward_manager.module.")) for key in self.given
+        )
 
     @property
     def source(self) -> str | None:

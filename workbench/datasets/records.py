@@ -428,14 +428,22 @@ def _refuse_placeholders(said: Sequence[Mapping[str, Any]], row: Mapping[str, An
 
 
 def truth_of(row: Mapping[str, Any]) -> Any:
-    """The ground truth of a row: `reward_model.ground_truth`, else the test cases in its `extra_info`."""
-    truth = (row.get("reward_model") or {}).get("ground_truth")
-    return (row.get("extra_info") or {}).get("test_cases") if absent(truth) else truth
+    """The ground truth of a row: `reward_model.ground_truth`, else the `test_cases` beside it or in its `extra_info`."""
+    judged, extra = row.get("reward_model") or {}, row.get("extra_info") or {}
+    places = (judged.get("ground_truth"), judged.get("test_cases"), extra.get("test_cases"))
+    return next((truth for truth in places if not absent(truth)), None)
 
 
 def has_answer(row: Mapping[str, Any]) -> bool:
-    """Whether the row can be scored: it has a ground truth, or a model judges it (`reward_model.style` is "model")."""
-    return _kind(truth_of(row)) not in _NOTHING or (row.get("reward_model") or {}).get("style") == "model"
+    """Whether the row can be scored: it has a ground truth, or a model judges it (`reward_model.style` is "model"), or a
+    simulated user does (`interaction_kwargs`)."""
+    by_model = (row.get("reward_model") or {}).get("style") == "model"
+    return _kind(truth_of(row)) not in _NOTHING or by_model or has_user(row)
+
+
+def has_user(row: Mapping[str, Any]) -> bool:
+    """Whether the row names a simulated user: it has `interaction_kwargs`, of its own or in its `extra_info`."""
+    return bool(row.get("interaction_kwargs") or (row.get("extra_info") or {}).get("interaction_kwargs"))
 
 
 def truth_kinds(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:

@@ -27,6 +27,7 @@ from workbench import stages
 from workbench.base.errors import PipelineError, RunError, WorkbenchError, first_line, unknown
 from workbench.base.metrics import Metric
 from workbench.base.shown import Shown
+from workbench.compat.verl_reward import reward_from
 from workbench.dataproto import DataProto
 from workbench.dataproto.same import same, unchanged
 from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
@@ -196,6 +197,8 @@ class _Maker:
             return self.open_frozen(plain["frozen"])
         if "reward" in plain:
             return by_data_source(**plain["reward"])
+        if "block" in plain:
+            return reward_from(plain["block"], tokenizer=_LateTokenizer(self.learners["actor"]))
         if "function" in plain:
             return _function(plain["function"])
         raise _Gone(plain["missing"])
@@ -222,6 +225,21 @@ def _own_class(record: Mapping[str, Any]) -> type[Stage]:
     if not found:
         raise _Gone(f"a {name} of another source text" if named else f"a class of another package ({record['name']})")
     return found[-1]
+
+
+class _LateTokenizer:
+    """The tokenizer of a learner, which is opened at the first use."""
+
+    def __init__(self, learner: Any) -> None:
+        self._learner = learner
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._learner.tokenizer(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a copy has no learner yet
+            raise AttributeError(name)
+        return getattr(self._learner.tokenizer, name)
 
 
 def _lacks(plain: Any) -> bool:

@@ -183,6 +183,8 @@ def row_view(
     """
     chat = columns.get("raw_prompt")
     prompt = chat[-1]["content"] if isinstance(chat, list) and chat else chat
+    judged = columns.get("reward_model") or {}
+    beside = {name: one for name, one in judged.items() if name not in ("ground_truth", "style")}
     episode = {name: columns[name] for name in EPISODE if name in columns}
     return {
         "response": response,
@@ -190,9 +192,9 @@ def row_view(
         "prompt": chat,
         "prompt_text": prompt,
         "query": f"{prompt or ''}{response}",
-        "ground_truth": (columns.get("reward_model") or {}).get("ground_truth"),
+        "ground_truth": judged.get("ground_truth"),
         "data_source": columns.get("data_source"),
-        "extra_info": {**(columns.get("extra_info") or {}), **episode},
+        "extra_info": {**beside, **(columns.get("extra_info") or {}), **episode},
         "uid": columns.get("uid"),
         "columns": dict(columns),
         **({} if prompt_ids is None else {"prompt_ids": list(prompt_ids)}),

@@ -14,9 +14,11 @@ from typing import Any
 from workbench.base import runtime
 from workbench.base.config import require
 from workbench.base.errors import DataError, RewardError
+from workbench.datasets.records import has_answer
 from workbench.rewards import case_harness
 from workbench.rewards.cases import Case, read_cases
 from workbench.rewards.score import Score, Status, failed
+from workbench.rewards.truths import Unreadable
 from workbench.sandbox.protocol import MAX_SECONDS, Program, Result, Sandbox
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -113,11 +115,12 @@ class Code:
         return self._score(program, outcomes)
 
     def unscorable(self, ground_truth: Any = None, extra_info: Any = None, **_: Any) -> str:
-        """Why a row with these tests can never be scored, or "": its tests cannot be read."""
+        """Why a row with these tests can never be scored, or "": it has none, or (`Unreadable`) they cannot be read."""
         try:
             return "" if read_cases(ground_truth, extra_info) else "no tests"
         except DataError as error:
-            return f"invalid tests: {error}"
+            there = has_answer({"reward_model": {"ground_truth": ground_truth}, "extra_info": extra_info})
+            return (Unreadable if there else str)(f"invalid tests: {error}")
 
     def check_solutions(
         self, rows: Iterable[Mapping[str, Any]], solution: Callable[[Mapping[str, Any]], str]

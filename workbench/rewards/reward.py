@@ -18,6 +18,7 @@ from workbench.base.config import require, source_of
 from workbench.base.errors import DataError, first_line, unknown
 from workbench.base.shown import Shown
 from workbench.dataproto.columns import declared
+from workbench.datasets.records import has_user, truth_of
 from workbench.rewards import signatures
 from workbench.rewards.base import BaseReward, row_view
 from workbench.rewards.code import Code
@@ -270,7 +271,7 @@ def by_data_source(
 ) -> Reward:
     """A reward that chooses the scorer by each row's `data_source`, as verl does; `table` maps sources to scorers.
 
-    The scorers' run time is bounded, so they run in this process. Code runs in `sandbox`; without one, sources that need it
+    A row without a ground truth whose turns a simulated user scored has the score of the last one. The scorers' run time is bounded, so they run in this process. Code runs in `sandbox`; without one, sources that need it
     are refused before the run. `options` are those of `Reward`.
     """
     plain = table is SCORERS and not aliases and sandbox is None
@@ -278,6 +279,10 @@ def by_data_source(
         table = {**dict.fromkeys(CODE_SOURCES, Code(sandbox)), **table}
 
     def scored(response: str, ground_truth: Any, data_source: Any, extra_info: Any = None) -> Any:
+        scores = extra_info.get("turn_scores") if ground_truth is None and isinstance(extra_info, Mapping) else None
+        if scores is not None and len(scores):
+            said = f"the simulated user's score of the last of {len(scores)} turns"
+            return Score(value=float(scores[-1]), why=said)
         scorer = scorer_for(data_source, table, aliases)
         further = (extra_info,) if isinstance(scorer, Code) else ()
         return scorer(response, ground_truth, *further)
@@ -285,6 +290,8 @@ def by_data_source(
     def check(rows: Iterable[Mapping[str, Any]]) -> str:
         by_source: dict[Any, list[Mapping[str, Any]]] = {}
         for row in rows:
+            if truth_of(row) is None and has_user(row):  # whose scores count
+                continue
             by_source.setdefault(row.get("data_source"), []).append(row)
         check_sources(by_source, table, aliases)
         scorers = {source: scorer_for(source, table, aliases) for source in by_source}

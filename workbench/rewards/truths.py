@@ -79,19 +79,28 @@ def rule(
     return decorated
 
 
+class Unreadable(str):
+    """Why no response to a row can be scored, where something in the row is written wrong: such rows are refused by number."""
+
+
 def lint(calls: Iterable[Any], unscorable: Callable[..., str], name: str) -> str:
     """Count the rows that a scorer can never score, whatever the response: "" or a sentence, for the check before a run.
 
     `calls` are the scorer's arguments for each row, `unscorable(**arguments)` says why it cannot score one. Raises
-    `DataError` where it can score none.
+    `DataError` where it can score none, and for rows that are `Unreadable`.
     """
-    rows, kinds, first = 0, Counter[str](), ""
+    rows, kinds, first, wrong = 0, Counter[str](), "", list[str]()
     for rows, arguments in enumerate(calls, 1):
         why = unscorable(**arguments)
         if why:
             truth = arguments.get("ground_truth")
             kinds["empty" if isinstance(truth, str) and not truth.strip() else type(truth).__name__] += 1
             first = first or f"row {rows - 1}: {why}"
+            wrong += [f"row {rows - 1}: {why}"] if isinstance(why, Unreadable) else []
+    if wrong:
+        found = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5:,} more" if len(wrong) > 5 else "")
+        what, do = f"{len(wrong):,} of {rows:,} rows cannot be read by {name}", "mend these rows, or leave them out"
+        raise DataError(what, found=found, do=do)
     bad = kinds.total()
     if not bad:
         return ""

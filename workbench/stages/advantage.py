@@ -94,11 +94,11 @@ class Advantage(BaseStage):
             raise PipelineError(what, expected="one that reads scores and scored", do=do)
         self.reads = self._needed(needed)
         may = [INPUTS[name] for name in self._asked.values()]
-        self.optional = ("loss_mask", *dict.fromkeys(name for name in may if name and name not in self.reads))
+        self.optional = ("loss_mask", "reward", *dict.fromkeys(name for name in may if name and name not in self.reads))
 
     def _needed(self, inputs: Sequence[str]) -> tuple[str, ...]:
         """Columns that the stage cannot do without: those of the estimator's `inputs`, of the KL, parts and sessions."""
-        columns = ["token_level_scores", "response_mask", "reward", *(INPUTS[name] for name in inputs if INPUTS[name])]
+        columns = ["token_level_scores", "response_mask", *(INPUTS[name] for name in inputs if INPUTS[name])]
         columns += ["old_log_probs", "ref_log_prob"] if self._controller is not None else []
         columns += [f"{REWARD_PREFIX}{part}" for part in self.parts]
         columns += [self.sessions, "scored"] if self.sessions is not None else []

@@ -116,7 +116,7 @@ class EpisodeRollout(Rollout):
                     waves.leave(index)
             if not isinstance(output, AgentLoopOutput):
                 raise ForeignError(f"{place}: " + message("expected an AgentLoopOutput", found=describe(output)))
-            output = output.within(self.sampling.max_tokens)
+            output = episode.with_log_probs(output).within(self.sampling.max_tokens)
             tell(index, _sample(output), _objects(output))
             return output
 

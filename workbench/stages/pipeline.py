@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from workbench.base.errors import ColumnMissing, PipelineError, RewardError, describe, unknown
@@ -28,7 +28,7 @@ class Pipeline(Shown):
 
     A class that `wb.stage` made stands for a stage with its default settings.
 
-    Columns of the data set (see `columns.COLUMNS`) are there from the start; a column that is declared nowhere must come
+    Columns of the data set (see `columns.COLUMNS`) are there from the start, and those that are `given`; a column that is declared nowhere must come
     with the data, and is checked when the first batch arrives.
 
     Raises `PipelineError` if a stage reads a column that no earlier stage writes, if a stage changes a column that only
@@ -38,9 +38,13 @@ class Pipeline(Shown):
     between reads or changes them. A `Stepper` runs it all the same, for the eye, with the same weights in the end.
     """
 
-    def __init__(self, stages: Sequence[Stage | type[FunctionStage]], *, overlap: bool = False) -> None:
+    def __init__(
+        self, stages: Sequence[Stage | type[FunctionStage]], *, overlap: bool = False, given: Collection[str] = ()
+    ) -> None:
         self._stages = tuple(_made("a stage of a pipeline", one) for one in stages)
         self.overlap = overlap
+        self.given = frozenset(given)
+        """Columns that the batches bring along: a pipeline need not begin with the rollout."""
         names = [stage.name for stage in self._stages]
         doubled = {name for name in names if names.count(name) > 1}
         if doubled:
@@ -67,10 +71,10 @@ class Pipeline(Shown):
 
         Stages that do not read rewards run meanwhile. Results are the same. A `Stepper` still runs the stages one by one.
         """
-        return Pipeline(self._stages, overlap=True)
+        return Pipeline(self._stages, overlap=True, given=self.given)
 
     def _check_reads(self) -> None:
-        present = {column.name for column in COLUMNS.values() if column.writer == "dataset"}
+        present = {*self.given, *(column.name for column in COLUMNS.values() if column.writer == "dataset")}
         for position, stage in enumerate(self._stages):
             for column in stage.reads:
                 if not provided(column, present):
@@ -152,7 +156,7 @@ class Pipeline(Shown):
         if new.name != old.name:
             raise PipelineError(f"stage {old.name!r} can only be replaced by a stage of its name", found=repr(new.name))
         later = [_at_new_temperature(old, new, stage) for stage in self._stages[position + 1 :]]
-        return Pipeline([*self._stages[:position], new, *later], overlap=self.overlap)
+        return Pipeline([*self._stages[:position], new, *later], overlap=self.overlap, given=self.given)
 
     def insert_after(self, name: str, stage: Stage | type[FunctionStage]) -> Pipeline:
         """A copy of the pipeline with a stage added after the one called `name`: `p.insert_after("reward", TurnScores())`.
@@ -161,7 +165,7 @@ class Pipeline(Shown):
         """
         stage = _made(f"insert_after({name!r})", stage)
         place = self.index(name) + 1
-        return Pipeline([*self._stages[:place], stage, *self._stages[place:]], overlap=self.overlap)
+        return Pipeline([*self._stages[:place], stage, *self._stages[place:]], overlap=self.overlap, given=self.given)
 
     # --- learners, state, checks ----------------------------------------------------------
 

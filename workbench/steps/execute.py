@@ -186,7 +186,7 @@ def drawn_stages(pipeline: Pipeline) -> Pipeline:
     stages = list(pipeline)
     known = (Rollout, Reward, Overlong, FilterGroups, Baseline)
     count = next((place for place, one in enumerate(stages) if not isinstance(one, known) or one.state()), len(stages))
-    return Pipeline(stages[:count], overlap=pipeline.overlap)
+    return Pipeline(stages[:count], overlap=pipeline.overlap, given=pipeline.given)
 
 
 def sampler_of(pipeline: Pipeline) -> PinnedWeights:

@@ -69,7 +69,8 @@ class Stepper(Shown):
     `stepper.snapshots` lists what is kept. With a local engine weights as loaded cost nothing, and LoRA's adapters little.
 
     Args:
-        pipeline: the stages, or a `Pipeline`.
+        pipeline: a `Pipeline`, or a list of stages, of which the first may read any column of the batch: a batch that was made
+            by hand is stepped without a model by `Stepper([Advantage(functional.grpo)], batch)`.
         batch: the prompts of one step: `rows.batch(8)`.
         settings: of `SnapshotSettings`. `snapshots`: where weights are kept: `"memory"`, `"disk"`, or `"replay"` (the updates
             since an earlier state are done again, bit for bit: no copies, but the time of those updates); `keep_snapshots=4`:
@@ -81,7 +82,7 @@ class Stepper(Shown):
     _keeper: type[Snapshots] = Snapshots
 
     def __init__(self, pipeline: Pipeline | Sequence[Stage], batch: DataProto, **settings: Any) -> None:
-        self._pipeline = pipeline if isinstance(pipeline, Pipeline) else Pipeline(pipeline)
+        self._pipeline = pipeline if isinstance(pipeline, Pipeline) else Pipeline(pipeline, given=batch.columns)
         self._pipeline.check(batch)
         self._trace = Trace(batch)
         self._snapshots = self._keeper(SnapshotSettings.from_parameters(settings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import heapq
 import math
 import re
@@ -25,6 +26,7 @@ NOTHING = "(no output; print what you want to see)"
 class PythonTool(BaseTool):
     """Tool `python`: runs a program in a new process of the sandbox and answers with its stdout and stderr.
 
+    A Python program that ends in an expression also prints its value, unless that is None, as in a notebook's cell.
     A call's record has `ran` (it ended with exit code 0), `seconds`, `limit` (which one it met) and `truncated`. A program
     that fails is answered like any other, with status *crashed* or *timeout*; where the sandbox could not run it the status
     is *infra_error*. A call has no reward of its own, as in verl.
@@ -61,7 +63,8 @@ class PythonTool(BaseTool):
             return wrong
         limits: dict[str, Any] = {"run_timeout": self.timeout, "memory_limit_mb": self.memory_limit_mb}
         try:
-            result = await self.sandbox.execute(Program(code=parameters["code"], language=self.language, **limits))
+            code = parameters["code"] if self.language != "python" else with_last_value(parameters["code"])
+            result = await self.sandbox.execute(Program(code=code, language=self.language, **limits))
         except Exception as cause:  # noqa: BLE001 - a sandbox of anybody's; the record says what it raised
             result = Result(status="SandboxError", message=first_line(cause))
         if result.status == "SandboxError":
@@ -79,6 +82,22 @@ class PythonTool(BaseTool):
         record: dict[str, Any] = {"why": result.why, "ran": good, "limit": result.limit, "truncated": result.truncated}
         seconds = phase.seconds if phase else 0.0
         return answered(printed if printed.strip() else NOTHING, status=status.value, seconds=seconds, **record)
+
+
+def with_last_value(code: str) -> str:
+    """The program with its last statement's value printed, where that is an expression; each line keeps its number."""
+    try:
+        last = ast.parse(code).body[-1:]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return code  # it fails by itself
+    if not last or not isinstance(last[0], ast.Expr):
+        return code
+    node, lines = last[0], code.encode("utf-8", "surrogatepass").splitlines(keepends=True)
+    end = sum(map(len, lines[: (node.end_lineno or 1) - 1])) + (node.end_col_offset or 0)
+    start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
+    whole = b"".join(lines)
+    shown = whole[:start] + b"_last_ = (" + whole[start:end] + b")" + whole[end:]
+    return shown.decode("utf-8", "surrogatepass") + "\nif _last_ is not None: print(_last_)"
 
 
 NOT_BETTER = -0.05
