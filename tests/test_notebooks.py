@@ -152,9 +152,10 @@ def test_where_the_work_is_done_is_two_parameters(tmp_path: Path) -> None:
 
 def small_pipeline() -> tuple[wb.Pipeline, wb.datasets.Rows]:
     """What 201 builds with `SMALL`."""
-    engine = wb.engines.local("data/tiny-arith", lr=2e-4)
+    engine = wb.engines.local("data/tiny-arith", lr=4e-5)
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
-    return wb.recipes.grpo(engine, group_size=4, kl_coef=0.001, clip_ratio_high=0.2, max_tokens=64), rows
+    settings: dict[str, Any] = {"group_size": 4, "kl_coef": 0.001, "clip_ratio_high": 0.2, "max_tokens": 64}
+    return wb.recipes.grpo(engine, ppo_mini_batch_size=1, **settings), rows
 
 
 def numbers(row: dict[str, Any]) -> dict[str, Any]:

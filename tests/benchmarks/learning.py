@@ -17,8 +17,8 @@ import workbench as wb
 
 def grpo(seed: int) -> tuple[wb.Pipeline, int]:
     """As notebook 201 trains."""
-    engine = wb.engines.local("data/tiny-arith", lr=2e-4)
-    return wb.recipes.grpo(engine, group_size=8, kl_coef=0.001, max_tokens=64), 40
+    engine = wb.engines.local("data/tiny-arith", lr=4e-5)
+    return wb.recipes.grpo(engine, group_size=8, kl_coef=0.001, max_tokens=64, ppo_mini_batch_size=1), 40
 
 
 def ppo(seed: int) -> tuple[wb.Pipeline, int]:

@@ -39,12 +39,12 @@ def timed(owner: Any, name: str, spent: list[float]) -> None:
 
 def job(steps: int, folder: Path, recording: dict[str, Any]) -> tuple[float, int]:
     """(seconds in all steps and between them, bytes on disk) of notebook 201's job."""
-    engine = wb.engines.local("data/tiny-arith", lr=2e-4)
+    engine = wb.engines.local("data/tiny-arith", lr=4e-5)
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
-    pipe = wb.recipes.grpo(engine, group_size=8, kl_coef=0.001, max_tokens=64)
+    pipe = wb.recipes.grpo(engine, group_size=8, kl_coef=0.001, max_tokens=64, ppo_mini_batch_size=1)
     wb.train_blocking(pipe, rows, steps=1, batch_size=16, run=folder / "warm", **NOTHING)
-    engine = wb.engines.local("data/tiny-arith", lr=2e-4)
-    pipe = wb.recipes.grpo(engine, group_size=8, kl_coef=0.001, max_tokens=64)
+    engine = wb.engines.local("data/tiny-arith", lr=4e-5)
+    pipe = wb.recipes.grpo(engine, group_size=8, kl_coef=0.001, max_tokens=64, ppo_mini_batch_size=1)
     began = time.perf_counter()
     wb.train_blocking(pipe, rows, steps=steps, batch_size=16, run=folder / "run", **recording)
     seconds = time.perf_counter() - began

@@ -68,10 +68,10 @@ def test_adapters_drop_out_where_they_are_told_to(folder: Path, batch: DataProto
 
 
 class TestOptimizer:
-    def make(self) -> tuple[dict[str, torch.nn.Parameter], Optimizer]:
+    def make(self, **settings: Any) -> tuple[dict[str, torch.nn.Parameter], Optimizer]:
         torch.manual_seed(0)
         named = {"a": torch.nn.Parameter(torch.randn(4, 3)), "b": torch.nn.Parameter(torch.randn(5))}
-        return named, Optimizer(named, LocalSettings(lr=0.1, weight_decay=0.1))
+        return named, Optimizer(named, LocalSettings(lr=0.1, weight_decay=0.1, **settings))
 
     def step(self, named: dict[str, torch.nn.Parameter], number: int) -> None:
         for parameter in named.values():
@@ -86,6 +86,30 @@ class TestOptimizer:
             grad = torch.linspace(-1, 1, one.numel()).reshape(one.shape)
             expected = before[name] * (1 - 0.1 * 0.1) - 0.1 * grad / (grad.abs() + 1e-8)
             torch.testing.assert_close(one.detach(), expected)
+
+    def test_offloaded_moments_come_one_parameter_at_a_time_and_change_no_bit(self, monkeypatch: Any) -> None:
+        away: set[int] = set()  # parameters whose moments are in host memory; a real GPU: tests/gpu
+        (plain, one), (offloaded, two) = self.make(), self.make(offload="optimizer")
+        move = two._move
+
+        def moved(parameters: Any, device: str | None) -> None:
+            (away.update if device == "cpu" else away.difference_update)(map(id, parameters))
+            move(parameters, device)
+
+        monkeypatch.setattr(two, "_move", moved)
+        seen: list[tuple[int, int]] = []
+        two._adam.register_step_pre_hook(lambda adam, *_: seen.append((len(adam.param_groups[0]["params"]), len(away))))
+        for number in range(3):
+            for named, optimizer in ((plain, one), (offloaded, two)):
+                self.step(named, number)
+                optimizer.step()
+            assert away == {id(parameter) for parameter in offloaded.values()}
+        assert seen == [(1, 0), (1, 1), *[(1, 1)] * 4]  # of two parameters; at first there are no moments
+        for name in plain:
+            assert torch.equal(plain[name], offloaded[name])
+        kept = one.tensors()
+        assert kept.keys() == two.tensors().keys()
+        assert all(torch.equal(tensor, kept[name]) for name, tensor in two.tensors().items())
 
     def test_states_of_torchs_other_kinds_of_adamw_load_and_go_on(self) -> None:
         """Files of 0.6.0 were written by the kind that loops over parameters."""

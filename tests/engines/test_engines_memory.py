@@ -40,6 +40,14 @@ def test_lora_counts_its_adapters_alone(tiny: str) -> None:
     assert engine.checkpoint_bytes() == 3 * adapters
 
 
+def test_offloaded_moments_count_on_a_gpu_one_parameter_at_a_time(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, away = opened(tiny), opened(tiny, offload="optimizer")
+    assert away.memory_needed(100) == engine.memory_needed(100)  # on the CPU there is nowhere else
+    monkeypatch.setattr(type(away._model), "device", property(lambda _: torch.device("cuda")))
+    (_, parts), (_, fewer) = engine.memory_needed(100), away.memory_needed(100)
+    assert fewer == {**parts, "optimizer": 2 * 4 * 512 * 128}
+
+
 def test_a_micro_batch_has_no_more_tokens_than_the_batch(tiny: str) -> None:
     engine = opened(tiny, micro_batch_tokens=1000)
     few, budget, more = (engine.memory_needed(tokens)[1]["activations"] for tokens in (10, None, 5000))

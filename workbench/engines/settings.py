@@ -35,6 +35,9 @@ class LocalSettings(Settings):
     the first that the self-check proves. Each rounds in its own way."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    offload: Literal["none", "optimizer"] = "none"
+    """`optimizer` keeps Adam's moments in host memory; a step brings those of one parameter at a time to its device. The weights
+    are the same bit for bit. On the CPU it saves nothing."""
     pack: Literal["auto", "yes", "no"] = "auto"
     """Rows without padding, and what they have in common (a group's prompt, earlier turns) once: `auto` where that is proven to
     give the model's own numbers, `yes` to refuse the model where it is not, `no` for padded rows. Float32 rounds otherwise."""
@@ -76,7 +79,7 @@ class LocalSettings(Settings):
 class FsdpSettings(LocalSettings):
     """Settings of an FSDP engine: those of a local engine (`max_wave` has no effect), and sharding, offload and saving."""
 
-    offload: Literal["none", "optimizer", "all"] = "none"
+    offload: Literal["none", "optimizer", "all"] = "none"  # type: ignore[assignment]
     """What is kept in host memory: `none`, `optimizer` (Adam's moments between steps), or `all` (weights, gradients and
     moments; the step is done on the CPU)."""
     reshard_after_forward: bool = True

@@ -76,7 +76,10 @@ class _Sloped(torch.autograd.Function):
 
 
 def _product(gradient: Tensor, slope: Tensor) -> tuple[Tensor]:
-    return (kept(kept(gradient * slope, slope.abs()), gradient.abs()),)
+    found = gradient * slope
+    if not found.is_cuda and math.isfinite(found.sum()):  # no factor is NaN or infinite
+        return (found,)
+    return (kept(kept(found, slope.abs()), gradient.abs()),)
 
 
 _above = torch.ops.aten.threshold_backward.default

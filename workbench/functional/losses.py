@@ -17,7 +17,7 @@ from typing import Concatenate, ParamSpec
 import torch
 from torch import Tensor
 
-from workbench.functional.blocks import by_rows, kept, sloped
+from workbench.functional.blocks import ELEMENTS, by_rows, kept, sloped
 from workbench.functional.masking import masked_mean, masked_sum
 
 P = ParamSpec("P")
@@ -63,18 +63,19 @@ class Inside:
     tensors are given to it a few rows at a time.
     """
 
-    def __init__(
-        self, old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
-    ) -> None:
-        self.mask, self.inside = mask.to(log_probs.dtype), mask.bool()
+    def __init__(self, old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, mask: Tensor) -> None:
+        self.mask, self._given = mask.to(log_probs.dtype), mask
         columns = (old_log_probs, log_probs, advantages)
         self.old, self.new, self.advantages = (kept(one, self.mask) for one in columns)
         self.gap = self.new - self.old
         self.log_ratio = self.gap.clamp(-20, 20)
         self.ratio = self.log_ratio.exp()
         self.push = -self.advantages
-        self.chosen = self.inside if chosen is None else chosen
-        """[B, T] bool: tokens that were chosen beforehand, among those of all rows."""
+
+    @functools.cached_property
+    def inside(self) -> Tensor:
+        """The mask, [B, T] bool."""
+        return self._given.bool()
 
     @property
     def steep(self) -> Tensor:
@@ -107,9 +108,16 @@ class Inside:
 
 
 def _whole(
-    formula: Callable[[Inside], Parts], *given: Tensor, aggregation: str | None = None, per_row: bool = False
+    formula: Callable[[Inside], Parts],
+    *given: Tensor,
+    aggregation: str | None = None,
+    per_row: bool = False,
+    change: Callable[[Parts], None] = lambda parts: None,
 ) -> Surrogate:
-    """The `Surrogate` of a formula; `given` are the arguments of `Inside`. The gradient is the log-probs' alone."""
+    """The `Surrogate` of a formula; `given` are the arguments of `Inside`. The gradient is the log-probs' alone.
+
+    `change` writes to what the formula made where that needs all rows: few tokens are chosen among all.
+    """
     names: list[str] = []
 
     def tensors(*rows: Tensor) -> list[Tensor]:
@@ -119,6 +127,7 @@ def _whole(
 
     found = by_rows(tensors, *(one.detach() for one in given))
     parts = dict(zip(names, found, strict=True))
+    change(parts)
     loss, ratio = sloped(parts.pop("loss"), parts.pop("slope"), given[1]), parts.pop("ratio")
     if per_row:  # on the row's first token
         first = given[3].bool().byte().argmax(-1, keepdim=True)
@@ -142,7 +151,7 @@ def _policy_loss(
         return _whole(own, *given, aggregation=aggregation, per_row=per_row)
 
     own = [*inspect.signature(Inside).parameters.values(), *inspect.signature(formula).parameters.values()]
-    own = [one for one in own if one.name not in ("x", "chosen")]
+    own = [one for one in own if one.name != "x"]
     loss.__signature__ = inspect.Signature(own, return_annotation="Surrogate")  # type: ignore[attr-defined]
     return loss
 
@@ -295,23 +304,17 @@ def _covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Callable
     return lambda x: (x.advantages - mean) * (x.new - new)
 
 
-def _marked(places: Tensor, mask: Tensor) -> Tensor:
-    """True at these places of the flattened mask: [B, T] bool."""
-    marked = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
-    marked[places] = True
-    return marked.view(mask.shape)
-
-
 def _highest(values: Tensor, number: int) -> Tensor:
-    """Places of the `number` highest values, flattened: of each part first, which is quicker by far than of all at once."""
-    width = max(4 * number, 2**17)
+    """Places of the `number` highest values, flattened; of a part only those are ranked that are above the best so far."""
     flat = values.flatten()
-    if flat.numel() <= width:
-        return flat.topk(number).indices
-    parts = torch.nn.functional.pad(flat, (0, -flat.numel() % width), value=float("-inf")).view(-1, width)
-    found = parts.topk(number)
-    places = found.indices + width * torch.arange(len(parts), device=flat.device)[:, None]
-    return places.flatten()[found.values.flatten().topk(number).indices]
+    best, places = flat[:0], torch.zeros(0, dtype=torch.long, device=flat.device)
+    for start in range(0, flat.numel() if number else 0, ELEMENTS):
+        part = flat[start : start + ELEMENTS]
+        found = (part > best[-1]).nonzero()[:, 0] if len(best) == number else torch.arange(len(part)).to(places.device)
+        ranked, places = torch.cat([best, part[found]]), torch.cat([places, found + start])
+        best, order = ranked.topk(min(number, len(ranked)))
+        places = places[order]
+    return places
 
 
 def clip_cov(
@@ -334,24 +337,21 @@ def clip_cov(
     """
     covariance = _covariance(log_probs, advantages, mask)
 
-    def band(*rows: Tensor) -> tuple[Tensor]:
-        x = Inside(*rows)
-        clipped, found = x.two_sided(x.ratio, clip_ratio_low, clip_ratio_high)[1], covariance(x)
-        return ((found > clip_cov_lb) & (found < clip_cov_ub) & x.inside & ~clipped,)
-
-    candidates = by_rows(band, old_log_probs, log_probs.detach(), advantages, mask)[0].flatten().nonzero()[:, 0]
-    number = min(max(int(clip_cov_ratio * float(mask.sum())), 1), len(candidates))
-    drawn = candidates[torch.randperm(len(candidates))[:number].to(candidates.device)]
-
     def formula(x: Inside) -> Parts:
         loss, clipped = x.two_sided(x.ratio, clip_ratio_low, clip_ratio_high)
-        either = clipped | x.chosen
-        slope = x.push * x.steep * ~either
-        return x.parts(
-            loss * ~x.chosen, slope, either, pg_clipfrac=x.chosen, ppo_clipfrac=clipped & x.inside, ppo_kl=-x.gap
-        )
+        found, slope = covariance(x), x.push * x.steep * ~clipped
+        band = (found > clip_cov_lb) & (found < clip_cov_ub) & x.inside & ~clipped
+        return x.parts(loss, slope, clipped, pg_clipfrac=band, ppo_clipfrac=clipped & x.inside, ppo_kl=-x.gap)
 
-    return _whole(formula, old_log_probs, log_probs, advantages, mask, _marked(drawn, mask))
+    def chosen(parts: Parts) -> None:
+        candidates = parts["pg_clipfrac"].view(-1).nonzero()[:, 0]
+        number = min(max(int(clip_cov_ratio * float(mask.sum())), 1), len(candidates))
+        drawn = candidates[torch.randperm(len(candidates))[:number].to(candidates.device)]
+        parts["pg_clipfrac"].zero_()
+        for name, value in (("loss", 0), ("slope", 0), ("clipped", True), ("pg_clipfrac", True)):
+            parts[name].view(-1)[drawn] = value
+
+    return _whole(formula, old_log_probs, log_probs, advantages, mask, change=chosen)
 
 
 def kl_cov(
@@ -371,21 +371,22 @@ def kl_cov(
     """
     covariance = _covariance(log_probs, advantages, mask)
 
-    def ranked(*rows: Tensor) -> tuple[Tensor]:
-        x = Inside(*rows)
-        return (covariance(x).masked_fill(~x.inside, float("-inf")),)
-
-    number = max(1, int(float(mask.sum()) * kl_cov_ratio)) if bool(mask.any()) else 0
-    ranks = by_rows(ranked, old_log_probs, log_probs.detach(), advantages, mask)[0]
-
     def formula(x: Inside) -> Parts:
-        held = ppo_kl_coef * x.chosen
-        loss = held * x.log_ratio.abs() + x.push * x.ratio
-        slope = held * x.gap.sign() * x.steep.sign() + x.push * x.steep
-        none = torch.zeros_like(x.inside)
-        return x.parts(loss, slope, x.chosen, pg_clipfrac=none, kl_cov_frac=x.chosen, ppo_kl=x.gap.abs())
+        # covariances become the marks of those that are high
+        ranks = covariance(x).masked_fill_(~x.inside, float("-inf"))
+        return x.parts(x.push * x.ratio, x.push * x.steep, kl_cov_frac=ranks, ppo_kl=x.gap.abs())
 
-    return _whole(formula, old_log_probs, log_probs, advantages, mask, _marked(_highest(ranks, number), mask))
+    def chosen(parts: Parts) -> None:
+        tokens = float(mask.sum())
+        high = _highest(parts["kl_cov_frac"], max(1, int(tokens * kl_cov_ratio)) if tokens else 0)
+        gap = log_probs.detach().flatten()[high] - old_log_probs.detach().flatten()[high]
+        parts["loss"].view(-1)[high] += ppo_kl_coef * gap.clamp(-20, 20).abs()
+        parts["slope"].view(-1)[high] += ppo_kl_coef * gap.sign() * (gap.abs() < 20)
+        parts["clipped"] = torch.zeros_like(mask, dtype=torch.bool)
+        parts["clipped"].view(-1)[high] = True
+        parts |= {"kl_cov_frac": parts["clipped"], "pg_clipfrac": torch.zeros_like(parts["clipped"])}
+
+    return _whole(formula, old_log_probs, log_probs, advantages, mask, change=chosen)
 
 
 _VARIANTS = (gspo, sapo, gpg, cispo, dppo_tv, dppo_kl, dro, geo_mean, clip_cov, kl_cov)

@@ -43,7 +43,10 @@ class _RowSums(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (mask,) = ctx.saved_tensors
-        return by_rows(lambda g, inside: (_weighted(g, inside),), gradient[:, None].to(ctx.dtype), mask)[0], None
+        each = gradient[:, None].to(ctx.dtype)
+        plain = not each.is_cuda and bool(each.isfinite().all())  # a NaN must not reach what is outside the mask
+        weighted = (lambda g, inside: (g * inside,)) if plain else (lambda g, inside: (_weighted(g, inside),))
+        return by_rows(weighted, each, mask)[0], None
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:

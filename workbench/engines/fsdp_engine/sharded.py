@@ -87,29 +87,12 @@ class RankAccount(Account):
 
 
 class ShardedOptimizer(Optimizer):
-    """The local engine's optimizer over shards; with `offload="optimizer"` its moments are in host memory between steps."""
-
-    def step(self) -> None:
-        """Take one optimizer step at the scheduled learning rate."""
-        self._move(None)
-        super().step()
-        self._move("cpu")
-
-    def _move(self, device: str | None) -> None:
-        for parameter, state in self._adam.state.items() if self._settings.offload == "optimizer" else ():
-            for name, value in state.items():
-                if isinstance(value, DTensor):
-                    state[name] = value.to(device or parameter.device.type)
+    """The local engine's optimizer over shards."""
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:
         """Adam's state by parameter name, not copied."""
         return {name: self._adam.state[p] for name, p in self.named.items() if p in self._adam.state}
-
-    def load(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
-        """Load what `tensors` returned after `steps` steps: whole tensors of a local engine, or this rank's parts."""
-        super().load(tensors, steps)
-        self._move("cpu")
 
     def _placed(self, parameter: Any, kind: str, value: torch.Tensor) -> torch.Tensor:
         if isinstance(value, DTensor):

@@ -58,7 +58,10 @@ def learning_mode(model: Any, packed: bool) -> Iterator[None]:
 
 
 class Optimizer:
-    """AdamW and its schedule over named parameters; its state is saved and loaded as plain tensors."""
+    """AdamW and its schedule over named parameters; its state is saved and loaded as plain tensors.
+
+    With `offload="optimizer"` its moments are in host memory, and on their parameter's device while it takes its step.
+    """
 
     def __init__(self, named: Mapping[str, torch.nn.Parameter], settings: Any) -> None:
         self.named = dict(named)
@@ -86,10 +89,28 @@ class Optimizer:
 
     def step(self) -> None:
         """Take one step at the scheduled rate."""
-        for group in self._adam.param_groups:
-            group["lr"] = self.lr
-        self._adam.step()
+        (group,) = self._adam.param_groups
+        group["lr"], every = self.lr, group["params"]
+        try:
+            for some in [[one] for one in every] if self._offloads else [every]:
+                group["params"] = some
+                self._move(some, None)
+                self._adam.step()
+                self._move(some, "cpu")
+        finally:
+            group["params"] = every
         self.steps += 1
+
+    @property
+    def _offloads(self) -> bool:
+        return bool(self._settings.offload == "optimizer")
+
+    def _move(self, parameters: Iterable[torch.nn.Parameter], device: str | None) -> None:
+        """Move moments to a device, or (None) to that of their parameter."""
+        for parameter in parameters if self._offloads else ():
+            state = self._adam.state.get(parameter, {})
+            for kind in state.keys() - {"step"}:
+                state[kind] = state[kind].to(device or parameter.device.type)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """AdamW's state as `<parameter>|exp_avg`, `|exp_avg_sq`, `|step`: the tensors themselves, no copies."""
@@ -107,6 +128,7 @@ class Optimizer:
             name, kind = key.split("|")
             if name in self.named:
                 self._adam.state[self.named[name]][kind] = self._placed(self.named[name], kind, value)
+        self._move(self.named.values(), "cpu")
 
     def _placed(self, parameter: Any, kind: str, value: torch.Tensor) -> torch.Tensor:
         return value.to(parameter.device, copy=True)

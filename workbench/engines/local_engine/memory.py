@@ -28,9 +28,12 @@ def learning_estimate(model: Any, settings: LocalSettings, tokens: int | None = 
 
     `tokens` are those of a whole batch, padding included: a micro-batch has them, or `micro_batch_tokens` where that is less.
     For a token and layer the backward pass keeps 5H + 3Q + 2K + 4I numbers (H hidden, Q queries, K keys, I MLP), counted on
-    Llama's and Qwen2's layers; with checkpointing H, and one layer's in full. Frozen weights keep fewer, but peak no lower.
+    Llama's and Qwen2's layers; with checkpointing H, and one layer's in full. Frozen weights keep fewer, but peak no lower. Of
+    moments that are offloaded a GPU has those of one parameter at a time.
     """
-    trained = sum(one.numel() * one.element_size() for one in model.parameters() if one.requires_grad)
+    sizes = [one.numel() * one.element_size() for one in model.parameters() if one.requires_grad]
+    trained, away = sum(sizes), settings.offload == "optimizer" and model.device.type == "cuda"
+    moments = 2 * (max(sizes, default=0) if away else trained)
     budget = settings.micro_batch_tokens if tokens is None else min(tokens, settings.micro_batch_tokens)
     one = model.config.get_text_config()
     layers, hidden, heads = one.num_hidden_layers, one.hidden_size, getattr(one, "num_attention_heads", 1)
@@ -42,7 +45,7 @@ def learning_estimate(model: Any, settings: LocalSettings, tokens: int | None = 
     size = 2 if settings.half(model.device.type) else next(model.parameters()).element_size()
     kept = (layers * hidden + layer) if settings.gradient_checkpointing else layers * layer
     logits = min(4 * one.vocab_size * budget, CHUNK_BYTES)
-    return {"gradients": trained, "optimizer": 2 * trained, "activations": kept * size * budget, "logits": 3 * logits}
+    return {"gradients": trained, "optimizer": moments, "activations": kept * size * budget, "logits": 3 * logits}
 
 
 def preflight(model: Any, settings: LocalSettings, tokens: int | None = None) -> None:
