@@ -52,19 +52,13 @@ def values_of(text: str) -> list[Any]:
 
     Raises `SettingError` for an open bracket or quote, a missing value, and a range that ends before it begins.
     """
-    parts, depth, quote = [""], 0, ""
-    for sign in text:
-        if quote:
-            quote = "" if sign == quote else quote
-        elif sign in "'\"":
-            quote = sign
-        depth += 0 if quote else (sign in "[{(") - (sign in "]})")
-        if sign == "," and not depth and not quote:
-            parts.append("")
-        else:
-            parts[-1] += sign
-    parts = [part.strip() for part in parts]
-    if depth or quote or (len(parts) > 1 and "" in parts):
+    parts, piece = list[str](), ""
+    for one in text.split(","):
+        piece = f"{piece},{one}" if piece else one
+        if _closed(piece):
+            parts.append(piece.strip())
+            piece = ""
+    if piece or (len(parts) > 1 and "" in parts):
         raise SettingError("values of a grid", expected="values with commas between them", found=repr(text))
     found: list[Any] = []
     for part in parts:
@@ -77,6 +71,13 @@ def values_of(text: str) -> list[Any]:
         else:
             found.append(ast.literal_eval(part) if part[:1] in ("'", '"') else part)
     return found
+
+
+def _closed(text: str) -> bool:
+    """Whether every bracket and quote that a text opens is closed in it."""
+    bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", text)
+    opened, closed = (sum(map(bare.count, signs)) for signs in ("[{(", "]})"))
+    return opened == closed and not {"'", '"'} & {*bare}
 
 
 def jobs_of(notebook: str | Path, grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
