@@ -240,8 +240,8 @@ def test_what_cannot_be_gone_on_with(make_notebook: Any, tmp_path: Path) -> None
         job_of(tmp_path)
     path = make_notebook("1")
     (tmp_path / "job.json").write_text(json.dumps({"notebook": str(path), "crc32": 0, "parameters": {"lr": 1.0}}))
-    with pytest.raises(SettingError, match="no parameter 'resume'"):
-        job_of(tmp_path)
+    _, values, note = job_of(tmp_path)
+    assert values == {"lr": 1.0, "run": str(tmp_path), "resume": "auto"} and "has changed since" in note
 
 
 @pytest.mark.slow

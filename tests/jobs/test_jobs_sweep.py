@@ -77,7 +77,7 @@ with (folder.parent / "log").open("a") as log:
     log.write(f"+{values['seed']} {os.environ['OMP_NUM_THREADS']}\\n")
     log.flush()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    time.sleep(0.2 if values["lr"] < 1 else 60)
+    time.sleep(60 if values.get("lr") == 1 else 0.2)
     log.write(f"-{values['seed']}\\n")
 sys.exit(values["seed"] if not (folder.parent / "mended").exists() else 0)
 """

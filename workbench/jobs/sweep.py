@@ -21,16 +21,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench.base.errors import SettingError
 from workbench.jobs.parameters import resolve
 from workbench.jobs.runner import FAILED, INTERRUPTED, OK, STOPPED, TERMINATED, kernel_of, run_notebook
 from workbench.replay.run import list_runs
 from workbench.runs.folder import check_place, crc32_of, held, read_json, write_json
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 SWEEP = "sweep.json"
 MOST = 10_000
@@ -44,7 +41,8 @@ class Sweep:
 
     code: int
     """0: every job is done; 1: some failed; 3: some were stopped by `break_if`; 130, 143: the sweep was stopped."""
-    table: pd.DataFrame
+    table: Any
+    """A DataFrame: the parameters that differ, and the columns of `list_runs`."""
 
 
 def values_of(text: str) -> list[Any]:
@@ -52,19 +50,13 @@ def values_of(text: str) -> list[Any]:
 
     Raises `SettingError` for an open bracket or quote, a missing value, and a range that ends before it begins.
     """
-    parts, depth, quote = [""], 0, ""
-    for sign in text:
-        if quote:
-            quote = "" if sign == quote else quote
-        elif sign in "'\"":
-            quote = sign
-        depth += 0 if quote else (sign in "[{(") - (sign in "]})")
-        if sign == "," and not depth and not quote:
-            parts.append("")
-        else:
-            parts[-1] += sign
-    parts = [part.strip() for part in parts]
-    if depth or quote or (len(parts) > 1 and "" in parts):
+    parts, piece = list[str](), ""
+    for one in text.split(","):
+        piece = f"{piece},{one}" if piece else one
+        if _closed(piece):
+            parts.append(piece.strip())
+            piece = ""
+    if piece or (len(parts) > 1 and "" in parts):
         raise SettingError("values of a grid", expected="values with commas between them", found=repr(text))
     found: list[Any] = []
     for part in parts:
@@ -77,6 +69,13 @@ def values_of(text: str) -> list[Any]:
         else:
             found.append(ast.literal_eval(part) if part[:1] in ("'", '"') else part)
     return found
+
+
+def _closed(text: str) -> bool:
+    """Whether every bracket and quote that a text opens is closed in it."""
+    bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", text)
+    opened, closed = (sum(map(bare.count, signs)) for signs in ("[{(", "]})"))
+    return opened == closed and not {"'", '"'} & {*bare}
 
 
 def jobs_of(notebook: str | Path, grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -273,16 +272,15 @@ def _child() -> None:
     sys.exit(result.code)
 
 
-def _table(folder: Path, wanted: Mapping[str, dict[str, Any]], state: _State) -> pd.DataFrame:
+def _table(folder: Path, wanted: Mapping[str, dict[str, Any]], state: _State) -> Any:
     """One row per job, in the grid's order: the parameters that differ, how it ended, what came of it."""
-    import pandas as pd
-
-    runs = list_runs(folder, settings=False).to_dict("index")
-    several = [one for one in next(iter(wanted.values())) if len({repr(each[one]) for each in wanted.values()}) > 1]
-    lines = {}
-    for name, values in wanted.items():
-        differ = {one: values[one] for one in several}
-        code, run = state.codes.get(name), runs.get(name, {})
-        ended = "not run" if code is None else "done" if code == OK else f"exit code {code}"
-        lines[name] = {**differ, "job": ended, **{key: one for key, one in run.items() if key != "changed"}}
-    return pd.DataFrame(list(lines.values()), index=list(lines))
+    frame = list_runs(folder, settings=False).reindex(list(wanted)).drop(columns="changed")
+    codes = [state.codes.get(name) for name in wanted]
+    frame.insert(
+        0, "job", ["not run" if code is None else "done" if code == OK else f"exit code {code}" for code in codes]
+    )
+    for name in reversed(next(iter(wanted.values()))):
+        values = [one[name] for one in wanted.values()]
+        if len({*map(repr, values)}) > 1 and name not in frame:
+            frame.insert(0, name, values)
+    return frame

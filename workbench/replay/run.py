@@ -307,11 +307,10 @@ def list_runs(folder: str | Path = "runs", *, settings: bool = True) -> pd.DataF
         for key in dict.fromkeys(key for one in differing.values() for key in one):
             values = [one.get(key) for one in differing.values()]
             text = list(map(repr, values))
-            if (
-                len(set(text)) > 1 and (key.rpartition(".")[2], text) not in shown
-            ):  # `lr` beside `actor.lr` says nothing
-                frame[key] = values
-                shown.append((key.rpartition(".")[2], text))
+            if len(set(text)) == 1 or (key, text) in shown:  # the parameter `lr` beside `actor.lr` says nothing
+                continue
+            frame[key] = values
+            shown.append((key.rpartition(".")[2], text))
     return frame
 
 

@@ -149,7 +149,7 @@ class Pipeline(Shown):
         old = self._stages[position]
         if other is None and not settings:
             raise PipelineError(f"replace({name!r}) changes nothing", do="give a stage, a function or settings")
-        if inspect.isclass(other):
+        if inspect.isclass(other) and issubclass(other, BaseStage):
             other = _made(f"replace({name!r})", other)
         new = old if other is None else other if isinstance(other, Stage) else old.with_function(other)
         new = new.with_settings(**settings) if settings else new
