@@ -122,9 +122,11 @@ def test_one_line_reads_it_all_the_same(name: str, tmp_path: Path) -> None:
 def test_it_trains_with_a_plain_function(name: str, tiny: str, tmp_path: Path) -> None:
     rows = wb.rows(INPUTS[name](tmp_path))
     pipe = wb.recipes.grpo(wb.engines.local(tiny), reward=short, group_size=2, max_tokens=4)
-    run = wb.train_blocking(pipe, rows[:8], eval_rows=rows[8:], steps=1, batch_size=4, run=tmp_path / "run", display=None)
+    run = wb.train_blocking(
+        pipe, rows[:8], eval_rows=rows[8:], steps=1, batch_size=4, run=tmp_path / "run", display=None
+    )
     source = rows[0]["data_source"]
-    assert any(key.startswith(f"val-core/{source}/reward/mean@") for key in run.metrics[-1]), "no None in its name"
+    assert any(key.startswith(f"val-core/{source}/reward/mean@") for key in run.metrics.columns), "no None in its name"
 
 
 # --- what is understood -----------------------------------------------------------------------------
@@ -152,7 +154,7 @@ TOLD: dict[str, tuple[list[dict[str, Any]], str, Any]] = {
     ),
     "MATH": (
         [{"problem": "2+2?", "solution": "It is 4.", "level": 1}],
-        "problem → prompt; solution → truth",
+        "problem → prompt; solution → truth (plain columns)",
         "It is 4.",
     ),
     "numbers": ([{"question": "2+2?", "answer": 4}], "question → prompt; answer → truth (plain columns)", 4),
@@ -252,6 +254,7 @@ def test_the_report_shows_the_first_prompt_as_the_model_reads_it(tiny: str) -> N
 
 
 # --- lengths ----------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny: str) -> Any:

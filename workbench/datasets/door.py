@@ -82,6 +82,8 @@ def _read(x: Any, how: Reading, limit: int | None) -> tuple[list[dict[str, Any]]
         made += found
         sources.append(source)
         told.append(read_as)
+        if len(made) == limit:
+            break
     where = ", ".join(filter(None, sources))
     if not made:
         raise DataError(f"no rows in {where or 'an empty list'}")

@@ -165,10 +165,10 @@ class _Roles:
         judged = self._judged(kept, told, place)
         if not isinstance(given, str):
             gone.add(self.prompt)
-        rest = {name: cell for name, cell in kept.items() if name not in gone}
-        source = source or (GSM8K if self.gsm8k else self.how.data_source)
-        made = {CHAT: given if self.how.raw else said, "data_source": source, "extra_info": extra, **rest}
-        made |= {"reward_model": judged} if judged is not None else {}
+        made = {CHAT: given if self.how.raw else said}
+        made["data_source"] = source or (GSM8K if self.gsm8k else self.how.data_source)
+        made |= {} if judged is None else {"reward_model": judged}
+        made |= {"extra_info": extra, **{name: cell for name, cell in kept.items() if name not in gone}}
         return made | ({"prompt_is_text": True} if not self.how.raw and is_text(given, said[-1:]) else {})
 
     def _said(self, given: Any, judged: bool, place: str) -> tuple[list[dict[str, Any]], str | None]:
