@@ -243,7 +243,7 @@ def test_the_report_shows_the_first_prompt_as_the_model_reads_it(tiny: str) -> N
     found = wb.rows(PLAIN).report(tokenizer, reward=wb.rewards.gsm8k)
     assert (
         f"<|im_start|>user\n{PLAIN[0]['question']}<|im_end|>" in found.first
-        and found.first in dict(found.lines()).values()
+        and repr(found.first) in dict(found.lines()).values()
     )
     assert found.scorable == "12 of 12 truths can score 1 by gsm8k" and found.template == "the tokenizer's own"
     mixed = [{**row, "answer": "four" if n < 2 else "4"} for n, row in enumerate(PLAIN)]
