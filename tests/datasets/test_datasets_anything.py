@@ -126,7 +126,7 @@ def test_it_trains_with_a_plain_function(name: str, tiny: str, tmp_path: Path) -
         pipe, rows[:8], eval_rows=rows[8:], steps=1, batch_size=4, run=tmp_path / "run", display=None
     )
     source = rows[0]["data_source"]
-    assert any(key.startswith(f"val-core/{source}/reward/mean@") for key in run.metrics[-1]), "no None in its name"
+    assert any(key.startswith(f"val-core/{source}/reward/mean@") for key in run.metrics.columns), "no None in its name"
 
 
 # --- what is understood -----------------------------------------------------------------------------
@@ -154,7 +154,7 @@ TOLD: dict[str, tuple[list[dict[str, Any]], str, Any]] = {
     ),
     "MATH": (
         [{"problem": "2+2?", "solution": "It is 4.", "level": 1}],
-        "problem → prompt; solution → truth",
+        "problem → prompt; solution → truth (plain columns)",
         "It is 4.",
     ),
     "numbers": ([{"question": "2+2?", "answer": 4}], "question → prompt; answer → truth (plain columns)", 4),
@@ -180,7 +180,7 @@ def test_columns_are_named_and_the_others_stay() -> None:
     rows = wb.rows(records, prompt="q", answer="a", system="Be brief.")
     assert [turn["role"] for turn in rows[0]["prompt"]] == ["system", "user"]
     assert rows[0]["reward_model"] == {"style": "rule", "ground_truth": "007"} and rows[0]["level"] == 3
-    with pytest.raises(DataError, match=r"answer='b' is no column; found columns id, q, a, level; .*prompt='q'"):
+    with pytest.raises(DataError, match=r"'b' is no column; found columns id, q, a, level; .*prompt='q'"):
         wb.rows(records, prompt="q", answer="b")
     with pytest.raises(DataError, match="has a system message; found 'x'; leave system= out"):
         wb.rows([{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}], system="z")
@@ -243,7 +243,7 @@ def test_the_report_shows_the_first_prompt_as_the_model_reads_it(tiny: str) -> N
     found = wb.rows(PLAIN).report(tokenizer, reward=wb.rewards.gsm8k)
     assert (
         f"<|im_start|>user\n{PLAIN[0]['question']}<|im_end|>" in found.first
-        and found.first in dict(found.lines()).values()
+        and repr(found.first) in dict(found.lines()).values()
     )
     assert found.scorable == "12 of 12 truths can score 1 by gsm8k" and found.template == "the tokenizer's own"
     mixed = [{**row, "answer": "four" if n < 2 else "4"} for n, row in enumerate(PLAIN)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,35 +32,28 @@ def rows(
 ) -> Rows:
     """Rows of anything: a file, a folder or list of files, a list of dicts, a DataFrame, a Hugging Face `Dataset`, `Rows`.
 
-    Files are `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow` or `.feather`; a pattern (`train-*.parquet`) and `~` are
-    fine. Any other iterable of dicts is read to its end, or to `limit`. `print(rows)` says what was understood: which column
-    became the prompt, which the truth, in whose schema, and the first prompt; `rows.report(tokenizer)` shows that prompt
-    as the model reads it.
+    Files are `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow` or `.feather`, also as a pattern (`train-*.parquet`).
+    `print(rows)` says what was understood: which column became the prompt, which the truth, in whose schema;
+    `rows.report(tokenizer)` shows the first prompt as the model reads it.
 
     Recognised without a word: verl's schema; TRL's `prompt`, also with `completion`; OpenAI's `messages` (an assistant's
-    last message is the truth); GSM8K (`question`, and the truth behind `####` of `answer`); tables whose columns have common
-    names (`question` and `answer`, `problem` and `solution`, …; all are in `datasets.records.PROMPTS` and `ANSWERS`). All
-    other columns stay, and a reward function gets them by their names.
+    last message is the truth); GSM8K (the truth behind `####`); columns of common names (`question` and `answer`,
+    `problem` and `solution`, …: `records.PROMPTS`, `ANSWERS`). Other columns stay, and a reward gets them by their names.
 
     Args:
         x: the data.
-        prompt: the column of the prompts. A text is a user's message, wherever it comes from; a list of messages, also as
-            JSON text, is that chat.
-        answer: the column that becomes `reward_model.ground_truth`. Without one, rows have no truths: a reward function
-            that asks for none trains all the same, and rules refuse such rows before a run.
+        prompt: the column of the prompts. A text is a user's message; a list of messages, also as JSON text, is that chat.
+        answer: the column that becomes `reward_model.ground_truth`. Rows may have none, if the reward needs none.
         system: a system message to put before every prompt.
         raw: prompts are bare texts that the model continues, without its chat template: for base models.
-        reward: what will score the rows: rows that it can never score are refused here rather than before the run, and rows
-            from memory get its name as their `data_source`.
-        max_prompt_length: tokens that a prompt may have. It is checked where a model's tokenizer is there: by `fitting`,
-            by `train` before it starts, and by the rollout.
+        reward: what will score the rows: truths that it can never score are refused here, rather than before the run.
+        max_prompt_length: tokens that a prompt may have: checked by `fitting`, by `train` before it starts, by the rollout.
         limit: takes the first rows.
         without: columns to leave out, for data with a column that a stage writes (`score`, `uid`, …).
 
-    A row's `data_source`, by which metrics are split, is by default the name of the file without its ending. Engines read
-    text only: rows with pictures, films or sounds are refused, and so is content that is not text.
-    Raises `DataError` for what is missing, unreadable or empty; for a column whose name is reserved; and for columns that are
-    not known, with the columns that there are and the line that would name them.
+    Metrics are split by `data_source`: by default the file's name without its ending, of rows from memory the reward's.
+    Raises `DataError` for what is missing, unreadable or empty, for pictures, films and sounds, for a column whose name is
+    reserved, and where no column is known as a prompt: with the columns that there are and the line that names them.
 
     Example:
         >>> rows = wb.rows("mine.csv", prompt="q", answer="a", max_prompt_length=256)  # doctest: +SKIP
@@ -68,44 +62,49 @@ def rows(
     for name, number in (("limit", limit), ("max_prompt_length", max_prompt_length)):
         if number is not None and number < 1:
             raise DataError(name, expected="≥ 1, or None", found=number)
-    asked: dict[str, Any] = {"prompt": prompt, "answer": answer, "system": system, "without": frozenset(without)}
-    made: list[dict[str, Any]] = []
-    told: dict[str, None] = {}
-    names: list[str] = []
-    for source, code, default, records in _parts(x, _called(reward)):
-        bare = raw or (isinstance(x, Rows) and x.raw)
-        left = None if limit is None else limit - len(made)
-        found, as_what = Reading(**asked, raw=bare, data_source=default, code=code).read(islice(records, left), source)
-        made += found
-        names += [source] if source else []
-        told |= {as_what: None} if as_what else {}
-    if not made:
-        raise DataError(f"no rows in {', '.join(names) or 'an empty list'}")
-    if isinstance(x, Rows):
-        max_prompt_length = max_prompt_length or x.max_prompt_length
-    result = made_of(made, max_prompt_length, ", ".join(names), "; ".join(told))
+    same = x if isinstance(x, Rows) else None
+    bare = raw or (same is not None and same.raw)
+    how = Reading(prompt=prompt, answer=answer, system=system, raw=bare, without=frozenset(without))
+    made, source, read_as = _read(x, replace(how, data_source=_called(reward)), limit)
+    result = made_of(made, max_prompt_length or (same and same.max_prompt_length), source, read_as)
     if reward is not None:
         scorable(result, reward)
     return result
 
 
-def _parts(x: Any, memory: str) -> Iterator[tuple[str, str, str, Any]]:
-    """Yields (name of the source, the source as code, `data_source` of its rows, records) of what `x` is made of.
+def _read(x: Any, how: Reading, limit: int | None) -> tuple[list[dict[str, Any]], str, str]:
+    """(rows, where they are from, what their columns were read as). Raises `DataError` where there are none."""
+    made: list[dict[str, Any]] = []
+    sources, told = [], []
+    for source, changes, records in _parts(x):
+        left = None if limit is None else limit - len(made)
+        found, read_as = replace(how, **changes).read(islice(records, left), source)
+        made += found
+        sources.append(source)
+        told.append(read_as)
+        if len(made) == limit:
+            break
+    where = ", ".join(filter(None, sources))
+    if not made:
+        raise DataError(f"no rows in {where or 'an empty list'}")
+    return made, where, "; ".join(dict.fromkeys(filter(None, told)))
 
-    `memory` is the `data_source` of rows from memory.
-    """
+
+def _parts(x: Any) -> Iterator[tuple[str, dict[str, str], Iterable[Any]]]:
+    """Yields (name of the source, changes of the `Reading`, records) of what `x` is made of."""
     files = [x] if isinstance(x, str | Path) else x if isinstance(x, list | tuple) else []
     if files and all(isinstance(one, str | Path) for one in files):
         for path in find(files):
-            yield str(path), repr(str(path)), _SHARD.sub("", path.stem), read(path)
+            named = {"code": repr(str(path)), "data_source": _SHARD.sub("", path.stem)}
+            yield str(path), named, read(path)
     elif isinstance(x, Mapping):
         split, records = _only(x)
-        yield f"split {split!r}", f"x[{split!r}]", memory, records
+        yield f"split {split!r}", {"code": f"x[{split!r}]"}, records
     else:
         records = table_records(x)
-        if isinstance(x, str | bytes) or not isinstance(records, Iterable):
+        if isinstance(x, bytes) or not isinstance(records, Iterable):
             raise DataError("rows", expected=_ANYTHING, found=describe(x))
-        yield x.source if isinstance(x, Rows) else "", "x", memory, records
+        yield x.source if isinstance(x, Rows) else "", {}, records
 
 
 def _only(x: Mapping[str, Any]) -> tuple[str, Iterable[Any]]:

@@ -88,41 +88,52 @@ class Reading:
         return row
 
     def _roles(self, columns: list[str], cells: Sequence[Mapping[str, Any]], where: str) -> _Roles:
-        prompt = self.prompt or next((name for name in PROMPTS if name in columns), None)
+        prompt = self.prompt or _first(PROMPTS, columns)
         answer = self.answer
         if answer is None and "reward_model" not in columns:
-            answer = next((name for name in ANSWERS if name in columns and name != prompt), None)
-        asked = {"prompt": self.prompt, "answer": self.answer}
-        wrong = [f"{role}={name!r}" for role, name in asked.items() if name is not None and name not in columns]
-        if prompt is None or wrong:
-            what = (
-                f"{wrong[0]} is no column{where}"
-                if wrong
-                else f"no column{where or ' of the rows'} is known as a prompt"
-            )
-            expected = None if wrong else f"one of {', '.join(PROMPTS)}"
-            found = f"columns {', '.join(columns) or '(none)'}"
-            raise DataError(what, expected=expected, found=found, do=self._proposal(columns, cells))
+            answer = _first(ANSWERS, [name for name in columns if name != prompt])
+        missing = next((name for name in (prompt, answer) if name is not None and name not in columns), None)
+        if prompt is None or missing:
+            raise self._unknown(missing, columns, cells, where)
         if CHAT in columns and prompt != CHAT:
             do = f"leave one out: wb.rows(…, without=[{CHAT!r}])"
             raise DataError(f"row 0{where} has two prompts", found=f"columns {CHAT!r} and {prompt!r}", do=do)
-        marked = [(prompt, answer) == ("question", "answer") and "####" in str(row.get("answer")) for row in cells]
-        if any(marked) and not all(marked):
-            what, found = f"row {marked.index(False)}{where}", f"none; row {marked.index(True)} has one"
-            do = "leave such rows out, or write all truths without '####'"
-            raise DataError(what, expected="an answer with '#### <number>', as in GSM8K", found=found, do=do)
-        return _Roles(self, prompt, answer, any(marked))
+        return _Roles(self, prompt, answer, (prompt, answer) == ("question", "answer") and _gsm8ks(cells, where))
+
+    def _unknown(
+        self, missing: str | None, columns: list[str], cells: Sequence[Mapping[str, Any]], where: str
+    ) -> DataError:
+        """The error for a column that is `missing`, or where no column is known as a prompt."""
+        what, expected = f"{missing!r} is no column{where}", None
+        if not missing:
+            what, expected = f"no column{where or ' of the rows'} is known as a prompt", f"one of {', '.join(PROMPTS)}"
+        found = f"columns {', '.join(columns) or '(none)'}"
+        return DataError(what, expected=expected, found=found, do=self._proposal(columns, cells))
 
     def _proposal(self, columns: list[str], cells: Sequence[Mapping[str, Any]]) -> str | None:
         """The line that probably names the columns: the longest texts are prompts; the truth is the last column but that."""
         texts = {name: sum(len(row[name]) for row in cells if isinstance(row.get(name), str)) for name in columns}
-        answer = next((name for name in (self.answer, *ANSWERS) if name in columns), None)
+        answer = _first((self.answer, *ANSWERS), columns)
         left = [name for name in columns if name != answer]
         if not left:
             return None
         prompt = self.prompt if self.prompt in columns else max(left, key=lambda name: texts[name])
         answer = answer or next((name for name in reversed(left) if name != prompt), None)
         return f"name them: wb.rows({self.code}, prompt={prompt!r}" + (f", answer={answer!r})" if answer else ")")
+
+
+def _first(names: Iterable[str | None], columns: Sequence[str]) -> str | None:
+    return next((name for name in names if name in columns), None)
+
+
+def _gsm8ks(cells: Sequence[Mapping[str, Any]], where: str) -> bool:
+    """Whether all answers have `####`. Raises `DataError` where some have, and others have not."""
+    marked = ["####" in str(row.get("answer")) for row in cells]
+    if any(marked) and not all(marked):
+        what, found = f"row {marked.index(False)}{where}", f"none; row {marked.index(True)} has one"
+        do = "leave such rows out, or write all truths without '####'"
+        raise DataError(what, expected="an answer with '#### <number>', as in GSM8K", found=found, do=do)
+    return all(marked)
 
 
 @dataclass(frozen=True)
@@ -143,46 +154,35 @@ class _Roles:
         if self.prompt not in kept:
             raise DataError(f"{place}: " + unknown("column of this row", self.prompt, sorted(row)))
         extra = object_of(kept.pop("extra_info", None), f"extra_info of {place}") or {}
+        gone = {CHAT, "completion"} if self.answer == "completion" else {CHAT}
         if self.gsm8k:
-            made = to_row(kept, index=index, split="", place=place)
+            made, gone = to_row(kept, index=index, split="", place=place), {"question", "answer"}
             kept = {"ability": made["ability"], "reward_model": made["reward_model"], **kept}
             extra = {**made["extra_info"], **extra}
         given = kept[self.prompt]
-        said, told = self._said(given, kept, f"{self.prompt} of {place}")
+        said, told = self._said(given, "reward_model" in kept, f"{self.prompt} of {place}")
         _refuse_placeholders(said, {**row, **extra}, place)
         judged = self._judged(kept, told, place)
-        moved = (
-            ("question", "answer")
-            if self.gsm8k
-            else (CHAT, "completion", *([] if isinstance(given, str) else [self.prompt]))
-        )
-        rest = {name: cell for name, cell in kept.items() if name not in moved}
-        fallback = GSM8K if self.gsm8k else self.how.data_source
-        made = {CHAT: given if self.how.raw else said, "data_source": source or fallback, "extra_info": extra, **rest}
-        made |= {"reward_model": judged} if judged is not None else {}
-        return made | ({"prompt_is_text": True} if not self.how.raw and said[-1:] == _message(given) else {})
+        if not isinstance(given, str):
+            gone.add(self.prompt)
+        made = {CHAT: given if self.how.raw else said}
+        made["data_source"] = source or (GSM8K if self.gsm8k else self.how.data_source)
+        made |= {} if judged is None else {"reward_model": judged}
+        made |= {"extra_info": extra, **{name: cell for name, cell in kept.items() if name not in gone}}
+        return made | ({"prompt_is_text": True} if not self.how.raw and is_text(given, said[-1:]) else {})
 
-    def _said(self, given: Any, kept: Mapping[str, Any], place: str) -> tuple[list[dict[str, Any]], str | None]:
-        """The prompt as a chat, and of messages the answer that they end in."""
-        system = [] if self.how.system is None else [{"role": "system", "content": self.how.system}]
-        if self.how.raw:
-            if not isinstance(given, str) or not given.strip() or system:
-                expected = "a text, and no system=: with raw=True there is no chat"
-                raise DataError(place, expected=expected, found=describe(given))
-            return _turns(_message(given), place), None
-        said, told = chat(given, place), None
-        if system and said[0]["role"] in ("system", "developer"):
-            raise DataError(f"{place} has a system message", found=describe(said[0]["content"]), do="leave system= out")
-        if (
-            self.prompt != CHAT
-            and self.answer is None
-            and "reward_model" not in kept
-            and said[-1]["role"] == "assistant"
-        ):
+    def _said(self, given: Any, judged: bool, place: str) -> tuple[list[dict[str, Any]], str | None]:
+        """The prompt as a chat; and, unless the row is `judged` otherwise, the answer that messages end in."""
+        system, raw = self.how.system, self.how.raw
+        if raw and (system is not None or not isinstance(given, str)):
+            expected = "a text, and no system=: with raw=True there is no chat"
+            raise DataError(place, expected=expected, found=describe(given))
+        said, told = _turns(_message(given), place) if raw else chat(given, place), None
+        if self.prompt != CHAT and self.answer is None and not judged and said[-1]["role"] == "assistant":
             told = said.pop()["content"]
         if not any(turn.get("tool_calls") or turn["content"].strip() for turn in said):
             raise DataError(f"{place} is empty", expected=_EXPECTED, found=describe(given))
-        return [*system, *said], told
+        return _after(system, said, place), told
 
     def _judged(self, kept: dict[str, Any], told: str | None, place: str) -> dict[str, Any] | None:
         """How the row is scored; None where nothing says so."""
@@ -208,6 +208,15 @@ class _Roles:
             form = "verl's schema" if judged else "TRL's prompts"
         text = ", as bare text" if self.how.raw else ", after system=" if self.how.system is not None else ""
         return f"{self.prompt} → prompt{text}; {truth} ({form})"
+
+
+def _after(system: str | None, said: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
+    """A chat with a system message before it."""
+    if system is None:
+        return said
+    if said[0]["role"] in ("system", "developer"):
+        raise DataError(f"{place} has a system message", found=describe(said[0]["content"]), do="leave system= out")
+    return [{"role": "system", "content": system}, *said]
 
 
 def table_records(source: Any) -> Any:
@@ -350,7 +359,7 @@ def spoken(response: Any, place: str) -> str:
     """A response as text; of a list of messages (TRL's conversational form) the contents, one a line."""
     if isinstance(response, str):
         return response
-    return "\n".join(turn["content"] or "" for turn in messages(response, place))
+    return "\n".join(turn["content"] for turn in messages(response, place))
 
 
 def messages(turns: Iterable[Any], place: str) -> list[dict[str, Any]]:

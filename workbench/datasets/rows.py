@@ -131,7 +131,8 @@ class Report(Shown):
         if self.lengths:
             pairs.append(("prompt tokens", "  ".join(f"{name} {value:g}" for name, value in self.lengths.items())))
             pairs.append(("over the limit", f"{self.over_limit} (limit {self.limit})" if self.limit else "no limit"))
-        pairs += [("chat template", self.template), ("first prompt as the model reads it", self.first)]
+        first_read = repr(self.first) if self.first else ""
+        pairs += [("chat template", self.template), ("first prompt as the model reads it", first_read)]
         return [(label, value) for label, value in pairs if value]
 
 
@@ -344,9 +345,9 @@ class Rows(Shown):
     def _template(self, tokenizer: Any) -> str:
         if tokenizer is None:
             return ""
-        there = bool(getattr(tokenizer, "chat_template", None))
         if self.raw:
             return "not used: the prompts are bare texts (raw=True)"
+        there = getattr(tokenizer, "chat_template", None)
         return "the tokenizer's own" if there else "none: the model reads the messages' texts, one a line"
 
     def prompt_lengths(self, tokenizer: Any, **switches: Any) -> list[int]:
@@ -519,6 +520,6 @@ def scorable(rows: Rows, reward: Any) -> str:
     bad = {index: why for index, truth in enumerate(truths) if (why := rule.unscorable(ground_truth=truth))}
     said = f"{len(truths) - len(bad)} of {len(truths)} truths can score 1 by {rule.__name__}"
     first = "".join(f"; row {index}: {why}" for index, why in list(bad.items())[:1])
-    if len(bad) == len(truths):
+    if bad and len(bad) == len(truths):
         raise DataError(said, found=first.removeprefix("; "), do="name the truths' column: wb.rows(…, answer='column')")
     return said + first

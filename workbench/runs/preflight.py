@@ -104,12 +104,10 @@ def _unscorable(reward: Any, rows: Rows) -> str:
         return str(note)
     asked = next((name for name, source in reward.binding.items() if source == WORDS["ground_truth"]), None)
     without = sum(not has_answer(row) for row in rows.views()) if asked else 0
-    how = "name their column: wb.rows(…, answer='column')"
-    return (
-        f"{without:,} of {len(rows):,} rows have no ground truth, which {reward.name} reads as {asked!r}; {how}"
-        if without
-        else ""
-    )
+    if not without:
+        return ""
+    said = f"{without:,} of {len(rows):,} rows have no ground truth, which {reward.name} reads as {asked!r}"
+    return f"{said}; name their column: wb.rows(…, answer='column')"
 
 
 def _hash(*parts: Any) -> str:
