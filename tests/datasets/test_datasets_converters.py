@@ -17,6 +17,7 @@ from workbench.cli import main
 from workbench.datasets import convert, files
 from workbench.datasets.converters import KINDS
 from workbench.rewards.reward import by_data_source
+from workbench.rewards.scorers.gsm8k import compute_score
 from workbench.sandbox import LocalSandbox
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -227,7 +228,5 @@ def test_the_real_gsm8k(split: str, number: int, tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out == f"{number} rows in {target}\n"
     data = wb.rows(target)
     assert len(data) == number and data[0]["data_source"] == "openai/gsm8k"
-    own = [
-        wb.rewards.gsm8k(row["extra_info"]["answer"], row["reward_model"]["ground_truth"]).value for row in data.views()
-    ]
+    own = [compute_score(row["extra_info"]["answer"], row["reward_model"]["ground_truth"]) for row in data.views()]
     assert sum(own) == number
