@@ -151,7 +151,10 @@ def test_the_reference_scores_one_and_a_wrong_response_nothing(
 def test_rows_are_plain_structs_that_verl_reads(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
-    convert("gsm8k", jsonl(tmp_path / "a.jsonl", [SHAPES[0][1]] * 2), tmp_path / "b.parquet", tool="gsm8k_answer")
+    sources = [str(jsonl(tmp_path / f"{name}.jsonl", [SHAPES[0][1]])) for name in "ab"]
+    assert main(["convert", "gsm8k", *sources, str(tmp_path / "b.parquet"), "--tool", "gsm8k_answer"]) == 0
+    assert main(["convert", "gsm", *sources, str(tmp_path / "b.parquet")]) == 2
+    assert [row["extra_info"]["index"] for row in files.read(tmp_path / "b.parquet")] == [0, 1]
     schema = pq.read_schema(tmp_path / "b.parquet")
     assert str(schema.field("reward_model").type) == "struct<style: string, ground_truth: string>"
     assert schema.metadata is None
