@@ -15,7 +15,7 @@ import workbench as wb
 from workbench.base.errors import DataError
 from workbench.datasets import Cursor, Rows, encode
 from workbench.datasets.records import to_row
-from workbench.datasets.rows import permutation, place
+from workbench.datasets.rows import permutation, place, report
 
 
 def rows(number: int = 10) -> Rows:
@@ -247,6 +247,12 @@ def test_the_report_counts() -> None:
     found = Rows(made, max_prompt_length=3).report(Words())
     assert found.missing_answers == (2,) and found.duplicates == 1 and found.over_limit == 1
     assert found.lengths["max"] == 4 and "rows [2]" in repr(found) and "<table" in found._repr_html_()
+    assert found.characters == {"min": 3, "mean": 4.3, "median": 3, "p95": 7, "max": 7}
+    assert found.examples == (
+        ("first row", "a b  → 1"), ("second row", "a b  → 2"), ("longest prompt (row 2)", "a b c d  → None"),
+    )  # fmt: skip
+    seen = report([{**row, "images": [{"bytes": b"x"}] * n} for n, row in enumerate(made)], ("prompt", "images"))
+    assert seen.pictures == 3 and "pictures: 3" in repr(seen)
 
 
 def test_encode_with_and_without_a_template(tiny: str) -> None:

@@ -17,6 +17,7 @@ from workbench.cli import main
 from workbench.datasets import convert, files
 from workbench.datasets.converters import KINDS
 from workbench.rewards.reward import by_data_source
+from workbench.rewards.scorers.gsm8k import compute_score
 from workbench.sandbox import LocalSandbox
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -150,7 +151,10 @@ def test_the_reference_scores_one_and_a_wrong_response_nothing(
 def test_rows_are_plain_structs_that_verl_reads(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
-    convert("gsm8k", jsonl(tmp_path / "a.jsonl", [SHAPES[0][1]] * 2), tmp_path / "b.parquet", tool="gsm8k_answer")
+    sources = [str(jsonl(tmp_path / f"{name}.jsonl", [SHAPES[0][1]])) for name in "ab"]
+    assert main(["convert", "gsm8k", *sources, str(tmp_path / "b.parquet"), "--tool", "gsm8k_answer"]) == 0
+    assert main(["convert", "gsm", *sources, str(tmp_path / "b.parquet")]) == 2
+    assert [row["extra_info"]["index"] for row in files.read(tmp_path / "b.parquet")] == [0, 1]
     schema = pq.read_schema(tmp_path / "b.parquet")
     assert str(schema.field("reward_model").type) == "struct<style: string, ground_truth: string>"
     assert schema.metadata is None
@@ -227,7 +231,5 @@ def test_the_real_gsm8k(split: str, number: int, tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out == f"{number} rows in {target}\n"
     data = wb.rows(target)
     assert len(data) == number and data[0]["data_source"] == "openai/gsm8k"
-    own = [
-        wb.rewards.gsm8k(row["extra_info"]["answer"], row["reward_model"]["ground_truth"]).value for row in data.views()
-    ]
+    own = [compute_score(row["extra_info"]["answer"], row["reward_model"]["ground_truth"]) for row in data.views()]
     assert sum(own) == number

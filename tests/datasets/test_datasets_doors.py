@@ -271,7 +271,7 @@ CELLS = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=4))
 def test_what_is_written_is_read_as_it_was(cells: list[tuple[Any, Any]]) -> None:
     columns = {"a": [one for one, _ in cells], "b": [two for _, two in cells]}

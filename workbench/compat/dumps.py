@@ -79,8 +79,8 @@ def read_dump(
     `source` is a file, a folder or a pattern (`completions/*.parquet`), a DataFrame, or a list of dicts: verl's dump
     (`trainer.rollout_data_dir`: `<step>.jsonl`), verl's generations (a list `responses` per prompt: a row for each, and
     the prompt is the group), TRL's (`completions_00001.parquet`), our own (`Evaluation.save`, a run's `val/`: each column
-    as it was), or any table whose columns have the names of `rewards.dry_run`. The kind is found by the columns, or given as `kind` (`KINDS`). A folder may hold
-    many steps: None reads all, `step=3` that one.
+    as it was), or any table whose columns have the names of `rewards.dry_run`. The kind is found by the columns, or given
+    as `kind` (`KINDS`). A folder may hold many steps: None reads all, `step=3` that one.
 
     Columns: `response_text`, `uid` (same step and prompt: same group), and as far as the dump has them `raw_prompt`, `step`,
     `reward`, `scored`, `reward/<part>`, `score`, `reward_model`, `data_source`, `extra_info`, `reward_extra/<name>`, `advantage` [B]

@@ -7,7 +7,7 @@ import json
 import pickletools
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,30 +83,38 @@ def convert(
     Example:
         >>> wb.datasets.convert("gsm8k", "train.jsonl", "gsm8k/train.parquet")  # doctest: +SKIP
     """
-    if kind not in KINDS:
-        raise DataError(unknown("kind of data set", kind, KINDS))
-    how, goal = KINDS[kind], Path(target).expanduser()
+    how, goal = _kind(kind, tool), Path(target).expanduser()
     require(goal.suffix == ".parquet", "target", expected="a name ending in .parquet", found=str(target))
-    if tool is not None and how.ability == "code":
-        kinds = [name for name, one in KINDS.items() if one.ability != "code"]
-        raise DataError(f"tool={tool!r} for {kind}", expected=f"a kind with a written answer: {', '.join(kinds)}")
-    records = [(path, number, record) for path in files.find(source) for number, record in enumerate(files.read(path))]
+    tasks = [
+        _task(how, record, f"row {number} of {path}") for path in files.find(source) for number, record in _read(path)
+    ]
     asked = how.instruction if instruction is None else instruction
-    rows = []
-    for index, (path, number, record) in enumerate(records):
-        place = f"row {number} of {path}"
-        if not isinstance(record, Mapping):
-            raise DataError(place, expected="an object (a dict)", found=type(record).__name__)
-        task = how.read({str(name): plain(cell) for name, cell in record.items()}, place)
-        if task is not None:
-            rows.append(_row(task, how, {"split": split, "index": index}, asked, tool))
+    pairs = ((index, task) for index, task in enumerate(tasks) if task is not None)
+    rows = [_row(task, how, {"split": split, "index": index}, asked, tool) for index, task in pairs]
     if not rows:
-        raise DataError(
-            f"no rows in {source}", found=f"{len(records)} problems without test cases" if records else None
-        )
+        raise DataError(f"no rows in {source}", found=f"{len(tasks)} problems without test cases" if tasks else None)
     names = dict.fromkeys(name for row in rows for name in row)
     files.write(goal, {name: [row.get(name) for row in rows] for name in names})
     return len(rows)
+
+
+def _kind(kind: str, tool: str | None) -> Kind:
+    if kind not in KINDS:
+        raise DataError(unknown("kind of data set", kind, KINDS))
+    if tool is not None and KINDS[kind].ability == "code":
+        kinds = [name for name, one in KINDS.items() if one.ability != "code"]
+        raise DataError(f"tool={tool!r} for {kind}", expected=f"a kind with a written answer: {', '.join(kinds)}")
+    return KINDS[kind]
+
+
+def _read(path: Path) -> Iterator[tuple[int, Any]]:
+    return enumerate(files.read(path))
+
+
+def _task(how: Kind, record: Any, place: str) -> _Task | None:
+    if not isinstance(record, Mapping):
+        raise DataError(place, expected="an object (a dict)", found=type(record).__name__)
+    return how.read({str(name): plain(cell) for name, cell in record.items()}, place)
 
 
 def _row(task: _Task, how: Kind, place: Mapping[str, Any], instruction: str, tool: str | None) -> dict[str, Any]:

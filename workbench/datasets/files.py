@@ -175,27 +175,35 @@ def write(path: Path, columns: Mapping[str, Sequence[Any]]) -> list[str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    made: dict[str, Any] = {}
-    as_json: list[str] = []
-    for name, cells in columns.items():
-        try:
-            made[name] = pa.array(cells)
-            exact = "struct<>" not in str(made[name].type) and _text(made[name].to_pylist()) == _text(cells)
-        except (pa.ArrowException, OverflowError, ValueError):
-            exact = False
-        if not exact:
-            made.pop(name, None)
-            try:
-                made[name] = pa.array([json.dumps(cell) for cell in cells], pa.string())
-                as_json.append(name)
-            except (TypeError, ValueError):  # pictures, or objects that hold themselves
-                continue
-    target = io.BytesIO()
-    table = pa.table(made).replace_schema_metadata({_AS_JSON: json.dumps(as_json)} if as_json else None)
+    made = {name: array for name, cells in columns.items() if (array := _exact(cells)) is not None}
+    texts = {name: text for name, cells in columns.items() if name not in made and (text := _json(cells)) is not None}
+    made |= {name: pa.array(text, pa.string()) for name, text in texts.items()}
+    about = {_AS_JSON: json.dumps(list(texts))} if texts else None
+    table, target = pa.table({name: made[name] for name in columns if name in made}, metadata=about), io.BytesIO()
     pq.write_table(table, target, compression="zstd")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, target.getvalue())
     return [name for name in columns if name not in made]
+
+
+def _exact(cells: Sequence[Any]) -> Any:
+    """Cells as an array of arrow, None where it would give them back changed."""
+    import pyarrow as pa
+
+    try:
+        found = pa.array(cells)
+        same = "struct<>" not in str(found.type) and _text(found.to_pylist()) == _text(cells)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        return None
+    return found if same else None
+
+
+def _json(cells: Sequence[Any]) -> list[str] | None:
+    """Each cell as JSON, None where one is a picture, an object, or holds itself."""
+    try:
+        return [json.dumps(cell) for cell in cells]
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def _text(cells: Sequence[Any]) -> str:

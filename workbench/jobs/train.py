@@ -129,23 +129,20 @@ def train(
         rows, run: the training prompts; the run folder (None: the job's, for the first training of a job; else a new one in
             `runs`, named by the time).
         steps, epochs, batch_size: how many training steps, or instead how many passes over the rows; prompts per step.
-        ahead: with 1, a step's responses are sampled while the step before is trained on, by weights one version older:
-            see `workbench.steps.execute`.
+        ahead: with 1, a step's responses are sampled during the update before, by older weights: see `steps.execute`.
         eval_rows, test_freq, val_samples: validate on these rows every so many steps, with so many samples per prompt.
         save_freq, trace_freq: save a checkpoint, record a trace, every so many steps. 0 means after the last step only, as
             for `test_freq`; validation also comes before the first step.
         keep_updates: MiB of recorded update inputs, from which any step's weights can be computed again (`run.stepper`,
             `run.engine`); 0 records none.
-        keep_val: validations whose held-out samples stay in `val/` (`run.val`): the newest ones.
+        keep_val: how many validations' samples stay in `val/` (`run.val`): the newest ones.
         break_if: gets a step's metrics; where it returns true the loop stops before that step's update. The returned
             run's `.stopped` is a Stepper at that place; a job saves the trace and raises `RunStopped`. Every stage then runs
             as in a Stepper, the pass for old log-probs among them.
         resume: `"auto"` continues exactly from the newest good checkpoint; settings that differ are refused unless
             `allow_changes` names them (`["engines.actor.micro_batch_tokens"]`). `"never"` refuses a folder that has a run.
             None: "auto" in a job whose notebook has no parameter `resume`, else "never".
-        trackers: who gets the metrics beside the run folder: `console`, `tensorboard`, `wandb`, `mlflow` (the last two also
-            held-out samples), `jsonl` (the folder's own metrics.jsonl, always written); `project` and `experiment` are the
-            names there (by default the experiment is called as the run folder).
+        trackers, project, experiment: `console`, `tensorboard`, `wandb`, `mlflow` (see `runs.trackers`), and the names there.
 
     Returns:
         An awaitable whose result is the `Run`.

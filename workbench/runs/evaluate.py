@@ -32,6 +32,8 @@ from workbench.stages.rollout import Rollout
 
 log = logging.getLogger("workbench")
 
+_REWARDS = (REWARD_PREFIX, "reward_extra/")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Shown):
@@ -138,15 +140,10 @@ def evaluate_file(
     rows = [row for row, mark in enumerate(marks) if mark == wanted]
     if not rows:
         raise DataError(f"no {'greedy' if wanted else 'sampled'} response in the file", found=f"{len(batch)} others")
-    old = [
-        name
-        for name in batch.columns
-        if name in ("reward", "scored", "score") or name.startswith(("reward/", "reward_extra/"))
-    ]
+    old = [name for name in batch.columns if name in ("reward", "scored", "score") or name.startswith(_REWARDS)]
     batch = batch.without(*old).select_idxs(rows)
     function = reward.function if isinstance(reward, Reward) else as_reward(reward)
-    names = {name: "prompt" if name == "raw_prompt" else name for name in batch.non_tensor_batch}
-    columns = {names[name]: list(batch[name]) for name in names}
+    columns = {"prompt" if name == "raw_prompt" else name: list(batch[name]) for name in batch.non_tensor_batch}
     unscorable = function.check_rows({name: cells[row] for name, cells in columns.items()} for row in range(len(batch)))
     if unscorable:
         log.warning("truths: %s", unscorable)

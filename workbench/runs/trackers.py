@@ -1,5 +1,9 @@
-"""Sends metrics and samples to TensorBoard, Weights & Biases, MLflow or the console, beside the run folder's own files; and
-the progress line."""
+"""Sends metrics to TensorBoard, Weights & Biases, MLflow or the console, beside the run folder's own files; and the progress
+line.
+
+Weights & Biases and MLflow also get held-out samples. By default the project there is `workbench`, and the experiment is
+called as the run folder. A resumed run's earlier metrics are sent again: to an experiment of its own.
+"""
 
 from __future__ import annotations
 
