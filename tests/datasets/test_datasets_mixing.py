@@ -310,8 +310,9 @@ def test_a_column_says_how_hard_rows_are_before_they_were_drawn() -> None:
     made = adaptive(easy + hard, column="rate", outside=0.0)
     assert {text[0] for step in range(1, 6) for text in texts(made.batch(4, step=step))} == {"g"}
     assert {text[0] for text in texts(made.further(4, 1))} == {"g"}
-    all_outside = adaptive(easy, column="rate", outside=0.0)
-    assert len(set(texts(all_outside.batch(4)))) == 4  # a step is always full
+    for few in (easy, easy[:5] + hard[:2]):  # a step is always full, and has no row twice
+        batches = [adaptive(few, column="rate", outside=0.0).batch(4, step=step) for step in range(1, 5)]
+        assert [len(set(texts(batch))) for batch in batches] == [4] * 4
 
 
 def test_growing_rows_adapt_too(tmp_path: Path) -> None:

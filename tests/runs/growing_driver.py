@@ -5,7 +5,9 @@ python growing_driver.py RUN STEPS [KILL]      KILL: as in resume_driver, or lin
 
 from __future__ import annotations
 
+import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,20 +26,16 @@ def reward(response: str, **_: Any) -> dict[str, Any]:
 
 def in_the_middle_of(line: int) -> None:
     """Kill us when half of the bytes of this write are in the file."""
-    real, calls = feedback.os.fsync, []
+    calls = []
 
     def dying(handle: int) -> None:
         calls.append(1)
         if len(calls) == line:
-            size = feedback.os.fstat(handle).st_size
-            feedback.os.ftruncate(handle, size - 20)
+            os.ftruncate(handle, os.fstat(handle).st_size - 20)
             die()
-        real(handle)
+        os.fsync(handle)
 
-    class Os:
-        fsync = staticmethod(dying)
-
-    feedback.os = Os()  # type: ignore[assignment]
+    feedback.os = SimpleNamespace(fsync=dying)  # type: ignore[assignment]
 
 
 def main() -> None:

@@ -97,7 +97,10 @@ def data() -> Rows:
 def test_an_edited_file_is_refused_on_resume_and_a_new_run_refuses_another_ones(tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = resumed(run, data())
-    assert first.rows[0]["data/new_rows_refused"] == 8 and first.rows[0]["data/grown"] == first.rows[0]["data/new_rows"] > 0
+    assert (
+        first.rows[0]["data/new_rows_refused"] == 8
+        and first.rows[0]["data/grown"] == first.rows[0]["data/new_rows"] > 0
+    )
     file = run / "grown.jsonl"
     kept = file.read_text()
     file.write_text(kept.replace("say", "Say", 1))

@@ -45,7 +45,7 @@ class Evaluation(Shown):
     unscored: int
     """Rows that were not scored."""
     by_source: dict[str, float]
-    """`data_source` → mean reward of its prompts."""
+    """`data_source`, or part of a mix → mean reward of its prompts."""
     batch: DataProto = field(repr=False)
     """Every row with its response and score."""
 

@@ -155,7 +155,9 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
     width_s = max(part["prompts"].shape[1] for part in parts)
     width_t = max(part["responses"].shape[1] for part in parts)
     first = parts[0].meta_info
-    given = {name: part[name] for part in parts for name in part.columns if name.startswith(("reward/", "reward_extra/"))}
+    given = {
+        name: part[name] for part in parts for name in part.columns if name.startswith(("reward/", "reward_extra/"))
+    }
     every = [part.with_columns(_without(part, given)) for part in parts]
     return DataProto.concat([_widened(part, width_s, width_t).with_meta(**first) for part in every])
 
