@@ -101,6 +101,9 @@ agent_loop/{num_turns,num_tool_calls}/{mean,max,min} | the same as `num_turns/â€
 agent_loop/{errors,tool_errors} | episodes with a failed parser, tool release or user; failed tool calls
 train/num_gen_batches, filter_groups/{kept,dropped,surplus} | DAPO's dynamic sampling
 resample/distinct | PF-PPO: the share of distinct rows
+data/<part>/{prompts,score}, data/stage | of each part of a `mix` its prompts in a step and their mean reward; the stage of `stages`
+data/{grown,new_rows,new_rows_repeated,new_rows_refused,new_rows_above_max} | `growing`: new rows in all, taken, left out
+data/{rows_seen,rows_outside} | `adaptive`: rows that have been drawn, and of them those outside the band
 training/policy_lag/{mean,max} | versions that rows are behind the learner
 training/rollout_kl, training/rollout_log_probs_diff_max | KL(samplerâ€–trainer) in nats a token; largest difference of log-probs
 actor/full_kl, actor/full_kl_max, actor/full_kl_{k1,k3}, influence/* | stages that only measure

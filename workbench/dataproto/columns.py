@@ -54,6 +54,8 @@ COLUMNS: Mapping[str, Column] = _declare(
         "raw_prompt": ("object", "The prompt as a chat: a list of {role, content}."),
         "uid": ("object", "The prompt a row belongs to; rows with one uid are a group."),
         "data_source": ("object", "Where the row comes from; chooses the scorer."),
+        "data_part": ("object", "The part of a mix that the row comes from; metrics are grouped by it."),
+        "data_row": ("object", "The row's number in adaptive rows."),
         "reward_model": ("object", "How the row is scored: {style, ground_truth}."),
         "extra_info": ("object", "Whatever else the row brings, as a dict."),
         "ability": ("object", "The kind of task, as the data set names it."),

@@ -25,7 +25,7 @@ from workbench.base.files import fsync
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
 from workbench.datasets.files import parse
-from workbench.datasets.mixing import Composite, check_part, turns, with_sizes
+from workbench.datasets.mixing import Composite, check_part, shuffled, turns, with_sizes
 from workbench.datasets.records import CHAT, has_answer, rows_of
 from workbench.datasets.rows import Drawn, Fits, Rows, permutation
 
@@ -86,9 +86,8 @@ class Recorded(Composite):
         path = folder / self._file if self._file.parent == Path() else self._file
         if path.resolve().parent != folder.resolve():
             do = f"give the name alone: {self._file.name!r}"
-            raise DataError(
-                "file for what is learned", expected=f"in the run's folder {folder}", found=str(self._file), do=do
-            )
+            what, expected = "file for what is learned", f"in the run's folder {folder}"
+            raise DataError(what, expected=expected, found=str(self._file), do=do)
         self._path, self._lag, self._fits = path, ahead, fits
         self._marks, self._unwritten = [], []
         self._forget()
@@ -201,8 +200,8 @@ class Growing(Recorded):
 
     def _checked(self, record: Any, parent: Mapping[str, Any], place: str) -> dict[str, Any]:
         """A new row as it will be read from the file; what it does not say of its kind is its parent's."""
+        (row,) = rows_of([record], source=place)
         try:
-            (row,) = rows_of([record], source=place)
             row = json.loads(json.dumps(row, allow_nan=False))
         except (TypeError, ValueError) as cause:
             raise DataError(f"{place} cannot be written as JSON", found=first_line(cause)) from cause
@@ -214,9 +213,8 @@ class Growing(Recorded):
             expected = f"columns that the other rows have: {', '.join(self.columns)}"
             raise DataError(f"columns of {place}", expected=expected, found=", ".join(strange))
         if self._answered and not has_answer(row):
-            raise DataError(
-                f"{place} has no ground truth", expected="reward_model.ground_truth, as all other rows have"
-            )
+            expected = "reward_model.ground_truth, as all other rows have"
+            raise DataError(f"{place} has no ground truth", expected=expected)
         return row
 
     # --- what a step draws ----------------------------------------------------------------------
@@ -234,7 +232,7 @@ class Growing(Recorded):
             return drawn
         chosen = permutation(int(there[-1]), derive(seed, "grown", len(asks)), 0)[: int(new[-1])]
         drawn += [(len(self._base) + index, f"grown {len(asks)}") for index in chosen]
-        return [drawn[place] for place in permutation(len(drawn), derive(seed, "mixed"), len(asks))]
+        return shuffled(drawn, derive(seed, "mixed"), len(asks))
 
     def _position(self, asks: np.ndarray, seed: int) -> dict[str, Any]:
         _, new = self._shares(asks, seed)
@@ -251,16 +249,16 @@ def _text(row: Mapping[str, Any]) -> str:
 
 
 def _offered(batches: Sequence[DataProto]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """(new row, columns of the row that it came from), of a reward's `new_row` and of a stage's column."""
-    for batch in batches:
-        objects = batch.non_tensor_batch
-        names = [name for name in ("data_source", "data_part") if name in objects]
-        for column in ("reward_extra/new_row", "new_row"):
-            for number, given in enumerate(objects.get(column, ())):
+    """(new row, columns of the row that it came from), of a reward's `new_row` and of a stage's column; each once."""
+    for column in ("reward_extra/new_row", "new_row"):
+        before: set[str] = set()
+        for objects in (batch.non_tensor_batch for batch in batches if column in batch):
+            names = [name for name in ("data_source", "data_part") if name in objects]
+            for number, given in enumerate(objects[column]):
                 parent = {name: objects[name][number] for name in names}
-                yield from (
-                    (record, parent) for record in (given if isinstance(given, list | tuple) else [given]) if record
-                )
+                records = given if isinstance(given, list | tuple) else [given]
+                yield from ((record, parent) for record in records if record and objects["uid"][number] not in before)
+            before |= set(objects["uid"])
 
 
 def growing(rows: Rows, file: str = "grown.jsonl", *, max_rows: int = 10_000, on_bad_row: str = "leave_out") -> Rows:
@@ -368,15 +366,16 @@ class Adaptive(Recorded):
 
     def _step(self, every: np.ndarray, step: int, size: int, seed: int) -> tuple[np.ndarray, list[Drawn]]:
         """A step's rows, and the asks with its own: each time for as many as are lacking, a few times at most."""
-        chosen: list[Drawn] = []
-        passed: list[Drawn] = []
+        chosen, passed, again, there = list[Drawn](), list[Drawn](), list[Drawn](), set[int]()
         for _ in range(_TURNS):
             if len(chosen) == size:
                 break
             every = np.append(every, [[step, size - len(chosen)]], axis=0)
             for row, draw in self._base._drawn(every, seed):
-                (chosen if self._accepted(row, step, seed, draw) else passed).append((row, draw))
-        return every, [*chosen, *passed[: size - len(chosen)]]
+                kind = again if row in there else chosen if self._accepted(row, step, seed, draw) else passed
+                kind.append((row, draw))
+                there.add(row)
+        return every, [*chosen, *passed, *again][:size]
 
     def _drawn(self, asks: np.ndarray, seed: int) -> list[Drawn]:
         return self._asked(asks, seed)[1]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
 from workbench.datasets.rows import Cursor, Drawn, Rows, common_limit, permutation, place
 
+T = TypeVar("T")
 _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 / golden section, odd: multiples of it modulo 2^64 fill the range evenly, however many there are."""
 
@@ -40,6 +41,11 @@ def turns(number: int, seed: int) -> np.ndarray:
 def with_sizes(asks: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """The same steps, with other numbers of rows."""
     return np.stack([asks[:, 0], sizes], 1)
+
+
+def shuffled(drawn: Sequence[T], seed: int, number: int) -> list[T]:
+    """A batch in another order: mini-batches have rows of every part."""
+    return [drawn[place] for place in permutation(len(drawn), seed, number)]
 
 
 class Composite(Rows):
@@ -129,9 +135,8 @@ class Mix(Composite):
     def _counts(self, asks: np.ndarray, seed: int) -> list[np.ndarray]:
         """Of each part the rows [K] of each step: the exact share, rounded so that what is lost now comes back later."""
         sizes = asks[:, 1]
-        upto = np.floor(
-            np.outer(sizes, np.cumsum([0.0, *self.weights.values()])) + turns(len(asks), derive(seed, "mix"))[:, None]
-        )
+        exact = np.outer(sizes, np.cumsum([0.0, *self.weights.values()]))
+        upto = np.floor(exact + turns(len(asks), derive(seed, "mix"))[:, None])
         upto[:, -1] = sizes
         counts = np.diff(np.minimum(upto, sizes[:, None])).astype(np.int64)
         for name, part, used in zip(self.weights, self._parts, np.cumsum(counts, 0).T, strict=True):
@@ -149,9 +154,7 @@ class Mix(Composite):
     def _drawn(self, asks: np.ndarray, seed: int) -> list[Drawn]:
         parts = enumerate(self._asked(asks, seed))
         drawn = [one for number, (part, its, own) in parts for one in self._shifted(number, part._drawn(its, own))]
-        return [
-            drawn[place] for place in permutation(len(drawn), derive(seed, "mixed"), len(asks))
-        ]  # mini-batches are mixed
+        return shuffled(drawn, derive(seed, "mixed"), len(asks))
 
     def _position(self, asks: np.ndarray, seed: int) -> dict[str, Any]:
         asked = self._asked(asks, seed)
@@ -164,7 +167,7 @@ class Mix(Composite):
             for number, (part, its, own) in asked
             for index in part._further(int(its[0, 1]), step, own)
         ]
-        return [found[place] for place in permutation(len(found), seed, 1)]
+        return shuffled(found, seed, 1)
 
 
 class Stages(Composite):
@@ -234,10 +237,8 @@ def check_part(part: Any, what: str) -> Rows:
         raise DataError(what, expected="Rows", found=describe(part), do="make them: wb.rows(…)")
     if isinstance(part, Composite) and part.learns:
         kind = type(part).__name__.lower()
-        raise DataError(
-            f"{what} is {kind} rows, which go outermost",
-            do=f"make the mix or the stages first, then wb.datasets.{kind}(…)",
-        )
+        do = f"make the mix or the stages first, then wb.datasets.{kind}(…)"
+        raise DataError(f"{what} is {kind} rows, which go outermost", do=do)
     if not len(part):
         raise DataError(f"{what} is empty")
     return part
@@ -278,25 +279,22 @@ def mix(
     if len(given) != len(named) or not good or not all(0 < one < math.inf for one in given):
         expected = f"{len(named)} finite numbers above 0, one for each of {', '.join(named)}"
         raise DataError("weights of the mix", expected=expected, found=weights)
-    return Mix(named, [float(one) for one in given], exhausted)
+    return Mix(named, [one / max(given) for one in given], exhausted)
 
 
 def _named(parts: Any) -> dict[str, Rows]:
-    if not isinstance(parts, Mapping):
-        if isinstance(parts, Rows | str) or not isinstance(parts, Sequence):
-            raise DataError(
-                "parts of a mix", expected="a dict of name → rows, or a list of rows", found=describe(parts)
-            )
+    if isinstance(parts, Sequence) and not isinstance(parts, str):
         listed = [check_part(part, f"part {number} of the mix") for number, part in enumerate(parts)]
-        sources = [{str(row.get("data_source")) for row in part.views()} for part in listed]
+        sources = [set(map(str, part.values("data_source"))) for part in listed]
         alone = all(len(one) == 1 for one in sources) and len(set().union(*sources)) == len(sources)
-        return {min(sources[number]) if alone else str(number): part for number, part in enumerate(listed)}
+        parts = {min(sources[number]) if alone else str(number): part for number, part in enumerate(listed)}
+    if not isinstance(parts, Mapping) or not parts:
+        expected = "a dict of name → rows, or a list of rows"
+        raise DataError("parts of a mix", expected=expected, found=describe(parts))
     for name, part in parts.items():
         if not isinstance(name, str) or not name:
             raise DataError("name of a part of the mix", expected="a text", found=describe(name))
         check_part(part, f"part {name!r} of the mix")
-    if not parts:
-        raise DataError("parts of a mix", expected="at least one", found="none")
     return dict(parts)
 
 

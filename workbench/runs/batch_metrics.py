@@ -89,7 +89,8 @@ def part_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def sample_metrics(batch: DataProto) -> dict[str, float]:
-    """verl's validation metrics `val-core/<source>/<variable>/…` and `val-aux/…`, means over the prompts of a data source.
+    """verl's validation metrics `val-core/<source>/<variable>/…` and `val-aux/…`, means over the prompts of a data source; of
+    rows of a `mix`, over those of a part.
 
     A variable is the reward or one of its named parts; the core one is the part `acc`, else the reward. Of a prompt with N
     values there are mean@N, std@N, mean and std of best@n and worst@n for n = 2, 4, 8, … N (exact expectations over n draws

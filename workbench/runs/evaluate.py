@@ -50,7 +50,7 @@ class Evaluation(Shown):
     unscored: int
     """Rows that were not scored."""
     by_source: dict[str, float]
-    """`data_source` → mean reward of its prompts."""
+    """`data_source`, or part of a mix → mean reward of its prompts."""
     pass_at_k: dict[str, dict[int, float]]
     """`data_source` → k → the unbiased pass@k, of several samples with rewards 0 and 1; else {}."""
     batch: DataProto = field(repr=False)

@@ -188,8 +188,8 @@ class RunFolder:
         """Move everything past step `after` aside, so that a resumed run can write it again: rows, traces, held-out samples,
         refused checkpoints, the summary; and TensorBoard events, which are written again from the rows that stay.
 
-        `learned`: further jsonl files → the key of a line's step. It is not deleted, but moved to superseded/<number>-after-<step>/. Returns what was moved. A call that was
-        interrupted is completed by the next one.
+        `learned`: further jsonl files → the key of a line's step. Nothing is deleted, but moved to
+        superseded/<number>-after-<step>/. Returns what was moved. A call that was interrupted is completed by the next one.
         """
         parent = self.path / "superseded"
         number = 1 + max((int(path.name[:3]) for path in parent.glob("[0-9][0-9][0-9]-*")), default=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from workbench.dataproto.value import apart
 from workbench.functional.advantages import Groups
 from workbench.functional.balancing import resampled
 from workbench.rewards.base import response_lengths
+from workbench.rewards.score import MISSING
 from workbench.stages.advantage import group_numbers
 from workbench.stages.measures import score_metrics
 from workbench.stages.reward import on_last_token
@@ -149,11 +150,25 @@ class Resample(BaseStage):
 
 
 def joined(parts: Sequence[DataProto]) -> DataProto:
-    """Concatenate batches of the same columns, padded to the largest widths S and T; `meta_info` is the first one's."""
+    """Concatenate batches, padded to the largest widths S and T; `meta_info` is the first one's. What a reward gave in some
+    batches alone, a part or an extra, is NaN or `MISSING` in the others."""
     width_s = max(part["prompts"].shape[1] for part in parts)
     width_t = max(part["responses"].shape[1] for part in parts)
     first = parts[0].meta_info
-    return DataProto.concat([_widened(part, width_s, width_t).with_meta(**first) for part in parts])
+    given = {
+        name: part[name] for part in parts for name in part.columns if name.startswith(("reward/", "reward_extra/"))
+    }
+    every = [part.with_columns(_without(part, given)) for part in parts]
+    return DataProto.concat([_widened(part, width_s, width_t).with_meta(**first) for part in every])
+
+
+def _without(part: DataProto, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of `given` that a part of the batch lacks, with nothing in them."""
+    return {
+        name: torch.full((len(part),), float("nan")) if isinstance(one, torch.Tensor) else [MISSING] * len(part)
+        for name, one in given.items()
+        if name not in part
+    }
 
 
 def _widened(part: DataProto, width_s: int, width_t: int) -> DataProto:
