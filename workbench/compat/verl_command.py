@@ -51,8 +51,9 @@ def read_command(source: Any, *, command: int | None = None) -> Command:
         return Command(_resolved(_of_yaml(path)), {}, name)
     found = [words for statement in _statements(text) if (words := _overrides(statement)) is not None]
     if not found:
-        if (block := _mapping(text)) is not None:
-            return Command(_resolved(flat(block)), {}, name)
+        block, left = _block(text)
+        if block:
+            return Command(_resolved(flat(block)), left, name)
         what = f"no verl command in {name}"
         raise SettingError(what, expected="python3 -m verl.trainer.main_ppo key=value …, or a YAML of settings")
     if len(found) > 1 and command is None:
@@ -199,6 +200,18 @@ def _mapping(text: str) -> dict[str, Any] | None:
     except yaml.YAMLError:
         return None
     return dict(found) if isinstance(found, Mapping) else None
+
+
+def _block(text: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings of a YAML text, or of its lines `dotted.name: value` alone, and what the other lines are."""
+    if (whole := _mapping(text)) is not None:
+        return whole, {}
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    dotted = [line for line in lines if re.match(r"\s*[A-Za-z_]\w*(\.\w+)+:\s", line)]
+    found = _mapping("\n".join(line.strip() for line in dotted)) or {}
+    return found, {
+        line.strip(): "no setting: expected key: value" for line in lines if line not in dotted and "export" not in line
+    }
 
 
 def _resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
