@@ -16,8 +16,40 @@ from workbench.compat.verl_keys import entries, find, keys, known
 
 COMMANDS = Path(__file__).parent / "verl_commands.txt"
 NUMBERS = frozenset(
-    "lr betas decay clip coef coeff temperature top gamma lam loss epochs mini seed kl warmup estimator norm penalty threshold shuffle "
-    "dropout dtype response_length prompt_length std agg quantization weights alpha rank batch".split()
+    [
+        "lr",
+        "betas",
+        "decay",
+        "clip",
+        "coef",
+        "coeff",
+        "temperature",
+        "top",
+        "gamma",
+        "lam",
+        "loss",
+        "epochs",
+        "mini",
+        "seed",
+        "kl",
+        "warmup",
+        "estimator",
+        "norm",
+        "penalty",
+        "threshold",
+        "shuffle",
+        "dropout",
+        "dtype",
+        "response_length",
+        "prompt_length",
+        "std",
+        "agg",
+        "quantization",
+        "weights",
+        "alpha",
+        "rank",
+        "batch",
+    ]
 )
 """Words in the last part of the name of a setting that changes numbers."""
 NEUTRAL = re.compile(
@@ -100,7 +132,7 @@ def test_an_unknown_key_names_the_nearest() -> None:
         ({"algorithm__adv_estimator": "gae", "critic__enable": False}, "gae needs a critic"),
         ({"algorithm__adv_estimator": "grpo", "critic__enable": True}, "reads no values"),
         ({"actor_rollout_ref__actor__ppo_mini_batch_size": 64, "data__train_batch_size": 32}, "a part of the batch"),
-        ({"data__max_response_length": 4096, "actor_rollout_ref__rollout__max_model_len": 1024}, "would cut responses"),
+        ({"data__max_response_length": 4096, "actor_rollout_ref__rollout__max_model_len": 1024}, "cuts responses there"),
         ({"actor_rollout_ref__actor__ppo_micro_batch_size": 1, "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 1}, "one of the two"),
         ({"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": "full"}, "no such estimator"),
         ({"reward_model__reward_manager": "primo"}, "primo"),

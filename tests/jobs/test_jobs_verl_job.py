@@ -12,8 +12,10 @@ import pytest
 import workbench as wb
 from workbench.base.errors import SettingError
 from workbench.cli import main
+from workbench.compat.verl_account import canonical
 from workbench.compat.verl_keys import ESTIMATORS
 from workbench.jobs.parameters import declared_parameters
+from workbench.jobs.verl_plan import plan
 
 TRAIN = "data/arith/train.parquet"
 SHORT: dict[str, Any] = {"train_batch_size": 8, "max_response_length": 8, "steps": 2}
@@ -84,8 +86,11 @@ def test_the_settings_arrive_at_their_stages(engine: Any) -> None:
     assert found["update_critic"]["ppo_epochs"] == "2" and found["update_critic"]["cliprange_value"] == "0.3"
     assert found["update_actor"]["ppo_epochs"] == "1" and found["update_actor"]["ppo_mini_batch_size"] == "4"
     assert held is None and how["steps"] == 2 and len(rows) == 4096 and rows.max_prompt_length == 512
-    critic = pipe.learners()["critic"].settings()
-    assert critic["lr"] == 2e-5 and critic["weight_decay"] == 0.01
+    made = plan(canonical(COMMANDS["ppo"]))
+    assert made.engine == {"weight_decay": 0.1} and made.critic == {
+        "lr": 2e-5,
+        "weight_decay": 0.01,
+    }  # not the policy's
 
     found = settings_of(opened(COMMANDS["grpo, KL in both"], engine)[0])
     assert found["update_actor"]["kl_coef"] == "0.01" and found["update_actor"]["shuffle"] == "True"
@@ -174,9 +179,8 @@ def test_the_notebook_makes_the_same_pipeline(
     space: dict[str, Any] = {one.name: one.default for one in declared_parameters(path)} | {"wb": wb, "policy": engine}
     space["rows"] = rows = wb.rows(TRAIN)[:64]
     for text in cells:
-        tree = ast.parse(text, mode="exec") if "await" not in text else ast.parse("")
         if any(text.startswith(f"{made} = ") for made in ("reward", "agent", "critic", "pipe")):
-            exec(compile(tree, name, "exec"), space)
+            exec(compile(ast.parse(text), name, "exec"), space)  # noqa: S102
     pipe, _, _, how = job.open(engine=engine, model="x", train_files=rows, **SHORT)
     assert settings_of(space["pipe"]) == settings_of(pipe)
     assert space["steps"] == how["steps"] and space["batch_size"] == how["batch_size"]
