@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from verl_table import METRICS, OURS, PAGE, SETTINGS, keys, matching, page, rows
+from verl_table import METRICS, OURS, PAGE, matching, page, rows
 
 import workbench as wb
 from workbench import functional as F
 from workbench.base.metrics import reduce
+from workbench.compat.verl_keys import entries, keys
 from workbench.dataproto import DataProto
 from workbench.engines.protocol import LossCounts
 from workbench.functional import balancing
@@ -365,16 +366,21 @@ def test_defaults_that_are_the_same_are_the_same() -> None:
     assert VERL is not None and VERL.submodule_search_locations
     path = Path(VERL.submodule_search_locations[0]) / "trainer/config/_generated_ppo_trainer.yaml"
     config = yaml.safe_load(path.read_text())
-    assert len(rows(SETTINGS)) > 80
-    for row in rows(SETTINGS):
+    same = [(key, entry.place) for entry in entries() if entry.default == "=" for key in keys(entry.key)]
+    assert len(same) > 50
+    for key, place in same:
         theirs = config
-        for key in row.theirs.split("."):
-            assert key in theirs, f"{row.theirs} is no setting of verl's"
-            theirs = theirs[key]
-        if row.note != "=":
-            continue
+        for part in key.split("."):
+            assert part in theirs, f"{key} is no setting of verl's"
+            theirs = theirs[part]
         if isinstance(theirs, str) and (value := re.fullmatch(r"\$\{oc.select:[^,]+,(.*)\}", theirs)):
             theirs = yaml.safe_load(value[1])
-        ours = default_here(row.ours)
+        ours = default_here(place)
         ours = list(ours) if isinstance(ours, tuple) else ours
-        assert ours == (float(theirs) if isinstance(ours, float) else theirs), row
+        assert ours == (float(theirs) if isinstance(ours, float) else theirs), key
+
+
+def test_places_of_settings_are_there() -> None:
+    for entry in entries():
+        if entry.default == "=":
+            default_here(entry.place)

@@ -1,19 +1,18 @@
-"""The table verl's metric or setting → workbench's → the same, or how it differs; docs/verl.md is made of it.
+"""The table verl's metric → workbench's → the same, or how it differs; docs/verl.md is made of it, and of `compat.verl_keys`.
 
 A row is `verl's | ours | note`. `=` in place of ours: the same name and number, `≈`: the same up to the randomness of draws;
 `test_compat_verl_table.py` compares both beside verl. `—`: there is none, and the note says why. Any other ours is another name,
 or the same name with a number that differs as the note says. `{a,b}` stands for several keys, `<x>` and `*` for any text.
-Of a setting the note `=` says that the default is the same, which the test compares with verl's yaml.
-
 `python tests/compat/verl_table.py` writes docs/verl.md.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 from typing import NamedTuple
+
+from workbench.compat.verl_keys import Entry, entries, keys
 
 PAGE = Path(__file__).parents[2] / "docs" / "verl.md"
 
@@ -114,112 +113,6 @@ val/{reward,reward_low,reward_high,greedy,unscored}, accuracy | held-out reward 
 val-aux/<source>/reward/pass@<k> | unbiased pass@k
 """
 
-SETTINGS = """
-actor_rollout_ref.actor.optim.lr | LocalSettings.lr | =
-actor_rollout_ref.actor.optim.betas | LocalSettings.betas | =
-actor_rollout_ref.actor.optim.weight_decay | LocalSettings.weight_decay | =
-actor_rollout_ref.actor.optim.clip_grad | LocalSettings.grad_clip | =
-actor_rollout_ref.actor.grad_clip | LocalSettings.grad_clip | =
-actor_rollout_ref.actor.optim.lr_scheduler_type | LocalSettings.schedule | =
-actor_rollout_ref.actor.optim.lr_warmup_steps | LocalSettings.warmup_steps | 0, where verl has -1 for "by lr_warmup_steps_ratio", which is 0
-actor_rollout_ref.actor.optim.lr_warmup_steps_ratio | — | give the steps
-actor_rollout_ref.actor.ppo_max_token_len_per_gpu | LocalSettings.micro_batch_tokens | =
-actor_rollout_ref.actor.use_dynamic_bsz | — | always: a micro-batch is a budget of tokens
-actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu | — | give tokens: micro_batch_tokens
-actor_rollout_ref.actor.ppo_mini_batch_size | grpo(ppo_mini_batch_size) | prompts, as in verl; None is the whole batch, where verl has 256
-actor_rollout_ref.actor.ppo_epochs | grpo(ppo_epochs) | =
-actor_rollout_ref.actor.shuffle | Update(shuffle) | =
-actor_rollout_ref.actor.clip_ratio | — | clip_ratio_low and clip_ratio_high, as verl reads it
-actor_rollout_ref.actor.clip_ratio_low | PolicyLoss.clip_ratio_low | =
-actor_rollout_ref.actor.clip_ratio_high | PolicyLoss.clip_ratio_high | =
-actor_rollout_ref.actor.clip_ratio_c | PolicyLoss.clip_ratio_c | =
-actor_rollout_ref.actor.tau_pos | PolicyLoss.tau_pos | =
-actor_rollout_ref.actor.tau_neg | PolicyLoss.tau_neg | =
-actor_rollout_ref.actor.entropy_coeff | PolicyLoss.entropy_coeff | =
-actor_rollout_ref.actor.loss_agg_mode | PolicyLoss.loss_agg_mode | =
-actor_rollout_ref.actor.loss_scale_factor | PolicyLoss.loss_scale_factor | =
-actor_rollout_ref.actor.use_kl_loss | PolicyLoss.kl_coef | on where it is not 0
-actor_rollout_ref.actor.kl_loss_coef | grpo(kl_coef) | =
-actor_rollout_ref.actor.kl_loss_type | PolicyLoss.kl_type | =
-actor_rollout_ref.actor.policy_loss.loss_mode | PolicyLoss.loss_mode | =
-actor_rollout_ref.actor.policy_loss.clip_cov_ratio | PolicyLoss.clip_cov_ratio | =
-actor_rollout_ref.actor.policy_loss.clip_cov_lb | PolicyLoss.clip_cov_lb | =
-actor_rollout_ref.actor.policy_loss.clip_cov_ub | PolicyLoss.clip_cov_ub | =
-actor_rollout_ref.actor.policy_loss.kl_cov_ratio | PolicyLoss.kl_cov_ratio | =
-actor_rollout_ref.actor.policy_loss.ppo_kl_coef | PolicyLoss.ppo_kl_coef | =
-actor_rollout_ref.actor.policy_loss.dro_beta | PolicyLoss.dro_beta | 0.1, where verl has none and asks for one
-actor_rollout_ref.actor.calculate_sum_pi_squared | LogProb(sum_pi_squared) | =
-actor_rollout_ref.actor.fsdp_config.reshard_after_forward | FsdpSettings.reshard_after_forward | =
-actor_rollout_ref.actor.fsdp_config.param_offload | FsdpSettings.offload | "all"; verl's default is none, as ours
-actor_rollout_ref.actor.fsdp_config.optimizer_offload | FsdpSettings.offload | "optimizer"; verl's default is none, as ours
-actor_rollout_ref.actor.ulysses_sequence_parallel_size | — | no sequence parallelism
-actor_rollout_ref.model.enable_gradient_checkpointing | LocalSettings.gradient_checkpointing | off, where verl has it on: results are the same
-actor_rollout_ref.model.use_remove_padding | LocalSettings.pack | auto, where verl has it on: results are the same
-actor_rollout_ref.model.lora_rank | LocalSettings.lora_rank | =
-actor_rollout_ref.model.lora_alpha | LocalSettings.lora_alpha | 32, where verl has 16
-actor_rollout_ref.model.target_modules | LocalSettings.lora_targets | the attention's four, where verl has all-linear
-actor_rollout_ref.model.trust_remote_code | LocalSettings.trust_remote_code | =
-actor_rollout_ref.rollout.n | grpo(group_size) | 8, where verl has 1
-actor_rollout_ref.rollout.temperature | SamplingSettings.temperature | =
-actor_rollout_ref.rollout.top_p | SamplingSettings.top_p | =
-actor_rollout_ref.rollout.top_k | SamplingSettings.top_k | =
-actor_rollout_ref.rollout.ignore_eos | SamplingSettings.ignore_eos | =
-actor_rollout_ref.rollout.response_length | SamplingSettings.max_tokens | 128, where verl has 512
-actor_rollout_ref.rollout.do_sample | SamplingSettings.temperature | temperature 0 is greedy
-actor_rollout_ref.rollout.tensor_model_parallel_size | VllmSettings.tensor_parallel_size | 1, where verl has 2
-actor_rollout_ref.rollout.val_kwargs.n | train(val_samples) | =
-actor_rollout_ref.rollout.val_kwargs.temperature | — | held-out rows are sampled as in training (val/reward) and greedily (val/greedy)
-actor_rollout_ref.rollout.multi_turn.max_assistant_turns | ToolAgent(max_assistant_turns) | =
-actor_rollout_ref.rollout.multi_turn.max_user_turns | ToolAgent(max_user_turns) | =
-actor_rollout_ref.rollout.multi_turn.max_parallel_calls | ToolAgent(max_parallel_calls) | =
-actor_rollout_ref.rollout.multi_turn.max_tool_response_length | ToolAgent(max_tool_response_length) | =
-actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side | ToolAgent(tool_response_truncate_side) | =
-actor_rollout_ref.rollout.multi_turn.tool_config_path | agents.load_tools(path) | the same file
-data.train_files | wb.rows(path) | files of rows
-data.val_files | train(eval_rows) | held-out rows
-data.train_batch_size | train(batch_size) | prompts, as in verl; 8, where verl has 1024
-data.max_prompt_length | wb.rows(max_prompt_length) | no limit, where verl has 512
-data.max_response_length | grpo(max_tokens) | 128, where verl has 512
-data.seed | train(seed) | 0, where verl has none
-data.shuffle | — | always: the order is a function of the seed
-data.truncation | Rows.fitting(overlong) | =
-data.filter_overlong_prompts | Rows.fitting(overlong) | `overlong="drop"`
-data.apply_chat_template_kwargs | engines.local(template_switches) | further arguments of the chat template
-critic.optim.lr | ppo(critic_lr) | =
-critic.cliprange_value | ValueLoss.cliprange_value | =
-critic.loss_agg_mode | ValueLoss.loss_agg_mode | follows the actor's in verl: token-mean in both
-critic.enable | ppo(critic) | the recipe `ppo` has one
-algorithm.adv_estimator | recipes | the recipe of that name; `gae` is `ppo`
-algorithm.gamma | ppo(gamma) | =
-algorithm.lam | ppo(lam) | =
-algorithm.norm_adv_by_std_in_grpo | grpo(norm_adv_by_std) | =
-algorithm.use_kl_in_reward | ppo(kl_coef) | in `ppo` and `reinforce_plus_plus`, where it is not 0
-algorithm.kl_penalty | ppo(kl_type) | k1, verl's name for which is kl
-algorithm.kl_ctrl.kl_coef | ppo(kl_coef) | =
-algorithm.kl_ctrl.type | ppo(kl_target) | adaptive where a target is given
-algorithm.kl_ctrl.horizon | ppo(kl_horizon) | =
-algorithm.kl_ctrl.target_kl | AdaptiveKL(target) | =
-algorithm.filter_groups.max_num_gen_batches | dapo(max_num_gen_batches) | 4, where verl has 0 for "no limit"
-algorithm.pf_ppo.reweight_method | Resample(reweight_method) | =
-algorithm.pf_ppo.weight_pow | Resample(weight_pow) | =
-algorithm.rollout_correction.rollout_is | RolloutCorrection(rollout_is) | =
-algorithm.rollout_correction.rollout_is_threshold | RolloutCorrection(rollout_is_threshold) | =
-algorithm.rollout_correction.rollout_is_batch_normalize | RolloutCorrection(rollout_is_batch_normalize) | =
-trainer.total_training_steps | train(steps) | has to be given
-trainer.total_epochs | — | give steps
-trainer.save_freq | train(save_freq) | 0 is at the end, which verl has not; verl's -1 is never
-trainer.test_freq | train(test_freq) | 0 is at the end; verl's -1 is never
-trainer.val_before_train | — | always, where there are eval_rows
-trainer.critic_warmup | ppo(critic_warmup) | =
-trainer.balance_batch | — | always, at each pass over ranks
-trainer.resume_mode | train(resume) | "never", where verl has auto
-trainer.max_actor_ckpt_to_keep | train(keep_checkpoints) | a number, where verl keeps all
-trainer.rollout_data_dir | train(trace_freq) | whole steps, in the run folder
-trainer.default_local_dir | train(run) | the run folder
-trainer.logger | train(trackers) | beside the run folder's own files
-"""
-
-
 DATA = """
 DataProto.unfold_column_chunks | = | objects are lists, which are cut as well; verl fails without `split_keys` where there are objects
 fold_batch_dim, unfold_batch_dim | DataProto.split, DataProto.concat | a list of batches: the dims of a column stay what they are declared to be
@@ -244,13 +137,6 @@ def rows(text: str) -> list[Row]:
     return [Row(*([*cell, ""] if len(cell) == 2 else cell)) for cell in cells]
 
 
-def keys(pattern: str) -> list[str]:
-    """`{a,b}/c` → `a/c`, `b/c`."""
-    parts = re.split(r"\{([^}]*)\}", pattern)
-    choices = [part.split(",") if number % 2 else [part] for number, part in enumerate(parts)]
-    return ["".join(chosen) for chosen in itertools.product(*choices)]
-
-
 def matching(key: str, pattern: str) -> bool:
     """Whether a key is one of those that a pattern stands for; patterns may be several, by `, `."""
     every = [one for part in pattern.split(", ") for one in keys(part)]
@@ -261,6 +147,12 @@ def matching(key: str, pattern: str) -> bool:
         )
         for each in every
     )
+
+
+def _kind(entry: Entry) -> str:
+    """`refused unless null`, as the table has it."""
+    unless = f" unless {', '.join(entry.unless)}" if entry.unless else ""
+    return f"{entry.kind}{unless}{f' if {entry.only_if}' if entry.only_if else ''}"
 
 
 def page() -> str:
@@ -280,8 +172,14 @@ def page() -> str:
     metrics = [[code(one.theirs), same.get(one.ours) or code(one.ours), one.note] for one in rows(METRICS)]
     functions = [[code(one.theirs), same.get(one.ours) or code(one.ours), one.note] for one in rows(DATA)]
     settings = [
-        [code(one.theirs), same.get(one.ours) or code(one.ours), "the same default" if one.note == "=" else one.note]
-        for one in rows(SETTINGS)
+        [
+            f"`{one.key}`",
+            _kind(one),
+            same.get(one.place) or code(one.place),
+            one.note,
+            "the same" if one.default == "=" else one.default,
+        ]
+        for one in entries()
     ]
     ours = [[code(one.theirs), one.ours] for one in rows(OURS)]
     return "\n".join(
@@ -305,7 +203,10 @@ def page() -> str:
             "",
             "## Settings",
             "",
-            *table("| verl | workbench | default |", settings),
+            "What `wb.compat.verl` and `workbench translate` make of each: `exact`, the same here; `near`, the same but as the note",
+            "says; `hardware`, changes no number; `refused`, changes numbers and is not here; `alias`, another spelling.",
+            "",
+            *table("| verl | kind | workbench | note | default |", settings),
             "",
         ]
     )

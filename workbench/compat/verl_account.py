@@ -11,6 +11,7 @@ from workbench.base.errors import SettingError, describe
 from workbench.compat.verl_command import Command
 from workbench.compat.verl_keys import DEFAULTS, ESTIMATORS, GROUPED, ROOTS, Entry, find, known
 from workbench.compat.verl_reward import cannot, contradictions, read_block
+from workbench.rewards.managers import MANAGERS
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _TURNS = f"{_ROLLOUT}.multi_turn"
@@ -103,23 +104,25 @@ def _row(key: str, value: Any, values: Mapping[str, Any]) -> Row:
         return Row(key, told, "—", "refused", f"unknown{_meant(key, known())}")
     spelled = f"{name}; " if name != key else ""
     if key == "algorithm.kl_penalty" and isinstance(value, int | float):
-        return Row(
-            key, told, "grpo(kl_coef)", "near", "read as a coefficient; verl's kl_penalty is the kind: kl, low_var_kl"
-        )
+        why = "read as a coefficient; verl's kl_penalty is the kind: kl, low_var_kl"
+        return Row(key, told, "grpo(kl_coef)", "near", why)
     if entry.only_if and not _holds(entry.only_if, values):
         reason = _SWITCHES[entry.only_if][1] if entry.only_if in _SWITCHES else f"{entry.only_if} is off"
         return Row(key, told, "—", "exact", f"{spelled}without effect: {reason}")
     if _is_one_of(value, entry.unless):
         return Row(key, told, entry.place, "exact", spelled + ("" if entry.kind == "near" else entry.note))
-    if entry.kind in ("exact", "near") and isinstance(value, str) and "$" in value:
-        return Row(key, told, entry.place, "refused", f"{spelled}a variable that the text does not set: give the value")
-    if name in _CHOICES and value is not None and value not in _CHOICES[name]:
-        return Row(
-            key, told, "—", "refused", f"{spelled}there is none of this name{_meant(str(value), _CHOICES[name])}"
-        )
-    if name.split(".")[0] in ROOTS and entry.place == "reward_from":
-        return _reward_row(key, value, told, entry)
+    if why := _cannot_be(key, name, value, entry):
+        return Row(key, told, "—", "refused", spelled + why)
     return Row(key, told, entry.place, entry.kind, spelled + entry.note)
+
+
+def _cannot_be(key: str, name: str, value: Any, entry: Entry) -> str:
+    """Why a value cannot be, where its key is known; "" where it can."""
+    if entry.kind in ("exact", "near") and isinstance(value, str) and "$" in value:
+        return "a variable that the text does not set: give the value"
+    if name in _CHOICES and value is not None and value not in _CHOICES[name]:
+        return f"there is none of this name{_meant(str(value), _CHOICES[name])}"
+    return _unread(key, value) if entry.place == "reward_from" else ""
 
 
 def _meant(name: str, names: Iterable[str]) -> str:
@@ -146,12 +149,13 @@ def _is_one_of(value: Any, words: tuple[str, ...]) -> bool:
     return str(value) in words
 
 
-def _reward_row(key: str, value: Any, told: str, entry: Entry) -> Row:
+def _unread(key: str, value: Any) -> str:
+    """Why `reward_from` does not read a setting; "" where it does."""
     try:
         read_block({key: value})
     except SettingError as error:
-        return Row(key, told, "—", "refused", str(error))
-    return Row(key, told, entry.place, entry.kind, entry.note)
+        return str(error)
+    return ""
 
 
 def _reward(values: Mapping[str, Any]) -> Iterator[Row]:
@@ -160,88 +164,60 @@ def _reward(values: Mapping[str, Any]) -> Iterator[Row]:
     try:
         given = read_block(block)
         lines = [*cannot(given), *contradictions(given)]
+        manager = str(given.get("reward_manager.name", "naive"))
+        if given.get("reward_manager.source", "register") == "register" and manager not in MANAGERS:
+            lines.append(f"reward_manager.name={manager}: there is none of this name{_meant(manager, MANAGERS)}")
     except SettingError as error:
-        alone = any(
-            _reward_row(key, value, "", Entry(key, "", "", "", "")).kind == "refused" for key, value in block.items()
-        )
-        lines = [] if alone else [str(error)]
+        lines = [] if any(_unread(key, value) for key, value in block.items()) else [str(error)]  # its own row says it
     yield from (Row("reward", "", "—", "refused", line) for line in lines)
 
 
 def reward_block(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that `reward_from` reads, by their dotted names."""
     found = {key: value for key, value in values.items() if key.split(".")[0] in ROOTS and value is not None}
+    # verl's `gdpo` is `naive` that keeps the parts of a score, as every manager here does
+    found = {key: "naive" if value == "gdpo" else value for key, value in found.items()}
     return {key: value for key, value in found.items() if (entry := find(key)) and entry.place == "reward_from"}
 
 
 def _together(values: Mapping[str, Any]) -> Iterator[Row]:
     """Settings that contradict each other, or mean more together than alone."""
+    method, critic = estimator(values), values.get("critic.enable")
+    in_reward = values.get("algorithm.use_kl_in_reward")
+    both = "algorithm.adv_estimator + critic.enable"
+    if method == "gae" and critic is False:
+        why = "gae needs a critic: leave critic.enable out, or take another estimator"
+        yield Row(both, f"{method}, {critic}", "—", "refused", why)
+    if method != "gae" and critic is True:
+        why = f"{method} reads no values: the critic would be trained for nothing"
+        yield Row(both, f"{method}, {critic}", "—", "refused", why)
+    if values.get(f"{_ACTOR}.use_kl_loss") and in_reward:
+        why = "the KL counts twice, in the loss and in the reward; verl warns"
+        yield Row(f"{_ACTOR}.use_kl_loss + algorithm.use_kl_in_reward", "True, True", "both", "near", why)
+    if in_reward and values.get("algorithm.kl_penalty") == "full":
+        why = "there is no such estimator, in verl neither"
+        yield Row("algorithm.kl_penalty + algorithm.use_kl_in_reward", "full, True", "—", "refused", why)
+    if method in GROUPED and values.get(f"{_ROLLOUT}.n", 1) == 1:
+        why = 'every group is one row: its advantage is its bare score, as in verl (`singleton="verl"`)'
+        yield Row(f"algorithm.adv_estimator + {_ROLLOUT}.n", f"{method}, 1", "Advantage(singleton)", "near", why)
+    yield from _sizes(values)
 
-    def given(key: str) -> Any:
-        return values.get(key, DEFAULTS.get(key))
 
-    method, number, batch = estimator(values), given(f"{_ROLLOUT}.n"), given("data.train_batch_size")
-    mini = given(f"{_ACTOR}.ppo_mini_batch_size")
-    if method == "gae" and values.get("critic.enable") is False:
-        yield Row(
-            "algorithm.adv_estimator + critic.enable",
-            "gae, False",
-            "—",
-            "refused",
-            "gae needs a critic: leave critic.enable out, or take another estimator",
-        )
-    if method != "gae" and values.get("critic.enable") is True:
-        yield Row(
-            "algorithm.adv_estimator + critic.enable",
-            f"{method}, True",
-            "—",
-            "refused",
-            f"{method} reads no values: the critic would be trained for nothing",
-        )
-    if values.get(f"{_ACTOR}.use_kl_loss") and values.get("algorithm.use_kl_in_reward"):
-        yield Row(
-            f"{_ACTOR}.use_kl_loss + algorithm.use_kl_in_reward",
-            "True, True",
-            "both",
-            "near",
-            "the KL counts twice, in the loss and in the reward; verl warns",
-        )
-    if values.get("algorithm.use_kl_in_reward") and given("algorithm.kl_penalty") == "full":
-        yield Row(
-            "algorithm.kl_penalty + algorithm.use_kl_in_reward",
-            "full, True",
-            "—",
-            "refused",
-            "there is no such estimator, in verl neither",
-        )
-    if _numbers(mini, batch) and f"{_ACTOR}.ppo_mini_batch_size" in values and mini > batch:
-        yield Row(
-            f"{_ACTOR}.ppo_mini_batch_size + data.train_batch_size",
-            f"{mini}, {batch}",
-            "—",
-            "refused",
-            "a mini-batch is a part of the batch; both count prompts",
-        )
-    if method in GROUPED and number == 1:
-        yield Row(
-            f"algorithm.adv_estimator + {_ROLLOUT}.n",
-            f"{method}, 1",
-            "Advantage(singleton)",
-            "near",
-            'every group is one row: its advantage is its bare score, as in verl (`singleton="verl"`)',
-        )
-    longest = (
-        given("data.max_prompt_length"),
-        given("data.max_response_length"),
-        values.get(f"{_ROLLOUT}.max_model_len"),
+def _sizes(values: Mapping[str, Any]) -> Iterator[Row]:
+    """Numbers that do not fit each other."""
+    batch, mini = (values.get(key) for key in ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size"))
+    batch = DEFAULTS["data.train_batch_size"] if batch is None else batch
+    if _numbers(mini, batch) and mini > batch:
+        why = "a mini-batch is a part of the batch; both count prompts"
+        yield Row(f"{_ACTOR}.ppo_mini_batch_size + data.train_batch_size", f"{mini}, {batch}", "—", "refused", why)
+    prompt, response = (
+        values.get(key, DEFAULTS[key]) for key in ("data.max_prompt_length", "data.max_response_length")
     )
-    if _numbers(*longest) and longest[0] + longest[1] > longest[2]:
+    longest = values.get(f"{_ROLLOUT}.max_model_len")
+    if _numbers(prompt, response, longest) and prompt + response > longest:
+        told = f"{longest}, {prompt} + {response}"
         yield Row(
-            f"{_ROLLOUT}.max_model_len + data.max_*_length",
-            f"{longest[2]}, {longest[0]} + {longest[1]}",
-            "—",
-            "refused",
-            "verl's sampler would cut responses there",
+            f"{_ROLLOUT}.max_model_len + data.max_*_length", told, "—", "refused", "verl's sampler cuts responses there"
         )
     for place in (_ACTOR, "critic"):
         if all(values.get(f"{place}.{name}") for name in ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")):

@@ -42,24 +42,32 @@ def read_command(source: Any, *, command: int | None = None) -> Command:
     if not isinstance(source, str | Path):
         return _of_words([str(word) for word in source], Path(), "a list of words")
     path = Path(source).expanduser() if isinstance(source, Path) or _is_path(source) else None
-    try:
-        text = path.read_text(encoding="utf-8") if path else str(source)
-    except (OSError, UnicodeDecodeError) as cause:
-        raise SettingError(f"{str(source)!r} cannot be read", found=first_line(cause)) from cause
-    name, folder = (str(path), path.parent) if path else ("text", Path())
+    text, name = (_text_of(path), str(path)) if path else (str(source), "text")
     if path and path.suffix in (".yaml", ".yml"):
         return Command(_resolved(_of_yaml(path)), {}, name)
     found = [words for statement in _statements(text) if (words := _overrides(statement)) is not None]
-    if not found:
-        if (block := _mapping(text)) is not None:
-            return Command(_resolved(flat(block)), {}, name)
+    if found:
+        return _of_words(_chosen(found, command, name), path.parent if path else Path(), name)
+    block, left = _block(text)
+    if not block:
         what = f"no verl command in {name}"
         raise SettingError(what, expected="python3 -m verl.trainer.main_ppo key=value …, or a YAML of settings")
+    return Command(_resolved(flat(block)), left, name)
+
+
+def _chosen(found: list[list[str]], command: int | None, name: str) -> list[str]:
     if len(found) > 1 and command is None:
         raise SettingError(f"{len(found)} commands in {name}", do=f"choose one: command=0 … {len(found) - 1}")
     if not 0 <= (command or 0) < len(found):
         raise SettingError("command", expected=f"0 to {len(found) - 1}", found=command)
-    return _of_words(found[command or 0], folder, name)
+    return found[command or 0]
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise SettingError(f"{str(path)!r} cannot be read", found=first_line(cause)) from cause
 
 
 def flat(block: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -133,24 +141,26 @@ def _overrides(words: Sequence[str]) -> list[str] | None:
     return list(words) if bare and len(bare) == len(words) else None
 
 
+_OPTIONS = {"-cp": "--config-path", "-cn": "--config-name"}
+
+
 def _of_words(words: Sequence[str], folder: Path, name: str) -> Command:
-    own = _overrides(words)
-    options, settings, left = {"--config-path": "", "--config-name": ""}, {}, {}
+    own, options, settings, left = _overrides(words), {"--config-path": "", "--config-name": ""}, {}, {}
     waiting = list(words if own is None else own)
     while waiting:
         word = waiting.pop(0)
         option, equals, value = word.partition("=")
-        if option in (*options, "-cp", "-cn"):
-            long = {"-cp": "--config-path", "-cn": "--config-name"}.get(option, option)
-            options[long] = value if equals else waiting.pop(0) if waiting else ""
+        option = _OPTIONS.get(option, option)
+        if option in options:
+            options[option] = value if equals else waiting.pop(0) if waiting else ""
         elif word.startswith("~"):
             left[word] = "deletes a setting of verl's defaults, which are not read"
         elif _WORD.match(word):
-            settings[option.lstrip("+")] = parsed(value)
+            given = parsed(value)
+            inner = {"": given} if not isinstance(given, Mapping) or not given else given
+            settings |= {f"{option.lstrip('+')}.{key}".rstrip("."): one for key, one in inner.items()}
         elif word not in ("...", "…", "\\", ""):
             left[word] = "no setting: expected key=value"
-    for key in [key for key, value in settings.items() if isinstance(value, Mapping) and value]:
-        settings |= {f"{key}.{inner}": value for inner, value in settings.pop(key).items()}
     below: dict[str, Any] = {}
     if any(options.values()) and options["--config-name"] not in ("ppo_trainer", "ppo_trainer.yaml"):
         below = _configured(options, folder, left)
@@ -173,10 +183,7 @@ def _configured(options: Mapping[str, str], folder: Path, left: dict[str, str]) 
 
 def _of_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A YAML file's settings over those of the files of its `defaults` that stand beside it; verl's own are its defaults."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as cause:
-        raise SettingError(f"{str(path)!r} cannot be read", found=first_line(cause)) from cause
+    text = _text_of(path)
     block = _mapping(text)
     if block is None:
         raise SettingError(
@@ -201,23 +208,39 @@ def _mapping(text: str) -> dict[str, Any] | None:
     return dict(found) if isinstance(found, Mapping) else None
 
 
+def _block(text: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings of a YAML text, or of its lines `dotted.name: value` alone, and what the other lines are."""
+    if (whole := _mapping(text)) is not None:
+        return whole, {}
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    dotted = [line for line in lines if re.match(r"\s*[A-Za-z_]\w*(\.\w+)+:\s", line)]
+    found = _mapping("\n".join(line.strip() for line in dotted)) or {}
+    return found, {
+        line.strip(): "no setting: expected key: value" for line in lines if line not in dotted and "export" not in line
+    }
+
+
 def _resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
     """With interpolations filled in from the settings themselves; one whose place is not set is verl's default, and left out."""
-    settings = {key: value for key, value in settings.items() if key.rpartition(".")[2] != "_target_"}
-
-    def value_of(value: Any, depth: int = 0) -> Any:
-        found = re.fullmatch(r"\$\{([^${}]+)\}", value) if isinstance(value, str) else None
-        if found is None or depth > 8:
-            return _UNSET if isinstance(value, str) and value.startswith(("${oc.", "${.")) else value
-        kind, _, rest = found[1].partition(":")
-        name, comma, default = (part.strip() for part in rest.partition(","))
-        if kind == "oc.select" or ":" not in found[1]:
-            key = name if kind == "oc.select" else found[1]
-            return value_of(settings[key], depth + 1) if key in settings else _typed(default) if comma else _UNSET
-        return _typed(default) if kind == "oc.env" and comma else value
-
-    found = {key: value_of(value) for key, value in settings.items()}
+    own = {key: value for key, value in settings.items() if key.rpartition(".")[2] != "_target_"}
+    found = {key: _filled(value, own) for key, value in own.items()}
     return {key: value for key, value in found.items() if value is not _UNSET}
+
+
+def _filled(value: Any, settings: Mapping[str, Any], depth: int = 0) -> Any:
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\$\{([^${}]+)\}", value)
+    if found is None or depth > 8:
+        return _UNSET if value.startswith(("${oc.", "${.")) else value
+    kind, colon, rest = found[1].partition(":")
+    name, comma, default = (part.strip() for part in rest.partition(","))
+    if kind == "oc.env":
+        return _typed(default) if comma else value
+    if colon and kind != "oc.select":
+        return value
+    key = name if colon else found[1]
+    return _filled(settings[key], settings, depth + 1) if key in settings else _typed(default) if comma else _UNSET
 
 
 _UNSET = object()
@@ -238,38 +261,35 @@ def _raw_statements(text: str) -> Iterator[list[str]]:
     text = re.sub(r"\\[ \t]+#[^\n]*(?=\n|$)", r"\\", text.replace("\r\n", "\n"))
     text = re.sub(r"\\[ \t]*\n(?:[ \t]*#[^\n]*\n)*", " ", text)
     words: list[str] = []
-    word, place, depth = "", 0, 0
+    word, place, array = "", 0, False
     while place < len(text):
-        char = text[place]
-        if char in "'\"":
-            end = _quoted(text, place)
+        if (end := _whole(text, place)) > place:
             word, place = word + text[place:end], end
             continue
-        if char == "\\" and place + 1 < len(text):
-            word, place = word + text[place : place + 2], place + 2
-            continue
-        if text.startswith(("$((", "$(", "${"), place):
-            end = _closed(text, place + 1)
-            word, place = word + text[place:end], end
-            continue
+        char, place = text[place], place + 1
         if char == "#" and not word:
-            place = text.find("\n", place) if "\n" in text[place:] else len(text)
-            continue
-        if char == "(" and word.endswith("="):
-            depth, word = 1, word + char
-        elif char == ")" and depth:
-            words, word, depth = [*words, word, ")"] if word else [*words, ")"], "", 0
-        elif char.isspace() or char in ";|&":
-            words, word = [*words, word] if word else words, ""
-            if (char == "\n" or char in ";|&") and not depth:
+            place = len(text) if (end := text.find("\n", place)) < 0 else end
+        elif char == "(" and word.endswith("="):
+            words, word, array = [*words, f"{word}("], "", True
+        elif char == ")" and array:
+            words, word, array = [*words, *filter(None, [word]), ")"], "", False
+        elif not char.isspace() and char not in ";|&":
+            word += char
+        else:
+            words, word = [*words, *filter(None, [word])], ""
+            if char not in " \t" and not array:
                 yield words
                 words = []
-        elif depth and word.endswith("=("):
-            words, word = [*words, word], char
-        else:
-            word += char
-        place += 1
-    yield [*words, word] if word else words
+    yield [*words, *filter(None, [word])]
+
+
+def _whole(text: str, place: int) -> int:
+    """The place behind a quoted text, an escaped character or an expansion that begins here; or this place."""
+    if text[place] in "'\"":
+        return _quoted(text, place)
+    if text[place] == "\\":
+        return place + 2
+    return _closed(text, place + 1) if text.startswith(("$(", "${"), place) else place
 
 
 def _quoted(text: str, start: int) -> int:

@@ -168,8 +168,8 @@ actor_rollout_ref.rollout.agent.default_agent_loop | exact | grpo(agent) | singl
 actor_rollout_ref.rollout.agent_loop | alias | actor_rollout_ref.rollout.agent.default_agent_loop
 actor_rollout_ref.rollout.agent.num_workers | hardware | — | one loop runs all episodes
 actor_rollout_ref.rollout.agent.{agent_loop_config_path,agent_loop_manager_class,custom_async_server*} | refused unless null | agents.register | register the class, and name it as default_agent_loop
-tool_config.max_tool_calls | refused unless null | ToolAgent(max_assistant_turns) | no limit of calls of a whole episode: limit its turns
-tool_config.timeout | exact | ToolAgent(seconds_per_call) | the guide's; seconds of one call
+tool_config.max_tool_calls | exact if multi_turn | ToolAgent(max_tool_calls) | the guide's; calls of a whole episode
+tool_config.timeout | exact if multi_turn | ToolAgent(seconds_per_call) | the guide's; seconds of one call
 sampling_params.timeout | alias | tool_config.timeout
 sampling_params.max_tokens | alias | data.max_response_length
 critic.enable | exact | ppo(critic) | the recipe `ppo` has one
@@ -216,10 +216,10 @@ data.truncation | near unless error | Rows.fitting(overlong) | a longer prompt i
 data.filter_overlong_prompts | exact | Rows.fitting(overlong) | `overlong="drop"`
 data.apply_chat_template_kwargs.* | exact | engines.local(template_switches) | further arguments of the chat template
 data.apply_chat_template_kwargs | exact | engines.local(template_switches) | further arguments of the chat template
-data.prompt_key | exact | wb.rows(prompt_key) |  | =
+data.prompt_key | exact | wb.rows(prompt) | the column of the prompts
 data.reward_fn_key | refused unless data_source | — | rename the column to data_source
 data.{train_max_samples,val_max_samples} | near unless null -1 | wb.rows(limit) | the first rows, where verl draws them
-data.dataset_weights | refused | — | a mixture: read each file with wb.rows, and pass open(train_files=rows)
+data.dataset_weights | refused | — | a mixture: open(train_files=wb.datasets.mix([rows, …], weights=[…]))
 data.{custom_cls.path,datagen.path,sampler.class_path} | refused unless null | wb.rows(records) | make rows of them, in their order, and pass open(train_files=rows)
 data.{custom_cls.name,datagen.name,sampler.class_name} | refused unless null | wb.rows(records) | see the path beside it
 data.{image_key,video_key,audio_key,image_patch_size,return_multi_modal_inputs,mm_processor_kwargs*} | near | wb.rows | pictures are in the column images
@@ -257,7 +257,7 @@ trainer.test_freq | near unless null + | train(test_freq) | verl's -1 is never; 
 trainer.val_before_train | near unless True | — | always, where there are eval_rows; changes no training
 trainer.val_only | refused unless False | — | wb.evaluate(model, rows)
 trainer.critic_warmup | exact | ppo(critic_warmup) |  | =
-trainer.resume_mode | refused unless auto disable | train(resume) |  | never, where verl has auto
+trainer.resume_mode | refused unless auto disable | train(resume) | open(model=checkpoint) | never, where verl has auto
 trainer.resume_from_path | refused unless null checkpoints/ | engines.local(path) | open(model=checkpoint)
 trainer.max_actor_ckpt_to_keep | hardware | train(keep_checkpoints) | at least 2 | 2, where verl keeps all
 trainer.max_critic_ckpt_to_keep | hardware | train(keep_checkpoints) | as the actor's

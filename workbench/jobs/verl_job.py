@@ -157,18 +157,13 @@ class VerlJob:
         self, model: Any, train_files: Any, val_files: Any, without: Sequence[str], overrides: Mapping[str, Any]
     ) -> VerlJob:
         """The job with another model and files, without refused settings that are named. Raises `SettingError` for the others."""
-        given = dict(overrides)
-        if model is not None:
-            given |= {"actor_rollout_ref.model.path": str(model), "critic.model.path": str(model)}
-        if train_files is not None:
-            given |= {"data.train_files": [] if isinstance(train_files, Rows) else train_files, "data.val_files": []}
-        if val_files is not None and not isinstance(val_files, Rows):
-            given["data.val_files"] = val_files
+        given = _replaced(model, train_files, val_files) | dict(overrides)
+        names = {row.key for row in self.rows}
+        for name in without:
+            if name not in names:
+                raise SettingError(unknown("key of this command", name, [row.key for row in self.refused]))
         left = {key: value for key, value in self.left_out.items() if key not in without}
         kept = {key: value for key, value in self.settings.items() if key not in without}
-        for name in without:
-            if name not in {row.key for row in self.rows}:
-                raise SettingError(unknown("key of this command", name, [row.key for row in self.refused]))
         job = _job(Command(kept, left, self.source)).with_settings(**given)
         lines = [f"\n- {row.key}={row.value}: {row.why}" for row in job.refused if row.key not in without]
         if lines:
@@ -188,7 +183,20 @@ class VerlJob:
 
         given = {"model": overrides.pop("model", None), "train_files": overrides.pop("train_files", None)}
         job = self.adapted(*given.values(), overrides.pop("val_files", None), without, overrides)
-        return write(path, job, plan(canonical(job.settings)), [row for row in self.rows if row.key in without])
+        near = [row for row in job.rows if row.kind == "near"] + [row for row in self.rows if row.key in without]
+        return write(path, self.source, plan(canonical(job.settings)), near)
+
+
+def _replaced(model: Any, train_files: Any, val_files: Any) -> dict[str, Any]:
+    """Settings for another model and files; rows that are there need none."""
+    given: dict[str, Any] = {}
+    if model is not None:
+        given |= {"actor_rollout_ref.model.path": str(model), "critic.model.path": str(model)}
+    if train_files is not None:
+        given |= {"data.train_files": [] if isinstance(train_files, Rows) else train_files, "data.val_files": []}
+    if val_files is not None and not isinstance(val_files, Rows):
+        given["data.val_files"] = val_files
+    return given
 
 
 def verl(source: Any, *, command: int | None = None) -> VerlJob:
@@ -223,37 +231,39 @@ def _open_rows(source: Any, made: Plan, policy: Any, limit: int | None = None) -
     if isinstance(source, Rows):
         return source
     arguments = {**made.rows, **({"limit": limit} if limit else {})}
-    found = rows_of(source, require_answers=made.answers, **arguments)
+    found = rows_of(source, **arguments)
     return found.fitting(policy.tokenizer, overlong=made.overlong) if made.overlong == "drop" else found
 
 
 def _open_pipeline(made: Plan, policy: Any, rows: Rows, reward: Any) -> Pipeline:
     if reward is None and made.reward:
         reward = reward_from(made.reward, tokenizer=policy.tokenizer)
-    more: dict[str, Any] = {"rows": rows} if made.recipe == "dapo" else {}
-    if made.agent is not None:
-        more["agent"] = made.agent if isinstance(made.agent, str) else _open_agent(made.agent)
-    if made.critic is not None:
-        own = dict(made.critic)
-        base = engines.local(own.pop("path")) if "path" in own else policy
-        more["critic"] = base.critic(**own)
-    if made.reference is not None:
-        more["reference"] = engines.local(made.reference)
-    pipe = recipes.by_name(made.recipe)(
-        policy, reward, **{name: made_of(one) for name, one in made.settings.items()}, **more
-    )
-    for stage, settings in made.changes.items():
-        if made.advantage is not None and stage == "advantage":
-            continue
-        pipe = pipe.replace(stage, **{name: made_of(one) for name, one in settings.items()})
+    settings = {name: made_of(one) for name, one in made.settings.items()} | _open_objects(made, policy, rows)
+    pipe = recipes.by_name(made.recipe)(policy, reward, **settings)
+    changes = dict(made.changes)
     if made.advantage is not None:
-        stage = made_of(
-            made.advantage._replace(settings={**made.advantage.settings, **made.changes.get("advantage", {})})
-        )
-        pipe = pipe.replace("advantage", stage)
+        own = {**made.advantage.settings, **changes.pop("advantage", {})}
+        pipe = pipe.replace("old_log_prob", **changes.pop("old_log_prob")) if "old_log_prob" in changes else pipe
+        pipe = pipe.replace("advantage", made_of(made.advantage._replace(settings=own)))
+    for stage, own in changes.items():
+        pipe = pipe.replace(stage, **{name: made_of(one) for name, one in own.items()})
     if made.correction:
         pipe = recipes.with_rollout_correction(pipe, **made.correction)
     return pipe if made.resample is None else pipe.insert_after("advantage", made_of(made.resample))
+
+
+def _open_objects(made: Plan, policy: Any, rows: Rows) -> dict[str, Any]:
+    """What the recipe gets beside its settings: rows, agent, critic, reference."""
+    found: dict[str, Any] = {"rows": rows} if made.recipe == "dapo" else {}
+    if made.agent is not None:
+        found["agent"] = made.agent if isinstance(made.agent, str) else _open_agent(made.agent)
+    if made.critic is not None:
+        own = dict(made.critic)
+        base = engines.local(own.pop("path")) if "path" in own else policy
+        found["critic"] = base.critic(**own)
+    if made.reference is not None:
+        found["reference"] = engines.local(made.reference)
+    return found
 
 
 def _open_agent(given: Mapping[str, Any]) -> agents.ToolAgent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nbformat
 from nbformat import v4
@@ -14,9 +14,6 @@ from workbench import recipes
 from workbench.base.files import write_text
 from workbench.compat.verl_account import Row
 from workbench.jobs.verl_plan import Call, Plan
-
-if TYPE_CHECKING:
-    from workbench.jobs.verl_job import VerlJob
 
 _HELP = {
     "model": "policy to start from: a Hugging Face folder or name, or a checkpoint",
@@ -47,18 +44,21 @@ class _Name(str):
     """A parameter's name where its value would stand."""
 
 
-def write(path: str | Path, job: VerlJob, made: Plan, left_out: Sequence[Row]) -> Path:
-    """Write the notebook of a plan to `path`, and return that."""
-    values, source = (
-        _parameters(made),
-        "a command" if job.source in ("text", "a mapping", "a list of words") else Path(job.source).name,
-    )
-    title = f"# {_TITLES.get(made.recipe, made.recipe)}, as in {source}\n\nMade by `workbench translate` from a verl command. Where it is not verl to the letter:\n"
-    near = [f"- `{row.key}={row.value}`: {row.why}" for row in job.rows if row.kind == "near"] or ["- nowhere"]
-    near += [f"- `{row.key}={row.value}` is left out: {row.why}" for row in left_out]
-    job_lines = f"\n\n```\nworkbench check {Path(path).name}      # everything that can be refused before work starts\nworkbench train {Path(path).name}\n```"
+def write(path: str | Path, source: str, made: Plan, near: Sequence[Row]) -> Path:
+    """Write the notebook of a plan to `path`, and return that; `near` is where it is not verl to the letter."""
+    values, name = _parameters(made), Path(path).name
+    origin = "a verl command" if source in ("text", "a mapping", "a list of words") else Path(source).name
+    lines = [
+        f"- `{row.key}{f'={row.value}' if row.value else ''}`: {row.why}{' (left out)' * (row.kind == 'refused')}"
+        for row in near
+    ]
+    title = [
+        f"# {_TITLES.get(made.recipe, made.recipe)}, as in {origin}", "",
+        "Made by `workbench translate` from a verl command. Where it is not verl to the letter:", "", *(lines or ["- nowhere"]), "",
+        "```", f"workbench check {name}      # everything that can be refused before work starts", f"workbench train {name}", "```",
+    ]  # fmt: skip
     cells = [
-        v4.new_markdown_cell(title + "\n" + "\n".join(near) + job_lines),
+        v4.new_markdown_cell("\n".join(title)),
         v4.new_markdown_cell("## Parameters\n\nEvery one can be set from the command line: `-p steps=100`."),
         v4.new_code_cell(_parameter_lines(values), metadata={"tags": ["parameters"]}),
         v4.new_code_cell("import workbench as wb"),
@@ -123,7 +123,6 @@ def _parameter_lines(values: Mapping[str, Any]) -> str:
 def _data(made: Plan) -> str:
     engine = {**made.engine, "lr": _Name("lr"), **({"template_switches": made.switches} if made.switches else {})}
     rows: dict[str, Any] = {**made.rows, "max_prompt_length": _Name("max_prompt_length")}
-    rows |= {} if made.answers else {"require_answers": False}
     held = {name: one for name, one in rows.items() if name != "limit"} | (
         {"limit": made.eval_limit} if made.eval_limit else {}
     )
@@ -156,35 +155,36 @@ def _objects(made: Plan) -> Iterable[str]:
 
 
 def _algorithm(made: Plan) -> str:
-    settings: dict[str, Any] = {**made.settings}
-    settings |= {name: _Name(name) for name in ("group_size", "ppo_mini_batch_size", "kl_coef", "max_tokens")}
-    if "sampling" in settings:
-        del settings["max_tokens"]
-        call = settings["sampling"]
-        settings["sampling"] = call._replace(settings={**call.settings, "max_tokens": _Name("max_tokens")})
-    objects = {
-        "agent": made.agent if isinstance(made.agent, dict) else None,
-        "critic": made.critic,
-        "rows": made.recipe == "dapo" or None,
-    }
-    settings |= {name: _Name(name) for name, there in objects.items() if there is not None}
-    if isinstance(made.agent, str):
-        settings["agent"] = made.agent
-    if made.reference is not None:
-        settings["reference"] = _Name(f"wb.engines.local({_text(made.reference)})")
-    lines = [_call("pipe", f"wb.recipes.{made.recipe}", ["policy", *(["reward"] if made.reward else [])], settings)]
+    args = ["policy", *(["reward"] if made.reward else [])]
+    lines = [_call("pipe", f"wb.recipes.{made.recipe}", args, _recipe_settings(made))]
     changes = dict(made.changes)
     if made.advantage is not None:
-        stage = made.advantage._replace(settings={**made.advantage.settings, **changes.pop("advantage", {})})
-        changes = {"advantage": {"": stage}, **changes}
-    for stage_name, own in changes.items():
-        other = [_text(own[""])] if "" in own else []
-        lines.append(_call("pipe", "pipe.replace", [_text(stage_name), *other], {} if other else own))
+        own = {**made.advantage.settings, **changes.pop("advantage", {})}
+        if "old_log_prob" in changes:
+            lines.append(_call("pipe", "pipe.replace", ['"old_log_prob"'], changes.pop("old_log_prob")))
+        lines.append(_call("pipe", "pipe.replace", ['"advantage"', _text(made.advantage._replace(settings=own))], {}))
+    lines += [_call("pipe", "pipe.replace", [_text(stage)], own) for stage, own in changes.items()]
     if made.correction:
         lines.append(_call("pipe", "wb.recipes.with_rollout_correction", ["pipe"], made.correction))
     if made.resample is not None:
         lines.append(f'pipe = pipe.insert_after("advantage", {_text(made.resample)})')
     return "\n".join([*lines, "pipe"])
+
+
+def _recipe_settings(made: Plan) -> dict[str, Any]:
+    """The recipe's settings; those that are parameters by their names."""
+    settings = {
+        **made.settings,
+        **{name: _Name(name) for name in ("group_size", "ppo_mini_batch_size", "kl_coef", "max_tokens")},
+    }
+    if "sampling" in made.settings:
+        del settings["max_tokens"]
+        call = made.settings["sampling"]
+        settings["sampling"] = call._replace(settings={**call.settings, "max_tokens": _Name("max_tokens")})
+    objects = {"agent": isinstance(made.agent, dict), "critic": made.critic is not None, "rows": made.recipe == "dapo"}
+    settings |= {name: _Name(name) for name, there in objects.items() if there}
+    settings |= {"agent": made.agent} if isinstance(made.agent, str) else {}
+    return settings | ({"reference": _Name(f"wb.engines.local({_text(made.reference)})")} if made.reference else {})
 
 
 def _training(made: Plan, values: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,8 +71,6 @@ class Plan:
     """Arguments of a `ToolAgent`, `tools` and `interactions` as paths; or the name of a registered loop."""
     train: dict[str, Any]
     epochs: int
-    answers: bool = field(default=True)
-    """Whether every row must have a ground truth."""
 
 
 def plan(values: Mapping[str, Any]) -> Plan:
@@ -80,7 +78,6 @@ def plan(values: Mapping[str, Any]) -> Plan:
     read = _Read(values)
     steps = read("trainer.total_training_steps")
     reward = reward_block(values)
-    judged = has_turns(values) or any("custom_reward_function" in key or "reward_model" in key for key in reward)
     return Plan(
         model=_path(read(f"{_MODEL}.path") or ""),
         train_files=_paths(read("data.train_files")),
@@ -109,7 +106,6 @@ def plan(values: Mapping[str, Any]) -> Plan:
         agent=_agent(read),
         train={**_train(read), **({"steps": steps} if steps is not None else {})},
         epochs=int(read("trainer.total_epochs")),
-        answers=not judged,
     )
 
 
@@ -156,7 +152,7 @@ def _limit(found: Any) -> int | None:
 def _rows(read: _Read) -> dict[str, Any]:
     length = read(f"{_ROLLOUT}.prompt_length") or read("data.max_prompt_length")
     given = {"max_prompt_length": length, "limit": _limit(read("data.train_max_samples"))}
-    given |= {"prompt_key": read("data.prompt_key")} if read("data.prompt_key", "prompt") != "prompt" else {}
+    given |= {"prompt": read("data.prompt_key")} if read("data.prompt_key", "prompt") != "prompt" else {}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -177,7 +173,6 @@ def _engine(read: _Read) -> dict[str, Any]:
     found = _at(read, "LocalSettings")
     found.pop("dtype", None)
     found.pop("warmup_steps", None)
-    found = {"micro_batch_tokens" if name == "micro_batch_tokens" else name: one for name, one in found.items()}
     found["pack"] = "auto"
     found |= _warmup(read, f"{_ACTOR}.optim") | _lora(read)
     if found.get("schedule") == "cosine":
@@ -301,52 +296,54 @@ def _kind(read: _Read) -> str:
 
 def _changes(read: _Read) -> dict[str, dict[str, Any]]:
     """Stage → settings that the recipe does not take."""
-    recipe, (in_loss, in_reward) = _recipe(read), _kl(read)
-    known = inspect.signature(recipes.by_name(recipe)).parameters
-    inner = recipe not in ("ppo", "reinforce_plus_plus")  # the recipe's KL is the loss's
-    actor = {
-        name: one for name, one in _at(read, "PolicyLoss").items() if name not in (*known, "clip_ratio_low", "kl_coef")
+    squares = {"sum_pi_squared": True} if "token_baseline" in estimator(read.values) else {}
+    critic = _critic_changes(read) if _recipe(read) == "ppo" else {}
+    found = {
+        "old_log_prob": squares,
+        "advantage": _advantage_changes(read),
+        "update_critic": critic,
+        "update_actor": _actor_changes(read),
     }
-    actor |= _at(read, "Update")
-    advantage: dict[str, Any] = {}
-    if inner and in_reward:
-        advantage |= {"kl_controller": _controller(read), "kl_type": _kind(read)}
-        actor |= {} if in_loss else {"kl_coef": 0.0}
-    if not inner and in_loss:
-        actor |= {"kl_coef": in_loss, "kl_type": read(f"{_ACTOR}.kl_loss_type")}
-        advantage |= {} if in_reward else {"kl_controller": None}
-    if (
-        recipe == "reinforce_plus_plus"
-        and in_reward
-        and (read("algorithm.kl_ctrl.type") == "adaptive" or _kind(read) != "k1")
-    ):
-        advantage |= {"kl_controller": _controller(read), "kl_type": _kind(read)}
-    method = estimator(read.values)
-    if (
-        read("algorithm.norm_adv_by_std_in_grpo", True) is False
-        and "norm_adv_by_std" not in known
-        and method.startswith("grpo")
-    ):
-        advantage["norm_by_std"] = False
-    if read(f"{_ROLLOUT}.n") == 1 and method in GROUPED and method not in ("grpo_passk", "rloo_vectorized"):
-        advantage["singleton"] = "verl"
-    critic = (
-        {name: one for name, one in _at(read, "update_critic").items() if one is not None} if recipe == "ppo" else {}
-    )
-    critic = {
-        name: one
-        for name, one in critic.items()
-        if name != "ppo_mini_batch_size" or one < read("data.train_batch_size")
-    }
-    critic |= (
-        {"loss_agg_mode": mode}
-        if recipe == "ppo"
-        and (mode := read("critic.loss_agg_mode", read(f"{_ACTOR}.loss_agg_mode"))) not in (None, "token-mean")
-        else {}
-    )
-    squares = {"sum_pi_squared": True} if "token_baseline" in method else {}
-    found = {"old_log_prob": squares, "advantage": advantage, "update_critic": critic, "update_actor": actor}
     return {stage: settings for stage, settings in found.items() if settings}
+
+
+def _inner(read: _Read) -> bool:
+    """Whether the recipe's own KL is the loss's."""
+    return _recipe(read) not in ("ppo", "reinforce_plus_plus")
+
+
+def _actor_changes(read: _Read) -> dict[str, Any]:
+    in_loss, in_reward = _kl(read)
+    known = (*inspect.signature(recipes.by_name(_recipe(read))).parameters, "clip_ratio_low", "kl_coef")
+    found = {name: one for name, one in _at(read, "PolicyLoss").items() if name not in known} | _at(read, "Update")
+    if _inner(read) and in_reward and not in_loss:
+        found["kl_coef"] = 0.0
+    if not _inner(read) and in_loss:
+        found |= {"kl_coef": in_loss, "kl_type": read(f"{_ACTOR}.kl_loss_type")}
+    return found
+
+
+def _advantage_changes(read: _Read) -> dict[str, Any]:
+    in_loss, in_reward = _kl(read)
+    recipe, method, found = _recipe(read), estimator(read.values), dict[str, Any]()
+    if in_reward and recipe != "ppo":
+        found |= {"kl_controller": _controller(read), "kl_type": _kind(read)}
+    if not _inner(read) and in_loss and not in_reward:
+        found["kl_controller"] = None
+    plain = read("algorithm.norm_adv_by_std_in_grpo", True) is False and method.startswith("grpo")
+    if plain and "norm_adv_by_std" not in inspect.signature(recipes.by_name(recipe)).parameters:
+        found["norm_by_std"] = False
+    if read(f"{_ROLLOUT}.n") == 1 and method in GROUPED and method not in ("grpo_passk", "rloo_vectorized"):
+        found["singleton"] = "verl"
+    return found
+
+
+def _critic_changes(read: _Read) -> dict[str, Any]:
+    found = {name: one for name, one in _at(read, "update_critic").items() if one is not None}
+    if found.get("ppo_mini_batch_size", 0) >= read("data.train_batch_size"):
+        found["ppo_mini_batch_size"] = None
+    mode = read("critic.loss_agg_mode", read(f"{_ACTOR}.loss_agg_mode"))
+    return found | ({"loss_agg_mode": mode} if mode not in (None, "token-mean") else {})
 
 
 def _controller(read: _Read) -> Call:
@@ -393,23 +390,21 @@ def _agent(read: _Read) -> dict[str, Any] | str | None:
 
 
 def _train(read: _Read) -> dict[str, Any]:
-    found: dict[str, Any] = {"batch_size": read("data.train_batch_size"), "run": _run(read)}
-    found |= {name: one for name in ("seed", "val_samples") if (one := _at(read, "train").get(name)) is not None}
-    if read("actor_rollout_ref.rollout.seed") is not None and read("data.seed") is None:
-        found["seed"] = read("actor_rollout_ref.rollout.seed")
-    for name in ("test_freq", "save_freq"):
-        if (every := read(f"trainer.{name}")) is not None and every > 0:
-            found[name] = every
-    found["resume"] = "never" if read("trainer.resume_mode") == "disable" else "auto"
-    if (kept := read("trainer.max_actor_ckpt_to_keep")) is not None:
-        found["keep_checkpoints"] = max(2, kept)
-    if read("trainer.rollout_data_dir"):
-        found["trace_freq"] = 1
-    if read("trainer.v1.trainer_mode", "sync") not in ("sync", None) or read("trainer.scheduler"):
-        found["ahead"] = 1
-    if (named := read("trainer.logger")) is not None:
-        found["trackers"] = [name for name in ([named] if isinstance(named, str) else named) if _there(name)]
-    return found
+    given = _at(read, "train")
+    kept, logger = read("trainer.max_actor_ckpt_to_keep"), read("trainer.logger")
+    ahead = read("trainer.v1.trainer_mode", "sync") not in ("sync", None) or read("trainer.scheduler")
+    found = {
+        "seed": read("data.seed", read("actor_rollout_ref.rollout.seed")),
+        "val_samples": given.get("val_samples"),
+        **{name: every for name in ("test_freq", "save_freq") if (every := read(f"trainer.{name}") or 0) > 0},
+        "keep_checkpoints": None if kept is None else max(2, kept),
+        "trace_freq": 1 if read("trainer.rollout_data_dir") else None,
+        "ahead": 1 if ahead else None,
+        "trackers": None if logger is None else [one for one in ([logger] if isinstance(logger, str) else logger) if _there(one)],
+    }  # fmt: skip
+    found = {name: one for name, one in found.items() if one is not None}
+    resume = "never" if read("trainer.resume_mode") == "disable" else "auto"
+    return {"batch_size": read("data.train_batch_size"), "run": _run(read), "resume": resume, **found}
 
 
 def _run(read: _Read) -> str:

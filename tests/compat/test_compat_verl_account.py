@@ -1,0 +1,176 @@
+"""Every setting of a verl command is accounted for: exact, near, hardware or refused, with why."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.compat.verl_account import Row, account, canonical
+from workbench.compat.verl_command import Command, parsed
+from workbench.compat.verl_keys import entries, find, keys, known
+
+COMMANDS = Path(__file__).parent / "verl_commands.txt"
+NUMBERS = frozenset(
+    [
+        "lr",
+        "betas",
+        "decay",
+        "clip",
+        "coef",
+        "coeff",
+        "temperature",
+        "top",
+        "gamma",
+        "lam",
+        "loss",
+        "epochs",
+        "mini",
+        "seed",
+        "kl",
+        "warmup",
+        "estimator",
+        "norm",
+        "penalty",
+        "threshold",
+        "shuffle",
+        "dropout",
+        "dtype",
+        "response_length",
+        "prompt_length",
+        "std",
+        "agg",
+        "quantization",
+        "weights",
+        "alpha",
+        "rank",
+        "batch",
+    ]
+)
+"""Words in the last part of the name of a setting that changes numbers."""
+NEUTRAL = re.compile(
+    r"micro_batch|max_num_batched|val_batch|batch_wait|ulysses|save_|megabytes|persist_layer_norm|validation_shuffle|fusion$|per_dp_cp_rank|qat|mtp|distillation|profil"
+)
+"""Names with such words that change none: memory, files, servers."""
+
+
+def table() -> dict[str, list[str]]:
+    lines = [line for line in COMMANDS.read_text().splitlines() if not line.startswith("#")]
+    return {key: values.split(" | ") for key, _, values in (line.partition(" = ") for line in lines)}
+
+
+def rows_of(**settings: Any) -> dict[str, Row]:
+    return {
+        row.key: row for row in account(Command({key.replace("__", "."): one for key, one in settings.items()}, {}, ""))
+    }
+
+
+def test_no_key_of_verls_own_commands_is_unknown() -> None:
+    found = table()
+    assert len(found) > 200
+    assert [key for key in found if find(key) is None] == []
+    for key, values in found.items():
+        for value in values:
+            row = next(row for row in account(Command({key: parsed(value)}, {}, "")) if row.key == key)
+            assert "unknown" not in row.why and row.kind in ("exact", "near", "hardware", "refused"), row
+            assert row.kind != "refused" or row.why, row
+
+
+def test_what_changes_numbers_is_not_filed_under_hardware() -> None:
+    """By name: a word of the losses, the optimizer, sampling or data in a key that is filed there needs a reason above."""
+    named = [key for entry in entries() if entry.kind == "hardware" and not entry.only_if for key in keys(entry.key)]
+    named += [key for key in table() if (entry := find(key)) is not None and entry.kind == "hardware"]
+    wrong = {key for key in named if NUMBERS & {*key.rpartition(".")[2].split("_")} and not NEUTRAL.search(key)}
+    assert sorted(wrong) == []
+
+
+def test_the_table_is_sound() -> None:
+    for entry in entries():
+        assert entry.kind in ("exact", "near", "hardware", "refused", "alias"), entry
+        assert entry.kind != "refused" or entry.note, entry
+        assert entry.kind != "near" or entry.note, entry
+        if entry.kind == "alias":
+            assert find(entry.place) is not None or find(f"{entry.place}.{entry.key.split('{')[-1].split(',')[0]}"), (
+                entry
+            )
+    assert len(known()) > 800
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(known())) | st.from_regex(r"[a-z]{2,5}\.[a-z]{2,5}", fullmatch=True),
+        st.sampled_from([True, False, None, 0, 1, 2.5, "x", [1], {}]),
+        max_size=8,
+    )
+)
+def test_every_key_has_its_row(settings: dict[str, Any]) -> None:
+    rows = account(Command(settings, {"stray": "no setting"}, ""))
+    assert [row.key for row in rows][: len(settings) + 1] == [*settings, "stray"]
+    assert all(row.kind in ("exact", "near", "hardware", "refused") for row in rows)
+    assert all(row.why for row in rows if row.kind in ("near", "refused"))
+
+
+def test_an_unknown_key_names_the_nearest() -> None:
+    rows = rows_of(
+        data__train_batchsize=8,
+        algorithm__adv_estimator="gropo",
+        actor_rollout_ref__actor__policy_loss__loss_mode="gspoo",
+    )
+    assert rows["data.train_batchsize"].why == "unknown: did you mean data.train_batch_size?"
+    assert "did you mean grpo?" in rows["algorithm.adv_estimator"].why
+    assert "did you mean gspo?" in rows["actor_rollout_ref.actor.policy_loss.loss_mode"].why
+    assert {row.kind for row in rows.values()} >= {"refused"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"algorithm__adv_estimator": "gae", "critic__enable": False}, "gae needs a critic"),
+        ({"algorithm__adv_estimator": "grpo", "critic__enable": True}, "reads no values"),
+        ({"actor_rollout_ref__actor__ppo_mini_batch_size": 64, "data__train_batch_size": 32}, "a part of the batch"),
+        ({"data__max_response_length": 4096, "actor_rollout_ref__rollout__max_model_len": 1024}, "cuts responses there"),
+        ({"actor_rollout_ref__actor__ppo_micro_batch_size": 1, "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 1}, "one of the two"),
+        ({"algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": "full"}, "no such estimator"),
+        ({"reward_model__reward_manager": "primo"}, "primo"),
+        ({"trainer__resume_mode": "resume_path"}, ""),
+        ({"actor_rollout_ref__model__path": "$NEVER_SET"}, "does not set"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused(settings: dict[str, Any], said: str) -> None:
+    refused = [row for row in rows_of(**settings).values() if row.kind == "refused"]
+    assert any(said in row.why for row in refused), refused
+
+
+def test_what_is_allowed_but_odd_is_near() -> None:
+    both = rows_of(actor_rollout_ref__actor__use_kl_loss=True, algorithm__use_kl_in_reward=True)
+    assert both["actor_rollout_ref.actor.use_kl_loss + algorithm.use_kl_in_reward"].kind == "near"
+    alone = rows_of(algorithm__adv_estimator="grpo")
+    assert alone["algorithm.adv_estimator + actor_rollout_ref.rollout.n"].kind == "near"
+
+
+def test_a_setting_without_effect_says_so() -> None:
+    rows = rows_of(
+        algorithm__adv_estimator="grpo", algorithm__lam=0.95, critic__optim__lr=1e-5, algorithm__kl_ctrl__kl_coef=0.1
+    )
+    assert all(
+        "without effect" in rows[key].why for key in ("algorithm.lam", "critic.optim.lr", "algorithm.kl_ctrl.kl_coef")
+    )
+
+
+def test_the_spellings_of_the_guide_are_verls() -> None:
+    guide = {"algorithm.group_size": 4, "algorithm.kl_penalty": 0.001, "algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.lora.r": 8,
+             "tool_config_path": "t.yaml", "actor_rollout_ref.rollout.agent_loop": "tool_agent_loop", "trainer.run_name": "a"}  # fmt: skip
+    assert canonical(guide) == {
+        "actor_rollout_ref.rollout.n": 4, "algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.kl_loss_coef": 0.001, "actor_rollout_ref.model.lora_rank": 8, "trainer.experiment_name": "a",
+        "actor_rollout_ref.rollout.multi_turn.tool_config_path": "t.yaml",
+        "actor_rollout_ref.rollout.agent.default_agent_loop": "tool_agent_loop",
+    }  # fmt: skip
+    assert canonical({"algorithm.kl_penalty": 0.01}) == {
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl.kl_coef": 0.01,
+    }

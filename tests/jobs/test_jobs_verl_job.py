@@ -1,0 +1,216 @@
+"""A verl command opens as the pipeline that it means, and is written as the notebook of that pipeline."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+import workbench as wb
+from workbench.base.errors import SettingError
+from workbench.cli import main
+from workbench.compat.verl_account import canonical
+from workbench.compat.verl_keys import ESTIMATORS
+from workbench.jobs.parameters import declared_parameters
+from workbench.jobs.verl_plan import plan
+
+TRAIN = "data/arith/train.parquet"
+SHORT: dict[str, Any] = {"train_batch_size": 8, "max_response_length": 8, "steps": 2}
+LORA = {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.rollout.n": 2, "algorithm.adv_estimator": "grpo"}
+COMMANDS: dict[str, dict[str, Any]] = {
+    "ppo": {
+        "critic.optim.lr": 2e-5, "critic.cliprange_value": 0.3, "critic.ppo_epochs": 2, "algorithm.lam": 0.9, "trainer.critic_warmup": 3,
+        "algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2,
+        "actor_rollout_ref.actor.optim.weight_decay": 0.1,
+    },
+    "grpo, KL in both": {
+        "algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4, "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.kl_loss_coef": 0.01, "algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "low_var_kl",
+        "actor_rollout_ref.actor.shuffle": True, "actor_rollout_ref.rollout.top_p": 0.9, "actor_rollout_ref.actor.clip_ratio": 0.3,
+    },
+    "grpo, KL in the reward": {
+        "algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2, "algorithm.use_kl_in_reward": True,
+        "algorithm.norm_adv_by_std_in_grpo": False, "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum-norm",
+    },
+    "ppo, KL in the loss": {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_type": "mse"},
+    "gspo": {
+        "algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo", "actor_rollout_ref.rollout.n": 2,
+        "actor_rollout_ref.actor.clip_ratio_low": 3e-4, "actor_rollout_ref.actor.clip_ratio_high": 4e-4,
+    },
+    "clip_cov": {
+        "algorithm.adv_estimator": "rloo", "actor_rollout_ref.actor.policy_loss.loss_mode": "clip_cov", "actor_rollout_ref.rollout.n": 2,
+        "actor_rollout_ref.actor.policy_loss.clip_cov_ratio": 0.01, "actor_rollout_ref.actor.clip_ratio_c": 10.0,
+    },
+    "dapo": {
+        "algorithm.adv_estimator": "grpo", "algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 3,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.28, "actor_rollout_ref.rollout.n": 2, "reward_model.reward_manager": "dapo",
+        "data.filter_overlong_prompts": True,
+    },
+    "gdpo": {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["acc"], "actor_rollout_ref.rollout.n": 2},
+    "corrected": {
+        "algorithm.adv_estimator": "opo", "actor_rollout_ref.rollout.n": 2, "algorithm.rollout_correction.rollout_is": "token",
+        "algorithm.use_pf_ppo": True, "algorithm.pf_ppo.weight_pow": 1.5,
+    },
+    "turns": {
+        "algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2, "actor_rollout_ref.rollout.multi_turn.enable": True,
+        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": 2,
+        "actor_rollout_ref.rollout.multi_turn.interaction_config_path": "data/arith-interaction/interaction.yaml",
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    return wb.engines.local("data/tiny-arith-tools")
+
+
+def settings_of(pipe: Any) -> dict[str, dict[str, str]]:
+    """Stage → its settings as text, without the addresses in it."""
+    return {
+        stage.name: {name: str(value).partition(" at 0x")[0] for name, value in stage.settings().items()}
+        for stage in pipe
+    }
+
+
+def opened(settings: dict[str, Any], engine: Any, **more: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
+    return wb.compat.verl(settings).open(engine=engine, model="x", train_files=TRAIN, **{**SHORT, **more})
+
+
+def test_the_settings_arrive_at_their_stages(engine: Any) -> None:
+    pipe, rows, held, how = opened(COMMANDS["ppo"], engine, ppo_mini_batch_size=4)
+    found = settings_of(pipe)
+    assert found["advantage"]["lam"] == "0.9" and "AdaptiveKL" in found["advantage"]["kl_controller"]
+    assert found["update_critic"]["ppo_epochs"] == "2" and found["update_critic"]["cliprange_value"] == "0.3"
+    assert found["update_actor"]["ppo_epochs"] == "1" and found["update_actor"]["ppo_mini_batch_size"] == "4"
+    assert held is None and how["steps"] == 2 and len(rows) == 4096 and rows.max_prompt_length == 512
+    made = plan(canonical(COMMANDS["ppo"]))
+    assert made.engine == {"weight_decay": 0.1} and made.critic == {
+        "lr": 2e-5,
+        "weight_decay": 0.01,
+    }  # not the policy's
+
+    found = settings_of(opened(COMMANDS["grpo, KL in both"], engine)[0])
+    assert found["update_actor"]["kl_coef"] == "0.01" and found["update_actor"]["shuffle"] == "True"
+    assert found["update_actor"]["clip_ratio_low"] == found["update_actor"]["clip_ratio_high"] == "0.3"
+    assert found["advantage"]["kl_type"] == "low_var_kl" and "FixedKL" in found["advantage"]["kl_controller"]
+    assert found["rollout"]["group_size"] == "4" and found["rollout"]["top_p"] == "0.9"
+
+    found = settings_of(opened(COMMANDS["grpo, KL in the reward"], engine)[0])
+    assert found["update_actor"]["kl_coef"] == "0.0" and "ref_log_prob" in found
+    assert found["update_actor"]["loss_scale_factor"] == "8.0" and found["advantage"]["norm_by_std"] == "False"
+
+    found = settings_of(opened(COMMANDS["ppo, KL in the loss"], engine)[0])
+    assert found["update_actor"]["kl_type"] == "mse" and "kl_controller" not in found["advantage"]
+
+    found = settings_of(opened(COMMANDS["gspo"], engine)[0])
+    assert (
+        found["update_actor"]["clip_ratio_high"] == "0.0004" and found["update_actor"]["loss_agg_mode"] == "token-mean"
+    )
+    assert (
+        "ref_log_prob" not in found and found["update_actor"]["kl_coef"] == "0.0"
+    )  # verl's defaults, not the recipe's
+
+    pipe = opened(COMMANDS["corrected"], engine)[0]
+    assert {"rollout_correction", "resample"} <= set(pipe.names)
+    assert settings_of(opened(COMMANDS["dapo"], engine)[0])["filter_groups"]["max_num_gen_batches"] == "3"
+
+
+@pytest.mark.parametrize("method", ESTIMATORS)
+def test_every_estimator_of_verl_opens(method: str, engine: Any) -> None:
+    given = {"algorithm.adv_estimator": method, "algorithm.gdpo_reward_keys": ["acc"], "actor_rollout_ref.rollout.n": 2}
+    pipe, *_ = opened(given, engine)
+    assert pipe["advantage"].estimator.__name__ == method.removesuffix("_vectorized")
+    assert pipe["update_actor"].settings()["kl_coef"] == 0 and pipe["rollout"].group_size == 2
+
+
+def test_a_group_of_one_is_verls(engine: Any) -> None:
+    pipe, *_ = opened({"algorithm.adv_estimator": "grpo"}, engine)
+    assert pipe["rollout"].group_size == 1 and pipe["advantage"].settings()["singleton"] == "verl"
+
+
+def test_overrides_have_verls_names_or_ours() -> None:
+    job = wb.compat.verl(
+        {"data.train_batch_size": 1024, "actor_rollout_ref.actor.ppo_mini_batch_size": 256, "algorithm.group_size": 4}
+    )
+    small = job.with_settings(batch_size=8, lr=1e-4, n=2, max_tokens=16).settings
+    assert small["data.train_batch_size"] == 8 and small["actor_rollout_ref.actor.ppo_mini_batch_size"] == 2
+    assert small["actor_rollout_ref.actor.optim.lr"] == 1e-4 and small["actor_rollout_ref.rollout.n"] == 2
+    assert "algorithm.group_size" not in small and small["data.max_response_length"] == 16
+    with pytest.raises(SettingError, match="did you mean 'train_batch_size'"):
+        job.with_settings(train_batchsize=1)
+    with pytest.raises(SettingError, match="is several settings"):
+        job.with_settings(param_offload=True)
+
+
+def test_what_is_refused_is_not_opened_without_a_word(engine: Any) -> None:
+    job = wb.compat.verl({"data.dataset_weights": [1, 2], "algorithm.adv_estimator": "gae", "critic.enable": False})
+    with pytest.raises(
+        SettingError,
+        match=r"2 settings .* refused:\n- data.dataset_weights=\[1, 2\]: a mixture(.|\n)*gae needs a critic",
+    ):
+        job.open(engine=engine, model="x", train_files=TRAIN)
+    pipe, *_ = job.open(
+        engine=engine, model="x", train_files=TRAIN, without=["data.dataset_weights", "critic.enable"], **SHORT
+    )
+    assert "update_critic" in pipe.names
+    with pytest.raises(SettingError, match="names no train_files"):
+        wb.compat.verl({}).open(engine=engine, model="x")
+
+
+def test_the_table_is_text_and_html() -> None:
+    job = wb.compat.verl({"algorithm.adv_estimator": "grpo", "trainer.nnodes": 2, "data.x<y": 1})
+    lines = repr(job).splitlines()
+    assert lines[0] == "verl command of a mapping: 1 refused, 1 near, 1 exact, 1 hardware"
+    assert lines[2].split()[:2] == ["data.x<y", "1"] and "verl's defaults that hold" in lines[-1]
+    assert "data.x&lt;y" in job._repr_html_()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_notebook_makes_the_same_pipeline(
+    name: str, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cells of objects and algorithm, run with its own parameters, give the stages and settings that `open` gives."""
+    job = wb.compat.verl(COMMANDS[name])
+    path = job.notebook(tmp_path / "n.ipynb", model="x", train_files=TRAIN, **SHORT)
+    cells = [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
+    space: dict[str, Any] = {one.name: one.default for one in declared_parameters(path)} | {"wb": wb, "policy": engine}
+    space["rows"] = rows = wb.rows(TRAIN)[:64]
+    for text in cells:
+        if any(text.startswith(f"{made} = ") for made in ("reward", "agent", "critic", "pipe")):
+            exec(compile(ast.parse(text), name, "exec"), space)  # noqa: S102
+    pipe, _, _, how = job.open(engine=engine, model="x", train_files=rows, **SHORT)
+    assert settings_of(space["pipe"]) == settings_of(pipe)
+    assert space["steps"] == how["steps"] and space["batch_size"] == how["batch_size"]
+
+
+@pytest.mark.long
+def test_a_translated_script_passes_check_and_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, notebook = tmp_path / "run.sh", tmp_path / "n.ipynb"
+    script.write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 trainer.total_epochs=1\n"
+    )
+    given = [
+        "-p",
+        "model=data/tiny-arith",
+        "-p",
+        f"train_files={TRAIN}",
+        "-p",
+        "train_batch_size=8",
+        "-p",
+        "max_tokens=8",
+    ]
+    assert main(["translate", str(script), "-o", str(notebook), *given]) == 0
+    assert "algorithm.adv_estimator" in capsys.readouterr().out
+    last = ["-p", f"run={tmp_path / 'run'}", "-p", "steps=2"]
+    assert main(["check", str(notebook), *last]) == 0
+    assert main(["train", str(notebook), *last]) == 0
+    assert wb.load_run(tmp_path / "run").summary["steps"] == 2
+
+
+def test_translate_refuses_a_file_without_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.sh").write_text("ls\n")
+    assert main(["translate", str(tmp_path / "x.sh")]) == 2
+    assert "no verl command" in capsys.readouterr().err
