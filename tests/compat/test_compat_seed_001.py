@@ -11,6 +11,8 @@ from typing import Any
 import workbench as wb
 from workbench.agents import PythonTool, ToolAgent
 from workbench.datasets.records import has_answer
+from workbench.engines.protocol import Sample
+from workbench.stages import EpisodeRollout
 
 ROW = {
     "prompt": [{"role": "user", "content": "小明有5个苹果，吃了2个，还剩几个？"}],
@@ -29,19 +31,30 @@ class MathReasoningInteraction(wb.BaseInteraction):
         return score == 1.0, "请重新思考。", score, {}
 
 
+class Saying:
+    """A sampler that says a number, another in each turn."""
+
+    version = 0
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    async def sample(self, request: Any) -> Sample:
+        ids = tuple(self.tokenizer(str(request.seed % 9), add_special_tokens=False)["input_ids"])
+        return Sample((*ids, self.tokenizer.eos_token_id), (-0.5,) * (len(ids) + 1), "stop", 0)
+
+
 def test_the_row_without_an_answer_is_rewarded_by_its_simulated_user() -> None:
     """Section 3.4: neither a ground truth nor a data_source; the score of the last turn is the default reward."""
-    assert has_answer(ROW)
-    rows = wb.datasets.Rows([ROW, ROW], max_prompt_length=128)
-    engine = wb.engines.local("data/tiny-arith")
+    rows = wb.datasets.Rows([ROW, ROW])
+    sampler, reward = Saying(wb.engines.local("data/tiny-arith").tokenizer), wb.stages.Reward()
     for turns, wanted in ((3, 1.0), (2, 0.25)):  # section 4.2's max_assistant_turns
         agent = ToolAgent(interactions=[MathReasoningInteraction({})], max_assistant_turns=turns)
-        pipe = wb.recipes.grpo(engine, agent=agent, group_size=2, max_tokens=96, kl_coef=0.0)
-        step = wb.Stepper(pipe, rows.batch(2)).run(until="reward")
-        whole = [row for row, scores in enumerate(step.batch["turn_scores"]) if len(scores) == turns]
-        assert whole and all(float(step.batch["reward"][row]) == wanted for row in whole)
-        assert all(step.batch["scored"].tolist())
-    assert pipe["reward"].function.check_rows(list(rows.views())) == ""
+        how = {"group_size": 2, "sampling": wb.SamplingSettings(max_tokens=2000)}
+        batch = reward(EpisodeRollout(sampler, agent=agent, **how)(rows.batch(2)).batch).batch
+        assert [len(scores) for scores in batch["turn_scores"]] == [turns] * 4
+        assert batch["reward"].tolist() == [wanted] * 4 and all(batch["scored"].tolist())
+    assert has_answer(ROW) and reward.function.check_rows(rows.views()) == ""
 
 
 def test_the_tools_last_expression_is_its_answer() -> None:

@@ -178,7 +178,7 @@ class Calling:
 def test_an_episode_makes_no_more_than_max_tool_calls(parallel: int, turns: int) -> None:
     """Sections 4.7 and Q4: `max_tool_calls: 5` of the whole episode; the turn that calls once more ends it."""
     sampler = Calling(wb.engines.local(TINY).tokenizer, parallel)
-    agent = ToolAgent([Calculator()], max_tool_calls=5, max_parallel_calls=parallel)
+    agent = ToolAgent([Calculator()], parser="hermes", max_tool_calls=5, max_parallel_calls=parallel)
     rollout = wb.stages.EpisodeRollout(
         sampler, agent=agent, group_size=1, sampling=wb.SamplingSettings(max_tokens=4000)
     )
