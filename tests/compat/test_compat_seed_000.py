@@ -1,6 +1,6 @@
 """Seed 000 (what verl's reward settings mean): its blocks and its conventions for what a reward returns.
 
-Not here: `rollout.name=vllm` inside this process (vLLM runs as a server: `reward_model.url`); training a reward model (no seed asks for it).
+Not here: the reward model's vLLM itself, which needs four GPUs (it is asked as a server, `reward_model.url`).
 """
 
 from __future__ import annotations
@@ -58,13 +58,16 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_the_reward_models_lines_ask_a_server_or_say_what_this_machine_lacks(answering: list[str]) -> None:
+def test_the_reward_models_lines_ask_a_server_or_say_what_this_machine_lacks(
+    answering: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     reward = reward_from({**RM, "reward.reward_model.url": "http://127.0.0.1:8000"})
     assert isinstance(reward, RewardModel) and scored(reward, ROW)[0].value == 0.5
     assert answering == ["Question: 2+2?\nAnswer: #### 4"]  # section 4.2's template
     for said in ("num_workers=8", "tensor_model_parallel_size=4", "gpu_memory_utilization=0.8", "deepseek-llm-7b-chat"):
         assert said in repr(reward), said
-    with pytest.raises(SettingError, match="vllm serve MODEL.*reward_model.url"):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(SettingError, match="tensor_model_parallel_size=4.*1 GPUs.*vllm serve MODEL.*reward_model.url"):
         reward_from(RM)
 
 
