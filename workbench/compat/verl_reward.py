@@ -454,7 +454,7 @@ class VerlReward(rewards.ManagerReward):
             "custom_reward_function.",
             "reward_model.",
             "reward_manager.module.",
-        )  # files, and a model's weights
+        )  # in files, which may have changed
         self.block = None if any(key.startswith(changing) for key in given) else _plain(given)
         self._tokenizer, self._file = tokenizer, file
         self._inner: BaseReward | None = manager.reward if isinstance(manager, NaiveRewardManager) else file

@@ -272,7 +272,8 @@ def by_data_source(
 ) -> Reward:
     """A reward that chooses the scorer by each row's `data_source`, as verl does; `table` maps sources to scorers.
 
-    A row without a ground truth whose turns a simulated user scored has the score of the last one. The scorers' run time is bounded, so they run in this process. Code runs in `sandbox`; without one, sources that need it
+    A row without a ground truth whose turns a simulated user scored has the score of the last one. The scorers' run time is
+    bounded, so they run in this process. Code runs in `sandbox`; without one, sources that need it
     are refused before the run. `options` are those of `Reward`.
     """
     plain = table is SCORERS and not aliases and sandbox is None
