@@ -77,10 +77,11 @@ def test_the_seeds_reward_model_says_what_this_machine_cannot_do(monkeypatch: py
 
 def test_the_seeds_reward_model_is_vllms_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
+    opened = wb.engines.classifier("data/tiny-reward-model")
 
     def vllm(path: str, **settings: Any) -> Any:
         asked.update(path=path, **settings)
-        return wb.engines.ClassifyEndpoint("http://127.0.0.1:9", path)
+        return opened
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
