@@ -85,6 +85,18 @@ def test_what_makes_each_of_them(tiny: str) -> None:
         assert settings[name]["advantage"]["estimator"].__name__ == name
 
 
+def test_the_kl_is_in_the_reward_or_in_the_loss(tiny: str) -> None:
+    """verl's `algorithm.use_kl_in_reward` and `actor.use_kl_loss`, for every recipe."""
+    for name in ("grpo", "gspo", "ppo", "reinforce_plus_plus"):
+        for inside in (True, False):
+            pipe, _ = make(name, tiny, kl_in_reward=inside, kl_coef=0.01)
+            of_reward, of_loss = pipe["advantage"].settings(), pipe["update_actor"].settings()
+            assert ("kl_controller" in of_reward) is inside and of_loss["kl_coef"] == (0.0 if inside else 0.01), name
+            assert not inside or of_reward["kl_type"] == "k1"
+    with pytest.raises(SettingError, match="kl_target; expected kl_in_reward=True"):
+        make("ppo", tiny, kl_in_reward=False, kl_target=0.1)
+
+
 def test_remax_compares_with_the_greedy_response(tiny: str) -> None:
     pipe, rows = make("remax", tiny)
     s = wb.Stepper(pipe, rows.batch(3)).run(until="reward")

@@ -56,7 +56,7 @@ DAPO = {
 def opened_once() -> Iterator[None]:
     """The tiny reward model is the same in all tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wb.engines, "classifier", functools.cache(wb.engines.classifier))
+        patch.setattr("workbench.compat.verl_reward.local_classifier", functools.cache(wb.engines.classifier))
         yield
 
 
@@ -65,13 +65,30 @@ def scores(reward: Any, *rows: Any) -> list[Any]:
     return [one.score for one in wb.rewards.dry_run({"it": reward}, list(rows)).judged["it"]]
 
 
-def test_the_seeds_reward_model_says_what_this_machine_cannot_do() -> None:
+def test_the_seeds_reward_model_says_what_this_machine_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     given = read_block(SEED)
     assert given["num_workers"] == 8 and given["reward_model.rollout.prompt_length"] == 256
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(SettingError) as raised:
         reward_from(SEED)
-    for key in ("rollout.name='vllm'", "tensor_model_parallel_size=4", "gpu_memory_utilization=0.8"):
+    for key in ("tensor_model_parallel_size=4", "gpu_memory_utilization=0.8"):
         assert key in str(raised.value)
+
+
+def test_the_seeds_reward_model_is_vllms_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    opened = wb.engines.classifier("data/tiny-reward-model")
+
+    def vllm(path: str, **settings: Any) -> Any:
+        asked.update(path=path, **settings)
+        return opened
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("workbench.compat.verl_reward.vllm_classifier", vllm)
+    reward = reward_from(SEED)
+    wanted = {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.8}
+    assert asked == {"path": "deepseek-ai/deepseek-llm-7b-chat", **wanted} and "num_workers=8" in repr(reward)
 
 
 def test_the_seeds_reward_model_on_this_machine() -> None:

@@ -117,6 +117,12 @@ DATA = """
 DataProto.unfold_column_chunks | = | objects are lists, which are cut as well; verl fails without `split_keys` where there are objects
 fold_batch_dim, unfold_batch_dim | DataProto.split, DataProto.concat | a list of batches: the dims of a column stay what they are declared to be
 DataProtoConfig.auto_padding, DataProto.is_padding_enabled, DataProto.padding | DataProto.pad_to_divisor, DataProto.unpad | said where it is done, by the rows it adds; engines share out uneven batches by themselves
+load_reward_manager(config, tokenizer, num_examine) | reward_from(block, tokenizer=…) | the whole block as one reward; a key that cannot be honoured is refused by name
+get_reward_manager_cls(name) | rewards.manager_class(name) | the class, with verl's constructor and call
+get_custom_reward_fn(config) | rewards.load_function(path, name, **reward_kwargs) | run by worker processes only
+compute_reward(data, reward_fn), compute_reward_async | reward.score(batch), manager(data, return_dict=True) | a failure is a row's status, where verl calls the manager again
+AgentLoopBase.server_manager.generate | = | the ids are a list, with `token_ids`, `log_probs` and `stop_reason`; an output may leave the log-probs out
+BaseInteraction | agents.BaseInteraction | the same methods; a class written for verl needs another import line
 get_seqlen_balanced_partitions | functional.balancing.balanced | never less balanced
 get_group_balanced_partitions | functional.balancing.balanced_groups | groups need not be neighbours
 compute_advantage_for_multi_trajectories | stages.Advantage(sessions=column) | for every estimator of whole rows, where verl has grpo alone; the last row of a session is the one that counts

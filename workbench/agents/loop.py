@@ -45,8 +45,8 @@ class AgentLoopBase(Remembering, Shown):
     A `Sample` has `ids`, their `log_probs` (in nats), `finish_reason` (`stop`, `length` or `abort`) and `version`. An
     `AgentLoopOutput` that is made by hand needs `prompt_ids`, `response_ids` (all that follows the prompt), a `response_mask`
     (1 where the model wrote, 0 where others did), and may have `response_logprobs` (`Sample.log_probs`, 0.0 where the mask is
-    0; by default those of what was sampled), all of one length, at most `max_tokens`: what is longer is cut. It may have `turns` for the transcript, and `extra` for
-    rewards: `num_tool_calls`, `turn_scores`, `tool_rewards`, and any other key as `agent_extra`. `Transcript.say`, `.hear`
+    0; by default those of what was sampled), all of one length, at most `max_tokens`: what is longer is cut. It may have
+    `turns` for the transcript, and `extra` for rewards: `num_tool_calls`, `turn_scores`, `tool_rewards`, and any other key as `agent_extra`. `Transcript.say`, `.hear`
     and `.output` keep all of it consistent.
     """
 

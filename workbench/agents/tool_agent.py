@@ -283,12 +283,17 @@ class ToolAgent(AgentLoopBase):
         said.reason = sample.finish_reason
         if said.reason == "abort" or said.room <= 0:
             return await self._ended(episode, "abort" if said.reason == "abort" else "length")
-        spoken, heard = said.count("assistant"), said.count("tool", "user")
-        if spoken >= (self.max_assistant_turns or math.inf) or heard >= (self.max_user_turns or math.inf):
+        if self._at_a_limit(episode):
             return await self._ended(episode, "turns" if episode.calls or episode.user else None)
         if episode.calls:
-            return AgentState.PROCESSING_TOOLS if self.wanted(episode) else await self._ended(episode, "turns")
+            return AgentState.PROCESSING_TOOLS
         return AgentState.INTERACTING if episode.user is not None else AgentState.TERMINATED
+
+    def _at_a_limit(self, episode: EpisodeState) -> bool:
+        """Whether no further turn may follow the model's, or none of its calls may be run."""
+        spoken, heard = episode.transcript.count("assistant"), episode.transcript.count("tool", "user")
+        full = spoken >= (self.max_assistant_turns or math.inf) or heard >= (self.max_user_turns or math.inf)
+        return full or (bool(episode.calls) and not self.wanted(episode))
 
     def wanted(self, episode: EpisodeState) -> list[FunctionCall]:
         """The tool calls of the last turn that are run: the first `max_parallel_calls`, as far as `max_tool_calls` allows."""

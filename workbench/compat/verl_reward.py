@@ -11,12 +11,14 @@ from urllib.parse import urlsplit
 
 import torch
 
-from workbench import engines, rewards, sandbox
+from workbench import rewards, sandbox
 from workbench.base.config import coerce
 from workbench.base.errors import SettingError, boundary, describe, unknown
 from workbench.dataproto.core import DataProto
+from workbench.engines.http.chat import ClassifyEndpoint
+from workbench.engines.local_engine.classifier import classifier as local_classifier
 from workbench.engines.protocol import Classified, Classifier
-from workbench.engines.vllm_server.engine import tokenizer_of
+from workbench.engines.vllm_server.engine import tokenizer_of, vllm_classifier
 from workbench.rewards.base import BaseReward, padded, row_views
 from workbench.rewards.managers import NaiveRewardManager
 from workbench.rewards.score import Score
@@ -262,18 +264,20 @@ def _class(given: Mapping[str, Any]) -> str:
 def _cannot_model(model: Mapping[str, Any]) -> list[str]:
     name, size = model.get("rollout.name", "hf"), model.get("rollout.tensor_model_parallel_size", 1)
     share = model.get("rollout.gpu_memory_utilization")
-    gpus = torch.cuda.device_count()
-    there = "is installed, but runs" if importlib.util.find_spec("vllm") else "is not installed, and runs"
+    gpus, elsewhere = (
+        torch.cuda.device_count(),
+        "or serve it, `vllm serve MODEL --runner pooling`, and give reward_model.url",
+    )
     lines = {
         "reward_model.enable=True: needs model_path, or the url of a served model": "model_path" not in model,
-        f"reward_model.rollout.name={name!r}: expected hf (this process), or vllm through reward_model.url": name
+        f"reward_model.rollout.name={name!r}: expected hf (this process), vllm, or reward_model.url": name
         not in ("hf", "vllm"),
-        f"reward_model.rollout.name='vllm': vllm {there} as a server of its own: `vllm serve MODEL --runner pooling`, "
-        "then reward_model.url=http://host:port; name='hf' loads the model into this process": name == "vllm",
-        f"reward_model.rollout.tensor_model_parallel_size={size}: one process with {gpus} GPUs runs the model; set 1": size
-        > (1 if name == "hf" else max(gpus, 1)),
-        f"reward_model.rollout.gpu_memory_utilization={share}: an engine in this process reserves no share of a GPU; "
-        "leave it out": share is not None and (gpus == 0 or name == "hf"),
+        f"reward_model.rollout.name='vllm': vllm is not installed; set hf, {elsewhere}": name == "vllm"
+        and importlib.util.find_spec("vllm") is None,
+        f"reward_model.rollout.tensor_model_parallel_size={size}: this machine has {gpus} GPUs, and hf uses one; set 1, "
+        f"{elsewhere}": size > (1 if name == "hf" else max(gpus, 1)),
+        f"reward_model.rollout.gpu_memory_utilization={share}: is for vllm on a GPU; leave it out": share is not None
+        and (gpus == 0 or name == "hf"),
     }
     return [line for line, wrong in lines.items() if wrong]
 
@@ -399,13 +403,19 @@ def _reward_model(given: Mapping[str, Any], limit: rewards.RateLimit | None) -> 
     served, path = given.get("reward_model.url"), given.get("reward_model.model_path")
     own = {key.rpartition(".")[2]: value for key, value in given.items() if key.startswith("reward_model.rollout.")}
     lengths = {key: own.pop(key) for key in ("prompt_length", "response_length") if key in own}
-    classifier: Any = (
-        engines.ClassifyEndpoint(served, path or "reward-model") if served else engines.classifier(str(path))
-    )
+    model: Any
+    if served:
+        model = ClassifyEndpoint(served, path or "reward-model")
+    elif own.pop("name", "hf") == "vllm":
+        names = {"tensor_model_parallel_size": "tensor_parallel_size"}
+        model = vllm_classifier(str(path), **{names.get(key, key): one for key, one in own.items()})
+    else:
+        model = local_classifier(str(path))
     facts = [f"{key}={given[key]}" for key in ("num_workers", "reward_model.batch_size", *_LIMITS) if key in given]
-    facts += [f"{key}={value} (the server's)" for key, value in own.items() if served]
+    whose = " (the server's)" if served else ""
+    facts += [f"{key}={value}{whose}" for key, value in own.items()]
     template = given.get("reward_model.template", "question_answer" if served else "chat")
-    return rewards.RewardModel(_Asked(classifier, limit, facts), template=template, **lengths)
+    return rewards.RewardModel(_Asked(model, limit, facts), template=template, **lengths)
 
 
 class _Asked:
@@ -440,19 +450,18 @@ class VerlReward(rewards.ManagerReward):
         super().__init__(manager.manager if file else manager, name=name, on_failure="mask")
         self.given = dict(given)
         """The settings as they were read: dotted name → value."""
+        changing = (
+            "custom_reward_function.",
+            "reward_model.",
+            "reward_manager.module.",
+        )  # in files, which may have changed
+        self.block = None if any(key.startswith(changing) for key in given) else _plain(given)
         self._tokenizer, self._file = tokenizer, file
         self._inner: BaseReward | None = manager.reward if isinstance(manager, NaiveRewardManager) else file
         if isinstance(manager, NaiveRewardManager):
             self.name = f"{name}({manager.reward.name})"
             self.in_process = manager.reward.in_process
             self.reads = manager.reward.reads  # type: ignore[assignment]
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether `given` alone makes an equal reward: it names no file of code, and no model, whose weights may change."""
-        return not any(
-            f"{key}.".startswith(("custom_", "reward_model.", "reward_manager.module.")) for key in self.given
-        )
 
     @property
     def source(self) -> str | None:

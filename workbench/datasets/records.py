@@ -452,7 +452,7 @@ def has_answer(row: Mapping[str, Any]) -> bool:
 
 def has_user(row: Mapping[str, Any]) -> bool:
     """Whether the row names a simulated user: it has `interaction_kwargs`, of its own or in its `extra_info`."""
-    return bool(row.get("interaction_kwargs") or (row.get("extra_info") or {}).get("interaction_kwargs"))
+    return not _empty([row.get("interaction_kwargs"), (row.get("extra_info") or {}).get("interaction_kwargs")])
 
 
 def truth_kinds(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:

@@ -237,7 +237,7 @@ class _LateTokenizer:
         return self._learner.tokenizer(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # a copy has no learner yet
+        if name.startswith("_"):  # a copy has no learner yet
             raise AttributeError(name)
         return getattr(self._learner.tokenizer, name)
 

@@ -32,6 +32,8 @@ class BaseReward:
     """Whether the reward runs in this process. The check before a run does not call such a reward."""
     streams: bool = True
     """Whether a row can be scored before the other rows of its batch have been sampled."""
+    block: Mapping[str, Any] | None = None
+    """The settings of `reward_from` that make an equal reward, as plain values; None where they alone do not."""
 
     def __init__(self, name: str, on_failure: str = "mask") -> None:
         found = _POLICIES.fullmatch(on_failure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import itertools
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -271,7 +272,8 @@ def by_data_source(
 ) -> Reward:
     """A reward that chooses the scorer by each row's `data_source`, as verl does; `table` maps sources to scorers.
 
-    A row without a ground truth whose turns a simulated user scored has the score of the last one. The scorers' run time is bounded, so they run in this process. Code runs in `sandbox`; without one, sources that need it
+    A row without a ground truth whose turns a simulated user scored has the score of the last one. The scorers' run time is
+    bounded, so they run in this process. Code runs in `sandbox`; without one, sources that need it
     are refused before the run. `options` are those of `Reward`.
     """
     plain = table is SCORERS and not aliases and sandbox is None
@@ -279,19 +281,15 @@ def by_data_source(
         table = {**dict.fromkeys(CODE_SOURCES, Code(sandbox)), **table}
 
     def scored(response: str, ground_truth: Any, data_source: Any, extra_info: Any = None) -> Any:
-        scores = extra_info.get("turn_scores") if ground_truth is None and isinstance(extra_info, Mapping) else None
-        if scores is not None and len(scores):
-            said = f"the simulated user's score of the last of {len(scores)} turns"
-            return Score(value=float(scores[-1]), why=said)
+        if ground_truth is None and (by_user := _of_user(extra_info)) is not None:
+            return by_user
         scorer = scorer_for(data_source, table, aliases)
         further = (extra_info,) if isinstance(scorer, Code) else ()
         return scorer(response, ground_truth, *further)
 
     def check(rows: Iterable[Mapping[str, Any]]) -> str:
         by_source: dict[Any, list[Mapping[str, Any]]] = {}
-        for row in rows:
-            if truth_of(row) is None and has_user(row):  # whose scores count
-                continue
+        for row in itertools.filterfalse(_left_to_user, rows):
             by_source.setdefault(row.get("data_source"), []).append(row)
         check_sources(by_source, table, aliases)
         scorers = {source: scorer_for(source, table, aliases) for source in by_source}
@@ -302,6 +300,18 @@ def by_data_source(
     # replay rebuilds the plain one by its name; a table, aliases and a sandbox are not recorded
     name = "by data_source" if plain else "by data_source, its own table"
     return Reward(scored, name=name, check_rows=check, **chosen)
+
+
+def _of_user(extra_info: Any) -> Score | None:
+    """The score that a simulated user gave the last turn of an episode; None where there is none."""
+    scores = extra_info.get("turn_scores") if isinstance(extra_info, Mapping) else None
+    if scores is None or not len(scores):
+        return None
+    return Score(value=float(scores[-1]), why=f"the simulated user's score of the last of {len(scores)} turns")
+
+
+def _left_to_user(row: Mapping[str, Any]) -> bool:
+    return truth_of(row) is None and has_user(row)
 
 
 def as_reward(function: Any = None, **options: Any) -> BaseReward:

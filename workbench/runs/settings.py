@@ -23,7 +23,6 @@ from workbench import agents
 from workbench.base.config import Settings, settings_hash, source_of
 from workbench.base.errors import describe
 from workbench.base.formats import FORMAT
-from workbench.compat.verl_reward import VerlReward
 from workbench.datasets import Rows
 from workbench.engines.protocol import Described, SamplingSettings
 from workbench.functional import AdaptiveKL, FixedKL
@@ -261,8 +260,8 @@ def _reward(value: BaseReward) -> dict[str, Any]:
     """A record of a reward: its name, and the place of a function of this package, by which a resumed run recognises it."""
     if value.name == "by data_source":
         return {"reward": value.settings()}
-    if isinstance(value, VerlReward) and value.repeatable:
-        return {"block": value.settings()["given"]}
+    if value.block is not None:
+        return {"block": dict(value.block)}
     place = _place(getattr(value, "function", None))
     return {"missing": value.name, **({"of": place} if place else {})}
 
