@@ -132,7 +132,10 @@ def test_ranks_check_what_they_open_and_score_as_the_local_engine(name: str, two
 
 
 @pytest.mark.parametrize("where", ["one", "two"])
-@pytest.mark.parametrize("extra", [{}, {"micro_batch_tokens": 60}, {"gradient_checkpointing": True, "offload": "all"}])
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"micro_batch_tokens": 60, "offload": "optimizer"}, {"gradient_checkpointing": True, "offload": "all"}],
+)
 def test_two_updates_equal_the_local_engines(
     where: str, extra: dict[str, Any], batch: DataProto, request: pytest.FixtureRequest
 ) -> None:

@@ -19,8 +19,11 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Ten
     """
 
     def formula(rewards: Tensor, mask: Tensor) -> tuple[Tensor]:
+        steps = _by_time(kept(rewards, mask))
+        if gamma == 1:
+            return (kept(_backwards(steps, None).t().contiguous(), mask),)
         inside = _by_time(mask.to(rewards.dtype))
-        found = _backwards(_by_time(kept(rewards, mask)), gamma * inside + (1 - inside))
+        found = _backwards(steps, gamma * inside + (1 - inside))
         return ((found * inside).t(),)
 
     return by_rows(formula, rewards, mask, elements=_ELEMENTS)[0]
@@ -31,19 +34,27 @@ def _by_time(rows: Tensor) -> Tensor:
     return rows.t().contiguous()
 
 
-def _backwards(steps: Tensor, factors: Tensor) -> Tensor:
-    """The recurrence yₜ = stepsₜ + factorsₜ·yₜ₊₁ from the last time to the first: all [T, R]."""
-    if torch.is_grad_enabled() and (steps.requires_grad or factors.requires_grad):
+def _backwards(steps: Tensor, factors: Tensor | None) -> Tensor:
+    """The recurrence yₜ = stepsₜ + factorsₜ·yₜ₊₁ from the last time to the first: all [T, R]; factors None are 1.
+
+    The steps are overwritten where no gradient flows.
+    """
+    if torch.is_grad_enabled() and (steps.requires_grad or (factors is not None and factors.requires_grad)):
+        factors = torch.ones_like(steps) if factors is None else factors
         carried, found = torch.zeros_like(steps[0]), []
         for step, factor in zip(reversed(steps.unbind()), reversed(factors.unbind()), strict=True):
             carried = torch.addcmul(step, factor, carried)
             found.append(carried)
         return torch.stack(found[::-1])
-    written = steps.clone()
-    times = [*zip(written.unbind(), factors.unbind(), strict=True)]
+    written = steps.unbind()
+    if factors is None:
+        for now, later in zip(written[-2::-1], written[:0:-1], strict=True):
+            now.add_(later)
+        return steps
+    times = [*zip(written, factors.unbind(), strict=True)]
     for (now, factor), (later, _) in zip(times[-2::-1], times[:0:-1], strict=True):
         now.addcmul_(factor, later)
-    return written
+    return steps
 
 
 def gae(
@@ -74,7 +85,7 @@ def gae(
         outside = 1 - inside
         following = torch.zeros_like(value)  # the value of the next position of the mask
         gaps = bool((inside[1:] > inside[:-1]).any())
-        following[:-1] = (_backwards(value, outside) if gaps else value)[1:]
+        following[:-1] = (_backwards(value.clone(), outside) if gaps else value)[1:]
         delta = (_by_time(kept(rewards, mask)) + gamma * following - value) * inside
         advantages = _backwards(delta, gamma * lam * inside + outside)
         return advantages.t(), ((advantages + value) * inside).t()
