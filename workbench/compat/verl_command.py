@@ -145,7 +145,9 @@ _OPTIONS = {"-cp": "--config-path", "-cn": "--config-name"}
 
 
 def _of_words(words: Sequence[str], folder: Path, name: str) -> Command:
-    own, options, settings, left = _overrides(words), {"--config-path": "", "--config-name": ""}, {}, {}
+    own, options = _overrides(words), {"--config-path": "", "--config-name": ""}
+    settings: dict[str, Any] = {}
+    left: dict[str, str] = {}
     waiting = list(words if own is None else own)
     while waiting:
         word = waiting.pop(0)

@@ -384,7 +384,9 @@ def _agent(read: _Read) -> dict[str, Any] | str | None:
         return None
     given = {name: one for name, one in _at(read, "ToolAgent").items() if one is not None}
     files = {"tools": read(f"{_TURNS}.tool_config_path"), "interactions": read(f"{_TURNS}.interaction_config_path")}
-    if not files["tools"]:
+    if files["tools"]:
+        given.setdefault("parser", "hermes")  # verl's default
+    else:
         given.pop("parser", None)
     return {**given, **{name: _path(file) for name, file in files.items() if file}}
 
