@@ -124,7 +124,7 @@ RECIPES = ["grpo", "dr_grpo", "dapo", "rloo", "remax", "reinforce_plus_plus", "o
 def test_a_recipe_keeps_its_own_numbers_in_a_job(name: str, tiny: str) -> None:
     """D6: 201 passed GRPO's group size, KL and clip range to all of them, and no rows to DAPO."""
     engine, rows = wb.engines.local(tiny, device="cpu"), wb.rows("data/arith/train.parquet")[:4]
-    own = {"max_tokens": 64, **({"rows": rows} if name == "dapo" else {})}
+    own = {"max_tokens": 64, "ppo_mini_batch_size": 1, **({"rows": rows} if name == "dapo" else {})}  # sizes of the job
     expected = settings(wb.recipes.by_name(name)(engine, **own))
     assert settings(built(NOTEBOOKS["201"], engine, rows, recipe=name)) == expected
     given = {"group_size": "3", "kl_coef": "0.5", "temperature": "0.7", "top_p": "0.9", "ppo_mini_batch_size": "2"}

@@ -344,12 +344,12 @@ def clip_cov(
         return x.parts(loss, slope, clipped, pg_clipfrac=band, ppo_clipfrac=clipped & x.inside, ppo_kl=-x.gap)
 
     def chosen(parts: Parts) -> None:
-        candidates = parts["pg_clipfrac"].view(-1).nonzero()[:, 0]
+        candidates = parts["pg_clipfrac"].nonzero()
         number = min(max(int(clip_cov_ratio * float(mask.sum())), 1), len(candidates))
         drawn = candidates[torch.randperm(len(candidates))[:number].to(candidates.device)]
         parts["pg_clipfrac"].zero_()
         for name, value in (("loss", 0), ("slope", 0), ("clipped", True), ("pg_clipfrac", True)):
-            parts[name].view(-1)[drawn] = value
+            parts[name][drawn.unbind(1)] = value
 
     return _whole(formula, old_log_probs, log_probs, advantages, mask, change=chosen)
 
@@ -378,12 +378,13 @@ def kl_cov(
 
     def chosen(parts: Parts) -> None:
         tokens = float(mask.sum())
-        high = _highest(parts["kl_cov_frac"], max(1, int(tokens * kl_cov_ratio)) if tokens else 0)
-        gap = log_probs.detach().flatten()[high] - old_log_probs.detach().flatten()[high]
-        parts["loss"].view(-1)[high] += ppo_kl_coef * gap.clamp(-20, 20).abs()
-        parts["slope"].view(-1)[high] += ppo_kl_coef * gap.sign() * (gap.abs() < 20)
+        places = _highest(parts["kl_cov_frac"], max(1, int(tokens * kl_cov_ratio)) if tokens else 0)
+        high = torch.unravel_index(places, mask.shape)
+        gap = log_probs.detach()[high] - old_log_probs.detach()[high]
+        parts["loss"][high] += ppo_kl_coef * gap.clamp(-20, 20).abs()
+        parts["slope"][high] += ppo_kl_coef * gap.sign() * (gap.abs() < 20)
         parts["clipped"] = torch.zeros_like(mask, dtype=torch.bool)
-        parts["clipped"].view(-1)[high] = True
+        parts["clipped"][high] = True
         parts |= {"kl_cov_frac": parts["clipped"], "pg_clipfrac": torch.zeros_like(parts["clipped"])}
 
     return _whole(formula, old_log_probs, log_probs, advantages, mask, change=chosen)
