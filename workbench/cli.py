@@ -76,6 +76,12 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("-p", "--parameter", action="append", default=[], metavar=metavar)
         command.add_argument("-f", "--file", help="parameters from a YAML or JSON file; -p overrides them")
         command.add_argument("-k", "--kernel", help="kernel name (default: the notebook's)")
+    _looking_and_files(commands)
+    return parser
+
+
+def _looking_and_files(commands: Any) -> None:
+    """The commands that run no notebook."""
     runs = commands.add_parser("runs", help="print a table of runs with settings and results")
     runs.add_argument("folder", nargs="?", default="runs")
     runs.set_defaults(command=_runs)
@@ -107,7 +113,6 @@ def _parser() -> argparse.ArgumentParser:
     converter.add_argument("--instruction", help="stands after every question, in place of the kind's own")
     converter.add_argument("--tool", help="name of the tool with which an agent is to check its answer")
     converter.set_defaults(command=_convert)
-    return parser
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:

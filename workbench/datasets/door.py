@@ -66,7 +66,8 @@ def rows(
     bare = raw or (same is not None and same.raw)
     how = Reading(prompt=prompt, answer=answer, system=system, raw=bare, without=frozenset(without))
     made, source, read_as = _read(x, replace(how, data_source=_called(reward)), limit)
-    result = made_of(made, max_prompt_length or (same and same.max_prompt_length), source, read_as)
+    limit = max_prompt_length if same is None or max_prompt_length is not None else same.max_prompt_length
+    result = made_of(made, limit, source, read_as)
     if reward is not None:
         scorable(result, reward)
     return result
@@ -90,7 +91,7 @@ def _read(x: Any, how: Reading, limit: int | None) -> tuple[list[dict[str, Any]]
     return made, where, "; ".join(dict.fromkeys(filter(None, told)))
 
 
-def _parts(x: Any) -> Iterator[tuple[str, dict[str, str], Iterable[Any]]]:
+def _parts(x: Any) -> Iterator[tuple[str, dict[str, Any], Iterable[Any]]]:
     """Yields (name of the source, changes of the `Reading`, records) of what `x` is made of."""
     files = [x] if isinstance(x, str | Path) else x if isinstance(x, list | tuple) else []
     if files and all(isinstance(one, str | Path) for one in files):

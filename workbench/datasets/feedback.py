@@ -26,7 +26,7 @@ from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
 from workbench.datasets.files import parse
 from workbench.datasets.mixing import Composite, check_part, shuffled, turns, with_sizes
-from workbench.datasets.records import CHAT, has_answer, rows_of
+from workbench.datasets.records import CHAT, Reading, has_answer
 from workbench.datasets.rows import Drawn, Fits, Rows, permutation
 
 log = logging.getLogger("workbench")
@@ -200,7 +200,7 @@ class Growing(Recorded):
 
     def _checked(self, record: Any, parent: Mapping[str, Any], place: str) -> dict[str, Any]:
         """A new row as it will be read from the file; what it does not say of its kind is its parent's."""
-        (row,) = rows_of([record], source=place)
+        ((row,), _) = Reading().read([record], place)
         try:
             row = json.loads(json.dumps(row, allow_nan=False))
         except (TypeError, ValueError) as cause:

@@ -56,7 +56,7 @@ class Composite(Rows):
 
     def __init__(self, parts: Sequence[Rows], rows: Sequence[dict[str, Any]], source: str) -> None:
         self._parts = tuple(parts)
-        self._fill(rows, common_limit(parts), source)
+        self._fill(rows, common_limit(parts), source, "")
         self._offsets = np.cumsum([0, *map(len, parts)]).tolist()
 
     def _with(self, parts: Sequence[Rows]) -> Rows:

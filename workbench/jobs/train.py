@@ -144,12 +144,10 @@ def train(
             None: "auto" in a job whose notebook has no parameter `resume`, else "never".
         trackers, project, experiment: `console`, `tensorboard`, `wandb`, `mlflow` (see `runs.trackers`), and the names there.
 
-    Returns:
-        An awaitable whose result is the `Run`.
+    Returns an awaitable whose result is the `Run`.
 
-    An interrupt (or SIGTERM, in a job) lets the current step end if that takes seconds only, leaves a checkpoint of the
-    last whole step, and raises `CancelledError`. A stage that raises leaves a checkpoint too, and its step's batch in
-    `failed/`.
+    An interrupt (or SIGTERM, in a job) lets the current step end if that takes seconds only, leaves a checkpoint of the last
+    whole step, and raises `CancelledError`. A stage that raises leaves a checkpoint too, and its batch in `failed/`.
 
     Example:
         >>> run = await wb.train(wb.recipes.grpo(engine), rows, steps=50, run="runs/a")  # doctest: +SKIP

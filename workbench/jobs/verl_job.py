@@ -181,8 +181,8 @@ class VerlJob:
         """
         from workbench.jobs.verl_notebook import write
 
-        given = {"model": overrides.pop("model", None), "train_files": overrides.pop("train_files", None)}
-        job = self.adapted(*given.values(), overrides.pop("val_files", None), without, overrides)
+        model, train_files, val_files = (overrides.pop(name, None) for name in ("model", "train_files", "val_files"))
+        job = self.adapted(model, train_files, val_files, without, overrides)
         near = [row for row in job.rows if row.kind == "near"] + [row for row in self.rows if row.key in without]
         return write(path, self.source, plan(canonical(job.settings)), near)
 

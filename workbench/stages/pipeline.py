@@ -225,7 +225,7 @@ def _made(what: str, given: Any) -> Stage:
     if inspect.isclass(given):
         if issubclass(given, FunctionStage):
             return given()
-        do = f"construct it: {given.__name__}(…)"
+        do: str | None = f"construct it: {given.__name__}(…)"
     elif isinstance(given, Stage):
         return given
     else:
