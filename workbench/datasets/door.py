@@ -62,12 +62,11 @@ def rows(
     for name, number in (("limit", limit), ("max_prompt_length", max_prompt_length)):
         if number is not None and number < 1:
             raise DataError(name, expected="≥ 1, or None", found=number)
-    same = x if isinstance(x, Rows) else None
-    bare = raw or (same is not None and same.raw)
-    how = Reading(prompt=prompt, answer=answer, system=system, raw=bare, without=frozenset(without))
+    if isinstance(x, Rows):
+        raw, max_prompt_length = raw or x.raw, max_prompt_length or x.max_prompt_length
+    how = Reading(prompt=prompt, answer=answer, system=system, raw=raw, without=frozenset(without))
     made, source, read_as = _read(x, replace(how, data_source=_called(reward)), limit)
-    limit = max_prompt_length if same is None or max_prompt_length is not None else same.max_prompt_length
-    result = made_of(made, limit, source, read_as)
+    result = made_of(made, max_prompt_length, source, read_as)
     if reward is not None:
         scorable(result, reward)
     return result

@@ -148,9 +148,6 @@ class _Roles:
     def row(self, row: Mapping[str, Any], index: int, place: str) -> dict[str, Any]:
         """A record as a row."""
         kept = {name: cell for name, cell in row.items() if name not in self.how.without}
-        source = kept.pop("data_source", None)
-        if not isinstance(source, str | None):
-            raise DataError(f"data_source of {place}", expected="a name (text)", found=describe(source))
         if self.prompt not in kept:
             raise DataError(f"{place}: " + unknown("column of this row", self.prompt, sorted(row)))
         extra = object_of(kept.pop("extra_info", None), f"extra_info of {place}") or {}
@@ -166,10 +163,15 @@ class _Roles:
         if not isinstance(given, str):
             gone.add(self.prompt)
         made = {CHAT: given if self.how.raw else said}
-        made["data_source"] = source or (GSM8K if self.gsm8k else self.how.data_source)
+        made["data_source"] = self._source(kept.pop("data_source", None), place)
         made |= {} if judged is None else {"reward_model": judged}
         made |= {"extra_info": extra, **{name: cell for name, cell in kept.items() if name not in gone}}
         return made | ({"prompt_is_text": True} if not self.how.raw and is_text(given, said[-1:]) else {})
+
+    def _source(self, name: Any, place: str) -> str:
+        if not isinstance(name, str | None):
+            raise DataError(f"data_source of {place}", expected="a name (text)", found=describe(name))
+        return name or (GSM8K if self.gsm8k else self.how.data_source)
 
     def _said(self, given: Any, judged: bool, place: str) -> tuple[list[dict[str, Any]], str | None]:
         """The prompt as a chat; and, unless the row is `judged` otherwise, the answer that messages end in."""
