@@ -222,15 +222,16 @@ class LeftToUpdate(BaseStage):
 
 def _made(what: str, given: Any) -> Stage:
     """A stage as it is, and for a class of `wb.stage` the one with its defaults. Raises `PipelineError` for anything else."""
+    do: str | None = None
     if inspect.isclass(given):
         if issubclass(given, FunctionStage):
             return given()
         do: str | None = f"construct it: {given.__name__}(…)"
     elif isinstance(given, Stage):
         return given
-    else:
+    elif callable(given):
         name = getattr(given, "__name__", "my_stage")
-        do = f"put this line above `def {name}`: @wb.stage(reads=(…,), writes=(…,))" if callable(given) else None
+        do = f"put this line above `def {name}`: @wb.stage(reads=(…,), writes=(…,))"
     raise PipelineError(what, expected="a stage object", found=describe(given), do=do)
 
 
