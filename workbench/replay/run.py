@@ -125,7 +125,7 @@ class Run(Shown):
         """
         there = step_files(self.path / "val")
         wanted = max(there, default=None) if step is None else step
-        if wanted not in there:
+        if wanted is None or wanted not in there:
             what = "no held-out samples" if wanted is None else f"no held-out samples of step {wanted!r}"
             do = None if there else "validation needs eval_rows=… of train"
             raise RunError(
