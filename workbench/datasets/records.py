@@ -1,6 +1,6 @@
-"""Records of any kind as rows in verl's schema: every prompt a chat of text, JSON text read, missing cells None.
+"""Records of any kind as rows in verl's schema: every prompt a chat, JSON text read, missing cells None.
 
-What cannot be read as that is refused with its row and column; nothing but text ever becomes a prompt.
+What cannot be read as that is refused with its row and column; nothing but text and pictures ever becomes a prompt.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from workbench.base.errors import DataError, describe, unknown
+from workbench.datasets import pictures
 
 CHAT = "prompt"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -54,6 +55,8 @@ def _row(record: Any, place: str, index: int, prompt_key: str, without: Collecti
         raise DataError(place, expected="an object (a dict)", found=type(record).__name__)
     row = {str(name): None if absent(cell := plain(value)) else cell for name, value in record.items()}
     kept = {name: cell for name, cell in row.items() if name not in without and name != prompt_key}
+    if prompt_key in row:
+        row[prompt_key], kept = _with_pictures(row[prompt_key], kept, place)
     refuse_media(kept, place)
     if not isinstance(kept.get("data_source"), str | None):
         raise DataError(f"data_source of {place}", expected="a name (text)", found=describe(kept["data_source"]))
@@ -67,10 +70,25 @@ def _row(record: Any, place: str, index: int, prompt_key: str, without: Collecti
     return made
 
 
+def _with_pictures(prompt: Any, kept: dict[str, Any], place: str) -> tuple[Any, dict[str, Any]]:
+    """A prompt and its row's other columns; where there are pictures their places are parts, and they are in `images`."""
+    cells = {name: kept[name] for name in pictures.COLUMNS if not _empty(kept.get(name))}
+    if not cells and not pictures.mentioned(prompt):
+        return prompt, kept
+    beside = {
+        name: [one for one in (cell if isinstance(cell, list) else [cell]) if not _empty(one)]
+        for name, cell in cells.items()
+    }
+    said, found = pictures.placed(_read(prompt, place) if isinstance(prompt, str) else prompt, beside, place)
+    others = {name: cell for name, cell in kept.items() if name not in pictures.COLUMNS}
+    return (said, {**others, pictures.IMAGES: found}) if found else (prompt, kept)
+
+
 def refuse_media(columns: Mapping[str, Any], place: str) -> None:
-    """Raise `DataError` where a row has pictures, films or sounds: a column of `MEDIA` that is not empty."""
+    """Raise `DataError` where a row has films, sounds or unread pictures: a column of `MEDIA` that is not empty, nor holds
+    `Picture`s."""
     for name in MEDIA:
-        if not _empty(plain(columns.get(name))):
+        if not pictures.are(cell := columns.get(name)) and not _empty(plain(cell)):
             do = f"leave these rows out; or the column, where the text stands alone: wb.rows(…, without=[{name!r}])"
             raise DataError(f"column {name!r} of {place}", expected=_TEXT_ONLY, found=describe(columns[name]), do=do)
 
@@ -80,7 +98,7 @@ def _as_verls(prompt: Any, kept: dict[str, Any], prompt_key: str, place: str) ->
         do = f"leave one out: wb.rows(…, without=[{CHAT!r}])"
         raise DataError(f"{place} has two prompts", found=f"columns {CHAT!r} and {prompt_key!r}", do=do)
     said = chat(prompt, f"{prompt_key} of {place}")
-    if not any(turn.get("tool_calls") or turn["content"].strip() for turn in said):
+    if not any(turn.get("tool_calls") or isinstance(turn["content"], list) or turn["content"].strip() for turn in said):
         raise DataError(f"{prompt_key} of {place} is empty", expected=_EXPECTED, found=describe(prompt))
     judged = object_of(kept.pop("reward_model", None), f"reward_model of {place}")
     extra = object_of(kept.pop("extra_info", None), f"extra_info of {place}") or {}
@@ -252,8 +270,11 @@ def _calls(calls: Any, role: str, place: str) -> dict[str, Any]:
     return {"tool_calls": calls} if calls else {}
 
 
-def _text(content: Any, place: str) -> str:
-    """Content as one text; its parts are joined by newlines, as vLLM joins them for models that read text alone."""
+def _text(content: Any, place: str) -> Any:
+    """Content as one text; its parts are joined by newlines, as vLLM joins them for models that read text alone. Parts
+    with pictures (`pictures.is_parts`) stay parts."""
+    if pictures.is_parts(content):
+        return [{**part, "text": _text(part["text"], place)} if "text" in part else part for part in content]
     if isinstance(content, list) and content:
         content = "\n".join(_part(part, f"part {number} of {place}") for number, part in enumerate(content))
     if not isinstance(content, str):

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base.child import Child, importing
-from workbench.base.errors import DataError
+from workbench.base.errors import DataError, boundary
+from workbench.datasets.pictures import Picture, is_parts
 from workbench.datasets.records import messages
 
 SECONDS = 5.0
@@ -108,6 +109,10 @@ def encode_all(
     **switches: Any,
 ) -> list[list[int]]:
     """Token ids of each chat, as `encode` gives them; many at once take a tenth of the time."""
+    drawn = next((place for place, chat in enumerate(chats) if not isinstance(chat, str) and _parts(chat)), None)
+    if drawn is not None:
+        do = "open a vision-language model with engines.local, or leave such rows out"
+        raise DataError(f"chat {drawn} has pictures", expected="text: a tokenizer reads no other", do=do)
     ids: dict[int, list[int]] = {}
     plain = {place: chat for place, chat in enumerate(chats) if isinstance(chat, str)}
     talks = {place: messages(chat, f"chat {place}") for place, chat in enumerate(chats) if not isinstance(chat, str)}
@@ -124,3 +129,32 @@ def encode_all(
         ids |= zip(talks, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True)
     ids |= {place: tokenizer(text)["input_ids"] for place, text in plain.items()}
     return [list(ids[place]) for place in range(len(chats))]
+
+
+_BY_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+"""What a processor returns for each token; all else is of the pictures."""
+
+
+def encode_pictures(
+    processor: Any, chat: Sequence[dict[str, Any]], seen: Sequence[Picture], place: str, **switches: Any
+) -> tuple[list[int], dict[str, Any]]:
+    """(token ids of a chat with pictures, the model's inputs for them as tensors), by transformers' `processor`.
+
+    Each part `{"type": "image"}` becomes as many tokens as its picture takes. Raises `DataError`, naming `place`, where the
+    template or the processor fails.
+    """
+    parts = [
+        turn
+        if not isinstance(turn.get("content"), str)
+        else {**turn, "content": [{"type": "text", "text": turn["content"]}]}
+        for turn in chat
+    ]
+    (text,) = render(processor.tokenizer, [parts], add_generation_prompt=True, **switches)
+    images = [one.image(f"picture {number} of {place}") for number, one in enumerate(seen)]
+    with boundary(f"{place}: the model's processor", DataError):
+        made = processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
+    return made["input_ids"][0].tolist(), {name: one for name, one in made.items() if name not in _BY_TOKEN}
+
+
+def _parts(chat: Sequence[Any]) -> bool:
+    return any(isinstance(turn, Mapping) and is_parts(turn.get("content")) for turn in chat)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from functools import lru_cache
@@ -15,6 +16,9 @@ import torch
 from workbench.base.errors import EngineError, boundary, first_line
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import hidden_size
+
+
+log = logging.getLogger("workbench")
 
 
 def resolve(path: str | Path, *, elsewhere: bool = False) -> str | Path:
@@ -105,10 +109,10 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
     With the setting `lora_rank` new adapters are added, with `named` as their base. An `empty` model is on the meta device:
     shapes and configuration without memory.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
+    from transformers import AutoConfig
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
     base, there = lora.base_of(Path(path)), torch.device("meta") if empty else nullcontext()
     if base is not None:
         model = load_model(resolve(base), settings.replace(lora_rank=0), empty=empty)
@@ -120,17 +124,64 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
     trust = {"trust_remote_code": settings.trust_remote_code}
     given = trust | ({"attn_implementation": settings.attn_implementation} if settings.attn_implementation else {})
     with boundary(f"loading the model {str(path)!r}", EngineError):
+        config = AutoConfig.from_pretrained(str(path), **trust)
         if empty:
             with there, torch.random.fork_rng(devices=[]):
-                config = AutoConfig.from_pretrained(str(path), **trust)
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **given)
+                model = _kind(config).from_config(config, dtype=torch.float32, **given)
         else:
-            model = pretrained(AutoModelForCausalLM, path, **given)
+            model = pretrained(_kind(config), path, **given)
     model = model.to("meta" if empty else chosen_device(settings.device))
     if settings.lora_rank:
         with there:
             lora.add(model, lora.config_of(settings, named or str(path)))
     return model.eval()
+
+
+def _kind(config: Any) -> Any:
+    """transformers' class that opens a model: a causal one; where there is none, one of text and pictures."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    # a model with code of its own names its class in `auto_map`
+    causal = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
+    both = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if both and not causal else AutoModelForCausalLM
+
+
+def open_processor(path: str | Path, model: Any, tokenizer: Any) -> Any:
+    """transformers' processor of a vision-language model's text and pictures; None for any other model.
+
+    Its part for videos, which needs torchvision, is left out, and pictures are resized by Pillow, alike on every machine.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    name = model.config.model_type
+    if type(model).__name__ != MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(name):
+        return None
+    try:
+        images = transformers.AutoImageProcessor.from_pretrained(str(path), backend="pil")
+        whole: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[name])
+        record, _ = whole.get_processor_dict(str(path))
+        stills = type(whole.__name__, (whole,), {"get_attributes": classmethod(lambda cls: list(_PARTS))})
+        processor = stills.from_args_and_dict([images, tokenizer], record)
+    except Exception as error:  # text is read without it
+        log.warning("%s reads text alone: no processor of pictures: %s", type(model).__name__, first_line(error))
+        return None
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = processor.chat_template
+    processor.record = record
+    return processor
+
+
+_PARTS = ("image_processor", "tokenizer")
+
+
+def save_processor(processor: Any, path: Path) -> None:
+    """Write an `open_processor`'s part for pictures to a model folder."""
+    processor.image_processor.save_pretrained(path)
+    if processor.record:
+        (path / "processor_config.json").write_text(json.dumps(processor.record, indent=2), encoding="utf-8")
 
 
 def pretrained(kind: Any, path: str | Path, **given: Any) -> Any:
