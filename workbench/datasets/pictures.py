@@ -12,7 +12,7 @@ import binascii
 import hashlib
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -174,6 +174,13 @@ def is_parts(content: Any) -> bool:
     )
 
 
+def text_of(content: Any) -> str:
+    """A message's content as one text, with `<image>` where its pictures are."""
+    if not is_parts(content):
+        return str(content)
+    return "".join(part.get("text", PLACE) for part in content)
+
+
 def placed(prompt: Any, beside: Mapping[str, Sequence[Any]], place: str) -> tuple[Any, list[Picture]]:
     """(the chat with a part `{"type": "image"}` at each picture's place, the pictures in that order).
 
@@ -232,9 +239,16 @@ def _plain_part(part: Any) -> Any:
     return {name: one for name, one in part.items() if one is not None} if isinstance(part, Mapping) else part
 
 
-def refuse_pictures(rows: Any, reader: str) -> None:
-    """Raise `DataError` for the first row (a mapping) that has pictures, for a model that reads text alone: `reader`."""
-    for index, row in enumerate(rows):
+OPEN = "open a vision-language model with engines.local, or leave such rows out"
+
+
+def refuse_pictures(rows: Iterable[Mapping[str, Any]], reader: str, first: int = 0, of: str = "") -> None:
+    """Raise `DataError` for the first of these rows that has pictures, because `reader` reads text alone.
+
+    `first` is the number of the first row, `of` where rows are from.
+    """
+    for index, row in enumerate(rows, first):
         if row.get(IMAGES):
-            what, do = f"column {IMAGES!r} of row {index}", "open a vision-language model with engines.local, or leave these rows out"
-            raise DataError(what, expected=f"text: {reader} reads no other", found=f"{len(row[IMAGES])} pictures", do=do)
+            what, count = f"column {IMAGES!r} of row {index}{of and f' of {of}'}", len(row[IMAGES])
+            found = f"{count} picture{'s' * (count > 1)}"
+            raise DataError(what, expected=f"text: {reader} reads no other", found=found, do=OPEN)

@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench.base.child import Child, importing
 from workbench.base.errors import DataError, boundary
-from workbench.datasets.pictures import Picture, is_parts
+from workbench.datasets.pictures import IMAGES, OPEN, Picture, is_parts, refuse_pictures
 from workbench.datasets.records import messages
 
 SECONDS = 5.0
@@ -111,8 +111,7 @@ def encode_all(
     """Token ids of each chat, as `encode` gives them; many at once take a tenth of the time."""
     drawn = next((place for place, chat in enumerate(chats) if not isinstance(chat, str) and _parts(chat)), None)
     if drawn is not None:
-        do = "open a vision-language model with engines.local, or leave such rows out"
-        raise DataError(f"chat {drawn} has pictures", expected="text: a tokenizer reads no other", do=do)
+        raise DataError(f"chat {drawn} has pictures", expected="text: a tokenizer reads no other", do=OPEN)
     ids: dict[int, list[int]] = {}
     plain = {place: chat for place, chat in enumerate(chats) if isinstance(chat, str)}
     talks = {place: messages(chat, f"chat {place}") for place, chat in enumerate(chats) if not isinstance(chat, str)}
@@ -129,6 +128,28 @@ def encode_all(
         ids |= zip(talks, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True)
     ids |= {place: tokenizer(text)["input_ids"] for place, text in plain.items()}
     return [list(ids[place]) for place in range(len(chats))]
+
+
+def encode_rows(
+    reader: Any, chats: Sequence[Any], seen: Mapping[int, Sequence[Picture]], **switches: Any
+) -> tuple[list[list[int]], dict[int, Mapping[str, Any]]]:
+    """(token ids of each chat, what the model reads of the pictures of chats that have some), both by the chats' places.
+
+    `reader` is a tokenizer, or where pictures are `seen` the processor that it belongs to.
+    """
+    plain = [place for place in range(len(chats)) if not seen.get(place)]
+    ids = dict(zip(plain, encode_all(tokenizer_of(reader), [chats[one] for one in plain], **switches), strict=True))
+    pixels: dict[int, Mapping[str, Any]] = {}
+    for place in [place for place in range(len(chats)) if place not in ids]:
+        if tokenizer_of(reader) is reader:
+            refuse_pictures([{IMAGES: seen[place]}], "a tokenizer", place)
+        ids[place], pixels[place] = encode_pictures(reader, chats[place], seen[place], f"row {place}", **switches)
+    return [ids[place] for place in range(len(chats))], pixels
+
+
+def tokenizer_of(reader: Any) -> Any:
+    """The tokenizer of a processor; a tokenizer itself."""
+    return reader.tokenizer if hasattr(reader, "image_processor") else reader
 
 
 _BY_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")

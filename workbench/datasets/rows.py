@@ -24,8 +24,9 @@ from workbench.base.shown import Shown
 from workbench.dataproto.columns import COLUMNS
 from workbench.dataproto.core import DataProto, Origin
 from workbench.datasets.files import read
+from workbench.datasets.pictures import IMAGES, text_of
 from workbench.datasets.records import CHAT, has_answer, rows_of, to_row, truth_kinds
-from workbench.datasets.rendering import encode_all
+from workbench.datasets.rendering import encode_rows
 
 
 def permutation(rows: int, seed: int, epoch: int) -> list[int]:
@@ -121,7 +122,7 @@ def report(
         data_sources=dict(Counter(str(row.get("data_source")) for row in rows)),
         missing_answers=tuple(index for index, row in enumerate(rows) if not has_answer(row)),
         truths=truth_kinds(rows),
-        duplicates=len(rows) - len({str(row["prompt"]) for row in rows}),
+        duplicates=len(rows) - len({str((row["prompt"], row.get(IMAGES))) for row in rows}),
         lengths=_statistics(lengths),
         over_limit=sum(length > limit for length in lengths) if limit is not None else 0,
         limit=limit,
@@ -235,7 +236,7 @@ class Rows(Shown):
         number = round(held_out * len(self)) if isinstance(held_out, float) and held_out < 1 else int(held_out)
         same: dict[str, list[int]] = {}
         for index, row in enumerate(self._rows):
-            same.setdefault(json.dumps(row[CHAT], sort_keys=True, default=str), []).append(index)
+            same.setdefault(json.dumps([row[CHAT], row.get(IMAGES)], sort_keys=True, default=str), []).append(index)
         groups = list(same.values())
         taken: set[int] = set()
         for group in permutation(len(groups), seed, 0):
@@ -267,8 +268,12 @@ class Rows(Shown):
         return report(self._rows, self.columns, lengths, self.max_prompt_length)
 
     def prompt_lengths(self, tokenizer: Any, **switches: Any) -> list[int]:
-        """Number of tokens of each prompt under the tokenizer's chat template, whose variables `switches` are."""
-        return [len(ids) for ids in encode_all(tokenizer, [row[CHAT] for row in self._rows], **switches)]
+        """Number of tokens of each prompt under the tokenizer's chat template, whose variables `switches` are.
+
+        For rows with pictures `tokenizer` is the model's processor.
+        """
+        seen = {index: row[IMAGES] for index, row in enumerate(self._rows) if row.get(IMAGES)}
+        return [len(ids) for ids in encode_rows(tokenizer, [row[CHAT] for row in self._rows], seen, **switches)[0]]
 
     def fitting(self, tokenizer: Any, *, overlong: str = "error", **switches: Any) -> Rows:
         """The rows whose prompts have at most `max_prompt_length` tokens; `overlong="drop"` leaves longer ones out.
@@ -342,7 +347,7 @@ class Rows(Shown):
         return [
             ("rows", f"{len(self)} from {self.source or 'memory'}"),
             ("columns", ", ".join(self.columns)),
-            ("first prompt", str(text)[:300]),
+            ("first prompt", text_of(text)[:300]),
         ]
 
 

@@ -62,9 +62,9 @@ def question(chat: Any) -> str:
         return "" if chat is None else str(chat)
     users = [turn for turn in chat if turn.get("role") == "user"]
     said = (users or chat)[-1].get("content", "")
-    if isinstance(said, list):  # parts: text, and a name in brackets for an image or the like
+    if isinstance(said, list) and not is_parts(said):  # parts: text, and a name in brackets for a film or the like
         said = " ".join(str(part.get("text", f"[{part.get('type')}]")) for part in said)
-    return str(said)
+    return text_of(said)
 
 
 def unfolding(prompt: str | None, response: str, *further: doc.Part) -> doc.Part:
