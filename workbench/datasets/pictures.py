@@ -80,12 +80,12 @@ class Picture:
         except Exception as cause:  # as many kinds of error as formats
             raise DataError(f"{place} cannot be decoded: {first_line(cause)}") from cause
 
-    def thumbnail(self, side: int = 96) -> str:
-        """A JPEG of at most `side` × `side` pixels as a `data:` URI, a few kB."""
+    def thumbnail(self, side: int = 96) -> bytes:
+        """A PNG of at most `side` × `side` pixels in 64 colours: a few kB."""
         image, stored = self.image(), io.BytesIO()
         image.thumbnail((side, side))
-        image.save(stored, format="JPEG", quality=70)
-        return f"data:image/jpeg;base64,{base64.b64encode(stored.getvalue()).decode()}"
+        image.quantize(64).save(stored, format="PNG")
+        return stored.getvalue()
 
     @cached_property
     def digest(self) -> str:
@@ -174,10 +174,10 @@ def is_parts(content: Any) -> bool:
     )
 
 
-def text_of(content: Any) -> str:
-    """A message's content as one text, with `<image>` where its pictures are."""
+def text_of(content: Any) -> Any:
+    """A message's content with pictures as one text, which has `<image>` where they are; any other as it is."""
     if not is_parts(content):
-        return str(content)
+        return content
     return "".join(part.get("text", PLACE) for part in content)
 
 

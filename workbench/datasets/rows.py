@@ -347,7 +347,7 @@ class Rows(Shown):
         return [
             ("rows", f"{len(self)} from {self.source or 'memory'}"),
             ("columns", ", ".join(self.columns)),
-            ("first prompt", text_of(text)[:300]),
+            ("first prompt", str(text_of(text))[:300]),
         ]
 
 
