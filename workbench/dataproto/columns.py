@@ -79,7 +79,10 @@ COLUMNS: Mapping[str, Column] = _declare(
         "tool_rewards": ("object", "The tools' own rewards of the row's calls, in order; 0 for calls that failed."),
         "agent_extra": ("object", "What else the row's agent loop gave, as a dict."),
         "response_text": ("object", "The response decoded, special tokens left out."),
-        "multi_modal_inputs": ("object", "What the model reads of the row's pictures: tensors by name; {} without any."),
+        "multi_modal_inputs": (
+            "object",
+            "What the model reads of the row's pictures: tensors by name; {} without any.",
+        ),
     },
     reward={
         "token_level_scores": ("float B T", "The reward on the last valid response token, 0 elsewhere."),

@@ -191,40 +191,38 @@ def placed(prompt: Any, beside: Mapping[str, Sequence[Any]], place: str) -> tupl
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list):
         return prompt, []
-    waiting = [(f"picture {number} of column {name!r} of {place}", one) for name, many in beside.items() for number, one in enumerate(many)]
-    found: list[Picture] = []
-    bare = 0
-
-    def put(value: Any) -> dict[str, str]:
-        nonlocal bare
-        if value is None:
-            bare += 1
-            if bare > len(waiting):
-                return {"type": "image"}
-            where, value = waiting[bare - 1]
-        else:
-            where = f"picture {len(found)} of {place}"
-        found.append(Picture.read(value, where))
-        return {"type": "image"}
-
-    def parts(content: Any) -> Any:
-        if isinstance(content, str) and waiting and PLACE in content:
-            texts = content.split(PLACE)
-            content = [{"type": "text", "text": texts[0]}]
-            for text in texts[1:]:
-                content += [{"type": "image"}, {"type": "text", "text": text}]
-        if not _pictured(content):
-            return content
-        clean = [_plain_part(part) if not _pictured([part]) else put(_value(part)) for part in content]
-        return [part for part in clean if part != {"type": "text", "text": ""}]
-
-    said = [{**turn, "content": parts(turn["content"])} if isinstance(turn, Mapping) and "content" in turn else turn for turn in prompt]
-    if bare != len(waiting):
+    found: list[Any] = []
+    said = [
+        {**turn, "content": _parts(turn["content"], found, bool(beside))}
+        if isinstance(turn, Mapping) and "content" in turn
+        else turn
+        for turn in prompt
+    ]
+    waiting = [
+        (f"picture {number} of column {name!r} of {place}", one)
+        for name, many in beside.items()
+        for number, one in enumerate(many)
+    ]
+    if found.count(None) != len(waiting):
         columns = " and ".join(f"column {name!r}" for name in beside) or f"a column {IMAGES!r}"
         expected = f"one {PLACE} in a text, or one part {{'type': 'image'}}, for each picture"
-        counts = f"{len(waiting)} pictures and {bare} places for them"
+        counts = f"{len(waiting)} pictures and {found.count(None)} places for them"
         raise DataError(f"{columns} of {place}", expected=expected, found=counts)
-    return said, found
+    column = iter(waiting)
+    each = [next(column) if one is None else (f"picture {number} of {place}", one) for number, one in enumerate(found)]
+    return said, [Picture.read(one, where) for where, one in each]
+
+
+def _parts(content: Any, found: list[Any], beside: bool) -> Any:
+    """A message's content with its pictures as parts; their values are added to `found`, None where they are a column's."""
+    if isinstance(content, str) and beside and PLACE in content:
+        first, *rest = [{"type": "text", "text": text} for text in content.split(PLACE)]
+        content = [first, *(part for text in rest for part in ({"type": "image"}, text))]
+    if not _pictured(content):
+        return content
+    found += [_value(part) for part in content if _pictured([part])]
+    clean = [{"type": "image"} if _pictured([part]) else _plain_part(part) for part in content]
+    return [part for part in clean if part != {"type": "text", "text": ""}]
 
 
 def _value(part: Mapping[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from collections import Counter
 from statistics import correlation, stdev
 from typing import Any
 
+from workbench.dataproto.columns import PIXELS
 from workbench.replay.audit_formulas import (
     EXACT,
     MODEL,
@@ -60,6 +61,8 @@ def rollout(v: View) -> Claims:
     yield from _texts(v, prompts, lengths)
     for name in ("responses", "rollout_log_probs", "policy_version", "finish_reason"):
         yield Left(name, "sampled by the model; its padding, bounds and end are checked")
+    if PIXELS in b:
+        yield Left(PIXELS, "needs the model's processor")
     if "turns" in b:
         yield from _episodes(v)
     if not joined:

@@ -62,7 +62,9 @@ class Influence(BaseStage):
             raise PipelineError("eval_rows of Influence", expected="responses", found=f"no column {missing[0]!r}")
         self._engine = engine
         self._learners = (engine,)
-        self._eval_rows = eval_rows.select([*scored_columns(eval_rows), *(("advantages",) * ("advantages" in eval_rows))])
+        self._eval_rows = eval_rows.select(
+            [*scored_columns(eval_rows), *(("advantages",) * ("advantages" in eval_rows))]
+        )
         self.length = length
         self.temperature = temperature
 

@@ -22,8 +22,15 @@ from workbench.datasets.pictures import IMAGES, refuse_pictures
 from workbench.datasets.records import MEDIA, refuse_media
 from workbench.datasets.rendering import encode_rows, prepare
 from workbench.engines.protocol import (
-    Late, Located, Request, Sample, Sampler, SamplingSettings, processor_of, switches_of,
-)  # fmt: skip
+    Late,
+    Located,
+    Request,
+    Sample,
+    Sampler,
+    SamplingSettings,
+    processor_of,
+    switches_of,
+)
 from workbench.stages.measures import length_metrics
 from workbench.stages.stage import BaseStage, Outcome
 
@@ -166,7 +173,9 @@ class Rollout(BaseStage):
         for row in range(len(batch) if columns else 0):
             refuse_media({name: values[row] for name, values in columns.items()}, f"row {row} of the batch")
 
-    def _encode(self, batch: DataProto, processor: Any) -> tuple[list[tuple[int, ...]], dict[int, Mapping[str, Tensor]]]:
+    def _encode(
+        self, batch: DataProto, processor: Any
+    ) -> tuple[list[tuple[int, ...]], dict[int, Mapping[str, Tensor]]]:
         """(token ids of the prompts, by row what the model reads of pictures)."""
         limit = batch.meta_info.get("max_prompt_length")
         seen = dict(enumerate(batch[IMAGES])) if IMAGES in batch else {}

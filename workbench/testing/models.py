@@ -84,7 +84,9 @@ def make_vision_model(folder: str | Path, kind: str = "qwen2_5_vl", *, seed: int
 
     logging.disable_progress_bar()
     tokenizer = _words(64, _MARKS)
-    config, images, place = {"qwen2_5_vl": _qwen, "gemma3": _gemma}[kind](dict(zip(_MARKS.values(), range(64, 68), strict=True)))
+    config, images, place = {"qwen2_5_vl": _qwen, "gemma3": _gemma}[kind](
+        dict(zip(_MARKS.values(), range(64, 68), strict=True))
+    )
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():

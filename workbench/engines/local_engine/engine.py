@@ -20,12 +20,11 @@ from workbench.base.memory import share_arena
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
-from workbench.engines.local_engine.caches import OWN_CACHE, cache_of, paths_of
+from workbench.engines.local_engine.caches import OWN_CACHE, PicturedRows, cache_of, paths_of
 from workbench.engines.local_engine.decode import casts_kept, decode
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, backward, learning_mode
 from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
-from workbench.engines.local_engine.pictures import PicturedRows
 from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, check_pictures, unchecked
 from workbench.engines.local_engine.snapshots import Files, Learned, Rewinding, new_id, rng_of
@@ -188,7 +187,7 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
         self.selfcheck = checked or self.selfcheck
         self._optimizer: Optimizer | None = None
         self._waves = Waves(self._decode, settings.max_wave, "workbench-sampler")
-        self._processor: Any = None
+        self._processor: loading.Processor | None = None
         self._pictured = Waves(self._decode, settings.max_wave, "workbench-pictures")
         self._eos = loading.eos_ids_of(model.generation_config, model.config.get_text_config(), model.config, tokenizer)
         if settings.gradient_checkpointing:
@@ -208,9 +207,8 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
         loading.check_length(self._model, len(request.ids) + request.settings.max_tokens)
         return await (self._waves if request.pixels is None else self._pictured).ask(request)
 
-    def processor(self) -> Any:
-        """transformers' processor of text and pictures; None where the model reads text alone, or its pictures are not as
-        the self-check wants them (`selfcheck.found`)."""
+    def processor(self) -> loading.Processor | None:
+        """The model's `Processor`; None where it reads text alone, or the self-check found its pictures wrong."""
         return self._processor
 
     @runtime.in_turn
@@ -400,7 +398,7 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
     def _write(self, path: Path, merged: bool) -> None:
         loading.save_model(self._model, None if merged else self._head, self.tokenizer, path, merged=merged)
         if self._processor is not None:
-            loading.save_processor(self._processor, path)
+            self._processor.save(path)
 
     def save_state(self, path: Path) -> None:
         """Write optimizer, schedule and version as safetensors and JSON."""
@@ -460,7 +458,7 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
         decodes = paths_of(self._model, self._settings.decode)
         return check(self._model, self._settings, forward, score, sample=sample, decodes=decodes, **tries)
 
-    def read_pictures(self, processor: Any) -> None:
+    def read_pictures(self, processor: loading.Processor | None) -> None:
         """Take a processor, so that rows may have pictures; where the self-check finds them wrong it is not taken, and
         `selfcheck.found` says why."""
         if not self._settings.self_check or processor is None:
@@ -476,7 +474,7 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
             decode(PicturedRows(self._model, requests), self.tokenizer, asked, self._eos, 0, len(requests))
             return asked.answers
 
-        right, found = check_pictures(self._model, processor, score, sample, self.template_switches)
+        right, found = check_pictures(self._model, processor, score, sample)
         self.selfcheck = replace(self.selfcheck, found={**self.selfcheck.found, **found})
         self._processor = processor if right else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +16,6 @@ import torch
 from workbench.base.errors import EngineError, boundary, first_line
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import hidden_size
-
 
 log = logging.getLogger("workbench")
 
@@ -147,8 +146,8 @@ def _kind(config: Any) -> Any:
     return AutoModelForImageTextToText if both and not causal else AutoModelForCausalLM
 
 
-def open_processor(path: str | Path, model: Any, tokenizer: Any) -> Any:
-    """transformers' processor of a vision-language model's text and pictures; None for any other model.
+def open_processor(path: str | Path, model: Any, tokenizer: Any) -> Processor | None:
+    """The processor of a vision-language model's text and pictures; None for any other model.
 
     Its part for videos, which needs torchvision, is left out, and pictures are resized by Pillow, alike on every machine.
     """
@@ -165,23 +164,49 @@ def open_processor(path: str | Path, model: Any, tokenizer: Any) -> Any:
         record, _ = whole.get_processor_dict(str(path))
         stills = type(whole.__name__, (whole,), {"get_attributes": classmethod(lambda cls: list(_PARTS))})
         processor = stills.from_args_and_dict([images, tokenizer], record)
-    except Exception as error:  # text is read without it
+    except (
+        OSError,
+        ImportError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        ValueError,
+    ) as error:  # text is read without it
         log.warning("%s reads text alone: no processor of pictures: %s", type(model).__name__, first_line(error))
         return None
     if not tokenizer.chat_template:
         tokenizer.chat_template = processor.chat_template
-    processor.record = record
-    return processor
+    return Processor(processor, {name: one for name, one in record.items() if name != "chat_template"})
 
 
 _PARTS = ("image_processor", "tokenizer")
+_BY_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+"""What a processor returns for each token; all else is of the pictures."""
 
 
-def save_processor(processor: Any, path: Path) -> None:
-    """Write an `open_processor`'s part for pictures to a model folder."""
-    processor.image_processor.save_pretrained(path)
-    if processor.record:
-        (path / "processor_config.json").write_text(json.dumps(processor.record, indent=2), encoding="utf-8")
+class Processor:
+    """transformers' processor of a vision-language model, for a text and its pictures; made by `open_processor`."""
+
+    def __init__(self, whole: Any, record: Mapping[str, Any]) -> None:
+        self._whole, self._record = whole, record
+        self.tokenizer = whole.tokenizer
+        self.image_processor = whole.image_processor
+
+    @property
+    def place(self) -> str:
+        """What stands for a picture in a text."""
+        return str(self._whole.image_token)
+
+    def encode(self, text: str, images: Sequence[Any]) -> tuple[list[int], dict[str, torch.Tensor]]:
+        """(token ids of a text, the model's inputs for its pictures, PIL images in the order of their places)."""
+        made = self._whole(text=[text], images=list(images), add_special_tokens=False, return_tensors="pt")
+        return made["input_ids"][0].tolist(), {name: one for name, one in made.items() if name not in _BY_TOKEN}
+
+    def save(self, path: Path) -> None:
+        """Write the part for pictures to a model folder."""
+        self.image_processor.save_pretrained(path)
+        if self._record:
+            (path / "processor_config.json").write_text(json.dumps(self._record, indent=2), encoding="utf-8")
 
 
 def pretrained(kind: Any, path: str | Path, **given: Any) -> Any:
