@@ -12,7 +12,6 @@ from collections import Counter
 from statistics import correlation, stdev
 from typing import Any
 
-from workbench.dataproto.columns import PIXELS
 from workbench.replay.audit_formulas import (
     EXACT,
     MODEL,
@@ -61,8 +60,8 @@ def rollout(v: View) -> Claims:
     yield from _texts(v, prompts, lengths)
     for name in ("responses", "rollout_log_probs", "policy_version", "finish_reason"):
         yield Left(name, "sampled by the model; its padding, bounds and end are checked")
-    if PIXELS in b:
-        yield Left(PIXELS, "needs the model's processor")
+    if "multi_modal_inputs" in b:
+        yield Left("multi_modal_inputs", "needs the model's processor")
     if "turns" in b:
         yield from _episodes(v)
     if not joined:

@@ -80,6 +80,8 @@ class PicturedRows(PaddedRows):
     def __init__(self, model: Any, requests: Sequence[Request]) -> None:
         super().__init__(model)
         self._requests = requests
+        self._ahead: Tensor
+        """How far each row's positions are from the number of tokens before."""
 
     def seat(self, order: Sequence[int], prompts: Mapping[int, tuple[int, ...]]) -> None:
         """Prefill each different prompt with its pictures once, or drop rows."""
@@ -101,7 +103,7 @@ class PicturedRows(PaddedRows):
         told = given(self._model, ids, self._mask, [one.pixels or {} for one in different.values()])
         last = told["position_ids"][..., -1]
         last = last.amax(0) if last.dim() > 1 else last
-        self._ahead = last - (self._mask.sum(-1) - 1)  # how far positions are from the number of tokens before
+        self._ahead = last - (self._mask.sum(-1) - 1)
         self._logits = self._model(**told, **{self._name: self._cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
         places = {key: place for place, key in enumerate(different)}
         return [places[key] for key in keys]

@@ -162,7 +162,7 @@ def open_processor(path: str | Path, model: Any, tokenizer: Any) -> Processor | 
         images = transformers.AutoImageProcessor.from_pretrained(str(path), backend="pil")
         whole: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[name])
         record, _ = whole.get_processor_dict(str(path))
-        stills = type(whole.__name__, (whole,), {"get_attributes": classmethod(lambda cls: list(_PARTS))})
+        stills: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(lambda cls: list(_PARTS))})
         processor = stills.from_args_and_dict([images, tokenizer], record)
     except (
         OSError,

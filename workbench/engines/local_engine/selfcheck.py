@@ -244,7 +244,8 @@ def check_pictures(
     def forward(ids: Tensor) -> Tensor:
         logits = []
         for row in ids:  # one at a time, without padding or positions of ours
-            size, pixels = next((len(one), pixels) for one, pixels in prompts if one == tuple(row[: len(one)].tolist()))
+            begun = [(len(one), pixels) for one, pixels in prompts if one == tuple(row[: len(one)].tolist())]
+            size, pixels = max(begun, key=lambda one: one[0])  # one prompt begins as the other
             own = (torch.arange(len(row), device=row.device) >= size)[None]
             told = given(model, row[None], torch.ones_like(row[None]), [pixels], own)
             del told["position_ids"]
