@@ -27,7 +27,7 @@ _MOVED = {
     "compat.verl_reward": "reward_settings",
     "datasets.door:rows": "datasets.load:load datasets.rows:load",
     "datasets.rendering": "datasets.templates",
-    "datasets.rows": "datasets.gsm8k datasets.load datasets.order datasets.report",
+    "datasets.rows": "datasets.gsm8k datasets.load datasets.order",
     "functional.advantages": "functional.groups",
     "functional.losses": "functional.policy_losses",
     "recipes:with_rollout_correction": "recipes:corrected recipes:with_importance_sampling",

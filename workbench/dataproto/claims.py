@@ -115,8 +115,9 @@ def check_columns(
             raise BatchError(f"shape of saved column {describe(name)}", expected=f"[{rows}, …]", found=describe(shape))
         check_tensor(name, shape, dtype)
     for name, kind in objects.items():
-        if kind not in ("arrow", "json") or name in tensors:
-            raise BatchError(f"kind of column {describe(name)}", expected="arrow or json, once", found=describe(kind))
+        if kind not in ("arrow", "json", "tensors") or name in tensors:
+            expected = "arrow, json or tensors, once"
+            raise BatchError(f"kind of column {describe(name)}", expected=expected, found=describe(kind))
         check_objects(name)
     letter_sizes({name: shape for name, (shape, _) in tensors.items()})
 
@@ -194,7 +195,7 @@ def _column_of(file: Any, name: str, kind: str, rows: int) -> int:
     if number < 0 or metadata.num_rows != rows or metadata.num_columns != len(schema):
         found = f"{metadata.num_rows} rows, columns {', '.join(schema.names)}"
         raise BatchError(f"column {describe(name)} of {rows} rows is not in the file, or is nested", found=found)
-    plain = [pa.string()] if kind == "json" else [pa.string(), pa.int64(), pa.bool_(), pa.float64()]
+    plain = [pa.string()] if kind != "arrow" else [pa.string(), pa.int64(), pa.bool_(), pa.float64()]
     packed = {metadata.row_group(group).column(number).compression for group in range(file.num_row_groups)}
     if schema.field(number).type not in [*plain, *([pa.null()] if rows == 0 else [])] or packed - _PACKED:
         found = f"{schema.field(number).type}, {', '.join(sorted(packed))}"

@@ -60,6 +60,7 @@ COLUMNS: Mapping[str, Column] = _declare(
         "extra_info": ("object", "Whatever else the row brings, as a dict."),
         "ability": ("object", "The kind of task, as the data set names it."),
         "agent_name": ("object", "The agent loop that runs the row, by its registered name."),
+        "images": ("object", "The prompt's pictures in the order of their places, or None."),
     },
     rollout={
         "prompts": ("int B S", "Prompt token ids, left-padded."),
@@ -80,6 +81,10 @@ COLUMNS: Mapping[str, Column] = _declare(
         "tool_rewards": ("object", "The tools' own rewards of the row's calls, in order; 0 for calls that failed."),
         "agent_extra": ("object", "What else the row's agent loop gave, as a dict."),
         "response_text": ("object", "The response decoded, special tokens left out."),
+        "multi_modal_inputs": (
+            "object",
+            "What the model reads of the row's pictures: tensors by name; {} without any.",
+        ),
     },
     reward={
         "token_level_scores": ("float B T", "The reward on the last valid response token, 0 elsewhere."),
@@ -118,6 +123,8 @@ COLUMNS: Mapping[str, Column] = _declare(
     },
 )
 
+PIXELS = "multi_modal_inputs"
+"""The column that is there where a batch has pictures: who reads token ids reads it, too."""
 REWARD_PREFIX = "reward/"
 """Named parts of a reward are float columns `reward/<part>` [B]."""
 

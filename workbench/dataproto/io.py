@@ -1,7 +1,7 @@
 """Saves and loads batches: safetensors for tensors, parquet for objects, JSON for the rest; never pickle.
 
 Object columns are stored as arrow where every cell is of one plain type, else as tagged JSON per cell; other objects are
-refused. Classes such as rewards' `Score` have a registered codec. Loading reads only `meta.json`; a column is read,
+refused. Of cells that are dicts of tensors each different tensor is stored once, as safetensors. Classes such as rewards' `Score` have a registered codec. Loading reads only `meta.json`; a column is read,
 memory-mapped, at its first use.
 """
 
@@ -24,7 +24,7 @@ from workbench.base.errors import BatchError, describe
 from workbench.dataproto import claims
 from workbench.dataproto.value import Lazy, Origin, Value, as_objects
 
-TENSORS, OBJECTS = "tensors.safetensors", "objects.parquet"
+TENSORS, OBJECTS, INNER = "tensors.safetensors", "objects.parquet", "inner.safetensors"
 _TAG = "__workbench__"
 _GROUP = 512
 
@@ -163,11 +163,47 @@ def _encoded(what: str, value: Any, do: str) -> Any:
         raise BatchError(f"{what} cannot be saved", expected=expected, found=cause, do=do) from cause
 
 
+def _tensor_cells(values: np.ndarray) -> bool:
+    """Whether all cells are dicts of tensors by name, and one is not empty."""
+    whole = all(type(one) is dict and all(map(_named_tensor, one.items())) for one in values)
+    return whole and any(map(len, values))
+
+
+def _named_tensor(item: tuple[Any, Any]) -> bool:
+    return isinstance(item[0], str) and isinstance(item[1], torch.Tensor)
+
+
+def _apart(name: str, values: np.ndarray, inner: dict[str, torch.Tensor]) -> list[str]:
+    """Cells of tensors as JSON with the places of the tensors, which are put into `inner`: each different one once."""
+    places: dict[int, str] = {}
+    for cell in values:
+        for tensor in cell.values():
+            if id(tensor) not in places:
+                places[id(tensor)] = f"{name}/{len(places)}"
+                inner[places[id(tensor)]] = tensor.detach().cpu().contiguous().clone()
+    return [json.dumps({key: places[id(one)] for key, one in cell.items()}) for cell in values]
+
+
+def _together(folder: Path, cells: list[dict[str, str]]) -> list[dict[str, torch.Tensor]]:
+    """The cells that `_apart` took apart; those that shared a tensor share it again."""
+    from safetensors import safe_open
+
+    file = claims.inside(folder, INNER)
+    wanted = {place for cell in cells for place in cell.values()}
+    with claims.reading(file), safe_open(str(file), framework="pt") as stored:
+        sizes = [8 * math.prod(stored.get_slice(place).get_shape()) for place in wanted]
+        claims.check_room(sum(sizes), "a column of tensors")
+        found = {place: stored.get_tensor(place) for place in wanted}
+    return [{key: found[place] for key, place in cell.items()} for cell in cells]
+
+
 def _write_objects(batch: Value, folder: Path) -> dict[str, str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from safetensors.torch import save_file
 
     kinds: dict[str, str] = {}
+    inner: dict[str, torch.Tensor] = {}
     columns: dict[str, Any] = {}
     for name in batch.non_tensor_batch:
         values = batch.non_tensor_batch[name]
@@ -175,10 +211,15 @@ def _write_objects(batch: Value, folder: Path) -> dict[str, str]:
         if kinds[name] == "arrow":
             columns[name] = pa.array(list(values))
             continue
+        if _tensor_cells(values):
+            kinds[name], columns[name] = "tensors", pa.array(_apart(name, values, inner), type=pa.string())
+            continue
         what, do = f"column {name!r}", f"drop the column first: without({name!r})"
         cells = [json.dumps(_encoded(what, value, do), allow_nan=False) for value in values]
         claims.check_depth(*cells)
         columns[name] = pa.array(cells, type=pa.string())
+    if inner:
+        save_file(inner, str(folder / INNER))
     if columns:
         # small groups, so that reading a few rows does not decode many
         made, path = pa.table(columns), folder / OBJECTS
@@ -254,5 +295,7 @@ def _objects(folder: Path, name: str, kind: str, count: int, start: int = 0, sto
         if kind != "arrow":  # decoded while it is parsed: ten thousand records in a few hundredths of a second
             claims.check_depth(*values)
             values = [json.loads(text, object_hook=_untagged) for text in values]
+        if kind == "tensors":
+            values = _together(folder, values)
         claims.check_cells(name, values)
         return as_objects(name, values)

@@ -137,9 +137,11 @@ def _equal(x: Any, y: Any) -> bool:
     """Whether two cells are plainly equal, as most are, so that no parts need comparing."""
     if x is y:
         return True
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+        return x.dtype == y.dtype and torch.equal(x, y)
     if type(x) is not type(y) or type(x) not in (*_FLAT, dict, list):
         return False
-    with suppress(ValueError):  # arrays within do not say whether they are equal
+    with suppress(ValueError, RuntimeError):  # arrays and tensors within do not say whether they are equal
         return bool(x == y)
     return False
 

@@ -4,6 +4,7 @@ from workbench.datasets.converters import convert
 from workbench.datasets.feedback import adaptive, growing
 from workbench.datasets.mixing import mix, stages
 from workbench.datasets.rendering import encode
-from workbench.datasets.rows import Cursor, Report, Rows
+from workbench.datasets.report import Report
+from workbench.datasets.rows import Cursor, Rows
 
 __all__ = ["Cursor", "Report", "Rows", "adaptive", "convert", "encode", "growing", "mix", "stages"]

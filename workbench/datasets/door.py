@@ -12,7 +12,8 @@ from typing import Any
 from workbench.base.errors import DataError, describe
 from workbench.datasets.files import find, read
 from workbench.datasets.records import Reading, table_records
-from workbench.datasets.rows import Rows, made_of, scorable
+from workbench.datasets.report import scorable
+from workbench.datasets.rows import Rows, made_of
 
 _ANYTHING = "a path, a list of paths or dicts, a DataFrame, a Dataset, or another iterable of dicts"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")

@@ -1,7 +1,8 @@
-"""Records of any kind as rows in verl's schema: every prompt a chat of text, JSON text read, missing cells None.
+"""Records of any kind as rows in verl's schema: every prompt a chat, JSON text read, missing cells None.
 
 The columns of verl, TRL, OpenAI's messages, GSM8K and plain tables are recognised by their names (`PROMPTS`, `ANSWERS`);
-`Reading` names others. What cannot be read is refused with its row and column; nothing but text ever becomes a prompt.
+`Reading` names others. What cannot be read is refused with its row and column; nothing but text and pictures ever becomes a
+prompt.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.base.errors import DataError, describe, unknown
+from workbench.datasets import pictures
 
 CHAT = "prompt"
 PROMPTS = (CHAT, "messages", "question", "problem", "query", "instruction", "input")
@@ -83,9 +85,7 @@ class Reading:
     def _cells(self, record: Any, place: str) -> dict[str, Any]:
         if not isinstance(record, Mapping):
             raise DataError(place, expected="an object (a dict)", found=type(record).__name__)
-        row = {str(name): None if absent(cell := plain(value)) else cell for name, value in record.items()}
-        refuse_media({name: cell for name, cell in row.items() if name not in self.without}, place)
-        return row
+        return {str(name): None if absent(cell := plain(value)) else cell for name, value in record.items()}
 
     def _roles(self, columns: list[str], cells: Sequence[Mapping[str, Any]], where: str) -> _Roles:
         prompt = self.prompt or _first(PROMPTS, columns)
@@ -156,11 +156,13 @@ class _Roles:
             made, gone = to_row(kept, index=index, split="", place=place), {"question", "answer"}
             kept = {"ability": made["ability"], "reward_model": made["reward_model"], **kept}
             extra = {**made["extra_info"], **extra}
-        given = kept[self.prompt]
+        text = isinstance(kept[self.prompt], str)
+        given, kept = _with_pictures(kept[self.prompt], kept, place)
+        refuse_media(kept, place)
         said, told = self._said(given, "reward_model" in kept, f"{self.prompt} of {place}")
         _refuse_placeholders(said, {**row, **extra}, place)
         judged = self._judged(kept, told, place)
-        if not isinstance(given, str):
+        if not text:
             gone.add(self.prompt)
         made = {CHAT: given if self.how.raw else said}
         made["data_source"] = self._source(kept.pop("data_source", None), place)
@@ -182,7 +184,9 @@ class _Roles:
         said, told = _turns(_message(given), place) if raw else chat(given, place), None
         if self.prompt != CHAT and self.answer is None and not judged and said[-1]["role"] == "assistant":
             told = said.pop()["content"]
-        if not any(turn.get("tool_calls") or turn["content"].strip() for turn in said):
+        if not any(
+            turn.get("tool_calls") or isinstance(turn["content"], list) or turn["content"].strip() for turn in said
+        ):
             raise DataError(f"{place} is empty", expected=_EXPECTED, found=describe(given))
         return _after(system, said, place), told
 
@@ -231,10 +235,25 @@ def table_records(source: Any) -> Any:
     return source
 
 
+def _with_pictures(prompt: Any, kept: dict[str, Any], place: str) -> tuple[Any, dict[str, Any]]:
+    """A prompt and its row's columns; where there are pictures their places are parts, and they are in `images`."""
+    cells = {name: kept[name] for name in pictures.COLUMNS if not _empty(kept.get(name))}
+    if not cells and not pictures.mentioned(prompt):
+        return prompt, kept
+    beside = {
+        name: [one for one in (cell if isinstance(cell, list) else [cell]) if not _empty(one)]
+        for name, cell in cells.items()
+    }
+    said, found = pictures.placed(_read(prompt, place) if isinstance(prompt, str) else prompt, beside, place)
+    others = {name: cell for name, cell in kept.items() if name not in pictures.COLUMNS}
+    return (said, {**others, pictures.IMAGES: found}) if found else (prompt, kept)
+
+
 def refuse_media(columns: Mapping[str, Any], place: str) -> None:
-    """Raise `DataError` where a row has pictures, films or sounds: a column of `MEDIA` that is not empty."""
+    """Raise `DataError` where a row has films, sounds or unread pictures: a column of `MEDIA` that is not empty, nor holds
+    `Picture`s."""
     for name in MEDIA:
-        if not _empty(plain(columns.get(name))):
+        if not pictures.are(cell := columns.get(name)) and not _empty(plain(cell)):
             do = f"leave these rows out; or the column, where the text stands alone: wb.rows(…, without=[{name!r}])"
             raise DataError(f"column {name!r} of {place}", expected=_TEXT_ONLY, found=describe(columns[name]), do=do)
 
@@ -402,8 +421,11 @@ def _calls(calls: Any, role: str, place: str) -> dict[str, Any]:
     return {"tool_calls": calls} if calls else {}
 
 
-def _text(content: Any, place: str) -> str:
-    """Content as one text; its parts are joined by newlines, as vLLM joins them for models that read text alone."""
+def _text(content: Any, place: str) -> Any:
+    """Content as one text; its parts are joined by newlines, as vLLM joins them for models that read text alone. Parts
+    with pictures (`pictures.is_parts`) stay parts."""
+    if pictures.is_parts(content):
+        return [{**part, "text": _text(part["text"], place)} if "text" in part else part for part in content]
     if isinstance(content, list) and content:
         content = "\n".join(_part(part, f"part {number} of {place}") for number, part in enumerate(content))
     if not isinstance(content, str):

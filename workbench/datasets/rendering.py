@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base.child import Child, importing
-from workbench.base.errors import DataError
+from workbench.base.errors import DataError, boundary
+from workbench.datasets.pictures import IMAGES, OPEN, Picture, is_parts, refuse_pictures
 from workbench.datasets.records import messages
 
 SECONDS = 5.0
@@ -110,7 +111,7 @@ def encode_all(
     """Token ids of each chat, as `encode` gives them; many at once take a tenth of the time."""
     ids: dict[int, list[int]] = {}
     plain = {place: chat for place, chat in enumerate(chats) if isinstance(chat, str)}
-    talks = {place: messages(chat, f"chat {place}") for place, chat in enumerate(chats) if not isinstance(chat, str)}
+    talks = {place: _texts(chat, f"chat {place}") for place, chat in enumerate(chats) if not isinstance(chat, str)}
     template = getattr(tokenizer, "chat_template", None)
     if "tool_calls" not in str(template):
         called = next((place for place, talk in talks.items() if any("tool_calls" in turn for turn in talk)), None)
@@ -171,3 +172,53 @@ def _around(tokenizer: Any, roles: Sequence[str], switches: Mapping[str, Any]) -
         return float("inf")
     marks = sum(token in tokenizer.all_special_ids for token in tokenizer(text, add_special_tokens=False)["input_ids"])
     return special + marks + len(text.encode()) - sum(map(len, probes))
+
+
+def encode_rows(
+    reader: Any, chats: Sequence[Any], seen: Mapping[int, Sequence[Picture]], **switches: Any
+) -> tuple[list[list[int]], dict[int, Mapping[str, Any]]]:
+    """(token ids of each chat, what the model reads of the pictures of chats that have some), both by the chats' places.
+
+    `reader` is a tokenizer, or where pictures are `seen` the processor that it belongs to.
+    """
+    plain = [place for place in range(len(chats)) if not seen.get(place)]
+    ids = dict(zip(plain, encode_all(tokenizer_of(reader), [chats[one] for one in plain], **switches), strict=True))
+    pixels: dict[int, Mapping[str, Any]] = {}
+    for place in [place for place in range(len(chats)) if place not in ids]:
+        if tokenizer_of(reader) is reader:
+            refuse_pictures([{IMAGES: seen[place]}], "a tokenizer", place)
+        ids[place], pixels[place] = encode_pictures(reader, chats[place], seen[place], f"row {place}", **switches)
+    return [ids[place] for place in range(len(chats))], pixels
+
+
+def tokenizer_of(reader: Any) -> Any:
+    """The tokenizer of a processor; a tokenizer itself."""
+    return reader.tokenizer if hasattr(reader, "image_processor") else reader
+
+
+def encode_pictures(
+    processor: Any, chat: Sequence[dict[str, Any]], seen: Sequence[Picture], place: str, **switches: Any
+) -> tuple[list[int], dict[str, Any]]:
+    """(token ids of a chat with pictures, the model's inputs for them as tensors), by the model's processor.
+
+    Each part `{"type": "image"}` becomes as many tokens as its picture takes. Raises `DataError`, naming `place`, where the
+    template or the processor fails.
+    """
+    parts = [
+        turn
+        if not isinstance(turn.get("content"), str)
+        else {**turn, "content": [{"type": "text", "text": turn["content"]}]}
+        for turn in chat
+    ]
+    (text,) = render(processor.tokenizer, [parts], add_generation_prompt=True, **switches)
+    images = [one.image(f"picture {number} of {place}") for number, one in enumerate(seen)]
+    with boundary(f"{place}: the model's processor", DataError):
+        ids, pixels = processor.encode(text, images)
+    return ids, pixels
+
+
+def _texts(chat: Sequence[dict[str, Any]], place: str) -> list[dict[str, Any]]:
+    said = messages(chat, place)
+    if any(is_parts(turn["content"]) for turn in said):
+        raise DataError(f"{place} has pictures", expected="text: a tokenizer reads no other", do=OPEN)
+    return said

@@ -1,11 +1,10 @@
-"""`Rows`: prompts with their ground truths as a frozen value; and `Report`, the check of such a data set before a run."""
+"""`Rows`: prompts with their ground truths as a frozen value."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -22,8 +21,10 @@ from workbench.base.seeds import derive
 from workbench.base.shown import Shown
 from workbench.dataproto.columns import COLUMNS
 from workbench.dataproto.core import DataProto, Origin
-from workbench.datasets.records import CHAT, Reading, has_answer, truth_kinds, truth_of
-from workbench.datasets.rendering import bounds, encode, encode_all
+from workbench.datasets.pictures import IMAGES, text_of
+from workbench.datasets.records import CHAT, Reading
+from workbench.datasets.rendering import bounds, encode_rows, tokenizer_of
+from workbench.datasets.report import Report, as_read, report, scorable
 
 
 def permutation(rows: int, seed: int, epoch: int) -> list[int]:
@@ -69,132 +70,6 @@ class Cursor:
         """The cursor as a dict of plain values."""
         return {name: value for name, value in asdict(self).items() if name != "parts" or value}
 
-
-# --- the check of a data set ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Report(Shown):
-    """Check of a data set before a run: rows, missing answers, repeated prompts, prompt lengths."""
-
-    rows: int
-    columns: tuple[str, ...]
-    data_sources: dict[str, int]
-    missing_answers: tuple[int, ...]
-    """Rows without a ground truth, where rewards are rules."""
-    truths: dict[str, int]
-    """Number of ground truths of each kind: `text`, `whole number`, `number`, `list`, `object`, `none`, `empty`, …"""
-    duplicates: int
-    """Rows whose prompt is in an earlier row too."""
-    characters: dict[str, float]
-    """Prompt length in characters: min, mean, median, p95, max."""
-    pictures: int
-    """Pictures in all rows (columns `images` and `image`)."""
-    examples: tuple[tuple[str, str], ...]
-    """(which, its prompt and ground truth) of the first rows, and of those with the shortest and the longest prompt."""
-    lengths: dict[str, float]
-    """Prompt length in tokens: min, mean, median, p95, max; {} without a tokenizer."""
-    over_limit: int
-    """Prompts above `max_prompt_length`."""
-    limit: int | None
-    """`max_prompt_length`, in tokens."""
-    read_as: str = ""
-    """Which columns became prompt and truth, and in whose schema they were recognised."""
-    first: str = ""
-    """The first prompt exactly as the model reads it; "" without a tokenizer."""
-    template: str = ""
-    """The chat template that renders prompts; "" without a tokenizer."""
-    scorable: str = ""
-    """How many truths can ever be right under the reward that was named."""
-    parts: Mapping[str, int] = field(default_factory=dict)
-    """Of a `mix`: the number of rows of each part."""
-
-    def lines(self) -> list[tuple[str, str]]:
-        """(label, value) pairs, as text and HTML show them."""
-        first = list(self.missing_answers[:5])
-        missing = f"{len(self.missing_answers)} (rows {first})" if first else "none"
-        pairs = [
-            ("rows", str(self.rows)),
-            ("read as", self.read_as),
-            ("columns", ", ".join(self.columns)),
-            ("data sources", ", ".join(f"{name}: {count}" for name, count in self.data_sources.items())),
-            ("missing answers", missing),
-            ("ground truths", ", ".join(f"{kind}: {count}" for kind, count in self.truths.items())),
-            ("right under the reward", self.scorable),
-            ("repeated prompts", str(self.duplicates)),
-            ("prompt characters", "  ".join(f"{name} {value:g}" for name, value in self.characters.items())),
-            *([("pictures", str(self.pictures))] if self.pictures else []),
-            *self.examples,
-        ]
-        if self.parts:
-            pairs.insert(1, ("parts", ", ".join(f"{name}: {count}" for name, count in self.parts.items())))
-        if self.lengths:
-            pairs.append(("prompt tokens", "  ".join(f"{name} {value:g}" for name, value in self.lengths.items())))
-            pairs.append(("over the limit", f"{self.over_limit} (limit {self.limit})" if self.limit else "no limit"))
-        first_read = repr(self.first) if self.first else ""
-        pairs += [("chat template", self.template), ("first prompt as the model reads it", first_read)]
-        return [(label, value) for label, value in pairs if value]
-
-
-def report(
-    rows: Sequence[Mapping[str, Any]], columns: tuple[str, ...], lengths: Sequence[int] = (), limit: int | None = None
-) -> Report:
-    """Make the `Report` of rows; `lengths` are the prompts' lengths in tokens, where known, `limit` the largest allowed."""
-    return Report(
-        rows=len(rows),
-        columns=columns,
-        data_sources=dict(Counter(str(row.get("data_source")) for row in rows)),
-        missing_answers=tuple(index for index, row in enumerate(rows) if not has_answer(row)),
-        truths=truth_kinds(rows),
-        characters=_statistics([len(_said(row)) for row in rows]),
-        pictures=sum(_pictures(row) for row in rows),
-        examples=_examples(rows),
-        duplicates=len(rows) - len({str(row["prompt"]) for row in rows}),
-        lengths=_statistics(lengths),
-        parts=dict(Counter(str(row["data_part"]) for row in rows if row.get("data_part"))),
-        over_limit=sum(length > limit for length in lengths) if limit is not None else 0,
-        limit=limit,
-    )
-
-
-def _as_read(tokenizer: Any, prompt: Any, switches: Mapping[str, Any]) -> str:
-    ids = encode(tokenizer, prompt, **switches)
-    return str(tokenizer.decode(ids)) if hasattr(tokenizer, "decode") else f"{len(ids)} tokens"
-
-
-def _said(row: Mapping[str, Any]) -> str:
-    """The texts of a row's prompt, a message a line."""
-    chat = row[CHAT]
-    return chat if isinstance(chat, str) else "\n".join(str(turn.get("content") or "") for turn in chat)
-
-
-def _pictures(row: Mapping[str, Any]) -> int:
-    return sum(len(one) if isinstance(one, list) else one is not None for one in (row.get("images"), row.get("image")))
-
-
-def _examples(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    by_length = sorted(range(len(rows)), key=lambda index: len(_said(rows[index])))
-    chosen = {0: "first row", 1: "second row"} if len(rows) > 1 else {0: "first row"} if rows else {}
-    for name, index in (("shortest prompt", by_length[:1]), ("longest prompt", by_length[-1:])):
-        chosen |= {one: f"{name} (row {one})" for one in index if one not in chosen}
-    return tuple((name, f"{_cut(_said(rows[one]))}  → {_cut(truth_of(rows[one]))}") for one, name in chosen.items())
-
-
-def _cut(value: Any, most: int = 200) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
-
-
-def _statistics(lengths: Sequence[int]) -> dict[str, float]:
-    if not lengths:
-        return {}
-    ordered = sorted(lengths)
-    median, p95 = ordered[len(ordered) // 2], ordered[int(0.95 * len(ordered))]
-    mean = round(sum(ordered) / len(ordered), 1)
-    return {"min": ordered[0], "mean": mean, "median": median, "p95": p95, "max": ordered[-1]}
-
-
-# --- rows -----------------------------------------------------------------------------------------
 
 _RESERVED = frozenset({"raw_prompt", "uid"} | {name for name, one in COLUMNS.items() if one.writer != "dataset"})
 """Names that a data set's columns may not have: stages or the batch write them (`prompt` becomes `raw_prompt`)."""
@@ -299,7 +174,7 @@ class Rows(Shown):
         number = round(held_out * len(self)) if isinstance(held_out, float) and held_out < 1 else int(held_out)
         same: dict[str, list[int]] = {}
         for index, row in enumerate(self._rows):
-            same.setdefault(json.dumps(row[CHAT], sort_keys=True, default=str), []).append(index)
+            same.setdefault(json.dumps([row[CHAT], row.get(IMAGES)], sort_keys=True, default=str), []).append(index)
         groups = list(same.values())
         taken: set[int] = set()
         for group in permutation(len(groups), seed, 0):
@@ -338,8 +213,8 @@ class Rows(Shown):
         """
         lengths = self.prompt_lengths(tokenizer, **switches) if tokenizer is not None else []
         made = report(self._rows, self.columns, lengths, self.max_prompt_length)
-        first = "" if tokenizer is None or not self._rows else _as_read(tokenizer, self._rows[0][CHAT], switches)
-        judged = "" if reward is None else scorable(self, reward)
+        first = "" if tokenizer is None or not self._rows else as_read(tokenizer, self._rows[0], switches)
+        judged = "" if reward is None else scorable(self._rows, reward)
         return replace(made, read_as=self.read_as, first=first, template=self._template(tokenizer), scorable=judged)
 
     def _template(self, tokenizer: Any) -> str:
@@ -347,12 +222,16 @@ class Rows(Shown):
             return ""
         if self.raw:
             return "not used: the prompts are bare texts (raw=True)"
-        there = getattr(tokenizer, "chat_template", None)
+        there = getattr(tokenizer_of(tokenizer), "chat_template", None)
         return "the tokenizer's own" if there else "none: the model reads the messages' texts, one a line"
 
     def prompt_lengths(self, tokenizer: Any, **switches: Any) -> list[int]:
-        """Number of tokens of each prompt under the tokenizer's chat template, whose variables `switches` are."""
-        return [len(ids) for ids in encode_all(tokenizer, [row[CHAT] for row in self._rows], **switches)]
+        """Number of tokens of each prompt under the tokenizer's chat template, whose variables `switches` are.
+
+        For rows with pictures `tokenizer` is the model's processor.
+        """
+        seen = {index: row[IMAGES] for index, row in enumerate(self._rows) if row.get(IMAGES)}
+        return [len(ids) for ids in encode_rows(tokenizer, [row[CHAT] for row in self._rows], seen, **switches)[0]]
 
     def fitting(self, tokenizer: Any, *, overlong: str = "error", **switches: Any) -> Rows:
         """The rows whose prompts have at most `max_prompt_length` tokens; `overlong="drop"` leaves longer ones out.
@@ -485,7 +364,7 @@ class Rows(Shown):
             ("rows", f"{len(self)} from {self.source or 'memory'}"),
             *([("read as", self.read_as)] if self.read_as else []),
             ("columns", ", ".join(self.columns)),
-            ("first prompt", str(text)[:300]),
+            ("first prompt", str(text_of(text))[:300]),
         ]
 
 
@@ -503,23 +382,3 @@ def made_of(rows: Sequence[dict[str, Any]], max_prompt_length: int | None, sourc
     made = Rows.__new__(Rows)
     made._fill(rows, max_prompt_length, source, read_as)
     return made
-
-
-def scorable(rows: Rows, reward: Any) -> str:
-    """How many truths can ever be right under a reward, in words.
-
-    `reward` is a reward (`check_rows`), or a rule or its module (`rewards.gsm8k`); of other functions nothing is known.
-    Raises `DataError` where none can.
-    """
-    rule = getattr(reward, str(getattr(reward, "__name__", "")).rpartition(".")[2], reward)
-    if hasattr(reward, "check_rows"):
-        return reward.check_rows(rows.views()) or f"{reward.name} refuses none of {len(rows)} rows"
-    if not hasattr(rule, "unscorable"):
-        return "any: the reward is no rule of workbench"
-    truths = [truth_of(row) for row in rows.views()]
-    bad = {index: why for index, truth in enumerate(truths) if (why := rule.unscorable(ground_truth=truth))}
-    said = f"{len(truths) - len(bad)} of {len(truths)} truths can score 1 by {rule.__name__}"
-    first = "".join(f"; row {index}: {why}" for index, why in list(bad.items())[:1])
-    if bad and len(bad) == len(truths):
-        raise DataError(said, found=first.removeprefix("; "), do="name the truths' column: wb.rows(…, answer='column')")
-    return said + first

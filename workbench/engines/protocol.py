@@ -57,6 +57,8 @@ class Request:
     settings: SamplingSettings
     seed: int
     """Seed of this response alone; see `seeds.derive`."""
+    pixels: Mapping[str, torch.Tensor] | None = field(default=None, compare=False)
+    """What a `Multimodal` sampler's model reads of the prompt's pictures, by the names of its inputs."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class LogProbModel(Protocol):
         """Score the response tokens of a batch: each of `want` as [B, T] float32 on the CPU, 0 where `response_mask` is 0.
 
         `want` names outputs out of `log_probs`, `entropy`, `sum_pi_squared`, `values`. Reads `input_ids, attention_mask,
-        position_ids, response_mask` of the batch.
+        position_ids, response_mask` of the batch, and of one with pictures (`Multimodal`) its `multi_modal_inputs`.
         """
 
 
@@ -483,6 +485,20 @@ class Templated(Protocol):
     @property
     def template_switches(self) -> Mapping[str, Any]:
         """Further arguments of the chat template, such as `enable_thinking`."""
+
+
+@runtime_checkable
+class Multimodal(Protocol):
+    """Protocol of samplers whose model may read pictures (local); rows with pictures are refused for all others."""
+
+    def processor(self) -> Any:
+        """What encodes a text and its pictures: `tokenizer`, `image_processor` and `encode(text, images)`, which returns
+        token ids and the model's inputs for the pictures; None where the model reads text alone."""
+
+
+def processor_of(sampler: object) -> Any:
+    """The processor of a `Multimodal` sampler; None for one that reads text alone."""
+    return sampler.processor() if isinstance(sampler, Multimodal) else None
 
 
 def switches_of(sampler: object) -> dict[str, Any]:

@@ -60,6 +60,8 @@ def rollout(v: View) -> Claims:
     yield from _texts(v, prompts, lengths)
     for name in ("responses", "rollout_log_probs", "policy_version", "finish_reason"):
         yield Left(name, "sampled by the model; its padding, bounds and end are checked")
+    if "multi_modal_inputs" in b:
+        yield Left("multi_modal_inputs", "needs the model's processor")
     if "turns" in b:
         yield from _episodes(v)
     if not joined:

@@ -11,6 +11,7 @@ import torch
 
 from workbench.base.errors import RewardError, unknown
 from workbench.dataproto.core import DataProto
+from workbench.datasets.pictures import text_of
 from workbench.rewards.score import Score, Status, failed
 from workbench.rewards.signatures import EPISODE
 
@@ -184,7 +185,7 @@ def row_view(
     `prompt_ids` is in it where the prompt's tokens are known.
     """
     chat = columns.get("raw_prompt")
-    prompt = chat[-1]["content"] if isinstance(chat, list) and chat else chat
+    prompt = text_of(chat[-1]["content"]) if isinstance(chat, list) and chat else chat
     judged = columns.get("reward_model") or {}
     beside = {name: one for name, one in judged.items() if name not in ("ground_truth", "style")}
     episode = {name: columns[name] for name in EPISODE if name in columns}

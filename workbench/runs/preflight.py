@@ -25,9 +25,11 @@ from workbench.base.memory import gib
 from workbench.base.shown import Shown
 from workbench.dataproto import DataProto
 from workbench.datasets import Rows
+from workbench.datasets.pictures import refuse_pictures
 from workbench.datasets.records import has_answer
+from workbench.datasets.rendering import tokenizer_of
 from workbench.engines.local_engine.memory import available
-from workbench.engines.protocol import Bounded, Estimates, switches_of
+from workbench.engines.protocol import Bounded, Estimates, processor_of, switches_of
 from workbench.rewards.signatures import WORDS, told
 from workbench.runs.folder import read_settings
 from workbench.runs.settings import Plan
@@ -69,8 +71,11 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
     rollout: Any = pipeline["rollout"]
     reward: Any = pipeline["reward"]
     tokenizer = rollout.sampler.tokenizer
-    prompts = Prompts(tokenizer, switches_of(rollout.sampler), path)
+    processor = processor_of(rollout.sampler)
+    prompts = Prompts(processor or tokenizer, switches_of(rollout.sampler), path)
     parts = [part for part in (rows, eval_rows) if part is not None]
+    for part in parts if processor is None else ():
+        refuse_pictures(part.views(), f"the model of {type(rollout.sampler).__name__}", of=part.source or "memory")
     for part in parts:
         prompts.check(part)
     first = rows.batch(plan.batch_size)
@@ -123,13 +128,15 @@ class Prompts:
     A length is stored for the rows' content, the tokenizer, its template and the template's switches together.
     """
 
-    def __init__(self, tokenizer: Any, switches: Mapping[str, Any], run: Path) -> None:
-        self._tokenizer, self._switches = tokenizer, switches
+    def __init__(self, reader: Any, switches: Mapping[str, Any], run: Path) -> None:
+        tokenizer, images = tokenizer_of(reader), getattr(reader, "image_processor", None)
+        self._tokenizer, self._switches = reader, switches
         words = getattr(tokenizer, "backend_tokenizer", None)
         self._kind = ""
         """Hash of what turns a chat into tokens; empty for a tokenizer that cannot be hashed."""
         if words is not None:
-            self._kind = _hash(words.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map, switches)
+            seen = () if images is None else (images.to_json_string(),)
+            self._kind = _hash(words.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map, switches, *seen)
         self.found: dict[str, int] = {}
         """Hash of all that a length depends on → tokens of the longest prompt, or the bound that all are under."""
         self._seen = self._rendered = 0

@@ -47,11 +47,12 @@ def write(folder: Path, step: int, trace: Trace, pipeline: Pipeline) -> Path:
     after = [(stage.name, trace[stage.name].batch.origins.items()) for stage in updating]
     own = {name for stage, origins in after for name, made in origins if made.stage == stage}
     reads = dict.fromkeys(name for stage in updating for name in used(stage, batch) if name not in own)
-    narrowed, kinds = _narrow({name: batch[name] for name in reads})
+    narrowed, kinds = _narrow({name: batch[name] for name in reads if name in batch.batch})
+    objects = {name: batch[name] for name in ("uid", *reads) if name in batch.non_tensor_batch}
 
     def fill(staging: Path) -> None:
         staging.mkdir(parents=True)
-        DataProto(narrowed, {"uid": list(batch["uid"])}, dict(batch.meta_info)).save(staging / "inputs")
+        DataProto(narrowed, objects, dict(batch.meta_info)).save(staging / "inputs")
         trace.start.save(staging / "start")
         paths = [path for path in sorted(staging.rglob("*")) if path.is_file()]
         files = {str(path.relative_to(staging)): crc32_of(path) for path in paths}

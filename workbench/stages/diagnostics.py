@@ -20,7 +20,7 @@ from workbench.engines.protocol import (
 )
 from workbench.functional.kl import kl_penalty
 from workbench.functional.masking import masked_mean
-from workbench.stages.log_prob import SCORED_COLUMNS
+from workbench.stages.log_prob import SCORED_COLUMNS, scored_columns
 from workbench.stages.stage import BaseStage, Outcome, spread
 
 
@@ -62,7 +62,9 @@ class Influence(BaseStage):
             raise PipelineError("eval_rows of Influence", expected="responses", found=f"no column {missing[0]!r}")
         self._engine = engine
         self._learners = (engine,)
-        self._eval_rows = eval_rows.select([*SCORED_COLUMNS, *(("advantages",) * ("advantages" in eval_rows))])
+        self._eval_rows = eval_rows.select(
+            [*scored_columns(eval_rows), *(("advantages",) * ("advantages" in eval_rows))]
+        )
         self.length = length
         self.temperature = temperature
 
@@ -76,7 +78,7 @@ class Influence(BaseStage):
         if norm == 0:
             influence = torch.zeros(mask.shape)
         else:
-            scale, rows = self.length / norm, batch.select(list(SCORED_COLUMNS))
+            scale, rows = self.length / norm, batch.select(scored_columns(batch))
             before = self._engine.compute_log_probs(rows, ("log_probs",), self.temperature)["log_probs"]
             with self._engine.perturbed(uphill, scale):
                 after = self._engine.compute_log_probs(rows, ("log_probs",), self.temperature)["log_probs"]
@@ -110,7 +112,7 @@ class ExactKL(BaseStage):
     def __call__(self, batch: DataProto) -> Outcome:
         """B rows in, B rows with the exact KL out."""
         mask = batch["response_mask"]
-        found = self._engine.full_kl(batch.select(list(SCORED_COLUMNS)), self._reference, self.temperature)
+        found = self._engine.full_kl(batch.select(scored_columns(batch)), self._reference, self.temperature)
         metrics: dict[str, Metric] = {
             "actor/full_kl": Mean.of(float(masked_mean(found, mask)), float(mask.sum())),
             "actor/full_kl_max": Max(float((found * mask).max())),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from workbench.base.config import require, settings_hash
 from workbench.base.metrics import Max, Mean, Metric
+from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.engines.protocol import LogProbModel, Stateful
 from workbench.functional.masking import masked_mean
@@ -17,6 +18,11 @@ from workbench.stages.stage import BaseStage, Outcome, spread
 
 SCORED_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 """What any scoring pass reads."""
+
+
+def scored_columns(batch: DataProto) -> list[str]:
+    """What a scoring pass reads of this batch: `SCORED_COLUMNS`, and of one with pictures what the model reads of them."""
+    return [*SCORED_COLUMNS, *(PIXELS,) * (PIXELS in batch)]
 
 
 class LogProb(BaseStage):
@@ -49,7 +55,7 @@ class LogProb(BaseStage):
         self.column = column
         self.entropy = entropy
         self.temperature = temperature
-        self.reads = SCORED_COLUMNS
+        self.reads, self.optional = SCORED_COLUMNS, (PIXELS,)
         self.sum_pi_squared = sum_pi_squared
         further = {"entropy": ("entropys", entropy), "sum_pi_squared": ("sum_pi_squared", sum_pi_squared)}
         self._wanted = {"log_probs": column, **{key: name for key, (name, wanted) in further.items() if wanted}}
@@ -57,7 +63,7 @@ class LogProb(BaseStage):
 
     def __call__(self, batch: DataProto) -> Outcome:
         """B rows in, B rows with log-probs out."""
-        rows = batch.select(list(SCORED_COLUMNS))
+        rows = batch.select(scored_columns(batch))
         scores = self._model.compute_log_probs(rows, tuple(self._wanted), self.temperature)
         columns, metrics = self.told(batch, scores)
         return Outcome(self.written(batch, columns), metrics)
@@ -99,6 +105,7 @@ class Values(BaseStage):
 
     name = "values"
     reads = SCORED_COLUMNS
+    optional = (PIXELS,)
     writes = ("values",)
 
     def __init__(self, critic: LogProbModel) -> None:
@@ -107,7 +114,7 @@ class Values(BaseStage):
 
     def __call__(self, batch: DataProto) -> Outcome:
         """B rows in, B rows with `values` out."""
-        values = self._critic.compute_log_probs(batch.select(list(SCORED_COLUMNS)), ("values",))["values"]
+        values = self._critic.compute_log_probs(batch.select(scored_columns(batch)), ("values",))["values"]
         metrics = spread("critic/values", values[batch["response_mask"].bool()])
         return Outcome(self.written(batch, {"values": values}), metrics)
 

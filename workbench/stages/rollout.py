@@ -16,10 +16,21 @@ from workbench.base.config import require
 from workbench.base.errors import DataError, NonFinite
 from workbench.base.metrics import Count, Mean, Metric
 from workbench.base.seeds import derive
+from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
+from workbench.datasets.pictures import IMAGES, refuse_pictures
 from workbench.datasets.records import MEDIA, refuse_media
-from workbench.datasets.rendering import encode_all, prepare
-from workbench.engines.protocol import Late, Located, Request, Sample, Sampler, SamplingSettings, switches_of
+from workbench.datasets.rendering import encode_rows, prepare
+from workbench.engines.protocol import (
+    Late,
+    Located,
+    Request,
+    Sample,
+    Sampler,
+    SamplingSettings,
+    processor_of,
+    switches_of,
+)
 from workbench.stages.measures import length_metrics
 from workbench.stages.stage import BaseStage, Outcome
 
@@ -96,11 +107,15 @@ class Rollout(BaseStage):
 
     def __call__(self, batch: DataProto) -> Outcome:
         """P rows in, P·G rows out (P·(G + 1) with a greedy baseline)."""
-        self._refuse_media(batch)
-        prompts = self._encode(batch)
+        processor = processor_of(self.sampler)
+        self._refuse_media(batch, pictures=processor is not None)
+        prompts, pixels = self._encode(batch, processor)
         each = self.group_size + self.greedy_baseline
         rows = torch.arange(len(batch)).repeat_interleave(each)
-        requests = [self._request(batch, prompts, int(row), index % each) for index, row in enumerate(rows)]
+        requests = [
+            self._request(batch, prompts[int(row)], int(row), index % each, pixels.get(int(row)))
+            for index, row in enumerate(rows)
+        ]
         tell = self._teller(batch, rows)
 
         async def ask(row: int) -> Sample:
@@ -112,6 +127,8 @@ class Rollout(BaseStage):
         columns = columns_of([prompts[int(row)] for row in rows], samples, self._pad_id)
         texts = self.sampler.tokenizer.batch_decode([list(sample.ids) for sample in samples], skip_special_tokens=True)
         columns["response_text"] = list(texts)
+        if pixels:
+            columns[PIXELS] = [pixels.get(int(row), {}) for row in rows]
         return self._finished(batch, columns, rows)
 
     def _finished(
@@ -147,28 +164,38 @@ class Rollout(BaseStage):
 
         return tell
 
-    def _refuse_media(self, batch: DataProto) -> None:
-        """Rows of a data set have none; a batch may be made by hand."""
+    def _refuse_media(self, batch: DataProto, *, pictures: bool = False) -> None:
+        """Rows of a data set have none but `pictures`; a batch may be made by hand."""
+        if not pictures and IMAGES in batch:
+            reader = f"a rollout with this model of {type(self.sampler).__name__}"
+            refuse_pictures([{IMAGES: seen} for seen in batch[IMAGES]], reader, of="the batch")
         columns = {name: batch.non_tensor_batch[name] for name in MEDIA if name in batch.non_tensor_batch}
         for row in range(len(batch) if columns else 0):
             refuse_media({name: values[row] for name, values in columns.items()}, f"row {row} of the batch")
 
-    def _encode(self, batch: DataProto) -> list[tuple[int, ...]]:
+    def _encode(
+        self, batch: DataProto, processor: Any
+    ) -> tuple[list[tuple[int, ...]], dict[int, Mapping[str, Tensor]]]:
+        """(token ids of the prompts, by row what the model reads of pictures)."""
         limit = batch.meta_info.get("max_prompt_length")
-        switches = switches_of(self.sampler)
-        prompts = [tuple(ids) for ids in encode_all(self.sampler.tokenizer, batch["raw_prompt"], **switches)]
+        seen = dict(enumerate(batch[IMAGES])) if IMAGES in batch else {}
+        reader = processor or self.sampler.tokenizer
+        made, pixels = encode_rows(reader, batch["raw_prompt"], seen, **switches_of(self.sampler))
+        prompts = [tuple(ids) for ids in made]
         for row, ids in enumerate(prompts):
             if not ids or (limit is not None and len(ids) > limit):
                 what = f"length of the prompt of row {row} (uid {batch['uid'][row]})"
                 expected = f"1 to {limit or 'any number of'} tokens"
                 do = "raise max_prompt_length, or drop such rows: rows.fitting(tokenizer, overlong='drop')"
                 raise DataError(what, expected=expected, found=f"{len(ids)} tokens", do=do)
-        return prompts
+        return prompts, pixels
 
-    def _request(self, batch: DataProto, prompts: list[tuple[int, ...]], row: int, sample: int) -> Request:
+    def _request(
+        self, batch: DataProto, prompt: tuple[int, ...], row: int, sample: int, pixels: Mapping[str, Tensor] | None
+    ) -> Request:
         meta = batch.meta_info
         seed = derive(meta.get("seed", 0), self.purpose, meta.get("step", 0), batch["uid"][row], sample, 0, 0)
-        return Request(prompts[row], self._sampling(sample), seed)
+        return Request(prompt, self._sampling(sample), seed, pixels)
 
     def _sampling(self, sample: int) -> SamplingSettings:
         """The settings of a prompt's sample of this number: the last may be the greedy baseline."""

@@ -15,6 +15,7 @@ from workbench.base.config import Settings, require
 from workbench.base.errors import NonFinite, RewardError, SettingError, VersionMismatch, unknown
 from workbench.base.metrics import Count, Max, Mean, Metric, Min, Sum, join
 from workbench.base.seeds import derive
+from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.value import Origin
 from workbench.engines.protocol import Learner, LogProbModel, LossCounts, LossOutput, StepResult
@@ -300,7 +301,8 @@ class Update(BaseStage):
         self._scoring = LogProb(cast(LogProbModel, learner), name=name, entropy=True, temperature=temperature)
         self.reads = (*SCORED_COLUMNS, "scored", *(self._on_policy or loss).reads)
         self.writes = loss.writes
-        self.optional = ("loss_mask",) * ("loss_mask" not in self.writes) + ("old_log_probs",) * bool(self._on_policy)
+        masked = ("loss_mask",) * ("loss_mask" not in self.writes)
+        self.optional = (PIXELS, *masked, *("old_log_probs",) * bool(self._on_policy))
 
     def settings(self) -> dict[str, Any]:
         """Settings of the stage and of its loss, in one flat dict; those of a loss's `bypass` as `bypass.<name>`."""

@@ -17,7 +17,7 @@ from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
 from workbench.stages.advantage import Advantage
 from workbench.stages.episodes import validation_rollout
-from workbench.stages.log_prob import SCORED_COLUMNS, LogProb
+from workbench.stages.log_prob import LogProb, scored_columns
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.update import PolicyLoss, Update
 from workbench.steps.trace import perform
@@ -166,7 +166,7 @@ class _Bench:
         return Side(name, metrics, self._log_probs(self._whole), torch.cat(moved), self.probed())
 
     def _log_probs(self, batch: DataProto) -> torch.Tensor:
-        chosen, temperature = batch.select(list(SCORED_COLUMNS)), self._update.temperature
+        chosen, temperature = batch.select(scored_columns(batch)), self._update.temperature
         return torch.as_tensor(self._learner.compute_log_probs(chosen, ("log_probs",), temperature)["log_probs"])
 
     def probed(self) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -33,17 +35,113 @@ def make_shaped_model(folder: str | Path, shape: str = "0.5b", *, seed: int = 0)
 
 def _write(folder: str | Path, shape: dict[str, Any], seed: int) -> Path:
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    words = {f"w{number}": number for number in range(shape["vocab_size"])}
-    inner = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="w2", pad_token="w0", unk_token="w3")
+    tokenizer = _words(shape["vocab_size"])
     config = Qwen2Config(**shape, tie_word_embeddings=True, eos_token_id=2, pad_token_id=0, bos_token_id=None)
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)
+
+
+def _words(count: int, marks: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """A tokenizer of the words w0, w1 …, and of further special tokens by the names of their attributes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({f"w{number}": number for number in range(count)}, unk_token="w3"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    named: dict[str, Any] = {"eos_token": "w2", "pad_token": "w0", "unk_token": "w3"}
+    if marks:
+        named["extra_special_tokens"] = dict(marks)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **named)
+
+
+VISION = ("qwen2_5_vl", "gemma3")
+"""Kinds of models that `make_vision_model` makes: one with any number of patches and 3D positions, one of fixed squares."""
+_MARKS = {
+    **{"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>"},
+    **{"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+}
+_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }} {% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}PLACE{% else %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}{% endif %} {% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+def make_vision_model(folder: str | Path, kind: str = "qwen2_5_vl", *, seed: int = 0) -> Path:
+    """Write a random vision-language model (out of `VISION`, below 1 MB) with its processor to a folder; return its path.
+
+    Its tokenizer knows the words w0 to w63. `KeyError` for other kinds.
+    """
+    import torch
+    from transformers import AutoModelForImageTextToText
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = _words(64, _MARKS)
+    config, images, place = {"qwen2_5_vl": _qwen, "gemma3": _gemma}[kind](
+        dict(zip(_MARKS.values(), range(64, 68), strict=True))
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for one in model.parameters():  # as wide as trained ones: a picture changes what is said
+            if one.dim() > 1:
+                one.normal_(0, 0.16)
+    model.save_pretrained(folder)
+    tokenizer.chat_template = _TEMPLATE.replace("PLACE", place)
+    tokenizer.save_pretrained(folder)
+    images.save_pretrained(folder)
+    if kind == "gemma3":
+        (Path(folder) / "processor_config.json").write_text('{"image_seq_length": 4}')
+    return Path(folder)
+
+
+_TEXT: dict[str, Any] = {
+    **{"vocab_size": 68, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "eos_token_id": 2, "pad_token_id": 0},
+    **{"bos_token_id": None},
+}
+
+
+def _qwen(marks: dict[str, int]) -> tuple[Any, Any, str]:
+    """(configuration, image processor, the text that stands for a picture)."""
+    from transformers import Qwen2_5_VLConfig
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    sizes = {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 16}
+    seen = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "fullatt_block_indexes": [1]}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}
+    config = Qwen2_5_VLConfig(
+        text_config={**_TEXT, "rope_parameters": rope},
+        vision_config={**sizes, **seen, "out_hidden_size": 32},
+        tie_word_embeddings=True,
+        vision_start_token_id=marks["<|vision_start|>"],
+        vision_end_token_id=marks["<|vision_end|>"],
+        image_token_id=marks["<|image_pad|>"],
+        video_token_id=marks["<|video_pad|>"],
+    )
+    images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=64, max_pixels=1024)
+    return config, images, "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def _gemma(marks: dict[str, int]) -> tuple[Any, Any, str]:
+    """(configuration, image processor, the text that stands for a picture)."""
+    from transformers import Gemma3Config
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    seen = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config={**_TEXT, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        vision_config={**seen, "image_size": 16, "patch_size": 4, "vision_use_head": False},
+        mm_tokens_per_image=4,
+        boi_token_index=marks["<|vision_start|>"],
+        eoi_token_index=marks["<|vision_end|>"],
+        image_token_index=marks["<|image_pad|>"],
+    )
+    return config, Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), "<|vision_start|>"

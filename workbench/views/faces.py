@@ -12,7 +12,7 @@ _DOCUMENTS = {
     "workbench.cluster.status:Status": "clusters:status",
     "workbench.cluster.timeline:Timeline": "clusters:timeline",
     "workbench.dataproto.core:DataProto": "traces:batch",
-    "workbench.datasets.rows:Report": "traces:data",
+    "workbench.datasets.report:Report": "traces:data",
     "workbench.datasets.rows:Rows": "traces:data",
     "workbench.replay.audit:Audit": "comparisons:audit",
     "workbench.replay.run:Run": "traces:run",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
+from workbench.datasets.pictures import is_parts, text_of
 from workbench.rewards.score import Status
 from workbench.rewards.signatures import told
 from workbench.views import document as doc
@@ -62,9 +63,9 @@ def question(chat: Any) -> str:
         return "" if chat is None else str(chat)
     users = [turn for turn in chat if turn.get("role") == "user"]
     said = (users or chat)[-1].get("content", "")
-    if isinstance(said, list):  # parts: text, and a name in brackets for an image or the like
+    if isinstance(said, list) and not is_parts(said):  # parts: text, and a name in brackets for a film or the like
         said = " ".join(str(part.get("text", f"[{part.get('type')}]")) for part in said)
-    return str(said)
+    return str(text_of(said))
 
 
 def unfolding(prompt: str | None, response: str, *further: doc.Part) -> doc.Part:

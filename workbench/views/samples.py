@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from workbench.base.errors import message, unknown
 from workbench.dataproto import DataProto
+from workbench.datasets.pictures import IMAGES, Picture
 from workbench.rewards.dry_run import span_of
 from workbench.rewards.score import Status
 from workbench.runs.evaluate import Evaluation
@@ -234,6 +235,10 @@ class Samples(doc.View):
         """The selected samples as a DataFrame, indexed by row."""
         return self.index.frame.iloc[self.selected]
 
+    def pictures(self, row: Any) -> list[Picture]:
+        """The pictures of a row's prompt."""
+        return object_at(self.index.batch, IMAGES, row) or []
+
     def row(self, number: int) -> SampleCard:
         """One sample in full, with the other samples of its prompt. Raises `IndexError` for a row that does not exist."""
         return SampleCard(self.index, number)
@@ -241,7 +246,7 @@ class Samples(doc.View):
     def document(self) -> doc.Part:
         """The view's content: the first `rows` samples, three lines each; in HTML tables, one per group if `by_group`."""
         frame = self.frame.head(self.rows)
-        lines = [text for row, values in frame.iterrows() for text in _said(row, values)]
+        lines = [text for row, values in frame.iterrows() for text in _said(row, values, self.pictures(row))]
         return doc.Either(lines, lambda: self._page(frame))
 
     def _page(self, frame: pd.DataFrame) -> doc.Part:
@@ -280,7 +285,7 @@ class Samples(doc.View):
         tokens, finish = _tokens(row)
         return [
             f"{number}" if self.by_group else (f"{number}", doc.BREAK, doc.small(f"group\u00a0{int(row['group'])}")),
-            unfolding(None if self.by_group else prompt, _response(row)),
+            (thumbnails(self.pictures(number)), unfolding(None if self.by_group else prompt, _response(row))),
             scored,
             _judgement(row, object_at(self.index.batch, "score", number)),
             f"{row['advantage']:+.3f}" if "advantage" in row else "",
@@ -288,13 +293,29 @@ class Samples(doc.View):
         ]
 
 
-def _said(number: Any, row: Any) -> list[str]:
+def counted_pictures(seen: Sequence[Picture]) -> str:
+    """`1 picture 64×48`, `2 pictures 64×48, 32×32`."""
+    sizes = ", ".join(f"{one.width}×{one.height}" for one in seen)
+    return f"{len(seen)} picture{'s' * (len(seen) > 1)} {sizes}"
+
+
+def thumbnails(seen: Sequence[Picture]) -> doc.Part:
+    """Small copies of the first pictures of a prompt, in HTML; nothing in a terminal."""
+    shown = [doc.Image(one.thumbnail, f"{one.width}×{one.height}") for one in seen[:_THUMBNAILS]]
+    return [*shown, doc.BREAK] if shown else ()
+
+
+_THUMBNAILS = 4
+
+
+def _said(number: Any, row: Any, seen: Sequence[Picture]) -> list[str]:
     said = [f"row {number} (group {int(row['group'])})"]
     if "reward" in row:
         said.append(f"reward {row['reward']:g}" if row["reward"] == row["reward"] else "not scored")
     said += [doc.one_line(row["why"])] if row.get("why") else []
     tokens, finish = _tokens(row)
     said += [f"{tokens} tokens" + (f", {doc.one_line(finish)}" if finish else "")] if tokens else []
+    said += [counted_pictures(seen)] if seen else []
     texts = [f"  {doc.one_line(row['prompt'])}"] if "prompt" in row else []
     return ["  ".join(said), *texts, f"  → {doc.one_line(_response(row))}"]
 
@@ -367,6 +388,7 @@ class SampleCard(doc.View):
         self.row = row
         self.values = index.frame.iloc[row]
         self.score = object_at(index.batch, "score", row)
+        self.pictures: list[Picture] = object_at(index.batch, IMAGES, row) or []
 
     @property
     def siblings(self) -> list[int]:
@@ -386,6 +408,7 @@ class SampleCard(doc.View):
         found += [("truth", str(row["truth"]))] if row.get("truth") is not None else []
         found += [("advantage", f"{row['advantage']:+.4g} (mean over its tokens)")] if "advantage" in row else []
         found += [("tokens", ", ".join(filter(None, _tokens(row))))] if "tokens" in row else []
+        found += [("pictures", counted_pictures(self.pictures))] if self.pictures else []
         return found + ([("scored in", f"{score.seconds:.3g} s")] if score is not None and score.seconds else [])
 
     def pieces(self) -> tuple[str, str, str]:
@@ -410,6 +433,7 @@ class SampleCard(doc.View):
         if (prompt := self.values.get("prompt")) is not None:
             text.append(f"  {doc.one_line(prompt, 400)}")
             page.append(doc.line(doc.block(prompt), style="opacity:0.6"))
+        page.append(doc.Either((), thumbnails(self.pictures)))
         text += [doc.Span(("  → ", *response)), doc.pairs(self.facts())]
         page += [doc.wrapped(*response), doc.pairs(self.facts())]
         for what, said in self.more():

@@ -15,6 +15,7 @@ from workbench.agents.stepping import call_text
 from workbench.base.errors import BatchError, message, unknown
 from workbench.dataproto import DataProto
 from workbench.dataproto.columns import declared
+from workbench.datasets.pictures import text_of
 from workbench.engines.local_engine.loading import open_tokenizer
 from workbench.engines.protocol import Late
 from workbench.views import document as doc
@@ -440,8 +441,8 @@ class TranscriptView(doc.View):
     def document(self) -> doc.Part:
         """The view's content: the prompt and the turns, in HTML with coloured tokens."""
         row, places = self._row, range(len(self.turns))
-        said = [f"  {one['role']:9} (prompt) {doc.one_line(one['content'], 300)}" for one in self.prompt]
-        page = [_block(_OTHER, f"{one['role']} · prompt", doc.block(one["content"])) for one in self.prompt]
+        said = [f"  {one['role']:9} (prompt) {doc.one_line(text_of(one['content']), 300)}" for one in self.prompt]
+        page = [_block(_OTHER, f"{one['role']} · prompt", doc.block(text_of(one["content"]))) for one in self.prompt]
         read = doc.Fold(f"the prompt as the model reads it: {len(row.prompt)} tokens", doc.block("".join(row.prompt)))
         head = doc.line(doc.bold(f"row {row.row}"), f" · {self.head()}"), legend(*self.tokens.quantity())
         text = [f"row {row.row}: {self.head()}", said, *map(self._said, places)]

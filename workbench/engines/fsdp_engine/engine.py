@@ -19,6 +19,7 @@ import torch
 
 from workbench.base.errors import CheckpointError, EngineError, NonFinite, WorkerLost
 from workbench.base.metrics import Mean, join
+from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.group import Group, ShardedSnapshot, local_group, shared_out
 from workbench.engines.local_engine.engine import FrozenModel, ModelEngine
@@ -104,6 +105,8 @@ class FsdpEngine(ModelEngine):
     def _on_rows(self, method: str, batch: DataProto, *shared: Any) -> tuple[list[Any], list[torch.Tensor]]:
         """`method` of each rank's model with its share of the rows: results by rank, and the row numbers of each share."""
         check_ids(self._model, batch)
+        if PIXELS in batch:
+            raise EngineError("rows with pictures in an FSDP engine", expected="text", do="use engines.local")
         rows = DataProto(dict(batch.batch.items()), None, batch.meta_info)
         places = shared_out(batch["attention_mask"].sum(-1).tolist(), self._group.size)
         return self._on(method, *shared, each=[(rows.select_idxs(place),) for place in places]), places

@@ -12,7 +12,9 @@ from torch import Tensor
 from workbench.base.errors import EngineError
 from workbench.engines.local_engine.decode import Cache, PaddedRows
 from workbench.engines.local_engine.lean import lean_step
+from workbench.engines.local_engine.pictures import STAND_IN, given
 from workbench.engines.local_engine.prefix import shared_prefix
+from workbench.engines.protocol import Request
 from workbench.functional.logprobs import CHUNK_BYTES
 
 LEAN, SHARED, OWN_CACHE, UNCACHED = PATHS = ("lean", "shared prompts", "own cache", "no cache")
@@ -70,3 +72,42 @@ class Uncached:
         logits = self._model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
         last: Tensor = logits[torch.arange(len(rows), device=device), lengths - 1]
         return last
+
+
+class PicturedRows(PaddedRows):
+    """The model's own cache over left-padded rows with pictures, which all enter at once."""
+
+    def __init__(self, model: Any, requests: Sequence[Request]) -> None:
+        super().__init__(model)
+        self._requests = requests
+        self._ahead: Tensor
+        """How far each row's positions are from the number of tokens before."""
+
+    def seat(self, order: Sequence[int], prompts: Mapping[int, tuple[int, ...]]) -> None:
+        """Prefill each different prompt with its pictures once, or drop rows."""
+        if prompts:
+            order = self._prefill()
+        super().seat(order, {})
+        self._ahead = self._ahead[torch.tensor(order, device=self._ahead.device)]
+
+    def _prefill(self) -> list[int]:
+        """One forward pass of the different prompts; returns the number of each request's."""
+        from transformers import DynamicCache
+
+        device, keys = self._model.device, [(one.ids, id(one.pixels)) for one in self._requests]
+        different = {key: one for key, one in zip(keys, self._requests, strict=True)}
+        width = max(len(one.ids) for one in different.values())
+        ids = torch.tensor([[0] * (width - len(one.ids)) + list(one.ids) for one in different.values()], device=device)
+        rows = [[0] * (width - len(one.ids)) + [1] * len(one.ids) for one in different.values()]
+        self._mask, self._cache = torch.tensor(rows, device=device), DynamicCache(config=self._model.config)
+        told = given(self._model, ids, self._mask, [one.pixels or {} for one in different.values()])
+        last = told["position_ids"][..., -1]
+        last = last.amax(0) if last.dim() > 1 else last
+        self._ahead = last - (self._mask.sum(-1) - 1)
+        self._logits = self._model(**told, **{self._name: self._cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
+        places = {key: place for place, key in enumerate(different)}
+        return [places[key] for key in keys]
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        read = ids.masked_fill(ids == self._model.config.image_token_id, STAND_IN)
+        return super()._forward(read, positions + self._ahead[:, None])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from workbench.base.memory import share_arena
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
-from workbench.engines.local_engine.caches import OWN_CACHE, cache_of, paths_of
+from workbench.engines.local_engine.caches import OWN_CACHE, PicturedRows, cache_of, paths_of
 from workbench.engines.local_engine.decode import casts_kept, decode
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, backward, learning_mode
 from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
 from workbench.engines.local_engine.sampling import Wave, Waves
-from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, unchecked
+from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, check_pictures, unchecked
 from workbench.engines.local_engine.snapshots import Files, Learned, Rewinding, new_id, rng_of
 from workbench.engines.local_engine.states import read_optimizer, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, SampleMany, StepResult
@@ -186,6 +187,8 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
         self.selfcheck = checked or self.selfcheck
         self._optimizer: Optimizer | None = None
         self._waves = Waves(self._decode, settings.max_wave, "workbench-sampler")
+        self._processor: loading.Processor | None = None
+        self._pictured = Waves(self._decode, settings.max_wave, "workbench-pictures")
         self._eos = loading.eos_ids_of(model.generation_config, model.config.get_text_config(), model.config, tokenizer)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable()
@@ -202,7 +205,11 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
             found = f"ids from {min(request.ids)} to {max(request.ids)}" if request.ids else "no token"
             raise EngineError("the prompt of a request", expected=f"token ids from 0 to {count - 1}", found=found)
         loading.check_length(self._model, len(request.ids) + request.settings.max_tokens)
-        return await self._waves.ask(request)
+        return await (self._waves if request.pixels is None else self._pictured).ask(request)
+
+    def processor(self) -> loading.Processor | None:
+        """The model's `Processor`; None where it reads text alone, or the self-check found its pictures wrong."""
+        return self._processor
 
     @runtime.in_turn
     def _decode(self, wave: Wave[Request, Sample]) -> None:
@@ -210,7 +217,9 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
         self._model.eval()
         budget, state = self._settings.micro_batch_tokens, self.state_id
         path = self.selfcheck.paths.decode or (OWN_CACHE if self._settings.decode == "auto" else self._settings.decode)
-        made = cache_of(self._model, path, budget)
+        made: Any = cache_of(self._model, path, budget)
+        if wave.questions[0].pixels is not None:
+            made = nullcontext(PicturedRows(self._model, wave.questions))
         with memory_errors("sampling", shape, "max_wave"), self._autocast(), casts_kept(self._model), made as cache:
             given = (self.tokenizer, wave, self._eos, self.version, self._settings.max_wave)
             decode(cache, *given, lambda: self.state_id == state)
@@ -226,7 +235,7 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
         self._model.eval()
         guard = memory_errors("scoring", f"micro-batches of {self._settings.micro_batch_tokens} tokens")
         with guard, self._autocast(), lora.switched_off(self._model) if base else nullcontext():
-            packed = self._packed
+            packed = self._packs(batch)
             return scoring.collect(self._passes(batch, packed), self._outputs(want, temperature, packed), batch, want)
 
     @runtime.in_turn
@@ -235,7 +244,7 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
         scoring.check_ids(self._model, batch)
         self._model.eval()
 
-        packed = self._packed and reference.packed
+        packed = self._packs(batch) and reference.packed
         mine = head_of(self._model)
 
         def their_logits(states: torch.Tensor) -> torch.Tensor:
@@ -295,7 +304,7 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
 
     def _backward(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float) -> StepResult:
         scoring.check_ids(self._model, batch)
-        packed = self._packed
+        packed = self._packs(batch)
         try:
             with learning_mode(self._model, packed), self._autocast():
                 found = self._outputs(loss.want, temperature, packed)
@@ -388,6 +397,8 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
 
     def _write(self, path: Path, merged: bool) -> None:
         loading.save_model(self._model, None if merged else self._head, self.tokenizer, path, merged=merged)
+        if self._processor is not None:
+            self._processor.save(path)
 
     def save_state(self, path: Path) -> None:
         """Write optimizer, schedule and version as safetensors and JSON."""
@@ -447,11 +458,30 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
         decodes = paths_of(self._model, self._settings.decode)
         return check(self._model, self._settings, forward, score, sample=sample, decodes=decodes, **tries)
 
+    def read_pictures(self, processor: loading.Processor | None) -> None:
+        """Take a processor, so that rows may have pictures; where the self-check finds them wrong it is not taken, and
+        `selfcheck.found` says why."""
+        if not self._settings.self_check or processor is None:
+            self._processor = processor
+            return
+
+        def score(batch: DataProto) -> torch.Tensor:
+            return self._scored(batch, ("log_probs",), 1.0)["log_probs"]
+
+        def sample(requests: Sequence[Request]) -> list[Sample]:
+            asked: Any = Asked(requests)
+            asked.join(len(requests))
+            decode(PicturedRows(self._model, requests), self.tokenizer, asked, self._eos, 0, len(requests))
+            return asked.answers
+
+        right, found = check_pictures(self._model, processor, score, sample)
+        self.selfcheck = replace(self.selfcheck, found={**self.selfcheck.found, **found})
+        self._processor = processor if right else None
+
     # --- inside -----------------------------------------------------------------------------
 
-    @property
-    def _packed(self) -> bool:
-        return scoring.packs(self._model, self._settings)
+    def _packs(self, batch: DataProto) -> bool:
+        return scoring.packs(self._model, self._settings, batch)
 
     def _passes(self, batch: DataProto, packed: bool) -> Iterator[tuple[torch.Tensor, DataProto, int]]:
         return scoring.passes(self._model, batch, self._settings.micro_batch_tokens, packed)
@@ -489,4 +519,5 @@ def local(
     if chosen.self_check:
         engine.selfcheck = engine.examine()
     model.workbench_paths = engine.selfcheck.paths
+    engine.read_pictures(loading.open_processor(folder, model, tokenizer))
     return engine

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from workbench.base.errors import EngineError, boundary, first_line
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import hidden_size
+
+log = logging.getLogger("workbench")
 
 
 def resolve(path: str | Path, *, elsewhere: bool = False) -> str | Path:
@@ -105,10 +108,10 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
     With the setting `lora_rank` new adapters are added, with `named` as their base. An `empty` model is on the meta device:
     shapes and configuration without memory.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
+    from transformers import AutoConfig
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
     base, there = lora.base_of(Path(path)), torch.device("meta") if empty else nullcontext()
     if base is not None:
         model = load_model(resolve(base), settings.replace(lora_rank=0), empty=empty)
@@ -120,17 +123,90 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
     trust = {"trust_remote_code": settings.trust_remote_code}
     given = trust | ({"attn_implementation": settings.attn_implementation} if settings.attn_implementation else {})
     with boundary(f"loading the model {str(path)!r}", EngineError):
+        config = AutoConfig.from_pretrained(str(path), **trust)
         if empty:
             with there, torch.random.fork_rng(devices=[]):
-                config = AutoConfig.from_pretrained(str(path), **trust)
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **given)
+                model = _kind(config).from_config(config, dtype=torch.float32, **given)
         else:
-            model = pretrained(AutoModelForCausalLM, path, **given)
+            model = pretrained(_kind(config), path, **given)
     model = model.to("meta" if empty else chosen_device(settings.device))
     if settings.lora_rank:
         with there:
             lora.add(model, lora.config_of(settings, named or str(path)))
     return model.eval()
+
+
+def _kind(config: Any) -> Any:
+    """transformers' class that opens a model: a causal one; where there is none, one of text and pictures."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    # a model with code of its own names its class in `auto_map`
+    causal = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
+    both = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if both and not causal else AutoModelForCausalLM
+
+
+def open_processor(path: str | Path, model: Any, tokenizer: Any) -> Processor | None:
+    """The processor of a vision-language model's text and pictures; None for any other model.
+
+    Its part for videos, which needs torchvision, is left out, and pictures are resized by Pillow, alike on every machine.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    name = model.config.model_type
+    if type(model).__name__ != MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(name):
+        return None
+    try:
+        images = transformers.AutoImageProcessor.from_pretrained(str(path), backend="pil")
+        whole: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[name])
+        record, _ = whole.get_processor_dict(str(path))
+        stills: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(lambda cls: list(_PARTS))})
+        processor = stills.from_args_and_dict([images, tokenizer], record)
+    except (
+        OSError,
+        ImportError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        ValueError,
+    ) as error:  # text is read without it
+        log.warning("%s reads text alone: no processor of pictures: %s", type(model).__name__, first_line(error))
+        return None
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = processor.chat_template
+    return Processor(processor, {name: one for name, one in record.items() if name != "chat_template"})
+
+
+_PARTS = ("image_processor", "tokenizer")
+_BY_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+"""What a processor returns for each token; all else is of the pictures."""
+
+
+class Processor:
+    """transformers' processor of a vision-language model, for a text and its pictures; made by `open_processor`."""
+
+    def __init__(self, whole: Any, record: Mapping[str, Any]) -> None:
+        self._whole, self._record = whole, record
+        self.tokenizer = whole.tokenizer
+        self.image_processor = whole.image_processor
+
+    @property
+    def place(self) -> str:
+        """What stands for a picture in a text."""
+        return str(self._whole.image_token)
+
+    def encode(self, text: str, images: Sequence[Any]) -> tuple[list[int], dict[str, torch.Tensor]]:
+        """(token ids of a text, the model's inputs for its pictures, PIL images in the order of their places)."""
+        made = self._whole(text=[text], images=list(images), add_special_tokens=False, return_tensors="pt")
+        return made["input_ids"][0].tolist(), {name: one for name, one in made.items() if name not in _BY_TOKEN}
+
+    def save(self, path: Path) -> None:
+        """Write the part for pictures to a model folder."""
+        self.image_processor.save_pretrained(path)
+        if self._record:
+            (path / "processor_config.json").write_text(json.dumps(self._record, indent=2), encoding="utf-8")
 
 
 def pretrained(kind: Any, path: str | Path, **given: Any) -> Any:

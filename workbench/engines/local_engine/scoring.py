@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from workbench.base import runtime
 from workbench.base.errors import EngineError
-from workbench.dataproto.columns import declared
+from workbench.dataproto.columns import PIXELS, declared
 from workbench.dataproto.core import DataProto
-from workbench.engines.local_engine import lora, tree
+from workbench.engines.local_engine import lora, pictures, tree
 from workbench.engines.local_engine.head import Head, head_of, linear_head
 from workbench.engines.local_engine.loading import check_length
 from workbench.functional.kl import full_kl
@@ -30,13 +30,14 @@ def flash(model: Any) -> bool:
     return "flash" in str(getattr(model.config, "_attn_implementation", ""))
 
 
-def packs(model: Any, settings: Any) -> bool:
+def packs(model: Any, settings: Any, batch: DataProto | None = None) -> bool:
     """Whether rows go through the model without padding, by the setting `pack`: what they have in common goes through it once.
+    Those of a batch with pictures never do.
 
     With `auto` where that is proven (`model.workbench_paths`, from the self-check; without one, where every attention asks
     transformers' interface) and nothing is dropped out. Raises `EngineError` where `yes` asks for it and it is not.
     """
-    if settings.pack == "no":
+    if settings.pack == "no" or (batch is not None and PIXELS in batch):
         return False
     why = _unpacked(model, settings)
     if settings.pack == "yes" and why:
@@ -105,7 +106,8 @@ def trimmed(rows: DataProto) -> tuple[DataProto, int]:
         else:  # a column of a custom stage: per response token where it is as wide as one
             letter = "T" if tensor.dim() > 1 and tensor.shape[1] == old_t else ""
         cut[name] = tensor[:, spans[letter]] if letter in spans else tensor
-    return DataProto(cut, None, rows.meta_info), new_t
+    pixels = {PIXELS: rows.non_tensor_batch[PIXELS]} if PIXELS in rows else None
+    return DataProto(cut, pixels, rows.meta_info), new_t
 
 
 def check_ids(model: Any, batch: DataProto) -> None:
@@ -159,8 +161,21 @@ class Rows:
         return spread(values, self._mask)
 
 
+class Pictured(Rows):
+    """Padded rows with pictures, by the model's own forward."""
+
+    def __init__(self, rows: DataProto, model: Any) -> None:
+        super().__init__(rows, packed=False)
+        given, t = self._given, self._mask.shape[1]
+        lengths = rows["attention_mask"][:, :-t].sum(-1, keepdim=True)
+        own = torch.arange(given["input_ids"].shape[1], device=lengths.device) >= lengths
+        self._given = pictures.given(model, given["input_ids"], given["attention_mask"], rows[PIXELS], own)
+
+
 def layout(model: Any, rows: DataProto, packed: bool) -> Layout:
     """How rows go through a model: padded, or packed as a tree; with flash attention packed side by side."""
+    if PIXELS in rows:
+        return Pictured(rows, model)
     return tree.Tree(rows) if packed and not flash(model) else Rows(rows, packed)
 
 

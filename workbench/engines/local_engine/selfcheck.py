@@ -9,17 +9,20 @@ vocabulary, so that a wrong scale is seen in a model of small logits, too.
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from workbench.base.errors import EngineError, Interrupted, first_line
+from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine.head import OWN, Head, linear_head
+from workbench.engines.local_engine.pictures import given
 from workbench.engines.protocol import Request, Sample, SamplingSettings
 
 log = logging.getLogger("workbench")
@@ -219,6 +222,65 @@ class _Judge:
         )
         expected = f"the model's own log-probs up to {self.tolerance:.0e} of their spread ({self.spread:.2g} nats)"
         raise EngineError(f"{what} with {self.name} would be wrong", expected=expected, found=found, do=do)
+
+
+def check_pictures(
+    model: Any,
+    processor: Any,
+    score: Callable[[DataProto], Tensor],
+    sample: Callable[[Sequence[Request]], Sequence[Sample]],
+) -> tuple[bool, dict[str, float | str]]:
+    """(whether rows with pictures are scored and sampled as the model's own forward has them, what was found).
+
+    Tried are two rows of different lengths, one with two pictures of noise.
+    """
+    name = type(model).__name__
+    try:
+        prompts = _pictured_prompts(processor)
+    except Exception as error:  # noqa: BLE001 - whatever a library's processor raises: text is read without it
+        log.warning("%s reads text alone: %s", name, first_line(error))
+        return False, {PICTURED: first_line(error, 120)}
+
+    def forward(ids: Tensor) -> Tensor:
+        logits = []
+        for row in ids:  # one at a time, without padding or positions of ours
+            begun = [(len(one), pixels) for one, pixels in prompts if one == tuple(row[: len(one)].tolist())]
+            size, pixels = max(begun, key=lambda one: one[0])  # one prompt begins as the other
+            own = (torch.arange(len(row), device=row.device) >= size)[None]
+            told = given(model, row[None], torch.ones_like(row[None]), [pixels], own)
+            del told["position_ids"]
+            logits.append(model(**told, use_cache=False).logits)
+        return torch.cat(logits)
+
+    judge, cells = _Judge(model, forward, (False,), float, False), [pixels for _, pixels in prompts]
+    with narrowed(model), torch.no_grad():
+        rows = [(prompt, row[1]) for (prompt, _), row in zip(prompts, _rows(model), strict=False)]
+        requests = [replace(one, pixels=pixels) for one, pixels in zip(_requests(rows), cells, strict=True)]
+        try:
+            judge.look(rows)
+        except EngineError as error:
+            judge.found[PICTURED] = first_line(error, 120)
+        else:
+            batch = batch_of(rows).with_columns({PIXELS: cells})
+            if judge.proves(PICTURED, lambda: (rows, list(score(batch)))):
+                right = judge.proves(f"{PICTURED}, sampled", lambda: _made(rows, sample(requests)))
+                if right:
+                    return True, judge.found
+    log.warning("%s reads text alone, its pictures are not computed rightly here: %s", name, judge.found)
+    return False, judge.found
+
+
+PICTURED = "rows with pictures"
+
+
+def _pictured_prompts(processor: Any) -> list[tuple[tuple[int, ...], Mapping[str, Tensor]]]:
+    """Token ids and pixel inputs of a prompt with one picture of noise, and of one with two."""
+    from PIL import Image
+
+    noise, sizes = random.Random(0), ((64, 48), (56, 84))
+    seen = [Image.frombytes("RGB", size, noise.randbytes(size[0] * size[1] * 3)) for size in sizes]
+    made = [processor.encode(f"a {' a '.join([processor.place] * count)} a", seen[:count]) for count in (1, 2)]
+    return [(tuple(ids), pixels) for ids, pixels in made]
 
 
 class Asked:
