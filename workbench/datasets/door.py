@@ -69,7 +69,7 @@ def rows(
     made, source, read_as = _read(x, replace(how, data_source=_called(reward)), limit)
     result = made_of(made, max_prompt_length, source, read_as)
     if reward is not None:
-        scorable(result, reward)
+        scorable([*result.views()], reward)
     return result
 
 

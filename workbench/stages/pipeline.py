@@ -226,7 +226,7 @@ def _made(what: str, given: Any) -> Stage:
     if inspect.isclass(given):
         if issubclass(given, FunctionStage):
             return given()
-        do: str | None = f"construct it: {given.__name__}(…)"
+        do = f"construct it: {given.__name__}(…)"
     elif isinstance(given, Stage):
         return given
     elif callable(given):
