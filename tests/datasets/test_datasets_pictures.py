@@ -13,7 +13,7 @@ import workbench as wb
 from workbench.base.errors import DataError
 from workbench.datasets import pictures
 from workbench.datasets.pictures import Picture
-from workbench.datasets.records import rows_of
+from workbench.datasets.records import Reading
 from workbench.datasets.rows import Rows
 
 TEXT = {"type": "text", "text": "w5"}
@@ -38,7 +38,7 @@ def spellings(folder: Path) -> dict[str, Any]:
 
 
 def test_every_spelling_becomes_the_same_row(tmp_path: Path) -> None:
-    found = {name: rows_of([row])[0] for name, row in spellings(tmp_path).items()}
+    found = {name: Reading().read([row])[0][0] for name, row in spellings(tmp_path).items()}
     expected = [{"role": "user", "content": [{"type": "image"}, TEXT]}], [Picture.read(ONE, "")]
     for name, row in found.items():
         assert (row["prompt"], row["images"]) == expected, name
@@ -47,7 +47,7 @@ def test_every_spelling_becomes_the_same_row(tmp_path: Path) -> None:
 
 def test_pictures_stand_where_the_text_says() -> None:
     row = {"prompt": "w1<image> w2 <image>", "images": [ONE, png(1)], "other": 3}
-    (made,) = rows_of([row])
+    ((made,), _) = Reading().read([row])
     texts = [{"type": "text", "text": "w1"}, {"type": "image"}, {"type": "text", "text": " w2 "}, {"type": "image"}]
     assert made["prompt"][0]["content"] == texts and made["other"] == 3
     assert pictures.text_of(texts) == row["prompt"]
@@ -75,7 +75,7 @@ def test_what_is_no_picture_or_has_no_place_is_refused(
 ) -> None:
     monkeypatch.setattr(pictures, "MOST_PIXELS", 1000)
     with pytest.raises(DataError, match=words):
-        rows_of([{"prompt": prompt, "images": images}])
+        Reading().read([{"prompt": prompt, "images": images}])
 
 
 def test_the_hash_and_the_split_of_rows_see_the_pictures() -> None:

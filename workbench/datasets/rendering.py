@@ -191,6 +191,12 @@ def encode_rows(
     return [ids[place] for place in range(len(chats))], pixels
 
 
+def as_read(reader: Any, chat: Any, seen: Sequence[Picture] | None = None, **switches: Any) -> str:
+    """A prompt exactly as the model reads it; `reader` is its tokenizer, or where pictures are `seen` its processor."""
+    ((ids,), _), tokenizer = encode_rows(reader, [chat], {0: seen} if seen else {}, **switches), tokenizer_of(reader)
+    return str(tokenizer.decode(ids)) if hasattr(tokenizer, "decode") else f"{len(ids)} tokens"
+
+
 def tokenizer_of(reader: Any) -> Any:
     """The tokenizer of a processor; a tokenizer itself."""
     return reader.tokenizer if hasattr(reader, "image_processor") else reader

@@ -11,7 +11,6 @@ from workbench.base.errors import DataError
 from workbench.base.shown import Shown
 from workbench.datasets.pictures import IMAGES, text_of
 from workbench.datasets.records import CHAT, has_answer, truth_kinds, truth_of
-from workbench.datasets.rendering import encode_rows, tokenizer_of
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -96,13 +95,6 @@ def report(
         over_limit=sum(length > limit for length in lengths) if limit is not None else 0,
         limit=limit,
     )
-
-
-def as_read(reader: Any, row: Mapping[str, Any], switches: Mapping[str, Any]) -> str:
-    """A row's prompt exactly as the model reads it; `reader` is its tokenizer, or for rows with pictures its processor."""
-    seen = {0: row[IMAGES]} if row.get(IMAGES) else {}
-    ((ids,), _), tokenizer = encode_rows(reader, [row[CHAT]], seen, **switches), tokenizer_of(reader)
-    return str(tokenizer.decode(ids)) if hasattr(tokenizer, "decode") else f"{len(ids)} tokens"
 
 
 def _said(row: Mapping[str, Any]) -> str:

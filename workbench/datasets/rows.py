@@ -23,8 +23,8 @@ from workbench.dataproto.columns import COLUMNS
 from workbench.dataproto.core import DataProto, Origin
 from workbench.datasets.pictures import IMAGES, text_of
 from workbench.datasets.records import CHAT, Reading
-from workbench.datasets.rendering import bounds, encode_rows, tokenizer_of
-from workbench.datasets.report import Report, as_read, report, scorable
+from workbench.datasets.rendering import as_read, bounds, encode_rows, tokenizer_of
+from workbench.datasets.report import Report, report, scorable
 
 
 def permutation(rows: int, seed: int, epoch: int) -> list[int]:
@@ -213,7 +213,11 @@ class Rows(Shown):
         """
         lengths = self.prompt_lengths(tokenizer, **switches) if tokenizer is not None else []
         made = report(self._rows, self.columns, lengths, self.max_prompt_length)
-        first = "" if tokenizer is None or not self._rows else as_read(tokenizer, self._rows[0], switches)
+        first = (
+            ""
+            if tokenizer is None or not self._rows
+            else as_read(tokenizer, self._rows[0][CHAT], self._rows[0].get(IMAGES), **switches)
+        )
         judged = "" if reward is None else scorable(self._rows, reward)
         return replace(made, read_as=self.read_as, first=first, template=self._template(tokenizer), scorable=judged)
 

@@ -133,8 +133,7 @@ def train(
         eval_rows, test_freq, val_samples: validate on these rows every so many steps, with so many samples per prompt.
         save_freq, trace_freq: save a checkpoint, record a trace, every so many steps. 0 means after the last step only, as
             for `test_freq`; validation also comes before the first step.
-        keep_updates: MiB of recorded update inputs, from which any step's weights can be computed again (`run.stepper`,
-            `run.engine`); 0 records none.
+        keep_updates: MiB of recorded update inputs, from which any step's weights are made again (`run.stepper`); 0: none.
         keep_val: how many validations' samples stay in `val/` (`run.val`): the newest ones.
         break_if: gets a step's metrics; where it returns true the loop stops before that step's update. The returned
             run's `.stopped` is a Stepper at that place; a job saves the trace and raises `RunStopped`. Every stage then runs
