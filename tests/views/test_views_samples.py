@@ -108,7 +108,7 @@ def test_by_group_says_the_prompt_once() -> None:
     ("chat", "question"),
     [
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "a"),
-        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}], "[image] what?"),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}], "<image>what?"),
         ([{"role": "system", "content": "s"}], "s"),
         ("plain", "plain"),
         (None, ""),

@@ -152,8 +152,8 @@ def mentioned(prompt: Any) -> bool:
     """Whether a prompt may have pictures among its parts."""
     if isinstance(prompt, str):
         return prompt.lstrip()[:1] in ("[", "{") and any(f'"{kind}"' in prompt for kind in _KINDS)
-    contents = [turn.get("content") if isinstance(turn, Mapping) else None for turn in prompt or ()]
-    return any(map(_pictured, [prompt, *contents])) if isinstance(prompt, list) else False
+    turns = prompt if isinstance(prompt, list) else []
+    return _pictured(turns) or any(isinstance(turn, Mapping) and _pictured(turn.get("content")) for turn in turns)
 
 
 def _pictured(content: Any) -> bool:
