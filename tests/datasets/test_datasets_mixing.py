@@ -78,7 +78,9 @@ def test_each_part_is_drawn_in_epochs_of_its_own(few: int, size: int, seed: int)
 def test_a_mix_is_rows_to_all_that_read_rows() -> None:
     made = mix({"a": rows(3, "a", data_source="x"), "b": rows(5, "b")}, weights={"b": 3, "a": 1})
     assert (
-        len(made) == 8 and made.columns[-1] == "data_part" and list(made.values("data_source")) == ["x"] * 3 + ["b"] * 5
+        len(made) == 8
+        and made.columns[-1] == "data_part"
+        and list(made.values("data_source")) == ["x"] * 3 + ["rows"] * 5
     )
     assert len(list(made.views())) == 8 and [len(batch) for batch in made.in_order(5)] == [5, 3]
     assert made.report().parts == {"a": 3, "b": 5} and "parts" in dict(made.report().lines())
@@ -205,7 +207,7 @@ def test_new_rows_are_drawn_from_the_next_step_on_and_the_past_stays_as_it_was(t
     drawn = grow(made, range(1, 9))
     assert not any("'" in text for text in drawn[0]) and sum("'" in text for batch in drawn for text in batch) >= 4
     assert [texts(made.batch(4, step=step)) for step in range(1, 9)] == drawn
-    parents = {("a", "a"), ("b", "of b")}
+    parents = {("a", "rows"), ("b", "of b")}
     assert {(one["data_part"], one["data_source"]) for one in list(made)[12:]} == parents
     again = growing(base)
     again.restore(tmp_path, 5)

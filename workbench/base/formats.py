@@ -25,6 +25,8 @@ _MOVED = {
     "agents.tools.shipped": "agents.tools.gsm8k agents.tools.python agents.tools.search",
     "compat.dumps": "compat.dump_files",
     "compat.verl_reward": "reward_settings",
+    "datasets.boxes:last_box": "rewards.scorers.boxes:last_box",
+    "datasets.converters:convert": "datasets.gsm8k:convert",
     "datasets.door:rows": "datasets.load:load datasets.rows:load",
     "datasets.rendering": "datasets.templates",
     "datasets.rows": "datasets.gsm8k datasets.load datasets.order",

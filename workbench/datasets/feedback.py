@@ -200,7 +200,7 @@ class Growing(Recorded):
 
     def _checked(self, record: Any, parent: Mapping[str, Any], place: str) -> dict[str, Any]:
         """A new row as it will be read from the file; what it does not say of its kind is its parent's."""
-        ((row,), _) = Reading().read([record], place)
+        ((row,), _) = Reading(data_source=parent.get("data_source") or "rows").read([record], place)
         try:
             row = json.loads(json.dumps(row, allow_nan=False))
         except (TypeError, ValueError) as cause:

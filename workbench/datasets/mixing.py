@@ -228,7 +228,7 @@ class Stages(Composite):
 
 def _labelled(row: dict[str, Any], part: str) -> dict[str, Any]:
     inner = f"/{row['data_part']}" if row.get("data_part") else ""
-    return {**row, "data_part": f"{part}{inner}", "data_source": row.get("data_source") or part}
+    return {**row, "data_part": f"{part}{inner}"}
 
 
 def check_part(part: Any, what: str) -> Rows:
@@ -253,7 +253,7 @@ def mix(
     """Mix data sets: every batch has rows of each by its weight, within less than one row, and all together exactly.
 
     Rows get the column `data_part`, the name of their part, by which metrics are grouped (`val-core/<part>/…`,
-    `data/<part>/…`), and where they have no `data_source` that name, too. Each part has its own order and epochs.
+    `data/<part>/…`). Each part has its own order and epochs.
 
     Args:
         parts: name → rows; a list of rows is named by their `data_source`, where each has one of its own, else 0, 1, ….

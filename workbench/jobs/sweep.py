@@ -255,6 +255,11 @@ class _Runner:
             process.send_signal(number)
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def _child() -> None:
     """A job's process: `run_notebook`, stopped by SIGTERM where the sweep was killed."""
     job = json.loads(sys.argv[1])
@@ -265,10 +270,8 @@ def _child() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=ends_with_the_sweep, daemon=True).start()
-    result = run_notebook(
-        job["notebook"], job["values"], kernel=job["kernel"], skip_look=True, say=lambda line: print(line, flush=True)
-    )
-    print(result.error, flush=True)
+    result = run_notebook(job["notebook"], job["values"], kernel=job["kernel"], skip_look=True, say=_say)
+    _say(result.error)
     sys.exit(result.code)
 
 
