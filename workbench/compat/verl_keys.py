@@ -262,17 +262,18 @@ trainer.resume_from_path | refused unless null checkpoints/ | engines.local(path
 trainer.max_actor_ckpt_to_keep | hardware | train(keep_checkpoints) | at least 2 | 2, where verl keeps all
 trainer.max_critic_ckpt_to_keep | hardware | train(keep_checkpoints) | as the actor's
 trainer.rollout_data_dir | hardware | train(trace_freq) | whole steps, in the run folder
-trainer.validation_data_dir | hardware | — | in the run folder
+trainer.validation_data_dir | hardware | train(keep_val) | in the run folder
 trainer.default_local_dir | hardware | train(run) | the run folder
+trainer.project_name | hardware | train(project) | the project of the trackers
 trainer.experiment_name | hardware | train(run) | the run folder's name, without default_local_dir
 trainer.run_name | alias | trainer.experiment_name
-trainer.logger | hardware | train(trackers) | beside the run folder's own files
+trainer.logger | hardware | train(trackers) | beside the run folder's own files; without those that are not installed
 trainer.{v1.trainer_mode,scheduler} | near unless sync null | train(ahead) | ahead=1: a step ahead at most
 trainer.v1.sampler.* | near | train(ahead) | rows are one step old at most
 trainer.v1.* | near | train(ahead) | a step ahead at most
 trainer.{fixed_eval,ref_update_freq} | refused unless null False 0 | — | the reference is frozen
 trainer.balance_batch | near | — | rows are balanced over ranks at each pass, and stay in their mini-batch
-trainer.{project_name,log_val_generations,log_generation_samples,device,nnodes,n_gpus_per_node,default_hdfs_dir,del_local_ckpt_after_load,esi_redundant_time,remove_previous_ckpt_in_save,ray_wait_register_center_timeout,use_v1,use_legacy_worker_impl,log_freq,rl_logging_board_dir,tensorboard_dir,profile_steps,controller_nsight_options.*,worker_nsight_options.*,npu_profile.*} | hardware | — | where it runs, and what is written
+trainer.{log_val_generations,log_generation_samples,device,nnodes,n_gpus_per_node,default_hdfs_dir,del_local_ckpt_after_load,esi_redundant_time,remove_previous_ckpt_in_save,ray_wait_register_center_timeout,use_v1,use_legacy_worker_impl,log_freq,rl_logging_board_dir,tensorboard_dir,profile_steps,controller_nsight_options.*,worker_nsight_options.*,npu_profile.*} | hardware | — | where it runs, and what is written
 reward.{reward_model,reward.reward_model}.rollout.{dtype,max_model_len} | near | rewards.RewardModel | the reward model's own; rounds otherwise
 reward_model.{enable_resource_pool,nnodes,n_gpus_per_node,profiler.*} | hardware | — | where the reward model is
 reward_model.rollout.{free_cache_engine,skip_tokenizer_init,enforce_eager,load_format,max_num_seqs,max_num_batched_tokens,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,data_parallel_size,expert_parallel_size,disable_log_stats} | hardware | — | how the reward model's server works

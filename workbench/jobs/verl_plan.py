@@ -402,6 +402,7 @@ def _train(read: _Read) -> dict[str, Any]:
         "keep_checkpoints": None if kept is None else max(2, kept),
         "trace_freq": 1 if read("trainer.rollout_data_dir") else None,
         "ahead": 1 if ahead else None,
+        "project": read("trainer.project_name"),
         "trackers": None if logger is None else [one for one in ([logger] if isinstance(logger, str) else logger) if _there(one)],
     }  # fmt: skip
     found = {name: one for name, one in found.items() if one is not None}
