@@ -495,8 +495,9 @@ def _files(source: Any, step: int | None) -> list[Path]:
     """The files, by step where their names say it."""
     found: list[Path] = []
     with boundary(f"looking for {describe(source)}", DataError):
-        for path in files.find(source):
-            found += _inside(path) if path.is_dir() else [path]
+        for given in [source] if isinstance(source, str | Path) else source:
+            path = Path(given).expanduser()
+            found += _inside(path) if path.is_dir() else files.find(given)
     steps = {path: _step_in(path) for path in found}
     if step is not None:
         found = [path for path in found if steps[path] == step] or found
