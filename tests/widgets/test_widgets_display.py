@@ -223,7 +223,7 @@ def test_tensorboard_finds_the_events_of_a_run_and_of_many(tmp_path: Path) -> No
     from workbench.runs.trackers import TRACKERS
 
     for name in ("one", "two"):
-        tracker = TRACKERS["tensorboard"](tmp_path / name)
+        tracker = TRACKERS["tensorboard"](tmp_path / name, "workbench", name)
         for step in (1, 2):
             tracker.log({"critic/score/mean": step / 4, "timing_s/step": 1.0}, step)
         tracker.close()
