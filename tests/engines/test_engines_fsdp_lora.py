@@ -71,7 +71,8 @@ def test_updates_equal_the_local_engines(where: Group, batch: DataProto, tokens:
         a, b = (learn(engine, batch) for engine in (there, here))
         for name in ("loss", "grad_norm", "lr"):
             assert a.metrics[name].result() == pytest.approx(b.metrics[name].result(), rel=1e-5), name
-    torch.testing.assert_close(scored(there, batch), scored(here, batch), atol=2e-5, rtol=0)
+    # Adam makes rounding larger: 1.2e-5 to 2.1e-5 by the kind of CPU, beside a change of 1e-3 and more
+    torch.testing.assert_close(scored(there, batch), scored(here, batch), atol=4e-5, rtol=0)
     assert (scored(there, batch) - scored(base, batch)).abs().max() > 1e-3
     torch.testing.assert_close(scored(reference, batch), scored(base, batch), atol=5e-6, rtol=0)
     assert reference.describe()["lora_rank"] == 0 and reference.describe()["as_loaded"]

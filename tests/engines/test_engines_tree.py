@@ -223,11 +223,11 @@ def test_what_is_not_proven_is_refused_or_padded(folder: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed (the extra `peft`)")
     dropped: dict[str, Any] = {"device": "cpu", "lora_rank": 4, "lora_dropout": 0.1}
     batch = labelled(group(20, (5, 9)))
-    assert not local(folder, **dropped)._packed
+    assert not local(folder, **dropped)._packs(batch)
     with pytest.raises(EngineError, match="pack='yes'.*lora_dropout=0.1"):
         local(folder, pack="yes", **dropped).compute_log_probs(batch)
     engine = local(folder, device="cpu", pack="yes")
     engine._model.workbench_paths = Paths(pack=False)
     with pytest.raises(EngineError, match="no proof"):
         engine.compute_log_probs(batch)
-    assert not local(folder, device="cpu", attn_implementation="eager")._packed
+    assert not local(folder, device="cpu", attn_implementation="eager")._packs(batch)

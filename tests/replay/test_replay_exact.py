@@ -138,6 +138,8 @@ def test_an_update_of_somebody_elses_is_never_left_out_in_silence(tiny: str, tmp
     run = wb.train_blocking(pipe, rows, steps=3, batch_size=4, run=tmp_path / "r", save_freq=2)
     assert torch.equal(*(one.snapshot()["weights"]["model.norm.weight"] for one in (run.engine(3), engine)))
     shutil.rmtree(run.path / "checkpoints" / "step_000003")
+    assert torch.equal(*(one.snapshot()["weights"]["model.norm.weight"] for one in (run.engine(3), engine)))
+    Mine.__name__ = "Theirs"  # as in a process in which its cell has not been run
     with pytest.raises(PipelineError, match="'update_actor' of the run cannot be run again here"):
         run.engine(3)
     s = run.stepper(3).run(until="advantage")

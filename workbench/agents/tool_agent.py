@@ -130,7 +130,10 @@ class ToolAgent(AgentLoopBase):
         """The agent's settings by name: limits, the tools' schemas, the names of parser and interactions."""
         parser = type(self._parser).__name__ if self._parser else None
         own = {"tools": self._box.schemas, "parser": parser, "interactions": sorted(self._interactions)}
-        return {**super().describe(), **own}
+        found = {**super().describe(), **own}
+        if self.max_tool_calls is None:  # runs of before there was this limit go on
+            del found["max_tool_calls"]
+        return found
 
     def __repr__(self) -> str:
         parts = [f"{self.name}: {', '.join((*self._box.tools, *self._interactions)) or 'no tools'}"]

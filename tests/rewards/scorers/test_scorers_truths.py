@@ -279,5 +279,5 @@ def test_rows_are_looked_at_without_copies() -> None:
 def test_code_rows_without_readable_tests_are_refused_before_a_run() -> None:
     reward = as_reward(code(object()))  # type: ignore[arg-type]
     assert reward.check_rows(rows([{"inputs": ["1"], "outputs": ["1"]}])) == ""
-    with pytest.raises(DataError, match="0 of 2 truths"):
+    with pytest.raises(DataError, match="1 of 2 rows cannot be read by code"):
         reward.check_rows(rows(["not tests", None], "apps"))
