@@ -47,3 +47,28 @@ def test_own_rows_own_reward_another_reward_beside_it(tiny: str, mine: Path, tmp
         wb.Stepper(wb.recipes.grpo(engine, group_size=2, max_tokens=4), rows.batch(2)).run(until="reward")
     with pytest.raises(RunError, match=r"step 3 cannot be opened at 'reward'.*trace_freq=1.* keeps every trace"):
         run.stepper(3, at="reward")
+
+
+def test_what_is_handed_in_wrongly_is_named_at_the_door(tiny: str, tmp_path: Path) -> None:
+    engine = wb.engines.local(tiny, device="cpu")
+
+    def mine(response: str) -> float:
+        return float(len(response))
+
+    with pytest.raises(WorkbenchError, match=r"several are one: wb.rewards.Rubric"):
+        wb.recipes.grpo(engine, [mine, mine])
+    pipe = wb.recipes.grpo(engine, mine, group_size=2, max_tokens=4)
+    with pytest.raises(WorkbenchError, match=r"rows; expected Rows; found 'my.jsonl'; make them: wb.rows"):
+        wb.train_blocking(pipe, "my.jsonl", steps=1, run=tmp_path / "r")  # type: ignore[arg-type]
+    with pytest.raises(WorkbenchError, match=r"batch of a stepper; expected a DataProto"):
+        wb.Stepper(pipe, [{"prompt": "1+1?"}])  # type: ignore[arg-type]
+
+
+def test_rows_of_a_mix_that_lack_what_the_reward_reads_are_counted(
+    tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_a = wb.rows([{"q": f"{n}+1?", "a": n + 1} for n in range(8)], prompt="q", answer="a")
+    mixed = wb.datasets.mix({"a": with_a, "b": wb.rows([{"prompt": f"{n}+2?"} for n in range(8)])})
+    pipe = wb.recipes.grpo(wb.engines.local(tiny, device="cpu"), lambda response, a: 1.0, group_size=2, max_tokens=4)
+    wb.train_blocking(pipe, mixed, steps=1, batch_size=4, run=tmp_path / "r", trackers=(), display=None)
+    assert "8 of 16 rows have no 'a'" in caplog.text

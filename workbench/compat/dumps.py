@@ -437,7 +437,7 @@ def _contradicted(total: _Column, advantage: _Column, uids: Sequence[str]) -> bo
 
 
 _NAMES_LIMIT = 1000
-_STEP_IN_NAME = re.compile(r"(?:completions_)?(\d{1,15})", re.ASCII)
+_STEP_IN_NAME = re.compile(r"(?:completions_|step_)?(\d{1,15})", re.ASCII)
 _HALF = re.compile("[\ud800-\udfff]")
 _HALF_ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -486,7 +486,7 @@ def _read(place: str, record: Any, file: int, named: int | None) -> Record:
 
 
 def _step_in(path: Path) -> int | None:
-    """3 for `3.jsonl` (verl) and `completions_00003.parquet` (TRL)."""
+    """3 for `3.jsonl` (verl), `completions_00003.parquet` (TRL) and `step_000003.parquet` (ours)."""
     named = _STEP_IN_NAME.fullmatch(path.stem)
     return int(named[1]) if named else None
 

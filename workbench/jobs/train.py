@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base.config import require
-from workbench.base.errors import RunError, SettingError, message
+from workbench.base.errors import DataError, RunError, SettingError, describe, message
 from workbench.base.files import write_bytes, write_text
 from workbench.base.runtime import Control
 from workbench.datasets import Rows
@@ -172,6 +172,9 @@ async def _trained(
     observers: Sequence[Observer],
     **planned: Any,
 ) -> Run:
+    for name, one in (("rows", rows), ("eval_rows", rows if eval_rows is None else eval_rows)):
+        if not isinstance(one, Rows):
+            raise DataError(name, expected="Rows", found=describe(one), do="make them: wb.rows(…)")
     resume = os.environ.get("WORKBENCH_RESUME", "never") if resume is None else resume
     plan = Plan(steps=_steps(steps, epochs, rows, planned["batch_size"]), **planned)
     _check_arguments(plan, resume, display, trackers)

@@ -16,7 +16,7 @@ from typing import Any
 
 from workbench.base import runtime
 from workbench.base.config import require, source_of
-from workbench.base.errors import DataError, first_line, unknown
+from workbench.base.errors import DataError, describe, first_line, unknown
 from workbench.base.shown import Shown
 from workbench.dataproto.columns import declared
 from workbench.datasets.records import has_user, truth_of
@@ -335,6 +335,13 @@ def as_reward(function: Any = None, **options: Any) -> BaseReward:
         options = {"name": name, **options}
         # ours says more under the module's own name: what it extracted, and why
         function = getattr(function, name, function.compute_score)
+    if not callable(function):
+        do = (
+            'several are one: wb.rewards.Rubric({"right": f, "short": g})'
+            if isinstance(function, list | tuple)
+            else None
+        )
+        raise DataError("reward", expected="a function, a file or a reward", found=describe(function), do=do)
     if getattr(function, "in_process", False) is True:
         return Reward(function, **{"in_process": True, "timeout": getattr(function, "row_timeout", 30.0), **options})
     return Reward(function, **options)

@@ -134,20 +134,28 @@ def evaluate_file(
     Example:
         >>> wb.rewards.evaluate_file("gen.parquet", reward=my_reward).pass_at_k  # doctest: +SKIP
     """
-    batch = read_dump(source, kind=kind, step=step)
-    marks = batch["greedy"].tolist() if "greedy" in batch else [False] * len(batch)
-    wanted = greedy if greedy is not None else all(marks)
-    rows = [row for row, mark in enumerate(marks) if mark == wanted]
-    if not rows:
-        raise DataError(f"no {'greedy' if wanted else 'sampled'} response in the file", found=f"{len(batch)} others")
+    batch, wanted = _of_one_policy(read_dump(source, kind=kind, step=step), greedy)
     old = [name for name in batch.columns if name in ("reward", "scored", "score") or name.startswith(_REWARDS)]
-    batch = batch.without(*old).select_idxs(rows)
+    batch = batch.without(*old)
     function = reward.function if isinstance(reward, Reward) else as_reward(reward)
     columns = {"prompt" if name == "raw_prompt" else name: list(batch[name]) for name in batch.non_tensor_batch}
     unscorable = function.check_rows({name: cells[row] for name, cells in columns.items()} for row in range(len(batch)))
     if unscorable:
         log.warning("truths: %s", unscorable)
     return _evaluation(batch.with_columns(score_columns(function.score(batch))), greedy=wanted)
+
+
+def _of_one_policy(batch: DataProto, greedy: bool | None) -> tuple[DataProto, bool]:
+    """(the greedy or the sampled responses of a dump, whether they are greedy). Raises `DataError` for several steps, or none."""
+    if "step" in batch and len(steps := sorted({*batch["step"].tolist()})) > 1:
+        do = f"take one: step={steps[-1]}"
+        raise DataError("responses of several steps", expected="one step", found=steps, do=do)
+    marks = batch["greedy"].tolist() if "greedy" in batch else [False] * len(batch)
+    wanted = greedy if greedy is not None else all(marks)
+    rows = [row for row, mark in enumerate(marks) if mark == wanted]
+    if not rows:
+        raise DataError(f"no {'greedy' if wanted else 'sampled'} response in the file", found=f"{len(batch)} others")
+    return batch.select_idxs(rows), wanted
 
 
 def score_rows(rollout: Rollout, reward: Reward, batches: Iterable[DataProto]) -> Evaluation:

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -84,6 +85,7 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
     reward.function.check_signature((*first.columns, *blank))  # before the pipeline's check: it knows the nearest name
     pipeline.check(first)
     unscorable = list(filter(None, (_unscorable(reward.function, part) for part in parts)))
+    unscorable += [note for part in parts for note in _lacking(reward.function, part)]
     for note in unscorable:
         log.warning("truths: %s", note)
     prompt, sources = prompts.limit(rows), Counter(map(str, rows.values("data_source"))).most_common(6)
@@ -101,6 +103,14 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
     findings += [("truths", note) for note in unscorable]
     tried = _tried(reward, first[:2], tokenizer, blank)
     return Preflight(rows, eval_rows, (*findings, ("reward function", tried)), prompts.found)
+
+
+def _lacking(reward: Any, rows: Rows) -> list[str]:
+    """Columns that a reward's arguments get and that some rows lack, in sentences: a mix of data sets has such."""
+    asked = [found[1] for source in reward.binding.values() if (found := re.fullmatch(r"column '(.+)'", str(source)))]
+    missing = {name: sum(row.get(name) is None for row in rows.views()) for name in asked if name in rows.columns}
+    read = f"which {reward.name} reads: it gets None for them"
+    return [f"{number:,} of {len(rows):,} rows have no {name!r}, {read}" for name, number in missing.items() if number]
 
 
 def _unscorable(reward: Any, rows: Rows) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from workbench.agents.stepping import EpisodeStepper
 from workbench.base.config import source_of
-from workbench.base.errors import PipelineError
+from workbench.base.errors import DataError, PipelineError, describe
 from workbench.base.memory import forget_last_error
 from workbench.base.metrics import reduce
 from workbench.base.shown import Shown
@@ -82,6 +82,9 @@ class Stepper(Shown):
     _keeper: type[Snapshots] = Snapshots
 
     def __init__(self, pipeline: Pipeline | Sequence[Stage], batch: DataProto, **settings: Any) -> None:
+        if not isinstance(batch, DataProto):
+            do = "take one of rows: wb.rows(…).batch(8)"
+            raise DataError("batch of a stepper", expected="a DataProto", found=describe(batch), do=do)
         self._pipeline = pipeline if isinstance(pipeline, Pipeline) else Pipeline(pipeline, given=batch.columns)
         self._pipeline.check(batch)
         self._trace = Trace(batch)
