@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.compat.verl_account import Row, account, canonical
-from workbench.compat.verl_command import Command, parsed
+from workbench.compat.verl_account import Row, account, canonical, has_turns
+from workbench.compat.verl_command import Command, parsed, read_command
 from workbench.compat.verl_keys import entries, find, keys, known
 
 COMMANDS = Path(__file__).parent / "verl_commands.txt"
@@ -174,3 +174,25 @@ def test_the_spellings_of_the_guide_are_verls() -> None:
         "algorithm.use_kl_in_reward": True,
         "algorithm.kl_ctrl.kl_coef": 0.01,
     }
+
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def test_lengths_are_the_samplers_own_where_it_has_any() -> None:
+    given = {f"{ROLLOUT}.prompt_length": 200, f"{ROLLOUT}.response_length": 100}
+    assert not [
+        row for row in account(Command({**given, f"{ROLLOUT}.max_model_len": 300}, {}, "")) if "cuts" in row.why
+    ]
+    assert [row for row in account(Command({**given, f"{ROLLOUT}.max_model_len": 299}, {}, "")) if "cuts" in row.why]
+
+
+def test_the_loops_name_counts_where_turns_are_switched_off() -> None:
+    given = {f"{ROLLOUT}.multi_turn.enable": False, f"{ROLLOUT}.agent.default_agent_loop": "tool_agent"}
+    assert has_turns(given) and "the tools run" in account(Command(given, {}, ""))[-1].why
+    assert not has_turns({f"{ROLLOUT}.multi_turn.enable": False, f"{ROLLOUT}.multi_turn.tool_config_path": "t.yaml"})
+
+
+def test_a_long_command_on_one_line_is_no_path() -> None:
+    words = "python3 -m verl.trainer.main_ppo " + " ".join(f"data.train_files=/a/{number}.yaml" for number in range(20))
+    assert read_command(words).settings == {"data.train_files": "/a/19.yaml"}

@@ -52,8 +52,14 @@ def has_critic(values: Mapping[str, Any]) -> bool:
 def has_turns(values: Mapping[str, Any]) -> bool:
     """Whether episodes have several turns: asked for, by the loop's name, or by files of tools or users."""
     loop = str(values.get(f"{_ROLLOUT}.agent.default_agent_loop", ""))
-    named = loop.startswith("tool_agent") or any(values.get(file) for file in _FILES)
-    return bool(values.get(f"{_TURNS}.enable", named))
+    named = any(values.get(file) for file in _FILES)
+    return loop.startswith("tool_agent") or bool(values.get(f"{_TURNS}.enable", named))
+
+
+def longest(values: Mapping[str, Any], part: str) -> Any:
+    """Tokens of the longest `prompt` or `response`: the sampler's own number, or else the data's."""
+    key = f"data.max_{part}_length"
+    return values.get(f"{_ROLLOUT}.{part}_length") or values.get(key) or DEFAULTS[key]
 
 
 _SWITCHES: Mapping[str, tuple[Callable[[Mapping[str, Any]], bool], str]] = {
@@ -200,6 +206,10 @@ def _together(values: Mapping[str, Any]) -> Iterator[Row]:
     if method in GROUPED and values.get(f"{_ROLLOUT}.n", 1) == 1:
         why = 'every group is one row: its advantage is its bare score, as in verl (`singleton="verl"`)'
         yield Row(f"algorithm.adv_estimator + {_ROLLOUT}.n", f"{method}, 1", "Advantage(singleton)", "near", why)
+    loop = str(values.get(f"{_ROLLOUT}.agent.default_agent_loop", ""))
+    if loop.startswith("tool_agent") and values.get(f"{_TURNS}.enable") is False:
+        why = "the loop's name counts, as in verl from 0.7 on: the tools run"
+        yield Row(f"{_TURNS}.enable + {_ROLLOUT}.agent.default_agent_loop", f"False, {loop}", "ToolAgent", "near", why)
     yield from _sizes(values)
 
 
@@ -210,12 +220,10 @@ def _sizes(values: Mapping[str, Any]) -> Iterator[Row]:
     if _numbers(mini, batch) and mini > batch:
         why = "a mini-batch is a part of the batch; both count prompts"
         yield Row(f"{_ACTOR}.ppo_mini_batch_size + data.train_batch_size", f"{mini}, {batch}", "—", "refused", why)
-    prompt, response = (
-        values.get(key, DEFAULTS[key]) for key in ("data.max_prompt_length", "data.max_response_length")
-    )
-    longest = values.get(f"{_ROLLOUT}.max_model_len")
-    if _numbers(prompt, response, longest) and prompt + response > longest:
-        told = f"{longest}, {prompt} + {response}"
+    prompt, response = longest(values, "prompt"), longest(values, "response")
+    room = values.get(f"{_ROLLOUT}.max_model_len")
+    if _numbers(prompt, response, room) and prompt + response > room:
+        told = f"{room}, {prompt} + {response}"
         yield Row(
             f"{_ROLLOUT}.max_model_len + data.max_*_length", told, "—", "refused", "verl's sampler cuts responses there"
         )
