@@ -196,3 +196,50 @@ def test_the_loops_name_counts_where_turns_are_switched_off() -> None:
 def test_a_long_command_on_one_line_is_no_path() -> None:
     words = "python3 -m verl.trainer.main_ppo " + " ".join(f"data.train_files=/a/{number}.yaml" for number in range(20))
     assert read_command(words).settings == {"data.train_files": "/a/19.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("actor_rollout_ref.actor.optim.wieght_decay", 0, "refused"),
+        ("critic.optim.wieght_decay", False, "refused"),
+        ("actor_rollout_ref.actor.optim.lr_wsd_decay_style", "exponential", "exact"),
+        ("critic.optim.override_optimizer_config.offload_fraction", 0.5, "hardware"),
+        ("critic.optim.override_optimizer_config.beta3", 0.5, "refused"),
+        ("actor_rollout_ref.model.lora.adapter_path", "/a", "refused"),
+        ("actor_rollout_ref.model.lora.rnak", 8, "refused"),
+        ("critic.model.lora.use_dora", True, "refused"),
+        (f"{ROLLOUT}.engine_kwargs.vllm.quantization", "fp8", "refused"),
+        (f"{ROLLOUT}.engine_kwargs.sglang.context_length", 4096, "refused"),
+        (f"{ROLLOUT}.engine_kwargs.vllm.swap_space", 4, "near"),
+        (f"{ROLLOUT}.do_sample", False, "refused"),
+        ("actor_rollout_ref.actor.megatron.override_mcore_model_config.a", 1, "refused"),
+        ("critic.megatron.override_mcore_model_config", {}, "exact"),
+        ("actor_rollout_ref.ref.veomni.fsdp_sise", 8, "refused"),
+        ("critic.torchtitan.extra", {"a": 1}, "refused"),
+        ("actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32", True, "near"),
+        ("data.image_key", "picture", "refused"),
+        ("data.image_key", "images", "exact"),
+        ("reward_model.reward_loop_source", "register", "exact"),
+        ("reward_model.megatron.param_offload", True, "hardware"),
+    ],
+)
+def test_a_kind_is_of_name_and_value(key: str, value: Any, kind: str) -> None:
+    row = account(Command({"algorithm.adv_estimator": "gae", key: value}, {}, ""))[1]
+    assert (row.key, row.kind) == (key, kind), row
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"actor_rollout_ref.actor.grad_clip": 0.5, "actor_rollout_ref.actor.optim.clip_grad": 1.0}, "refused"),
+        ({"algorithm.adv_estimator": "remax", "algorithm.filter_groups.enable": True}, "refused"),
+        ({"algorithm.adv_estimator": "grpo_vectorized", "algorithm.norm_adv_by_std_in_grpo": False}, "near"),
+    ],
+)
+def test_two_settings_have_a_row_together(settings: dict[str, Any], kind: str) -> None:
+    assert [
+        row.kind
+        for row in account(Command(settings, {}, ""))
+        if row.key in map(" + ".join, (settings, [*settings][::-1]))
+    ] == [kind]

@@ -241,3 +241,10 @@ def test_held_out_rows_have_their_own_limit_and_the_loss_the_samplers_width(engi
     assert len(rows) == 10 and held is not None and len(held) == 4096
     found = settings_of(pipe)
     assert found["update_actor"]["loss_scale_factor"] == "6.0" and found["rollout"]["max_tokens"] == "6"
+
+
+def test_a_tool_parser_that_is_not_there_is_refused() -> None:
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    job = wb.compat.verl({f"{turns}.enable": True, f"{turns}.format": "qwen9"})
+    assert any("qwen9" in row.why for row in job.refused)
+    assert not wb.compat.verl({f"{turns}.enable": True, f"{turns}.format": "hermes"}).refused

@@ -10,7 +10,7 @@ from typing import Any
 
 from workbench import agents, engines, recipes
 from workbench.base.errors import SettingError, unknown
-from workbench.compat.verl_account import Row, account, canonical
+from workbench.compat.verl_account import Row, account, canonical, has_turns
 from workbench.compat.verl_command import Command, read_command
 from workbench.compat.verl_keys import DEFAULTS, entries, find, keys, known
 from workbench.compat.verl_reward import reward_from
@@ -21,6 +21,7 @@ from workbench.stages.pipeline import Pipeline
 from workbench.views import document as doc
 
 _MINI, _BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size", "data.train_batch_size"
+_FORMAT = "actor_rollout_ref.rollout.multi_turn.format"
 _SHORT = {
     "model": "actor_rollout_ref.model.path", "steps": "trainer.total_training_steps", "max_tokens": "data.max_response_length",
     "max_prompt_length": "data.max_prompt_length", "n": "actor_rollout_ref.rollout.n", "kl_coef": "actor_rollout_ref.actor.kl_loss_coef",
@@ -215,7 +216,22 @@ def verl(source: Any, *, command: int | None = None) -> VerlJob:
 
 
 def _job(command: Command) -> VerlJob:
-    return VerlJob(command.settings, command.source, tuple(account(command)), command.left_out)
+    rows = (_of_parser(row, command.settings) for row in account(command))
+    return VerlJob(command.settings, command.source, tuple(rows), command.left_out)
+
+
+def _of_parser(row: Row, settings: Mapping[str, Any]) -> Row:
+    """The row, refused where it names a tool parser that there is not; parsers stand above the table."""
+    wrong = (
+        row.key == _FORMAT and row.kind == "exact" and has_turns(canonical(settings)) and row.value not in _parsers()
+    )
+    return (
+        row._replace(becomes="—", kind="refused", why=unknown("tool parser", row.value, _parsers())) if wrong else row
+    )
+
+
+def _parsers() -> tuple[str, ...]:
+    return (*agents.parsers.parser_names(), "None")
 
 
 def _planned(job: VerlJob, *, policy: bool = True) -> Plan:

@@ -257,8 +257,7 @@ def _clip(read: _Read) -> dict[str, float]:
 def _sampling(read: _Read) -> dict[str, Any]:
     given = _at(read, "SamplingSettings")
     given = {"temperature": 1.0, **given, "max_tokens": longest(read.values, "response")}
-    greedy = read(f"{_ROLLOUT}.do_sample") is False
-    given["temperature"] = 0.0 if greedy else read(f"{_ROLLOUT}.temperature", 1.0)
+    given["temperature"] = read(f"{_ROLLOUT}.temperature", 1.0)
     usual = SamplingSettings()
     given = {name: value for name, value in given.items() if value is not None and value != getattr(usual, name)}
     more = set(given) - {"temperature", "max_tokens"}
