@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.compat.verl_account import Row, account, canonical
-from workbench.compat.verl_command import Command, parsed
+from workbench.compat.verl_account import Row, account, canonical, has_turns
+from workbench.compat.verl_command import Command, parsed, read_command
 from workbench.compat.verl_keys import entries, find, keys, known
 
 COMMANDS = Path(__file__).parent / "verl_commands.txt"
@@ -174,3 +174,72 @@ def test_the_spellings_of_the_guide_are_verls() -> None:
         "algorithm.use_kl_in_reward": True,
         "algorithm.kl_ctrl.kl_coef": 0.01,
     }
+
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def test_lengths_are_the_samplers_own_where_it_has_any() -> None:
+    given = {f"{ROLLOUT}.prompt_length": 200, f"{ROLLOUT}.response_length": 100}
+    assert not [
+        row for row in account(Command({**given, f"{ROLLOUT}.max_model_len": 300}, {}, "")) if "cuts" in row.why
+    ]
+    assert [row for row in account(Command({**given, f"{ROLLOUT}.max_model_len": 299}, {}, "")) if "cuts" in row.why]
+
+
+def test_the_loops_name_counts_where_turns_are_switched_off() -> None:
+    given = {f"{ROLLOUT}.multi_turn.enable": False, f"{ROLLOUT}.agent.default_agent_loop": "tool_agent"}
+    assert has_turns(given) and "the tools run" in account(Command(given, {}, ""))[-1].why
+    assert not has_turns({f"{ROLLOUT}.multi_turn.enable": False, f"{ROLLOUT}.multi_turn.tool_config_path": "t.yaml"})
+
+
+def test_a_long_command_on_one_line_is_no_path() -> None:
+    words = "python3 -m verl.trainer.main_ppo " + " ".join(f"data.train_files=/a/{number}.yaml" for number in range(20))
+    assert read_command(words).settings == {"data.train_files": "/a/19.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("actor_rollout_ref.actor.optim.wieght_decay", 0, "refused"),
+        ("critic.optim.wieght_decay", False, "refused"),
+        ("actor_rollout_ref.actor.optim.lr_wsd_decay_style", "exponential", "exact"),
+        ("critic.optim.override_optimizer_config.offload_fraction", 0.5, "hardware"),
+        ("critic.optim.override_optimizer_config.beta3", 0.5, "refused"),
+        ("actor_rollout_ref.model.lora.adapter_path", "/a", "refused"),
+        ("actor_rollout_ref.model.lora.rnak", 8, "refused"),
+        ("critic.model.lora.use_dora", True, "refused"),
+        (f"{ROLLOUT}.engine_kwargs.vllm.quantization", "fp8", "refused"),
+        (f"{ROLLOUT}.engine_kwargs.sglang.context_length", 4096, "refused"),
+        (f"{ROLLOUT}.engine_kwargs.vllm.swap_space", 4, "near"),
+        (f"{ROLLOUT}.do_sample", False, "refused"),
+        ("actor_rollout_ref.actor.megatron.override_mcore_model_config.a", 1, "refused"),
+        ("critic.megatron.override_mcore_model_config", {}, "exact"),
+        ("actor_rollout_ref.ref.veomni.fsdp_sise", 8, "refused"),
+        ("critic.torchtitan.extra", {"a": 1}, "refused"),
+        ("actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32", True, "near"),
+        ("data.image_key", "picture", "refused"),
+        ("data.image_key", "images", "exact"),
+        ("reward_model.reward_loop_source", "register", "exact"),
+        ("reward_model.megatron.param_offload", True, "hardware"),
+    ],
+)
+def test_a_kind_is_of_name_and_value(key: str, value: Any, kind: str) -> None:
+    row = account(Command({"algorithm.adv_estimator": "gae", key: value}, {}, ""))[1]
+    assert (row.key, row.kind) == (key, kind), row
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"actor_rollout_ref.actor.grad_clip": 0.5, "actor_rollout_ref.actor.optim.clip_grad": 1.0}, "refused"),
+        ({"algorithm.adv_estimator": "remax", "algorithm.filter_groups.enable": True}, "refused"),
+        ({"algorithm.adv_estimator": "grpo_vectorized", "algorithm.norm_adv_by_std_in_grpo": False}, "near"),
+    ],
+)
+def test_two_settings_have_a_row_together(settings: dict[str, Any], kind: str) -> None:
+    assert [
+        row.kind
+        for row in account(Command(settings, {}, ""))
+        if row.key in map(" + ".join, (settings, [*settings][::-1]))
+    ] == [kind]

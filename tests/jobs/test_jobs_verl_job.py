@@ -214,3 +214,37 @@ def test_translate_refuses_a_file_without_a_command(tmp_path: Path, capsys: pyte
     (tmp_path / "x.sh").write_text("ls\n")
     assert main(["translate", str(tmp_path / "x.sh")]) == 2
     assert "no verl command" in capsys.readouterr().err
+
+
+def test_a_warm_up_of_a_share_needs_the_number_of_steps(tmp_path: Path) -> None:
+    given = {
+        "algorithm.adv_estimator": "gae",
+        "trainer.total_epochs": 10,
+        "actor_rollout_ref.model.path": "x",
+        "data.train_files": TRAIN,
+    }
+    for place in ("actor_rollout_ref.actor", "critic"):
+        job = wb.compat.verl({**given, f"{place}.optim.lr_warmup_steps_ratio": 0.1})
+        with pytest.raises(SettingError, match="number of steps"):
+            job.open()
+        with pytest.raises(SettingError, match="number of steps"):
+            job.notebook(tmp_path / "a.ipynb")
+    made = plan(canonical(job.with_settings(steps=20, train_batch_size=8, ppo_mini_batch_size=8).settings))
+    assert made.critic is not None and made.critic["warmup_steps"] == 2
+
+
+def test_held_out_rows_have_their_own_limit_and_the_loss_the_samplers_width(engine: Any) -> None:
+    given = {**COMMANDS["grpo, KL in the reward"], "data.train_max_samples": 10, "data.val_max_samples": -1}
+    pipe, rows, held, _ = opened(
+        {**given, "actor_rollout_ref.rollout.response_length": 6}, engine, val_files=TRAIN, train_batch_size=2
+    )
+    assert len(rows) == 10 and held is not None and len(held) == 4096
+    found = settings_of(pipe)
+    assert found["update_actor"]["loss_scale_factor"] == "6.0" and found["rollout"]["max_tokens"] == "6"
+
+
+def test_a_tool_parser_that_is_not_there_is_refused() -> None:
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    job = wb.compat.verl({f"{turns}.enable": True, f"{turns}.format": "qwen9"})
+    assert any("qwen9" in row.why for row in job.refused)
+    assert not wb.compat.verl({f"{turns}.enable": True, f"{turns}.format": "hermes"}).refused

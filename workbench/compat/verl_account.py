@@ -52,8 +52,14 @@ def has_critic(values: Mapping[str, Any]) -> bool:
 def has_turns(values: Mapping[str, Any]) -> bool:
     """Whether episodes have several turns: asked for, by the loop's name, or by files of tools or users."""
     loop = str(values.get(f"{_ROLLOUT}.agent.default_agent_loop", ""))
-    named = loop.startswith("tool_agent") or any(values.get(file) for file in _FILES)
-    return bool(values.get(f"{_TURNS}.enable", named))
+    named = any(values.get(file) for file in _FILES)
+    return loop.startswith("tool_agent") or bool(values.get(f"{_TURNS}.enable", named))
+
+
+def longest(values: Mapping[str, Any], part: str) -> Any:
+    """Tokens of the longest `prompt` or `response`: the sampler's own number, or else the data's."""
+    key = f"data.max_{part}_length"
+    return values.get(f"{_ROLLOUT}.{part}_length") or values.get(key) or DEFAULTS[key]
 
 
 _SWITCHES: Mapping[str, tuple[Callable[[Mapping[str, Any]], bool], str]] = {
@@ -200,7 +206,29 @@ def _together(values: Mapping[str, Any]) -> Iterator[Row]:
     if method in GROUPED and values.get(f"{_ROLLOUT}.n", 1) == 1:
         why = 'every group is one row: its advantage is its bare score, as in verl (`singleton="verl"`)'
         yield Row(f"algorithm.adv_estimator + {_ROLLOUT}.n", f"{method}, 1", "Advantage(singleton)", "near", why)
+    yield from _named(values, method)
     yield from _sizes(values)
+
+
+def _named(values: Mapping[str, Any], method: str) -> Iterator[Row]:
+    """Names that do not fit each other: of an estimator, a loop, one number under two names."""
+    loop = str(values.get(f"{_ROLLOUT}.agent.default_agent_loop", ""))
+    if loop.startswith("tool_agent") and values.get(f"{_TURNS}.enable") is False:
+        why = "the loop's name counts, as in verl from 0.7 on: the tools run"
+        yield Row(f"{_TURNS}.enable + {_ROLLOUT}.agent.default_agent_loop", f"False, {loop}", "ToolAgent", "near", why)
+    if values.get("algorithm.filter_groups.enable") and method in ("gae", "remax"):
+        why = f"dynamic sampling compares a prompt's samples, {method} does not"
+        yield Row("algorithm.filter_groups.enable + algorithm.adv_estimator", f"True, {method}", "—", "refused", why)
+    if method == "grpo_vectorized" and values.get("algorithm.norm_adv_by_std_in_grpo") is False:
+        why = "not divided by the deviation, as it says; verl's grpo_vectorized divides all the same"
+        yield Row(
+            "algorithm.adv_estimator + algorithm.norm_adv_by_std_in_grpo", f"{method}, False", "Advantage", "near", why
+        )
+    for place in (_ACTOR, "critic"):
+        first, second = (values.get(f"{place}.{name}") for name in ("grad_clip", "optim.clip_grad"))
+        if first is not None and second is not None and first != second:
+            why = "one number under two names: leave one out"
+            yield Row(f"{place}.grad_clip + {place}.optim.clip_grad", f"{first}, {second}", "—", "refused", why)
 
 
 def _sizes(values: Mapping[str, Any]) -> Iterator[Row]:
@@ -210,12 +238,10 @@ def _sizes(values: Mapping[str, Any]) -> Iterator[Row]:
     if _numbers(mini, batch) and mini > batch:
         why = "a mini-batch is a part of the batch; both count prompts"
         yield Row(f"{_ACTOR}.ppo_mini_batch_size + data.train_batch_size", f"{mini}, {batch}", "—", "refused", why)
-    prompt, response = (
-        values.get(key, DEFAULTS[key]) for key in ("data.max_prompt_length", "data.max_response_length")
-    )
-    longest = values.get(f"{_ROLLOUT}.max_model_len")
-    if _numbers(prompt, response, longest) and prompt + response > longest:
-        told = f"{longest}, {prompt} + {response}"
+    prompt, response = longest(values, "prompt"), longest(values, "response")
+    room = values.get(f"{_ROLLOUT}.max_model_len")
+    if _numbers(prompt, response, room) and prompt + response > room:
+        told = f"{room}, {prompt} + {response}"
         yield Row(
             f"{_ROLLOUT}.max_model_len + data.max_*_length", told, "—", "refused", "verl's sampler cuts responses there"
         )

@@ -120,11 +120,14 @@ def _typed(value: Any) -> Any:
 
 
 def _is_path(text: str) -> bool:
-    return (
-        "\n" not in text
-        and len(text) < 4096
-        and (Path(text).suffix in (".sh", ".yaml", ".yml") or Path(text).is_file())
-    )
+    if "\n" in text or len(text) >= 4096:
+        return False
+    if Path(text).suffix in (".sh", ".yaml", ".yml") and "=" not in text:
+        return True
+    try:
+        return Path(text).is_file()
+    except OSError:  # longer than a file's name may be: a command
+        return False
 
 
 # --- words and files ------------------------------------------------------------------------------

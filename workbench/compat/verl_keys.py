@@ -24,16 +24,22 @@ actor_rollout_ref.actor.optim.clip_grad | exact | LocalSettings.grad_clip |  | =
 actor_rollout_ref.actor.grad_clip | exact | LocalSettings.grad_clip |  | =
 actor_rollout_ref.actor.optim.lr_scheduler_type | near unless constant | LocalSettings.schedule | by optimizer steps, where verl counts training steps
 actor_rollout_ref.actor.optim.{warmup_style,lr_decay_style,lr_scheduler_name} | alias | actor_rollout_ref.actor.optim.lr_scheduler_type
-actor_rollout_ref.actor.optim.lr_warmup_steps | near unless null -1 0 | LocalSettings.warmup_steps | by optimizer steps, where verl counts training steps
-actor_rollout_ref.actor.optim.lr_warmup_steps_ratio | near unless null 0 | LocalSettings.warmup_steps | of all optimizer steps, where verl counts training steps
+actor_rollout_ref.actor.optim.lr_warmup_steps | near unless null -1 0 | LocalSettings.warmup_steps | by optimizer steps, where verl counts training steps; the first step has 1/n of the rate, where verl's has 0
+actor_rollout_ref.actor.optim.lr_warmup_steps_ratio | near unless null 0 | LocalSettings.warmup_steps | of all optimizer steps, where verl counts training steps; the first step has 1/n of the rate, where verl's has 0
 actor_rollout_ref.actor.optim.total_training_steps | near | — | the schedule is as long as the run
 actor_rollout_ref.actor.optim.{optimizer,name} | refused unless AdamW adamw adam | — | AdamW
 actor_rollout_ref.actor.optim.{min_lr_ratio,min_lr,min_lr_factor,lr_warmup_init} | refused unless null 0 | — | cosine goes down to 0
 actor_rollout_ref.actor.optim.num_cycles | refused unless null 0.5 | — | cosine is half a period
 actor_rollout_ref.actor.optim.optimizer_impl | refused unless torch.optim | — | torch's AdamW
-actor_rollout_ref.actor.optim.override_optimizer_config.{optimizer_cpu_offload,optimizer_offload_fraction,offload_fraction,overlap_cpu_optimizer_d2h_h2d} | hardware | — | where the optimizer's state is
-actor_rollout_ref.actor.optim.override_optimizer_config.use_precision_aware_optimizer | near | — | moments are float32 here
-actor_rollout_ref.actor.optim.* | refused unless null 0 1 False {} adamw 1e-08 fp32 constant | — | AdamW with the settings of LocalSettings
+{actor_rollout_ref.actor,critic}.optim.override_optimizer_config.{optimizer_cpu_offload,optimizer_offload_fraction,offload_fraction,overlap_cpu_optimizer_d2h_h2d} | hardware | — | where the optimizer's state is
+{actor_rollout_ref.actor,critic}.optim.override_optimizer_config.use_precision_aware_optimizer | near | — | moments are float32 here
+{actor_rollout_ref.actor,critic}.optim.{eps,min_lr,min_lr_factor,lr_min,lr_start,lr_warmup_init,lr_decay_steps,lr_wsd_decay_steps,use_checkpoint_opt_param_scheduler,use_precision_aware_optimizer,use_layer_wise_distributed_optimizer} | refused unless null 0 False 1e-08 | — | AdamW with the settings of LocalSettings
+{actor_rollout_ref.actor,critic}.optim.{grad_clip,lr_decay_ratio} | refused unless null 1 | — | AdamW with the settings of LocalSettings
+{actor_rollout_ref.actor,critic}.optim.zero_indexed_step | refused unless null True | — | steps count from 0
+{actor_rollout_ref.actor,critic}.optim.{decay_type,weight_decay_incr_style,lr_wsd_decay_style} | refused unless null constant exponential | — | the schedule is constant or cosine, the weight decay constant
+{actor_rollout_ref.actor,critic}.optim.{main_grads_dtype,exp_avg_dtype,exp_avg_sq_dtype} | refused unless null fp32 | — | gradients and moments are float32
+{actor_rollout_ref.actor,critic}.optim.muon_{momentum,nesterov,split_qkv,scale_mode,coefficient_type,num_ns_steps,tp_mode,fp32_matmul_prec,extra_scale_factor,scalar_optimizer,match_adamw_update_rms} | refused unless null 0.95 True False spectral quintic 5 blockwise medium 1 adam | — | no Muon
+{actor_rollout_ref.actor,critic}.optim.override_optimizer_config* | refused unless null {} 0 False fp32 | — | AdamW with the settings of LocalSettings
 actor_rollout_ref.actor.ppo_max_token_len_per_gpu | hardware | LocalSettings.micro_batch_tokens |  | =
 actor_rollout_ref.actor.use_dynamic_bsz | hardware | — | always: a micro-batch is a budget of tokens, and changes memory alone
 actor_rollout_ref.actor.{ppo_micro_batch_size,ppo_micro_batch_size_per_gpu} | hardware | — | a micro-batch is a budget of tokens, and changes memory alone
@@ -41,7 +47,7 @@ actor_rollout_ref.actor.ppo_mini_batch_size | exact | grpo(ppo_mini_batch_size) 
 actor_rollout_ref.actor.ppo_epochs | exact | grpo(ppo_epochs) |  | =
 actor_rollout_ref.actor.shuffle | exact | Update(shuffle) |  | =
 actor_rollout_ref.actor.data_loader_seed | near | — | the order within a batch follows the run's seed
-actor_rollout_ref.actor.clip_ratio | near unless 0.2 | PolicyLoss.clip_ratio_low | low and high, where neither is given; verl's own 0.2 of these outranks it
+actor_rollout_ref.actor.clip_ratio | near unless 0.2 | PolicyLoss.clip_ratio_low | low and high, where those are not given; in verl their own 0.2 outranks it, so that it alone has no effect there
 actor_rollout_ref.actor.clip_ratio_low | exact | PolicyLoss.clip_ratio_low |  | =
 actor_rollout_ref.actor.clip_ratio_high | exact | PolicyLoss.clip_ratio_high |  | =
 actor_rollout_ref.actor.clip_ratio_c | exact | PolicyLoss.clip_ratio_c |  | =
@@ -74,10 +80,10 @@ actor_rollout_ref.actor.{ulysses_sequence_parallel_size,strategy,model_engine,us
 actor_rollout_ref.{actor,ref}.fsdp_config.{dtype,model_dtype,mixed_precision.*} | near | LocalSettings.dtype | weights are float32, passes bfloat16 on a GPU (`auto`): rounds otherwise
 critic.{model.fsdp_config,fsdp_config,fsdp}.{dtype,model_dtype,mixed_precision.*} | near | LocalSettings.dtype | weights are float32, passes bfloat16 on a GPU (`auto`): rounds otherwise
 actor_rollout_ref.actor.{fsdp_config,megatron}.seed | near | — | everything follows the run's seed
-actor_rollout_ref.actor.fsdp_config.full_determinism | exact | — | always on a CPU
+actor_rollout_ref.actor.fsdp_config.full_determinism | near unless False | — | always on a CPU; on a GPU as its kernels are
 actor_rollout_ref.actor.{qat,fsdp_config.qat,megatron.qat}.enable | refused unless False | — | no quantised training
-actor_rollout_ref.{actor,ref}.{megatron,fsdp_config,veomni,router_replay}*.mode | refused unless null disabled | — | no router replay, no quantised training
-actor_rollout_ref.{actor,ref}.router_replay.{record_file,replay_file} | refused unless null | — | no router replay
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{,megatron.,fsdp_config.,veomni.}router_replay.mode | refused unless null disabled | — | no router replay
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{,megatron.,fsdp_config.,veomni.}router_replay.{record_file,replay_file} | refused unless null | — | no router replay
 actor_rollout_ref.actor.qat.* | hardware if actor_rollout_ref.actor.qat.enable | — | of quantised training
 actor_rollout_ref.actor.fsdp_config.qat.* | hardware if actor_rollout_ref.actor.fsdp_config.qat.enable | — | of quantised training
 actor_rollout_ref.actor.megatron.qat.* | hardware if actor_rollout_ref.actor.megatron.qat.enable | — | of quantised training
@@ -86,12 +92,21 @@ actor_rollout_ref.actor.megatron.qat.* | hardware if actor_rollout_ref.actor.meg
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_transformer_config.{moe_router_dtype,attention_backend,context_parallel_algo} | near | — | rounds otherwise
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_transformer_config.{normalization,swiglu,multi_latent_attention,use_arbitrary_attention_mask,pipeline_model_parallel_layout} | near | — | the model is as its own configuration says
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_transformer_config.{recompute_*,account_for_*,num_layers_in_*,*fusion,*fused*,use_*,moe_grouped_gemm,moe_enable_deepep,moe_token_dispatcher_type,moe_shared_expert_overlap,deallocate_pipeline_outputs,persist_layer_norm,context_parallel_size,tensor_model_parallel_size,sequence_parallel,sequence_packing_scheduler,cp_partition_mode,max_seqlen_per_dp_cp_rank} | hardware | — | how Megatron lays the model out
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_transformer_config | refused unless null {} | — | the model as transformers has it
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_transformer_config.* | refused | — | may be another model than transformers' own
-{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_ddp_config.* | hardware | — | how ranks share the work
-{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_mcore_model_config.* | near | — | transformers' model, not Megatron's
-{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{megatron,veomni,torchtitan,engine}.{dtype,attn_implementation,attn_type,attention_backend_override,cross_entropy_loss_implementation,dsa_*,mhc_implementation,moe_implementation} | near | — | rounds otherwise
-{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{megatron,veomni,torchtitan,engine}.{*parallel_size,param_offload,grad_offload,optimizer_offload,dist_checkpointing_path,use_dist_checkpointing,*mbridge,sequence_parallel,use_distributed_optimizer,use_megatron_fsdp,use_remove_padding,use_torch_compile,activation_checkpoint,spmd_backend,fsdp_size,data_parallel_shard_size,enable_full_shard,cp,ep,etp,pp,tp,vpp,impl_cfg.*,extra} | hardware | — | how ranks share the work
-{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{megatron,veomni,torchtitan,fsdp_config.turbo_config}.* | near | — | of that engine; the model is transformers' own
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_ddp_config* | near unless null {} | — | gradients are float32: rounds otherwise
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_mcore_model_config* | refused unless null {} | — | transformers' model, not Megatron's
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{megatron,veomni,torchtitan,engine}.{dtype,mixed_precision,enable_mixed_precision,attn_implementation,attn_type,attention_backend_override,*_implementation,force_use_huggingface} | near | — | rounds otherwise
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{megatron,veomni,torchtitan,engine}.{*parallel_size,param_offload,grad_offload,optimizer_offload,dist_checkpointing_path,use_dist_checkpointing,*mbridge,sequence_parallel,use_distributed_optimizer,use_megatron_fsdp,use_remove_padding,use_torch_compile,activation_checkpoint,spmd_backend,fsdp_size,data_parallel_shard_size,data_parallel_replicate_size,enable_full_shard,cp,ep,etp,pp,tp,vpp,impl_cfg.*,reshard_after_forward,forward_prefetch,enable_forward_prefetch,use_orig_params,wrap_policy.*,entropy_*,strategy,forward_only,init_device,ckpt_manager,enable_fsdp_offload,enable_reentrant,activation_gpu_limit,basic_modules,pad_to_length,pad_to_length_bucket,pad_bshd_to_minibatch_max,dist_checkpointing_prefix,dist_ckpt_optim_fully_reshardable,distrib_optim_fully_reshardable_mem_efficient,dynamic_context_parallel,max_seqlen_per_dp_cp_rank,data_parallel_mode,max_seq_len,use_fused_kernels,use_dynamic_bsz} | hardware | — | how ranks share the work
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{megatron,veomni,torchtitan,engine}.extra | refused unless null {} | — | of that engine; the model is transformers' own
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{veomni,torchtitan}.load_checkpoint_path | refused unless null | — | open(model=…)
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{veomni,torchtitan}.full_determinism | near | — | always on a CPU; on a GPU as its kernels are
+{actor_rollout_ref.ref,critic}.megatron.seed | near | — | everything follows the run's seed
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{veomni,torchtitan}.seed | near | — | everything follows the run's seed
+{actor_rollout_ref.ref,critic}.megatron.qat.enable | refused unless False | — | no quantised training
+{actor_rollout_ref.ref,critic}.megatron.qat.* | near | — | of quantised training, which is refused
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.turbo_config.distributed.{*parallel_size,fsdp_plan.fsdp_implementation,fsdp_plan.num_to_*} | hardware | — | how ranks share the work
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.turbo_config.distributed.fsdp_plan.{param_dtype,reduce_dtype,output_dtype} | near | — | rounds otherwise
 actor_rollout_ref.actor.checkpoint.{save_contents,async_save,strict,mbridge_config} | hardware | — | weights, optimizer, schedule and controllers are always saved
 {actor_rollout_ref.actor,critic}.checkpoint.* | near | train(resume) | everything is saved and loaded, or nothing
 {actor_rollout_ref.actor,actor_rollout_ref.ref,actor_rollout_ref.rollout,critic,reward_model}.profiler.* | hardware | — | see wb.cluster
@@ -102,27 +117,32 @@ actor_rollout_ref.model.use_remove_padding | hardware | LocalSettings.pack | res
 actor_rollout_ref.model.{enable_activation_offload,use_shm,use_liger,use_fused_kernels,fused_kernel_options.*,tiled_mlp.*} | hardware | — | memory and kernels
 actor_rollout_ref.model.lora_rank | exact | LocalSettings.lora_rank |  | =
 actor_rollout_ref.model.lora_alpha | exact if actor_rollout_ref.model.lora_rank | LocalSettings.lora_alpha |  | 32, where verl has 16
-actor_rollout_ref.model.target_modules | exact if actor_rollout_ref.model.lora_rank | LocalSettings.lora_targets | all-linear: the seven of Llama-shaped models | the attention's four, where verl has all-linear
+actor_rollout_ref.model.target_modules | near if actor_rollout_ref.model.lora_rank | LocalSettings.lora_targets | names are the same; all-linear is the seven of Llama-shaped models | the attention's four, where verl has all-linear
 actor_rollout_ref.{model,actor}.lora.{rank,r} | alias | actor_rollout_ref.model.lora_rank
 actor_rollout_ref.{model,actor}.lora.{alpha,lora_alpha} | alias | actor_rollout_ref.model.lora_alpha
 actor_rollout_ref.{model,actor}.lora.target_modules | alias | actor_rollout_ref.model.target_modules
 actor_rollout_ref.actor.lora.enable | exact | LocalSettings.lora_rank | the guide's; without a rank 16
 actor_rollout_ref.model.lora.{dropout,lora_dropout} | exact if actor_rollout_ref.model.lora_rank | LocalSettings.lora_dropout
-actor_rollout_ref.model.lora.{lora_A_init_method,lora_B_init_method} | near | — | A is random, B is 0
-actor_rollout_ref.model.lora.{merge,fully_sharded_loras,dtype,type,*} | near | — | peft's adapters
+{actor_rollout_ref.model,critic.model}.lora.{lora_A_init_method,lora_B_init_method} | near | — | A is random, B is 0
+{actor_rollout_ref.model,critic.model}.lora.{merge,fully_sharded_loras,dtype,a2a_experimental} | near | — | peft's adapters
+{actor_rollout_ref.model,critic.model}.lora.type | refused unless null lora | — | LoRA's adapters
+{actor_rollout_ref.model,critic.model}.lora.dropout_position | refused unless null pre | — | dropout is before the adapters
+{actor_rollout_ref.model,critic.model}.lora.{adapter_path,exclude_modules,use_dora} | refused unless null False [] {} | — | open(model=folder of the adapter); name the layers that get adapters
+{actor_rollout_ref.model,critic.model}.lora.{freeze_vision_model,freeze_vision_projection,freeze_language_model} | refused unless null True | — | the base is frozen whole
 actor_rollout_ref.model.exclude_modules | refused unless null DONT_EXCLUDE | LocalSettings.lora_targets | name the layers that get adapters
 actor_rollout_ref.model.lora_adapter_path | refused unless null | engines.local(path) | open(model=folder of the adapter)
 actor_rollout_ref.model.trust_remote_code | exact | LocalSettings.trust_remote_code |  | =
 actor_rollout_ref.model.override_config.attn_implementation | exact | LocalSettings.attn_implementation
 actor_rollout_ref.model.override_config.{attention_dropout,embd_pdrop,resid_pdrop} | refused unless null 0 | — | change the model's config.json
 actor_rollout_ref.model.override_config.{max_position_embeddings,model_config.max_position_embeddings} | near | — | the model's own config.json says it
+{actor_rollout_ref.model,critic.model}.override_config.moe_config.freeze_moe_router | refused unless null False | — | every weight, or LoRA's, is trained
 actor_rollout_ref.model.override_config* | refused unless null {} | — | change the model's config.json
 actor_rollout_ref.model.torch_dtype | near | LocalSettings.dtype | rounds otherwise
 actor_rollout_ref.model.{tokenizer_path,hf_config_path,custom_chat_template,external_lib} | refused unless null | engines.local(path) | the model's folder has tokenizer, chat template and code
 actor_rollout_ref.model.mtp.{enable,enable_train,enable_rollout} | refused unless False | — | no multi-token prediction
 actor_rollout_ref.model.mtp.* | hardware if actor_rollout_ref.model.mtp.enable | — | of multi-token prediction
 actor_rollout_ref.ref.model.path | exact | grpo(reference) | the engine's weights at the start, where it is not given
-actor_rollout_ref.ref.{log_prob_micro_batch_size,log_prob_micro_batch_size_per_gpu,log_prob_use_dynamic_bsz,log_prob_max_token_len_per_gpu,ulysses_sequence_parallel_size,strategy,use_torch_compile,entropy_*,rollout_n,pad_to_length,optim.*,fsdp_config.*,veomni.*,torchtitan.*,megatron.*} | hardware | — | the reference is scored under the policy's settings
+actor_rollout_ref.ref.{log_prob_micro_batch_size,log_prob_micro_batch_size_per_gpu,log_prob_use_dynamic_bsz,log_prob_max_token_len_per_gpu,ulysses_sequence_parallel_size,strategy,use_torch_compile,entropy_*,rollout_n,pad_to_length,optim.*,fsdp_config.*} | hardware | — | the reference is scored under the policy's settings
 actor_rollout_ref.rollout.name | hardware | engines.vllm(…) | this process samples; open(engine=…) takes wb.engines.paired, fsdp or a cluster's
 actor_rollout_ref.rollout.n | exact | grpo(group_size) |  | 8, where verl has 1
 algorithm.group_size | alias | actor_rollout_ref.rollout.n
@@ -132,7 +152,7 @@ actor_rollout_ref.rollout.top_k | exact | SamplingSettings.top_k |  | =
 actor_rollout_ref.rollout.ignore_eos | exact | SamplingSettings.ignore_eos |  | =
 actor_rollout_ref.rollout.response_length | exact | SamplingSettings.max_tokens |  | 128, where verl has 512
 actor_rollout_ref.rollout.prompt_length | exact | wb.rows(max_prompt_length) |  | no limit, where verl has 512
-actor_rollout_ref.rollout.do_sample | exact | SamplingSettings.temperature | temperature 0 is greedy
+actor_rollout_ref.rollout.do_sample | refused unless null True | SamplingSettings.temperature | verl's agent loop does not read it in training; temperature=0 is greedy
 actor_rollout_ref.rollout.seed | near | train(seed) | a row's seed is of run, step, prompt and sample
 actor_rollout_ref.rollout.{dtype,logprobs_mode} | near | — | log-probs are at the temperature, before top-p and top-k; rounds otherwise
 actor_rollout_ref.rollout.quantization* | refused unless null | — | samples with the weights that are trained
@@ -141,6 +161,7 @@ actor_rollout_ref.rollout.over_sample_rate | refused unless null 0 | — | no re
 actor_rollout_ref.rollout.tensor_model_parallel_size | hardware | VllmSettings.tensor_parallel_size |  | 1, where verl has 2
 actor_rollout_ref.rollout.{mode,gpu_memory_utilization,data_parallel_size,expert_parallel_size,pipeline_model_parallel_size,moe_tensor_parallel_size,enforce_eager,free_cache_engine,multi_stage_wake_up,layered_summon,load_format,max_num_batched_tokens,max_num_seqs,max_model_len,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,disable_log_stats,scheduling_policy,skip_tokenizer_init,full_determinism,limit_images,enable_sleep_mode,nnodes,n_gpus_per_node,micro_batch_size,log_prob_micro_batch_size,log_prob_micro_batch_size_per_gpu,log_prob_use_dynamic_bsz,log_prob_max_token_len_per_gpu,checkpoint_engine.*,prometheus.*,trace.*,disaggregation.*,layer_name_map.*,moe_load_balance_metrics_interval} | hardware | — | how the sampler's server works
 actor_rollout_ref.rollout.engine_kwargs.*.{kv_cache_dtype,kv_cache_config.dtype,attention_backend} | near | — | rounds otherwise
+actor_rollout_ref.rollout.engine_kwargs.*.{quantization*,hf_overrides*,*rope_scaling*,json_model_override_args*,max_model_len,context_length,*generation_config*} | refused unless null {} | — | samples with the model that is trained; its lengths and sampling are settings of their own
 actor_rollout_ref.rollout.engine_kwargs* | near | — | the sampler's server's own; not passed on
 actor_rollout_ref.rollout.calculate_log_probs | exact | — | always
 actor_rollout_ref.rollout.{skip_rollout,enable_rollout_routing_replay} | refused unless False | — | every step samples; no router replay
@@ -154,7 +175,7 @@ actor_rollout_ref.rollout.multi_turn.max_user_turns | exact if multi_turn | Tool
 actor_rollout_ref.rollout.multi_turn.max_turns | alias | actor_rollout_ref.rollout.multi_turn.max_assistant_turns
 actor_rollout_ref.rollout.multi_turn.max_parallel_calls | exact if multi_turn | ToolAgent(max_parallel_calls) |  | =
 actor_rollout_ref.rollout.multi_turn.max_tool_response_length | exact if multi_turn | ToolAgent(max_tool_response_length) |  | =
-actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side | exact if multi_turn | ToolAgent(tool_response_truncate_side) |  | =
+actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side | near unless middle if multi_turn | ToolAgent(tool_response_truncate_side) | left drops the head and right the tail, as in verl from 0.8 on; before that the other way round | =
 actor_rollout_ref.rollout.multi_turn.format | exact if multi_turn | ToolAgent(parser) | the name of a tool parser
 actor_rollout_ref.rollout.multi_turn.tool_config_path | exact if multi_turn | agents.load_tools(path) | the same file
 {data.tool_config_path,tool_config_path} | alias | actor_rollout_ref.rollout.multi_turn.tool_config_path
@@ -177,12 +198,10 @@ critic.optim.lr | exact if critic | ppo(critic_lr) |  | =
 critic.optim.weight_decay | exact if critic | critic.weight_decay
 critic.optim.betas | exact if critic | critic.betas
 critic.{grad_clip,optim.clip_grad} | exact if critic | critic.grad_clip
-critic.optim.{lr_warmup_steps,lr_warmup_steps_ratio} | near unless null -1 0 | critic.warmup_steps | by optimizer steps, where verl counts training steps
+critic.optim.{lr_warmup_steps,lr_warmup_steps_ratio} | near unless null -1 0 | critic.warmup_steps | by optimizer steps, where verl counts training steps; the first step has 1/n of the rate, where verl's has 0
 critic.optim.{lr_scheduler_type,warmup_style,lr_decay_style} | refused unless null constant | — | the critic's rate is constant
 critic.optim.{total_training_steps,min_lr_ratio,num_cycles} | near | — | the critic's rate is constant
 critic.optim.{optimizer,name,optimizer_impl} | refused unless AdamW adamw torch.optim adam | — | torch's AdamW
-critic.optim.override_optimizer_config.* | near | — | moments are float32 here
-critic.optim.* | refused unless null 0 1 False {} adamw 1e-08 fp32 constant | — | torch's AdamW
 critic.cliprange_value | exact if critic | ValueLoss.cliprange_value |  | =
 critic.loss_agg_mode | exact if critic | ValueLoss.loss_agg_mode | as the actor's, where it is not given | token-mean in both
 critic.ppo_epochs | exact if critic | update_critic(ppo_epochs) | the actor's, where it is not given
@@ -192,7 +211,8 @@ critic.model.path | exact if critic | engines.local(path).critic() | the policy'
 critic.model.{tokenizer_path,external_lib} | refused unless null if critic | — | the policy's tokenizer
 critic.model.lora_rank | refused unless null 0 if critic | — | the critic trains all weights, or the policy's LoRA
 critic.model.lora.rank | alias | critic.model.lora_rank
-critic.model.{lora.*,exclude_modules,lora_adapter_path} | near | — | as the policy's LoRA
+critic.model.lora.{alpha,lora_alpha,dropout,lora_dropout,target_modules} | near | — | as the policy's LoRA
+critic.model.{exclude_modules,lora_adapter_path} | refused unless null DONT_EXCLUDE | — | as the policy's LoRA
 critic.model.mtp.* | near | — | no multi-token prediction
 critic.model.{hf_config_path,custom_chat_template} | refused unless null | — | the model's folder has them
 critic.loss_scale_factor | refused unless null | — | of seq-mean-token-sum-norm: the batch's width
@@ -200,7 +220,7 @@ critic.model.{lora_alpha,target_modules} | near | — | as the policy's LoRA
 critic.model.override_config* | refused unless null {} | — | change the model's config.json
 critic.model.{trust_remote_code,enable_gradient_checkpointing,enable_activation_offload,use_remove_padding,use_shm,use_liger,use_fused_kernels,fused_kernel_options.*} | hardware | — | the critic's engine has the policy's settings
 critic.model.tiled_mlp.* | hardware | — | memory
-critic.{model.fsdp_config,fsdp_config,fsdp,megatron,veomni,torchtitan}.* | hardware | FsdpSettings.offload | how ranks share the work
+critic.{model.fsdp_config,fsdp_config,fsdp}.* | hardware | FsdpSettings.offload | how ranks share the work
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.load_weight | refused unless True | — | weights are always loaded
 critic.{ppo_micro_batch_size,ppo_micro_batch_size_per_gpu,forward_micro_batch_size,forward_micro_batch_size_per_gpu,use_dynamic_bsz,ppo_max_token_len_per_gpu,forward_max_token_len_per_gpu,ulysses_sequence_parallel_size,strategy,rollout_n,nccl_timeout,checkpoint.save_contents,checkpoint.async_save} | hardware | — | a micro-batch is a budget of tokens, and changes memory alone
 critic.data_loader_seed | near | — | the order within a batch follows the run's seed
@@ -222,7 +242,8 @@ data.{train_max_samples,val_max_samples} | near unless null -1 | wb.rows(limit) 
 data.dataset_weights | refused | — | a mixture: open(train_files=wb.datasets.mix([rows, …], weights=[…]))
 data.{custom_cls.path,datagen.path,sampler.class_path} | refused unless null | wb.rows(records) | make rows of them, in their order, and pass open(train_files=rows)
 data.{custom_cls.name,datagen.name,sampler.class_name} | refused unless null | wb.rows(records) | see the path beside it
-data.{image_key,video_key,audio_key,image_patch_size,return_multi_modal_inputs,mm_processor_kwargs*} | near | wb.rows | pictures are in the column images
+data.{image_key,video_key,audio_key,mm_processor_kwargs*} | refused unless null images videos audios {} | wb.rows | pictures are in the column images: rename it; the processor has its own settings
+data.{image_patch_size,return_multi_modal_inputs} | near | wb.rows | pictures are in the column images
 data.{accuracy_lower_bound,accuracy_upper_bound,filter_accuracy,oversample_factor,min_response_length} | refused unless null False | — | a recipe's own
 data.{function_tool_path,tokenizer} | refused unless null | — | tools are objects; the tokenizer is the model's
 data.batch_size | refused | train(batch_size) | of generation, not of training
@@ -239,7 +260,7 @@ algorithm.kl_ctrl.horizon | exact if algorithm.use_kl_in_reward | ppo(kl_horizon
 algorithm.kl_ctrl.target_kl | exact if algorithm.use_kl_in_reward | AdaptiveKL(target) |  | =
 algorithm.filter_groups.enable | exact | dapo(rows) | the recipe `dapo`
 algorithm.filter_groups.metric | near if algorithm.filter_groups.enable | — | groups whose rewards are equal are dropped, whatever the metric
-algorithm.filter_groups.max_num_gen_batches | near if algorithm.filter_groups.enable | dapo(max_num_gen_batches) | then the step goes on, where verl stops | 4, where verl has 0 for "no limit"
+algorithm.filter_groups.max_num_gen_batches | near if algorithm.filter_groups.enable | dapo(max_num_gen_batches) | then the step goes on, where verl stops; 0, verl's no limit, is 4 | 4, where verl has 0 for "no limit"
 algorithm.filter_groups.max_inflight_gen_batches | hardware | — | one batch at a time
 algorithm.use_pf_ppo | exact | Resample | a stage behind the advantage
 algorithm.pf_ppo.reweight_method | exact if algorithm.use_pf_ppo | Resample(reweight_method) |  | =
@@ -250,7 +271,7 @@ algorithm.rollout_correction.rollout_is_threshold | exact | RolloutCorrection(ro
 algorithm.rollout_correction.rollout_is_batch_normalize | exact | RolloutCorrection(rollout_is_batch_normalize) |  | =
 algorithm.rollout_correction.{rollout_rs,rollout_rs_threshold,bypass_mode,loss_type} | exact | recipes.with_rollout_correction | the same names
 algorithm.{gdpo_reward_keys,gdpo_reward_weights} | exact if gdpo | Advantage(parts) | names of the reward's parts, and weights
-trainer.total_training_steps | exact | train(steps) |  | has to be given
+trainer.total_training_steps | near | train(steps) | as many as are asked for; verl ends with total_epochs before that | has to be given
 trainer.total_epochs | exact | train(steps) | epochs · rows // batch, where no steps are given
 trainer.save_freq | near unless null + | train(save_freq) | verl's -1 is never; here 0, at the end
 trainer.test_freq | near unless null + | train(test_freq) | verl's -1 is never; here 0, at the end
@@ -274,12 +295,15 @@ trainer.v1.* | near | train(ahead) | a step ahead at most
 trainer.{fixed_eval,ref_update_freq} | refused unless null False 0 | — | the reference is frozen
 trainer.balance_batch | near | — | rows are balanced over ranks at each pass, and stay in their mini-batch
 trainer.{log_val_generations,log_generation_samples,device,nnodes,n_gpus_per_node,default_hdfs_dir,del_local_ckpt_after_load,esi_redundant_time,remove_previous_ckpt_in_save,ray_wait_register_center_timeout,use_v1,use_legacy_worker_impl,log_freq,rl_logging_board_dir,tensorboard_dir,profile_steps,controller_nsight_options.*,worker_nsight_options.*,npu_profile.*} | hardware | — | where it runs, and what is written
-reward.{reward_model,reward.reward_model}.rollout.{dtype,max_model_len} | near | rewards.RewardModel | the reward model's own; rounds otherwise
 reward_model.{enable_resource_pool,nnodes,n_gpus_per_node,profiler.*} | hardware | — | where the reward model is
 reward_model.rollout.{free_cache_engine,skip_tokenizer_init,enforce_eager,load_format,max_num_seqs,max_num_batched_tokens,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,data_parallel_size,expert_parallel_size,disable_log_stats} | hardware | — | how the reward model's server works
 reward.reward_model.rollout.{free_cache_engine,skip_tokenizer_init,enforce_eager,load_format,max_num_seqs,max_num_batched_tokens,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,data_parallel_size,expert_parallel_size,disable_log_stats} | hardware | — | how the reward model's server works
 {reward_model,reward.reward_model}.rollout.{dtype,max_model_len} | near | rewards.RewardModel | the reward model's own; rounds otherwise
 reward_model.{enable_resource_pool,nnodes,n_gpus_per_node,strategy,launch_reward_fn_async,use_reward_loop,use_dynamic_bsz,forward_max_token_len_per_gpu,ulysses_sequence_parallel_size,micro_batch_size_per_gpu,model.use_remove_padding,model.use_shm,model.use_fused_kernels,model.fsdp_config.*,model.trust_remote_code} | hardware | — | where and how the reward model runs
+reward_model.{nccl_timeout,megatron.*} | hardware | — | where and how the reward model runs
+{reward_model,reward.reward_model}.reward_loop_source | refused unless null register | rewards.RewardModel | pass open(reward=…)
+{reward_model,reward.reward_model}.{model.override_config*,rollout.engine_kwargs*} | refused unless null {} | rewards.RewardModel | the reward model as it is
+{reward_model,reward.reward_model}.load_weight | refused unless null True | rewards.RewardModel | weights are always loaded
 reward_model.{model.input_tokenizer,model.external_lib,max_length} | refused unless null | rewards.RewardModel | the reward model's own tokenizer and lengths
 {reward,reward_model,custom_reward_function,reward_manager,sandbox_fusion}.* | exact | reward_from | the same names
 {global_profiler,ray_kwargs,ray_init,hydra,transfer_queue}.* | hardware | — | see wb.cluster

@@ -10,17 +10,18 @@ from typing import Any
 
 from workbench import agents, engines, recipes
 from workbench.base.errors import SettingError, unknown
-from workbench.compat.verl_account import Row, account, canonical
+from workbench.compat.verl_account import Row, account, canonical, has_turns
 from workbench.compat.verl_command import Command, read_command
 from workbench.compat.verl_keys import DEFAULTS, entries, find, keys, known
 from workbench.compat.verl_reward import reward_from
 from workbench.datasets.door import rows as rows_of
 from workbench.datasets.rows import Rows
-from workbench.jobs.verl_plan import Call, Plan, plan
+from workbench.jobs.verl_plan import Call, Plan, needs_steps, plan
 from workbench.stages.pipeline import Pipeline
 from workbench.views import document as doc
 
 _MINI, _BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size", "data.train_batch_size"
+_FORMAT = "actor_rollout_ref.rollout.multi_turn.format"
 _SHORT = {
     "model": "actor_rollout_ref.model.path", "steps": "trainer.total_training_steps", "max_tokens": "data.max_response_length",
     "max_prompt_length": "data.max_prompt_length", "n": "actor_rollout_ref.rollout.n", "kl_coef": "actor_rollout_ref.actor.kl_loss_coef",
@@ -144,9 +145,11 @@ class VerlJob:
             >>> run = await wb.train(pipe, rows, eval_rows=held, **how)  # doctest: +SKIP
         """
         job = self.adapted(model, train_files, val_files, without, overrides)
-        made = plan(canonical(job.settings))
+        made = _planned(job, policy=engine is None)
         policy = engine if engine is not None else _open_engine(made)
-        rows = _open_rows(train_files if isinstance(train_files, Rows) else made.train_files, made, policy)
+        rows = _open_rows(
+            train_files if isinstance(train_files, Rows) else made.train_files, made, policy, made.rows.get("limit")
+        )
         held = val_files if isinstance(val_files, Rows) else made.eval_files
         eval_rows = _open_rows(held, made, policy, made.eval_limit) if held else None
         how = dict(made.train)
@@ -184,7 +187,7 @@ class VerlJob:
         model, train_files, val_files = (overrides.pop(name, None) for name in ("model", "train_files", "val_files"))
         job = self.adapted(model, train_files, val_files, without, overrides)
         near = [row for row in job.rows if row.kind == "near"] + [row for row in self.rows if row.key in without]
-        return write(path, self.source, plan(canonical(job.settings)), near)
+        return write(path, self.source, _planned(job), near)
 
 
 def _replaced(model: Any, train_files: Any, val_files: Any) -> dict[str, Any]:
@@ -213,25 +216,43 @@ def verl(source: Any, *, command: int | None = None) -> VerlJob:
 
 
 def _job(command: Command) -> VerlJob:
-    return VerlJob(command.settings, command.source, tuple(account(command)), command.left_out)
+    rows = (_of_parser(row, command.settings) for row in account(command))
+    return VerlJob(command.settings, command.source, tuple(rows), command.left_out)
+
+
+def _of_parser(row: Row, settings: Mapping[str, Any]) -> Row:
+    """The row, refused where it names a tool parser that there is not; parsers stand above the table."""
+    wrong = (
+        row.key == _FORMAT and row.kind == "exact" and has_turns(canonical(settings)) and row.value not in _parsers()
+    )
+    return (
+        row._replace(becomes="—", kind="refused", why=unknown("tool parser", row.value, _parsers())) if wrong else row
+    )
+
+
+def _parsers() -> tuple[str, ...]:
+    return (*agents.parsers.parser_names(), "None")
+
+
+def _planned(job: VerlJob, *, policy: bool = True) -> Plan:
+    values = canonical(job.settings)
+    if what := needs_steps(values, policy=policy):
+        raise SettingError(what, expected="the number of steps", found="epochs", do="give it: steps=…")
+    return plan(values)
 
 
 # --- opening --------------------------------------------------------------------------------------
 
 
 def _open_engine(made: Plan) -> Any:
-    settings = dict(made.engine)
-    if settings.get("schedule") == "cosine" and not settings.get("total_steps"):
-        raise SettingError("a cosine schedule", expected="the number of steps", found="epochs", do="open(steps=…)")
-    return engines.local(made.model, template_switches=made.switches or None, **settings)
+    return engines.local(made.model, template_switches=made.switches or None, **made.engine)
 
 
-def _open_rows(source: Any, made: Plan, policy: Any, limit: int | None = None) -> Rows:
+def _open_rows(source: Any, made: Plan, policy: Any, limit: int | None) -> Rows:
     """Rows as they are, or of files."""
     if isinstance(source, Rows):
         return source
-    arguments = {**made.rows, **({"limit": limit} if limit else {})}
-    found = rows_of(source, **arguments)
+    found = rows_of(source, **{**made.rows, "limit": limit})
     return found.fitting(policy.tokenizer, overlong=made.overlong) if made.overlong == "drop" else found
 
 

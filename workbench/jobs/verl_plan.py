@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from workbench import recipes
 from workbench.base.errors import SettingError
-from workbench.compat.verl_account import estimator, has_critic, has_turns, reward_block
+from workbench.compat.verl_account import estimator, has_critic, has_turns, longest, reward_block
 from workbench.compat.verl_keys import DEFAULTS, GROUPED, Entry, find
 from workbench.engines.protocol import SamplingSettings
 from workbench.engines.settings import LocalSettings
@@ -150,8 +150,7 @@ def _limit(found: Any) -> int | None:
 
 
 def _rows(read: _Read) -> dict[str, Any]:
-    length = read(f"{_ROLLOUT}.prompt_length") or read("data.max_prompt_length")
-    given = {"max_prompt_length": length, "limit": _limit(read("data.train_max_samples"))}
+    given = {"max_prompt_length": longest(read.values, "prompt"), "limit": _limit(read("data.train_max_samples"))}
     given |= {"prompt": read("data.prompt_key")} if read("data.prompt_key", "prompt") != "prompt" else {}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -186,6 +185,19 @@ def _engine(read: _Read) -> dict[str, Any]:
 def _total(read: _Read) -> int | None:
     steps = read("trainer.total_training_steps")
     return None if steps is None else steps * updates(read)
+
+
+def needs_steps(values: Mapping[str, Any], *, policy: bool = True) -> str:
+    """The setting that needs the number of steps where only epochs are given, of the critic and the policy; "" for none."""
+    read = _Read(values)
+    if _total(read):
+        return ""
+    if policy and read(f"{_ACTOR}.optim.lr_scheduler_type") == "cosine":
+        return "a cosine schedule"
+    for place in (*([f"{_ACTOR}.optim"] if policy else []), *(["critic.optim"] if has_critic(values) else [])):
+        if read(f"{place}.lr_warmup_steps_ratio") and not _warmup(read, place):
+            return f"{place}.lr_warmup_steps_ratio"
+    return ""
 
 
 def _warmup(read: _Read, place: str) -> dict[str, Any]:
@@ -244,9 +256,8 @@ def _clip(read: _Read) -> dict[str, float]:
 
 def _sampling(read: _Read) -> dict[str, Any]:
     given = _at(read, "SamplingSettings")
-    given = {"temperature": 1.0, **given, "max_tokens": given.get("max_tokens") or read("data.max_response_length")}
-    greedy = read(f"{_ROLLOUT}.do_sample") is False
-    given["temperature"] = 0.0 if greedy else read(f"{_ROLLOUT}.temperature", 1.0)
+    given = {"temperature": 1.0, **given, "max_tokens": longest(read.values, "response")}
+    given["temperature"] = read(f"{_ROLLOUT}.temperature", 1.0)
     usual = SamplingSettings()
     given = {name: value for name, value in given.items() if value is not None and value != getattr(usual, name)}
     more = set(given) - {"temperature", "max_tokens"}
@@ -273,7 +284,7 @@ def _settings(read: _Read) -> dict[str, Any]:
         "norm_adv_by_std": read("algorithm.norm_adv_by_std_in_grpo", True),
     }
     if given["loss_agg_mode"] == "seq-mean-token-sum-norm":  # verl's width is the padded one
-        given.setdefault("loss_scale_factor", float(read("data.max_response_length")))
+        given.setdefault("loss_scale_factor", float(longest(read.values, "response")))
     if recipe in ("ppo", "reinforce_plus_plus"):
         given |= {"kl_type": _kind(read), "kl_coef": in_reward or in_loss, "gamma": read("algorithm.gamma", 1.0)}
     if recipe == "ppo":
