@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from test_compat_verl_reward import SEED as RM
 
 import workbench as wb
 from workbench.base.errors import SettingError
@@ -16,16 +17,6 @@ from workbench.engines.protocol import Classified
 from workbench.rewards import RewardModel
 from workbench.rewards.managers import PrimeRewardManager
 
-RM = {
-    "reward.num_workers": 8,
-    "reward.reward_model.enable": True,
-    "reward.reward_model.model_path": "deepseek-ai/deepseek-llm-7b-chat",
-    "reward.reward_model.rollout.name": "vllm",
-    "reward.reward_model.rollout.gpu_memory_utilization": 0.8,
-    "reward.reward_model.rollout.tensor_model_parallel_size": 4,
-    "reward.reward_model.rollout.prompt_length": 256,
-    "reward.reward_model.rollout.response_length": 128,
-}
 SANDBOX = {
     "reward.sandbox_fusion.url": "https://xxxxxxxxx.apigateway-cn-beijing.volceapi.com/run_code",
     "reward.sandbox_fusion.max_concurrent": 128,

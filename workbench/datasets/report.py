@@ -87,7 +87,7 @@ def report(
         missing_answers=tuple(index for index, row in enumerate(rows) if not has_answer(row)),
         truths=truth_kinds(rows),
         characters=_statistics([len(_said(row)) for row in rows]),
-        pictures=sum(_pictures(row) for row in rows),
+        pictures=sum(len(row.get(IMAGES) or ()) for row in rows),
         examples=_examples(rows),
         duplicates=len(rows) - len({str((row["prompt"], row.get(IMAGES))) for row in rows}),
         lengths=_statistics(lengths),
@@ -101,10 +101,6 @@ def _said(row: Mapping[str, Any]) -> str:
     """The texts of a row's prompt, a message a line."""
     chat = row[CHAT]
     return chat if isinstance(chat, str) else "\n".join(str(text_of(turn.get("content")) or "") for turn in chat)
-
-
-def _pictures(row: Mapping[str, Any]) -> int:
-    return sum(len(one) if isinstance(one, list) else one is not None for one in (row.get("images"), row.get("image")))
 
 
 def _examples(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
