@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.base.errors import OutOfMemory
+from workbench.base.errors import OutOfMemory, SettingError
 from workbench.engines.local_engine import memory
 from workbench.functional.logprobs import CHUNK_BYTES
 from workbench.testing.engines import LikelihoodLoss
@@ -57,6 +57,14 @@ def test_a_micro_batch_has_no_more_tokens_than_the_batch(tiny: str) -> None:
     assert engine.memory_needed(10**9)[1]["logits"] < engine.memory_needed(10**9)[1]["activations"]
 
 
+def test_a_micro_batch_is_larger_on_a_gpu_unless_it_is_set() -> None:
+    settings = wb.engines.LocalSettings()
+    assert (settings.budget("cpu"), settings.budget("cuda")) == (4_096, 16_384)
+    assert wb.engines.LocalSettings(micro_batch_tokens=7).budget("cuda") == 7
+    with pytest.raises(SettingError, match=r"micro_batch_tokens: expected ≥ 1, or None; found 0"):
+        wb.engines.LocalSettings(micro_batch_tokens=0)
+
+
 def test_logits_are_counted_a_chunk_at_a_time(tiny: str) -> None:
     engine = opened(tiny, micro_batch_tokens=10**6)
     assert engine.memory_needed()[1]["logits"] == 3 * CHUNK_BYTES
@@ -64,7 +72,7 @@ def test_logits_are_counted_a_chunk_at_a_time(tiny: str) -> None:
 
 def test_learning_asks_for_the_batch_that_it_has(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full micro-batch would not fit into what is free; this batch does, and one of too many tokens is refused by parts."""
-    engine = opened(tiny)
+    engine = opened(tiny, micro_batch_tokens=16_384)
     rows = wb.DataProto.from_single_dict(
         {
             "input_ids": torch.full((2, 6), 5),

@@ -237,7 +237,7 @@ def test_a_newer_format_is_refused(ppo: Path, tmp_path: Path) -> None:
         path.write_text(json.dumps({**document, "format": formats.FORMAT + 1}))
         return path.parent
 
-    said = r"a format up to 3; found 4; open it with the version that wrote it"
+    said = r"a format up to 4; found 5; open it with the version that wrote it"
     cases: list[tuple[Any, Path, type[WorkbenchError]]] = [
         (checkpoint.verify, ppo / "checkpoints" / "step_000003" / "manifest.json", CheckpointError),
         (checkpoint.read_state, ppo / "checkpoints" / "step_000003" / "state.json", CheckpointError),

@@ -189,13 +189,13 @@ def test_changes_are_refused_by_name_unless_allowed_and_then_recorded(tiny: str,
     shutil.copytree(whole[0], run)
     name = "engines.actor.micro_batch_tokens"
     pipe, rows = make(tiny, micro_batch_tokens=512)
-    with pytest.raises(RunError, match=rf"{name}: 16384 → 512.*allow_changes=\['engines\.critic\..*', '{name}'\]"):
+    with pytest.raises(RunError, match=rf"{name}: None → 512.*allow_changes=\['engines\.critic\..*', '{name}'\]"):
         wb.train_blocking(pipe, rows, steps=3, run=run, resume="auto", **PLAN)
     changes = {"allow_changes": [name, "engines.critic"], "trace_freq": 1, **PLAN}
     resumed = wb.train_blocking(pipe, rows, steps=3, run=run, resume="auto", **changes)
     history = resumed.settings["history"]
     assert [entry["from_step"] for entry in history] == [1, 3] and history[0]["changes"] == []
-    assert f"{name}: 16384 → 512" in history[1]["changes"] and "train.trace_freq: 10 → 1" in history[1]["changes"]
+    assert f"{name}: None → 512" in history[1]["changes"] and "train.trace_freq: 10 → 1" in history[1]["changes"]
     assert history[1]["code"] and history[1]["versions"]["torch"]
 
 

@@ -1,8 +1,8 @@
 """The version number of workbench's file formats, and how documents with older names are read.
 
 Documents on disk carry `FORMAT`; those without a number are older. A reader accepts every number up to its own and refuses
-newer ones. `RENAMED` has a row for each name in folders of format 1 (0.6.0 and before) or 2 (0.7.0) that is called otherwise now: the
-functions below put the present names into a document as it is read. Nothing on disk is rewritten, so that checksums hold.
+newer ones. `RENAMED` has a row for each name in folders of format 1 (0.6.0 and before), 2 (0.7.0) or 3 (to 0.10.0) that is called
+otherwise now: the functions below put the present names into a document as it is read. Nothing on disk is rewritten, so that checksums hold.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from workbench.base.errors import WorkbenchError, describe, message
 
 V = TypeVar("V")
-FORMAT = 3
+FORMAT = 4
 _MOVED = {
     "agents.calls": "agents.checks",
     "agents.files": "agents.classes agents.tools.files",
@@ -70,8 +70,11 @@ RENAMED: dict[str, dict[str, Any]] = {
         "RolloutCorrection.bypass": "bypass_mode",
         "rollout_correction.bypass": "bypass_mode",
     },
-    # a setting's value that is a word: `"on_failure=mask"` → `"skip"`
-    "value": {"rollout_rs={}": None},
+    # a setting's value that is a word or a number: `"on_failure=mask"` → `"skip"`
+    "value": {
+        "rollout_rs={}": None,
+        "micro_batch_tokens=16384": None,
+    },  # the default, which a run may have with another one
     # `module:name` of a function, or a module that has moved
     "function": {f"workbench.{old}": f"workbench.{now}" for now, before in _MOVED.items() for old in before.split()},
     "metric": {
@@ -156,9 +159,9 @@ def settings(values: Mapping[str, Any], holder: str) -> dict[str, Any]:
 def _said(key: str, value: Any, holder: str) -> Any:
     if isinstance(value, Mapping):
         return settings(value, holder)
-    if not isinstance(value, str):
-        return value
-    return name(_HOLDS[key], value) if key in _HOLDS else RENAMED["value"].get(f"{key}={value}", value)
+    if isinstance(value, str) and key in _HOLDS:
+        return name(_HOLDS[key], value)
+    return RENAMED["value"].get(f"{key}={value}", value) if isinstance(value, str | int) else value
 
 
 def controllers(states: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:

@@ -271,7 +271,7 @@ class ShardedModel:
         Before each the ranks agree to go on: an interrupt stops all of them at the same place.
         """
         device = self.mesh.device_type
-        groups = micro_batches(self.whole.causal, share, self.settings.micro_batch_tokens, packed) if len(share) else []
+        groups = micro_batches(self.whole.causal, share, self.settings.budget(device), packed) if len(share) else []
         for number in range(int(largest(max(len(groups), 1)))):
             if agreed(_interrupted()):
                 raise Interrupted("the work was interrupted; everything finished before is kept")

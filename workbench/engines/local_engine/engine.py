@@ -215,7 +215,7 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
     def _decode(self, wave: Wave[Request, Sample]) -> None:
         shape = f"{len(wave.questions)} rows of {max(len(request.ids) for request in wave.questions)} prompt tokens"
         self._model.eval()
-        budget, state = self._settings.micro_batch_tokens, self.state_id
+        budget, state = self._budget, self.state_id
         path = self.selfcheck.paths.decode or (OWN_CACHE if self._settings.decode == "auto" else self._settings.decode)
         made: Any = cache_of(self._model, path, budget)
         if wave.questions[0].pixels is not None:
@@ -233,7 +233,7 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
         self._check_want(want)
         scoring.check_ids(self._model, batch)
         self._model.eval()
-        guard = memory_errors("scoring", f"micro-batches of {self._settings.micro_batch_tokens} tokens")
+        guard = memory_errors("scoring", f"micro-batches of {self._budget} tokens")
         with guard, self._autocast(), lora.switched_off(self._model) if base else nullcontext():
             packed = self._packs(batch)
             return scoring.collect(self._passes(batch, packed), self._outputs(want, temperature, packed), batch, want)
@@ -258,7 +258,7 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
                 theirs = scoring.layout(other, rows.to(other.device), packed).states(other, head_of(other))
             return scoring.divergence(way, mine, (states, theirs), their_logits, temperature)
 
-        with memory_errors("the exact KL", f"micro-batches of {self._settings.micro_batch_tokens} tokens"):
+        with memory_errors("the exact KL", f"micro-batches of {self._budget} tokens"):
             return scoring.collect(self._passes(batch, packed), found, batch, ("kl",))["kl"]
 
     # --- Learner ----------------------------------------------------------------------------
@@ -480,11 +480,15 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
 
     # --- inside -----------------------------------------------------------------------------
 
+    @property
+    def _budget(self) -> int:
+        return self._settings.budget(self._model.device.type)
+
     def _packs(self, batch: DataProto) -> bool:
         return scoring.packs(self._model, self._settings, batch)
 
     def _passes(self, batch: DataProto, packed: bool) -> Iterator[tuple[torch.Tensor, DataProto, int]]:
-        return scoring.passes(self._model, batch, self._settings.micro_batch_tokens, packed)
+        return scoring.passes(self._model, batch, self._budget, packed)
 
     def _outputs(
         self, want: Sequence[str], temperature: float, packed: bool

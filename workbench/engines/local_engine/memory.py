@@ -34,7 +34,8 @@ def learning_estimate(model: Any, settings: LocalSettings, tokens: int | None = 
     sizes = [one.numel() * one.element_size() for one in model.parameters() if one.requires_grad]
     trained, away = sum(sizes), settings.offload == "optimizer" and model.device.type == "cuda"
     moments = 2 * (max(sizes, default=0) if away else trained)
-    budget = settings.micro_batch_tokens if tokens is None else min(tokens, settings.micro_batch_tokens)
+    budget = settings.budget(model.device.type)
+    budget = budget if tokens is None else min(tokens, budget)
     one = model.config.get_text_config()
     layers, hidden, heads = one.num_hidden_layers, one.hidden_size, getattr(one, "num_attention_heads", 1)
     each = getattr(one, "head_dim", None) or hidden // heads
