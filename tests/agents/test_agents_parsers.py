@@ -205,6 +205,14 @@ def test_react_takes_plain_input_for_the_only_argument_and_nothing_after_a_final
     assert [one.arguments for one in parse(two, TOOLS)[1]] == ['{"a": 1}', '{"a": 2}']
 
 
+def test_react_reads_tags_of_reasoning_as_they_are_written() -> None:
+    parse = tool_parser("react").extract_tool_calls
+    _, found = parse("Action: calculator\nAction Input: 1 <THINKING> 2", TOOLS)
+    assert found == [FunctionCall("calculator", '{"expression": "1 <THINKING> 2"}')]
+    assert parse("Action: calculator\nAction Input: 1 <thinking> 2", TOOLS)[1][0].arguments == '{"expression": "1"}'
+    assert parse("x</THINK>Action: calculator\nAction Input: 1", TOOLS)[1] == []
+
+
 def test_the_guides_own_form() -> None:
     content, found = tool_parser("tool_args").extract_tool_calls(
         'a<tool>calculator</tool><args>{"expr": "1+1"}</args>b', []

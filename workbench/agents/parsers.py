@@ -335,12 +335,13 @@ class ReActParser(_Finds):
     the content.
     """
 
-    _LINE = rf"(?:^|{'|'.join(f'(?<={re.escape(tag)})' for tag in REASONING.values())})[ \t]*"
+    # tags of reasoning are as they are written here, whatever their neighbours' case
+    _LINE = rf"(?:^|(?-i:{'|'.join(f'(?<={re.escape(tag)})' for tag in REASONING.values())}))[ \t]*"
     _END = re.compile(rf"{_LINE}(?:Observation|Final Answer)[ \t]*:", re.M | re.I)
     _ACTION = re.compile(
         rf"{_LINE}Action[ \t]*:[ \t]*`?([\w.-]{{1,64}})`?[ \t]*\n[ \t]*Action[ \t]*Input[ \t]*:\s*", re.M | re.I
     )
-    _STOP = re.compile(rf"^[ \t]*(?:Thought|Action|Observation|Final Answer)[ \t]*:|{_MARK.pattern}", re.M | re.I)
+    _STOP = re.compile(rf"^[ \t]*(?:Thought|Action|Observation|Final Answer)[ \t]*:|(?-i:{_MARK.pattern})", re.M | re.I)
     _FENCED = re.compile(r"```[\w+-]*\n.*?\n?```", re.S)
 
     def _next(self, text: str, place: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
