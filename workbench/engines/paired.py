@@ -114,7 +114,7 @@ class Paired(can.SampleMany, can.Closing):
             if self._starts() != held.starts:
                 what = f"the held weights of version {held.version} that rows were being sampled with are gone"
                 found = "the sampler's process was restarted meanwhile"
-                raise EngineError(what, found=found, do="continue from the last checkpoint: resume='auto'")
+                raise WorkerLost(what, found=found, do="continue from the last checkpoint: resume='auto'")
             return held.version
         if self._behind():
             async with self._turn:

@@ -111,6 +111,8 @@ def train(
     keep_checkpoints: int = 2,
     keep_updates: int = 1024,
     keep_val: int = 10,
+    max_recoveries: int = 3,
+    max_rollout_kl: float | None = 0.2,
     break_if: Condition | None = None,
     resume: str | None = None,
     allow_changes: Sequence[str] = (),
@@ -135,6 +137,13 @@ def train(
             for `test_freq`; validation also comes before the first step.
         keep_updates: MiB of recorded update inputs, from which any step's weights are made again (`run.stepper`); 0: none.
         keep_val: how many validations' samples stay in `val/` (`run.val`): the newest ones.
+        max_recoveries: how often in this call a step is done again whose workers were lost: a learner's rank or a sampler that
+            died, was stopped or is hung. The state before it is made again from the newest checkpoint, or the start, and the
+            recorded updates since: the run goes on with the very same numbers. Each is logged, and a line of
+            `recoveries.jsonl`; after so many the loss is raised. What nothing brings back: this process, Ray's head.
+        max_rollout_kl: stop after a step in whose rows the sampler was further than this from the trained policy of the same
+            version, in nats per token (`training/rollout_kl`: near 1e-12 in float32, 1e-4 in bfloat16; 0.2 is another model, or
+            weights that were not taken). Rows of older weights (`ahead`) are not judged. None turns it off.
         break_if: gets a step's metrics; where it returns true the loop stops before that step's update. The returned
             run's `.stopped` is a Stepper at that place; a job saves the trace and raises `RunStopped`. Every stage then runs
             as in a Stepper, the pass for old log-probs among them.
@@ -248,12 +257,14 @@ def _nothing_to_do(path: Path, start: Start, steps: int, eval_rows: Rows | None)
 
 def _check_arguments(plan: Plan, resume: str, display: str | None, trackers: Sequence[str]) -> None:
     least = {"steps": 1, "batch_size": 1, "val_samples": 1, "keep_checkpoints": 2, "keep_traces": 1, "keep_val": 1}
-    least |= dict.fromkeys(("test_freq", "save_freq", "trace_freq", "keep_updates"), 0)
+    least |= dict.fromkeys(("test_freq", "save_freq", "trace_freq", "keep_updates", "max_recoveries"), 0)
     for name, lowest in least.items():
         found = getattr(plan, name)
         require(isinstance(found, int) and found >= lowest, f"argument {name}", expected=f"≥ {lowest}", found=found)
     whole = isinstance(plan.ahead, int) and not isinstance(plan.ahead, bool)
     require(whole and 0 <= plan.ahead <= MOST, "argument ahead", expected=f"0 or {MOST} steps", found=plan.ahead)
+    limit = plan.max_rollout_kl
+    require(limit is None or limit > 0, "argument max_rollout_kl", expected="nats > 0, or None", found=limit)
     require(resume in ("never", "auto"), "argument resume", expected="'never' or 'auto'", found=resume)
     require(display in ("auto", None), "argument display", expected="'auto' or None", found=display)
     check_trackers(trackers)

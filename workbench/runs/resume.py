@@ -22,7 +22,7 @@ from workbench.runs.settings import first_seen
 from workbench.runs.updates import ranges
 from workbench.stages.pipeline import Pipeline
 
-_WHEN = "steps test_freq save_freq trace_freq keep_traces keep_checkpoints keep_updates keep_val trackers project experiment"
+_WHEN = "steps test_freq save_freq trace_freq keep_traces keep_checkpoints keep_updates keep_val max_recoveries max_rollout_kl trackers project experiment"
 ALLOW_CHANGES = (*(f"train.{name}" for name in _WHEN.split()), "eval_rows.source")
 """Settings that a resumed run may always change: no step's numbers depend on them."""
 _COMPARED = ("stages", "sources", "engines", "data_hash", "eval_rows", "train")

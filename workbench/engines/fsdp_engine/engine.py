@@ -83,7 +83,9 @@ class FsdpEngine(ModelEngine):
         """Whether the processes that held the weights are gone."""
         return not self._group.alive or self._generation != self._group.generation
 
-    def _call(self, method: str, *shared: Any, each: Any = None, seconds: float | None = None) -> list[Any]:
+    def _call(
+        self, method: str, *shared: Any, each: Any = None, seconds: float | None = None, like: str = ""
+    ) -> list[Any]:
         if self.lost:
             if self._taught:
                 what = "the workers that held this engine's weights have ended"
@@ -93,14 +95,20 @@ class FsdpEngine(ModelEngine):
             self._open(self._start.folder if self._start is not None else None)
         self._look_at_save()
         try:
-            return self._group.call(method, *shared, each=each, timeout=seconds or self._settings.deadline)
+            return self._group.call(method, *shared, each=each, timeout=seconds or self._settings.deadline, like=like)
         except (WorkerLost, TimeoutError) as error:
             self._save_lost(error)
             raise
 
-    def _on(self, method: str, *shared: Any, each: Any = None) -> list[Any]:
-        """`method` of each rank's model, with its own arguments of `each` first."""
-        return self._call("on", *(() if each is not None else (None,)), self._name, method, *shared, each=each)
+    def _on(self, method: str, *shared: Any, each: Any = None, tokens: int = 0) -> list[Any]:
+        """`method` of each rank's model, with its own arguments of `each` first.
+
+        Its deadline is learned from calls with as many `tokens`, to a factor of two: a batch may be of any size.
+        """
+        like = f"{self._name}.{method} of 2**{tokens.bit_length()} tokens"
+        return self._call(
+            "on", *(() if each is not None else (None,)), self._name, method, *shared, each=each, like=like
+        )
 
     def _on_rows(self, method: str, batch: DataProto, *shared: Any) -> tuple[list[Any], list[torch.Tensor]]:
         """`method` of each rank's model with its share of the rows: results by rank, and the row numbers of each share."""
@@ -108,8 +116,10 @@ class FsdpEngine(ModelEngine):
         if PIXELS in batch:
             raise EngineError("rows with pictures in an FSDP engine", expected="text", do="use engines.local")
         rows = DataProto(dict(batch.batch.items()), None, batch.meta_info)
-        places = shared_out(batch["attention_mask"].sum(-1).tolist(), self._group.size)
-        return self._on(method, *shared, each=[(rows.select_idxs(place),) for place in places]), places
+        lengths = batch["attention_mask"].sum(-1).tolist()
+        places = shared_out(lengths, self._group.size)
+        each = [(rows.select_idxs(place),) for place in places]
+        return self._on(method, *shared, each=each, tokens=sum(lengths)), places
 
     # --- LogProbModel -----------------------------------------------------------------------
 
@@ -159,7 +169,8 @@ class FsdpEngine(ModelEngine):
         columns = dict(found.columns)
         if per_row:
             rows = DataProto(dict(batch.batch.items()), None, batch.meta_info)
-            norms = self._on("row_norms", rows, loss, loss_counts, temperature, _seed())[0]
+            tokens = int(batch["attention_mask"].sum())
+            norms = self._on("row_norms", rows, loss, loss_counts, temperature, _seed(), tokens=tokens)[0]
             columns["row_grad_norm"] = torch.tensor(norms)
         return StepResult(found.metrics, columns)
 
@@ -207,8 +218,11 @@ class FsdpEngine(ModelEngine):
     def snapshot(self, kind: str = "disk", folder: str | Path | None = None) -> ShardedSnapshot:
         """Copy weights, optimizer, schedule and version to the disk, one file per rank; `restore` loads it.
 
-        It is in a new folder in the engine's `scratch`, which all nodes see, whatever `kind` and `folder` say.
+        It is in a new folder in the engine's `scratch`, which all nodes see, whatever `folder` says; with the kind `replay` a
+        model as it was loaded is not copied, but will be loaded again.
         """
+        if kind == "replay" and self._untouched():
+            return ShardedSnapshot("", self.state_id, self.version, self._taught)
         place = tempfile.mkdtemp(prefix="workbench-snapshot-", dir=self._scratch)
         snapshot = ShardedSnapshot(place, self.state_id, self.version, self._taught)
         self.save_sharded(Path(place))
@@ -217,7 +231,11 @@ class FsdpEngine(ModelEngine):
     def restore(self, snapshot: ShardedSnapshot) -> None:
         """Restore the state of a snapshot, bit for bit; on new workers where the old ones are gone."""
         self.state_id = new_id()  # half-way there is no state that anybody knows
-        self.load_sharded(Path(snapshot.folder))
+        if snapshot.folder:
+            self.load_sharded(Path(snapshot.folder))
+        else:
+            self._open(self._start.folder if self._start is not None else None)
+            self.version = snapshot.version
         self.state_id, self._taught = snapshot.state_id, snapshot.taught
 
     def save_sharded(self, path: Path, wait: bool = True) -> None:
@@ -298,7 +316,8 @@ class FsdpEngine(ModelEngine):
         if self.lost:
             self._open(None)
         folder = str(Path(path).absolute())
-        self._group.call("on", None, self._name, method, folder, *shared, timeout=self._settings.deadline)
+        given = (None, self._name, method, folder, *shared)
+        self._group.call("on", *given, timeout=self._settings.deadline, like=method)
         self.version, self.state_id, self._taught = int(record["version"]), new_id(), True
 
     def critic(self, **changes: Any) -> FsdpEngine:
