@@ -209,7 +209,7 @@ async def _trained(
         ending = await session.run(observers, break_if)
     finally:
         folder.lock.release()
-    return _result(path, ending, start.notes, break_if)
+    return _result(path, ending, (*start.notes, *session.notes), break_if)
 
 
 def train_blocking(pipeline: Pipeline, rows: Rows, **settings: Any) -> Run:

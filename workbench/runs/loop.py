@@ -59,8 +59,12 @@ def run_step_unless(
     sampled = Trace(batch) if ahead is None else ahead.take(batch)
     if met is None:
         return run_step(pipeline, sampled), None
-    stepper = Stepper(pipeline, sampled.start).from_trace(sampled).run()
-    trace = stepper.trace
+    stepper = Stepper(pipeline, sampled.start).from_trace(sampled)
+    try:
+        trace = stepper.run().trace
+    except Exception as error:
+        error.trace = stepper.trace  # type: ignore[attr-defined]
+        raise
     try:
         stops = bool(met(trace.metrics))
     except KeyError:  # a metric that the step has not measured yet
@@ -217,7 +221,7 @@ class Session:
     def _refuse_other_policy(self, report: StepReport) -> None:
         """Raise `EngineError` where rows that say they are of the present weights were sampled by other ones."""
         limit, kl = self._plan.max_rollout_kl, report.metrics.get(KL, 0.0)
-        if limit is None or kl <= limit or report.metrics.get(LAG, 0) > 0:
+        if limit is None or not kl > limit or report.metrics.get(LAG, 0) > 0:
             return
         what = f"the sampler does not have the policy that learns: {KL} of step {report.step}"
         do = "open both from the same model and see that the sampler takes the weights that are pushed to it; "
@@ -239,6 +243,11 @@ class Session:
     def _batch(self, step: int) -> DataProto:
         """A step's prompts: a function of the step, so that a resumed loop sees the same."""
         return self._rows.batch(self._plan.batch_size, step=step, seed=self._plan.seed)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about recoveries."""
+        return tuple(self._recovery.notes)
 
     # --- the loop's observer --------------------------------------------------------------------
 
@@ -444,6 +453,8 @@ def write_summary(path: Path, eval_rows: Rows | None, stopped: str | None, draw:
         found[f"greedy_{when}"] = row["val/greedy"]
     found["settings_hash"] = read_settings(path).get("settings_hash")
     found["checkpoints"] = checkpoint.steps(path / "checkpoints")
-    places = ("metrics.jsonl", "tensorboard", "traces", "updates", "checkpoints", "val", "curves.png", "notebook.ipynb")
+    places = (
+        "metrics.jsonl recoveries.jsonl tensorboard traces updates checkpoints val curves.png notebook.ipynb".split()
+    )
     found["paths"] = {name.split(".")[0]: str(path / name) for name in places if (path / name).exists()}
     write_json(path / "summary.json", found)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from workbench.base import runtime
-from workbench.base.errors import EngineError, Interrupted, RunError, WorkerLost, first_line
+from workbench.base.errors import Interrupted, RunError, WorkerLost, first_line
 from workbench.engines.protocol import Losable
 from workbench.runs import checkpoint, updates
 from workbench.runs.folder import RunFolder
@@ -38,6 +38,8 @@ class Recovery:
         self._folder, self._pipeline, self._start, self._most = folder, pipeline, start, most
         self.count = 0
         """How often work was done again."""
+        self.notes: list[str] = []
+        """Sentences about each time."""
         self._controllers = pipeline.state()
         self._began: dict[str, Any] = {}
         """The learners as the session began, by role: until there is a checkpoint, and where one may have to go back."""
@@ -80,15 +82,18 @@ class Recovery:
             self._say(f"step {step}: {first_line(error, 400)}; recovering ({self.count} of at most {self._most})")
             try:
                 state = restore()
-            except (EngineError, TimeoutError) as again:  # the new workers died, or there is no room for them
-                why, pause = first_line(again), min(max(2 * pause, PAUSE), LONGEST_PAUSE)
-                self._record(step, error, f"not restored: {why}", began)
             except RunError as again:
                 why = first_line(again)
                 break
+            except Interrupted:
+                raise
+            except Exception as again:  # noqa: BLE001 - new workers died, found no room, or have no cluster: tried again
+                why, pause = first_line(again), min(max(2 * pause, PAUSE), LONGEST_PAUSE)
+                self._record(step, error, f"not restored: {why}", began)
             else:
                 self._record(step, error, state, began)
-                self._say(f"step {step}: recovered in {time.monotonic() - began:.0f} s: {state}; it is done again")
+                self.notes.append(f"step {step} was done again from {state}: {first_line(error)}")
+                self._say(f"step {step}: recovered in {time.monotonic() - began:.0f} s, from {state}; it is done again")
                 return
         error.add_note(f"not recovered after {self.count} of at most {self._most} recoveries: {why}")
         raise error

@@ -23,7 +23,7 @@ from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.group import Group, ShardedSnapshot, local_group, shared_out
 from workbench.engines.local_engine.engine import FrozenModel, ModelEngine
-from workbench.engines.local_engine.learning import INFINITE_LOSS, INFINITE_NORM
+from workbench.engines.local_engine.learning import INFINITE_LOSS, infinite_norm
 from workbench.engines.local_engine.loading import load_model, load_tokenizer, resolve
 from workbench.engines.local_engine.memory import learning_estimate
 from workbench.engines.local_engine.scoring import check_ids
@@ -84,7 +84,12 @@ class FsdpEngine(ModelEngine):
         return not self._group.alive or self._generation != self._group.generation
 
     def _call(
-        self, method: str, *shared: Any, each: Any = None, seconds: float | None = None, like: str = ""
+        self,
+        method: str,
+        *shared: Any,
+        each: Any = None,
+        seconds: float | None = None,
+        like: tuple[str, int] | None = None,
     ) -> list[Any]:
         if self.lost:
             if self._taught:
@@ -101,14 +106,9 @@ class FsdpEngine(ModelEngine):
             raise
 
     def _on(self, method: str, *shared: Any, each: Any = None, tokens: int = 0) -> list[Any]:
-        """`method` of each rank's model, with its own arguments of `each` first.
-
-        Its deadline is learned from calls with as many `tokens`, to a factor of two: a batch may be of any size.
-        """
-        like = f"{self._name}.{method} of 2**{tokens.bit_length()} tokens"
-        return self._call(
-            "on", *(() if each is not None else (None,)), self._name, method, *shared, each=each, like=like
-        )
+        """`method` of each rank's model, with its own arguments of `each` first, on rows of so many `tokens`."""
+        given = (*(() if each is not None else (None,)), self._name, method, *shared)
+        return self._call("on", *given, each=each, like=(f"{self._name}.{method}", tokens))
 
     def _on_rows(self, method: str, batch: DataProto, *shared: Any) -> tuple[list[Any], list[torch.Tensor]]:
         """`method` of each rank's model with its share of the rows: results by rank, and the row numbers of each share."""
@@ -317,7 +317,7 @@ class FsdpEngine(ModelEngine):
             self._open(None)
         folder = str(Path(path).absolute())
         given = (None, self._name, method, folder, *shared)
-        self._group.call("on", *given, timeout=self._settings.deadline, like=method)
+        self._group.call("on", *given, timeout=self._settings.deadline, like=(method, 1))
         self.version, self.state_id, self._taught = int(record["version"]), new_id(), True
 
     def critic(self, **changes: Any) -> FsdpEngine:
@@ -410,7 +410,7 @@ def _refuse(reports: Sequence[Mapping[str, Any]], places: Sequence[torch.Tensor]
         if trouble["traceback"] is not None:
             raise EngineError(f"the loss raised on rank {rank}, rows {rows}: {trouble['what']}\n{trouble['traceback']}")
         raise NonFinite(INFINITE_LOSS, found=trouble["what"], do=f"look at rows {rows}")
-    raise NonFinite(INFINITE_NORM, found=reports[0]["grad_norm"])
+    raise infinite_norm(reports[0]["grad_norm"], [report["broken"] for report in reports])
 
 
 def fsdp(
@@ -429,6 +429,9 @@ def fsdp(
     `Group` `on`; engines on one group share its workers. `threads`: torch's in each process. `scratch` is the folder for
     snapshots: with several machines one that all see. Other settings: `FsdpSettings`; unknown names are refused. Raises
     `EngineError` where there is no such model, or the workers cannot start.
+
+    Two micro-batches on one rank and one on each of two ranks give the same numbers bit for bit; where gradients are added up in
+    another order (more micro-batches than ranks) they agree to 1e-6 of the largest: see docs/determinism.md.
     """
     chosen = FsdpSettings.from_parameters(settings)
     folder = str(resolve(path))

@@ -67,18 +67,18 @@ class Group:
         *shared: Any,
         each: Sequence[tuple[Any, ...]] | None = None,
         timeout: float | None = None,
-        like: str = "",
+        like: tuple[str, int] | None = None,
     ) -> list[Any]:
         """Call a method on all ranks, as `Ranks.call`; after a lost worker or a time-out the next call starts new ones.
 
-        Without a `timeout` it may take as long as `Deadlines` says of calls `like` this one (of the same method, by default).
+        Without a `timeout` it may take as long as `Deadlines` says of calls `like` this one: (what, size).
         """
         with self._lock:
             ranks = self.start()
             try:
                 while self._unused:
                     ranks.call("drop", self._unused.pop(), timeout=FIRST_DEADLINE)
-                with self._deadlines.watched(like or method) as seconds:
+                with self._deadlines.watched(*(like or (method,))) as seconds:
                     return ranks.call(method, *shared, each=each, timeout=timeout or seconds)
             finally:
                 if ranks.closed is not None:

@@ -273,36 +273,37 @@ def _hear(parent: Any, calls: queue.SimpleQueue[tuple[bytes, bytes]], stop: list
 class Deadlines:
     """How long calls may take: `FIRST_DEADLINE` while nothing is known of their like, then `TIMES` the median of the last ones.
 
-    At least `LEAST_DEADLINE`. The like of a call that was late is forgotten: the next has the generous first deadline again, so
-    that a machine that has become slow loses one call to it, and not each.
+    At least `LEAST_DEADLINE`. Calls have a `size`, tokens for example: the seconds of a smaller one count as those of one of this
+    size, with the square of the sizes. After a call that was late the next has the generous first deadline again, so that a
+    machine that has become slow loses one call to it, and not each.
     """
 
     def __init__(self) -> None:
-        self._took: dict[str, deque[float]] = {}
+        self._took: dict[str, deque[tuple[float, int]]] = {}
 
-    def of(self, method: str) -> float:
+    def of(self, method: str, size: int = 1) -> float:
         """Seconds that a call of `method` may take now."""
-        took = self._took.get(method)
+        took = [seconds * max(1.0, size / then) ** 2 for seconds, then in self._took.get(method, ())]
         return max(LEAST_DEADLINE, TIMES * statistics.median(took)) if took else FIRST_DEADLINE
 
-    def took(self, method: str, seconds: float) -> None:
+    def took(self, method: str, seconds: float, size: int = 1) -> None:
         """Note that a call of `method` has taken so many seconds."""
-        self._took.setdefault(method, deque(maxlen=101)).append(seconds)
+        self._took.setdefault(method, deque(maxlen=101)).append((seconds, max(size, 1)))
 
     def late(self, method: str) -> None:
         """Note that a call of `method` was late."""
         self._took.pop(method, None)
 
     @contextlib.contextmanager
-    def watched(self, method: str) -> Iterator[float]:
+    def watched(self, method: str, size: int = 1) -> Iterator[float]:
         """Context manager around a call, which notes how it went; gives its deadline."""
         began = time.monotonic()
         try:
-            yield self.of(method)
+            yield self.of(method, size)
         except TimeoutError:
             self.late(method)
             raise
-        self.took(method, time.monotonic() - began)
+        self.took(method, time.monotonic() - began, size)
 
 
 @runtime_checkable
