@@ -453,8 +453,6 @@ def write_summary(path: Path, eval_rows: Rows | None, stopped: str | None, draw:
         found[f"greedy_{when}"] = row["val/greedy"]
     found["settings_hash"] = read_settings(path).get("settings_hash")
     found["checkpoints"] = checkpoint.steps(path / "checkpoints")
-    places = (
-        "metrics.jsonl recoveries.jsonl tensorboard traces updates checkpoints val curves.png notebook.ipynb".split()
-    )
+    places = ("metrics.jsonl", "tensorboard", "traces", "updates", "checkpoints", "val", "curves.png", "notebook.ipynb")
     found["paths"] = {name.split(".")[0]: str(path / name) for name in places if (path / name).exists()}
     write_json(path / "summary.json", found)
