@@ -124,12 +124,10 @@ def train(
 ) -> Training:
     """Train with the stages of a pipeline; settings, metrics, traces and checkpoints are kept in a run folder.
 
-    In a notebook: `await train(…)`; progress, curves, and buttons to pause and stop are in the cell, unless `display` is
-    None. In a script: `train_blocking(…)`.
+    In a notebook: `await train(…)`, with progress and buttons unless `display` is None. In a script: `train_blocking(…)`.
 
     Args:
-        rows, run: the training prompts; the run folder (None: the job's, for the first training of a job; else a new one in
-            `runs`, named by the time).
+        rows, run: the training prompts; the run folder (None: the job's for its first training, else one in `runs` by the time).
         steps, epochs, batch_size: how many training steps, or instead how many passes over the rows; prompts per step.
         ahead: with 1, a step's responses are sampled during the update before, by older weights: see `steps.execute`.
         eval_rows, test_freq, val_samples: validate on these rows every so many steps, with so many samples per prompt.
@@ -137,25 +135,18 @@ def train(
             for `test_freq`; validation also comes before the first step.
         keep_updates: MiB of recorded update inputs, from which any step's weights are made again (`run.stepper`); 0: none.
         keep_val: how many validations' samples stay in `val/` (`run.val`): the newest ones.
-        max_recoveries: how often in this call a step is done again whose workers were lost: a learner's rank or a sampler that
-            died, was stopped or is hung. The state before it is made again from the newest checkpoint, or the start, and the
-            recorded updates since: the run goes on with the very same numbers. Each is logged, and a line of
-            `recoveries.jsonl`; after so many the loss is raised. What nothing brings back: this process, Ray's head.
-        max_rollout_kl: stop after a step in whose rows the sampler was further than this from the trained policy of the same
-            version, in nats per token (`training/rollout_kl`: near 1e-12 in float32, 1e-4 in bfloat16; 0.2 is another model, or
-            weights that were not taken). Rows of older weights (`ahead`) are not judged. None turns it off.
-        break_if: gets a step's metrics; where it returns true the loop stops before that step's update. The returned
-            run's `.stopped` is a Stepper at that place; a job saves the trace and raises `RunStopped`. Every stage then runs
-            as in a Stepper, the pass for old log-probs among them.
+        max_recoveries: how often a step is done again, exactly, whose workers died, were stopped or hang: see `runs.recovery`.
+        max_rollout_kl: stop where the sampler is so many nats per token off the learner (see `stages.OffPolicy`); None: never.
+        break_if: gets a step's metrics; where it returns true the loop, which runs every stage then, stops before that step's
+            update. The returned run's `.stopped` is a Stepper at that place; a job saves the trace and raises `RunStopped`.
         resume: `"auto"` continues exactly from the newest good checkpoint; settings that differ are refused unless
             `allow_changes` names them (`["engines.actor.micro_batch_tokens"]`). `"never"` refuses a folder that has a run.
             None: "auto" in a job whose notebook has no parameter `resume`, else "never".
         trackers, project, experiment: `console`, `tensorboard`, `wandb`, `mlflow` (see `runs.trackers`), and the names there.
 
-    Returns an awaitable whose result is the `Run`.
-
-    An interrupt (or SIGTERM, in a job) lets the current step end if that takes seconds only, leaves a checkpoint of the last
-    whole step, and raises `CancelledError`. A stage that raises leaves a checkpoint too, and its batch in `failed/`.
+    Returns an awaitable whose result is the `Run`. An interrupt (or SIGTERM, in a job) lets the current step end if that takes
+    seconds only, leaves a checkpoint of the last whole step, and raises `CancelledError`. A stage that raises leaves a checkpoint
+    too, and its batch in `failed/`.
 
     Example:
         >>> run = await wb.train(wb.recipes.grpo(engine), rows, steps=50, run="runs/a")  # doctest: +SKIP

@@ -5,6 +5,9 @@ recorded updates since. No rollout and no reward of a recorded step is run again
 what was going on is done again from its beginning. Each recovery is a line of recoveries.jsonl:
 
     {"time", "step", "stage", "rank", "exit", "error", "state", "seconds"}
+
+After `max_recoveries` in one call of `train` the loss is raised, and the run can be resumed. What nothing brings back: this
+process, a Ray cluster whose head is gone, and steps since the last checkpoint whose updates are not recorded (`keep_updates`).
 """
 
 from __future__ import annotations
