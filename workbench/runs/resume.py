@@ -160,7 +160,10 @@ def check_resumable(
     was["engines"] = _with_new_settings(was["engines"] or {}, now["engines"] or {})
     names = {text: text.split(": ")[0] for text in differences(was, now)}
     changed = {text: name for text, name in names.items() if not _only_moved(name, new["engines"])}
-    refused = {text: name for text, name in changed.items() if not _among(name, (*ALLOW_CHANGES, *allow_changes))}
+    waits = tuple(name for name in changed.values() if name.endswith(("deadline", ".failed_save")))  # of calls of ranks
+    refused = {
+        text: name for text, name in changed.items() if not _among(name, (*ALLOW_CHANGES, *waits, *allow_changes))
+    }
     if refused:
         do = f"use the same settings, another run folder, or allow it: allow_changes={list(refused.values())}"
         raise RunError(f"run {path} was started with other settings", found="; ".join(refused), do=do)
