@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -77,7 +78,7 @@ def test_B16_B12_one_rank_and_two_and_one_reward_worker_and_two_are_the_same_num
         list(both.map(lambda one: one.start(), groups))  # two groups at once
     found = []
     for number, where in enumerate(groups, 1):
-        learner, _ = grpo(where, tmp_path, micro_batch_tokens=1, grad_clip=0.0)
+        learner, _ = grpo(where, tmp_path, micro_batch_tokens=1, grad_clip=0.1)
         engine = wb.engines.paired(learner, wb.engines.local("data/tiny-arith", device="cpu"))
         reward = wb.rewards.Reward(things.last_digit, workers=number)
         pipe = wb.recipes.grpo(
@@ -88,15 +89,14 @@ def test_B16_B12_one_rank_and_two_and_one_reward_worker_and_two_are_the_same_num
         reward.close()
     for one, two in zip(found[0][0], found[1][0], strict=True):
         mine, theirs = numbers([dict(one.metrics), dict(two.metrics)])
-        # the norm is a sum over shards, whose pieces are other ones: it is for show where nothing is clipped
-        assert mine.pop("actor/grad_norm") == pytest.approx(theirs.pop("actor/grad_norm"), rel=1e-6)
+        assert mine["actor/grad_norm"] > 0.1, "it was clipped, by a norm that is the same however it is sharded"
         assert {name: (value, theirs[name]) for name, value in mine.items() if value != theirs[name]} == {}
         assert set(one.batch.columns) == set(two.batch.columns)
         for name in one.batch.batch:
             assert torch.equal(one.batch[name], two.batch[name]), name
         assert float(one.batch["advantages"].abs().max()) > 0, "something was learnt"
     assert all(torch.equal(one, found[1][1][name]) for name, one in found[0][1].items())
-    # clipped by that norm weights differ in their last digit; so do gradients of four micro-batches against two and two
+    # four micro-batches against two and two are added up in another order: docs/determinism.md has these tolerances
     batch = found[0][0][1].batch
     clipped = [grpo(where, tmp_path, micro_batch_tokens=1, grad_clip=0.1)[0] for where in groups]
     gradients = [one.gradient(batch, wb.stages.PolicyLoss(), things.counts(batch)) for one in clipped]
@@ -154,15 +154,18 @@ def soak(local: Cluster, scratch: Path, steps: int, every: int, most: int) -> in
     """A quiet run, and one with kills from the same start: equal in all numbers; nothing is left of either."""
     where = group(local, 2)
     learner, pipe = grpo(where, scratch)
-    start = learner.snapshot()
+    where.start()
     before = footprint()
-    quiet, back = train(learner, pipe, start, steps)
+    quiet = train(pipe, scratch / "quiet", steps)
     weights = learner.full_weights()
-    assert back == 0
+    assert not (quiet.path / "recoveries.jsonl").exists()
     killer = Killer(where, every, most)
-    rough, back = train(learner, pipe, start, steps, begun=killer.begun)
-    assert killer.killed and 0 < back <= len(killer.killed) + 1
-    assert numbers(rough) == numbers(quiet)
+    learner, pipe = grpo(where, scratch)
+    rough = train(pipe, scratch / "rough", steps, killer)
+    told = [json.loads(line) for line in (rough.path / "recoveries.jsonl").read_text().splitlines()]
+    assert killer.killed and len(killer.killed) <= len(told)
+    assert all(f"(pid {pid} on " in text["error"] for pid, text in zip(killer.killed[:1], told, strict=False))
+    assert numbers(rough.rows) == numbers(quiet.rows)
     again = learner.full_weights()
     assert all(torch.equal(one, again[name]) for name, one in weights.items())
     left = footprint()
@@ -173,7 +176,7 @@ def soak(local: Cluster, scratch: Path, steps: int, every: int, most: int) -> in
     left = [one for one in psutil.process_iter() if one.pid in (*killer.killed, *mine)]
     assert not psutil.wait_procs(left, timeout=LONG)[1]  # some may be on their way out
     assert within(lambda: local.status().nodes[0].store_used < 20 << 20)
-    del start, learner, pipe
+    del learner, pipe
     footprint()  # collects
     assert not list(scratch.glob("workbench-snapshot-*"))
     return len(killer.killed)

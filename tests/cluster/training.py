@@ -1,4 +1,4 @@
-"""A run on ranks that may be killed at any time: steps, snapshots, and steps again from the last one."""
+"""A training on ranks that are killed at random."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 import workbench as wb
-from workbench.base.errors import WorkerLost
 from workbench.cluster import Cluster
 from workbench.engines.fsdp_engine.engine import fsdp
 from workbench.engines.fsdp_engine.group import Group
 from workbench.engines.fsdp_engine.worker import shards
-from workbench.runs.loop import run_step
 
 MODEL = "data/tiny-arith"
 
@@ -40,48 +38,35 @@ def grpo(where: Group, scratch: Path, **settings: Any) -> tuple[Any, wb.Pipeline
 
 
 class Killer:
-    """Kills a rank of a group at random moments within every so manieth step, from a thread."""
+    """An observer that kills a rank of a group at a random moment within every so manieth step, from a thread."""
 
     def __init__(self, where: Group, every: int, most: int, seed: int = 7) -> None:
         self._where, self._every, self._most = where, every, most
         self._random = random.Random(seed)
-        self._begun = 0
         self.killed: list[int] = []
 
-    def begun(self) -> None:
-        """A step begins."""
-        self._begun += 1
-        if self._begun % self._every == 0 and len(self.killed) < self._most:
+    def on_start(self, start: int, steps: int) -> None:
+        self._last = steps
+
+    def on_step(self, report: Any) -> None:
+        if report.step % self._every == 0 and len(self.killed) < self._most and report.step < self._last:
             self.killed.append(self._random.choice(self._where.workers)["pid"])
             threading.Timer(self._random.uniform(0.0, 0.2), os.kill, (self.killed[-1], signal.SIGKILL)).start()
 
-
-def train(
-    learner: Any, pipe: wb.Pipeline, start: Any, steps: int, every: int = 5, begun: Callable[[], None] = lambda: None
-) -> tuple[list[dict[str, float]], int]:
-    """Steps from a snapshot; metrics of each, and how often it went back to one. Rows are a function of the step."""
-    data = rows()[:32]
-    kept, at, step, back = start, 0, 1, 0
-    found: dict[int, dict[str, float]] = {}
-    restore = True
-    while step <= steps:
-        try:
-            if restore:
-                learner.restore(kept)
-                restore, step = False, at + 1
-            begun()
-            found[step] = dict(run_step(pipe, data.batch(2, step=step, seed=3)).metrics)
-            if step % every == 0:
-                kept, at = learner.snapshot(), step
-            step += 1
-        except WorkerLost:
-            restore, back = True, back + 1
-    return [found[number] for number in range(1, steps + 1)], back
+    def on_end(self, error: BaseException | None) -> None: ...
 
 
-def numbers(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+def train(pipe: wb.Pipeline, run: Path, steps: int, *observers: Any) -> wb.Run:
+    """A training that may lose its workers as often as it likes."""
+    often: dict[str, Any] = {"save_freq": 5, "trace_freq": 0, "max_recoveries": 10_000, "trackers": ()}
+    return wb.train_blocking(
+        pipe, rows()[:32], steps=steps, batch_size=2, run=run, seed=3, observers=observers, **often
+    )
+
+
+def numbers(metrics: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
     """Without times."""
-    return [{name: value for name, value in row.items() if not name.startswith("timing")} for row in metrics]
+    return [{name: value for name, value in row.items() if not name.startswith(("timing", "perf"))} for row in metrics]
 
 
 def footprint() -> dict[str, set[Any]]:

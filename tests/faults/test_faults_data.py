@@ -101,20 +101,29 @@ def test_D1_an_estimator_that_breaks_is_named_with_its_rows(tiny: str) -> None:
 
 
 def test_D1_a_gradient_that_is_no_number_leaves_everything(tiny: str) -> None:
-    """The loss is finite, its gradient is not: sqrt at 0."""
+    """The loss is finite, its gradient is not: sqrt at 0, in one row."""
 
     class Steep(wb.stages.PolicyLoss):
         def __call__(self, outputs: Any, rows: Any, loss_counts: Any) -> Any:
             made = super().__call__(outputs, rows, loss_counts)
-            zero = (outputs["log_probs"] * 0).abs().sum()
-            return type(made)(made.loss + zero.sqrt(), made.metrics, made.columns)
+            poisoned = (rows["advantages"] == 7.5).any(-1)
+            zero = (outputs["log_probs"] * 0).abs().sum(-1) + ~poisoned
+            return type(made)(made.loss + zero.sqrt().sum(), made.metrics, made.columns)
 
     pipe, rows = make(tiny)
     update = wb.stages.Update(pipe.learners()["actor"], Steep(kl_coef=0.001))
     batch = wb.Stepper(pipe, rows.batch(4)).run(until="advantage").batch
+    advantages = batch["advantages"].clone()
+    advantages[3, 0] = 7.5
     before = weights_hash(pipe)
-    with pytest.raises(NonFinite, match="gradient norm is NaN or infinite; no step was taken"):
-        update(batch)
+    with pytest.raises(NonFinite, match="gradient norm is NaN or infinite; no step was taken") as caught:
+        update(batch.with_columns({"advantages": advantages}))
+    named = [name for name, _ in pipe.learners()["actor"]._model.named_parameters()]
+    told = str(caught.value)
+    assert f"nan: the gradients of {len(named)} parameters are not finite, next to the loss {named[-1]}" in told
+    assert caught.value.__notes__ == [
+        f"rows of the mini-batch with such a gradient of their own: [3], uids ['{batch['uid'][3]}']"
+    ]
     assert weights_hash(pipe) == before
     pipe["update_actor"](batch)  # and the next, good one works
     assert weights_hash(pipe) != before

@@ -46,11 +46,14 @@ class Other:
         return {"noise": self.noise, "every": self.every}
 
 
-def run(tiny: str, path: Path, limit: OffPolicy | None, steps: int = 4, **sampler: Any) -> tuple[wb.Run, Any]:
+def run(
+    tiny: str, path: Path, limit: OffPolicy | None, steps: int = 4, max_rollout_kl: float | None = 0.2, **sampler: Any
+) -> tuple[wb.Run, Any]:
     learner = wb.engines.local(tiny, lr=3e-3, device="cpu")
     pipe = wb.recipes.grpo(paired(learner, Other(tiny, **sampler)), group_size=2, max_tokens=6)
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:16]
     settings: dict[str, Any] = {"steps": steps, "batch_size": 4, "run": path, "trace_freq": 0, "trackers": ()}
+    settings["max_rollout_kl"] = max_rollout_kl
     return wb.train_blocking(pipe, rows, break_if=limit, **settings), learner
 
 
@@ -79,6 +82,27 @@ def test_D7_perturbed_weights_are_measured_and_stop_before_the_update(
     monkeypatch.setenv("WORKBENCH_JOB", "1")
     with pytest.raises(wb.RunStopped, match=r"at step 1.*before its update; training/rollout_kl 0\.\d+, limit"):
         run(tiny, tmp_path / "job", OffPolicy(kl=1e-3), noise=0.1)
+
+
+def test_D7_other_weights_stop_a_run_that_asked_for_nothing(tiny: str, tmp_path: Path) -> None:
+    with pytest.raises(wb.WorkbenchError) as caught:
+        run(tiny, tmp_path / "r", None, noise=2.0)
+    assert str(caught.value).startswith(
+        f"the sampler does not have the policy that learns: {KL} of step 1; expected ≤ 0.2 nats per token; found "
+    )
+    assert "max_rollout_kl" in str(caught.value)
+    stopped = wb.load_run(tmp_path / "r")
+    assert stopped.rows[-1][KL] > 0.2 and stopped.checkpoints == [1], "the step is on disk, with what it measured"
+    assert "the sampler does not have the policy" in stopped.summary["stopped"]
+    assert len(run(tiny, tmp_path / "off", None, noise=2.0, steps=2, max_rollout_kl=None)[0].rows) == 2
+
+
+def test_D7_a_healthy_bfloat16_learner_is_far_below_the_limit(tiny: str, tmp_path: Path) -> None:
+    learner = wb.engines.local(tiny, lr=1e-4, device="cpu", dtype="bfloat16")
+    pipe = wb.recipes.grpo(paired(learner, Other(tiny)), group_size=2, max_tokens=6)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    found = wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r", trace_freq=0, trackers=())
+    assert 1e-9 < found.rows[-1][KL] < 0.01
 
 
 @pytest.mark.slow

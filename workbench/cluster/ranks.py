@@ -28,11 +28,9 @@ from workbench.cluster.transport import pack, read, scatter
 from workbench.cluster.waiting import Arrival, arrivals, fetch, out, quietly, reason
 from workbench.dataproto import DataProto
 from workbench.engines.protocol import Closing
+from workbench.engines.workers.processes import FIRST_DEADLINE, Deadlines
 from workbench.steps.trace import STAGE
 
-FIRST_DEADLINE = 1800.0
-"""Seconds that a call may take where nothing is known of its method yet."""
-LEAST_DEADLINE = 30.0
 KEPT_EVENTS = 20_000
 JOINED_SECONDS = 0.1
 LOG_LINES = 20
@@ -69,6 +67,8 @@ class RayRanks(Shown, Closing):
         self._events: list[Event] = []
         self._number = 0
         self._open: list[Pending] = []
+        self.deadlines = Deadlines()
+        """What a call may take that is given no timeout."""
 
     def begin(self, factory: Callable[..., Any], settings: Mapping[str, Any], seconds: float) -> None:
         """Make `factory(rank, size, **settings)` in all workers; if one fails, end the group. Raises as `Cluster.ranks`."""
@@ -111,7 +111,7 @@ class RayRanks(Shown, Closing):
             sent = ray.put(sent)  # once, however many read it
         own: list[Any] = [()] * self.size if each is None else [pack(tuple(one)) for one in each]
         refs = {rank: one.call.remote(self._number, method, own[rank], sent) for rank, one in enumerate(self.actors)}
-        return self._sent(method, refs, self._deadline(method) if timeout is None else timeout)
+        return self._sent(method, refs, self.deadlines.of(method) if timeout is None else timeout)
 
     def profile(self, start: bool) -> Pending:
         """Start torch's profiler on all ranks, or end it (results: the gzipped Chrome traces); queued like a call."""
@@ -145,10 +145,6 @@ class RayRanks(Shown, Closing):
         """Raise `EngineError` where the group was ended."""
         if self.closed is not None:
             raise EngineError(f"group {self.name!r} is gone", found=self.closed, do="start it again: cluster.ranks(…)")
-
-    def _deadline(self, method: str) -> float:
-        spent = sorted(one.seconds for one in self._events if one.name == method and one.outcome == "done")
-        return max(LEAST_DEADLINE, 10 * spent[len(spent) // 2]) if spent else FIRST_DEADLINE
 
     # --- supervision -------------------------------------------------------------------------
 
@@ -280,6 +276,7 @@ class Pending:
             raise
         if failure is not None:
             raise failure
+        self._group.deadlines.took(self.method, max(one.ended - one.began for one in self._got.values()))
         return [one.value for _, one in sorted(self._got.items())]
 
     def _keep(self, one: Arrival) -> None:
@@ -335,6 +332,7 @@ class Pending:
         doing = group.stacks(rest)
         for rank in rest:
             group.record(self.method, rank, self._sent, time.time(), "late", self.stage)
+        group.deadlines.late(self.method)
         group.end(f"{self.method} passed its deadline of {self.timeout:g} s")
         what, expected = f"{self.method} of group {group.name!r}", f"an answer in {self.timeout:g} s"
         do = "the group was ended: start it again, and give the call a longer timeout="

@@ -54,6 +54,7 @@ class Paired(can.SampleMany, can.Closing):
         self._asleep = False
         self._pushed: tuple[Any, ...] | None = None
         self._turn = asyncio.Lock()
+        self._following: asyncio.Task[None] | None = None
         self._held: Held | None = None
         # asked once: a sample of one token must not wait for `isinstance`
         self._restartable = sampler if isinstance(sampler, can.Restartable) else None
@@ -114,11 +115,13 @@ class Paired(can.SampleMany, can.Closing):
             if self._starts() != held.starts:
                 what = f"the held weights of version {held.version} that rows were being sampled with are gone"
                 found = "the sampler's process was restarted meanwhile"
-                raise EngineError(what, found=found, do="continue from the last checkpoint: resume='auto'")
+                raise WorkerLost(what, found=found, do="continue from the last checkpoint: resume='auto'")
             return held.version
         if self._behind():
-            async with self._turn:
-                await self._follow()
+            if self._following is None or self._following.done():
+                self._following = asyncio.ensure_future(self._in_turn())
+            # one task for all who wait: they go on together, and share a wave as if there had been nothing to push
+            await _ended(self._following)
         return self._pushed[1] if self._pushed else None
 
     # --- the sampler's weights --------------------------------------------------------------
@@ -173,6 +176,10 @@ class Paired(can.SampleMany, can.Closing):
     def _behind(self) -> bool:
         return self._asleep or self._pushed != self._state()
 
+    async def _in_turn(self) -> None:
+        async with self._turn:
+            await self._follow()
+
     async def _follow(self) -> None:
         """Under the lock: wake and push, as far as needed."""
         if self._behind():
@@ -181,12 +188,7 @@ class Paired(can.SampleMany, can.Closing):
     @staticmethod
     async def _finished(work: Callable[[], Any]) -> None:
         """In a thread, to its end even where the caller is cancelled: nobody may sample, or push again, beside half a push."""
-        task = asyncio.ensure_future(asyncio.to_thread(teams.releasing(work)))
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await asyncio.wait([task])
-            raise
+        await _ended(asyncio.ensure_future(asyncio.to_thread(teams.releasing(work))))
 
     def _wake(self) -> None:
         if self._asleep and self._sleeper is not None:
@@ -287,6 +289,15 @@ def check_tokens(learner: Policy, sampler: WeightSink) -> None:
         what, expected = "learner and sampler have different tokenizers", "the same tokens under the same ids"
         found = f"{len(mine)} and {len(theirs)} tokens, {differ} entries that only one of them has"
         raise EngineError(what, expected=expected, found=found, do="open both from the same model")
+
+
+async def _ended(task: asyncio.Future[None]) -> None:
+    """Wait for the end of a task, also where the caller is cancelled."""
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 class Held:

@@ -90,8 +90,9 @@ class FsdpSettings(LocalSettings):
     moments; the step is done on the CPU)."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward, and gather them again in the backward: less memory, more traffic."""
-    deadline: float = 1_800.0
-    """Seconds that any one call on the ranks may take; after that the group is ended, and the error has each rank's stack."""
+    deadline: float | None = None
+    """Seconds that any one call on the ranks may take; after that the group is ended, and the error has each rank's stack. None:
+    half an hour, and once such calls have been made ten times their median, at least 30 s."""
     save_deadline: float = 600.0
     """Seconds that a sharded save may take; after that nothing of it is published."""
     failed_save: Literal["raise", "warn"] = "raise"
@@ -99,5 +100,6 @@ class FsdpSettings(LocalSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.deadline > 0, "deadline", expected="seconds > 0", found=self.deadline)
+        limit = self.deadline
+        require(limit is None or limit > 0, "deadline", expected="seconds > 0, or None", found=limit)
         require(self.save_deadline > 0, "save_deadline", expected="seconds > 0", found=self.save_deadline)

@@ -111,6 +111,8 @@ def train(
     keep_checkpoints: int = 2,
     keep_updates: int = 1024,
     keep_val: int = 10,
+    max_recoveries: int = 3,
+    max_rollout_kl: float | None = 0.2,
     break_if: Condition | None = None,
     resume: str | None = None,
     allow_changes: Sequence[str] = (),
@@ -122,12 +124,10 @@ def train(
 ) -> Training:
     """Train with the stages of a pipeline; settings, metrics, traces and checkpoints are kept in a run folder.
 
-    In a notebook: `await train(…)`; progress, curves, and buttons to pause and stop are in the cell, unless `display` is
-    None. In a script: `train_blocking(…)`.
+    In a notebook: `await train(…)`, with progress and buttons unless `display` is None. In a script: `train_blocking(…)`.
 
     Args:
-        rows, run: the training prompts; the run folder (None: the job's, for the first training of a job; else a new one in
-            `runs`, named by the time).
+        rows, run: the training prompts; the run folder (None: the job's for its first training, else one in `runs` by the time).
         steps, epochs, batch_size: how many training steps, or instead how many passes over the rows; prompts per step.
         ahead: with 1, a step's responses are sampled during the update before, by older weights: see `steps.execute`.
         eval_rows, test_freq, val_samples: validate on these rows every so many steps, with so many samples per prompt.
@@ -135,18 +135,18 @@ def train(
             for `test_freq`; validation also comes before the first step.
         keep_updates: MiB of recorded update inputs, from which any step's weights are made again (`run.stepper`); 0: none.
         keep_val: how many validations' samples stay in `val/` (`run.val`): the newest ones.
-        break_if: gets a step's metrics; where it returns true the loop stops before that step's update. The returned
-            run's `.stopped` is a Stepper at that place; a job saves the trace and raises `RunStopped`. Every stage then runs
-            as in a Stepper, the pass for old log-probs among them.
+        max_recoveries: how often a step is done again, exactly, whose workers died, were stopped or hang: see `runs.recovery`.
+        max_rollout_kl: stop where the sampler is so many nats per token off the learner (see `stages.OffPolicy`); None: never.
+        break_if: gets a step's metrics; where it returns true the loop, which runs every stage then, stops before that step's
+            update. The returned run's `.stopped` is a Stepper at that place; a job saves the trace and raises `RunStopped`.
         resume: `"auto"` continues exactly from the newest good checkpoint; settings that differ are refused unless
             `allow_changes` names them (`["engines.actor.micro_batch_tokens"]`). `"never"` refuses a folder that has a run.
             None: "auto" in a job whose notebook has no parameter `resume`, else "never".
         trackers, project, experiment: `console`, `tensorboard`, `wandb`, `mlflow` (see `runs.trackers`), and the names there.
 
-    Returns an awaitable whose result is the `Run`.
-
-    An interrupt (or SIGTERM, in a job) lets the current step end if that takes seconds only, leaves a checkpoint of the last
-    whole step, and raises `CancelledError`. A stage that raises leaves a checkpoint too, and its batch in `failed/`.
+    Returns an awaitable whose result is the `Run`. An interrupt (or SIGTERM, in a job) lets the current step end if that takes
+    seconds only, leaves a checkpoint of the last whole step, and raises `CancelledError`. A stage that raises leaves a checkpoint
+    too, and its batch in `failed/`.
 
     Example:
         >>> run = await wb.train(wb.recipes.grpo(engine), rows, steps=50, run="runs/a")  # doctest: +SKIP
@@ -200,7 +200,7 @@ async def _trained(
         ending = await session.run(observers, break_if)
     finally:
         folder.lock.release()
-    return _result(path, ending, start.notes, break_if)
+    return _result(path, ending, (*start.notes, *session.notes), break_if)
 
 
 def train_blocking(pipeline: Pipeline, rows: Rows, **settings: Any) -> Run:
@@ -248,12 +248,14 @@ def _nothing_to_do(path: Path, start: Start, steps: int, eval_rows: Rows | None)
 
 def _check_arguments(plan: Plan, resume: str, display: str | None, trackers: Sequence[str]) -> None:
     least = {"steps": 1, "batch_size": 1, "val_samples": 1, "keep_checkpoints": 2, "keep_traces": 1, "keep_val": 1}
-    least |= dict.fromkeys(("test_freq", "save_freq", "trace_freq", "keep_updates"), 0)
+    least |= dict.fromkeys(("test_freq", "save_freq", "trace_freq", "keep_updates", "max_recoveries"), 0)
     for name, lowest in least.items():
         found = getattr(plan, name)
         require(isinstance(found, int) and found >= lowest, f"argument {name}", expected=f"≥ {lowest}", found=found)
     whole = isinstance(plan.ahead, int) and not isinstance(plan.ahead, bool)
     require(whole and 0 <= plan.ahead <= MOST, "argument ahead", expected=f"0 or {MOST} steps", found=plan.ahead)
+    limit = plan.max_rollout_kl
+    require(limit is None or limit > 0, "argument max_rollout_kl", expected="nats > 0, or None", found=limit)
     require(resume in ("never", "auto"), "argument resume", expected="'never' or 'auto'", found=resume)
     require(display in ("auto", None), "argument display", expected="'auto' or None", found=display)
     check_trackers(trackers)

@@ -39,9 +39,10 @@ from workbench.rewards.reward import by_data_source
 from workbench.runs import checkpoint, updates
 from workbench.runs.folder import read_settings, step_folder
 from workbench.runs.settings import MADE_AGAIN, OURS, WORDS, crc_of_class, files_crc32
+from workbench.runs.updates import apply
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import BaseStage, Outcome, Stage, used
-from workbench.steps.trace import Phase, Trace, of_log_probs, perform
+from workbench.steps.trace import Phase, Trace, of_log_probs
 
 
 class Missing(BaseStage):
@@ -420,12 +421,6 @@ def restorable_steps(folder: Path) -> str:
         if step - 1 in found:
             found.add(step)
     return updates.ranges(sorted(found))
-
-
-def apply(pipeline: Pipeline, update: updates.Update, inputs: DataProto | None = None) -> list[Phase]:
-    """Run only the update stages, on a recorded step's inputs or on `inputs` instead; returns their phases."""
-    batch = update.inputs if inputs is None else inputs
-    return [perform(stage, batch) for stage in pipeline if stage.updates]
 
 
 def _opened(folder: Path, settings: Mapping[str, Any], base: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -193,8 +194,8 @@ class Found:
     """Steps whose checkpoints are damaged."""
 
 
-def latest(checkpoints: Path, *, clean: bool = False) -> Found:
-    """Find the newest checkpoint that passes `verify`; `notes` names the damaged ones.
+def latest(checkpoints: Path, *, clean: bool = False, most: float = math.inf) -> Found:
+    """Find the newest checkpoint, up to step `most`, that passes `verify`; `notes` names the damaged ones.
 
     `clean=True`, only for the process that writes the run, also removes what interrupted writes and deletions left.
     """
@@ -206,6 +207,8 @@ def latest(checkpoints: Path, *, clean: bool = False) -> Found:
             what = "a write" if leftover.name.startswith(_STAGING) else "a deletion"
             notes.append(f"removed {leftover.name}: {what} that was cut off")
     for step, path in reversed(step_folders(checkpoints).items()):
+        if step > most:
+            continue
         damage = _damage(path)
         if damage is None:
             return Found(step, path, tuple(notes), tuple(refused))

@@ -1,7 +1,7 @@
 """A run's folder: its files and their formats, its writer and its lock. One process writes it, any number read it.
 
 settings.json  metrics.jsonl  tensorboard/  traces/step_000010/  checkpoints/step_000010/  updates/step_000011/
-summary.json   curves.png     notebook.ipynb  job.json  superseded/  lock.json  val/step_000010.parquet
+summary.json   curves.png     notebook.ipynb  job.json  superseded/  lock.json  val/step_000010.parquet  recoveries.jsonl
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from workbench.base import runtime
-from workbench.base.errors import Interrupted, WorkbenchError, first_line
+from workbench.base.errors import EngineError, Interrupted, WorkbenchError, first_line
 from workbench.base.memory import trim
 from workbench.base.metrics import reduce
 from workbench.base.runtime import Control
@@ -30,10 +30,12 @@ from workbench.runs.folder import STEP, RunFolder, read_metrics, read_settings, 
 from workbench.runs.generations import keep as keep_samples
 from workbench.runs.kept_traces import Kept, keep, prune
 from workbench.runs.preflight import Preflight
+from workbench.runs.recovery import Recovery
 from workbench.runs.resume import Start
 from workbench.runs.settings import Plan
 from workbench.runs.symptoms import Watch
 from workbench.runs.trackers import TRACKERS, append_line, progress_line, shown_samples
+from workbench.stages.log_prob import KL, LAG
 from workbench.stages.measures import data_metrics
 from workbench.stages.pipeline import Pipeline
 from workbench.steps.execute import Ahead, loaded, phases
@@ -57,8 +59,12 @@ def run_step_unless(
     sampled = Trace(batch) if ahead is None else ahead.take(batch)
     if met is None:
         return run_step(pipeline, sampled), None
-    stepper = Stepper(pipeline, sampled.start).from_trace(sampled).run()
-    trace = stepper.trace
+    stepper = Stepper(pipeline, sampled.start).from_trace(sampled)
+    try:
+        trace = stepper.run().trace
+    except Exception as error:
+        error.trace = stepper.trace  # type: ignore[attr-defined]
+        raise
     try:
         stops = bool(met(trace.metrics))
     except KeyError:  # a metric that the step has not measured yet
@@ -146,6 +152,9 @@ class Session:
         self._sizes: dict[int, int] = {}
         self._watch = Watch(past, looks=1)
         self._weights = states(pipeline.learners())
+        self._recovery = Recovery(folder, pipeline, start.step - 1, plan.max_recoveries, ahead=bool(plan.ahead))
+        self._measures: dict[str, Any] = {}
+        """The metrics of the step that was done last."""
 
     async def run(self, observers: Sequence[Observer], break_if: Condition | None) -> Ending:
         """Restore the random generators, run the training loop, and write the summary, which says why a run ended early.
@@ -181,12 +190,12 @@ class Session:
                 if not await control.gate():
                     return Ending(step - 1)
                 batch = self._batch(step)
-                trace, stopped = await control.carry(run_step_unless, self._pipeline, batch, break_if, self._ahead)
-                if stopped is not None:
-                    return Ending(step - 1, stopped)
-                report = StepReport(step=step, epoch=batch.meta_info["epoch"], metrics=trace.metrics, trace=trace)
+                done = await control.carry(self._done_step, batch, break_if)
+                if isinstance(done, Stepper):
+                    return Ending(step - 1, done)
                 for observer in observers:
-                    await control.carry(observer.on_step, report)
+                    await control.carry(observer.on_step, done)
+                self._refuse_other_policy(done)
             return Ending(plan.steps)
         except BaseException as raised:
             error = raised
@@ -195,17 +204,59 @@ class Session:
             for observer in observers:
                 observer.on_end(error)
 
+    def _done_step(self, batch: DataProto, break_if: Condition | None) -> StepReport | Stepper:
+        """Do one step and measure it, again where workers were lost; a stepper where `break_if` stopped it."""
+        step, epoch = batch.meta_info["step"], batch.meta_info["epoch"]
+
+        def once() -> StepReport | Stepper:
+            trace, stopped = run_step_unless(self._pipeline, batch, break_if, self._ahead)
+            if stopped is not None:
+                return stopped
+            report = StepReport(step=step, epoch=epoch, metrics=trace.metrics, trace=trace)
+            self._measures = self._measured(report)
+            return report
+
+        return self._recovery.attempt(step, once, self._bring_back)
+
+    def _refuse_other_policy(self, report: StepReport) -> None:
+        """Raise `EngineError` where rows that say they are of the present weights were sampled by other ones."""
+        limit, kl = self._plan.max_rollout_kl, report.metrics.get(KL, 0.0)
+        if limit is None or not kl > limit or report.metrics.get(LAG, 0) > 0:
+            return
+        what = f"the sampler does not have the policy that learns: {KL} of step {report.step}"
+        do = "open both from the same model and see that the sampler takes the weights that are pushed to it; "
+        do += "a larger train(max_rollout_kl=…) lets such a step pass, None each"
+        raise EngineError(what, expected=f"≤ {limit:g} nats per token", found=f"{kl:.3g}", do=do)
+
+    def _bring_back(self) -> str:
+        """Make the state after the last step with a row again, after workers were lost; says from what."""
+        step, learners, state = int(self._state["step"]), self._pipeline.learners(), self._state
+        again = self._ahead.lost(step + 1) if self._ahead is not None else None
+        if again is None and not self._recovery.gone() and states(learners) == self._weights:
+            self._pipeline.load_state(state["controllers"])
+            checkpoint.restore_rng(state["rng"])
+            return "weights as they were"
+        said = self._recovery.bring_back(step, state, again)
+        self._weights = states(learners)
+        return said
+
     def _batch(self, step: int) -> DataProto:
         """A step's prompts: a function of the step, so that a resumed loop sees the same."""
         return self._rows.batch(self._plan.batch_size, step=step, seed=self._plan.seed)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about recoveries."""
+        return tuple(self._recovery.notes)
 
     # --- the loop's observer --------------------------------------------------------------------
 
     def on_start(self, start: int, steps: int) -> None:
         """Validate the untrained policy, if step 1 is next and there are held-out rows."""
         self._state = self._present_state(start - 1)
-        if start == 1 and self._eval_rows is not None:
-            self._write(0, {STEP: 0, "training/epoch": 0, **self._validated(self._eval_rows)})
+        if start == 1 and (rows := self._eval_rows) is not None:
+            held_out = self._recovery.attempt(0, lambda: self._validated(rows), self._bring_back)
+            self._write(0, {STEP: 0, "training/epoch": 0, **held_out})
 
     def on_step(self, report: StepReport) -> None:
         """Write the metrics of a step, then its recorded update, trace and checkpoint where they are due.
@@ -214,7 +265,7 @@ class Session:
         """
         step, plan = report.step, self._plan
         learned = self._rows.learn(step, [report.trace["reward"].batch, report.trace.batch])
-        metrics = {**self._measured(report), **learned}
+        metrics = {**self._measures, **learned}
         self._write(step, metrics)
         self._rows.record()
         begun = [one.name for one in self._watch.look(strict(metrics))]
@@ -230,7 +281,7 @@ class Session:
         if due or begun:
             self._save_trace(due, begun)
         if plan.due(plan.save_freq, step):
-            self._save()
+            self._recovery.attempt(step, self._save, self._bring_back)
 
     def on_end(self, error: BaseException | None) -> None:
         """Close the trackers, which then write what they have buffered."""

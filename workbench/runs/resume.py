@@ -22,7 +22,7 @@ from workbench.runs.settings import first_seen
 from workbench.runs.updates import ranges
 from workbench.stages.pipeline import Pipeline
 
-_WHEN = "steps test_freq save_freq trace_freq keep_traces keep_checkpoints keep_updates keep_val trackers project experiment"
+_WHEN = "steps test_freq save_freq trace_freq keep_traces keep_checkpoints keep_updates keep_val max_recoveries max_rollout_kl trackers project experiment"
 ALLOW_CHANGES = (*(f"train.{name}" for name in _WHEN.split()), "eval_rows.source")
 """Settings that a resumed run may always change: no step's numbers depend on them."""
 _COMPARED = ("stages", "sources", "engines", "data_hash", "eval_rows", "train")
@@ -160,7 +160,10 @@ def check_resumable(
     was["engines"] = _with_new_settings(was["engines"] or {}, now["engines"] or {})
     names = {text: text.split(": ")[0] for text in differences(was, now)}
     changed = {text: name for text, name in names.items() if not _only_moved(name, new["engines"])}
-    refused = {text: name for text, name in changed.items() if not _among(name, (*ALLOW_CHANGES, *allow_changes))}
+    waits = tuple(name for name in changed.values() if name.endswith(("deadline", ".failed_save")))  # of calls of ranks
+    refused = {
+        text: name for text, name in changed.items() if not _among(name, (*ALLOW_CHANGES, *waits, *allow_changes))
+    }
     if refused:
         do = f"use the same settings, another run folder, or allow it: allow_changes={list(refused.values())}"
         raise RunError(f"run {path} was started with other settings", found="; ".join(refused), do=do)

@@ -58,6 +58,10 @@ class Plan:
     """Validations whose samples stay on disk."""
     ahead: int = 0
     """Steps that rows are sampled ahead."""
+    max_recoveries: int = 3
+    """Times that work is done again whose workers were lost."""
+    max_rollout_kl: float | None = 0.2
+    """Nats per token; where a sampler with the learner's version is further off, the run stops."""
 
     def due(self, every: int, step: int) -> str:
         """Why an action due every `every` steps (0: never) and after the last one is due at `step`, in words; else ''."""

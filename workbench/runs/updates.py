@@ -24,7 +24,7 @@ from workbench.dataproto import DataProto
 from workbench.runs.folder import crc32_of, discard, read_json, size_of, step_folder, step_folders, written
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import used
-from workbench.steps.trace import Trace
+from workbench.steps.trace import Phase, Trace, perform
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,12 @@ def read(folder: Path, step: int) -> Update:
     inputs = DataProto.load(path / "inputs")
     widened = {name: inputs[name].to(getattr(torch, kind)) for name, kind in record["dtypes"].items()}
     return Update(step, DataProto.load(path / "start"), inputs.with_columns(widened), record["controllers"])
+
+
+def apply(pipeline: Pipeline, update: Update, inputs: DataProto | None = None) -> list[Phase]:
+    """Run only the update stages, on a recorded step's inputs or on `inputs` instead; returns their phases."""
+    batch = update.inputs if inputs is None else inputs
+    return [perform(stage, batch) for stage in pipeline if stage.updates]
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -162,7 +162,9 @@ class OffPolicy:
     """A `break_if` for `train` that stops a run before it updates on rows too far off-policy: `break_if=OffPolicy(lag=0)`.
 
     None leaves a limit out; a metric that is NaN is over its limit. Where two engines agree the gap is near 1e-6 in float32
-    and 1e-2 in bfloat16; the defaults leave room for the latter.
+    and 1e-2 in bfloat16; the defaults leave room for the latter. A run that asks for nothing stops after a step in which
+    `training/rollout_kl`, near 1e-12 and 1e-4, is over `train(max_rollout_kl=0.2)`: the sampler has another model, or did not
+    take its weights. There rows of older weights (`ahead`) are not judged.
 
     Args:
         kl: limit of KL(sampler‖trainer), in nats per token.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workbench.base.config import Settings, require
-from workbench.base.errors import NonFinite, RewardError, SettingError, VersionMismatch, unknown
+from workbench.base.errors import NonFinite, RewardError, SettingError, VersionMismatch, first_line, unknown
 from workbench.base.metrics import Count, Max, Mean, Metric, Min, Sum, join
 from workbench.base.seeds import derive
 from workbench.dataproto.columns import PIXELS
@@ -421,13 +421,29 @@ class Update(BaseStage):
         try:
             _refuse_nonfinite(rows, (*SCORED_COLUMNS, "scored", *loss.reads))
             learned = self._learner.learn(rows, loss, loss_counts, self.temperature)
-        except NonFinite:
+        except NonFinite as error:
             self._in_a_row += 1
             if self._in_a_row > self.skip_nonfinite:
+                self._name_rows(error, rows, loss, loss_counts)
                 raise
             return None
         self._in_a_row = 0
         return learned
+
+    def _name_rows(self, error: NonFinite, rows: DataProto, loss: _Loss, loss_counts: LossCounts) -> None:
+        """Add a note to the error: the rows whose own gradient is not finite, where each alone has one."""
+        try:
+            norms = self._learner.probe(rows, loss, loss_counts, self.temperature, per_row=True).columns[
+                "row_grad_norm"
+            ]
+        except Exception as again:  # noqa: BLE001 - the error itself is raised, whatever its rows would say
+            error.add_note(f"its rows were not looked for one by one: {first_line(again)}")
+            return
+        bad = (~norms.isfinite()).nonzero().flatten().tolist()
+        uids = f", uids {[str(rows['uid'][row]) for row in bad[:8]]}" if "uid" in rows else ""
+        error.add_note(
+            f"rows of the mini-batch with such a gradient of their own: {bad[:8] or 'none'}{uids if bad else ''}"
+        )
 
     def state(self) -> dict[str, float]:
         """State for a checkpoint: how many mini-batches in a row were skipped; {} without `skip_nonfinite`."""

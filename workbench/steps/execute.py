@@ -251,13 +251,27 @@ class Ahead:
         trace = self._draw(batch, self._engine.hold()) if waiting is None else waiting.result()
         lag = self._lag(trace, step)
         self._drawn = {number: future for number, future in self._drawn.items() if number >= step}
-        if step < self._last:
+        if step < self._last and step + 1 not in self._drawn:
             self._begin(step + 1)
         if waiting is None:
             return trace
         waited = time.perf_counter() - began
         log.debug("step %d: its rows are %d versions old; waited %.2f s for them", step, lag, waited)
         return _marked(trace, waited)
+
+    def lost(self, step: int) -> Callable[[], None] | None:
+        """Where the sampling of this step's rows failed: a function that samples them again, with the learner's weights as they
+        are when it is called, which must be those of before the last update."""
+        future = self._drawn.get(step)
+        if future is None or not future.done() or future.exception() is None:
+            return None
+
+        def again() -> None:
+            fresh: Future[Trace] = Future()
+            fresh.set_result(self._draw(self._batch_of(step), self._engine.hold()))
+            self._drawn[step] = fresh
+
+        return again
 
     def pending(self, after: int) -> Trace | None:
         """Wait for the rows of step `after` + 1 and return their trace; None where none are sampled, or sampling failed."""

@@ -23,7 +23,7 @@ from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.group import Group, ShardedSnapshot, local_group, shared_out
 from workbench.engines.local_engine.engine import FrozenModel, ModelEngine
-from workbench.engines.local_engine.learning import INFINITE_LOSS, INFINITE_NORM
+from workbench.engines.local_engine.learning import INFINITE_LOSS, infinite_norm
 from workbench.engines.local_engine.loading import load_model, load_tokenizer, resolve
 from workbench.engines.local_engine.memory import learning_estimate
 from workbench.engines.local_engine.scoring import check_ids
@@ -83,7 +83,14 @@ class FsdpEngine(ModelEngine):
         """Whether the processes that held the weights are gone."""
         return not self._group.alive or self._generation != self._group.generation
 
-    def _call(self, method: str, *shared: Any, each: Any = None, seconds: float | None = None) -> list[Any]:
+    def _call(
+        self,
+        method: str,
+        *shared: Any,
+        each: Any = None,
+        seconds: float | None = None,
+        like: tuple[str, int] | None = None,
+    ) -> list[Any]:
         if self.lost:
             if self._taught:
                 what = "the workers that held this engine's weights have ended"
@@ -93,14 +100,15 @@ class FsdpEngine(ModelEngine):
             self._open(self._start.folder if self._start is not None else None)
         self._look_at_save()
         try:
-            return self._group.call(method, *shared, each=each, timeout=seconds or self._settings.deadline)
+            return self._group.call(method, *shared, each=each, timeout=seconds or self._settings.deadline, like=like)
         except (WorkerLost, TimeoutError) as error:
             self._save_lost(error)
             raise
 
-    def _on(self, method: str, *shared: Any, each: Any = None) -> list[Any]:
-        """`method` of each rank's model, with its own arguments of `each` first."""
-        return self._call("on", *(() if each is not None else (None,)), self._name, method, *shared, each=each)
+    def _on(self, method: str, *shared: Any, each: Any = None, tokens: int = 0) -> list[Any]:
+        """`method` of each rank's model, with its own arguments of `each` first, on rows of so many `tokens`."""
+        given = (*(() if each is not None else (None,)), self._name, method, *shared)
+        return self._call("on", *given, each=each, like=(f"{self._name}.{method}", tokens))
 
     def _on_rows(self, method: str, batch: DataProto, *shared: Any) -> tuple[list[Any], list[torch.Tensor]]:
         """`method` of each rank's model with its share of the rows: results by rank, and the row numbers of each share."""
@@ -108,8 +116,10 @@ class FsdpEngine(ModelEngine):
         if PIXELS in batch:
             raise EngineError("rows with pictures in an FSDP engine", expected="text", do="use engines.local")
         rows = DataProto(dict(batch.batch.items()), None, batch.meta_info)
-        places = shared_out(batch["attention_mask"].sum(-1).tolist(), self._group.size)
-        return self._on(method, *shared, each=[(rows.select_idxs(place),) for place in places]), places
+        lengths = batch["attention_mask"].sum(-1).tolist()
+        places = shared_out(lengths, self._group.size)
+        each = [(rows.select_idxs(place),) for place in places]
+        return self._on(method, *shared, each=each, tokens=sum(lengths)), places
 
     # --- LogProbModel -----------------------------------------------------------------------
 
@@ -159,7 +169,8 @@ class FsdpEngine(ModelEngine):
         columns = dict(found.columns)
         if per_row:
             rows = DataProto(dict(batch.batch.items()), None, batch.meta_info)
-            norms = self._on("row_norms", rows, loss, loss_counts, temperature, _seed())[0]
+            tokens = int(batch["attention_mask"].sum())
+            norms = self._on("row_norms", rows, loss, loss_counts, temperature, _seed(), tokens=tokens)[0]
             columns["row_grad_norm"] = torch.tensor(norms)
         return StepResult(found.metrics, columns)
 
@@ -207,8 +218,11 @@ class FsdpEngine(ModelEngine):
     def snapshot(self, kind: str = "disk", folder: str | Path | None = None) -> ShardedSnapshot:
         """Copy weights, optimizer, schedule and version to the disk, one file per rank; `restore` loads it.
 
-        It is in a new folder in the engine's `scratch`, which all nodes see, whatever `kind` and `folder` say.
+        It is in a new folder in the engine's `scratch`, which all nodes see, whatever `folder` says; with the kind `replay` a
+        model as it was loaded is not copied, but will be loaded again.
         """
+        if kind == "replay" and self._untouched():
+            return ShardedSnapshot("", self.state_id, self.version, self._taught)
         place = tempfile.mkdtemp(prefix="workbench-snapshot-", dir=self._scratch)
         snapshot = ShardedSnapshot(place, self.state_id, self.version, self._taught)
         self.save_sharded(Path(place))
@@ -217,7 +231,11 @@ class FsdpEngine(ModelEngine):
     def restore(self, snapshot: ShardedSnapshot) -> None:
         """Restore the state of a snapshot, bit for bit; on new workers where the old ones are gone."""
         self.state_id = new_id()  # half-way there is no state that anybody knows
-        self.load_sharded(Path(snapshot.folder))
+        if snapshot.folder:
+            self.load_sharded(Path(snapshot.folder))
+        else:
+            self._open(self._start.folder if self._start is not None else None)
+            self.version = snapshot.version
         self.state_id, self._taught = snapshot.state_id, snapshot.taught
 
     def save_sharded(self, path: Path, wait: bool = True) -> None:
@@ -298,7 +316,8 @@ class FsdpEngine(ModelEngine):
         if self.lost:
             self._open(None)
         folder = str(Path(path).absolute())
-        self._group.call("on", None, self._name, method, folder, *shared, timeout=self._settings.deadline)
+        given = (None, self._name, method, folder, *shared)
+        self._group.call("on", *given, timeout=self._settings.deadline, like=(method, 1))
         self.version, self.state_id, self._taught = int(record["version"]), new_id(), True
 
     def critic(self, **changes: Any) -> FsdpEngine:
@@ -391,7 +410,7 @@ def _refuse(reports: Sequence[Mapping[str, Any]], places: Sequence[torch.Tensor]
         if trouble["traceback"] is not None:
             raise EngineError(f"the loss raised on rank {rank}, rows {rows}: {trouble['what']}\n{trouble['traceback']}")
         raise NonFinite(INFINITE_LOSS, found=trouble["what"], do=f"look at rows {rows}")
-    raise NonFinite(INFINITE_NORM, found=reports[0]["grad_norm"])
+    raise infinite_norm(reports[0]["grad_norm"], [report["broken"] for report in reports])
 
 
 def fsdp(
@@ -410,6 +429,9 @@ def fsdp(
     `Group` `on`; engines on one group share its workers. `threads`: torch's in each process. `scratch` is the folder for
     snapshots: with several machines one that all see. Other settings: `FsdpSettings`; unknown names are refused. Raises
     `EngineError` where there is no such model, or the workers cannot start.
+
+    Two micro-batches on one rank and one on each of two ranks give the same numbers bit for bit; where gradients are added up in
+    another order (more micro-batches than ranks) they agree to 1e-6 of the largest: see docs/determinism.md.
     """
     chosen = FsdpSettings.from_parameters(settings)
     folder = str(resolve(path))

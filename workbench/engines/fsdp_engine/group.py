@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from workbench.base.errors import WorkerLost
 from workbench.engines.local_engine.states import read_record, read_weights
-from workbench.engines.workers.processes import Ranks, processes
+from workbench.engines.workers.processes import FIRST_DEADLINE, Deadlines, Ranks, processes
 from workbench.functional.balancing import balanced, workload
 
 
@@ -32,6 +31,7 @@ class Group:
         self._unused: list[str] = []
         self._waiting: list[Callable[[], None]] = []
         self._lock = threading.RLock()
+        self._deadlines = Deadlines()
         self.generation = 0
         """How often the workers were started."""
         self.workers: list[dict[str, Any]] = []
@@ -62,18 +62,27 @@ class Group:
             return self._ranks
 
     def call(
-        self, method: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None, timeout: float | None = None
+        self,
+        method: str,
+        *shared: Any,
+        each: Sequence[tuple[Any, ...]] | None = None,
+        timeout: float | None = None,
+        like: tuple[str, int] | None = None,
     ) -> list[Any]:
-        """Call a method on all ranks, as `Ranks.call`; after a lost worker or a time-out the next call starts new ones."""
+        """Call a method on all ranks, as `Ranks.call`; after a lost worker or a time-out the next call starts new ones.
+
+        Without a `timeout` it may take as long as `Deadlines` says of calls `like` this one: (what, size).
+        """
         with self._lock:
             ranks = self.start()
             try:
                 while self._unused:
-                    ranks.call("drop", self._unused.pop(), timeout=timeout)
-                return ranks.call(method, *shared, each=each, timeout=timeout)
-            except (WorkerLost, TimeoutError):
-                self._end()
-                raise
+                    ranks.call("drop", self._unused.pop(), timeout=FIRST_DEADLINE)
+                with self._deadlines.watched(*(like or (method,))) as seconds:
+                    return ranks.call(method, *shared, each=each, timeout=timeout or seconds)
+            finally:
+                if ranks.closed is not None:
+                    self._end()
 
     def here(self) -> list[dict[str, Any]]:
         """Rank, pid, host and device of the workers on this machine; starts them where there are none."""
@@ -119,7 +128,10 @@ class Group:
 
 
 class ShardedSnapshot:
-    """A learner's state in a scratch folder, one file a rank. It outlives the workers; the folder is removed with this object."""
+    """A learner's state in a scratch folder, one file a rank; of a model as it was loaded without one (`folder` is empty).
+
+    It outlives the workers; the folder is removed with this object.
+    """
 
     def __init__(self, folder: str, state_id: str, version: int, taught: bool) -> None:
         self.folder = folder

@@ -94,6 +94,13 @@ class ShardedOptimizer(Optimizer):
         """Adam's state by parameter name, not copied."""
         return {name: self._adam.state[p] for name, p in self.named.items() if p in self._adam.state}
 
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        return {name: one.to_local() for name, one in super()._gradients().items()}  # type: ignore[attr-defined]
+
+    def _total(self, square: torch.Tensor) -> torch.Tensor:
+        distributed.all_reduce(square)
+        return square
+
     def _placed(self, parameter: Any, kind: str, value: torch.Tensor) -> torch.Tensor:
         if isinstance(value, DTensor):
             return value
@@ -384,9 +391,12 @@ class ShardedModel:
     def learn(self, share: DataProto, *given: Any) -> dict[str, Any]:
         """Run `backward`, and take one optimizer step unless it `failed`; adds `grad_norm` (before clipping) and `lr`."""
         report = self.probe(share, *given, keep=True)
-        report["failed"] = report["failed"] or not math.isfinite(report["grad_norm"])
-        if not report["failed"]:
+        if report["failed"]:
+            return report
+        if math.isfinite(report["grad_norm"]):
             self.optimizer.step()
+        else:
+            report |= {"failed": True, "broken": self.optimizer.broken()}
         self.optimizer.zero()
         return report
 

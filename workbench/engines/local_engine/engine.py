@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from workbench.base import runtime
-from workbench.base.errors import EngineError, NonFinite
+from workbench.base.errors import EngineError
 from workbench.base.memory import share_arena
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
@@ -23,7 +23,7 @@ from workbench.engines.local_engine import loading, lora, scoring
 from workbench.engines.local_engine.caches import OWN_CACHE, PicturedRows, cache_of, paths_of
 from workbench.engines.local_engine.decode import casts_kept, decode
 from workbench.engines.local_engine.head import Head, head_of
-from workbench.engines.local_engine.learning import INFINITE_NORM, Optimizer, backward, learning_mode
+from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
 from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
 from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, check_pictures, unchecked
@@ -272,8 +272,9 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
         learned = self._backward(batch, loss, loss_counts, temperature)
         norm, lr = optimizer.clip(), optimizer.lr
         if not math.isfinite(norm):
+            error = infinite_norm(norm, [optimizer.broken()])
             optimizer.zero()
-            raise NonFinite(INFINITE_NORM, found=norm)
+            raise error
         # while the weights move nobody may take them for the old ones: an interrupt can come between two of them
         self.state_id = new_id()
         optimizer.step()

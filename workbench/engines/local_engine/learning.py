@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,6 +18,23 @@ from workbench.engines.protocol import LossOutput, StepResult
 
 INFINITE_LOSS = "the loss is NaN or infinite; no step was taken"
 INFINITE_NORM = "the gradient norm is NaN or infinite; no step was taken"
+
+
+def infinite_norm(norm: float, broken: Sequence[Sequence[str]], most: int = 3) -> NonFinite:
+    """The error of a gradient norm that is no number: the `broken` parameters of each rank, those next to the loss first."""
+    ranks: dict[str, list[int]] = {}
+    for rank, names in enumerate(broken):
+        for name in names:
+            ranks.setdefault(name, []).append(rank)
+    told = [
+        name + (f" (rank {', '.join(map(str, ranks[name]))})" if len(broken) > 1 else "")
+        for name in [*ranks][: -most - 1 : -1]
+    ]
+    found = f"{norm}: the gradients of {len(ranks)} parameters are not finite, next to the loss {', '.join(told)}"
+    if not ranks:
+        found = f"{norm}: each gradient is finite, and their squares are too large together"
+    do = "look at the batch, or let some steps in a row pass: skip_nonfinite of the update"
+    return NonFinite(INFINITE_NORM, found=found, do=do)
 
 
 def learning_rate(base: float, step: int, schedule: str, warmup: int, total: int | None) -> float:
@@ -82,10 +99,30 @@ class Optimizer:
         self._adam.zero_grad(set_to_none=True)
 
     def clip(self) -> float:
-        """Clip the gradients to `grad_clip`; returns the norm before clipping, which may be NaN or infinite."""
-        norm: Any = torch.nn.utils.clip_grad_norm_(self.named.values(), self._settings.grad_clip or math.inf)
-        # the shards' norm is spread over ranks
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        """Clip the gradients to `grad_clip`; returns the norm before clipping. One that is NaN or infinite changes none.
+
+        It is rounded from a sum in float64, and so the same number however the gradients are spread over ranks.
+        """
+        squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in self._gradients().values()]
+        norm = self._total(torch.stack(squares).sum()).sqrt().float() if squares else torch.zeros(())
+        scale = float((self._settings.grad_clip or math.inf) / (norm + 1e-6))
+        if scale < 1:  # NaN is not
+            for parameter in self.named.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        return float(norm)
+
+    def broken(self) -> list[str]:
+        """Names of the parameters whose gradient here has a NaN or an infinity, in the model's order."""
+        return [name for name, part in self._gradients().items() if not bool(part.isfinite().all())]
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients by parameter name, or of shards the parts that are here."""
+        return {name: one.grad for name, one in self.named.items() if one.grad is not None}
+
+    def _total(self, square: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `square`."""
+        return square
 
     def step(self) -> None:
         """Take one step at the scheduled rate."""

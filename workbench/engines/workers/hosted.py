@@ -23,7 +23,7 @@ from workbench.engines.local_engine.classifier import classifier
 from workbench.engines.local_engine.engine import local
 from workbench.engines.protocol import Classified, Closing, Request, Sample, SampleMany, switches_of
 from workbench.engines.vllm_server.engine import vllm, vllm_classifier
-from workbench.engines.workers.processes import Ranks
+from workbench.engines.workers.processes import FIRST_DEADLINE, Deadlines, Ranks
 
 KINDS: dict[str, Any] = {"local": local, "vllm": vllm, "classifier": classifier, "vllm_classifier": vllm_classifier}
 EXCHANGE_SECONDS = 0.03
@@ -31,8 +31,6 @@ EXCHANGE_SECONDS = 0.03
 GATHER_SECONDS = 0.005
 """Answers that come so soon after the first are sent with it."""
 LEAVE_SECONDS = 5.0
-DEADLINE = 1800.0
-"""Seconds that any call of the worker may take, and that it may work without answering a single question."""
 
 
 Question = tuple[int, str, Any]
@@ -93,11 +91,14 @@ class Hosted(SampleMany, Closing):
     """
 
     def __init__(
-        self, make: Callable[[], Ranks], *, name: str = "engine", deadline: float = DEADLINE, start: bool = True
+        self, make: Callable[[], Ranks], *, name: str = "engine", deadline: float | None = None, start: bool = True
     ) -> None:
+        """`deadline`: seconds that any call of the worker may take, and that it may work without answering a single question;
+        None: for calls as `Deadlines` says, and half an hour for the first answer."""
         self._make = make
         self.name = name
         self._deadline = deadline
+        self._deadlines = Deadlines()
         self._ranks: Ranks | None = None
         self._record: Any = None
         self._text = "not started"
@@ -154,7 +155,8 @@ class Hosted(SampleMany, Closing):
             if ranks is None:
                 raise WorkerLost(f"the worker of the engine {self.name!r} is gone", do="call the engine's restart()")
             try:
-                return ranks.call(method, *shared, timeout=self._deadline)[0]
+                with self._deadlines.watched(shared[0] if method == "do" else method) as seconds:
+                    return ranks.call(method, *shared, timeout=self._deadline or seconds)[0]
             except (WorkerLost, TimeoutError) as error:
                 self._end()
                 if isinstance(error, WorkerLost):
@@ -195,9 +197,9 @@ class Hosted(SampleMany, Closing):
                     self._out.answer(number, outcome)
                 if answers:
                     finished = time.monotonic()
-                elif time.monotonic() - finished > self._deadline:
+                elif time.monotonic() - finished > (limit := self._deadline or FIRST_DEADLINE):
                     self._end()
-                    how = f"responds, but has finished nothing for {self._deadline:g} s"
+                    how = f"responds, but has finished nothing for {limit:g} s"
                     raise WorkerLost(f"the worker of engine {self.name!r} {how}", do="restart() the engine", exit=how)
         except BaseException as error:  # noqa: BLE001 - raised where the questions were asked
             self._fail(error)

@@ -14,12 +14,14 @@ import queue
 import shutil
 import signal
 import socket
+import statistics
 import tempfile
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,6 +35,11 @@ START_SECONDS = 180.0
 """Seconds that a worker may take to start and make its object; a busy machine imports torch in twenty."""
 GRACE = 10.0
 """Seconds that the other ranks have to finish after one has raised; later they are taken to be stuck in a collective."""
+FIRST_DEADLINE = 1800.0
+"""Seconds that a call may take while nothing is known of its like."""
+LEAST_DEADLINE = 30.0
+TIMES = 10.0
+"""A call may take so many times the median of its like."""
 _STOP = b"stop"
 _ENDED = "all workers of the group were ended; start another and restore a snapshot or load a checkpoint"
 
@@ -52,7 +59,8 @@ class Processes:
         self._answers: queue.SimpleQueue[tuple[int, int, bytearray | None]] = queue.SimpleQueue()
         self._number = 0
         self._lock = threading.Lock()
-        self._ended = ""
+        self.closed: str | None = None
+        """Why the group is gone; None while it lives."""
         self._workers: list[Child] = []
         self._end = weakref.finalize(self, _end_all, self._workers, self._folder)
         for rank in range(size):
@@ -71,8 +79,8 @@ class Processes:
     ) -> list[Any]:
         """Call a method of the object on every rank, as `Ranks.call` says; one call at a time."""
         with self._lock:
-            if self._ended:
-                raise WorkerLost("this group of workers has ended", found=self._ended, do="start a new group")
+            if self.closed is not None:
+                raise WorkerLost("this group of workers has ended", found=self.closed, do="start a new group")
             self._number += 1
             blob = cloudpickle.dumps(shared)
             for rank in range(self.size):
@@ -138,7 +146,8 @@ class Processes:
         worker = self._workers[rank]
         how = worker.how() or "still running, but its connection is closed"
         log = worker.tail()
-        told = message(f"the worker of rank {rank} (pid {worker.pid}, of {self.size}) died", found=how, do=_ENDED)
+        where = f"pid {worker.pid} on {socket.gethostname()}, of {self.size}"
+        told = message(f"the worker of rank {rank} ({where}) died", found=how, do=_ENDED)
         self.close(f"rank {rank} (pid {worker.pid}) died: {how}")
         return WorkerLost(f"{told}; the end of its log:\n{log or '(empty)'}", rank=rank, exit=how, log=log)
 
@@ -150,12 +159,13 @@ class Processes:
                 os.kill(self._workers[rank].pid, signal.SIGUSR1)
         time.sleep(0.3)
         halted = [rank for rank in late if _state(self._workers[rank].pid) == "T"]
+        pids = ", ".join(str(self._workers[rank].pid) for rank in late)
         logs = "\n".join(f"--- rank {rank}\n{self.log(rank)}" for rank in late)
         self.close(f"ranks {late} did not answer in time")
         if raised is not None:
             raised.add_note("the other ranks waited for this one in a collective: the group was ended")
             return raised
-        what = f"ranks {late} of {self.size} did not answer in {timeout or 0:.0f} seconds"
+        what = f"ranks {late} of {self.size} did not answer in {timeout or 0:.0f} seconds (pids {pids} on {socket.gethostname()})"
         told = message(what, found=f"ranks {halted} are stopped (SIGSTOP)" if halted else None, do=_ENDED)
         return TimeoutError(f"{told}; their stacks, from their logs:\n{logs}")
 
@@ -170,11 +180,11 @@ class Processes:
 
     def close(self, why: str = "it was closed") -> None:
         """End the workers and all processes that they started; `why` is told by later calls."""
-        self._ended = self._ended or why
+        self.closed = self.closed or why
         self._end()
 
     def __repr__(self) -> str:
-        return f"Processes({self.size} ranks, {self._ended or 'running: pids ' + ', '.join(map(str, self.pids))})"
+        return f"Processes({self.size} ranks, {self.closed or 'running: pids ' + ', '.join(map(str, self.pids))})"
 
 
 processes = Processes
@@ -260,12 +270,50 @@ def _hear(parent: Any, calls: queue.SimpleQueue[tuple[bytes, bytes]], stop: list
             calls.put((head, parent.frames.get()))
 
 
+class Deadlines:
+    """How long calls may take: `FIRST_DEADLINE` while nothing is known of their like, then `TIMES` the median of the last ones.
+
+    At least `LEAST_DEADLINE`. Calls have a `size`, tokens for example: the seconds of a smaller one count as those of one of this
+    size, with the square of the sizes. After a call that was late the next has the generous first deadline again, so that a
+    machine that has become slow loses one call to it, and not each.
+    """
+
+    def __init__(self) -> None:
+        self._took: dict[str, deque[tuple[float, int]]] = {}
+
+    def of(self, method: str, size: int = 1) -> float:
+        """Seconds that a call of `method` may take now."""
+        took = [seconds * max(1.0, size / then) ** 2 for seconds, then in self._took.get(method, ())]
+        return max(LEAST_DEADLINE, TIMES * statistics.median(took)) if took else FIRST_DEADLINE
+
+    def took(self, method: str, seconds: float, size: int = 1) -> None:
+        """Note that a call of `method` has taken so many seconds."""
+        self._took.setdefault(method, deque(maxlen=101)).append((seconds, max(size, 1)))
+
+    def late(self, method: str) -> None:
+        """Note that a call of `method` was late."""
+        self._took.pop(method, None)
+
+    @contextlib.contextmanager
+    def watched(self, method: str, size: int = 1) -> Iterator[float]:
+        """Context manager around a call, which notes how it went; gives its deadline."""
+        began = time.monotonic()
+        try:
+            yield self.of(method, size)
+        except TimeoutError:
+            self.late(method)
+            raise
+        self.took(method, time.monotonic() - began, size)
+
+
 @runtime_checkable
 class Ranks(Protocol):
     """Protocol of a group of workers, each holding one object that was made on its rank."""
 
     size: int
     """Number of ranks."""
+    closed: str | None
+    """Why the group is gone; None while it lives."""
 
     def call(
         self, method: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None, timeout: float | None = None
