@@ -18,7 +18,7 @@ from workbench.base.metrics import reduce
 from workbench.dataproto import DataProto
 from workbench.replay.run import load_run
 from workbench.runs.batch_metrics import devices_of, timing_metrics
-from workbench.runs.folder import STEP, RunFolder, read_metrics, step_folder, step_folders, write_json
+from workbench.runs.folder import STEP, RunFolder, read_json, read_metrics, step_folder, step_folders, write_json
 from workbench.runs.kept_traces import prune
 from workbench.runs.resume import differences
 from workbench.runs.trackers import TABLE_ROWS, TRACKERS, check_trackers, progress_line, shown_samples
@@ -67,7 +67,7 @@ def test_a_torn_line_is_set_aside_before_the_next_row_is_written(tmp_path: Path,
 def test_documents_are_strict_and_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     write_json(path, {"a": float("nan"), "b": [1.0, float("inf"), (2, {"c": float("-inf")})], "d": Path("x")})
-    assert json.loads(path.read_text()) == {"a": None, "b": [1.0, None, [2, {"c": None}]], "d": "x"}
+    assert read_json(path) == {"a": None, "b": [1.0, None, [2, {"c": None}]], "d": "x"}
     write_json(path, {"a": 1})
     assert json.loads(path.read_text()) == {"a": 1} and [one.name for one in tmp_path.iterdir()] == ["summary.json"]
 

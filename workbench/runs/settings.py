@@ -22,12 +22,12 @@ from weakref import WeakKeyDictionary
 from workbench import agents
 from workbench.base.config import Settings, settings_hash, source_of
 from workbench.base.errors import describe
+from workbench.base.files import crc32_of
 from workbench.base.formats import FORMAT
 from workbench.datasets import Rows
 from workbench.engines.protocol import Described, SamplingSettings
 from workbench.functional import AdaptiveKL, FixedKL
 from workbench.rewards.base import BaseReward
-from workbench.runs.folder import crc32_of
 from workbench.stages.correction import CorrectionSettings
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import foreign_class
