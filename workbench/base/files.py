@@ -84,6 +84,11 @@ def unsealed(text: str, place: object, error: type[WorkbenchError], do: str = ""
     return f"{body}}}"
 
 
+def has_checksum(path: Path) -> bool:
+    """Whether a JSON file ends in a checksum."""
+    return _SEALED.fullmatch(path.read_text(errors="replace").rpartition(_SEAL)[2]) is not None
+
+
 def record_of(path: Path) -> dict[str, int]:
     """A file's size and crc32."""
     return {"size": path.stat().st_size, "crc32": crc32_of(path)}

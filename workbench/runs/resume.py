@@ -230,12 +230,8 @@ def _restore(
     lacking += [f"the controller of {name}" for name in pipeline.state() if name not in state.get("controllers", {})]
     if lacking:
         raise CheckpointError(f"checkpoint {path.name} lacks {', '.join(lacking)}")
-    plan = settings["train"]
-    cursor = rows.cursor(state["step"], plan["batch_size"], plan["seed"]).to_json()
-    wrong = differences(state["cursor"], cursor)
-    if wrong and not any(_among(name, allow_changes) for name in ("data_hash", "train.seed", "train.batch_size")):
-        do = "resume with the run's own data, seed and batch_size"
-        raise RunError("the data is not what the checkpoint was trained on", found="; ".join(wrong), do=do)
+    if not any(_among(name, allow_changes) for name in ("data_hash", "train.seed", "train.batch_size")):
+        check_data(state, rows, settings["train"])
     for role, learner in pipeline.learners().items():
         learner.load_state(path / role, path / f"{role}_state")
         if learner.version != state["versions"][role]:
@@ -243,6 +239,14 @@ def _restore(
             raise CheckpointError(f"checkpoint {path.name}: weights of {role!r}", expected=expected, found=found)
     pipeline.load_state(state["controllers"])
     return state
+
+
+def check_data(state: Mapping[str, Any], rows: Rows, plan: Mapping[str, Any]) -> None:
+    """Raise `RunError` where rows, or what they learned from the run, are not those of a checkpoint's `state`."""
+    cursor = rows.cursor(state["step"], plan["batch_size"], plan["seed"]).to_json()
+    if wrong := differences(state["cursor"], cursor):
+        do = "resume with the run's own data, seed and batch_size"
+        raise RunError("the data is not what the checkpoint was trained on", found="; ".join(wrong), do=do)
 
 
 # --- settings that differ -------------------------------------------------------------------------

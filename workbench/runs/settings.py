@@ -25,6 +25,7 @@ from workbench.base.errors import describe
 from workbench.base.files import crc32_of
 from workbench.base.formats import FORMAT
 from workbench.datasets import Rows
+from workbench.engines.local_engine.loading import model_files
 from workbench.engines.protocol import Described, SamplingSettings
 from workbench.functional import AdaptiveKL, FixedKL
 from workbench.rewards.base import BaseReward
@@ -139,9 +140,8 @@ def described_engines(pipeline: Pipeline) -> dict[str, Any]:
 def files_crc32(model: Path) -> int:
     """One crc32 over the names and contents of a model folder's weight, config and tokenizer files."""
     value = 0
-    for path in sorted(model.iterdir()):
-        if path.is_file() and path.suffix in (".safetensors", ".json", ".jinja", ".txt", ".model"):
-            value = crc32_of(path, zlib.crc32(path.name.encode(), value))
+    for path in model_files(model):
+        value = crc32_of(path, zlib.crc32(path.name.encode(), value))
     return value
 
 
