@@ -22,7 +22,7 @@ import torch
 from tests_recorded import MODEL
 
 import workbench as wb
-from workbench.base.errors import WorkbenchError
+from workbench.base.errors import RunError, WorkbenchError
 from workbench.base.files import crc32_of
 from workbench.engines.local_engine.loading import resolve
 from workbench.jobs.runner import job_of
@@ -412,6 +412,39 @@ def test_a_flip_a_cut_a_deletion_of_any_file_is_refused_repaired_or_harmless(
     covered = {kind.files for kind in KINDS if kind.read is not None and not kind.covered.startswith("nothing")}
     loud = {files for files, _, how in flipped if how in ("refused", "repaired")}
     assert covered <= loud, covered - loud
+
+
+def test_F5_without_settings_a_resume_compares_with_its_checkpoint(place: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(place / "run", tmp_path / "r"))
+    (run / "settings.json").unlink()
+    settings = settings_of(place)
+    other = {**settings, "engines": {"actor": {**settings["engines"]["actor"], "lr": 1e-2}}}
+    with pytest.raises(RunError, match=r"other settings; found engines\.actor\.lr: 0\.001 → 0\.01"):
+        check_resumable(run, other, "auto", ())
+    _, _, notes = check_resumable(run, settings, "auto", ())
+    assert "settings.json is written again from the checkpoint" in notes[0]
+    for copy in run.glob("checkpoints/*/settings.json"):
+        copy.unlink()
+    with pytest.raises(RunError, match="settings.json is missing, and the run's checkpoints have no copy"):
+        check_resumable(run, settings, "auto", ())
+
+
+def test_a_replay_and_an_audit_say_that_the_model_folder_has_changed(place: Path) -> None:
+    run, path = wb.load_run(place / "run"), place / "model" / "tokenizer.json"
+    assert "tokenizer" not in run.audit(2).left
+    content = path.read_bytes()
+    path.write_bytes(content + b" ")
+    try:
+        assert "other files than the run's at" in run.audit(2).left["tokenizer"]
+        with pytest.raises(RunError, match="'actor' began with.*other files than the run's"):
+            run.stepper(1)
+    finally:
+        path.write_bytes(content)
+
+
+def test_a_run_of_an_older_version_is_said_to_have_no_checksums(place: Path) -> None:
+    assert wb.load_run(place / "run").notes == ()
+    assert "0.10.0 or before" in wb.load_run("tests/recorded/0.6.0/grpo").notes[0]
 
 
 def test_the_table_of_the_docs_is_this_list() -> None:

@@ -114,16 +114,21 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, int]], **facts
     write_text(folder / MANIFEST, sealed(json.dumps(document, indent=1)))
 
 
-def check_manifest(folder: Path, error: type[WorkbenchError], do: str) -> None:
-    """Compare the files of a folder with its `manifest.json`, if it has one of ours. Raises `error` for the first that differs."""
+def listed(folder: Path, error: type[WorkbenchError], do: str) -> dict[str, dict[str, int]]:
+    """The records in a folder's `manifest.json`; none where it has no such file of ours. Raises `error` for a damaged one."""
     path = folder / MANIFEST
     if not path.is_file():
-        return
+        return {}
     try:
         document = json.loads(unsealed(path.read_text(errors="replace"), path, error, do))
     except ValueError as cause:
         raise error(f"{path} cannot be read", found=first_line(cause), do=do) from cause
     files = document.get("files") if isinstance(document, dict) else None
-    for name, record in files.items() if isinstance(files, dict) else ():
-        if isinstance(record, dict) and "crc32" in record:
-            check_file(folder / name, record, str(folder / name), error, do)
+    found = files.items() if isinstance(files, dict) else ()
+    return {name: record for name, record in found if isinstance(record, dict) and "crc32" in record}
+
+
+def check_manifest(folder: Path, error: type[WorkbenchError], do: str) -> None:
+    """Compare the files of a folder with its `manifest.json`, if it has one. Raises `error` for the first that differs."""
+    for name, record in listed(folder, error, do).items():
+        check_file(folder / name, record, str(folder / name), error, do)

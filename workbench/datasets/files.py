@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base.errors import DataError, boundary, unknown
-from workbench.base.files import write_bytes
+from workbench.base.files import unsealed, write_bytes
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".tsv", ".arrow", ".feather")
 LINE_LIMIT = 64 << 20
@@ -239,7 +239,8 @@ def _refuse_size(path: Path, size: int) -> None:
 
 
 def parse(text: bytes, place: str) -> Any:
-    """Parse strict JSON in UTF-8. Raises `DataError`, naming `place`, for anything else, such as NaN, infinity or 1e999."""
+    """Parse strict JSON in UTF-8. Raises `DataError`, naming `place`, for anything else, such as NaN, infinity or 1e999, and
+    for what workbench wrote and has changed since."""
 
     def refuse(constant: str) -> Any:
         raise DataError(f"{place}: {constant} is not valid in JSON")
@@ -251,7 +252,8 @@ def parse(text: bytes, place: str) -> Any:
         return value
 
     try:
-        return json.loads(text.decode(), parse_constant=refuse, parse_float=number)
+        plain = unsealed(text.decode(), place, DataError)
+        return json.loads(plain, parse_constant=refuse, parse_float=number)
     except DataError:
         raise
     except UnicodeDecodeError as cause:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,11 +171,15 @@ class Run(Shown):
     def audit(self, step: int | None = None) -> Audit:
         """Recompute what a recorded step holds (None: every recorded step) by slow formulas of its own, and compare.
 
-        Columns and metrics that need the model, the clock or foreign code are listed with the reason. No model is opened.
+        Columns and metrics that need the model, the clock or foreign code are listed with the reason; a model folder whose
+        files have changed since, too, whose tokenizer is read. No model is opened.
         Raises `RunError` where the step's trace is not on disk.
         """
         actor = (self.settings.get("engines") or {}).get("actor")
-        return audit_run(self.traces, self.rows, functools.partial(controllers, self.path), step, actor)
+        found = audit_run(self.traces, self.rows, functools.partial(controllers, self.path), step, actor)
+        there = actor is not None and Path(str(actor.get("path", ""))).is_dir()
+        wrong = rebuild.wrong_files(actor) if there else None
+        return replace(found, left={**found.left, "tokenizer": wrong}) if wrong else found
 
     # --- any step again -------------------------------------------------------------------------
 

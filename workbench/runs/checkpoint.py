@@ -30,7 +30,7 @@ import torch
 from workbench.base import formats
 from workbench.base.config import require
 from workbench.base.errors import CheckpointError, RunError, first_line
-from workbench.base.files import MANIFEST, check_file, fsync, record_of, unsealed, write_manifest
+from workbench.base.files import MANIFEST, check_file, fsync, listed, record_of, unsealed, write_manifest
 from workbench.runs.folder import PRUNED, discard, read_json, size_of, step_folder, step_folders
 
 log = logging.getLogger("workbench")
@@ -93,11 +93,8 @@ def _mib(size: int) -> str:
 
 def _commit(staging: Path, step: int, settings: str | None) -> None:
     """fsync every file, then write the manifest over them. Files that a model folder's own manifest has are not read again."""
-    known = {
-        manifest.parent / name: record
-        for manifest in staging.rglob(MANIFEST)
-        for name, record in json.loads(manifest.read_text())["files"].items()
-    }
+    models = [one.parent for one in staging.rglob(MANIFEST)]
+    known = {model / name: one for model in models for name, one in listed(model, CheckpointError, "").items()}
     files = {}
     for path in sorted(staging.rglob("*")):
         fsync(path)
