@@ -118,7 +118,8 @@ def resumed_with(place: Path, **changed: Any) -> None:
 
 
 def of_model(place: Path) -> str:
-    """As it is opened for a run that began with it."""
+    """As it is opened, for a run that began with it."""
+    wb.engines.local(place / "model", device="cpu")
     resumed_with(place, actor={"files_crc32": files_crc32(place / "model")})
     return "whole"
 
@@ -235,7 +236,7 @@ KINDS = [
         covered="the crc32 in `update.json`, and as batches", changed="refused by name",
     ),
     Kind(
-        files="`checkpoints/*/`: weights, optimizers, state, settings, `pending/`", pattern=rf"run/checkpoints/{STEP}/.*(?<!^manifest\.json)",
+        files="`checkpoints/*/`: weights, optimizers, state, settings, `pending/`", pattern=rf"run/checkpoints/{STEP}/.*",
         read=lambda place, step: wb.load_run(place / "run").checkpoint(step), repaired=from_the_one_before,
         covered="size and crc32 in `manifest.json`, which ends in a `text_crc32`",
         changed="refused by name; a resume goes on from the checkpoint before",
@@ -264,7 +265,7 @@ KINDS = [
         missing="without `manifest.json` it is any model folder", says="saved",
     ),
     Kind(
-        files="any other model folder (of a hub; `data/` here, which git covers)", pattern=r"model/.*", read=of_model, named="files_crc32",
+        files="any other model folder (of a hub; `data/` here, which git covers)", pattern=r"model/.*", read=of_model, named="files_crc32|model",
         covered="nothing, until a run begins with it: its settings have a crc32 over weights, configuration and tokenizer",
         changed="resume and replay of that run refuse it by the engine's role",
     ),
@@ -275,7 +276,7 @@ KINDS = [
         changed="a resume of that run refuses them (`data_hash`)",
     ),
     Kind(
-        files="parquet files that workbench writes (generations, `wb.rows` converted)", pattern=r"data/written\.parquet",
+        files="generations that an evaluation saved as parquet", pattern=r"data/written\.parquet",
         read=lambda place: repr(list(wb.rows(str(place / "data" / "written.parquet")))),
         covered="a crc32 over all cells in the parquet metadata", changed="refused by name",
     ),
@@ -469,9 +470,15 @@ alone; it is read as it is, and `run.notes` says so.
 """
 
 
+FOOTER = """
+An engine's state that `save_state` or `save_sharded` wrote by itself has its files' sizes in `engine.json` alone; in a run it is
+part of a checkpoint, whose manifest covers it. What a kill left of a write (`.*.part`, `.staging-*`) is never read.
+"""
+
+
 def text() -> str:
     lines = [f"| {one.files} | {one.covered} | {one.changed} | {one.missing or 'the same'} |" for one in KINDS]
-    return HEADER + "\n".join(lines) + "\n"
+    return HEADER + "\n".join(lines) + "\n" + FOOTER
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.base import formats
 from workbench.base.errors import WorkbenchError, first_line
 
 MANIFEST = "manifest.json"
@@ -79,7 +78,8 @@ def unsealed(text: str, place: object, error: type[WorkbenchError], do: str = ""
         return text
     if stated is None or int(stated[1]) != found:
         expected = f"crc32 {stated[1]}" if stated else "text_crc32 at its end"
-        do = f'{do or "take it from a copy"}; if you changed it yourself, take its last key "text_crc32" out'
+        do = do or "take it from a copy"
+        do += "" if required else '; if you changed it yourself, take its last key "text_crc32" out'
         raise error(f"{place} has changed since it was written", expected=expected, found=f"crc32 {found}", do=do)
     return f"{body}}}"
 
@@ -110,8 +110,7 @@ def check_file(
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, int]], **facts: Any) -> None:
     """Write a folder's `manifest.json`: the records of its files by name, and `facts`."""
-    document = {"format": formats.FORMAT, **facts, "files": files}
-    write_text(folder / MANIFEST, sealed(json.dumps(document, indent=1)))
+    write_text(folder / MANIFEST, sealed(json.dumps({**facts, "files": files}, indent=1)))
 
 
 def listed(folder: Path, error: type[WorkbenchError], do: str) -> dict[str, dict[str, int]]:

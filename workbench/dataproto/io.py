@@ -1,8 +1,9 @@
 """Saves and loads batches: safetensors for tensors, parquet for objects, JSON for the rest; never pickle.
 
 Object columns are stored as arrow where every cell is of one plain type, else as tagged JSON per cell; other objects are
-refused. Of cells that are dicts of tensors each different tensor is stored once, as safetensors. Classes such as rewards' `Score` have a registered codec. Loading reads only `meta.json`, which
-has checksums of all; a column is read, memory-mapped, and compared with them at its first use.
+refused. Of cells that are dicts of tensors each different tensor is stored once, as safetensors. Classes such as rewards'
+`Score` have a registered codec. Loading reads only `meta.json`, which has checksums of all; a column is read, memory-mapped,
+and compared with them at its first use.
 """
 
 from __future__ import annotations

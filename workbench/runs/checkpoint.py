@@ -100,7 +100,7 @@ def _commit(staging: Path, step: int, settings: str | None) -> None:
         fsync(path)
         if path.is_file():
             files[str(path.relative_to(staging))] = known.get(path) or record_of(path)
-    write_manifest(staging, files, step=step, settings=settings)
+    write_manifest(staging, files, format=formats.FORMAT, step=step, settings=settings)
     fsync(staging)
 
 

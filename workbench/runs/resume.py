@@ -190,12 +190,13 @@ def _recorded(run: Path) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
     """The settings that a run's weights were made with, and notes: those in its newest checkpoint that has some whole, else
     those of settings.json, which alone has the history since; None for a run without both."""
     path, saved = run / "settings.json", None
-    for folder in step_folders(run / "checkpoints").values():
-        if (folder / path.name).is_file():
-            try:
-                saved = read_settings(folder)
-            except RunError as damage:  # the checkpoint is refused for it, where it is the one to go on from
-                log.warning("%s", damage)
+    for folder in reversed(step_folders(run / "checkpoints").values()):
+        try:
+            saved = read_settings(folder) if (folder / path.name).is_file() else None
+        except RunError as damage:  # the checkpoint is refused for it, where it is the one to go on from
+            log.warning("%s", damage)
+        if saved is not None:
+            break
     if saved is None and not path.is_file():
         if checkpoint.steps(run / "checkpoints"):
             do = "put settings.json back from a copy, or choose another run folder"

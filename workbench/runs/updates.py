@@ -3,8 +3,8 @@
     updates/step_000012/{start/, inputs/, update.json}
 
 `start` is the batch as it came from the data, `inputs` what the update stages read (ids, masks, old and reference
-log-probs, advantages, returns), in narrow integers. `update.json`, written last, has a crc32 of every file and of itself, and the
-controllers' state after the step. About 30 bytes a token; what is older than the oldest kept checkpoint is deleted,
+log-probs, advantages, returns), in narrow integers. `update.json`, written last, has a crc32 of every file and of its own
+text, and the controllers' state after the step. About 30 bytes a token; what is older than the oldest kept checkpoint is deleted,
 and the oldest first where all together are above `keep_updates` MiB.
 """
 

@@ -15,6 +15,7 @@ import torch
 
 from workbench.base.errors import EngineError, boundary, first_line
 from workbench.base.files import MANIFEST, check_manifest, record_of, write_manifest
+from workbench.base.formats import FORMAT
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import hidden_size
 
@@ -346,7 +347,7 @@ def model_files(folder: Path) -> list[Path]:
 
 def seal_model(folder: Path) -> None:
     """Write the `manifest.json` of a model folder, when all its files are there."""
-    write_manifest(folder, {path.name: record_of(path) for path in model_files(folder)})
+    write_manifest(folder, {path.name: record_of(path) for path in model_files(folder)}, format=FORMAT)
 
 
 def load_into(model: Any, head: torch.nn.Module | None, path: Path, settings: Any) -> None:
