@@ -285,7 +285,7 @@ def _dtype(name: str, folder: Path) -> torch.dtype:
 
 def _crc32(part: torch.Tensor) -> int:
     """crc32 of a tensor's bytes."""
-    return zlib.crc32(part.contiguous().flatten().view(torch.uint8).numpy())
+    return zlib.crc32(part.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 @dataclass(eq=False)
