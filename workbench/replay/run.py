@@ -177,8 +177,8 @@ class Run(Shown):
         """
         actor = (self.settings.get("engines") or {}).get("actor")
         found = audit_run(self.traces, self.rows, functools.partial(controllers, self.path), step, actor)
-        there = actor is not None and Path(str(actor.get("path", ""))).is_dir()
-        wrong = rebuild.wrong_files(actor) if there else None
+        there = actor and Path(str(actor.get("path", ""))).is_dir()
+        wrong = rebuild.wrong_files(actor) if actor and there else None
         return replace(found, left={**found.left, "tokenizer": wrong}) if wrong else found
 
     # --- any step again -------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def read(folder: Path, step: int) -> Update:
     for name, value in record["files"].items():
         if ".." in Path(name).parts or Path(name).is_absolute():
             raise CheckpointError(f"{what} names a file outside its folder", found=name)
-        check_file(path / name, {"crc32": value}, f"{what}: file {path / name}", CheckpointError, "choose another step")
+        check_file(path / name, {"crc32": value}, f"{what}: file {name}", CheckpointError, "choose another step")
     inputs = DataProto.load(path / "inputs")
     widened = {name: inputs[name].to(getattr(torch, kind)) for name, kind in record["dtypes"].items()}
     return Update(step, DataProto.load(path / "start"), inputs.with_columns(widened), record["controllers"])
