@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.base.errors import BatchError
-from workbench.base.formats import FORMAT
 from workbench.dataproto import DataProto, Origin
 from workbench.dataproto.io import decode, encode
 from workbench.dataproto.value import Lazy
@@ -97,9 +96,50 @@ def test_not_a_batch(tmp_path: Path) -> None:
         DataProto.load(tmp_path)
     DataProto({"x": torch.zeros(1)}).save(tmp_path / "b")
     meta = tmp_path / "b" / "meta.json"
-    meta.write_text(meta.read_text().replace(f'"format": {FORMAT}', '"format": 99'))
+    meta.write_text(json.dumps({**json.loads(meta.read_text()), "format": 99, "text_crc32": None}))
     with pytest.raises(BatchError, match="format"):
         DataProto.load(tmp_path / "b")
+
+
+def test_a_columns_bytes_are_compared_when_they_are_read_and_no_others(tmp_path: Path) -> None:
+    """Three blocks of 512 rows, one value of the second changed: what is read is right, and the damage is met when it is read."""
+    batch = DataProto({"x": torch.arange(1500 * 2).view(1500, 2), "y": torch.zeros(1500)}, {"word": ["a"] * 1500})
+    file = batch.save(tmp_path / "b") / "tensors.safetensors"
+    content = bytearray(file.read_bytes())
+    content[content.index((1300).to_bytes(8, "little"))] ^= 1  # row 650
+    file.write_bytes(bytes(content))
+    found = DataProto.load(tmp_path / "b")
+    assert found.batch.part("x", 0, 512).equal(batch["x"][:512]) and found.batch.part("x", 1024, 1500).equal(
+        batch["x"][1024:]
+    )
+    assert found["y"].equal(batch["y"])
+    damage = r"tensors\.safetensors: rows 512 to 1024 of column 'x' have changed.*expected crc32 \d+; found crc32 \d+; take it"
+    for read in (lambda: found["x"], lambda: found.batch.part("x", 511, 513), lambda: found[600:601]["x"]):
+        with pytest.raises(BatchError, match=damage):
+            read()
+    objects = tmp_path / "b" / "objects.parquet"
+    objects.write_bytes(objects.read_bytes()[:-1])
+    with pytest.raises(BatchError, match=r"objects\.parquet; expected \d+ bytes; found \d+ bytes"):
+        DataProto.load(tmp_path / "b")["word"]
+
+
+def test_what_was_saved_without_checksums_is_read_as_it_is(tmp_path: Path) -> None:
+    batch = DataProto({"x": torch.arange(3)}, {"word": ["a", "b", "c"]})
+    meta = batch.save(tmp_path / "b") / "meta.json"
+    plain = {
+        name: one for name, one in json.loads(meta.read_text()).items() if name not in ("text_crc32", "blocks", "files")
+    }
+    meta.write_text(json.dumps(plain))
+    assert (
+        DataProto.load(tmp_path / "b")["x"].tolist() == [0, 1, 2] and DataProto.load(tmp_path / "b")["word"][2] == "c"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.uint8, torch.float64])
+def test_every_dtype_has_its_checksums(tmp_path: Path, dtype: torch.dtype) -> None:
+    batch = DataProto({"x": torch.arange(12).view(2, 3, 2).to(dtype), "none": torch.zeros(2, 0, dtype=dtype)})
+    found = DataProto.load(batch.save(tmp_path / "b"))
+    assert found["x"].equal(batch["x"]) and found["none"].equal(batch["none"])
 
 
 def test_one_large_object_in_every_row_can_be_opened_again(tmp_path: Path) -> None:

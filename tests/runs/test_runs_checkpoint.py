@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from workbench.base import files
 from workbench.base.errors import CheckpointError, SettingError
 from workbench.runs import checkpoint
 from workbench.runs.folder import step_folder
@@ -44,13 +45,13 @@ def test_the_newest_complete_one_is_found_and_older_ones_go(tmp_path: Path) -> N
 
 def test_a_save_reads_its_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
-    plain = checkpoint.crc32_of
-    monkeypatch.setattr(checkpoint, "crc32_of", lambda path: (read.append(path), plain(path))[1])
+    plain = files.crc32_of
+    monkeypatch.setattr(files, "crc32_of", lambda path: (read.append(path), plain(path))[1])
     for step in (1, 2, 3):
         read.clear()
         write(tmp_path, step)
-        files = [path for path in (tmp_path / f"step_{step:06d}").rglob("*") if path.name != "manifest.json"]
-        assert sorted(path.name for path in read) == sorted(path.name for path in files if path.is_file())
+        there = [path for path in (tmp_path / f"step_{step:06d}").rglob("*") if path.name != "manifest.json"]
+        assert sorted(path.name for path in read) == sorted(path.name for path in there if path.is_file())
     flip(tmp_path / "step_000003" / "actor" / "model.safetensors")  # of the same size: read again, and not counted
     read.clear()
     write(tmp_path, 4)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import importlib
 import json
 import os
 import signal
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from workbench.base.metrics import reduce
 from workbench.dataproto import DataProto
 from workbench.replay.run import load_run
 from workbench.runs.batch_metrics import devices_of, timing_metrics
-from workbench.runs.folder import STEP, RunFolder, read_metrics, step_folder, step_folders, write_json
+from workbench.runs.folder import STEP, RunFolder, held, read_json, read_metrics, step_folder, step_folders, write_json
 from workbench.runs.kept_traces import prune
 from workbench.runs.resume import differences
 from workbench.runs.trackers import TABLE_ROWS, TRACKERS, check_trackers, progress_line, shown_samples
@@ -67,9 +70,9 @@ def test_a_torn_line_is_set_aside_before_the_next_row_is_written(tmp_path: Path,
 def test_documents_are_strict_and_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     write_json(path, {"a": float("nan"), "b": [1.0, float("inf"), (2, {"c": float("-inf")})], "d": Path("x")})
-    assert json.loads(path.read_text()) == {"a": None, "b": [1.0, None, [2, {"c": None}]], "d": "x"}
+    assert read_json(path) == {"a": None, "b": [1.0, None, [2, {"c": None}]], "d": "x"}
     write_json(path, {"a": 1})
-    assert json.loads(path.read_text()) == {"a": 1} and [one.name for one in tmp_path.iterdir()] == ["summary.json"]
+    assert read_json(path) == {"a": 1} and [one.name for one in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_a_second_writer_is_refused_also_in_the_same_process(tmp_path: Path) -> None:
@@ -82,6 +85,63 @@ def test_a_second_writer_is_refused_also_in_the_same_process(tmp_path: Path) -> 
     assert again.lock.note == ""
     again.lock.release()
     again.lock.release()
+
+
+def test_a_removed_lock_file_lets_nobody_in(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "lock.json").unlink()
+    with pytest.raises(
+        RunError, match="is being written; found a process that has locked the folder; its lock.json was"
+    ):
+        RunFolder(tmp_path)
+    assert held(tmp_path / "lock.json")
+    child = os.fork()
+    if not child:
+        try:
+            RunFolder(tmp_path)
+        except RunError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    folder.lock.release()
+    assert not held(tmp_path / "lock.json")
+    RunFolder(tmp_path).lock.release()
+
+
+def test_where_a_folder_cannot_be_locked_the_files_lock_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder on NFS: EBADF."""
+    plain = fcntl.flock
+
+    def of_files_alone(handle: Any, how: int) -> None:
+        if isinstance(handle, int) and stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        plain(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", of_files_alone)
+    folder = RunFolder(tmp_path)
+    assert held(tmp_path / "lock.json")
+    with pytest.raises(RunError, match=f"is being written; found pid {os.getpid()}"):
+        RunFolder(tmp_path)
+    folder.lock.release()
+    assert not held(tmp_path / "lock.json")
+
+
+def test_a_row_that_was_edited_is_named_with_its_step(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in range(3):
+        folder.append_metrics({STEP: step, "loss": step / 7})
+    folder.lock.release()
+    assert read_metrics(folder.metrics)[2] == {STEP: 2, "loss": 2 / 7}
+    text = folder.metrics.read_text()
+    folder.metrics.write_text(text.replace('"loss": 0.14', '"loss": 0.15'))
+    with pytest.raises(
+        RunError, match=r"metrics.jsonl line 2 \(step 1\) has changed.*expected crc32 \d+; found crc32 \d+"
+    ):
+        read_metrics(folder.metrics)
+    folder.metrics.write_text(text.replace(text.splitlines()[1], json.dumps({STEP: 1, "loss": 5})))
+    assert (
+        read_metrics(folder.metrics)[1]["loss"] == 5
+    )  # by hand, with the checksum taken out; as older versions wrote it
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,12 @@ def test_damaged_checkpoints_alone_are_no_reason_to_start_over(tiny: str, whole:
         wb.train_blocking(pipe, rows, steps=4, run=run, resume="auto", **PLAN)
     shutil.rmtree(run / "checkpoints")
     pipe, rows = make(tiny)
+    with pytest.raises(
+        RunError, match=r"no checkpoint, and starting over would lose the run.*checkpoints of steps \[2\]"
+    ):
+        wb.train_blocking(pipe, rows, steps=4, run=run, resume="auto", **PLAN)
+    assert len(wb.load_run(run).rows) == 2 and not (run / "superseded").exists()
+    (run / "summary.json").unlink()  # as one that was killed before its first checkpoint
     again = wb.train_blocking(pipe, rows, steps=1, run=run, resume="auto", **PLAN)
     assert again.rows[-1]["training/global_step"] == 1
     assert any("2 metrics rows" in note for note in again.notes)
@@ -264,6 +270,7 @@ def test_an_interrupted_cell_run_again_goes_on_exactly_or_says_why_not(tiny: str
     assert summary["stopped"].startswith("interrupted after step 1; checkpoint 1") and summary["steps"] == 1
     # where there is no checkpoint the engine has moved: it cannot be what the run began with
     shutil.rmtree(run / "checkpoints")
+    (run / "summary.json").unlink()
     with pytest.raises(RunError, match="began with weights.*actor: updated since.*load the model again"):
         wb.train_blocking(pipe, rows, steps=4, run=run, resume="auto", **PLAN)
     seeded()
@@ -291,7 +298,7 @@ def test_an_interrupted_cell_run_again_goes_on_exactly_or_says_why_not(tiny: str
 def test_nothing_to_do_changes_nothing_but_brings_back_a_lost_summary(tiny: str, whole: Any, tmp_path: Path) -> None:
     run = tmp_path / "r"
     shutil.copytree(whole[0], run)
-    summary = json.loads((run / "summary.json").read_text())
+    summary = dict(wb.load_run(run).summary)
     for name in ("summary.json", "curves.png"):
         (run / name).unlink()
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
@@ -301,7 +308,7 @@ def test_nothing_to_do_changes_nothing_but_brings_back_a_lost_summary(tiny: str,
         assert same.notes == (f"nothing left to do: 2 of {steps} steps are done",)
     after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert before.items() <= after.items() and len(after) == len(before) + 2
-    again = json.loads((run / "summary.json").read_text())
+    again = dict(wb.load_run(run).summary)
     assert {**again, "paths": None} == {**summary, "paths": None} and again["paths"]["curves"] == str(
         run / "curves.png"
     )

@@ -366,15 +366,18 @@ def test_an_interrupt_ends_the_draw_and_the_run_goes_on(quiet: wb.Run, tiny: str
 
 @pytest.mark.slow
 def test_a_run_from_before_there_was_such_a_setting_goes_on(quiet: wb.Run, tiny: str, tmp_path: Path) -> None:
-    import json
+    from workbench.runs import checkpoint
+    from workbench.runs.folder import write_json
 
     pipe, rows = make(tiny)
     run = train(pipe, rows, tmp_path / "r", ahead=0, steps=1)
-    path = run.path / "settings.json"
-    document = json.loads(path.read_text())
+    document = run.settings
     del document["train"]["ahead"]
-    document["format"] = 1
-    path.write_text(json.dumps(document))
+    write_json(run.path / "settings.json", {**document, "format": 1})
+    saved = run.checkpoint()
+    for name in ("settings.json", "manifest.json"):  # of that time: without a copy of the settings
+        (saved / name).unlink()
+    checkpoint._commit(saved, 1, None)
     assert len(train(pipe, rows, run.path, ahead=0, steps=2, resume="auto").rows) == 2
     with pytest.raises(WorkbenchError, match="train.ahead: 0 → 1"):
         train(pipe, rows, run.path, ahead=1, steps=3, resume="auto")

@@ -1,9 +1,25 @@
-"""Files that are on the disk, whole, when a function returns."""
+"""Files that are on the disk, whole, when a function returns; and checksums by which a reader knows that they still are.
+
+A JSON document, or a line of a jsonl file, ends in a `text_crc32` of all text before it (`sealed`, `unsealed`). Other files
+have their size and crc32 in such a document. docs/files.md says which file is covered by what.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from workbench.base.errors import WorkbenchError, first_line
+
+MANIFEST = "manifest.json"
+"""The file of a folder that has the size and crc32 of the others."""
+_SEAL = ', "text_crc32": '
+_SEALED = re.compile(r"(\d{1,10})\}\s*")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -32,3 +48,86 @@ def fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# --- checksums ----------------------------------------------------------------------------------
+
+
+def crc32_of(path: Path, value: int = 0) -> int:
+    """crc32 of a file's content, continued from the crc32 `value`."""
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def sealed(text: str) -> str:
+    """A JSON object's text, which has keys, with one more at its end: `text_crc32`, of all text before it."""
+    body = text.rstrip().removesuffix("}").rstrip()
+    return f"{body}{_SEAL}{zlib.crc32(body.encode())}}}"
+
+
+def unsealed(text: str, place: object, error: type[WorkbenchError], do: str = "", *, required: bool = False) -> str:
+    """The text that `sealed` was given. Raises `error`, naming `place`, where it has changed since.
+
+    What older versions wrote has no checksum and is returned as it is, or refused where one is `required`.
+    """
+    body, _, end = text.rpartition(_SEAL)
+    stated, found = _SEALED.fullmatch(end), zlib.crc32(body.encode(errors="surrogatepass"))
+    if stated is None and not required:
+        return text
+    if stated is None or int(stated[1]) != found:
+        expected = f"crc32 {stated[1]}" if stated else "text_crc32 at its end"
+        do = do or "take it from a copy"
+        do += "" if required else '; if you changed it yourself, take its last key "text_crc32" out'
+        raise error(f"{place} has changed since it was written", expected=expected, found=f"crc32 {found}", do=do)
+    return f"{body}}}"
+
+
+def has_checksum(path: Path) -> bool:
+    """Whether a JSON file ends in a checksum."""
+    return _SEALED.fullmatch(path.read_text(errors="replace").rpartition(_SEAL)[2]) is not None
+
+
+def record_of(path: Path) -> dict[str, int]:
+    """A file's size and crc32."""
+    return {"size": path.stat().st_size, "crc32": crc32_of(path)}
+
+
+def check_file(
+    path: Path, record: Mapping[str, int], what: str, error: type[WorkbenchError], do: str | None = None
+) -> None:
+    """Compare a file, which `what` names, with its record. Raises `error` where it is missing, of another size, or changed."""
+    if not path.is_file():
+        raise error(f"{what} is missing", do=do)
+    expected, size = record.get("size"), path.stat().st_size
+    if expected not in (None, size):
+        raise error(what, expected=f"{expected} bytes", found=f"{size} bytes", do=do)
+    if (found := crc32_of(path)) != record["crc32"]:
+        told = f"crc32 {found}: its content changed"
+        raise error(what, expected=f"crc32 {record['crc32']}", found=told, do=do)
+
+
+def write_manifest(folder: Path, files: Mapping[str, Mapping[str, int]], **facts: Any) -> None:
+    """Write a folder's `manifest.json`: the records of its files by name, and `facts`."""
+    write_text(folder / MANIFEST, sealed(json.dumps({**facts, "files": files}, indent=1)))
+
+
+def listed(folder: Path, error: type[WorkbenchError], do: str) -> dict[str, dict[str, int]]:
+    """The records in a folder's `manifest.json`; none where it has no such file of ours. Raises `error` for a damaged one."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return {}
+    try:
+        document = json.loads(unsealed(path.read_text(errors="replace"), path, error, do))
+    except ValueError as cause:
+        raise error(f"{path} cannot be read", found=first_line(cause), do=do) from cause
+    files = document.get("files") if isinstance(document, dict) else None
+    found = files.items() if isinstance(files, dict) else ()
+    return {name: record for name, record in found if isinstance(record, dict) and "crc32" in record}
+
+
+def check_manifest(folder: Path, error: type[WorkbenchError], do: str) -> None:
+    """Compare the files of a folder with its `manifest.json`, if it has one. Raises `error` for the first that differs."""
+    for name, record in listed(folder, error, do).items():
+        check_file(folder / name, record, str(folder / name), error, do)

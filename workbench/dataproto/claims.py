@@ -17,11 +17,14 @@ import numpy as np
 import torch
 
 from workbench.base.errors import BatchError, WorkbenchError, describe, first_line
+from workbench.base.files import unsealed
 from workbench.base.memory import available
 from workbench.dataproto.columns import COLUMNS, check_objects, check_tensor, letter_sizes
 
 DOCUMENT_LIMIT = 16 << 20
 """Bytes of a JSON document (meta.json, trace.json)."""
+DAMAGED = "take it from a copy, or record the step again"
+"""What to do about a file that has changed."""
 DEPTH_LIMIT = 100
 """Lists and dicts inside each other, in a document or a cell."""
 INNER_LIMIT = 2_000_000
@@ -72,6 +75,7 @@ def document(path: Path, *, strict: bool) -> dict[str, Any]:
     with path.open("rb") as file:
         text = file.read(DOCUMENT_LIMIT + 1).decode()
     check_text(text)
+    text = unsealed(text, path, BatchError, DAMAGED)
     found = json.loads(text, parse_constant=_refuse) if strict else json.loads(text)
     if not isinstance(found, dict):
         raise BatchError(f"contents of {path}", expected="a JSON object", found=describe(found))

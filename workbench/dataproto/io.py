@@ -1,8 +1,9 @@
 """Saves and loads batches: safetensors for tensors, parquet for objects, JSON for the rest; never pickle.
 
 Object columns are stored as arrow where every cell is of one plain type, else as tagged JSON per cell; other objects are
-refused. Of cells that are dicts of tensors each different tensor is stored once, as safetensors. Classes such as rewards' `Score` have a registered codec. Loading reads only `meta.json`; a column is read,
-memory-mapped, at its first use.
+refused. Of cells that are dicts of tensors each different tensor is stored once, as safetensors. Classes such as rewards'
+`Score` have a registered codec. Loading reads only `meta.json`, which has checksums of all; a column is read, memory-mapped,
+and compared with them at its first use.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,15 @@ import torch
 
 from workbench.base import formats
 from workbench.base.errors import BatchError, describe
+from workbench.base.files import check_file, record_of, sealed
 from workbench.dataproto import claims
 from workbench.dataproto.value import Lazy, Origin, Value, as_objects
 
 TENSORS, OBJECTS, INNER = "tensors.safetensors", "objects.parquet", "inner.safetensors"
 _TAG = "__workbench__"
 _GROUP = 512
-
+_BLOCK = 512
+"""Rows of a tensor that have a checksum."""
 
 _CODECS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {}
 """Tag → class, encode, decode."""
@@ -144,10 +148,12 @@ def save(batch: Value, path: str | Path) -> Path:
             "objects": kinds,
             "meta_info": _encoded("meta_info", dict(batch.meta_info), "leave it out of meta_info"),
             "origins": {name: _kept(made) for name, made in batch.origins.items()},
+            "blocks": {name: [_crc32(part) for part in tensor.split(_BLOCK)] for name, tensor in tensors.items()},
+            "files": {name: record_of(staging / name) for name in (OBJECTS, INNER) if (staging / name).is_file()},
         }
         text = json.dumps(document, allow_nan=False)
         claims.check_text(text)
-        (staging / "meta.json").write_text(text)
+        (staging / "meta.json").write_text(sealed(text))
         staging.rename(folder)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -184,11 +190,10 @@ def _apart(name: str, values: np.ndarray, inner: dict[str, torch.Tensor]) -> lis
     return [json.dumps({key: places[id(one)] for key, one in cell.items()}) for cell in values]
 
 
-def _together(folder: Path, cells: list[dict[str, str]]) -> list[dict[str, torch.Tensor]]:
+def _together(file: Path, cells: list[dict[str, str]]) -> list[dict[str, torch.Tensor]]:
     """The cells that `_apart` took apart; those that shared a tensor share it again."""
     from safetensors import safe_open
 
-    file = claims.inside(folder, INNER)
     wanted = {place for cell in cells for place in cell.values()}
     with claims.reading(file), safe_open(str(file), framework="pt") as stored:
         sizes = [8 * math.prod(stored.get_slice(place).get_shape()) for place in wanted]
@@ -253,8 +258,9 @@ def load(path: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
             claims.check_tensors(file, claimed)
     if kinds and other.exists() and not other.is_file():
         raise BatchError(f"{other} is not a regular file")
-    tensors = {name: partial(_tensor, folder, name) for name in claimed}
-    objects = {name: partial(_objects, folder, name, kind, rows) for name, kind in kinds.items()}
+    stored = _Stored(folder, document.get("blocks"), document.get("files"))
+    tensors = {name: partial(stored.tensor, name) for name in claimed}
+    objects = {name: partial(stored.objects, name, kind, rows) for name, kind in kinds.items()}
     lazy = {name: Lazy(read, *claimed[name], read) for name, read in tensors.items()}
     lazy_objects = {name: Lazy(read, (rows,), None, read) for name, read in objects.items()}
     return called(lazy), called(lazy_objects), facts, origins
@@ -277,25 +283,66 @@ def _dtype(name: str, folder: Path) -> torch.dtype:
     return found
 
 
-def _tensor(folder: Path, name: str, *rows: int) -> torch.Tensor:
-    """A column, or the rows from one number to another."""
-    from safetensors import safe_open
-
-    with claims.reading(folder / TENSORS), safe_open(str(folder / TENSORS), framework="pt") as file:
-        if rows:
-            return file.get_slice(name)[slice(*rows)]
-        claims.check_room(8 * math.prod(file.get_slice(name).get_shape()), f"column {describe(name)}")
-        return file.get_tensor(name)
+def _crc32(part: torch.Tensor) -> int:
+    """crc32 of a tensor's bytes."""
+    return zlib.crc32(part.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-def _objects(folder: Path, name: str, kind: str, count: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-    """A column of `count` rows, or the rows from one number to another."""
-    with claims.reading(folder / OBJECTS):
-        values = claims.parquet_values(folder / OBJECTS, name, kind, count, start, count if stop is None else stop)
-        if kind != "arrow":  # decoded while it is parsed: ten thousand records in a few hundredths of a second
-            claims.check_depth(*values)
-            values = [json.loads(text, object_hook=_untagged) for text in values]
-        if kind == "tensors":
-            values = _together(folder, values)
-        claims.check_cells(name, values)
-        return as_objects(name, values)
+@dataclass(eq=False)
+class _Stored:
+    """The files of a saved batch, whose content is compared with its checksums when it is first read: of tensors the blocks of
+    rows that are read, of the other files all. What older versions saved has none (None)."""
+
+    folder: Path
+    blocks: Mapping[str, list[int]] | None
+    files: Mapping[str, Mapping[str, int]] | None
+    checked: set[tuple[str, int]] = field(default_factory=set)
+    """(column, number of a block) or (file, 0)."""
+
+    def tensor(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """A column, or the rows from one number to another."""
+        from safetensors import safe_open
+
+        path = self.folder / TENSORS
+        with claims.reading(path), safe_open(str(path), framework="pt") as file:
+            stored = file.get_slice(name)
+            shape = stored.get_shape()
+            if stop is None:
+                claims.check_room(8 * math.prod(shape), f"column {describe(name)}")
+            column = file.get_tensor(name) if stop is None else stored
+            last = shape[0] if stop is None else min(stop, shape[0])
+            for number in range(start // _BLOCK, -(-last // _BLOCK)) if self.blocks is not None else ():
+                self._check(name, number, column)
+            return column if stop is None else stored[start:stop]
+
+    def _check(self, name: str, number: int, column: Any) -> None:
+        """Compare a block of rows with its checksum."""
+        if (name, number) in self.checked:
+            return
+        begin, end = number * _BLOCK, (number + 1) * _BLOCK
+        found, expected = _crc32(column[begin:end]), self.blocks[name][number]  # type: ignore[index] # asked before
+        if found != expected:
+            what = f"{self.folder / TENSORS}: rows {begin} to {end} of column {describe(name)} have changed since they were written"
+            raise BatchError(what, expected=f"crc32 {expected}", found=f"crc32 {found}", do=claims.DAMAGED)
+        self.checked.add((name, number))
+
+    def _file(self, name: str) -> Path:
+        """The path of a file, once compared with its checksum."""
+        path = claims.inside(self.folder, name)
+        if self.files is not None and (name, 0) not in self.checked:
+            check_file(path, self.files[name], str(path), BatchError, claims.DAMAGED)
+            self.checked.add((name, 0))
+        return path
+
+    def objects(self, name: str, kind: str, count: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """A column of `count` rows, or the rows from one number to another."""
+        with claims.reading(self.folder / OBJECTS):
+            path = self._file(OBJECTS)
+            values = claims.parquet_values(path, name, kind, count, start, count if stop is None else stop)
+            if kind != "arrow":  # decoded while it is parsed: ten thousand records in a few hundredths of a second
+                claims.check_depth(*values)
+                values = [json.loads(text, object_hook=_untagged) for text in values]
+            if kind == "tensors":
+                values = _together(self._file(INNER), values)
+            claims.check_cells(name, values)
+            return as_objects(name, values)

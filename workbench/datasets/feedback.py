@@ -1,6 +1,6 @@
 """Rows that change with what a run does: `growing` takes in new ones, `adaptive` draws those less that teach nothing.
 
-What they learn from a step is in a jsonl file of the run's folder, each line with its step (`data_step`), synced before the
+What they learn from a step is in a jsonl file of the run's folder, each line with its step (`data_step`) and checksum, synced before the
 step's checkpoint. The rows of a step are a function of (seed, step, lines of the steps before), so a run that was killed and
 resumed draws what it would have drawn: the file is cut to the checkpoint's step, and refused where a hash of its lines is
 not the one in the checkpoint's cursor.
@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from workbench.base.errors import DataError, describe, first_line
-from workbench.base.files import fsync
+from workbench.base.errors import DataError, boundary, describe, first_line
+from workbench.base.files import fsync, sealed
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
 from workbench.datasets.files import parse
@@ -97,7 +97,8 @@ class Recorded(Composite):
             if not isinstance(line, dict) or not isinstance(line.get(STEP), int):
                 raise DataError(f"{path}:{number}", expected=f"an object with a {STEP}", found=describe(line))
             if line[STEP] <= step:
-                self._add(line)
+                with boundary(f"{path}:{number}", DataError):
+                    self._add(line)
         self._rows = self._present()
         return [*files, path]
 
@@ -115,7 +116,7 @@ class Recorded(Composite):
         if self._path is not None and self._unwritten:
             new = not self._path.exists()
             with self._path.open("a", encoding="utf-8") as file:
-                file.write("".join(f"{line}\n" for line in self._unwritten))
+                file.write("".join(f"{sealed(line)}\n" for line in self._unwritten))
                 file.flush()
                 os.fsync(file.fileno())
             if new:

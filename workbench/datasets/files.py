@@ -8,12 +8,13 @@ import io
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from workbench.base.errors import DataError, boundary, unknown
-from workbench.base.files import write_bytes
+from workbench.base.files import unsealed, write_bytes
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".tsv", ".arrow", ".feather")
 LINE_LIMIT = 64 << 20
@@ -25,8 +26,8 @@ _FIRST = 64
 _ABOUT = ("dataset_info.json", "dataset_dict.json", "state.json")
 """Files beside the data in a folder that Hugging Face's `datasets` saved."""
 _SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
-_AS_JSON = b"workbench.json"
-"""Key of a parquet file's metadata: names of the columns whose cells `write` wrote as JSON."""
+_AS_JSON, _CRC32 = b"workbench.json", b"workbench.crc32"
+"""Keys of a parquet file's metadata: names of the columns whose cells `write` wrote as JSON, and a crc32 over all cells."""
 
 
 def find(path: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -159,8 +160,12 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
         first = next(file.iter_batches(batch_size=_FIRST), None)
         if first is not None and first.num_rows:
             _refuse_size(path, _decoded([first]) // first.num_rows * total)
-        names = json.loads((file.schema_arrow.metadata or {}).get(_AS_JSON, b"[]"))
+        about = file.schema_arrow.metadata or {}
+        names, expected = json.loads(about.get(_AS_JSON, b"[]")), about.get(_CRC32)
         rows: list[dict[str, Any]] = file.read().to_pylist()
+        if expected is not None and int(expected) != (found := _crc32(rows)):
+            what, do = f"{path} has changed since it was written", "take it from a copy, or write it again"
+            raise DataError(what, expected=f"crc32 {int(expected)} over its cells", found=f"crc32 {found}", do=do)
         for name, row in ((name, row) for name in names for row in rows):
             row[name] = json.loads(row[name])
         return rows
@@ -178,9 +183,9 @@ def write(path: Path, columns: Mapping[str, Sequence[Any]]) -> list[str]:
     made = {name: array for name, cells in columns.items() if (array := _exact(cells)) is not None}
     texts = {name: text for name, cells in columns.items() if name not in made and (text := _json(cells)) is not None}
     made |= {name: pa.array(text, pa.string()) for name, text in texts.items()}
-    about = {_AS_JSON: json.dumps(list(texts))} if texts else None
-    table, target = pa.table({name: made[name] for name in columns if name in made}, metadata=about), io.BytesIO()
-    pq.write_table(table, target, compression="zstd")
+    table, target = pa.table({name: made[name] for name in columns if name in made}), io.BytesIO()
+    about = {_AS_JSON: json.dumps(list(texts)), _CRC32: str(_crc32(table.to_pylist()))}
+    pq.write_table(table.replace_schema_metadata(about), target, compression="zstd")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, target.getvalue())
     return [name for name in columns if name not in made]
@@ -211,6 +216,14 @@ def _text(cells: Sequence[Any]) -> str:
     return json.dumps(list(cells), default=repr)
 
 
+def _crc32(rows: Iterable[Mapping[str, Any]]) -> int:
+    """crc32 over the names and cells of all rows."""
+    value = 0
+    for row in rows:
+        value = zlib.crc32(json.dumps(row, default=repr).encode(), value)
+    return value
+
+
 def _decoded(batches: Iterable[Any]) -> int:
     """Bytes of record batches as Python will have them: with their dictionaries written out."""
     columns = [column for batch in batches for column in batch.columns]
@@ -226,7 +239,8 @@ def _refuse_size(path: Path, size: int) -> None:
 
 
 def parse(text: bytes, place: str) -> Any:
-    """Parse strict JSON in UTF-8. Raises `DataError`, naming `place`, for anything else, such as NaN, infinity or 1e999."""
+    """Parse strict JSON in UTF-8. Raises `DataError`, naming `place`, for anything else, such as NaN, infinity or 1e999, and
+    for what workbench wrote and has changed since."""
 
     def refuse(constant: str) -> Any:
         raise DataError(f"{place}: {constant} is not valid in JSON")
@@ -238,7 +252,8 @@ def parse(text: bytes, place: str) -> Any:
         return value
 
     try:
-        return json.loads(text.decode(), parse_constant=refuse, parse_float=number)
+        plain = unsealed(text.decode(), place, DataError)
+        return json.loads(plain, parse_constant=refuse, parse_float=number)
     except DataError:
         raise
     except UnicodeDecodeError as cause:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base.errors import RunError, SettingError
+from workbench.base.files import crc32_of
 from workbench.jobs.parameters import declared_parameters, read_notebook, resolve, table
 from workbench.replay.run import Run, number
-from workbench.runs.folder import check_place, crc32_of, read_json, write_json
+from workbench.runs.folder import check_place, read_json, write_json
 
 OK, FAILED, REFUSED, STOPPED, DIED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 130, 143
 """Exit codes: done; a cell raised; refused before any work; `break_if` stopped the run; the kernel died; SIGINT; SIGTERM."""

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base.errors import SettingError
+from workbench.base.files import crc32_of
 from workbench.jobs.parameters import resolve
 from workbench.jobs.runner import FAILED, INTERRUPTED, OK, STOPPED, TERMINATED, kernel_of, run_notebook
 from workbench.replay.run import list_runs
-from workbench.runs.folder import check_place, crc32_of, held, read_json, write_json
+from workbench.runs.folder import check_place, held, read_json, write_json
 
 SWEEP = "sweep.json"
 MOST = 10_000

@@ -193,7 +193,8 @@ async def _trained(
             return _nothing_to_do(path, start, plan.steps, eval_rows)
         if record := os.environ.get("WORKBENCH_JOB_RECORD"):
             write_text(path / "job.json", Path(record).read_text(encoding="utf-8"))
-        write_json(path / "settings.json", with_history(settings, start.old, start.step, start.changes))
+        settings = with_history(settings, start.old, start.step, start.changes)
+        write_json(path / "settings.json", settings)
         control = Control()
         live = open_display(plan.steps, read_metrics(folder.metrics), control, path) if display == "auto" else None
         session = Session(folder, pipeline, found, plan, settings, start, control=control, display=live, draw=_draw)

@@ -429,18 +429,24 @@ def _opened(folder: Path, settings: Mapping[str, Any], base: int) -> dict[str, A
     if base:
         place = step_folder(folder / "checkpoints", base)
         checkpoint.verify(place)
+        _check_models({role: one for role, one in records.items() if one.get("lora_rank")})  # the base of its adapters
         engines = {role: learner_of(role, place / role, record) for role, record in records.items()}
         for role, engine in engines.items():
             engine.load_state(place / role, place / f"{role}_state")
         return engines
     if any(settings["began"]["versions"].values()):
         raise RunError("the run began with weights that were trained before in memory and saved nowhere")
+    _check_models(records)
+    return {role: learner_of(role, Path(record["path"]), record) for role, record in records.items()}
+
+
+def _check_models(records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises `RunError` for a model folder that is not as it was when the run began."""
     for role, record in records.items():
         if wrong := wrong_files(record):
             raise RunError(
                 f"the model that {role!r} began with", expected="its files at the start of the run", found=wrong
             )
-    return {role: learner_of(role, Path(record["path"]), record) for role, record in records.items()}
 
 
 def start_of(folder: Path, step: int) -> DataProto:

@@ -6,11 +6,13 @@ import asyncio
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.base import formats
 from workbench.base.errors import RunError, first_line
+from workbench.base.files import has_checksum
 from workbench.base.shown import Shown, shows
 from workbench.compat.dumps import read_dump
 from workbench.dataproto import DataProto
@@ -29,6 +31,7 @@ from workbench.runs.folder import (
     step_folders,
 )
 from workbench.runs.kept_traces import Kept, read_kept
+from workbench.runs.resume import lost_rows
 from workbench.runs.symptoms import Symptoms, shown_by
 from workbench.steps.stepper import Stepper
 from workbench.steps.trace import Trace
@@ -83,10 +86,19 @@ class Run(Shown):
     def __init__(self, path: str | Path, *, stopped: Stepper | None = None, notes: tuple[str, ...] = ()) -> None:
         self.path = Path(path)
         self.stopped = stopped
-        self.notes = notes
+        self._notes = notes
         if not (self.path / "settings.json").is_file():
             raise RunError(f"no run at {str(path)!r}", expected="a folder with settings.json", do="check the path")
         read_settings(self.path)  # one of a newer format is refused here, not in the middle of something
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about how the run was begun, and what its folder lacks: rows of steps that were done, checksums."""
+        done = max([0, *self.checkpoints, int(self.summary.get("steps") or 0)])
+        lacks = lost_rows(self.path, done)
+        if not has_checksum(self.path / "settings.json"):
+            lacks.append("written by workbench 0.10.0 or before: only its checkpoints and updates have checksums")
+        return tuple(dict.fromkeys((*self._notes, *lacks)))
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -159,11 +171,15 @@ class Run(Shown):
     def audit(self, step: int | None = None) -> Audit:
         """Recompute what a recorded step holds (None: every recorded step) by slow formulas of its own, and compare.
 
-        Columns and metrics that need the model, the clock or foreign code are listed with the reason. No model is opened.
+        Columns and metrics that need the model, the clock or foreign code are listed with the reason; a model folder whose
+        files have changed since, too, whose tokenizer is read. No model is opened.
         Raises `RunError` where the step's trace is not on disk.
         """
         actor = (self.settings.get("engines") or {}).get("actor")
-        return audit_run(self.traces, self.rows, functools.partial(controllers, self.path), step, actor)
+        found = audit_run(self.traces, self.rows, functools.partial(controllers, self.path), step, actor)
+        there = actor and Path(str(actor.get("path", ""))).is_dir()
+        wrong = rebuild.wrong_files(actor) if actor and there else None
+        return replace(found, left={**found.left, "tokenizer": wrong}) if wrong else found
 
     # --- any step again -------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ With rollouts one step ahead `pending/` is the next step's trace as far as it wa
 rows (`policy_version`) are in no checkpoint any more.
 
 A checkpoint is written to a staging folder beside its target. `manifest.json`, written last, holds the size and
-crc32 of every file (and its own) and is the commit record; then everything is fsynced, the folder renamed, and only then
+crc32 of every file (and of its own text) and is the commit record; then everything is fsynced, the folder renamed, and only then
 are older ones pruned. A folder that differs from its manifest is refused with the file's name. A save reads each file once,
 for its crc32: what this process wrote or verified is not read again as long as no file was touched since.
 """
@@ -31,14 +31,14 @@ import torch
 from workbench.base import formats
 from workbench.base.config import require
 from workbench.base.errors import CheckpointError, RunError, first_line
-from workbench.base.files import fsync, write_text
-from workbench.runs.folder import PRUNED, crc32_of, discard, read_json, size_of, step_folder, step_folders
+from workbench.base.files import MANIFEST, check_file, fsync, listed, record_of, unsealed, write_manifest
+from workbench.runs.folder import PRUNED, discard, read_json, size_of, step_folder, step_folders
 
 log = logging.getLogger("workbench")
 
 PENDING = "pending"
 """Folder of the next step's rows, where they are sampled one step ahead."""
-_STAGING, _MANIFEST = ".staging-", "manifest.json"
+_STAGING = ".staging-"
 _sound: dict[Path, dict[str, tuple[int, ...]]] = {}
 """Checkpoint folders whose content this process has checked → their files' `_stamps` then."""
 
@@ -93,19 +93,20 @@ def _mib(size: int) -> str:
 
 
 def _commit(staging: Path, step: int, settings: str | None) -> None:
-    """fsync every file, then write the manifest over them."""
+    """fsync every file, then write the manifest over them. Files that a model folder's own manifest has are not read again."""
+    models = [one.parent for one in staging.rglob(MANIFEST)]
+    known = {model / name: one for model in models for name, one in listed(model, CheckpointError, "").items()}
     files = {}
     for path in sorted(staging.rglob("*")):
         fsync(path)
         if path.is_file():
-            files[str(path.relative_to(staging))] = {"size": path.stat().st_size, "crc32": crc32_of(path)}
-    document = {"format": formats.FORMAT, "step": step, "settings": settings, "files": files}
-    write_text(staging / _MANIFEST, json.dumps({**document, "crc32": _self_crc32(document)}, indent=1))
+            files[str(path.relative_to(staging))] = known.get(path) or record_of(path)
+    write_manifest(staging, files, format=formats.FORMAT, step=step, settings=settings)
     fsync(staging)
 
 
-def _self_crc32(document: dict[str, Any]) -> int:
-    """crc32 of the manifest's own content: a flipped bit in it must not decide what is loaded."""
+def _crc32_of_before(document: dict[str, Any]) -> int:
+    """The `crc32` in manifests of 0.10.0 and before: of their content, not of their text."""
     content = {key: value for key, value in document.items() if key != "crc32"}
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
@@ -115,34 +116,28 @@ def verify(checkpoint: Path) -> None:
     missing, short, changed, or not in the manifest."""
     files = _manifest(checkpoint)["files"]
     for name, record in files.items():
-        path = checkpoint / name
-        what = f"checkpoint {checkpoint.name}: file {name}"
-        if not path.is_file():
-            raise CheckpointError(f"{what} is missing")
-        if path.stat().st_size != record["size"]:
-            raise CheckpointError(what, expected=f"{record['size']} bytes", found=f"{path.stat().st_size} bytes")
-        if crc32_of(path) != record["crc32"]:
-            raise CheckpointError(what, expected=f"crc32 {record['crc32']}", found="another crc32: its content changed")
+        check_file(checkpoint / name, record, f"checkpoint {checkpoint.name}: file {name}", CheckpointError)
     present = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
-    if strange := sorted(present - files.keys() - {_MANIFEST}):
-        raise CheckpointError(f"checkpoint {checkpoint.name}: file {strange[0]} is not in its {_MANIFEST}")
+    if strange := sorted(present - files.keys() - {MANIFEST}):
+        raise CheckpointError(f"checkpoint {checkpoint.name}: file {strange[0]} is not in its {MANIFEST}")
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest, checked to be complete, of a known format and of the folder's step."""
-    path, what = checkpoint / _MANIFEST, f"checkpoint {checkpoint.name}"
+    path, what = checkpoint / MANIFEST, f"checkpoint {checkpoint.name}"
     if not path.is_file():
-        raise CheckpointError(f"{what} is incomplete", found=f"no {_MANIFEST}")
+        raise CheckpointError(f"{what} is incomplete", found=f"no {MANIFEST}")
     try:
-        document = json.loads(path.read_text())
+        text = path.read_text()
+        document = json.loads(text)
         number = document["format"]
     except (ValueError, KeyError, TypeError) as cause:
-        raise CheckpointError(f"{what}: {_MANIFEST} cannot be read", found=first_line(cause)) from cause
+        raise CheckpointError(f"{what}: {MANIFEST} cannot be read", found=first_line(cause)) from cause
     formats.older(number, what, CheckpointError)
-    if document.get("crc32") != _self_crc32(document):
-        raise CheckpointError(f"{what}: {_MANIFEST} does not match its own crc32", found="changed content")
+    if document.get("crc32") != _crc32_of_before(document):
+        unsealed(text, f"{what}: {MANIFEST}", CheckpointError, "resume from another checkpoint", required=True)
     if step_folder(checkpoint.parent, document["step"]).name != checkpoint.name:
-        raise CheckpointError(f"{what}: {_MANIFEST} is of another step", found=f"step {document['step']}")
+        raise CheckpointError(f"{what}: {MANIFEST} is of another step", found=f"step {document['step']}")
     return document
 
 

@@ -16,7 +16,7 @@ import re
 import shutil
 import socket
 import time
-import zlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -24,11 +24,13 @@ from typing import IO, Any
 
 from workbench.base import formats
 from workbench.base.errors import RunError, describe, first_line
-from workbench.base.files import write_text
+from workbench.base.files import sealed, unsealed, write_text
 
 STEP = "training/global_step"
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 _STEP_FILE = re.compile(r"step_(\d{6,})\.parquet")
+_STEP_OF = re.compile(rf'"{STEP}": (\d+)')
+_TAKE_OUT = "put the line back from a copy, or take it out: the run goes on without that step's row, and says so"
 
 
 def strict(value: Any) -> Any:
@@ -43,22 +45,23 @@ def strict(value: Any) -> Any:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a JSON file atomically, NaN and infinities as null."""
-    write_text(path, json.dumps(strict(document), indent=1, default=str, allow_nan=False))
+    """Write a JSON object to a file atomically, NaN and infinities as null, with its checksum."""
+    write_text(path, sealed(json.dumps(strict(document), indent=1, default=str, allow_nan=False)))
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file of a run folder. Raises `RunError` where it is missing or cannot be read."""
+def read_json(path: Path, do: str = "") -> Any:
+    """Read a JSON file of a run folder. Raises `RunError`, which says what to `do`, where it is missing, cannot be read or
+    has changed."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(unsealed(path.read_text(encoding="utf-8"), path, RunError, do))
     except (OSError, ValueError) as cause:
-        raise RunError(f"{path} cannot be read", found=first_line(cause)) from cause
+        raise RunError(f"{path} cannot be read", found=first_line(cause), do=do or None) from cause
 
 
 def read_settings(run: Path) -> dict[str, Any]:
     """Read a run's settings.json, older names translated. Raises `RunError` for a missing, damaged or newer file."""
     path = run / "settings.json"
-    document = read_json(path)
+    document = read_json(path, "the run's newest checkpoint has a copy: resume the run, or copy it here")
     try:
         old = formats.older(document.get("format", 1), f"run {run}", RunError)
         return formats.run(document) if old else dict(document)
@@ -68,7 +71,7 @@ def read_settings(run: Path) -> dict[str, Any]:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a metrics.jsonl, older metric names translated; no rows where there is no file. A last line without
-    newline (its writer was killed) is left out. Raises `RunError` for a line that is not JSON."""
+    newline (its writer was killed) is left out. Raises `RunError` for a line that is not JSON or has changed."""
     if not path.is_file():
         return []
     rows = []
@@ -76,10 +79,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines):
         if not line.strip():
             continue
+        step = _STEP_OF.search(line)
+        place = f"{path} line {number + 1}" + (f" (step {step[1]})" if step else "")
         try:
-            rows.append(formats.metrics(json.loads(line)))
+            rows.append(formats.metrics(json.loads(unsealed(line, place, RunError, _TAKE_OUT))))
         except json.JSONDecodeError as cause:
-            raise RunError(f"{path} line {number + 1} is not JSON", found=describe(line)) from cause
+            raise RunError(f"{place} is not JSON", found=describe(line), do=_TAKE_OUT) from cause
     return rows
 
 
@@ -108,14 +113,6 @@ def step_file(parent: Path, step: int) -> Path:
 def size_of(folder: Path) -> int:
     """Bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def crc32_of(path: Path, value: int = 0) -> int:
-    """crc32 of a file's content, continued from the crc32 `value`."""
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            value = zlib.crc32(block, value)
-    return value
 
 
 def check_place(path: Path) -> None:
@@ -177,7 +174,7 @@ class RunFolder:
         """Append a row to metrics.jsonl and sync it. NaN and infinities become null; returns the names of those metrics."""
         clean = strict(row)
         with self.metrics.open("a") as file:
-            file.write(json.dumps(clean, allow_nan=False) + "\n")
+            file.write(sealed(json.dumps(clean, allow_nan=False)) + "\n")
             file.flush()
             os.fsync(file.fileno())
         return [name for name, value in row.items() if value is not None and clean[name] is None]
@@ -233,14 +230,19 @@ class RunFolder:
 
 
 class Lock:
-    """An exclusive `flock` on `lock.json`, which also says who holds it (pid, host, start).
+    """An exclusive `flock` on the run folder itself and on its `lock.json`, which says who holds it (pid, host, start).
 
     The lock of a process that died is taken over, and `note` says so. Raises `RunError` for a second writer, in the same
-    process as well. On a network file system that does not share locks between hosts, two hosts are not kept apart.
+    process as well, and where `lock.json` was removed. File systems that cannot lock a folder (NFS) have the file's lock
+    alone; on one that does not share locks between hosts, two hosts are not kept apart.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        folder = os.open(path.parent, os.O_RDONLY)
+        self._let_go = weakref.finalize(self, os.close, folder)
+        if (cause := _locked(folder)) is not None and cause.errno in _HELD:
+            raise self._refusal() from cause
         self._file = self._open()
         left = _read(self._file)
         self.note = f"took over the lock of {_who(left)}, which no longer runs" if left else ""
@@ -253,36 +255,62 @@ class Lock:
     def _open(self) -> IO[str]:
         while True:
             file = self._path.open("a+")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as cause:
-                run, holder = self._path.parent, _who(_read(file))
+            if (cause := _locked(file.fileno())) is not None:
                 file.close()
-                if cause.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise RunError(f"{run} cannot be locked", found=cause, do="use a local disk") from cause
-                do = "wait for it, stop it, or choose another run folder"
-                raise RunError(f"run {run} is being written", found=holder, do=do) from cause
+                if cause.errno not in _HELD:
+                    raise RunError(
+                        f"{self._path.parent} cannot be locked", found=cause, do="use a local disk"
+                    ) from cause
+                raise self._refusal() from cause
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(self._path)):
                     return file
             file.close()  # the holder removed the file between our open and our lock: this is not the file any more
+
+    def _refusal(self) -> RunError:
+        do = "wait for it, stop it, or choose another run folder"
+        holder = "a process that has locked the folder; its lock.json was removed"
+        with contextlib.suppress(FileNotFoundError), self._path.open() as file:
+            holder = _who(_read(file))
+        return RunError(f"run {self._path.parent} is being written", found=holder, do=do)
 
     def release(self) -> None:
         """Release the lock and delete its file."""
         if not self._file.closed:
             self._path.unlink(missing_ok=True)
             self._file.close()
+            self._let_go()
+
+
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)
+"""Error numbers of a lock that somebody holds."""
+
+
+def _locked(handle: int) -> OSError | None:
+    """Lock an open file or folder, or return why not. Who looks whether a lock is held has it itself for a moment."""
+    for turn in range(5):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None
+        except OSError as cause:
+            if cause.errno not in _HELD or turn == 4:
+                return cause
+            time.sleep(0.02)
+    return None
 
 
 def held(path: Path) -> bool:
-    """Whether a process holds the run's lock at this moment; nothing is changed."""
-    try:
-        with path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError as cause:
-        return cause.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    """Whether a process holds the run's lock (the path of its `lock.json`) at this moment; nothing is changed."""
+    for place in (path.parent, path):
+        with contextlib.suppress(FileNotFoundError):
+            handle = os.open(place, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as cause:
+                if cause.errno in _HELD:
+                    return True
+            finally:
+                os.close(handle)
     return False
 
 

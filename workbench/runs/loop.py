@@ -128,7 +128,7 @@ class Session:
         display: Any,
         draw: Callable[[Path], None],
     ) -> None:
-        self._folder, self._plan, self._start, self._hash = folder, plan, start, settings["settings_hash"]
+        self._folder, self._plan, self._start, self._settings = folder, plan, start, settings
         self._pipeline, self._rows, self._eval_rows = pipeline, data.rows, data.eval_rows
         self._control, self._display, self._draw = control, display, draw
         self._began = time.perf_counter()
@@ -331,7 +331,7 @@ class Session:
             "cursor": self._rows.cursor(step, self._plan.batch_size, self._plan.seed).to_json(),
             "controllers": self._pipeline.state(),
             "versions": {role: learner.version for role, learner in self._pipeline.learners().items()},
-            "settings_hash": self._hash,
+            "settings_hash": self._settings["settings_hash"],
             "rng": checkpoint.rng_state(),
         }
 
@@ -360,6 +360,7 @@ class Session:
         pending = self._ahead.pending(step) if self._ahead is not None else None
 
         def fill(staging: Path) -> None:
+            write_json(staging / "settings.json", self._settings)
             if pending is not None:
                 pending.save(staging / checkpoint.PENDING)
             for role, learner in learners.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from workbench.datasets.feedback import STEP as LEARNED_AT
 from workbench.engines.protocol import Bounded, switches_of
 from workbench.engines.settings import FsdpSettings
 from workbench.runs import checkpoint
-from workbench.runs.folder import STEP, RunFolder, read_metrics, read_settings
+from workbench.runs.folder import STEP, RunFolder, read_json, read_metrics, read_settings, step_folders
 from workbench.runs.settings import first_seen
 from workbench.runs.updates import ranges
 from workbench.stages.pipeline import Pipeline
+
+log = logging.getLogger("workbench")
 
 _WHEN = "steps test_freq save_freq trace_freq keep_traces keep_checkpoints keep_updates keep_val max_recoveries max_rollout_kl trackers project experiment"
 ALLOW_CHANGES = (*(f"train.{name}" for name in _WHEN.split()), "eval_rows.source")
@@ -85,32 +88,48 @@ def begin(
     been none yet it starts over (what the run wrote is moved to superseded/). Raises `RunError` where settings, model files
     or data differ from the run's, or weights cannot be restored; `CheckpointError` where all checkpoints are damaged.
     """
-    old, changes = check_resumable(folder.path, settings, resume, allow_changes)
+    old, changes, said = check_resumable(folder.path, settings, resume, allow_changes)
     if resume == "never":
         _restore_rows(folder, pipeline, rows, 0, settings, fresh=True)
         return Start(1, notes=tuple(filter(None, (folder.lock.note,))))
     found = checkpoint.latest(folder.checkpoints, clean=True)
+    if found.path is None and not found.refused and (why := _had_checkpoint(folder.path, old)):
+        do = "put checkpoints/ back from a copy, or choose another run folder"
+        raise RunError(f"{folder.path} has no checkpoint, and starting over would lose the run", found=why, do=do)
     if found.path is None and found.refused:
         what = f"no checkpoint of {folder.path} can be used, and starting over would lose the run"
         do = "move the folder checkpoints/ away to start over, or choose another run folder"
         raise CheckpointError(what, found="; ".join(found.notes), do=do)
     _refuse_moved_weights(folder, pipeline, old, allow_changes, over=found.path is None)
-    notes = tuple(note for note in (folder.lock.note, *found.notes) if note)
+    notes = tuple(note for note in (folder.lock.note, *said, *found.notes) if note)
     learned = _restore_rows(folder, pipeline, rows, found.step, settings)
     if found.path is None:
         return Start(1, None, (*notes, *_superseded(folder, -1, learned)), changes, old)
     state = _restore(found.path, pipeline, rows, settings, allow_changes)
     if found.step >= settings["train"]["steps"]:
         return Start(found.step + 1, None, notes, changes, old)
-    aside, lost = _superseded(folder, found.step, learned), _lost(folder, found.step)
+    aside, lost = _superseded(folder, found.step, learned), lost_rows(folder.path, found.step)
     notes = (*notes, f"resumed after step {found.step}", *aside, *lost)
     pending = found.path / checkpoint.PENDING
     return Start(found.step + 1, state["rng"], notes, changes, old, pending if pending.is_dir() else None)
 
 
-def _lost(folder: RunFolder, step: int) -> list[str]:
+def _had_checkpoint(run: Path, old: Mapping[str, Any] | None) -> str:
+    """By what a run must have had a checkpoint, in words; empty for one that was stopped before its first."""
+    summary = read_json(run / "summary.json") if (run / "summary.json").is_file() else {}
+    if summary.get("checkpoints"):
+        return f"its summary names checkpoints of steps {summary['checkpoints']}"
+    done = max((int(row[STEP]) for row in read_metrics(run / "metrics.jsonl")), default=0)
+    every = int(old["train"].get("save_freq", 0)) if old is not None else 0
+    if every and done > every:
+        return f"{done} steps are recorded, with a checkpoint every {every}"
+    resumed = [one["from_step"] for one in (old or {}).get("history", []) if one["from_step"] > 1]
+    return f"it was resumed at step {resumed[-1]} before" if resumed else ""
+
+
+def lost_rows(run: Path, step: int) -> list[str]:
     """Which steps up to `step` have no row in metrics.jsonl: somebody emptied or cut the file, or deleted it."""
-    there = {int(row[STEP]) for row in read_metrics(folder.metrics)}
+    there = {int(row[STEP]) for row in read_metrics(run / "metrics.jsonl")}
     missing = [one for one in range(1, step + 1) if one not in there]
     return [f"metrics.jsonl lacks the rows of steps {ranges(missing)}, which were done"] if missing else []
 
@@ -144,17 +163,17 @@ def _check_fits(rollout: Any, limit: int | None, chat: list[dict[str, Any]]) -> 
 
 def check_resumable(
     path: Path, settings: Mapping[str, Any], resume: str, allow_changes: Sequence[str]
-) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
-    """Check that a run may go on with these settings, and return (its present settings.json or None, differences that are
-    allowed). Writes nothing. Raises `RunError` as `begin` does."""
+) -> tuple[Mapping[str, Any] | None, tuple[str, ...], tuple[str, ...]]:
+    """Check that a run may go on with these settings, and return (its recorded ones or None, differences that are allowed,
+    notes). Writes nothing. Raises `RunError` as `begin` does."""
     if resume == "never":
         if (path / "metrics.jsonl").exists() or checkpoint.steps(path / "checkpoints"):
             do = "choose another run=, or go on with resume='auto'"
             raise RunError(f"there is a run in {path} already", expected="an empty or new folder", do=do)
-        return None, ()
-    if not (path / "settings.json").is_file():
-        return None, ()
-    old = read_settings(path)
+        return None, (), ()
+    old, notes = _recorded(path)
+    if old is None:
+        return None, (), ()
     new = json.loads(json.dumps({part: settings[part] for part in (*_COMPARED, "pipeline")}, default=str))
     was, now = ({part: one.get(part) for part in _COMPARED} | {"sources": _of_ours(new, one)} for one in (old, new))
     was["engines"] = _with_new_settings(was["engines"] or {}, now["engines"] or {})
@@ -167,7 +186,32 @@ def check_resumable(
     if refused:
         do = f"use the same settings, another run folder, or allow it: allow_changes={list(refused.values())}"
         raise RunError(f"run {path} was started with other settings", found="; ".join(refused), do=do)
-    return old, tuple(changed)
+    return old, tuple(changed), notes
+
+
+def _recorded(run: Path) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
+    """The settings that a run's weights were made with, and notes: those in its newest checkpoint that has some whole, else
+    those of settings.json, which alone has the history since; None for a run without both."""
+    path, saved = run / "settings.json", None
+    for folder in reversed(step_folders(run / "checkpoints").values()):
+        try:
+            saved = read_settings(folder) if (folder / path.name).is_file() else None
+        except RunError as damage:  # the checkpoint is refused for it, where it is the one to go on from
+            log.warning("%s", damage)
+        if saved is not None:
+            break
+    if saved is None and not path.is_file():
+        if checkpoint.steps(run / "checkpoints"):
+            do = "put settings.json back from a copy, or choose another run folder"
+            raise RunError(f"{path} is missing, and the run's checkpoints have no copy of it", do=do)
+        return None, ()
+    try:
+        present = read_settings(run)
+    except RunError as damage:
+        if saved is None:
+            raise
+        return saved, (f"settings.json is written again from the checkpoint: {damage}",)
+    return (present if saved is None else {**saved, "history": present.get("history", [])}), ()
 
 
 def _with_new_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,12 +234,8 @@ def _restore(
     lacking += [f"the controller of {name}" for name in pipeline.state() if name not in state.get("controllers", {})]
     if lacking:
         raise CheckpointError(f"checkpoint {path.name} lacks {', '.join(lacking)}")
-    plan = settings["train"]
-    cursor = rows.cursor(state["step"], plan["batch_size"], plan["seed"]).to_json()
-    wrong = differences(state["cursor"], cursor)
-    if wrong and not any(_among(name, allow_changes) for name in ("data_hash", "train.seed", "train.batch_size")):
-        do = "resume with the run's own data, seed and batch_size"
-        raise RunError("the data is not what the checkpoint was trained on", found="; ".join(wrong), do=do)
+    if not any(_among(name, allow_changes) for name in ("data_hash", "train.seed", "train.batch_size")):
+        check_data(state, rows, settings["train"])
     for role, learner in pipeline.learners().items():
         learner.load_state(path / role, path / f"{role}_state")
         if learner.version != state["versions"][role]:
@@ -203,6 +243,14 @@ def _restore(
             raise CheckpointError(f"checkpoint {path.name}: weights of {role!r}", expected=expected, found=found)
     pipeline.load_state(state["controllers"])
     return state
+
+
+def check_data(state: Mapping[str, Any], rows: Rows, plan: Mapping[str, Any]) -> None:
+    """Raise `RunError` where rows, or what they learned from the run, are not those of a checkpoint's `state`."""
+    cursor = rows.cursor(state["step"], plan["batch_size"], plan["seed"]).to_json()
+    if wrong := differences(state["cursor"], cursor):
+        do = "resume with the run's own data, seed and batch_size"
+        raise RunError("the data is not what the checkpoint was trained on", found="; ".join(wrong), do=do)
 
 
 # --- settings that differ -------------------------------------------------------------------------

@@ -22,12 +22,13 @@ from weakref import WeakKeyDictionary
 from workbench import agents
 from workbench.base.config import Settings, settings_hash, source_of
 from workbench.base.errors import describe
+from workbench.base.files import crc32_of
 from workbench.base.formats import FORMAT
 from workbench.datasets import Rows
+from workbench.engines.local_engine.loading import model_files
 from workbench.engines.protocol import Described, SamplingSettings
 from workbench.functional import AdaptiveKL, FixedKL
 from workbench.rewards.base import BaseReward
-from workbench.runs.folder import crc32_of
 from workbench.stages.correction import CorrectionSettings
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import foreign_class
@@ -143,9 +144,8 @@ def described_engines(pipeline: Pipeline) -> dict[str, Any]:
 def files_crc32(model: Path) -> int:
     """One crc32 over the names and contents of a model folder's weight, config and tokenizer files."""
     value = 0
-    for path in sorted(model.iterdir()):
-        if path.is_file() and path.suffix in (".safetensors", ".json", ".jinja", ".txt", ".model"):
-            value = crc32_of(path, zlib.crc32(path.name.encode(), value))
+    for path in model_files(model):
+        value = crc32_of(path, zlib.crc32(path.name.encode(), value))
     return value
 
 

@@ -3,8 +3,8 @@
     updates/step_000012/{start/, inputs/, update.json}
 
 `start` is the batch as it came from the data, `inputs` what the update stages read (ids, masks, old and reference
-log-probs, advantages, returns), in narrow integers. `update.json`, written last, has a crc32 of every file and the
-controllers' state after the step. About 30 bytes a token; what is older than the oldest kept checkpoint is deleted,
+log-probs, advantages, returns), in narrow integers. `update.json`, written last, has a crc32 of every file and of its own
+text, and the controllers' state after the step. About 30 bytes a token; what is older than the oldest kept checkpoint is deleted,
 and the oldest first where all together are above `keep_updates` MiB.
 """
 
@@ -20,8 +20,9 @@ import torch
 
 from workbench.base import formats
 from workbench.base.errors import CheckpointError
+from workbench.base.files import check_file, crc32_of, sealed
 from workbench.dataproto import DataProto
-from workbench.runs.folder import crc32_of, discard, read_json, size_of, step_folder, step_folders, written
+from workbench.runs.folder import discard, read_json, size_of, step_folder, step_folders, written
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import used
 from workbench.steps.trace import Phase, Trace, perform
@@ -57,7 +58,7 @@ def write(folder: Path, step: int, trace: Trace, pipeline: Pipeline) -> Path:
         paths = [path for path in sorted(staging.rglob("*")) if path.is_file()]
         files = {str(path.relative_to(staging)): crc32_of(path) for path in paths}
         record = {"format": formats.FORMAT, "step": step, "dtypes": kinds, "controllers": pipeline.state()}
-        (staging / "update.json").write_text(json.dumps({**record, "files": files}, allow_nan=False))
+        (staging / "update.json").write_text(sealed(json.dumps({**record, "files": files}, allow_nan=False)))
 
     return written(step_folder(folder, step), fill)
 
@@ -93,10 +94,7 @@ def read(folder: Path, step: int) -> Update:
     for name, value in record["files"].items():
         if ".." in Path(name).parts or Path(name).is_absolute():
             raise CheckpointError(f"{what} names a file outside its folder", found=name)
-        if not (path / name).is_file():
-            raise CheckpointError(f"{what}: file {name} is missing", do="choose another step")
-        if crc32_of(path / name) != value:
-            raise CheckpointError(f"{what}: file {name} has changed since it was written", do="choose another step")
+        check_file(path / name, {"crc32": value}, f"{what}: file {name}", CheckpointError, "choose another step")
     inputs = DataProto.load(path / "inputs")
     widened = {name: inputs[name].to(getattr(torch, kind)) for name, kind in record["dtypes"].items()}
     return Update(step, DataProto.load(path / "start"), inputs.with_columns(widened), record["controllers"])
@@ -110,7 +108,7 @@ def apply(pipeline: Pipeline, update: Update, inputs: DataProto | None = None) -
 
 def read_record(path: Path) -> dict[str, Any]:
     """Read `update.json` of a record's folder, older names of columns and stages translated."""
-    record: dict[str, Any] = read_json(path / "update.json")
+    record: dict[str, Any] = read_json(path / "update.json", "choose another step")
     if formats.older(record["format"], f"the recorded update {path.name}", CheckpointError):
         record["dtypes"] = formats.keys("column", record["dtypes"])
         record["controllers"] = formats.controllers(record["controllers"])

@@ -21,6 +21,7 @@ import torch
 from workbench.base import formats
 from workbench.base.config import source_of
 from workbench.base.errors import ColumnMissing, PipelineError, RunError, boundary, describe, unknown
+from workbench.base.files import sealed
 from workbench.base.memory import forget_last_error
 from workbench.base.metrics import reduce
 from workbench.base.shown import Shown
@@ -149,7 +150,7 @@ class Trace(Shown):
             meta = dict(phase.batch.meta_info)
             records.append({"folder": name, "rows": phase.rows is not None, **record, "meta_info": meta})
         text = json.dumps({"format": formats.FORMAT, "phases": records}, indent=1, allow_nan=True)
-        (folder / "trace.json").write_text(text)
+        (folder / "trace.json").write_text(sealed(text))
         return folder
 
     @classmethod

@@ -11,7 +11,7 @@ import torch
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import head_of, hidden_size
-from workbench.engines.local_engine.loading import HEAD, load_model, load_tokenizer, resolve, save_model
+from workbench.engines.local_engine.loading import HEAD, load_model, load_tokenizer, resolve, save_model, seal_model
 from workbench.engines.local_engine.scoring import layout, outputs
 from workbench.engines.local_engine.states import read_record, read_weights
 from workbench.engines.settings import FsdpSettings
@@ -122,6 +122,7 @@ def write_plain(weights: Mapping[str, torch.Tensor], source: str, path: str, set
     if (Path(plain_source) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(plain_source)
     save_model(model, head, load_tokenizer(source, model, settings), Path(path))
+    seal_model(Path(path))
 
 
 def export(state: str | Path, path: str | Path, *, model: str | Path | None = None) -> Path:

@@ -400,6 +400,7 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
         loading.save_model(self._model, None if merged else self._head, self.tokenizer, path, merged=merged)
         if self._processor is not None:
             self._processor.save(path)
+        loading.seal_model(path)
 
     def save_state(self, path: Path) -> None:
         """Write optimizer, schedule and version as safetensors and JSON."""

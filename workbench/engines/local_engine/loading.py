@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from workbench.base.errors import EngineError, boundary, first_line
+from workbench.base.files import MANIFEST, check_manifest, record_of, write_manifest
+from workbench.base.formats import FORMAT
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import hidden_size
 
@@ -24,15 +26,14 @@ def resolve(path: str | Path, *, elsewhere: bool = False) -> str | Path:
     """The model folder of a path: the path itself, a checkpoint's `actor/`, or a run's newest checkpoint; else a hub name.
 
     A hub name is checked (`check_hub`), unless the model is loaded on another machine (`elsewhere`). Raises `EngineError`
-    where there is no such model.
+    where there is no such model, or one of its files is not as an engine's `save` wrote it.
     """
     folder = Path(path)
-    for inside in (folder, folder / "actor"):
+    checkpoints = (one.parent for one in sorted(folder.glob("checkpoints/step_*/actor/*config.json"), reverse=True))
+    for inside in (folder, folder / "actor", *checkpoints):
         if (inside / "config.json").is_file() or (inside / lora.CONFIG).is_file():
+            check_manifest(inside, EngineError, "save the model again, or take another checkpoint")
             return inside
-    checkpoints = sorted(folder.glob("checkpoints/step_*/actor/*config.json"))
-    if checkpoints:
-        return checkpoints[-1].parent
     if folder.exists() or not is_hub_name(str(path)):
         expected = "a folder with config.json, or one that holds actor/ or checkpoints/"
         found = "a folder without them" if folder.is_dir() else "no such folder"
@@ -332,6 +333,21 @@ def save_model(model: Any, head: torch.nn.Module | None, tokenizer: Any, path: P
     tokenizer.save_pretrained(path)
     if head is not None:
         save_file({k: v.contiguous() for k, v in head.state_dict().items()}, str(path / HEAD))
+
+
+MODEL_FILES = (".safetensors", ".json", ".jinja", ".txt", ".model")
+"""Ends of the names of a model's weight, config and tokenizer files."""
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The weight, config and tokenizer files of a model folder, by name."""
+    named = (path for path in sorted(folder.iterdir()) if path.suffix in MODEL_FILES and path.name != MANIFEST)
+    return [path for path in named if path.is_file()]
+
+
+def seal_model(folder: Path) -> None:
+    """Write the `manifest.json` of a model folder, when all its files are there."""
+    write_manifest(folder, {path.name: record_of(path) for path in model_files(folder)}, format=FORMAT)
 
 
 def load_into(model: Any, head: torch.nn.Module | None, path: Path, settings: Any) -> None:
