@@ -17,21 +17,21 @@ from workbench.base.child import Child, Questions, importing
 
 ROOT = Path(__file__).parents[2]
 MAIN = """
-import os, subprocess, sys, time
+import os, re, subprocess, sys, time
 
 def main(parent):
     while True:
         asked = bytes(parent.frames.get())
         if asked == b"modules":
             parent.send(" ".join(sys.modules).encode())
-        elif asked == b"leave":
-            print("last words", flush=True)
-            os._exit(3)
-        elif asked == b"hang":
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-            parent.send(str(child.pid).encode())
-            while True:
-                pass
+        elif asked in (b"leave", b"hang"):
+            sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+            pids = [subprocess.Popen(sleeper, start_new_session=apart).pid for apart in (False, True)]
+            parent.send(" ".join(map(str, pids)).encode())
+            if asked == b"leave":
+                print("last words", flush=True)
+                os._exit(3)
+            re.match("(a+)+$", "a" * 60 + "b")  # no other thread runs
         else:
             parent.send(asked)
 """
@@ -73,11 +73,11 @@ def test_a_child_starts_with_the_standard_library_alone(child: Child) -> None:
 
 
 def test_past_its_deadline_a_child_is_ended_with_all_that_it_started(child: Child) -> None:
-    grandchild = int(child.exchange(b"hang", LONG))
+    grandchildren = [int(pid) for pid in child.exchange(b"hang", LONG).split()]
     with pytest.raises(TimeoutError):
         child.exchange(b"x", 0.5)
     assert not child.alive
-    assert gone(child.pid) and within(lambda: gone(grandchild))
+    assert gone(child.pid) and all(map(gone, grandchildren))
     with pytest.raises(OSError, match="gone|closed"):
         child.exchange(b"x", 1)
 
@@ -90,9 +90,11 @@ def test_a_stopped_child_does_not_hold_who_sends_to_it(child: Child) -> None:
 
 
 def test_how_it_ended_is_said_in_words_with_the_end_of_its_log(child: Child, file: Path) -> None:
+    grandchildren = [int(pid) for pid in child.exchange(b"leave", LONG).split()]
     with pytest.raises(ConnectionError):
-        child.exchange(b"leave", LONG)
+        child.exchange(None, LONG)
     assert child.how() == "exit code 3" and child.tail() == "last words"
+    assert all(map(gone, grandchildren)), "what it left behind"
     child.close()
     other = Child(file, env=importing(os.environ))
     assert other.alive and other.how(0) == "" and other.tail() == ""
@@ -107,6 +109,28 @@ def test_a_child_ends_with_the_object_that_holds_it(file: Path) -> None:
     pid = made.pid
     del made
     assert gone(pid)
+
+
+def test_a_child_outlives_the_thread_that_started_it_and_not_its_keeper(file: Path) -> None:
+    """A parent-death signal of the kernel's comes when a thread ends; only the keeper, which has one, is asked for it."""
+    made: list[Child] = []
+    thread = threading.Thread(target=lambda: made.append(Child(file, env=importing(os.environ))))
+    thread.start()
+    thread.join()
+    (child,) = made
+    assert child.exchange(b"x", LONG) == b"x" and child.alive and child.pid != child.process.pid
+    os.kill(child.process.pid, signal.SIGKILL)
+    assert within(lambda: gone(child.pid))
+    child.close()
+
+
+def test_what_a_child_prints_is_heard_while_its_parent_waits(file: Path) -> None:
+    heard = bytearray()
+    child = Child(file, env=importing(os.environ), output=heard.extend)
+    child.exchange(b"leave", LONG)
+    with pytest.raises(ConnectionError):
+        child.exchange(None, LONG)
+    assert heard == b"last words\n"
 
 
 PARENT = """
@@ -128,7 +152,7 @@ def test_nothing_is_left_of_a_child_whose_parent_was_killed(file: Path, tmp_path
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as parent:
         assert parent.stdout
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2 and folder.is_dir()
+        assert len(pids) == 3 and folder.is_dir()
         parent.kill()
     assert within(lambda: all(gone(pid) for pid in pids)) and not folder.exists()
 

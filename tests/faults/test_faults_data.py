@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -278,6 +279,19 @@ def test_D4_a_bomb_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
     assert path.stat().st_size < 200_000
     with pytest.raises(DataError, match=r"bomb.parquet.*would take about 1\d\d\.. GiB|bomb.parquet.*expected at most"):
         wb.rows(path)
+
+
+def test_D4_a_bomb_behind_small_rows_is_refused_where_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rows tell nothing of the rest; no more is decoded than may be kept."""
+    monkeypatch.setattr(files, "SIZE_LIMIT", 50 << 20)
+    for name, write in (("bomb.parquet", pq.write_table), ("bomb.arrow", feather.write_feather)):
+        table = pa.table({"prompt": ["1+1="] * 100 + ["x" * 1_000_000] * 100})
+        write(table, tmp_path / name, compression="zstd")
+        assert (tmp_path / name).stat().st_size < 2_000_000
+        with pytest.raises(DataError, match=rf"{name}.*would take about.*expected at most"):
+            wb.rows(tmp_path / name)
 
 
 # --- D5: jsonl ------------------------------------------------------------------------------------

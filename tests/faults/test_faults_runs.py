@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -125,6 +126,16 @@ def test_A6_a_full_disk_stops_loudly_and_hurts_nothing(tiny: str, tmp_path: Path
         pipe, rows = make(tiny)
         wb.train_blocking(pipe, rows, steps=2, run=run, resume="auto", **PLAN)
         assert wb.load_run(run).checkpoints[-1] == 2 and not same(before, weights(pipe))
+        # a disk without any room is said, too, where no checkpoint is due
+        with pytest.raises(RunError, match=r"the disk of run .* is full.*make room"):
+            (disk / "other").write_bytes(bytes(1 << 20))
+            with contextlib.suppress(OSError), (disk / "more").open("wb") as more:
+                while True:
+                    more.write(bytes(4096))
+                    more.flush()
+            wb.train_blocking(*make(tiny), steps=4, run=run, resume="auto", **PLAN)
+        (disk / "more").unlink()
+        assert checkpoint.latest(run / "checkpoints").step == 2
         # and a disk that cannot hold it from the start is said before anything runs
         (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free - (1 << 20)))
         with pytest.raises(RunError, match="no room for the checkpoints; expected about .*; found .* free"):

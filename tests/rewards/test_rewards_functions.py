@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tests_patience import patience, within
@@ -29,7 +30,6 @@ from workbench.rewards import (
     load_function,
 )
 from workbench.rewards.base import row_views
-from workbench.rewards.runner import Pool
 from workbench.rewards.signatures import as_score
 from workbench.testing.borders import VALUES
 from workbench.testing.rewards import RewardContract, answered
@@ -317,8 +317,16 @@ def test_closures_and_lambdas_travel() -> None:
 
 
 def test_results_that_cannot_travel_are_that_rows_failure() -> None:
-    answer = Pool(lambda: (_ for _ in ()), workers=1).map([{}])[0]
-    assert not answer.ok and "cannot be pickled" in answer.why
+    """Plain data alone crosses: nothing of the function's making runs code in this process."""
+    odd: dict[str, Any] = {
+        "six": lambda: (one for one in [1.0]),
+        "#### 5": lambda: {"score": 2, "note": [{1: object()}]},
+    }
+    reward = Reward(lambda response: odd[response]() if response in odd else np.float32(0.5), workers=1)
+    scores = reward.score(BATCH)
+    reward.close()
+    assert [score.scored for score in scores] == [True, True, False] and "<generator>" in scores[2].why
+    assert values(scores)[:2] == [0.5, 2.0] and "<object>" in scores[1].extra["note"][0]["1"]
 
 
 def test_a_row_that_cannot_travel_is_that_rows_failure() -> None:
@@ -395,10 +403,9 @@ def test_sources_are_recorded() -> None:
 
 
 LEAVES = """
-import sys, workbench as wb
+import re, sys, workbench as wb
 def stuck(response):
-    while True:
-        pass
+    re.match("(a+)+$", "a" * 60 + "b")  # no thread of the worker could look for its parent
 if __name__ == "__main__":
     import threading, time
     pool = wb.rewards.Reward(stuck, timeout=600)._pool
@@ -414,13 +421,13 @@ def test_a_stuck_function_does_not_outlive_a_parent_that_was_killed(tmp_path: Pa
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     parent = subprocess.Popen([sys.executable, str(script)], env=env)
 
-    def children() -> set[int]:
-        lines = [path.read_text() for path in Path(f"/proc/{parent.pid}/task").glob("*/children")]
-        return {int(pid) for line in lines for pid in line.split()}
+    def workers_of() -> set[int]:
+        found = {one.pid for one in psutil.Process(parent.pid).children(recursive=True)}
+        return found if len(found) == 2 else set()  # a keeper and its worker
 
-    assert within(children)
+    assert within(workers_of)
     time.sleep(2)
-    workers = children()
+    workers = workers_of()
     parent.kill()
     parent.wait()
     assert within(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers)), "a worker was left running"

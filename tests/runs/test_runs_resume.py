@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.base.errors import CheckpointError, RunError
+from workbench.base.errors import CheckpointError, EngineError, RunError
 from workbench.engines import LocalEngine
 from workbench.runs import checkpoint
 from workbench.stages import Advantage
@@ -102,7 +102,7 @@ def forget_generator(name: str) -> Any:
     def forget(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = checkpoint.restore_rng
         fresh = checkpoint.rng_state()
-        monkeypatch.setattr(checkpoint, "restore_rng", lambda state: plain({**state, name: fresh[name]}))
+        monkeypatch.setattr(checkpoint, "restore_rng", lambda state, **dry: plain({**state, name: fresh[name]}, **dry))
 
     return forget
 
@@ -135,6 +135,35 @@ def lose(part: str) -> Any:
     return losing
 
 
+def lose_inside(*keys: str) -> Any:
+    """Delete a nested key of state.json."""
+
+    def losing(path: Path) -> None:
+        state = json.loads((path / "state.json").read_text())
+        inner = state
+        for key in keys[:-1]:
+            inner = inner[key]
+        del inner[keys[-1]]
+        (path / "state.json").write_text(json.dumps(state))
+
+    return losing
+
+
+def lose_tensor(path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = path / "critic_state" / "optimizer.safetensors"
+    tensors = load_file(file)
+    del tensors[next(name for name in tensors if name.endswith("|exp_avg"))]
+    save_file(tensors, file)
+
+
+def lose_from_record(path: Path) -> None:
+    file = path / "actor_state" / "engine.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({key: one for key, one in record.items() if key != "steps"}))
+
+
 def lose_controller(path: Path) -> None:
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps({**state, "controllers": {}}))
@@ -147,6 +176,13 @@ def lose_controller(path: Path) -> None:
         (lose("controllers"), "lacks controllers"),
         (lose("rng"), "lacks rng"),
         (lose("versions"), "lacks versions"),
+        (lose("step"), "lacks step"),
+        (lose_inside("rng", "numpy"), "random generators.*numpy"),
+        (lose_inside("versions", "critic"), "lacks the version of critic"),
+        (lose_inside("controllers", "advantage", "value"), "lacks value of advantage"),
+        (lose_from_record, "engine.json.*'steps'"),
+        (lose_tensor, r"optimizer state of .*exp_avg of shape"),
+        (lambda path: (path / "critic" / "value_head.safetensors").unlink(), "value_head.safetensors.*no such file"),
         (lose_controller, "lacks the controller of advantage"),
         (lambda path: shutil.rmtree(path / "critic"), "lacks critic"),
         (lambda path: (path / "actor_state" / "optimizer.safetensors").unlink(), "no optimizer state"),
@@ -162,7 +198,7 @@ def test_a_checkpoint_that_lacks_something_is_refused(
     reseal(path)
     before = (run / "metrics.jsonl").read_text()
     pipe, rows = make(tiny)
-    with pytest.raises(CheckpointError, match=match):
+    with pytest.raises((CheckpointError, EngineError), match=match):
         wb.train_blocking(pipe, rows, steps=4, run=run, resume="auto", **PLAN)
     assert (run / "metrics.jsonl").read_text() == before and not (run / "superseded").exists()
 

@@ -3,14 +3,20 @@
 Both ends are in this file. The parent imports it. The child runs it by its path, so that it starts with the standard library
 alone, and then runs the file that it was started for: a function `main(parent)` there takes messages from `parent.frames` and
 answers with `parent.send`. Messages are bytes; their contents are up to the parent and its child.
+
+Between the two stands a keeper, the process that the parent starts and that forks the child: no work runs in it, so that it
+always can act. It inherits every process of the child's that loses its own parent, in whatever session. When the child ends,
+when the parent asks, or when the parent is gone, it kills them all, and then ends as the child did.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import queue
+import resource
 import runpy
 import select
 import shutil
@@ -25,20 +31,32 @@ import traceback
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, InvalidStateError
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 _LENGTH = struct.Struct(">Q")
 _BLOCK = 1 << 20
+_END_SECONDS = 5.0
+"""What a keeper may take to end its child; then it is killed itself, and the child with it."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _RUN = "import runpy, sys; runpy.run_path(sys.argv[1])['_serve'](*sys.argv[2:])"
 
 
-class Line:
-    """One end of a socket pair that carries whole messages: eight bytes of length, then the body."""
+class TooLong(ConnectionError):
+    """A message is longer than its receiver takes, or what came is no message."""
 
-    def __init__(self, end: socket.socket) -> None:
+
+class Line:
+    """One end of a socket pair that carries whole messages: eight bytes of length, then the body.
+
+    With `beside` (a pipe, and who takes what comes out of it) the pipe is read while this end waits.
+    """
+
+    def __init__(self, end: socket.socket, beside: tuple[FileIO, Callable[[bytes], None]] | None = None) -> None:
         self._socket = end
-        self._sending = threading.Lock()
+        self._beside = beside
+        self._sending, self._hearing = threading.Lock(), threading.Lock()
 
     def send(self, *bodies: bytes, seconds: float | None = None) -> None:
         """Send messages one after the other; messages of other threads wait until all are sent.
@@ -54,11 +72,19 @@ class Line:
                     with contextlib.suppress(BlockingIOError):
                         left = left[self._socket.send(left[:_BLOCK], socket.MSG_DONTWAIT) :]
 
-    def receive(self, seconds: float | None = None) -> bytearray | None:
-        """Wait for the next message and return it; None where an end is closed. Raises `TimeoutError` after `seconds`."""
+    def receive(self, seconds: float | None = None, most: int | None = None) -> bytearray | None:
+        """Wait for the next message and return it; None where an end is closed.
+
+        Raises `TimeoutError` after `seconds`, and `TooLong`, before it is read, for one of more than `most` bytes.
+        """
         end = None if seconds is None else time.monotonic() + seconds
         head = self._exactly(_LENGTH.size, end)
-        return None if head is None else self._exactly(_LENGTH.unpack(head)[0], end)
+        if head is None:
+            return None
+        size = _LENGTH.unpack(head)[0]
+        if most is not None and size > most:
+            raise TooLong(f"a message of {size} bytes; expected at most {most}")
+        return self._exactly(size, end)
 
     def _exactly(self, count: int, end: float | None) -> bytearray | None:
         held = bytearray()
@@ -86,7 +112,49 @@ class Line:
             poll.register(self._socket, event)
         except ValueError as cause:
             raise ConnectionError("the connection to the other process was closed at this end") from cause
-        return bool(poll.poll(None if seconds is None else max(seconds, 0.0) * 1000))
+        end = None if seconds is None else time.monotonic() + seconds
+        while True:
+            with self._hearing:
+                beside = self._beside[0].fileno() if self._beside else -1
+            if beside >= 0:
+                poll.register(beside, select.POLLIN)
+            left = None if end is None else max(end - time.monotonic(), 0.0) * 1000
+            found = {number for number, _ in poll.poll(left)} - {beside}
+            if not self._hear_beside() and beside >= 0 and self._beside is None:
+                poll.unregister(beside)
+            if found or (end is not None and time.monotonic() >= end):
+                return bool(found)
+
+    def _hear_beside(self) -> int:
+        """Hand on what the pipe beside holds, a block at most; returns its size."""
+        with self._hearing:  # nobody closes it meanwhile: another file would get its number
+            if self._beside is None:
+                return 0
+            pipe, take = self._beside
+            block = pipe.read(_BLOCK)  # None where there is nothing yet
+            if block == b"":
+                pipe.close()
+                self._beside = None
+            if block:
+                take(block)
+            return len(block or b"")
+
+    def drain(self) -> None:
+        """Hand on what the pipe beside holds now; of one that is written to without end, 16 blocks."""
+        for _ in range(16):
+            if not self._hear_beside():
+                return
+
+    def close(self) -> None:
+        """Close this end; threads that wait at it wake up. May be called twice."""
+        self.drain()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        with self._hearing:
+            if self._beside is not None:
+                self._beside[0].close()
+                self._beside = None
 
 
 # --- the parent's side ----------------------------------------------------------------------------
@@ -102,7 +170,8 @@ class Child:
     """A child process that runs `main(parent)` of a Python file, until `close`, or this object or this process ends.
 
     Its standard input is empty. Its output goes to `log` in `folder`, where one is given; a child whose parent was killed
-    removes the folder. Raises `OSError` where the interpreter cannot be started.
+    removes the folder. `output` gets what it prints instead, in blocks, while somebody waits at `line`. Raises `OSError` where
+    the interpreter cannot be started.
     """
 
     def __init__(
@@ -113,48 +182,66 @@ class Child:
         python: str = sys.executable,
         folder: Path | None = None,
         log: str = "log.txt",
+        output: Callable[[bytes], None] | None = None,
     ) -> None:
         ours, theirs = socket.socketpair()
+        told, tell = os.pipe()
         self.log = folder / log if folder is not None else None
-        with theirs, open(self.log or os.devnull, "wb") as written:
+        beside, written = None, os.devnull if self.log is None else str(self.log)
+        with theirs, contextlib.ExitStack() as stack:
+            stack.callback(os.close, tell)
+            if output is None:
+                target = stack.enter_context(open(written, "wb", buffering=0))
+            else:
+                ends = os.pipe()
+                os.set_blocking(ends[0], False)
+                beside, target = (FileIO(ends[0]), output), stack.enter_context(FileIO(ends[1], "wb"))
+            self.line, self._told = Line(ours, beside), FileIO(told)
             try:
                 self.process = subprocess.Popen(
-                    [python, "-c", _RUN, __file__, str(theirs.fileno()), str(file), str(folder or "")],
+                    [python, "-c", _RUN, __file__, *map(str, (theirs.fileno(), tell, file, folder or ""))],
                     stdin=subprocess.DEVNULL,
-                    stdout=written,
+                    stdout=target,
                     stderr=subprocess.STDOUT,
                     env=dict(env),
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # Ctrl-C reaches this process alone; what the child starts ends with it
+                    pass_fds=[theirs.fileno(), tell],
+                    start_new_session=True,  # Ctrl-C reaches this process alone
                 )
             except OSError:
-                ours.close()
+                self.line.close()
+                self._told.close()
                 raise
-        self.line = Line(ours)
-        self.pid = self.process.pid
         self._owner = os.getpid()
-        self._end = weakref.finalize(self, _close, self.process, ours, self._owner)
+        self._end = weakref.finalize(self, _close, self.process, self.line, self._told, self._owner)
+
+    @functools.cached_property
+    def pid(self) -> int:
+        """The child's process id, which is that of its process group, too; waits for its start. 0 where it did not start."""
+        with self._told:
+            return int(self._told.read(20) or 0)
 
     @property
     def alive(self) -> bool:
         """Whether the child runs and was started by this very process (in a fork of this process: False)."""
         return self._owner == os.getpid() and code_of(self.process) is None
 
-    def exchange(self, body: bytes | None, seconds: float) -> bytearray:
+    def exchange(self, body: bytes | None, seconds: float, most: int | None = None) -> bytearray:
         """Send `body` to the child (unless None), wait for the child's next message, and return it.
 
-        Raises `TimeoutError` after `seconds`, and another `OSError` where the child has ended; both close the child.
+        Raises `TimeoutError` after `seconds`, `TooLong` for a message of more than `most` bytes, and another `OSError` where
+        the child has ended; each closes the child.
         """
         end = time.monotonic() + seconds
         try:
             if body is not None:
                 self.line.send(body, seconds=seconds)
-            answer = self.line.receive(end - time.monotonic())
+            answer = self.line.receive(end - time.monotonic(), most)
             if answer is None:
                 raise ConnectionError("the child process has ended without an answer")
         except OSError:
             self.close()
             raise
+        self.line.drain()
         return answer
 
     def how(self, seconds: float = 2.0) -> str:
@@ -174,17 +261,23 @@ class Child:
 
     def close(self) -> None:
         """End the child and every process that it started; may be called twice."""
+        _ = self.pid  # it is asked for later, too
         self._end()
         self.process.wait()
 
 
-def _close(process: subprocess.Popen[bytes], ours: socket.socket, owner: int) -> None:
+def _close(keeper: subprocess.Popen[bytes], line: Line, told: FileIO, owner: int) -> None:
     if owner != os.getpid():  # a fork of the parent leaves
         return
-    end_group(process)
-    with contextlib.suppress(OSError):
-        ours.shutdown(socket.SHUT_RDWR)  # wakes the threads that listen
-    ours.close()
+    if keeper.returncode is None:
+        for number in (signal.SIGTERM, signal.SIGCONT):  # its child may have stopped it
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(keeper.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            keeper.wait(_END_SECONDS)
+        end_group(keeper)
+    line.close()
+    told.close()
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -271,31 +364,98 @@ class Questions:
 
 
 class Parent(Line):
-    """The child's line to its parent: `frames` is a queue of the parent's messages. This process ends with the parent."""
+    """The child's line to its parent: `frames` is a queue of the parent's messages. The keeper ends this process."""
 
-    def __init__(self, end: socket.socket, folder: str) -> None:
+    def __init__(self, end: socket.socket) -> None:
         super().__init__(end)
         self.frames: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
-        threading.Thread(target=self._hear, args=(folder, os.getppid()), daemon=True).start()
+        threading.Thread(target=self._hear, daemon=True).start()  # work may never return
 
-    def _hear(self, folder: str, parent: int) -> None:
-        """In a thread, as work may never return. A fork may hold the parent's end open, so the parent's id is checked, too."""
+    def _hear(self) -> None:
         try:
-            while os.getppid() == parent:
-                if self.ready(1.0):
-                    frame = self.receive()
-                    if frame is None:
-                        break
-                    self.frames.put(frame)
+            while (frame := self.receive()) is not None:
+                self.frames.put(frame)
         except BaseException:  # noqa: BLE001 - goes to the log; without messages the child cannot go on
             traceback.print_exc()
             os._exit(1)
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
-        os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def _serve(descriptor: str, file: str, folder: str) -> None:
+def _serve(descriptor: str, told: str, file: str, folder: str) -> None:
+    """Fork the child that runs `file`, and keep it."""
     end = socket.socket(fileno=int(descriptor))
     end.set_inheritable(False)
-    runpy.run_path(file)["main"](Parent(end, folder))
+    parent, keeper = os.getppid(), os.getpid()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    child = 0
+
+    def leave(*_: Any) -> None:
+        _end_below(child)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    before = signal.signal(signal.SIGTERM, leave)  # so the parent asks
+    child = os.fork()
+    if child:
+        with open(int(told), "w") as pipe:
+            pipe.write(str(child))
+        _keep(child, end, parent, folder)
+    signal.signal(signal.SIGTERM, before)
+    os.close(int(told))
+    os.setsid()  # not the keeper's: what stops or ends its own group leaves that
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the keeper has one thread: this does not come before the process ends
+    if os.getppid() != keeper:
+        os._exit(1)
+    runpy.run_path(file)["main"](Parent(end))
+
+
+def _prctl(option: int, value: int) -> None:
+    """Linux alone has these; elsewhere a keeper ends the processes of its child's group."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _keep(child: int, end: socket.socket, parent: int, folder: str) -> None:
+    """Wait until the child or the parent ends, end all that is left, and end as the child did."""
+    poll = select.poll()
+    poll.register(end, 0)  # wakes up when the parent's end is closed
+    if hasattr(os, "pidfd_open"):
+        poll.register(os.pidfd_open(child), select.POLLIN)
+    code = None
+    # a fork of the parent may hold its end open, so its id is looked at, too
+    while code is None and os.getppid() == parent and not _hung_up(end, poll):
+        while code is None and (found := os.waitpid(-1, os.WNOHANG))[0]:
+            code = os.waitstatus_to_exitcode(found[1]) if found[0] == child else None
+    _end_below(child)
+    if folder and (os.getppid() != parent or code is None):
+        shutil.rmtree(folder, ignore_errors=True)
+    if code is None or code < 0:
+        number = signal.SIGKILL if code is None else -code
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.kill(os.getpid(), number)
+    os._exit(code or 0)
+
+
+def _hung_up(end: socket.socket, poll: select.poll) -> bool:
+    """Wait a second, or until something ends; returns whether the parent's end is closed."""
+    return end.fileno() in dict(poll.poll(1000))
+
+
+def _end_below(child: int) -> None:
+    """Kill the child's group, and all processes below this one: those whose parent was killed become its own, until none is left."""
+    if child:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
+    end = time.monotonic() + _END_SECONDS / 2
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as below:
+            for pid in map(int, below.read().split()):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            ended = os.waitpid(-1, os.WNOHANG)[0]
+        except ChildProcessError:
+            return
+        if not ended:
+            time.sleep(0.001)

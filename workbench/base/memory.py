@@ -111,6 +111,14 @@ def available() -> int:
     return 1 << 62
 
 
+def total() -> int:
+    """Bytes of memory that this machine has, or this process's control group may take where that is less."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as limit:
+        found = min(found, int(limit.read()))  # "max" is none
+    return found
+
+
 def gib(size: int) -> str:
     """A number of bytes as text: `1.25 GiB`, or in MiB below a tenth of a GiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"

@@ -22,7 +22,7 @@ LINE_LIMIT = 64 << 20
 SIZE_LIMIT = 8 << 30
 """Bytes that a file may decode to: two kilobytes of parquet can decode to twenty gigabytes."""
 _FIRST = 64
-"""Rows from which the decoded size is estimated."""
+"""Rows that are decoded at a time; from the first ones the size of all is estimated."""
 _ABOUT = ("dataset_info.json", "dataset_dict.json", "state.json")
 """Files beside the data in a folder that Hugging Face's `datasets` saved."""
 _SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
@@ -146,8 +146,7 @@ def _read_arrow(path: Path) -> list[dict[str, Any]]:
         except pa.ArrowInvalid:
             with path.open("rb") as file:
                 table = pa.ipc.open_stream(file).read_all()
-        _refuse_size(path, _decoded(table.slice(0, _FIRST).to_batches()) // _FIRST * table.num_rows)
-        return table.to_pylist()
+        return _rows(path, table.num_rows, table.to_batches(_FIRST))
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
@@ -156,13 +155,9 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
 
     with boundary(f"reading {str(path)!r} as parquet", DataError):
         file = pq.ParquetFile(path)
-        total = file.metadata.num_rows
-        first = next(file.iter_batches(batch_size=_FIRST), None)
-        if first is not None and first.num_rows:
-            _refuse_size(path, _decoded([first]) // first.num_rows * total)
         about = file.schema_arrow.metadata or {}
         names, expected = json.loads(about.get(_AS_JSON, b"[]")), about.get(_CRC32)
-        rows: list[dict[str, Any]] = file.read().to_pylist()
+        rows = _rows(path, file.metadata.num_rows, file.iter_batches(batch_size=_FIRST))
         if expected is not None and int(expected) != (found := _crc32(rows)):
             what, do = f"{path} has changed since it was written", "take it from a copy, or write it again"
             raise DataError(what, expected=f"crc32 {int(expected)} over its cells", found=f"crc32 {found}", do=do)
@@ -224,11 +219,17 @@ def _crc32(rows: Iterable[Mapping[str, Any]]) -> int:
     return value
 
 
-def _decoded(batches: Iterable[Any]) -> int:
-    """Bytes of record batches as Python will have them: with their dictionaries written out."""
-    columns = [column for batch in batches for column in batch.columns]
-    plain = [one.dictionary_decode() if hasattr(one, "dictionary_decode") else one for one in columns]
-    return sum(one.nbytes for one in plain)
+def _rows(path: Path, total: int, batches: Iterable[Any]) -> list[dict[str, Any]]:
+    """The rows of record batches of at most `_FIRST` rows; refused as soon as what there is, or the first batch for all of the
+    `total` rows, says that they are too large: with their dictionaries written out."""
+    rows: list[dict[str, Any]] = []
+    size = 0
+    for batch in batches:
+        plain = [one.dictionary_decode() if hasattr(one, "dictionary_decode") else one for one in batch.columns]
+        size += sum(one.nbytes for one in plain)
+        _refuse_size(path, size if rows else size * total // max(batch.num_rows, 1))
+        rows += batch.to_pylist()
+    return rows
 
 
 def _refuse_size(path: Path, size: int) -> None:

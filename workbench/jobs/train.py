@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import os
@@ -18,7 +19,7 @@ from workbench.base.files import write_bytes, write_text
 from workbench.base.runtime import Control
 from workbench.datasets import Rows
 from workbench.replay.run import Run
-from workbench.runs.folder import RunFolder, check_place, read_metrics, write_json
+from workbench.runs.folder import RunFolder, check_place, read_metrics, room, write_json
 from workbench.runs.loop import Condition, Ending, Observer, Session, write_summary
 from workbench.runs.preflight import Checked, preflight
 from workbench.runs.resume import Start, begin, check_resumable
@@ -186,8 +187,9 @@ async def _trained(
     if os.environ.get("WORKBENCH_CHECK"):
         check_resumable(path, settings, resume, allow_changes)
         raise Checked(repr(found))
-    folder = RunFolder(path)
-    try:
+    with room(path), contextlib.ExitStack() as stack:
+        folder = RunFolder(path)
+        stack.callback(folder.lock.release)
         start = begin(folder, pipeline, rows, settings, resume=resume, allow_changes=allow_changes)
         if start.step > plan.steps:
             return _nothing_to_do(path, start, plan.steps, eval_rows)
@@ -199,8 +201,6 @@ async def _trained(
         live = open_display(plan.steps, read_metrics(folder.metrics), control, path) if display == "auto" else None
         session = Session(folder, pipeline, found, plan, settings, start, control=control, display=live, draw=_draw)
         ending = await session.run(observers, break_if)
-    finally:
-        folder.lock.release()
     return _result(path, ending, (*start.notes, *session.notes), break_if)
 
 

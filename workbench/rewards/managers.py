@@ -350,4 +350,7 @@ class FileManagerReward(ManagerReward):
             raise RewardError(
                 f"reward manager {self.name} failed", found=answer.why, do=answer.traceback or "fix its file"
             )
-        return answer.result
+        result = answer.result  # plain data: tensors have come as lists
+        if isinstance(result, Mapping):
+            return {**result, "reward_tensor": torch.tensor(result["reward_tensor"])}
+        return torch.tensor(result)

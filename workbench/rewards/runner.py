@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,16 +19,24 @@ from typing import Any, TypeVar
 import cloudpickle
 
 from workbench.base import runtime
-from workbench.base.child import Child, importing
+from workbench.base.child import Child, TooLong, importing
 from workbench.base.errors import RewardError, first_line
+from workbench.base.memory import total
 from workbench.rewards.files import FileFunction
 from workbench.rewards.rate_limit import RateLimit
+from workbench.rewards.score import Score
+from workbench.rewards.signatures import called
+from workbench.rewards.worker import MAX_RESULT, TOKEN
 
 T = TypeVar("T")
 _PACKAGE = Path(__file__).parents[1]
 _WORKER = str(Path(__file__).with_name("worker.py"))
 START_SECONDS = 60.0
 """What a worker may take to start and load the function; a row's deadline counts from then."""
+BEGIN_SECONDS = 10.0
+"""What a worker may take to begin with a row. One that does not, because of what an earlier row left in it, is replaced."""
+LINES, LINES_SECONDS = 20, 5.0
+"""So many lines of what workers print are shown in so many seconds."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +101,12 @@ class Pool:
             raise RewardError(what, found=cause, do="pass in_process=True") from cause
         self._size = workers
         self._timeout = timeout
-        self._env = {"WORKBENCH_WORKER_MEMORY_MB": str(memory_mb)} if memory_mb else {}
+        self._env = {"WORKBENCH_WORKER_MEMORY_MB": str(memory_mb or (total() >> 21) // workers)}
         self._rate_limit = rate_limit
+        self._screen = Screen(called(function))
         self._workers: set[Child] = set()
         self._idle: list[Child] = []
+        self._failed_starts = 0
 
     def close(self) -> None:
         """End all worker processes; the next `map` starts new ones."""
@@ -107,6 +120,7 @@ class Pool:
         bodies = [_packed(arguments) for arguments in calls]
         seconds = [self._timeout] * len(calls) if limits is None else limits
         places, slot = asyncio.Semaphore(self._size), (self._rate_limit or RateLimit()).slot
+        self._failed_starts = 0
 
         async def ask(number: int) -> Answer:
             body = bodies[number]
@@ -124,20 +138,68 @@ class Pool:
 
     def _answer(self, worker: Child | None, body: bytes, limit: float) -> Answer:
         """The answer of a worker, or of a new one: then the call's time starts when that has the function."""
-        answer = Answer(True, None)
+        token = os.urandom(TOKEN)
+        if worker is not None and not _begun(worker, token, body):  # an earlier row's doing, not this one's
+            self._workers.discard(worker)
+            worker = None
         if worker is None:
-            worker = Child(_WORKER, env={**importing(os.environ), **self._env})
+            if self._failed_starts >= max(self._size, 2):
+                return Answer(
+                    False, None, f"no worker process could load the function, {self._failed_starts} times in a row"
+                )
+            worker = Child(
+                _WORKER, env={**importing(os.environ), **self._env}, output=partial(self._screen.take, bytearray())
+            )
             self._workers.add(worker)
-            answer = _exchanged(worker, self._function, START_SECONDS, "the worker process did not start")
-        if answer.ok:
-            answer = _exchanged(worker, body, limit)
-        else:
-            worker.close()
+            answer = _answered(worker, token, self._function, START_SECONDS, "the worker process did not start")
+            if answer.ok and not _begun(worker, token, body):
+                answer = Answer(False, None, f"the worker process did not begin within {BEGIN_SECONDS:g} s")
+            if not answer.ok:
+                self._failed_starts += 1
+                worker.close()
+                self._workers.discard(worker)
+                return answer
+            self._failed_starts = 0
+        answer = _answered(worker, token, None, limit)
         if worker.alive:
             self._idle.append(worker)
         else:
             self._workers.discard(worker)
         return answer
+
+
+class Screen:
+    """Shows what worker processes print in this process's standard output: whole lines, marked with the function's name, no
+    control characters, `LINES` of them in `LINES_SECONDS`; of more lines their number."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._since, self._left, self._hidden = 0.0, LINES, 0
+
+    def take(self, begun: bytearray, block: bytes) -> None:
+        """Show the lines of a block of output; `begun` holds the start of the process's next line, at most 1000 bytes."""
+        lines = (begun + block).split(b"\n", LINES)
+        count = block.count(b"\n")
+        begun[:] = (begun + block).rpartition(b"\n")[2][:1000]
+        with self._lock:
+            now = time.monotonic()
+            shown = []
+            if now - self._since > LINES_SECONDS:
+                if self._hidden:
+                    shown.append(f"… {self._hidden} more lines")
+                self._since, self._left, self._hidden = now, LINES, 0
+            lines = lines[: min(count, self._left)]
+            for line in lines:
+                text = line[:1000].decode("utf-8", "replace")[:200]
+                shown.append("".join(one if one.isprintable() else repr(one)[1:-1] for one in text))
+            if self._left and count > len(lines):
+                shown.append("… more lines than are shown here: each row keeps the first of its own as `printed`")
+            self._left, self._hidden = self._left - len(lines), self._hidden + count - len(lines)
+        if shown:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                sys.stdout.write("".join(f"[{self._name}] {line}\n" for line in shown))
+                sys.stdout.flush()
 
 
 def _packed(arguments: Mapping[str, Any]) -> bytes | Answer:
@@ -147,15 +209,41 @@ def _packed(arguments: Mapping[str, Any]) -> bytes | Answer:
         return Answer(False, None, f"the row cannot be sent to a worker process: {first_line(error)}")
 
 
-def _exchanged(worker: Child, body: bytes, limit: float, late: str = "the function gave no answer") -> Answer:
+def _begun(worker: Child, token: bytes, body: bytes) -> bool:
+    """Hand a row to a worker; whether it has begun with it. One that has not is closed."""
     try:
-        return Answer(*cloudpickle.loads(worker.exchange(body, limit)))  # our own child, over a socket pair
+        begun = worker.exchange(token + body, BEGIN_SECONDS, TOKEN) == token
+    except OSError:
+        return False
+    if not begun:
+        worker.close()
+    return begun
+
+
+def _answered(
+    worker: Child, token: bytes, body: bytes | None, limit: float, late: str = "the function gave no answer"
+) -> Answer:
+    """The worker's answer; whatever else comes closes the worker."""
+    try:
+        found = worker.exchange(None if body is None else token + body, limit, 2 * MAX_RESULT)
     except TimeoutError:
         return Answer(False, None, f"{late} within {limit:g} s and was ended", None, limit)
+    except TooLong as error:
+        return Answer(False, None, f"the worker process sent what is no answer: {error}")
     except OSError:
         return Answer(False, None, f"the worker process ended with {worker.how()}")
-    except Exception as error:  # noqa: BLE001 - a result that cannot travel is that row's failure
-        return Answer(False, None, f"the function's result cannot be unpickled: {first_line(error)}")
+    try:
+        if found[:TOKEN] != token:
+            raise ValueError("the answer to another call")
+        return Answer(*json.loads(found[TOKEN:], object_hook=_score))
+    except Exception as error:  # noqa: BLE001 - it is that row's failure
+        worker.close()
+        return Answer(False, None, f"the worker process sent what is no answer: {first_line(error)}")
+
+
+def _score(record: dict[str, Any]) -> Any:
+    """A dict of an answer; what was a `Score` in the worker is one again."""
+    return Score.from_json(record["Score"]) if record.keys() == {"Score"} else record
 
 
 async def in_thread(work: Callable[[], T], name: str = "workbench-reward") -> T:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import numbers
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,6 @@ from typing import Any
 from workbench.base.errors import RewardError, describe, first_line, unknown
 from workbench.dataproto.columns import writer_of
 from workbench.rewards.score import Score, Status, failed
-from workbench.rewards.worker import plain
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "response": (
@@ -367,6 +367,7 @@ def scores_of(result: Any, function: str, rows: Sequence[int], batched: bool) ->
         results = results_of_batch(result) if batched else [result]
         if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != len(rows):
             found = len(results) if hasattr(results, "__len__") else type(results).__name__
+            found = describe(results) if isinstance(results, str) else found
             what, expected = f"result of reward function {function}", f"a list of {len(rows)} rewards"
             raise RewardError(what, expected=expected, found=found)
     except Exception as error:  # noqa: BLE001 - a result may be anything; its rows say what it is
@@ -407,7 +408,8 @@ def as_score(result: Any, function: str, row: int) -> Score:
         return result
     if result is None:
         return Score(status=Status.NOT_APPLICABLE, why="the reward function returned None")
-    result = plain(result)
+    if is_dataclass(result) and not isinstance(result, type):
+        result = {field.name: getattr(result, field.name) for field in fields(result)}
     if isinstance(result, Mapping):
         return _from_dict(result, function, row)
     if isinstance(result, tuple | list) and result:
@@ -448,7 +450,10 @@ def _from_dict(result: Mapping[str, Any], function: str, row: int) -> Score:
 
 def _number(value: Any) -> float | None:
     if isinstance(value, numbers.Number) and not isinstance(value, complex):
-        return float(value)  # type: ignore[arg-type]
+        try:
+            return float(value)  # type: ignore[arg-type]
+        except OverflowError:  # an integer beyond every float
+            return math.inf
     if not callable(getattr(value, "item", None)):
         return None
     sizes = getattr(value, "size", None), getattr(value, "numel", int)()

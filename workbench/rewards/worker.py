@@ -1,7 +1,8 @@
 """What the child process of a user's reward function runs (`base.child`), by its path: it imports nothing of workbench.
 
-Messages are cloudpickle bytes from our own parent process (never from a file). First comes the function, then the arguments
-of call after call; each is answered by the fields of an `Answer` (`rewards.runner`).
+Messages are a token and cloudpickle bytes from our own parent process (never from a file). First comes the function, then the
+arguments of call after call. Each is answered twice: by the token when it is begun, and when it is done by the token and the
+fields of an `Answer` (`rewards.runner`) as JSON, since no object of a function's making may run code in the parent.
 """
 
 from __future__ import annotations
@@ -15,13 +16,26 @@ import importlib.abc
 import importlib.util
 import inspect
 import io
+import json
+import numbers
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
 import types
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+TOKEN = 16
+"""Bytes that begin every message."""
+MAX_RESULT = 16 << 20
+"""Most bytes of an answer."""
+PRINTED = 4000
+"""Characters of what a call prints that are kept: people look into a function by printing."""
+LONGEST = 20_000
+"""Most characters of a traceback or an error line."""
 
 
 async def awaited(result: Any) -> Any:
@@ -29,31 +43,106 @@ async def awaited(result: Any) -> Any:
     return await result
 
 
-def plain(result: Any) -> Any:
-    """A result without classes of the function's file, which the parent process does not have: a dataclass as a dict."""
-    ours = type(result).__module__.startswith("workbench.")
-    if dataclasses.is_dataclass(result) and not isinstance(result, type) and not ours:
-        return {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
-    return [plain(one) for one in result] if type(result) is list else result
+def written(result: Any, depth: int = 0) -> Any:
+    """A result as JSON's types. A dataclass is a dict, a `Score` a dict under the key `Score`, a tensor or an array a list;
+    what is neither plain data nor a number is its repr, which is no reward."""
+    if result is None or isinstance(result, bool | str):
+        return result
+    if isinstance(result, numbers.Number) and not isinstance(result, complex):
+        return number(result)
+    if depth > 50:
+        return shown(result)
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+        ours = (type(result).__module__, type(result).__name__) == ("workbench.rewards.score", "Score")
+        return written({"Score": fields} if ours else fields, depth + 1)
+    if isinstance(result, Mapping):
+        return {str(name): written(one, depth + 1) for name, one in result.items()}
+    if isinstance(result, list | tuple):
+        return [written(one, depth + 1) for one in result]
+    return written(result.tolist(), depth + 1) if callable(getattr(result, "tolist", None)) else shown(result)
 
 
-PRINTED = 4000
-"""Characters of what a call prints that are kept: people look into a function by printing."""
+def number(value: Any) -> float | int | str:
+    """A number as int or float; an integer that is too long to be written down as words."""
+    if isinstance(value, numbers.Integral):
+        return int(value) if int(value).bit_length() < 4096 else f"an integer of {int(value).bit_length()} bits"
+    return float(value)
 
 
-def answer(function: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """Call the function: (ok, result, error line, traceback, seconds, printed). All its exceptions are caught."""
-    printed = io.StringIO()
+def shown(value: Any) -> str:
+    """The repr of a value that is not plain data, cut."""
+    return f"<{type(value).__name__}> {value!r}"[:200]
+
+
+class Printed(io.TextIOBase):
+    """Standard output during a call: its first characters are kept, and everything goes on to the process's own output."""
+
+    def __init__(self, there: Any) -> None:
+        self.there, self.kept = there, ""
+
+    def write(self, text: str) -> int:
+        """Write text."""
+        self.kept += text[: PRINTED - len(self.kept)]
+        with contextlib.suppress(OSError, ValueError):  # closed, or not of its encoding
+            self.there.write(text.encode("utf-8", "backslashreplace").decode())
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the process's own output."""
+        self.there.flush()
+
+
+@contextlib.contextmanager
+def as_before() -> Iterator[None]:
+    """A call leaves the process as it found it, for the next row: folder, environment, umask, signal handlers, alarms."""
+    folder, env, mask = "", dict(os.environ), os.umask(0o077)
+    os.umask(mask)
+    with contextlib.suppress(OSError):  # it was removed
+        folder = os.getcwd()
+    handlers = {one: signal.getsignal(one) for one in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for one, handler in handlers.items():
+            if handler is not None and signal.getsignal(one) is not handler:
+                signal.signal(one, handler)
+        os.umask(mask)
+        if dict(os.environ) != env:
+            os.environ.clear()
+            os.environ.update(env)
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
+
+
+def answer(function: Any, arguments: dict[str, Any]) -> bytes:
+    """Call the function: (ok, result, error line, traceback, seconds, printed) as JSON. All its exceptions are caught."""
+    printed = Printed(sys.stdout)
     began = time.perf_counter()
     found: tuple[Any, ...]
     try:
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), as_before():
             result = function(**arguments)
             result = asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
-            found = (True, plain(result), "", None)
+            text = json.dumps(written(result))
+            found = (True, None, "", None)
+            if len(text) > MAX_RESULT:
+                why = f"the function's result has {len(text)} bytes; expected at most {MAX_RESULT}: return less"
+                found, text = (False, None, why, None), "null"
+            del result
     except BaseException as error:  # noqa: BLE001 - scorers raise BaseException time-outs too; the row keeps it
-        found = (False, None, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
-    return *found, time.perf_counter() - began, printed.getvalue()[:PRINTED]
+        found, text = (False, None, *told(error)), "null"
+    rest = json.dumps([*found[2:], time.perf_counter() - began, printed.kept])
+    return f"[{json.dumps(found[0])}, {text}, {rest[1:]}".encode()
+
+
+def told(error: BaseException) -> tuple[str, str]:
+    """(one line, traceback) of an exception, cut."""
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    within = f" (this worker may take {limit >> 20} MiB: memory_limit_mb)" if isinstance(error, MemoryError) else ""
+    text = "".join(traceback.format_exception(error))
+    return f"{type(error).__name__}: {error}{within}"[:LONGEST], text[-LONGEST:]
 
 
 class TextLoader(importlib.abc.InspectLoader):
@@ -129,10 +218,11 @@ def stand_in_for_verl() -> None:
 
 
 def limit_memory() -> None:
-    """Limit this process to `WORKBENCH_WORKER_MEMORY_MB`, where that is set: beyond it Python raises `MemoryError`."""
-    limit = os.environ.pop("WORKBENCH_WORKER_MEMORY_MB", None)
-    if limit:
-        resource.setrlimit(resource.RLIMIT_AS, (int(limit) << 20, int(limit) << 20))
+    """Limit this process's data to `WORKBENCH_WORKER_MEMORY_MB`: beyond it Python raises `MemoryError`. Address space that is
+    only set aside, as CUDA does, does not count."""
+    limit, most = int(os.environ.pop("WORKBENCH_WORKER_MEMORY_MB")) << 20, resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def main(parent: Any) -> None:
@@ -140,19 +230,23 @@ def main(parent: Any) -> None:
     import cloudpickle
 
     limit_memory()
+    own = os.getpid()
+    frame = parent.frames.get()
     try:
-        function = cloudpickle.loads(parent.frames.get())  # bytes from our own parent, over a socket pair
+        function = cloudpickle.loads(frame[TOKEN:])  # bytes from our own parent, over a socket pair
         if isinstance(function, dict):
             function = from_file(function)
+        said: list[Any] = [True, None]
     except BaseException as error:  # noqa: BLE001 - said to the parent, which knows which function it was
-        why = f"the function cannot be loaded in a worker: {type(error).__name__}: {error}"
-        parent.send(cloudpickle.dumps((False, None, why)))
-        return
-    parent.send(cloudpickle.dumps((True, None)))  # ready: deadlines count from here
-    while True:
-        found = answer(function, cloudpickle.loads(parent.frames.get()))
-        try:
-            body = cloudpickle.dumps(found)
-        except Exception as error:  # noqa: BLE001 - a result that cannot travel is that row's failure
-            body = cloudpickle.dumps((False, None, f"the function's result cannot be pickled: {error}", "", *found[4:]))
-        parent.send(body)
+        said = [False, None, f"the function cannot be loaded in a worker: {told(error)[0]}", told(error)[1]]
+    sys.stdout.flush()
+    parent.send(frame[:TOKEN] + json.dumps(said).encode())  # where it is ready: deadlines count from here
+    while said[0]:
+        frame = parent.frames.get()
+        parent.send(frame[:TOKEN])
+        body = answer(function, cloudpickle.loads(frame[TOKEN:]))
+        if os.getpid() != own:  # a fork that the function made has come back: it is not asked
+            os._exit(0)
+        with contextlib.suppress(OSError, ValueError):  # somebody closed it
+            sys.stdout.flush()
+        parent.send(frame[:TOKEN] + body)

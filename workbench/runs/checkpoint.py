@@ -258,12 +258,25 @@ def rng_state() -> dict[str, Any]:
     }
 
 
-def restore_rng(state: dict[str, Any]) -> None:
-    """Restore what `rng_state` returned. Call it last: building models and iterators uses these generators."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([torch.tensor(device, dtype=torch.uint8) for device in state["cuda"]])
+def restore_rng(state: dict[str, Any], dry: bool = False) -> None:
+    """Restore what `rng_state` returned. Call it last: building models and iterators uses these generators.
+
+    A `dry` run tries it on generators of its own. Raises `CheckpointError` where a part is missing or is no such state.
+    """
+    try:
+        version, internal, gauss = state["python"]
+        (random.Random() if dry else random).setstate((version, tuple(internal), gauss))
+        name, keys, position, has_gauss, cached = state["numpy"]
+        numpys = np.random.RandomState() if dry else np.random
+        numpys.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+        (torch.Generator() if dry else torch.default_generator).set_state(
+            torch.tensor(state["torch"], dtype=torch.uint8)
+        )
+        devices = [torch.tensor(device, dtype=torch.uint8) for device in state["cuda"]]
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as cause:
+        what, expected = "the random generators in a checkpoint's state.json", "states of python, numpy, torch and cuda"
+        raise CheckpointError(
+            what, expected=expected, found=first_line(cause), do="resume from another checkpoint"
+        ) from cause
+    if devices and not dry and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(devices)

@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 from workbench.base import formats
-from workbench.base.errors import RunError, describe, first_line
+from workbench.base.errors import RunError, WorkbenchError, describe, first_line
 from workbench.base.files import sealed, unsealed, write_text
 
 STEP = "training/global_step"
@@ -156,6 +156,20 @@ def discard(folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
     shutil.rmtree(aside)
+
+
+@contextlib.contextmanager
+def room(path: Path) -> Iterator[None]:
+    """Context manager of what writes to a run folder: a full disk is a `RunError`. What was written before stays."""
+    try:
+        yield
+    except WorkbenchError:
+        raise
+    except Exception as cause:  # libraries name a full disk in their own ways: safetensors' error is no OSError
+        if getattr(cause, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and "No space left" not in str(cause):
+            raise
+        do = "make room, then go on with resume='auto'"
+        raise RunError(f"the disk of run {path} is full", found=first_line(cause), do=do) from cause
 
 
 class RunFolder:

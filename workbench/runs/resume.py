@@ -29,7 +29,7 @@ _WHEN = "steps test_freq save_freq trace_freq keep_traces keep_checkpoints keep_
 ALLOW_CHANGES = (*(f"train.{name}" for name in _WHEN.split()), "eval_rows.source")
 """Settings that a resumed run may always change: no step's numbers depend on them."""
 _COMPARED = ("stages", "sources", "engines", "data_hash", "eval_rows", "train")
-_STATE = ("cursor", "controllers", "rng", "versions")
+_STATE = ("step", "cursor", "controllers", "rng", "versions")
 
 
 @dataclass(frozen=True)
@@ -231,9 +231,15 @@ def _restore(
     state = checkpoint.read_state(path)
     lacking = [key for key in _STATE if key not in state]
     lacking += [role for role in pipeline.learners() if not (path / role).is_dir()]
-    lacking += [f"the controller of {name}" for name in pipeline.state() if name not in state.get("controllers", {})]
+    held = state.get("controllers", {})
+    lacking += [f"the controller of {name}" for name in pipeline.state() if name not in held]
+    lacking += [
+        f"{key} of {name}" for name, one in pipeline.state().items() for key in one if key not in held.get(name, one)
+    ]
+    lacking += [f"the version of {role}" for role in pipeline.learners() if role not in state.get("versions", [role])]
     if lacking:
-        raise CheckpointError(f"checkpoint {path.name} lacks {', '.join(lacking)}")
+        raise CheckpointError(f"checkpoint {path.name} lacks {', '.join(lacking)}", do="resume from another checkpoint")
+    checkpoint.restore_rng(state["rng"], dry=True)
     if not any(_among(name, allow_changes) for name in ("data_hash", "train.seed", "train.batch_size")):
         check_data(state, rows, settings["train"])
     for role, learner in pipeline.learners().items():

@@ -408,9 +408,13 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
         write_whole(Path(path), self._moments(), record)
 
     def load_state(self, model_path: Path, state_path: Path) -> None:
-        """Load, bit for bit, the model and optimizer state that `save` and `save_state` of a local or FSDP engine wrote."""
-        loading.load_into(self._model, self._head, Path(model_path), self._settings)
+        """Load, bit for bit, the model and optimizer state that `save` and `save_state` of a local or FSDP engine wrote.
+
+        Raises `CheckpointError` or `EngineError` where they are incomplete or of another model; nothing is changed then.
+        """
         tensors, record = read_optimizer(state_path)
+        self._ready().check(tensors)
+        loading.load_into(self._model, self._head, Path(model_path), self._settings)
         self._ready().load(tensors, record["steps"])
         self._last = self._since = None
         self.version, self.state_id = int(record["version"]), new_id()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from workbench.base.errors import NonFinite
+from workbench.base.errors import CheckpointError, NonFinite
 from workbench.base.metrics import Metric, Sum, join
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine.attention import switched
@@ -158,7 +158,8 @@ class Optimizer:
         }
 
     def load(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
-        """Load what `tensors` returned after `steps` steps."""
+        """Load what `tensors` returned after `steps` steps. Raises `CheckpointError`, as `check` does, before anything is changed."""
+        self.check(tensors)
         self.steps = steps
         self._adam.state.clear()
         for key, value in tensors.items():
@@ -166,6 +167,18 @@ class Optimizer:
             if name in self.named:
                 self._adam.state[self.named[name]][kind] = self._placed(self.named[name], kind, value)
         self._move(self.named.values(), "cpu")
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise `CheckpointError` unless each parameter in `tensors` has both moments, of its shape, and the number of steps."""
+        names = dict.fromkeys(key.partition("|")[0] for key in tensors)
+        for name in [name for name in names if name in self.named]:
+            size = tuple(self.named[name].shape)
+            for kind, shape in {"exp_avg": size, "exp_avg_sq": size, "step": ()}.items():
+                found = tensors.get(f"{name}|{kind}")
+                if found is None or tuple(found.shape) != shape:
+                    there = "no such tensor" if found is None else f"shape {tuple(found.shape)}"
+                    what, do = f"the optimizer state of {name}", "load another checkpoint"
+                    raise CheckpointError(what, expected=f"{name}|{kind} of shape {shape}", found=there, do=do)
 
     def _placed(self, parameter: Any, kind: str, value: torch.Tensor) -> torch.Tensor:
         return value.to(parameter.device, copy=True)

@@ -356,12 +356,17 @@ def load_into(model: Any, head: torch.nn.Module | None, path: Path, settings: An
 
     adapted = lora.config_in(model) is not None
     mine = lora.tensors(model) if adapted else model.state_dict()
-    found = lora.stored(path) if adapted else load_model(path, settings).state_dict()
-    _fill(mine, found, f"the weights at {path}")
+    pairs = [
+        (mine, lora.stored(path) if adapted else load_model(path, settings).state_dict(), f"the weights at {path}")
+    ]
     if head is not None:
         if not (path / HEAD).is_file():
             raise EngineError(f"the critic at {path}", expected=HEAD, found="no such file")
-        _fill(head.state_dict(), load_file(str(path / HEAD)), f"the value head at {path}")
+        pairs.append((head.state_dict(), load_file(str(path / HEAD)), f"the value head at {path}"))
+    for mine, found, what in pairs:  # all of it fits, or nothing is changed
+        check_fit(what, found, mine)
+    for pair in pairs:
+        _fill(*pair)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from workbench.base.errors import CheckpointError
+from workbench.base.errors import CheckpointError, describe
 from workbench.base.formats import FORMAT, older
 
 RECORD, WHOLE = "engine.json", "optimizer.safetensors"
@@ -53,6 +53,10 @@ def read_record(folder: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"no optimizer state at {path}", expected=f"{RECORD} there", found="no such file")
     record: dict[str, Any] = json.loads((path / RECORD).read_text())
     older(record.get("format", 1), f"the optimizer state at {path}", CheckpointError)
+    for key in ("version", "steps"):
+        if type(record.get(key)) is not int:
+            what, found = f"{RECORD} of the optimizer state at {path}", describe(record.get(key))
+            raise CheckpointError(what, expected=f"a whole number {key!r}", found=found, do="load another checkpoint")
     if (path / WHOLE).is_file():
         return {**record, "weights": False, "files": {}, "adam_steps": {}, "whole": True}
     if "adam_steps" not in record:
