@@ -27,7 +27,7 @@ import psutil
 import pytest
 import torch
 from test_faults_runs import alive, numbers, rows_in
-from tests_patience import LONG, patience, within
+from tests_patience import LONG, within
 
 import workbench as wb
 
@@ -95,7 +95,15 @@ class Soak:
 
     def start(self, run: Path, steps: int) -> subprocess.Popen[str]:
         (self.folder / "pids").unlink(missing_ok=True)
-        command = [sys.executable, str(DRIVER), str(run), str(steps), str(self.save_freq), self.judge.url, str(self.ranks)]
+        command = [
+            sys.executable,
+            str(DRIVER),
+            str(run),
+            str(steps),
+            str(self.save_freq),
+            self.judge.url,
+            str(self.ranks),
+        ]
         env = {**os.environ, "OMP_NUM_THREADS": "1", MARK: str(self.folder), "TMPDIR": str(self.scratch)}
         with (self.folder / "said").open("w") as said:
             return subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT)
@@ -114,21 +122,24 @@ class Soak:
         assert code <= 0 or told.startswith("workbench.base.errors."), "\n".join(said)
         self.ends[told.split(";")[0].removeprefix("workbench.base.errors.")[:90]] += 1
         left = {self.going.pid, *self.workers()} | marked(self.folder)
-        assert within(lambda: not alive(left), patience(20)), [psutil.Process(pid) for pid in alive(left)]
+        assert within(lambda: not alive(left), LONG), [psutil.Process(pid) for pid in alive(left)]
         self.going = None
 
     def step(self, kind: str, steps: int) -> None:
         """Let the run do about so many steps, then one blow, and see what comes of it."""
-        if self.going is None:
-            self.going = self.start(self.run, 1_000_000)
-        before = rows_in(self.run)
-        trained = within(lambda: self.going.poll() is not None or rows_in(self.run) > before + steps, every=0.02)  # type: ignore[union-attr]
-        assert trained, "the run does not go on"
-        time.sleep(self.draw.random() * 0.3)
-        if self.going.poll() is None:
-            self.blows[kind] += 1
-            self.blow(kind, self.going)
-        if self.going.poll() is not None:
+        while True:
+            going = self.going = self.going or self.start(self.run, 1_000_000)
+            enough = rows_in(self.run) + steps
+            assert within(lambda: going.poll() is not None or rows_in(self.run) > enough, every=0.02), (
+                "it does not go on"
+            )
+            time.sleep(self.draw.random() * 0.3)
+            if going.poll() is None:
+                break
+            self.ended()  # of the blow before
+        self.blows[kind] += 1
+        self.blow(kind, going)
+        if going.poll() is not None:
             self.ended()
 
     def blow(self, kind: str, going: subprocess.Popen[str]) -> None:
@@ -151,13 +162,7 @@ class Soak:
 
     def end(self) -> int:
         """Stop the run by hand; the step of its last checkpoint."""
-        while self.going is None or rows_in(self.run) == 0:
-            self.step("interrupt", 1)
-            if self.going is None and wb.load_run(self.run).checkpoints:
-                break
-        if self.going is not None:
-            self.going.send_signal(signal.SIGINT)
-            self.ended()
+        self.step("interrupt", 1)
         return wb.load_run(self.run).checkpoints[-1]
 
 
@@ -213,7 +218,9 @@ def soaked(folder: Path, blows: Iterator[tuple[str, int]], *, save_freq: int, ra
     rough, quiet = wb.load_run(folder / "rough"), wb.load_run(folder / "quiet")
     print(f"{last} steps; blows {dict(soak.blows)}; ends {dict(soak.ends)}")
     for one, two in zip(numbers(rough.rows[:last]), numbers(quiet.rows), strict=True):
-        apart = {name: (one.get(name), two.get(name)) for name in one.keys() | two.keys() if one.get(name) != two.get(name)}
+        apart = {
+            name: (one.get(name), two.get(name)) for name in one.keys() | two.keys() if one.get(name) != two.get(name)
+        }
         assert not apart, (one["training/global_step"], apart)
     assert same_files(rough.checkpoint(last), quiet.checkpoint(last)), "weights and optimizers, bit for bit"
     both = set(rough.traces) & set(quiet.traces)
@@ -233,7 +240,9 @@ KINDS = ("kill", "interrupt", "kill a worker", "stop a worker", "outage", "full 
 
 @pytest.mark.slow
 def test_a_run_that_meets_every_fault_once_ends_as_the_quiet_run(tmp_path: Path) -> None:
-    blows = soaked(tmp_path, ((kind, 1) for kind in random.Random(3).sample(KINDS, len(KINDS))), save_freq=2)
+    blows = soaked(
+        tmp_path, iter([(kind, 1) for kind in KINDS if kind != "interrupt"]), save_freq=2
+    )  # which comes last
     assert set(blows) >= set(KINDS) - {"full disk"}
 
 

@@ -129,12 +129,16 @@ def read_yaml(path: str | Path, *, most: int = 1 << 20) -> dict[str, Any]:
     if not file.is_file():
         raise SettingError(f"no file at {str(path)!r}", do="check the path")
     if file.stat().st_size > most:
-        raise SettingError(f"{what} is too large", expected=f"at most {most} bytes", found=f"{file.stat().st_size} bytes")
+        raise SettingError(
+            f"{what} is too large", expected=f"at most {most} bytes", found=f"{file.stat().st_size} bytes"
+        )
     try:
         text = file.read_text(encoding="utf-8")
         if alias := next((one for one in yaml.parse(text, yaml.SafeLoader) if isinstance(one, yaml.AliasEvent)), None):
             place = f"{what}, line {alias.start_mark.line + 1}"
-            raise SettingError(place, expected="no aliases (*name)", found=f"*{alias.anchor}", do="write each value out")
+            raise SettingError(
+                place, expected="no aliases (*name)", found=f"*{alias.anchor}", do="write each value out"
+            )
         for line, wrong, do in _misread(yaml.compose(text, yaml.SafeLoader)):
             raise SettingError(f"{what}, line {line + 1}", found=wrong, do=do)
         document = yaml.safe_load(text)
@@ -152,7 +156,11 @@ def _misread(node: Any) -> Iterator[tuple[int, str, str]]:
     """(line, what is there, what to do) for what YAML reads otherwise than it is written."""
     if node is None or isinstance(node.value, str):
         if node is not None and node.tag == _NUMBER and not re.fullmatch(r"[-+]?(0|[1-9][0-9]*)", node.value):
-            yield node.start_mark.line, f"{node.value}, a whole number of another base", "write it in plain digits, or quote it"
+            yield (
+                node.start_mark.line,
+                f"{node.value}, a whole number of another base",
+                "write it in plain digits, or quote it",
+            )
         return
     seen = set[str]()
     for item in node.value:
