@@ -121,26 +121,28 @@ class Soak:
         told = said[-1][:200] if said and code > 0 else f"signal {-code}"
         assert code <= 0 or told.startswith("workbench.base.errors."), "\n".join(said)
         self.ends[told.split(";")[0].removeprefix("workbench.base.errors.")[:90]] += 1
+        print(f"         ended: {told}", flush=True)
         left = {self.going.pid, *self.workers()} | marked(self.folder)
         assert within(lambda: not alive(left), LONG), [psutil.Process(pid) for pid in alive(left)]
         self.going = None
 
     def step(self, kind: str, steps: int) -> None:
         """Let the run do about so many steps, then one blow, and see what comes of it."""
-        while True:
-            going = self.going = self.going or self.start(self.run, 1_000_000)
-            enough = rows_in(self.run) + steps
-            assert within(lambda: going.poll() is not None or rows_in(self.run) > enough, every=0.02), (
-                "it does not go on"
-            )
-            time.sleep(self.draw.random() * 0.3)
-            if going.poll() is None:
-                break
+        while (going := self.trained(steps)).poll() is not None:
             self.ended()  # of the blow before
         self.blows[kind] += 1
+        print(f"{time.strftime('%X')} step {rows_in(self.run)}: {kind}", flush=True)
         self.blow(kind, going)
         if going.poll() is not None:
             self.ended()
+
+    def trained(self, steps: int) -> subprocess.Popen[str]:
+        """The trainer, started where there is none, after so many steps, or when it has ended before."""
+        going = self.going = self.going or self.start(self.run, 1_000_000)
+        enough = rows_in(self.run) + steps
+        assert within(lambda: going.poll() is not None or rows_in(self.run) > enough, every=0.02), "it does not go on"
+        time.sleep(self.draw.random() * 0.3)
+        return going
 
     def blow(self, kind: str, going: subprocess.Popen[str]) -> None:
         if kind in ("kill", "interrupt"):
