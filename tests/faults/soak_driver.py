@@ -6,6 +6,7 @@ python soak_driver.py RUN STEPS SAVE_FREQ JUDGE RANKS
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import zlib
 from pathlib import Path
@@ -41,7 +42,8 @@ class Tells:
 
 
 def main() -> None:
-    run, steps, save_freq, judge, ranks = sys.argv[1], *map(str, sys.argv[2:])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
+    run, steps, save_freq, judge, ranks = sys.argv[1:]
     torch.set_num_threads(1)
     settings = {"lr": 1e-4, "schedule": "cosine", "total_steps": 500, "device": "cpu"}
     model = "data/tiny-arith"

@@ -23,6 +23,7 @@ import json
 import linecache
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -266,7 +267,8 @@ def _remembering(init: Callable[..., None]) -> Callable[..., None]:
 def source_of(value: Any) -> str | None:
     """Source text of a function, a partial, a class, or an object whose `source` is a string; None where there is none.
 
-    For a callable object of the user's it is the source text of its class.
+    For a callable object of the user's it is the source text of its class. What was defined in a notebook is followed by the
+    functions and classes of the notebook that it uses by name: a helper that changes is a change.
     """
     text = getattr(value, "source", None)
     if isinstance(text, str):
@@ -279,10 +281,41 @@ def source_of(value: Any) -> str | None:
         value = type(value)
         if value.__module__.startswith("workbench."):
             return None
+    texts = [_text_of(one) for one in (value, *helpers(value))]
+    return None if texts[0] is None else "\n".join(text for text in texts if text)
+
+
+def _text_of(value: Any) -> str | None:
     try:
         return inspect.getsource(value)
     except (OSError, TypeError):  # a builtin, or a cell whose text is gone
         return _class_in_a_cell(value) if inspect.isclass(value) else None
+
+
+def helpers(value: Any) -> list[Any]:
+    """Functions and classes of `__main__` that a function or class of `__main__` uses by their names, and those that they use."""
+    found: dict[int, Any] = {}
+    waiting = [value]
+    while waiting:
+        one = inspect.unwrap(waiting.pop())
+        one = getattr(one, "__func__", one)
+        if not (inspect.isfunction(one) or inspect.isclass(one)):
+            one = type(one)
+        if one.__module__ != "__main__":
+            continue
+        functions = [one] if inspect.isfunction(one) else filter(inspect.isfunction, vars(one).values())
+        used = [vars(sys.modules["__main__"]).get(name) for each in functions for name in _names(each.__code__)]
+        waiting += [
+            each for each in used if (inspect.isfunction(each) or inspect.isclass(each)) and id(each) not in found
+        ]
+        found |= {id(each): each for each in waiting if each is not value and each.__module__ == "__main__"}
+    return list(found.values())
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """Names that code looks up outside itself, comprehensions and inner functions included; each once."""
+    inner = [name for one in code.co_consts if isinstance(one, types.CodeType) for name in _names(one)]
+    return list(dict.fromkeys([*code.co_names, *inner]))
 
 
 def _class_in_a_cell(kind: type) -> str | None:
