@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,22 @@ def test_B13_what_does_not_answer_is_said_in_seconds(
         mute.listen()
         with pytest.raises(EngineError, match="does not answer as a Ray head; found DEADLINE_EXCEEDED"):
             connect(f"127.0.0.1:{mute.getsockname()[1]}", connect_timeout=patience(2))
+
+
+def test_B13_what_a_dead_head_left_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own file names a head that was killed: no variable does. To be found is to be asked, and to start one's own is not."""
+    things.close()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with tempfile.TemporaryDirectory(prefix="b13-", dir="/tmp") as folder:  # short: Ray's sockets are in it
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        left = Path(folder) / "ray" / "ray_current_cluster"
+        left.parent.mkdir()
+        left.write_text("127.0.0.1:1")
+        with pytest.raises(EngineError, match=f"{left} names 127.0.0.1:1, where nothing answers"):
+            connect("127.0.0.1:2")
+        with connect(cpus=1, object_store_memory=100 << 20) as own:
+            assert own.link.record and own.link.address != "127.0.0.1:1" and len(own.status().nodes) == 1
+            assert any(f"{left} names 127.0.0.1:1; it was not joined" in note for note in own.notes)
 
 
 def test_E11_a_wrong_or_missing_token_is_said(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

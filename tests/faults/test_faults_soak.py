@@ -248,6 +248,11 @@ def test_a_run_that_meets_every_fault_once_ends_as_the_quiet_run(tmp_path: Path)
     assert set(blows) >= set(KINDS) - {"full disk"}
 
 
+@pytest.mark.slow
+def test_A1_a_killed_driver_of_two_ranks_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    soaked(tmp_path, iter([("kill", 2)]), save_freq=2, ranks=2)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(4 * 3600)
 def test_minutes_of_kills_hangs_outages_and_full_disks_end_as_the_quiet_run(tmp_path: Path) -> None:
