@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from workbench.base import runtime
-from workbench.base.errors import Interrupted, RunError, WorkbenchError, first_line
+from workbench.base.errors import Interrupted, first_line
 from workbench.base.memory import trim
 from workbench.base.metrics import reduce
 from workbench.base.runtime import Control
@@ -162,18 +161,11 @@ class Session:
             why = await runtime.beside(self._broke, error)
             if isinstance(error, asyncio.CancelledError):
                 raise asyncio.CancelledError(why) from None
-            if (full := _of_a_full_disk(self._folder.path, error)) is not None:
-                raise full from error
             raise
         finally:
             if watching is not None:
                 watching.cancel()
-        try:
-            why = await runtime.beside(self._finish, ending, getattr(break_if, "why", None))
-        except Exception as error:
-            if (full := _of_a_full_disk(self._folder.path, error)) is not None:
-                raise full from error
-            raise
+        why = await runtime.beside(self._finish, ending, getattr(break_if, "why", None))
         if self._control.interrupted:
             raise asyncio.CancelledError(why)
         return ending
@@ -394,21 +386,6 @@ class Session:
             self._display.close(stopped)
         trim()  # what the steps used is not held between two cells
         return stopped or "done"
-
-
-def _of_a_full_disk(run: Path, error: BaseException) -> RunError | None:
-    """What to raise in place of `error` where a full disk is its cause, and it does not say so in our words."""
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
-        error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    full = next(
-        (one for one in found if "No space left on device" in str(one) or "Disk quota exceeded" in str(one)), None
-    )
-    if full is None or any(isinstance(one, WorkbenchError) for one in found):
-        return None
-    told = f"{first_line(full)} ({shutil.disk_usage(run).free >> 20} MiB free)"
-    return RunError(f"the disk of run {run} is full", found=told, do="free space on it, and go on with resume='auto'")
 
 
 def write_summary(path: Path, eval_rows: Rows | None, stopped: str | None, draw: Callable[[Path], None]) -> None:
