@@ -21,7 +21,7 @@ import pytest
 from tests_patience import LONG, patience, within
 
 from workbench.base.errors import EngineError, SettingError, WorkerLost
-from workbench.cluster import connect, discovery
+from workbench.cluster import connect, connecting, discovery
 
 pytestmark = pytest.mark.slow
 TOKEN = "0123456789abcdef" * 4
@@ -110,8 +110,58 @@ def test_E11_a_wrong_or_missing_token_is_said(nodes: Nodes, tmp_path: Path, monk
         connect(nodes.address)
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    for empty in (None, ""):
+        if empty is not None:
+            monkeypatch.setenv("RAY_AUTH_TOKEN", empty)
+        with pytest.raises(EngineError, match="requires its authentication token; found no token here"):
+            connect(nodes.address)
+    (tmp_path / "none").write_text("")
     with pytest.raises(EngineError, match="requires its authentication token; found no token here"):
         connect(nodes.address)
+
+
+SERVES = """
+import sys, time
+from ray.util.client.server.proxier import serve_proxier
+server = serve_proxier("127.0.0.1", int(sys.argv[1]), None)
+print("serves", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_E11_over_ray_client_a_token_that_is_wrong_or_not_there_is_said_and_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server that `ray://` talks to, without a cluster behind it: it knows tokens by itself."""
+    things.close()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", SERVES, str(port)]
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        assert server.stdout is not None and server.stdout.readline() == "serves\n"
+        told = f"the cluster at ray://127.0.0.1:{port} requires its authentication token; found "
+        for token, what in (
+            ("f" * 64, "a token that it"),
+            (TOKEN[:-1], "a token that it"),
+            ("a\nb", "a token that it"),
+        ):
+            monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+            with pytest.raises(EngineError, match=told + what):
+                connect(f"ray://127.0.0.1:{port}")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "")
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+        with pytest.raises(EngineError, match=told + "no token here"):
+            connect(f"ray://127.0.0.1:{port}")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        connecting._probe(f"ray://127.0.0.1:{port}", patience(10))
+        server.kill()
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        with pytest.raises(EngineError, match="does not answer as the server of ray://; found DEADLINE_EXCEEDED"):
+            connect(f"ray://127.0.0.1:{mute.getsockname()[1]}", connect_timeout=patience(2))
 
 
 def test_pools_are_placed_on_two_nodes_as_the_picture_says(nodes: Nodes, token: None) -> None:

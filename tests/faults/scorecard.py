@@ -438,6 +438,7 @@ ROWS: dict[str, Row] = {
         "a cluster's token is wrong, empty or missing, also over ray://",
         "said to be the token, within seconds",
         "cluster/test_cluster_nodes.py::test_E11_a_wrong_or_missing_token_is_said",
+        "cluster/test_cluster_nodes.py::test_E11_over_ray_client_a_token_that_is_wrong_or_not_there_is_said_and_nobody_waits",
     ),
     "E12": Row(
         "a page in a browser posts to a local service, by its address or a rebound name",
