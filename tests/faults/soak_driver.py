@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 import zlib
 from pathlib import Path
 from typing import Any
@@ -74,4 +75,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception as error:
+        traceback.print_exc()
+        words = " ".join(str(error).split())
+        sys.exit(f"ENDED {type(error).__module__}.{type(error).__name__}: {words}")

@@ -117,10 +117,10 @@ class Soak:
     def ended(self) -> None:
         """The trainer is gone, by a blow or because it said that it cannot go on; nothing of it is left."""
         assert self.going is not None
-        code, said = self.going.wait(LONG), (self.folder / "said").read_text().splitlines()
-        told = said[-1][:200] if said and code > 0 else f"signal {-code}"
-        assert code <= 0 or told.startswith("workbench.base.errors."), "\n".join(said)
-        self.ends[told.split(";")[0].removeprefix("workbench.base.errors.")[:90]] += 1
+        code, said = self.going.wait(LONG), (self.folder / "said").read_text()
+        told = f"signal {-code}" if code <= 0 else said.rpartition("ENDED ")[2][:200].strip()
+        assert code <= 0 or told.startswith("workbench.base.errors."), said
+        self.ends[told.partition(";")[0].removeprefix("workbench.base.errors.")[:60]] += 1
         print(f"         ended: {told}", flush=True)
         left = {self.going.pid, *self.workers()} | marked(self.folder)
         assert within(lambda: not alive(left), LONG), [psutil.Process(pid) for pid in alive(left)]
