@@ -86,22 +86,6 @@ def test_B13_what_does_not_answer_is_said_in_seconds(
             connect(f"127.0.0.1:{mute.getsockname()[1]}", connect_timeout=patience(2))
 
 
-def test_B13_what_a_dead_head_left_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's own file names a head that was killed: no variable does. To be found is to be asked, and to start one's own is not."""
-    things.close()
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with tempfile.TemporaryDirectory(prefix="b13-", dir="/tmp") as folder:  # short: Ray's sockets are in it
-        monkeypatch.setenv("RAY_TMPDIR", folder)
-        left = Path(folder) / "ray" / "ray_current_cluster"
-        left.parent.mkdir()
-        left.write_text("127.0.0.1:1")
-        with pytest.raises(EngineError, match=f"{left} names 127.0.0.1:1, where nothing answers"):
-            connect("127.0.0.1:2")
-        with connect(cpus=1, object_store_memory=100 << 20) as own:
-            assert own.link.record and own.link.address != "127.0.0.1:1" and len(own.status().nodes) == 1
-            assert any(f"{left} names 127.0.0.1:1; it was not joined" in note for note in own.notes)
-
-
 def test_E11_a_wrong_or_missing_token_is_said(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 64)
     with pytest.raises(
@@ -192,12 +176,21 @@ def test_pools_are_placed_on_two_nodes_as_the_picture_says(nodes: Nodes, token: 
 def test_B13_another_cluster_is_told_of_and_not_joined(
     nodes: Nodes, token: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor is what a killed head has left: Ray's own file still names it."""
     monkeypatch.setenv("RAY_ADDRESS", nodes.address)
-    with connect(cpus=1, object_store_memory=100 << 20) as own:
-        assert own.link.record and own.link.address != nodes.address
-        assert f"a cluster runs at {nodes.address}; it was not joined: wb.cluster('{nodes.address}') would" in own.notes
-        assert len(own.status().nodes) == 1
-        session = own.link.session
+    with tempfile.TemporaryDirectory(prefix="b13-", dir="/tmp") as folder:  # short: Ray's sockets are in it
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        left = Path(folder) / "ray" / "ray_current_cluster"
+        left.parent.mkdir()
+        left.write_text("127.0.0.1:1")
+        with pytest.raises(EngineError, match=f"{left} names 127.0.0.1:1, where nothing answers"):
+            connect("127.0.0.1:2")
+        with connect(cpus=1, object_store_memory=100 << 20) as own:
+            assert own.link.record and own.link.address not in (nodes.address, "127.0.0.1:1")
+            told = f"a cluster runs at {nodes.address}; it was not joined: wb.cluster('{nodes.address}') would"
+            assert told in own.notes and len(own.status().nodes) == 1
+            assert any(f"{left} names 127.0.0.1:1; it was not joined" in note for note in own.notes)
+            session = own.link.session
     assert not discovery.of_session(session)
     assert discovery.answers(nodes.address) is None, "closing our own did not touch it"
 

@@ -207,7 +207,6 @@ ROWS: dict[str, Row] = {
         "said in seconds with what was found; a local cluster is always its own",
         "cluster/test_cluster_nodes.py::test_B13_what_does_not_answer_is_said_in_seconds",
         "cluster/test_cluster_nodes.py::test_B13_another_cluster_is_told_of_and_not_joined",
-        "cluster/test_cluster_nodes.py::test_B13_what_a_dead_head_left_is_in_nobodys_way",
     ),
     "B14": Row(
         "two hundred steps through a small object store",

@@ -77,7 +77,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at its kind
         traceback.print_exc()
         words = " ".join(str(error).split())
         sys.exit(f"ENDED {type(error).__module__}.{type(error).__name__}: {words}")
