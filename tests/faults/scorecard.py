@@ -82,6 +82,7 @@ ROWS: dict[str, Row] = {
         "the checkpoint is refused by the part's name; a test shows that each part changes the numbers",
         "runs/test_runs_resume.py::test_each_part_of_the_state_matters",
         "runs/test_runs_resume.py::test_a_checkpoint_that_lacks_something_is_refused",
+        "runs/test_runs_resume.py::test_moments_of_fewer_parameters_are_refused",
     ),
     "A9": Row(
         "saved by two ranks and loaded by one, and back",

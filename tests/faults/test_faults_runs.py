@@ -139,12 +139,9 @@ def test_A6_a_full_disk_stops_loudly_and_hurts_nothing(tiny: str, tmp_path: Path
         class Fills:
             """Somebody else's file, after the check before the start."""
 
-            def __init__(self, room: int) -> None:
-                self.room = room
-
             def on_start(self, start: int, steps: int) -> None:
                 free = shutil.disk_usage(disk).free
-                (disk / "other").write_bytes(bytes(free - self.room))
+                (disk / "other").write_bytes(bytes(free - (5 << 20)))
 
             def on_step(self, report: Any) -> None: ...
 
@@ -155,12 +152,7 @@ def test_A6_a_full_disk_stops_loudly_and_hurts_nothing(tiny: str, tmp_path: Path
             CheckpointError,
             match=r"checkpoint of step 2 could not be written; earlier ones are untouched.*MiB free.*takes",
         ):
-            wb.train_blocking(pipe, rows, steps=2, run=run, resume="auto", observers=[Fills(5 << 20)], **PLAN)
-        (disk / "other").unlink()
-        with pytest.raises(
-            RunError, match=r"the disk of run .* is full; found .*No space left.*MiB free.*free space on it"
-        ):
-            wb.train_blocking(*make(tiny), steps=2, run=run, resume="auto", observers=[Fills(0)], **PLAN)
+            wb.train_blocking(pipe, rows, steps=2, run=run, resume="auto", observers=[Fills()], **PLAN)
         found = checkpoint.latest(run / "checkpoints")
         assert found.step == 1 and found.refused == ()
         (disk / "other").unlink()

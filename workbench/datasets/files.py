@@ -150,16 +150,15 @@ def _read_arrow(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
-    """All rows; refused before they are kept where they would be too large: by the size of the first ones, or as soon as
-    those that were looked at are, a few at a time."""
+    """All rows; refused before they are decoded where the size of the first ones says that all would be too large."""
     import pyarrow.parquet as pq
 
     with boundary(f"reading {str(path)!r} as parquet", DataError):
         file = pq.ParquetFile(path)
-        total, size = file.metadata.num_rows, 0
-        for number, few in enumerate(file.iter_batches(batch_size=_FIRST)):
-            size += _decoded([few])
-            _refuse_size(path, size if number else size // max(few.num_rows, 1) * total)
+        total = file.metadata.num_rows
+        first = next(file.iter_batches(batch_size=_FIRST), None)
+        if first is not None and first.num_rows:
+            _refuse_size(path, _decoded([first]) // first.num_rows * total)
         names = json.loads((file.schema_arrow.metadata or {}).get(_AS_JSON, b"[]"))
         rows: list[dict[str, Any]] = file.read().to_pylist()
         for name, row in ((name, row) for name in names for row in rows):

@@ -18,7 +18,7 @@ from workbench.base.files import write_bytes, write_text
 from workbench.base.runtime import Control
 from workbench.datasets import Rows
 from workbench.replay.run import Run
-from workbench.runs.folder import RunFolder, check_place, raise_if_full, read_metrics, write_json
+from workbench.runs.folder import RunFolder, check_place, read_metrics, write_json
 from workbench.runs.loop import Condition, Ending, Observer, Session, write_summary
 from workbench.runs.preflight import Checked, preflight
 from workbench.runs.resume import Start, begin, check_resumable
@@ -198,9 +198,6 @@ async def _trained(
         live = open_display(plan.steps, read_metrics(folder.metrics), control, path) if display == "auto" else None
         session = Session(folder, pipeline, found, plan, settings, start, control=control, display=live, draw=_draw)
         ending = await session.run(observers, break_if)
-    except Exception as error:
-        raise_if_full(path, error)
-        raise
     finally:
         folder.lock.release()
     return _result(path, ending, start.notes, break_if)

@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 from workbench.base import formats
-from workbench.base.errors import RunError, WorkbenchError, describe, first_line
+from workbench.base.errors import RunError, describe, first_line
 from workbench.base.files import write_text
 
 STEP = "training/global_step"
@@ -163,17 +163,6 @@ def discard(folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
     shutil.rmtree(aside)
-
-
-def raise_if_full(run: Path, error: BaseException) -> None:
-    """Raise `RunError` where a full disk is why, whatever was being written, and whichever library says so in its own words."""
-    one: BaseException | None = error
-    while one is not None and "No space left on device" not in str(one) and "Disk quota exceeded" not in str(one):
-        one = one.__cause__ or one.__context__
-    if one is not None and not isinstance(error, WorkbenchError):
-        found = f"{first_line(one)} ({shutil.disk_usage(run).free >> 20} MiB free)"
-        do = "free space on it, and go on with resume='auto'"
-        raise RunError(f"the disk of run {run} is full", found=found, do=do) from error
 
 
 class RunFolder:

@@ -26,7 +26,7 @@ _WHEN = "steps test_freq save_freq trace_freq keep_traces keep_checkpoints keep_
 ALLOW_CHANGES = (*(f"train.{name}" for name in _WHEN.split()), "eval_rows.source")
 """Settings that a resumed run may always change: no step's numbers depend on them."""
 _COMPARED = ("stages", "sources", "engines", "data_hash", "eval_rows", "train")
-_STATE = ("step", "cursor", "controllers", "rng", "versions")
+_STATE = ("cursor", "controllers", "rng", "versions")
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,6 @@ def _restore(
     """Restores weights, optimizers, schedules and controllers; returns the checkpoint's state.json."""
     state = checkpoint.read_state(path)
     lacking = [key for key in _STATE if key not in state]
-    lacking += [f"rng.{key}" for key in checkpoint.rng_state() if key not in state.get("rng", {})]
-    lacking += [f"versions.{role}" for role in pipeline.learners() if role not in state.get("versions", {})]
     lacking += [role for role in pipeline.learners() if not (path / role).is_dir()]
     lacking += [f"the controller of {name}" for name in pipeline.state() if name not in state.get("controllers", {})]
     if lacking:
