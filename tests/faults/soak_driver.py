@@ -36,7 +36,10 @@ class Tells:
 
     def on_step(self, report: Any) -> None:
         workers = [worker.pid for worker in self._pool._pool._workers] if self._pool._pool is not None else []
-        ranks = [rank["pid"] for rank in getattr(getattr(self._engine, "group", None), "workers", ())]
+        ranks = [
+            rank["pid"]
+            for rank in getattr(getattr(getattr(self._engine, "learner", None), "_group", None), "workers", ())
+        ]
         self._file.write_text(" ".join(map(str, [*workers, *ranks])))
 
     def on_end(self, error: BaseException | None) -> None: ...
@@ -48,7 +51,9 @@ def main() -> None:
     torch.set_num_threads(1)
     settings = {"lr": 1e-4, "schedule": "cosine", "total_steps": 500, "device": "cpu"}
     model = "data/tiny-arith"
-    engine = wb.engines.fsdp(model, ranks=int(ranks), threads=1, **settings) if int(ranks) else wb.engines.local(model, **settings)  # fmt: skip
+    engine: Any = wb.engines.local(model, **settings)
+    if int(ranks):
+        engine = wb.engines.paired(wb.engines.fsdp(model, ranks=int(ranks), threads=1, **settings), engine)
     service = wb.engines.classify(judge, "judge", attempts=4, timeout=1.0, deadline=SECONDS)
     pool = wb.rewards.Reward(digest, workers=2, timeout=SECONDS, on_failure="retry(1)")
     parts = {

@@ -231,7 +231,8 @@ def soaked(folder: Path, blows: Iterator[tuple[str, int]], *, save_freq: int, ra
         assert torch.equal(mine["responses"], theirs["responses"]) and torch.equal(mine["reward"], theirs["reward"])
     assert both
     left = [path for path in rough.path.rglob("*") if path.name.startswith(".") or path.name == "lock.json"]
-    assert not left and not list(soak.scratch.iterdir()), (left, list(soak.scratch.iterdir()))
+    left += [path for path in soak.scratch.iterdir() if not path.name.startswith("torchinductor")]  # torch's own
+    assert not left
     assert not marked(folder)
     assert not unclaimed() - before[0] and not listening() - before[1]
     return soak.blows
@@ -248,7 +249,7 @@ def test_a_run_that_meets_every_fault_once_ends_as_the_quiet_run(tmp_path: Path)
     assert set(blows) >= set(KINDS) - {"full disk"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_A1_a_killed_driver_of_two_ranks_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     soaked(tmp_path, iter([("kill", 2)]), save_freq=2, ranks=2)
 
