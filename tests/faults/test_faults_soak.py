@@ -89,6 +89,7 @@ class Soak:
         self.scratch = folder / "scratch"
         self.scratch.mkdir()
         self.going: subprocess.Popen[str] | None = None
+        self.pids: set[int] = set()
         self.blows: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
         self.kinds = ["kill", "interrupt", "kill a worker", "stop a worker", "outage", *(["full disk"] if full else [])]
@@ -123,6 +124,7 @@ class Soak:
         self.ends[told.partition(";")[0].removeprefix("workbench.base.errors.")[:60]] += 1
         print(f"         ended: {told}", flush=True)
         left = {self.going.pid, *self.workers()} | marked(self.folder)
+        self.pids |= left
         assert within(lambda: not alive(left), LONG), [psutil.Process(pid) for pid in alive(left)]
         self.going = None
 
@@ -178,24 +180,24 @@ def marked(folder: Path) -> set[int]:
     return found
 
 
-def unclaimed() -> set[str]:
-    """Shared memory that no living process has open: POSIX by its name, SysV by its number."""
+def shared_memory() -> set[str]:
+    """POSIX shared memory that no living process has open, by its name."""
     held = set()
     for path in (*Path("/proc").glob("[0-9]*/map_files/*"), *Path("/proc").glob("[0-9]*/fd/*")):
         with suppress(OSError):
             held.add(os.readlink(path))
-    posix = {path.name for path in Path("/dev/shm").iterdir() if str(path) not in held}
-    lines = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
-    return posix | {line[1] for line in lines if line[6] == "0"}
+    return {path.name for path in Path("/dev/shm").iterdir() if str(path) not in held}
 
 
-def listening() -> set[int]:
-    """Ports that processes of this user which have no living parent listen on."""
-    return {
-        link.laddr.port
-        for link in psutil.net_connections("inet")
-        if link.status == psutil.CONN_LISTEN and link.pid and psutil.Process(link.pid).ppid() == 1
-    }
+def left_by(pids: set[int]) -> list[str]:
+    """Processes, ports that they listen on, and SysV shared memory that they made."""
+    segments = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
+    links = psutil.net_connections("inet")
+    return [
+        *(f"process {pid}" for pid in alive(pids)),
+        *(f"port {one.laddr.port}" for one in links if one.status == psutil.CONN_LISTEN and one.pid in pids),
+        *(f"SysV shared memory {fields[1]}" for fields in segments if int(fields[4]) in pids),
+    ]
 
 
 def same_files(one: Path, two: Path) -> bool:
@@ -205,7 +207,7 @@ def same_files(one: Path, two: Path) -> bool:
 
 def soaked(folder: Path, blows: Iterator[tuple[str, int]], *, save_freq: int, ranks: int = 0) -> Counter[str]:
     """A run under `blows` (kinds, each after so many steps), then one without: equal, and nothing is left of either."""
-    before = unclaimed(), listening()
+    before = shared_memory()
     with small_disk(folder / "disk") as full:
         soak = Soak(folder, 7, save_freq, ranks, full)
         for kind, steps in blows:
@@ -233,8 +235,7 @@ def soaked(folder: Path, blows: Iterator[tuple[str, int]], *, save_freq: int, ra
     left = [path for path in rough.path.rglob("*") if path.name.startswith(".") or path.name == "lock.json"]
     left += [path for path in soak.scratch.iterdir() if not path.name.startswith("torchinductor")]  # torch's own
     assert not left
-    assert not marked(folder)
-    assert not unclaimed() - before[0] and not listening() - before[1]
+    assert not left_by(soak.pids | marked(folder)) and not shared_memory() - before
     return soak.blows
 
 
