@@ -189,13 +189,14 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if str(path) not in held}
 
 
-def left_by(pids: set[int]) -> list[str]:
-    """Processes, ports that they listen on, and SysV shared memory that they made."""
+def left_by(folder: Path, pids: set[int]) -> list[str]:
+    """Processes of the run, ports that they listen on, and SysV shared memory that one of `pids` made."""
     segments = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
-    links = psutil.net_connections("inet")
+    living = marked(folder)
+    links = psutil.net_connections("inet") if living else []
     return [
-        *(f"process {pid}" for pid in alive(pids)),
-        *(f"port {one.laddr.port}" for one in links if one.status == psutil.CONN_LISTEN and one.pid in pids),
+        *(f"process {pid}" for pid in living),
+        *(f"port {one.laddr.port}" for one in links if one.status == psutil.CONN_LISTEN and one.pid in living),
         *(f"SysV shared memory {fields[1]}" for fields in segments if int(fields[4]) in pids),
     ]
 
@@ -235,7 +236,7 @@ def soaked(folder: Path, blows: Iterator[tuple[str, int]], *, save_freq: int, ra
     left = [path for path in rough.path.rglob("*") if path.name.startswith(".") or path.name == "lock.json"]
     left += [path for path in soak.scratch.iterdir() if not path.name.startswith("torchinductor")]  # torch's own
     assert not left
-    assert not left_by(soak.pids | marked(folder)) and not shared_memory() - before
+    assert not left_by(folder, soak.pids) and not shared_memory() - before
     return soak.blows
 
 
