@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 RUN ?= runs/train_grpo-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
-.PHONY: train test tests test-all quick durations lint format lab bench bench-engine browser sandbox cluster gpu clean
+.PHONY: train test tests test-all quick durations scorecard lint format lab bench bench-engine browser sandbox cluster gpu clean
 .DEFAULT_GOAL := test
 
 # uv under pip's own settings, or pip itself; the lock pins torch, too: pip given plain torch fetches the newest CUDA build
@@ -55,6 +55,9 @@ quick: $(DEV)  ## the developer's loop: no slow tests
 
 durations: $(VLLM) browser sandbox  ## measure which tests are slow, and so not in `make quick`
 	WORKBENCH_TESTS_DURATIONS=1 $(MAKE) --no-print-directory tests
+
+scorecard: $(VLLM) browser sandbox  ## inject every fault of the scorecard, and write docs/scorecard.md with how its tests ended
+	WORKBENCH_SCORECARD=1 $(MAKE) --no-print-directory tests
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .

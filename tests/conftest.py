@@ -86,13 +86,31 @@ SLOW = 0.3
 _TOOK: dict[str, float] = {}
 
 
+SCORECARD = bool(os.environ.get("WORKBENCH_SCORECARD"))
+"""Whether the tests of tests/faults/scorecard.py alone are run, and its page is written (make scorecard)."""
+_ENDED: dict[str, dict[str, str]] = {}
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Seconds of each test, setting up and tearing down included."""
+    """Seconds of each test, setting up and tearing down included; and how it ended."""
     _TOOK[report.nodeid] = _TOOK.get(report.nodeid, 0.0) + report.duration
+    if SCORECARD and (report.when == "call" or report.outcome != "passed"):
+        reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+        ended = {"passed": "passed", "failed": "FAILED"}.get(report.outcome, f"skipped: {reason}")
+        _ENDED.setdefault(scorecard().key_of(report.nodeid), {})[report.nodeid] = ended
+
+
+def scorecard() -> Any:
+    sys.path.insert(0, str(ROOT / "tests" / "faults"))
+    import scorecard
+
+    return scorecard
 
 
 def pytest_sessionfinish() -> None:
-    """Write the durations down where that is asked for; those of tests that were not run stay."""
+    """Write the durations down where that is asked for, those of tests that were not run stay; and the scorecard's page."""
+    if SCORECARD and not os.environ.get("PYTEST_XDIST_WORKER"):
+        scorecard().PAGE.write_text(scorecard().page(_ENDED), encoding="utf-8")
     if os.environ.get("WORKBENCH_TESTS_DURATIONS") and not os.environ.get("PYTEST_XDIST_WORKER"):
         known = {**json.loads(DURATIONS.read_text()), **_TOOK}
         slow = {name: round(seconds, 1) for name, seconds in sorted(known.items()) if seconds >= SLOW}
@@ -102,6 +120,8 @@ def pytest_sessionfinish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long groups first; otherwise in the folders' order."""
+    if SCORECARD:
+        items[:] = [item for item in items if scorecard().key_of(item.nodeid) in scorecard().listed()]
     durations = json.loads(DURATIONS.read_text())
     for item in items:
         if item.nodeid in durations:

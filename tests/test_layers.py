@@ -43,7 +43,7 @@ LIBRARIES = {
     "nbclient": ("jobs/",),
     "nbconvert": ("jobs/",),
     "bleach": ("jobs/",),
-    "yaml": ("jobs/", "compat/", "cluster/", "agents/"),
+    "yaml": ("base/config.py", "compat/", "cluster/"),
     "matplotlib": ("views/",),
     "IPython": ("widgets/",),
     "ipywidgets": ("widgets/",),

@@ -117,9 +117,9 @@ def _looking_and_files(commands: Any) -> None:
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """Parameters of the file, then those of the command line."""
-    from workbench.jobs.parameters import read_file
+    from workbench.base.config import read_yaml
 
-    values = read_file(options.file) if options.file else {}
+    values = read_yaml(options.file) if options.file else {}
     for text in options.parameter:
         name, equals, value = text.partition("=")
         if not equals:

@@ -562,6 +562,9 @@ def test_the_guides_yaml_and_verls_load_as_they_are_written(tmp_path: Path) -> N
         ("tools: [{class_name: subprocess.Popen}]", "outside the folders"),
         ("tools: [{class_name: verl.tools.mcp_base_tool.MCPBaseTool}]", "mcp_servers_config_path"),
         ("tools: [3]", "tool 0 of"),
+        ("tools: [{name: calculator, confg: {}}]", "'confg' is not a key of a tool.*did you mean 'config'"),
+        ("tools: [{name: calculator, name: python}]", "the key 'name' a second time"),
+        ("a: &a [x]\ntools: [*a, *a]", "expected no aliases"),
         (
             "tools: [{name: gsm8k_answer}, {name: search, config: {corpus: not.there}}]",
             "tool 1 of.*no data file",

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 from tests_patience import LONG, patience, within
 
 from workbench.base.errors import EngineError, SettingError, WorkerLost
-from workbench.cluster import connect, discovery
+from workbench.cluster import connect, connecting, discovery
 
 pytestmark = pytest.mark.slow
 TOKEN = "0123456789abcdef" * 4
@@ -93,8 +94,58 @@ def test_E11_a_wrong_or_missing_token_is_said(nodes: Nodes, tmp_path: Path, monk
         connect(nodes.address)
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    for empty in (None, ""):
+        if empty is not None:
+            monkeypatch.setenv("RAY_AUTH_TOKEN", empty)
+        with pytest.raises(EngineError, match="requires its authentication token; found no token here"):
+            connect(nodes.address)
+    (tmp_path / "none").write_text("")
     with pytest.raises(EngineError, match="requires its authentication token; found no token here"):
         connect(nodes.address)
+
+
+SERVES = """
+import sys, time
+from ray.util.client.server.proxier import serve_proxier
+server = serve_proxier("127.0.0.1", int(sys.argv[1]), None)
+print("serves", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_E11_over_ray_client_a_token_that_is_wrong_or_not_there_is_said_and_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server that `ray://` talks to, without a cluster behind it: it knows tokens by itself."""
+    things.close()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", SERVES, str(port)]
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        assert server.stdout is not None and server.stdout.readline() == "serves\n"
+        told = f"the cluster at ray://127.0.0.1:{port} requires its authentication token; found "
+        for token, what in (
+            ("f" * 64, "a token that it"),
+            (TOKEN[:-1], "a token that it"),
+            ("a\nb", "a token that it"),
+        ):
+            monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+            with pytest.raises(EngineError, match=told + what):
+                connect(f"ray://127.0.0.1:{port}")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "")
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+        with pytest.raises(EngineError, match=told + "no token here"):
+            connect(f"ray://127.0.0.1:{port}")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        connecting._probe(f"ray://127.0.0.1:{port}", patience(10))
+        server.kill()
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        with pytest.raises(EngineError, match="does not answer as the server of ray://; found DEADLINE_EXCEEDED"):
+            connect(f"ray://127.0.0.1:{mute.getsockname()[1]}", connect_timeout=patience(2))
 
 
 def test_pools_are_placed_on_two_nodes_as_the_picture_says(nodes: Nodes, token: None) -> None:
@@ -125,12 +176,21 @@ def test_pools_are_placed_on_two_nodes_as_the_picture_says(nodes: Nodes, token: 
 def test_B13_another_cluster_is_told_of_and_not_joined(
     nodes: Nodes, token: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor is what a killed head has left: Ray's own file still names it."""
     monkeypatch.setenv("RAY_ADDRESS", nodes.address)
-    with connect(cpus=1, object_store_memory=100 << 20) as own:
-        assert own.link.record and own.link.address != nodes.address
-        assert f"a cluster runs at {nodes.address}; it was not joined: wb.cluster('{nodes.address}') would" in own.notes
-        assert len(own.status().nodes) == 1
-        session = own.link.session
+    with tempfile.TemporaryDirectory(prefix="b13-", dir="/tmp") as folder:  # short: Ray's sockets are in it
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        left = Path(folder) / "ray" / "ray_current_cluster"
+        left.parent.mkdir()
+        left.write_text("127.0.0.1:1")
+        with pytest.raises(EngineError, match=f"{left} names 127.0.0.1:1, where nothing answers"):
+            connect("127.0.0.1:2")
+        with connect(cpus=1, object_store_memory=100 << 20) as own:
+            assert own.link.record and own.link.address not in (nodes.address, "127.0.0.1:1")
+            told = f"a cluster runs at {nodes.address}; it was not joined: wb.cluster('{nodes.address}') would"
+            assert told in own.notes and len(own.status().nodes) == 1
+            assert any(f"{left} names 127.0.0.1:1; it was not joined" in note for note in own.notes)
+            session = own.link.session
     assert not discovery.of_session(session)
     assert discovery.answers(nodes.address) is None, "closing our own did not touch it"
 

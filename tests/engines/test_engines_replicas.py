@@ -21,7 +21,7 @@ from workbench.engines import Request, Sample, local
 from workbench.engines.paired import paired
 from workbench.engines.workers.hosted import Hosted, host
 from workbench.engines.workers.processes import processes
-from workbench.engines.workers.replicas import FAILURES, RESTARTS, Replicas
+from workbench.engines.workers.replicas import BACK_OFF, FAILURES, RESTARTS, Replicas
 from workbench.testing.engines import EngineContract
 from workbench.testing.models import make_random_model
 
@@ -221,7 +221,44 @@ def test_a_question_that_all_refuse_is_its_own_fault() -> None:
         both.sample_many(requests(1))
 
 
-def test_B6_a_member_that_is_lost_again_and_again_is_not_started_for_ever() -> None:
+class Clock:
+    """Time that passes only where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("workbench.engines.workers.replicas.time", made)
+    return made
+
+
+def test_B6_the_only_member_is_started_ever_later_and_then_no_more(clock: Clock) -> None:
+    """It dies in its constructor each time: the bound of all restarts together is that of their waits."""
+    alone, starts = Fake(fail=WorkerLost("gone")), []
+    both = Replicas([alone])
+    with pytest.warns(UserWarning), pytest.raises(WorkerLost, match="gone"):
+        both.sample_many(requests(1))
+    alone.start_error = EngineError("RuntimeError: the constructor's own words")
+    for version in range(1, RESTARTS + 1):
+        with pytest.raises(EngineError, match="the constructor's own words"):
+            both.load_weights({}, version)
+        starts.append(clock.now)
+    assert starts == [0.0, BACK_OFF, BACK_OFF * 4]
+    with pytest.raises(EngineError, match=f"not started again; found it was lost {RESTARTS + 1} times"):
+        both.load_weights({}, 9)
+    assert clock.now == starts[-1]
+
+
+def test_B6_a_member_that_is_lost_again_and_again_is_not_started_for_ever(clock: Clock) -> None:
     good, bad = Fake(), Fake()
     both = Replicas([bad, good], name="pair")
     for round_ in range(RESTARTS + 3):
@@ -229,6 +266,10 @@ def test_B6_a_member_that_is_lost_again_and_again_is_not_started_for_ever() -> N
         with pytest.warns(UserWarning) if round_ <= RESTARTS else _nothing():
             both.sample_many(requests(2))
         both.load_weights({}, round_)
+        if 0 < round_ < RESTARTS:  # while another serves nobody waits for it
+            assert bad.starts == 1 + round_
+            clock.now += BACK_OFF * 4
+            both.load_weights({}, round_)
     assert bad.starts == 1 + RESTARTS and len(both.sample_many(requests(4))) == 4
     both.restart()  # somebody has looked at it
     assert bad.starts == 2 + RESTARTS

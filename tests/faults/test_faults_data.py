@@ -265,7 +265,10 @@ def test_D4_a_truncated_file_is_named(tmp_path: Path) -> None:
 def test_D4_duplicates_are_counted_and_the_content_is_hashed(tmp_path: Path) -> None:
     rows = wb.datasets.Rows(rows_of(3) + rows_of(2))
 
-    assert "repeated prompts: 2" in repr(rows.report()) and rows.data_hash != wb.datasets.Rows(rows_of(3)).data_hash
+    assert (
+        "repeated prompts: 2 (rows [3, 4])" in repr(rows.report())
+        and rows.data_hash != wb.datasets.Rows(rows_of(3)).data_hash
+    )
     uids = list(rows.batch(5)["uid"])
     assert len(set(uids)) == 5  # the same question twice is two prompts
 

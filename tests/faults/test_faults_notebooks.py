@@ -367,6 +367,12 @@ def test_C2_frames_that_will_go_on_keep_what_they_hold(monkeypatch: pytest.Monke
 # --- C5: a function or a stage defined anew -------------------------------------------------------
 
 DEFINED = """
+def limit():
+    return LIMIT
+
+def long(response):
+    return float(len(response) >= limit())
+
 def short(response):
     return float(len(response) < LENGTH)
 
@@ -413,6 +419,28 @@ def test_C5_code_defined_anew_is_used_or_said_not_to_be(shared: Kernel, reward: 
     assert "earlier definition" not in shared.run("print(repr(s), s._repr_html_())")
     if by == "short":
         assert shared.run("print(s.batch['reward'].sum().item())").strip() == "0.0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_process", [True, False])
+def test_C5_a_helper_defined_anew_is_in_the_history_and_used_or_said_not_to_be(
+    shared: Kernel, in_process: bool
+) -> None:
+    """The function itself stays as it was; what it calls does not. Workers have what was sent to them."""
+    shared.run(DEFINED.replace("LENGTH", "1000").replace("LIMIT", "0"))
+    shared.run(MADE.replace("REWARD", f"wb.rewards.Reward(long, in_process={in_process})"))
+    first = shared.run(HISTORY)
+    assert shared.run("print(s.batch['reward'].sum().item())").strip() == "4.0"
+    shared.run(DEFINED.replace("LENGTH", "1000").replace("LIMIT", "1000"))
+    told = "reward was made with an earlier definition of limit: replace('reward', …) uses the new one"
+    assert (told in shared.run("print(repr(s))")) is not in_process
+    shared.run("s.back(to='reward').run(until='reward');")
+    assert shared.run("print(s.batch['reward'].sum().item())").strip() == ("0.0" if in_process else "4.0")
+    assert (shared.run(HISTORY) == first) is not in_process
+    assert ("return 1000" if in_process else "return 0") in shared.run("print(s.trace['reward'].source)")
+    shared.run("s.back(to='reward').replace('reward', long).run(until='reward');")
+    assert shared.run("print(s.batch['reward'].sum().item())").strip() == "0.0"
+    assert "earlier definition" not in shared.run("print(repr(s))") and shared.run(HISTORY) != first
 
 
 # --- C10: the browser closed, the server gone -----------------------------------------------------

@@ -13,8 +13,9 @@ import pytest
 
 import workbench as wb
 from workbench import cli
+from workbench.base.config import read_yaml
 from workbench.base.errors import RunError, SettingError
-from workbench.jobs.parameters import FILE_LIMIT, read_file, resolve
+from workbench.jobs.parameters import resolve
 from workbench.jobs.report import write_report
 from workbench.jobs.runner import job_of
 from workbench.runs.folder import check_place
@@ -47,29 +48,41 @@ def small_run(tiny: str, folder: Path, *, lr: float = 1e-3, steps: int = 2, **se
 def test_a_file_is_typed_by_the_notebook_and_the_command_line_comes_after(make_notebook: Any, tmp_path: Path) -> None:
     path = make_notebook("1")
     (tmp_path / "p.yaml").write_text("lr: 1e-6\nsteps: 3.0\non: false\n".replace("on:", '"on":'))
-    assert resolve(path, read_file(tmp_path / "p.yaml")) == {"lr": 1e-6, "steps": 3, "on": False}
+    assert resolve(path, read_yaml(tmp_path / "p.yaml")) == {"lr": 1e-6, "steps": 3, "on": False}
     (tmp_path / "p.json").write_text(json.dumps({"lr": 0.5, "name": None}))
-    assert resolve(path, read_file(tmp_path / "p.json")) == {"lr": 0.5, "name": None}
+    assert resolve(path, read_yaml(tmp_path / "p.json")) == {"lr": 0.5, "name": None}
 
 
 @pytest.mark.parametrize(
     ("text", "match"),
     [
         ("stepps: 3", "did you mean 'steps'"),
-        ("on: false", "key True.*quote it"),
-        ("a: &x [1, 1]\nb: [*x, *x]", "may not use aliases"),
-        ("steps: [1", "cannot be read as YAML"),
+        ("on: false", "line 1; found the key 'on', which YAML takes for no text; quote it"),
+        ("name: x\nnested:\n  a: {off: 1}", "line 3; found the key 'off'"),
+        ("lr: 0.1\nsteps: 1\nlr: 0.2", "line 3; found the key 'lr' a second time; leave one of them out"),
+        ("x: {a: {b: 1, c: 2, b: 3}}", "the key 'b' a second time"),
+        ('{"lr": 0.1, "lr": 0.2}', "the key 'lr' a second time"),
+        ("steps: 010", "line 1; found 010, a whole number of another base; write it in plain digits"),
+        ("steps: 1:30", "found 1:30, a whole number of another base"),
+        ("a: &x [1, 1]\nb: [*x, *x]", r"line 2; expected no aliases \(\*name\); found \*x"),
+        ("a: &a [x,x]\nb: &b [*a,*a]\nc: &c [*b,*b]\nd: [*c,*c]", "expected no aliases"),
+        ("base: &base {lr: 1}\njob: {<<: *base}", "expected no aliases"),
+        ("steps: [1", "cannot be read"),
         ("- 1\n- 2", "expected lines `name: value`"),
-        ("steps: !!python/object/apply:os.system ['true']", "cannot be read as YAML"),
+        ("", "expected lines `name: value`"),
+        ("steps: !!python/object/apply:os.system ['true']", "cannot be read"),
         ("steps: many", "'steps'; expected a whole number"),
-        ("x: " + "y" * FILE_LIMIT, "at most"),
-        ("[" * 5000, "cannot be read as YAML"),
+        ("lr: 1e-6x", "'lr'; expected a number"),
+        ("lr: .nan", "'lr'; expected a number"),
+        ("x: " + "y" * (1 << 20), "at most"),
+        ("[" * 5000, "cannot be read"),
+        ("a: '\x00'", "cannot be read"),
     ],
 )
 def test_a_bad_file_is_refused(make_notebook: Any, tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / "p.yaml").write_text(text)
     with pytest.raises(SettingError, match=match):
-        resolve(make_notebook("1"), read_file(tmp_path / "p.yaml"))
+        resolve(make_notebook("1"), read_yaml(tmp_path / "p.yaml"))
 
 
 def test_names_are_checked_before_anything_is_injected(make_notebook: Any, tmp_path: Path) -> None:

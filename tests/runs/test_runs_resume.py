@@ -349,3 +349,20 @@ def test_nothing_to_do_changes_nothing_but_brings_back_a_lost_summary(tiny: str,
         run / "curves.png"
     )
     assert pipe.learners()["actor"].version == 2  # and the weights are the run's
+
+
+def test_moments_of_fewer_parameters_are_refused(tiny: str, whole: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    run = tmp_path / "r"
+    shutil.copytree(whole[0], run)
+    path = run / "checkpoints" / "step_000002"
+    file = str(path / "actor_state" / "optimizer.safetensors")
+    tensors = load_file(file)
+    gone = next(iter(tensors)).partition("|")[0]
+    for kept in ({name: one for name, one in tensors.items() if not name.startswith(f"{gone}|")}, {}):
+        save_file(kept, file)
+        reseal(path)
+        pipe, rows = make(tiny)
+        with pytest.raises(CheckpointError, match=rf"expected the {len(tensors)} tensors .*; found {len(kept)}"):
+            wb.train_blocking(pipe, rows, steps=4, run=run, resume="auto", **PLAN)

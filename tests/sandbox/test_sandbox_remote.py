@@ -197,7 +197,7 @@ def test_a_compiler_that_the_service_lacks_is_machinery(phase: dict[str, Any], l
     assert (result.status == "SandboxError") is told and (not told or f"cannot run {language}: it has no" in result.why)
 
 
-def test_the_server_bounds_time_limits_and_says_what_was_wrong() -> None:
+def test_the_server_bounds_time_limits_refuses_pages_and_says_what_was_wrong() -> None:
     import http.client
 
     class Ran:
@@ -220,6 +220,12 @@ def test_the_server_bounds_time_limits_and_says_what_was_wrong() -> None:
                 assert status == 422 and ("timeout" in said), (field, seconds, said)
         assert asked("/run_code", json.dumps({"code": "1", "language": "python", "run_timeout": 9}).encode())[0] == 200
         assert asked("/run", b"{}")[0] == 404 and "expected /run_code" in asked("/run", b"{}")[1]
+        # E12: a page in a browser, from elsewhere or with a name that it has bound to loopback
+        good = json.dumps({"code": "1", "language": "python"}).encode()
+        for headers in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Host": "evil.example:8080"}, {"Host": "localhost.evil.example"}, {"Sec-Fetch-Site": "cross-site"}):  # fmt: skip
+            status, said = asked("/run_code", good, **headers)
+            assert status == 403 and "not for pages of a browser" in said, headers
+        assert asked("/run_code", good, Host=f"localhost:{host.partition(':')[2]}")[0] == 200
         large = asked("/run_code", b"", **{"Content-Length": str(1 << 40)})
         assert large[0] == 413 and "bytes" in large[1] and asked("/run_code", b"", **{"Content-Length": "-1"})[0] == 400
     for seconds in (-1.0, 0.0, float("nan"), 1e9):

@@ -17,7 +17,8 @@ from workbench.agents.tools.base import BaseTool
 from workbench.agents.tools.mcp_servers import MCPTool, mcp_tools
 from workbench.agents.tools.schema import same_arguments, tool_schema
 from workbench.agents.tools.shipped import Gsm8kAnswer, PythonTool, Search
-from workbench.base.errors import SettingError, WorkbenchError, boundary, describe, first_line, unknown
+from workbench.base.config import read_yaml
+from workbench.base.errors import SettingError, WorkbenchError, boundary, describe, unknown
 from workbench.rewards.files import MAX_BYTES, ROOTS, allowed_roots, check_roots
 from workbench.sandbox.protocol import Sandbox
 
@@ -38,20 +39,7 @@ INTERACTIONS: Mapping[str, type] = {
     "verl.interactions.gsm8k_interaction.Gsm8kInteraction": Gsm8kInteraction,
 }
 
-
-def _read_yaml(path: str | Path) -> Mapping[str, Any]:
-    import yaml
-
-    file = Path(path)
-    try:
-        if file.stat().st_size > MAX_BYTES:
-            raise SettingError(f"yaml file {str(path)!r} is too large", expected=f"at most {MAX_BYTES >> 20} MiB")
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as cause:
-        raise SettingError(f"{str(path)!r} cannot be read as yaml", found=first_line(cause)) from cause
-    if not isinstance(found, Mapping):
-        raise SettingError(f"content of yaml file {str(path)!r}", expected="a mapping", found=type(found).__name__)
-    return found
+_OF_A_TOOL = ("class_name", "name", "description", "parameters", "config", "tool_schema", "mcp")
 
 
 def _entries(
@@ -61,7 +49,7 @@ def _entries(
 
     Raises `SettingError` that names the entry, for two of one name as well.
     """
-    entries = _read_yaml(path).get(key)
+    entries = read_yaml(path, most=MAX_BYTES).get(key)
     entries = [entries] if alone and isinstance(entries, Mapping) else entries
     if not isinstance(entries, list) or not entries:
         expected = f"{'a mapping or ' if alone else ''}a list under {key!r}"
@@ -127,6 +115,9 @@ def load_tools(
 def _tools(
     entry: Mapping[str, Any], sandbox: Sandbox | None, roots: Sequence[str | Path], folder: Path
 ) -> list[BaseTool]:
+    for name in entry:
+        if name not in _OF_A_TOOL:
+            raise SettingError(unknown("key of a tool", name, _OF_A_TOOL))
     config = dict(entry.get("config") or {})
     schema = entry.get("tool_schema")
     cls = find_class(entry.get("class_name", entry.get("name")), "tool", TOOLS, roots)

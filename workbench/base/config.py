@@ -22,12 +22,15 @@ import inspect
 import json
 import linecache
 import math
+import re
+import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Self
 
-from workbench.base.errors import SettingError, describe, unknown
+from workbench.base.errors import SettingError, describe, first_line, unknown
 
 _TRUE = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -88,7 +91,7 @@ def _whole(value: Any) -> int | None:
 def _scalar(value: Any, kind: type) -> Any:
     """The value as a bool, int, float or str; None where it is none."""
     if isinstance(value, kind) and isinstance(value, bool) == (kind is bool):  # to Python a bool is an int
-        return value
+        return None if value != value else value
     if kind is bool and isinstance(value, str):
         return _TRUE.get(value.lower())
     with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -112,6 +115,65 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             place[last] = dict(value) if isinstance(value, Mapping) else value
     return found
+
+
+def read_yaml(path: str | Path, *, most: int = 1 << 20) -> dict[str, Any]:
+    """Read a YAML (or JSON) file of at most `most` bytes: a mapping of names to plain values.
+
+    Raises `SettingError`, with the line, for what YAML would read as something else without a word: keys that are no text
+    (`on:` is True), keys that are there twice, whole numbers of another base (`010` is 8, `1:30` is 90), and aliases, which
+    let 300 bytes expand to gigabytes. `1e-6`, a text in YAML, becomes a number where a setting is one.
+    """
+    import yaml
+
+    file, what = Path(path), f"YAML file {str(path)!r}"
+    if not file.is_file():
+        raise SettingError(f"no file at {str(path)!r}", do="check the path")
+    if file.stat().st_size > most:
+        raise SettingError(
+            f"{what} is too large", expected=f"at most {most} bytes", found=f"{file.stat().st_size} bytes"
+        )
+    try:
+        text = file.read_text(encoding="utf-8")
+        if alias := next((one for one in yaml.parse(text, yaml.SafeLoader) if isinstance(one, yaml.AliasEvent)), None):
+            place = f"{what}, line {alias.start_mark.line + 1}"
+            raise SettingError(
+                place, expected="no aliases (*name)", found=f"*{alias.anchor}", do="write each value out"
+            )
+        for line, wrong, do in _misread(yaml.compose(text, yaml.SafeLoader)):
+            raise SettingError(f"{what}, line {line + 1}", found=wrong, do=do)
+        document = yaml.safe_load(text)
+    except (yaml.YAMLError, OSError, ValueError, RecursionError) as cause:
+        raise SettingError(f"{what} cannot be read", found=first_line(cause)) from cause
+    if not isinstance(document, dict):
+        raise SettingError(f"content of {what}", expected="lines `name: value`", found=describe(document))
+    return document
+
+
+_TEXT, _NUMBER = "tag:yaml.org,2002:str", "tag:yaml.org,2002:int"
+
+
+def _misread(node: Any) -> Iterator[tuple[int, str, str]]:
+    """(line, what is there, what to do) for what YAML reads otherwise than it is written."""
+    if node is None or isinstance(node.value, str):
+        if node is not None and node.tag == _NUMBER and not re.fullmatch(r"[-+]?(0|[1-9][0-9]*)", node.value):
+            yield (
+                node.start_mark.line,
+                f"{node.value}, a whole number of another base",
+                "write it in plain digits, or quote it",
+            )
+        return
+    seen = set[str]()
+    for item in node.value:
+        if isinstance(item, tuple):
+            key, item = item
+            if key.tag != _TEXT:
+                yield key.start_mark.line, f"the key {key.value!r}, which YAML takes for no text", "quote it"
+            elif key.value in seen:
+                yield key.start_mark.line, f"the key {key.value!r} a second time", "leave one of them out"
+            else:
+                seen.add(key.value)
+        yield from _misread(item)
 
 
 @functools.cache
@@ -205,7 +267,8 @@ def _remembering(init: Callable[..., None]) -> Callable[..., None]:
 def source_of(value: Any) -> str | None:
     """Source text of a function, a partial, a class, or an object whose `source` is a string; None where there is none.
 
-    For a callable object of the user's it is the source text of its class.
+    For a callable object of the user's it is the source text of its class. What was defined in a notebook is followed by the
+    functions and classes of the notebook that it uses by name: a helper that changes is a change.
     """
     text = getattr(value, "source", None)
     if isinstance(text, str):
@@ -218,10 +281,41 @@ def source_of(value: Any) -> str | None:
         value = type(value)
         if value.__module__.startswith("workbench."):
             return None
+    texts = [_text_of(one) for one in (value, *helpers(value))]
+    return None if texts[0] is None else "\n".join(text for text in texts if text)
+
+
+def _text_of(value: Any) -> str | None:
     try:
         return inspect.getsource(value)
     except (OSError, TypeError):  # a builtin, or a cell whose text is gone
         return _class_in_a_cell(value) if inspect.isclass(value) else None
+
+
+def helpers(value: Any) -> list[Any]:
+    """Functions and classes of `__main__` that a function or class of `__main__` uses by their names, and those that they use."""
+    found: dict[int, Any] = {}
+    waiting = [value]
+    while waiting:
+        one = inspect.unwrap(waiting.pop())
+        one = getattr(one, "__func__", one)
+        if not (inspect.isfunction(one) or inspect.isclass(one)):
+            one = type(one)
+        if one.__module__ != "__main__":
+            continue
+        functions = [one] if inspect.isfunction(one) else filter(inspect.isfunction, vars(one).values())
+        used = [vars(sys.modules["__main__"]).get(name) for each in functions for name in _names(each.__code__)]
+        waiting += [
+            each for each in used if (inspect.isfunction(each) or inspect.isclass(each)) and id(each) not in found
+        ]
+        found |= {id(each): each for each in waiting if each is not value and each.__module__ == "__main__"}
+    return list(found.values())
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """Names that code looks up outside itself, comprehensions and inner functions included; each once."""
+    inner = [name for one in code.co_consts if isinstance(one, types.CodeType) for name in _names(one)]
+    return list(dict.fromkeys([*code.co_names, *inner]))
 
 
 def _class_in_a_cell(kind: type) -> str | None:

@@ -99,8 +99,7 @@ def attach(address: str, environment: Environment, seconds: float) -> Link:
     if why is not None:
         raise EngineError(_nothing(f"nothing answers at {target}", why))
     _forget_token()
-    if not target.startswith("ray://"):
-        _probe(target, seconds / 2)
+    _probe(target, seconds / 2)
     notes: list[str] = []
     context = _init(f"attaching to {target}", environment, notes, address=target)
     info: Mapping[str, Any] = getattr(context, "address_info", None) or {}
@@ -123,14 +122,20 @@ def leave(link: Link) -> list[str]:
 
 
 def _probe(target: str, seconds: float) -> None:
-    """Ask a head whether it is one: `ray.init` would wait for ever for a port that listens and never answers."""
+    """Ask a head, or the server of `ray://`, whether it is one: `ray.init` would wait for ever for a port that listens and
+    never answers, and over `ray://` for a token that is wrong or not sent."""
     import grpc
     from ray._private.authentication.authentication_token_setup import _enable_token_auth
-    from ray.core.generated import gcs_service_pb2_grpc
+    from ray.core.generated import gcs_service_pb2_grpc, ray_client_pb2, ray_client_pb2_grpc
     from ray.core.generated.gcs_service_pb2 import CheckAliveRequest  # type: ignore[attr-defined]
 
     def ask(metadata: list[tuple[str, str]]) -> Any:
-        with grpc.insecure_channel(target) as channel:
+        with grpc.insecure_channel(target.removeprefix("ray://")) as channel:
+            if target.startswith("ray://"):
+                ping = ray_client_pb2.ClusterInfoRequest(type=ray_client_pb2.ClusterInfoType.PING)  # type: ignore[attr-defined]
+                call = ray_client_pb2_grpc.RayletDriverStub(channel).ClusterInfo.future
+                who = [("client_id", "workbench-probe")]
+                return call(ping, timeout=seconds, metadata=[*who, *metadata]).code()
             stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
             return stub.CheckAlive.future(CheckAliveRequest(), timeout=seconds, metadata=metadata).code()
 
@@ -139,13 +144,15 @@ def _probe(target: str, seconds: float) -> None:
     said = ask([])
     if said is grpc.StatusCode.UNAUTHENTICATED:
         token = known_token()
-        said = ask([("authorization", f"Bearer {token}")]) if token else said
+        sendable = bool(token) and token.isascii() and token.isprintable()  # type: ignore[union-attr]
+        said = ask([("authorization", f"Bearer {token}")]) if sendable else said
         if said is grpc.StatusCode.UNAUTHENTICATED:
             what = "a token that it does not know" if token else "no token here"
             raise EngineError(f"the cluster at {target} requires its authentication token", found=what, do=TOKEN_HOW)
         _enable_token_auth()  # Ray sends its token by itself only to a cluster that it starts
     if said is not grpc.StatusCode.OK:
-        raise EngineError(_nothing(f"what listens at {target} does not answer as a Ray head", said.name))
+        kind = "the server of ray://" if target.startswith("ray://") else "a Ray head"
+        raise EngineError(_nothing(f"what listens at {target} does not answer as {kind}", said.name))
 
 
 # --- how ------------------------------------------------------------------------------------------

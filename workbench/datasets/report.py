@@ -24,7 +24,7 @@ class Report(Shown):
     """Rows without a ground truth, where rewards are rules."""
     truths: dict[str, int]
     """Number of ground truths of each kind: `text`, `whole number`, `number`, `list`, `object`, `none`, `empty`, …"""
-    duplicates: int
+    duplicates: tuple[int, ...]
     """Rows whose prompt is in an earlier row too."""
     characters: dict[str, float]
     """Prompt length in characters: min, mean, median, p95, max."""
@@ -51,17 +51,15 @@ class Report(Shown):
 
     def lines(self) -> list[tuple[str, str]]:
         """(label, value) pairs, as text and HTML show them."""
-        first = list(self.missing_answers[:5])
-        missing = f"{len(self.missing_answers)} (rows {first})" if first else "none"
         pairs = [
             ("rows", str(self.rows)),
             ("read as", self.read_as),
             ("columns", ", ".join(self.columns)),
             ("data sources", ", ".join(f"{name}: {count}" for name, count in self.data_sources.items())),
-            ("missing answers", missing),
+            ("missing answers", _named(self.missing_answers)),
             ("ground truths", ", ".join(f"{kind}: {count}" for kind, count in self.truths.items())),
             ("right under the reward", self.scorable),
-            ("repeated prompts", str(self.duplicates)),
+            ("repeated prompts", _named(self.duplicates)),
             ("prompt characters", "  ".join(f"{name} {value:g}" for name, value in self.characters.items())),
             *([("pictures", str(self.pictures))] if self.pictures else []),
             *self.examples,
@@ -89,12 +87,22 @@ def report(
         characters=_statistics([len(_said(row)) for row in rows]),
         pictures=sum(len(row.get(IMAGES) or ()) for row in rows),
         examples=_examples(rows),
-        duplicates=len(rows) - len({str((row["prompt"], row.get(IMAGES))) for row in rows}),
+        duplicates=_repeated(rows),
         lengths=_statistics(lengths),
         parts=dict(Counter(str(row["data_part"]) for row in rows if row.get("data_part"))),
         over_limit=sum(length > limit for length in lengths) if limit is not None else 0,
         limit=limit,
     )
+
+
+def _repeated(rows: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    first: dict[str, int] = {}
+    prompts = [str((row["prompt"], row.get(IMAGES))) for row in rows]
+    return tuple(index for index, prompt in enumerate(prompts) if first.setdefault(prompt, index) != index)
+
+
+def _named(rows: Sequence[int]) -> str:
+    return f"{len(rows)} (rows {[*rows[:5]]})" if rows else "none"
 
 
 def _said(row: Mapping[str, Any]) -> str:

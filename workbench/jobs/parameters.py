@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from workbench import recipes, rewards
-from workbench.base.config import coerce
+from workbench.base.config import coerce, read_yaml
 from workbench.base.errors import SettingError, describe, first_line, unknown
 from workbench.compat.verl_reward import reward_from
 from workbench.datasets import Rows
@@ -144,39 +142,6 @@ OF_THE_RUNNER = (
 """Parameters that every notebook has as a job: where it does not declare one, `wb.train` takes it from the runner."""
 
 
-FILE_LIMIT = 1 << 20
-"""Bytes that a parameter file may have."""
-
-
-def read_file(path: str | Path) -> dict[str, Any]:
-    """Read parameters from a YAML or JSON file: a mapping of names to plain values.
-
-    Raises `SettingError` for a file that is missing, too large or broken, for aliases, and for keys that YAML takes for
-    something else (`on:` is the key True). `lr: 1e-6`, a string in YAML, becomes a number where the notebook says float.
-    """
-    file = Path(path)
-    if not file.is_file():
-        raise SettingError(f"no parameter file at {str(path)!r}", do="check the path")
-    if file.stat().st_size > FILE_LIMIT:
-        found = f"{file.stat().st_size} bytes"
-        raise SettingError(f"parameter file {file} is too large", expected=f"at most {FILE_LIMIT} bytes", found=found)
-    try:
-        text = file.read_text(encoding="utf-8")
-        aliases = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader))
-        document = None if aliases else yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as cause:
-        raise SettingError(f"parameter file {file} cannot be read as YAML", found=first_line(cause)) from cause
-    if aliases:  # 300 bytes of nested ones can expand to gigabytes
-        raise SettingError(f"{file}: a parameter file may not use aliases (*name)", do="write each value out")
-    if not isinstance(document, dict):
-        raise SettingError(f"parameter file {file}", expected="lines `name: value`", found=describe(document))
-    for key in document:
-        if not isinstance(key, str):
-            do = "quote it: YAML reads unquoted on, off, yes, no as booleans"
-            raise SettingError(f"parameter file {file}: key {key!r}", expected="the name of a parameter", do=do)
-    return document
-
-
 def resolve(notebook: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Check the given parameters and convert them to the notebook's types: `"false"` → False, `"1e-6"` → 1e-6.
 
@@ -230,7 +195,7 @@ def open_reward(given: str, tokenizer: Any) -> BaseReward:
     """
     file = given.partition(":")[0]
     if file.endswith((".yaml", ".yml", ".json")):
-        return reward_from(read_file(file), tokenizer=tokenizer)
+        return reward_from(read_yaml(file), tokenizer=tokenizer)
     if not given or file.endswith(".py"):
         return rewards.as_reward(given or None)
     scorers = {**{one.__name__: one for one in (*rewards.SCORERS.values(), rewards.math_verify)}, **rewards.SCORERS}

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from workbench.base import runtime
-from workbench.base.config import require, source_of
+from workbench.base.config import helpers, require, source_of
 from workbench.base.errors import DataError, describe, first_line, unknown
 from workbench.base.shown import Shown
 from workbench.dataproto.columns import declared
@@ -99,11 +99,15 @@ class Reward(BaseReward, Shown):
         self._rate_limit = rate_limit
         self._check_rows = check_rows
         self._pool = None if in_process else Pool(function, workers, timeout, memory_limit_mb, rate_limit)
+        # what workers have is the function as it was sent, with the helpers that it had then
+        self._sent = () if in_process else (source_of(self._file), *helpers(self._file))
 
     @property
     def source(self) -> str | None:
         """The function's source text, also of one defined in a notebook cell; None where it cannot be found."""
-        return self._file.text if isinstance(self._file, FileFunction) else source_of(self.function)
+        if isinstance(self._file, FileFunction):
+            return self._file.text
+        return self._sent[0] if self._sent else source_of(self._file)
 
     @property
     def binding(self) -> Mapping[str, str]:

@@ -143,7 +143,11 @@ def written(target: Path, fill: Callable[[Path], None]) -> Path:
     """Write a folder completely or not at all: `fill` gets a temporary one beside it, which is renamed afterwards."""
     staging = target.with_name(f".{target.name}.part")
     shutil.rmtree(staging, ignore_errors=True)
-    fill(staging)
+    try:
+        fill(staging)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     if target.exists():
         discard(target)
     staging.rename(target)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from workbench.base import runtime
-from workbench.base.errors import EngineError, Interrupted, WorkbenchError, first_line
+from workbench.base.errors import EngineError, Interrupted, first_line
 from workbench.base.memory import trim
 from workbench.base.metrics import reduce
 from workbench.base.runtime import Control
@@ -26,7 +26,7 @@ from workbench.datasets import Rows
 from workbench.runs import checkpoint, updates
 from workbench.runs.batch_metrics import devices_of, lag_metrics, part_metrics, timing_metrics
 from workbench.runs.evaluate import validated
-from workbench.runs.folder import STEP, RunFolder, read_metrics, read_settings, step_folder, strict, write_json
+from workbench.runs.folder import STEP, RunFolder, read_metrics, read_settings, step_folder, strict, write_json, written
 from workbench.runs.generations import keep as keep_samples
 from workbench.runs.kept_traces import Kept, keep, prune
 from workbench.runs.preflight import Preflight
@@ -391,30 +391,34 @@ class Session:
         return self._closed(stopped)
 
     def _broke(self, error: BaseException) -> str:
-        """After an error of the loop, keep the last complete step where possible, and the failed one for inspection."""
+        """After an error of the loop, keep the last complete step where possible, and the failed one for inspection. What
+        cannot be written then hides no other error."""
         interrupted = isinstance(error, KeyboardInterrupt | asyncio.CancelledError | Interrupted)
         step = self._done()
         why = f"interrupted after step {step}" if interrupted else first_line(error)
         trace = getattr(error, "trace", None)
-        if trace is not None and not interrupted:
-            target = step_folder(self._folder.path / "failed", step + 1)
-            if not target.exists():
-                trace.save(target)
-            error.add_note(f"the phases of step {step + 1} before the error are saved: Trace.load({str(target)!r})")
-        return self._closed(why + self._keep())
+        try:
+            if trace is not None and not interrupted:
+                target = step_folder(self._folder.path / "failed", step + 1)
+                if not target.exists():
+                    written(target, trace.save)
+                error.add_note(f"the phases of step {step + 1} before the error are saved: Trace.load({str(target)!r})")
+            return self._closed(why + self._keep())
+        except Exception as second:  # noqa: BLE001 - a full disk, say: libraries name it in their own ways
+            return f"{why}; how it ended could not be written: {first_line(second)}"
 
     def _done(self) -> int:
         return self._last.step if self._last is not None else self._start.step - 1
 
     def _keep(self) -> str:
-        """Keep trace and checkpoint of the last complete step; returns a sentence about it. A full disk hides no other error."""
+        """Keep trace and checkpoint of the last complete step; returns a sentence about it."""
         note = self._end_draw(self._done())
         if self._last is None:
             return note
         try:
             self._save_trace("the run ended here")
             step = self._save()
-        except (OSError, WorkbenchError) as error:
+        except Exception as error:  # noqa: BLE001 - a full disk, say
             return f"; it could not be kept: {first_line(error)}"
         found = checkpoint.steps(self._folder.checkpoints)
         if step is None and not found:

@@ -158,16 +158,32 @@ def answer(sandbox: Sandbox, body: bytes) -> tuple[int, dict[str, Any]]:
 def serve(sandbox: Sandbox, *, port: int = 0) -> Iterator[str]:
     """Context manager: serves `/run_code` and `/v1/ping` at 127.0.0.1 while the block runs, and yields the URL.
 
-    Anybody who can log in to this machine can reach the server: it is for one's own notebooks, not a public service.
+    Anybody who can log in to this machine can reach the server: it is for one's own notebooks, not a public service. What a
+    page in a browser sends is refused (403): it has an `Origin`, or the `Host` of a name that was bound to loopback.
     """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            if self._from_a_page():
+                return
             self._send(*((200, "pong") if self.path == "/v1/ping" else (404, {"detail": "Not Found"})))
 
+        def _from_a_page(self) -> bool:
+            """Whether a page in a browser asks: then it is refused, unread, and the connection ends."""
+            host = self.headers.get("Host") or ""
+            marks = [name for name in ("Origin", "Sec-Fetch-Site") if name in self.headers]
+            if host.partition(":")[0] not in ("127.0.0.1", "localhost"):
+                marks.append(f"Host {host[:80]!r}")
+            if marks:
+                self.close_connection = True
+                self._send(403, {"detail": f"not for pages of a browser: {', '.join(marks)}"})
+            return bool(marks)
+
         def do_POST(self) -> None:
+            if self._from_a_page():
+                return
             if self.path != "/run_code":
                 return self._send(404, {"detail": f"no such path: {self.path[:100]!r}; expected /run_code"})
             length = self.headers.get("Content-Length") or "0"

@@ -31,7 +31,7 @@ from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import Stage, used
 from workbench.steps.compare import Comparison, compare
 from workbench.steps.snapshots import Snapshots, SnapshotSettings
-from workbench.steps.trace import Phase, Trace, perform
+from workbench.steps.trace import Phase, Trace, describe_settings, perform
 from workbench.steps.what_if import WhatIf, what_if
 
 
@@ -348,6 +348,8 @@ class Stepper(Shown):
         """
         done = self._done.get(stage.name)
         if done is None or done.stage is not stage or stage.state() or done.weights != self._weights(stage):
+            return None
+        if done.phase.source != describe_settings(stage)[1]:  # a helper that it calls was defined anew
             return None
         if not all(
             unchanged(name, done.before, self.batch) for name in {*used(stage, done.before), *used(stage, self.batch)}

@@ -192,5 +192,5 @@ class RowsContract(DoorContract):
     def test_the_same_row_thrice_is_three_rows(self, tmp_path: Path) -> None:
         """Nothing is dropped, and the report counts repeated prompts; a chat that was read stays as it is when read again."""
         found = self.read(self.write([GOOD] * 3, tmp_path))
-        assert len(found) == 3 and found.report().duplicates == 2
+        assert len(found) == 3 and len(found.report().duplicates) == 2
         assert [chat(one, "again") for one in self.chats(found)] == self.chats(found)

@@ -31,7 +31,7 @@ def write_whole(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping
 
     path.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), str(path / WHOLE))
-    (path / RECORD).write_text(json.dumps({"format": FORMAT, **record}, default=str))
+    (path / RECORD).write_text(json.dumps({"format": FORMAT, **record, "tensors": len(tensors)}, default=str))
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
@@ -76,7 +76,11 @@ def read_optimizer(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[st
 
     record = read_record(folder)
     if record["whole"]:
-        return load_file(str(Path(folder) / WHOLE)), record
+        tensors = load_file(str(Path(folder) / WHOLE))
+        if len(tensors) != record.get("tensors", len(tensors)):
+            expected = f"the {record['tensors']} tensors that were written"
+            raise CheckpointError(f"the optimizer state {Path(folder) / WHOLE}", expected=expected, found=len(tensors))
+        return tensors, record
     steps = {f"{name}|step": torch.tensor(step) for name, step in record["adam_steps"].items()}
     return {**_put_together(folder, record, "optimizer/"), **steps}, record
 

@@ -23,6 +23,8 @@ FAILURES = 3
 RESTARTS = 3
 """A member that is lost more often than this within `RESTART_SECONDS` is not started again."""
 RESTART_SECONDS = 600.0
+BACK_OFF = 1.0
+"""Seconds: a member that was lost twice in a row is started again after so long, and twice as long with every further time."""
 
 
 def _of_first(name: str, doc: str) -> Any:
@@ -133,6 +135,10 @@ class Replicas(SampleMany, Closing):
                 found = f"it was lost {len(recent)} times in {RESTART_SECONDS:g} s"
                 errors.append(EngineError(what, found=found, do="see its log, then call restart()"))
                 continue
+            wait = recent[-1] + BACK_OFF * (2.0 ** (len(recent) - 1) - 1) - time.monotonic() if recent else 0.0
+            if wait > 0 and any(self._serving):
+                continue  # when the next weights come
+            time.sleep(max(wait, 0.0))
             try:
                 self.members[place].restart()
             except EngineError as error:
