@@ -6,10 +6,11 @@ import ast
 import builtins
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 from workbench.base.errors import DataError, describe
 
+C = TypeVar("C")
 _GIVEN = ("input", "stdin", "inputs")
 _WANTED = ("output", "expected_output", "expected", "stdout", "outputs")
 _NAMES = ("fn_name", "func_name", "entry_point")
@@ -97,7 +98,7 @@ def _cases(tests: Any, name: str | None) -> list[Case]:
     return [_at(number, lambda item=item: _pair(item, name)) for number, item in enumerate(items)]  # type: ignore[misc]
 
 
-def _at(number: int, read: Callable[[], Case]) -> Case:
+def _at(number: int, read: Callable[[], C]) -> C:
     try:
         return read()
     except DataError as error:

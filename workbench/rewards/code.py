@@ -164,6 +164,9 @@ class Code:
         results = await self._run([self._harness(case.given, program) for case in cases])
         if kind == "call":
             return [_met(result, case.expected) for case, result in zip(cases, results, strict=True)]
+        return await self._asserted(cases, results)
+
+    async def _asserted(self, cases: Sequence[Case], results: Sequence[Result]) -> list[Outcome]:
         there = [number for number, result in enumerate(results) if _written(result) is not None]
         verdicts = await self._verdicts([cases[number] for number in there], [results[number] for number in there])
         judged = dict(zip(there, verdicts, strict=True))
@@ -208,11 +211,7 @@ class Code:
             if not files:
                 expected = len(verdicts)
             elif not more:
-                left = [(False, "not reached")] * (expected - len(verdicts) if ended else 0)
-                # a program that makes a loop longer passes no more by it: what fails comes first
-                verdicts = sorted([*verdicts, *left], key=lambda one: bool(one[0]))[: max(expected, 1)]
-                verdicts = verdicts or [(False, "no assertion was reached")] * max(expected, 1)
-                return [_outcome(answers, bool(right), str(why), None) for right, why in verdicts]
+                return [_outcome(answers, *one, None) for one in _counted(verdicts, ended, expected)]
             (answers,) = await self._run([self._harness({"role": "values"}, program, {"calls.json": calls})])
             returned = _written(answers)
             if returned is None:
@@ -263,22 +262,42 @@ def _from_harness(result: Result, name: str) -> list[Any] | None:
     return found if isinstance(found, list) else None
 
 
-class _Unhashed:
-    """A set or dict that a program returned, as the list of what is in it: its numbers may all have one hash."""
+def _counted(verdicts: Sequence[tuple[bool, str]], ended: bool, expected: int) -> list[tuple[bool, str]]:
+    """The verdicts of tests that come to `expected` assertions by themselves; those that were not reached have failed."""
+    left = [(False, "not reached")] * (expected - len(verdicts) if ended else 0)
+    found, most = [*verdicts, *left], max(expected, 1)
+    if len(found) > most:  # a program that makes a loop longer passes no more by it: what fails comes first
+        found = sorted(found, key=lambda one: one[0])[:most]
+    return found or [(False, "no assertion was reached")] * most
 
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
+
+class _Set:
+    """A set that a program returned, as a list: its numbers may all have one hash."""
+
+    def __init__(self, held: list[Any]) -> None:
+        self.held = held
 
     def __repr__(self) -> str:
-        return f"{{{repr(self.items)[1:-1]}}}"
+        return f"{{{repr(self.held)[1:-1]}}}"
+
+    def __eq__(self, other: object) -> bool:
+        # as large as the row's own: no cost of the program's choice
+        return isinstance(other, set | frozenset) and len(self.held) == len(other) and set(self.held) == other
+
+    __hash__ = None  # type: ignore[assignment]
 
 
-class _Set(_Unhashed):
-    """A set."""
+class _Dict:
+    """A dict that a program returned, as a list of pairs."""
 
+    def __init__(self, held: list[Any]) -> None:
+        self.held = held
 
-class _Dict(_Unhashed):
-    """A dict, as pairs."""
+    def __repr__(self) -> str:
+        return f"{{{', '.join(f'{key!r}: {value!r}' for key, value in self.held)}}}"
+
+    def items(self) -> list[Any]:
+        return self.held
 
 
 _MADE = {"list": list, "tuple": tuple, "set": _Set, "frozenset": _Set, "dict": _Dict}
@@ -372,14 +391,9 @@ def same_value(got: Any, wanted: Any) -> bool:
 
 
 def _same(got: Any, wanted: Any) -> bool:
-    if isinstance(got, _Dict):
-        got = {_text(key): value for key, value in got.items}  # text has a hash that no program knows
-    if isinstance(got, _Set):
-        # as large as the row's own: no cost of the program's choice
-        return isinstance(wanted, set | frozenset) and len(got.items) == len(wanted) and set(got.items) == wanted
     if isinstance(got, tuple | list) and isinstance(wanted, tuple | list):
         return len(got) == len(wanted) and all(map(_same, got, wanted))
-    if isinstance(got, dict) and isinstance(wanted, dict):
+    if isinstance(got, dict | _Dict) and isinstance(wanted, dict):  # as text: its hash is no program's choice
         ours, theirs = ({_text(key): value for key, value in one.items()} for one in (got, wanted))
         return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in theirs)
     if float in (type(got), type(wanted)) and {type(got), type(wanted)} <= {int, float}:
