@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from workbench.agents.parsers import read_json
-from workbench.agents.plain import as_text, encodable
+from workbench.agents.plain import as_text
 from workbench.agents.protocol import FunctionCall, Tool, ToolCall, ToolResponse
 from workbench.base.config import require
 from workbench.base.errors import SettingError, describe, first_line, nearest
+from workbench.base.shown import encodable
 
 T = TypeVar("T")
 SIDES = ("left", "right", "middle")

@@ -12,9 +12,10 @@ from typing import Any
 from uuid import uuid4
 
 from workbench.agents.calls import named, to_its_end, within
-from workbench.agents.plain import encodable, plain
+from workbench.agents.plain import plain
 from workbench.agents.protocol import Interaction
 from workbench.base.errors import DataError, ForeignError, SettingError, boundary, describe, first_line, unknown
+from workbench.base.shown import encodable
 from workbench.rewards.scorers.gsm8k import compute_score, written_truth
 
 LEAVE_SECONDS = 10.0

@@ -15,6 +15,7 @@ from typing import Any
 from uuid import UUID
 
 from workbench.base.errors import describe
+from workbench.base.shown import encodable
 
 Otherwise = Callable[[Any], Any] | None
 
@@ -83,8 +84,3 @@ def as_text(value: Any) -> str:
     """A value as a model reads it: a text as it is, anything else as JSON (`plain`)."""
     found = plain(value)
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
-
-
-def encodable(text: str) -> str:
-    """A text that UTF-8 can hold: each unpaired surrogate becomes `�`."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

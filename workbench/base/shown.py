@@ -7,10 +7,13 @@ are imported when an object is displayed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
 
+TEXT_LIMIT = 20_000
+"""Characters of one foreign text that are shown; a note says how many were left out."""
 _FACES: dict[str, Mapping[str, str]] = {}
 _DOORS: dict[str, str] = {}
 
@@ -64,3 +67,22 @@ class Shown:
         if _named(self, "widget") is None:
             raise NotImplementedError("this object has no widget")  # IPython goes on with the HTML and the text
         resolve_name(_DOORS["display"])(self, lambda: shows(self, "widget"))
+
+
+def plain(text: str) -> str:
+    """Text that is safe to show: control characters and direction overrides are made visible, line ends and tabs are kept.
+
+    A text of more than `TEXT_LIMIT` characters is cut, and a note says how many are left out.
+    """
+    if len(text) > TEXT_LIMIT:
+        text = f"{text[:TEXT_LIMIT]}… ({len(text) - TEXT_LIMIT:,} more characters)"
+    return re.sub(
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]",
+        lambda found: f"\\x{ord(found[0]):02x}",
+        text,
+    )
+
+
+def encodable(text: str) -> str:
+    """A text that UTF-8 can hold: each unpaired surrogate becomes `�`."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

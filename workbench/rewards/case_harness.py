@@ -3,7 +3,8 @@
 Three roles, named in `case.json`: *values* runs the model's program and writes down what some calls return;
 *verdicts* runs the data set's assertions on such values, *script* tests that are programs, in processes that have never seen
 the model's program.
-Values cross as tagged plain data, so that nothing with code of its own (an `__eq__`, say) ever comes out.
+Values cross as tagged plain data, so that nothing with code of its own (an `__eq__`, say) ever comes out. They go from a
+program's process to that of the tests as files (`returned….json`, `calls.json`), which the trainer's process does not read.
 """
 
 from __future__ import annotations
@@ -17,22 +18,28 @@ import random
 from typing import Any
 
 MAX_DEPTH = 60
+_SHOWN = 300
+_SCALARS = (type(None), bool, str, int, float)
+_WHOLE = 1 << 63
+"""Integers below this cross as JSON's; larger ones in hexadecimal, whose time is linear in the digits."""
 _READERS: dict[str, Any] = {
-    **{"int": lambda text: int(text, 16), "float": float, "complex": complex},
+    **{"int": lambda text: int(text, 16), "complex": complex},
     **{"bytes": bytes.fromhex, "bytearray": bytearray.fromhex},
 }
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_CONTAINERS = {**_SEQUENCES, "dict": dict}
 
 
-def encode(value: Any, depth: int = 0) -> dict[str, Any]:
-    """Encode a plain value as JSON data tagged with its type. Raises `TypeError` for instances of any other class."""
+def encode(value: Any, depth: int = 0) -> Any:
+    """Encode a plain value as JSON data, tagged with its type where JSON has none. Raises `TypeError` for instances of any
+    other class, and for more than `MAX_DEPTH` levels."""
     if depth > MAX_DEPTH:
         raise TypeError(f"the value is nested too deeply: more than {MAX_DEPTH} levels")
     kind = type(value)
     form: Any
-    if value is None or kind in (bool, str):
-        form = value
-    elif kind in (int, float, complex):
+    if kind in _SCALARS and (kind is not int or -_WHOLE < value < _WHOLE):
+        return value
+    if kind in (int, complex):
         form = hex(value) if kind is int else repr(value)
     elif kind in (bytes, bytearray):
         form = bytes(value).hex()
@@ -46,22 +53,32 @@ def encode(value: Any, depth: int = 0) -> dict[str, Any]:
     return {"k": kind.__name__, "v": form}
 
 
-def decode(record: dict[str, Any]) -> Any:
-    """Decode what `encode` returned. Raises `ValueError` for a type tag that `encode` does not write."""
+def decode(record: Any, depth: int = 0, made: dict[str, Any] = _CONTAINERS) -> Any:
+    """Decode what `encode` returned; `made` has what becomes of each kind of container.
+
+    Raises `ValueError` for what `encode` does not write: another type tag, more levels.
+    """
+    if type(record) in _SCALARS:
+        return record
+    if depth > MAX_DEPTH:
+        raise ValueError(f"the value is nested too deeply: more than {MAX_DEPTH} levels")
     kind, form = record["k"], record["v"]
-    if kind in ("NoneType", "bool", "str") and type(form).__name__ == kind:
-        return form
     if kind in _READERS:
         return _READERS[kind](form)
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind](map(decode, form))
     if kind == "dict":
-        return {decode(key): decode(item) for key, item in form}
+        return made[kind]([(decode(key, depth + 1, made), decode(item, depth + 1, made)) for key, item in form])
+    if kind in made:
+        return made[kind]([decode(item, depth + 1, made) for item in form])
     raise ValueError(f"unknown type tag {kind!r}")
 
 
-def _write(record: dict[str, Any]) -> None:
-    with open("result.json", "w") as file:
+def _read(name: str) -> Any:
+    with open(name) as file:
+        return json.load(file)
+
+
+def _write(record: Any, name: str = "result.json") -> None:
+    with open(name, "w") as file:
         json.dump(record, file)
 
 
@@ -93,8 +110,8 @@ def _values(case: dict[str, Any]) -> None:
     found = []
     if "function" in case:
         found.append(encode(_function(space, case["function"])(*case["arguments"])))
-    elif "requests" in case:
-        found += [_returned(space, call) for call in case["requests"]]
+    elif "calls" not in case:
+        found += [_returned(space, call) for call in _read("calls.json")]
     else:
         exec(case["imports"], space)  # noqa: S102
         for call in case["calls"]:
@@ -104,17 +121,27 @@ def _values(case: dict[str, Any]) -> None:
 
 def _verdicts(case: dict[str, Any]) -> None:
     found = []
-    for one in case["assertions"]:
+    for number, text in enumerate(case["assertions"]):
         space: dict[str, Any] = {"__name__": "verdict", "math": math}
+        why, shown = "", ""
         try:
-            space.update({name: decode(value) for name, value in one["values"].items()})
-            exec(one["text"], space)  # noqa: S102 - the data set's own text, in a sandbox all the same
-            found.append([True, ""])
+            values = [decode(value) for value in _read(f"returned{number}.json")["values"]]
+            shown = _shown(values[0] if len(values) == 1 else values)
+            space.update({f"_value_{place}": value for place, value in enumerate(values)})
+            exec(text, space)  # noqa: S102 - the data set's own text, in a sandbox all the same
         except AssertionError as error:
-            found.append([False, f"the assertion fails {str(error)[:200]}"])
+            why = f"the assertion fails {str(error)[:200]}"
         except Exception as error:  # noqa: BLE001 - said to the parent
-            found.append([False, f"{type(error).__name__}: {str(error)[:200]}"])
+            why = f"{type(error).__name__}: {str(error)[:200]}"
+        found.append([not why, why, shown])
     _write({"verdicts": found})
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:_SHOWN]
+    except ValueError:  # an integer with more digits than Python prints
+        return "a very large number"
 
 
 class _Unanswered(BaseException):
@@ -129,6 +156,11 @@ class _Anything:
             raise AttributeError(name)
         return lambda *arguments, **named: self
 
+    def __eq__(self, other: object) -> bool:
+        return True  # as a right program's: `all(f(x) == y for …)` comes to all its calls
+
+    __hash__ = object.__hash__
+
     def __iter__(self) -> Any:
         return iter(())
 
@@ -142,10 +174,14 @@ class _Anything:
 class _Going(ast.NodeTransformer):
     """Makes every assertion say how it went, and the statement after it go on."""
 
+    count = 0
+    """How many it has met."""
+
     def visit_Assert(self, node: ast.Assert) -> Any:
         """The assertion inside `try`; one of a constant says nothing."""
         if isinstance(node.test, ast.Constant):
             return node
+        self.count += 1
         (tried,) = ast.parse("try: pass\nexcept Exception as _error: _note(_error)\nelse: _note(None)").body
         tried.body = [node]  # type: ignore[attr-defined]
         return tried
@@ -167,21 +203,24 @@ class _Script:
     """Runs tests that are a program: their calls of the model's functions are collected, or answered."""
 
     def __init__(self, case: dict[str, Any]) -> None:
+        """Raises `ValueError` for answers that are not those of the calls: the program wrote them itself."""
         self.case = case
+        self.collecting = not case["answered"]
         self.calls: list[dict[str, Any]] = []
         self.notes: list[tuple[bool, str]] = []
         self.more = self.ended = False
         """Whether the tests stopped at a call without an answer."""
         self.answers: dict[str, list[Any]] = {}
-        for call, answer in zip(case["calls"], case["returned"] or (), strict=False):
-            self.answers.setdefault(json.dumps(call), []).append(answer)
+        if case["answered"]:
+            for call, answer in zip(_read("calls.json"), _read("returned.json")["values"], strict=True):
+                self.answers.setdefault(json.dumps(call), []).append(answer)
 
     def note(self, error: Any) -> None:
         self.notes.append((error is None, f"{type(error).__name__}: {str(error)[:200]}" if error else "passed"))
 
     def stub(self, name: str) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
-            if self.case["returned"] is None:
+            if self.collecting:
                 try:
                     self.calls.append({"name": name, "args": encode(args), "kwargs": encode(kwargs)})
                 except TypeError:
@@ -198,27 +237,35 @@ class _Script:
                 return decode(answer["value"])
             kind = getattr(builtins, str(answer["raised"]), None)
             kind = kind if isinstance(kind, type) and issubclass(kind, Exception) else Exception
+            if issubclass(
+                kind, StopIteration | StopAsyncIteration
+            ):  # it would end a loop or an `all(map(…))` as if all were done
+                kind = RuntimeError
             raise kind(answer.get("why"))
 
         called.__name__ = name
         return called
 
     def run(self) -> list[Any]:
-        """[calls, [passed, why] of each assertion, whether a call had no answer, whether a test ended early, an error of the
-        tests' own]."""
+        """[how many calls there are, [passed, why] of each assertion, whether a call had no answer, whether a test ended early,
+        an error of the tests' own]. The calls are written to `calls.json`."""
         space: dict[str, Any] = {"__name__": "tests", "_note": self.note}
-        collecting, error = self.case["returned"] is None, ""
+        error = ""
         with contextlib.suppress(Exception):
             exec(self.case["setup"], space)  # noqa: S102 - a prompt may define helpers; the data set's own text
         space.update({name: self.stub(name) for name in self.case["names"]})
         tree = ast.parse(self.case["text"])
         tree.body = [one for one in tree.body if not (isinstance(one, ast.ImportFrom) and one.module == "solution")]
-        tree = (_Collecting if collecting else _Going)().visit(tree)
+        going = _Collecting() if self.collecting else _Going()
+        tree = going.visit(tree)
         with contextlib.suppress(_Unanswered):
             error = self.one(compile(ast.fix_missing_locations(tree), "tests.py", "exec"), space)
             for test in self.case["run"]:
                 self.one(test, space)
-        return [self.calls, self.notes, self.more, self.ended, error if collecting else ""]
+            if not going.count and not self.notes:  # their one way to fail is `assert False`, which was not reached
+                self.note(None)
+        _write(self.calls, "calls.json")
+        return [len(self.calls), self.notes, self.more, self.ended, error if self.collecting else ""]
 
     def one(self, test: Any, space: dict[str, Any]) -> str:
         """Run one test; returns the exception that ended it, in words. With the program's values it is the program's."""
@@ -226,7 +273,7 @@ class _Script:
         try:
             exec(test, space)  # noqa: S102
         except Exception as error:  # noqa: BLE001 - said to the parent
-            if self.case["returned"] is not None:
+            if not self.collecting:
                 self.ended = True
                 self.note(error)
             return f"{type(error).__name__}: {error}"
@@ -234,8 +281,7 @@ class _Script:
 
 
 if __name__ == "__main__":
-    with open("case.json") as file:
-        asked = json.load(file)
+    asked = _read("case.json")
     if asked["role"] == "script":
         _write({"script": _Script(asked).run()})
     else:

@@ -6,10 +6,11 @@ import ast
 import builtins
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 from workbench.base.errors import DataError, describe
 
+C = TypeVar("C")
 _GIVEN = ("input", "stdin", "inputs")
 _WANTED = ("output", "expected_output", "expected", "stdout", "outputs")
 _NAMES = ("fn_name", "func_name", "entry_point")
@@ -23,6 +24,7 @@ _LISTS = (
     "generated_tests",
     "test",
 )
+_PLAIN = (str, bytes, int, float, complex, list, tuple, dict, set)
 _ANY = "lists of inputs and outputs, a list of {input, output} or of pairs, a list of assertions, check(candidate)"
 
 
@@ -96,7 +98,7 @@ def _cases(tests: Any, name: str | None) -> list[Case]:
     return [_at(number, lambda item=item: _pair(item, name)) for number, item in enumerate(items)]  # type: ignore[misc]
 
 
-def _at(number: int, read: Callable[[], Case]) -> Case:
+def _at(number: int, read: Callable[[], C]) -> C:
     try:
         return read()
     except DataError as error:
@@ -209,7 +211,10 @@ def _assertions(texts: Sequence[str], name: str | None, setup: str = "") -> list
     bodies = [_parsed(f"{setup}\n{text}", f"test case {number}") for number, text in enumerate(texts)]
     if any(not isinstance(node, ast.Import | ast.ImportFrom | ast.Assert) for body in bodies for node in body):
         return [_script("\n".join([setup, *texts]), name)]
-    cases = [_assertion(body) for body in bodies]
+    try:
+        cases = [_at(number, lambda body=body: _assertion(body)) for number, body in enumerate(bodies)]  # type: ignore[misc]
+    except _Bound:  # a call per item of the assertion's own loop is made by a test that runs
+        return [_script("\n".join([setup, *texts]), name)]
     if not any(cases):
         found = "a call of the response's own function"
         raise DataError("the row's assertions", expected=found, found=f"none in {describe(list(texts))}")
@@ -227,7 +232,7 @@ def _assertion(body: Sequence[ast.stmt]) -> Case | None:
     """The case of imports and asserts; None where they call nothing of the program's (`assert True`)."""
     imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
-    split = _Split({*imported, *vars(builtins)})
+    split = _Split({*imported, *vars(builtins), "math"})
     rest = [ast.unparse(split.visit(node)) for node in body if isinstance(node, ast.Assert)]
     if not split.calls:
         return None
@@ -236,21 +241,112 @@ def _assertion(body: Sequence[ast.stmt]) -> Case | None:
     return Case("assert", asked, "\n".join([brought, *rest]).strip())
 
 
+class _Bound(Exception):
+    """An assertion binds names of its own (`lambda`, a comprehension) and calls the program with them."""
+
+
 class _Split(ast.NodeTransformer):
-    """Takes out the outermost calls of names that the test does not bring itself."""
+    """Takes out the calls of names that the test does not bring itself: they are made where the program is.
+
+    What is done with the value is not: `f(3).startswith("a")` becomes `_value_0.startswith("a")`, so that neither the argument
+    nor the verdict is the program's. Only what says nothing of the answer goes along: methods without arguments, a method of a
+    new object (`Solution().f(3)`), a call of what was returned (`f(3)(4)`). Raises `DataError` for an assertion that cannot
+    be taken apart so.
+    """
 
     def __init__(self, known: set[str]) -> None:
         self.known = known
+        self.bound: set[str] = set()
         self.calls: list[str] = []
 
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        """The assertion without the calls."""
+        self.bound = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+        self.bound |= {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
+        first = len(self.calls)
+        made = ast.copy_location(ast.Assert(self.visit(node.test), node.msg), node)
+        safe = _compared(made.test)
+        for number, call in enumerate(self.calls[first:], first):
+            if f"_value_{number}" not in safe and self._hands_over(ast.parse(call, mode="eval").body):
+                raise _unsplit(call, "the test's own function, or an import, for what compares the program's value")
+        return made
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        root: ast.AST = node.func
-        while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
-            root = root.func if isinstance(root, ast.Call) else root.value
-        if not isinstance(root, ast.Name) or root.id in self.known:
+        """The call, or the first ones of its chain, as a name."""
+        root, *links = _chain(node)
+        if not self._own(root):
             return self.generic_visit(node)
-        self.calls.append(ast.unparse(node))
-        return ast.copy_location(ast.Name(f"_value_{len(self.calls) - 1}", ast.Load()), node)
+        taken = _taken(root, links)
+        if any(isinstance(one, ast.Name) and one.id in self.bound for one in ast.walk(taken)):
+            raise _Bound
+        rest = links[links.index(taken) + 1 :]
+        if any(isinstance(link, ast.Call) and not _plainly(root, link) for link in rest):
+            raise _unsplit(ast.unparse(node), "methods of text, numbers, lists, dicts or sets on a returned value")
+        value = ast.copy_location(ast.Name(f"_value_{len(self.calls)}", ast.Load()), node)
+        self.known.add(value.id)
+        self.calls.append(ast.unparse(taken))
+        if not rest:
+            return value
+        setattr(rest[0], "func" if isinstance(rest[0], ast.Call) else "value", value)
+        return self.generic_visit(node)
+
+    def _own(self, root: ast.AST) -> TypeGuard[ast.Name]:
+        """Whether it is a name of the program."""
+        return isinstance(root, ast.Name) and root.id not in self.known | self.bound
+
+    def _hands_over(self, call: ast.AST) -> bool:
+        """Whether a call has, beside what another function of the program returns, a value of the test's."""
+        given = [*call.args, *(one.value for one in call.keywords)] if isinstance(call, ast.Call) else []
+        calls = [[one for one in ast.walk(value) if isinstance(one, ast.Call)] for value in given]
+        roots = [[root for one in some if self._own(root := _chain(one)[0])] for some in calls]
+        nested = [any(not root.id[:1].isupper() for root in some) for some in roots]
+        return any(nested) and not all(nested)
+
+
+def _chain(node: ast.AST) -> list[ast.AST]:
+    """What a call is made of, from the inside out: `f(3).strip()` is the name, its call, the attribute, the call of that."""
+    links = [node]
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+        links.insert(0, node)
+    return links
+
+
+def _taken(root: ast.Name, links: Sequence[ast.AST]) -> ast.Call:
+    """The outermost call of a chain that is made where the program is."""
+    calls = [link for link in links if isinstance(link, ast.Call)]
+    taken, new = calls[0], calls[0].func is root and root.id[:1].isupper()
+    for link in links[links.index(taken) + 1 :]:
+        if isinstance(link, ast.Call):
+            if (link.args or link.keywords) and not new and not isinstance(link.func, ast.Call):
+                break
+            taken, new = link, False
+        elif isinstance(link, ast.Subscript):
+            break
+    return taken
+
+
+def _plainly(root: ast.Name, call: ast.Call) -> bool:
+    """Whether a method that is called on a returned value can be one of plain data."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    own = root.id[:1].isupper() and root.id != "Solution"  # a method of an object may return that object
+    return not own and not name.startswith("__") and any(hasattr(kind, name) for kind in _PLAIN)
+
+
+def _compared(test: ast.AST) -> set[str]:
+    """The names in an assertion that are compared with a value or have a method called, and are no truth by themselves."""
+    equals = (ast.Eq, ast.NotEq, ast.In, ast.NotIn)
+    found: list[ast.AST] = [node for node in ast.walk(test) if isinstance(node, ast.Attribute)]
+    for node in ast.walk(test):
+        if isinstance(node, ast.Compare) and all(isinstance(one, equals) for one in node.ops):
+            sides = [node.left, *node.comparators]
+            found += [] if any(isinstance(getattr(one, "value", None), bool) for one in sides) else [node]
+    return {name.id for node in found for name in ast.walk(node) if isinstance(name, ast.Name)}
+
+
+def _unsplit(text: str, expected: str) -> DataError:
+    found = "a verdict that would be the program's own"
+    return DataError(f"an assertion with {describe(text)}", expected=expected, found=found)
 
 
 def _script(text: str, name: str | None, setup: str = "") -> Case:

@@ -14,6 +14,7 @@ from typing import Any
 from workbench.base import runtime
 from workbench.base.config import require
 from workbench.base.errors import DataError, RewardError
+from workbench.base.shown import encodable
 from workbench.datasets.records import has_answer
 from workbench.rewards import case_harness
 from workbench.rewards.cases import Case, read_cases
@@ -21,11 +22,15 @@ from workbench.rewards.score import Score, Status, failed
 from workbench.rewards.truths import Unreadable
 from workbench.sandbox.protocol import MAX_SECONDS, Program, Result, Sandbox
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^[ \t]*+```[ \t]*+([\w+#-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.DOTALL | re.MULTILINE)
 _SHOWN = 300
+_LARGEST = 2 << 20
+"""Bytes of what a program's process writes that are read in this process, on the event loop."""
 _HARNESS = Path(case_harness.__file__).read_text(encoding="utf-8")
 _ROUNDS = 8
 _NO_VALUE = "the program ended before its function returned"
+_NOT_READ = f"what the function returned is no plain value, or more than {_LARGEST >> 20} MB"
+_JUDGING = "the tests could not go on with what the program returned: "
 
 
 def extract_code(text: str) -> str | None:
@@ -157,27 +162,31 @@ class Code:
             found = [await self._scripted(program, case) for case in cases]
             return [one for outcomes in found for one in outcomes][: self.max_cases]
         results = await self._run([self._harness(case.given, program) for case in cases])
-        values = [_from_harness(result, "values") for result in results]
-        returned = [(case.expected, found) for case, found in zip(cases, values, strict=True) if found is not None]
-        verdicts = iter(map(_met, returned) if kind == "call" else await self._verdicts(returned))
-        return [
-            _unanswered(result) if found is None else _outcome(result, *next(verdicts), _got(found))
-            for result, found in zip(results, values, strict=True)
-        ]
+        if kind == "call":
+            return [_met(result, case.expected) for case, result in zip(cases, results, strict=True)]
+        return await self._asserted(cases, results)
 
-    async def _verdicts(self, returned: Sequence[tuple[str, list[Any]]]) -> list[tuple[bool | None, str]]:
-        """Of the rest of each assertion, run in one process that has the values and not the program."""
-        assertions = [
-            {"text": text, "values": {f"_value_{number}": value for number, value in enumerate(found)}}
-            for text, found in returned
-        ]
-        if not assertions:
+    async def _asserted(self, cases: Sequence[Case], results: Sequence[Result]) -> list[Outcome]:
+        there = [number for number, result in enumerate(results) if _written(result) is not None]
+        verdicts = await self._verdicts([cases[number] for number in there], [results[number] for number in there])
+        judged = dict(zip(there, verdicts, strict=True))
+        return [judged.get(number) or _unanswered(result) for number, result in enumerate(results)]
+
+    async def _verdicts(self, cases: Sequence[Case], results: Sequence[Result]) -> list[Outcome]:
+        """Of the rest of each assertion, run in one process that has the values and not the program; where that fails with
+        these values, in a process for each."""
+        if not cases:
             return []
-        (judged,) = await self._run([self._harness({"role": "verdicts", "assertions": assertions}, None)])
-        verdicts = _from_harness(judged, "verdicts") or []
-        if len(verdicts) != len(assertions):
-            return [(None, f"the assertions could not be judged: {judged.why}")] * len(assertions)
-        return verdicts
+        files = {f"returned{number}.json": _written(result) or b"" for number, result in enumerate(results)}
+        given = {"role": "verdicts", "assertions": [case.expected for case in cases]}
+        (judged,) = await self._run([self._harness(given, files=files)])
+        found = _from_harness(judged, "verdicts")
+        if found is not None and len(found) == len(cases):
+            return [_outcome(one, right, why, got) for one, (right, why, got) in zip(results, found, strict=True)]
+        if len(cases) == 1 or judged.status == "SandboxError":
+            return [_unanswered(judged, _JUDGING)] * len(cases)
+        alone = [self._verdicts([case], [result]) for case, result in zip(cases, results, strict=True)]
+        return [outcome for outcomes in await asyncio.gather(*alone) for outcome in outcomes]
 
     async def _scripted(self, program: str, case: Case) -> list[Outcome]:
         """One outcome for each assertion that the tests come to. They run without the program: first to collect its calls,
@@ -185,37 +194,42 @@ class Code:
 
         Raises `DataError` for tests that fail by themselves.
         """
-        returned: list[Any] | None = None
-        calls: list[Any] = []
+        files: dict[str, bytes] = {}
         expected, answers = 0, Result(status="Success")
         for _ in range(_ROUNDS):
-            (ran,) = await self._run([self._harness({**case.given, "calls": calls, "returned": returned}, None)])
-            found = _from_harness(ran, "script")
-            if found is None or len(found) != 5:
-                return [_unanswered(ran) if ran.status == "SandboxError" else _broken(ran.why)]
+            (ran,) = await self._run([self._harness({**case.given, "answered": bool(files)}, files=files)])
+            found, calls = _from_harness(ran, "script"), ran.files.get("calls.json")
+            if found is None or len(found) != 5 or calls is None:
+                return (
+                    [_unanswered(ran, _JUDGING)] * max(expected, 1)
+                    if files or ran.status == "SandboxError"
+                    else [_broken(ran.why)]
+                )
             asked, verdicts, more, ended, error = found
             if error or not asked:
                 _broken(error or "they call nothing of the program")
-            if returned is None:
+            if not files:
                 expected = len(verdicts)
             elif not more:
-                left = [(False, "not reached")] * (expected - len(verdicts) if ended else 0)
-                return [_outcome(answers, bool(right), str(why), None) for right, why in (*verdicts, *left)]
-            calls = asked
-            (answers,) = await self._run([self._harness({"role": "values", "requests": calls}, program)])
-            returned = _from_harness(answers, "values")
-            if returned is None or len(returned) != len(calls):
+                return [_outcome(answers, *one, None) for one in _counted(verdicts, ended, expected)]
+            (answers,) = await self._run([self._harness({"role": "values"}, program, {"calls.json": calls})])
+            returned = _written(answers)
+            if returned is None:
                 return [_unanswered(answers)] * max(expected, 1)
+            files = {"calls.json": calls, "returned.json": returned}
         return [_broken(f"a call depends on others' results more than {_ROUNDS} deep")]
 
     def _program(self, code: str, **fields: Any) -> Program:
         return Program(code=code, run_timeout=self.timeout, memory_limit_mb=self.memory_limit_mb, **fields)
 
-    def _harness(self, record: dict[str, Any], program: str | None) -> Program:
-        files = {"case.json": json.dumps(record).encode()}
+    def _harness(
+        self, record: dict[str, Any], program: str | None = None, files: Mapping[str, bytes] | None = None
+    ) -> Program:
+        files = {**(files or {}), "case.json": json.dumps(record).encode()}
         if program is not None:
             files["solution.py"] = program.encode("utf-8", "surrogatepass")
-        return self._program(_HARNESS, files=files, fetch_files=("result.json",))
+        fetch = ("result.json", "calls.json") if record["role"] == "script" else ("result.json",)
+        return self._program(_HARNESS, files=files, fetch_files=fetch)
 
     async def _run(self, programs: Sequence[Program]) -> list[Result]:
         return list(await asyncio.gather(*map(self.sandbox.execute, programs)))
@@ -231,56 +245,102 @@ def _broken(why: str) -> Outcome:
     raise DataError("the row's tests fail by themselves", found=why)
 
 
+def _written(result: Result) -> bytes | None:
+    """The harness's file; None where the program ended before that."""
+    return result.files.get("result.json") if result.status == "Success" else None
+
+
 def _from_harness(result: Result, name: str) -> list[Any] | None:
-    """A list that the harness wrote; None where the program ended before that, or wrote into the file itself."""
+    """A list that the harness wrote; None where there is none, or the program wrote into the file itself."""
+    body = _written(result)
+    if body is None or len(body) > _LARGEST:
+        return None
     try:
-        found = json.loads(result.files["result.json"])[name] if result.status == "Success" else None
+        found = json.loads(body)[name]
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
     return found if isinstance(found, list) else None
 
 
-def _decoded(values: list[Any]) -> list[Any] | None:
+def _counted(verdicts: Sequence[tuple[bool, str]], ended: bool, expected: int) -> list[tuple[bool, str]]:
+    """The verdicts of tests that come to `expected` assertions by themselves; those that were not reached have failed."""
+    left = [(False, "not reached")] * (expected - len(verdicts) if ended else 0)
+    found, most = [*verdicts, *left], max(expected, 1)
+    if len(found) > most:  # a program that makes a loop longer passes no more by it: what fails comes first
+        found = sorted(found, key=lambda one: one[0])[:most]
+    return found or [(False, "no assertion was reached")] * most
+
+
+class _Set:
+    """A set that a program returned, as a list: its numbers may all have one hash."""
+
+    def __init__(self, held: list[Any]) -> None:
+        self.held = held
+
+    def __repr__(self) -> str:
+        return f"{{{repr(self.held)[1:-1]}}}"
+
+    def __eq__(self, other: object) -> bool:
+        # as large as the row's own: no cost of the program's choice
+        return isinstance(other, set | frozenset) and len(self.held) == len(other) and set(self.held) == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Dict:
+    """A dict that a program returned, as a list of pairs."""
+
+    def __init__(self, held: list[Any]) -> None:
+        self.held = held
+
+    def __repr__(self) -> str:
+        return f"{{{', '.join(f'{key!r}: {value!r}' for key, value in self.held)}}}"
+
+    def items(self) -> list[Any]:
+        return self.held
+
+
+_MADE = {"list": list, "tuple": tuple, "set": _Set, "frozenset": _Set, "dict": _Dict}
+
+
+def _met(result: Result, expected: Sequence[Any]) -> Outcome:
+    """Of a call: whether its value is an expected one."""
+    found = _from_harness(result, "values")
+    if found is None:
+        return _unanswered(result)
     try:
-        return [case_harness.decode(value) for value in values]
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError):
-        return None  # not written by the harness
-
-
-def _got(values: list[Any]) -> Any:
-    found = _decoded(values)
-    return found[0] if found and len(found) == 1 else found
-
-
-def _met(returned: tuple[Any, list[Any]]) -> tuple[bool, str]:
-    """(whether a call's value is the expected one, what is wrong where it is not)."""
-    expected, values = returned
-    found = _decoded(values)
-    if not found:
-        return False, "what came back is not the function's value"
-    return any(same_value(found[0], one) for one in expected), "the value differs"
+        (value,) = [case_harness.decode(value, made=_MADE) for value in found]
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError):
+        return _outcome(result, False, "what came back is not the function's value", None)
+    try:
+        right = any(same_value(value, one) for one in expected)
+    except TypeError:  # a set that holds sets or dicts
+        right = False
+    return _outcome(result, right, "the value differs", value)
 
 
 def _outcome(result: Result, right: bool | None, why: str, got: Any) -> Outcome:
     seconds = result.run.seconds if result.run else 0.0
-    return Outcome(passed=right, why="passed" if right else why, seconds=seconds, got=_cut(got))
+    return Outcome(
+        passed=right, why="passed" if right else encodable(why), seconds=seconds, got=encodable(_text(got)[:_SHOWN])
+    )
 
 
-def _unanswered(result: Result) -> Outcome:
-    """Of a program that failed, or ended without an answer; or of a sandbox that could not run it."""
+def _unanswered(result: Result, doing: str = "") -> Outcome:
+    """Of a program that failed, or ended without an answer; or of a sandbox that could not run it. `doing` says what."""
     if result.status == "SandboxError":
         return Outcome(passed=None, why=result.why)
-    why = result.why if result.status != "Success" or result.truncated else _NO_VALUE
+    written = _NO_VALUE if _written(result) is None else _NOT_READ
+    why = doing + (result.why if result.status != "Success" or result.truncated else written)
     status = Status.TIMEOUT if result.limit == "time" else Status.CRASHED
     return replace(_outcome(result, False, why, result.stdout), limit=result.limit, status=status)
 
 
-def _cut(value: Any) -> str:
+def _text(value: Any) -> str:
     try:
-        text = value if isinstance(value, str) else repr(value)
+        return str(value)
     except ValueError:  # an integer with more digits than Python prints
-        text = "a very large number"
-    return text[:_SHOWN]
+        return "a very large number"
 
 
 code = Code
@@ -288,7 +348,7 @@ code = Code
 
 _TOLERANCE = 1e-6
 """Numbers are equal within this, relative or absolute, where one of them is a float; whole numbers only exactly."""
-_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def same_output(got: str, wanted: str, compare: str) -> bool:
@@ -333,8 +393,8 @@ def same_value(got: Any, wanted: Any) -> bool:
 def _same(got: Any, wanted: Any) -> bool:
     if isinstance(got, tuple | list) and isinstance(wanted, tuple | list):
         return len(got) == len(wanted) and all(map(_same, got, wanted))
-    if isinstance(got, dict) and isinstance(wanted, dict):
-        ours, theirs = ({str(key): value for key, value in one.items()} for one in (got, wanted))
+    if isinstance(got, dict | _Dict) and isinstance(wanted, dict):  # as text: its hash is no program's choice
+        ours, theirs = ({_text(key): value for key, value in one.items()} for one in (got, wanted))
         return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in theirs)
     if float in (type(got), type(wanted)) and {type(got), type(wanted)} <= {int, float}:
         return _same_number(got, wanted)

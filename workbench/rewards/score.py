@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from workbench.base.errors import RewardError
 from workbench.base.formats import name as called
-from workbench.base.shown import Shown
+from workbench.base.shown import Shown, encodable, plain
 from workbench.dataproto.io import register_codec
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -87,6 +87,9 @@ class Score(Shown):
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
             raise RewardError("the value of a Score", expected="a finite number", found=self.value)
+        for name in ("answer", "why", "error"):  # a file holds no unpaired surrogate
+            if isinstance(text := getattr(self, name), str):
+                object.__setattr__(self, name, encodable(text))
 
     @property
     def scored(self) -> bool:
@@ -119,9 +122,9 @@ class Score(Shown):
 
     def __str__(self) -> str:
         if not self.scored:
-            return f"no judgement ({self.status.value}): {self.why}"
+            return f"no judgement ({self.status.value}): {plain(self.why)}"
         answer = f", answer {self.answer!r}" if self.answer is not None else ""
-        return f"{self.value:g}{answer}: {self.why}" if self.why else f"{self.value:g}{answer}"
+        return f"{self.value:g}{answer}: {plain(self.why)}" if self.why else f"{self.value:g}{answer}"
 
 
 register_codec("Score", Score, Score.to_json, Score.from_json)

@@ -180,11 +180,12 @@ def _fetch(box: Path, name: str) -> bytes | None:
     try:
         for part in folders:
             opened.append(os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=opened[-1]))
-        file = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened[-1])
-        with os.fdopen(file, "rb") as reader:
-            found = os.fstat(file)
-            plain = stat.S_ISREG(found.st_mode) and found.st_size <= MAX_FETCHED
-            return reader.read(MAX_FETCHED) if plain else None
+        opened.append(os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened[-1]))
+        found = os.fstat(opened[-1])
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_FETCHED:
+            return None
+        with open(opened[-1], "rb", closefd=False) as reader:
+            return reader.read(MAX_FETCHED)
     except OSError:
         return None
     finally:

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from workbench.base import runtime
 from workbench.base.errors import SettingError
+from workbench.base.shown import plain
 
 LANGUAGES = (
     "python", "cpp", "nodejs", "go", "go_test", "java", "php", "csharp", "bash", "typescript", "sql", "rust", "cuda",
@@ -182,7 +183,7 @@ class Result:
         }
 
     def __str__(self) -> str:
-        return f"{self.status}: {self.why}"
+        return f"{self.status}: {plain(self.why)}"
 
     def __repr__(self) -> str:
         phase = self.run or self.compile
@@ -199,8 +200,7 @@ def _shortened(text: str, limit: int = 2000) -> str:
     """For a terminal: control characters made visible, the middle of long output left out."""
     if len(text) > limit:
         text = f"{text[: limit // 2]}\n… {len(text) - limit} characters …\n{text[-limit // 2 :]}"
-    shown = (letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text.rstrip("\n"))
-    return "".join(shown)
+    return plain(text.rstrip("\n"))
 
 
 def last_line(text: str) -> str:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from workbench.base.shown import plain
 from workbench.runs.folder import STEP
 from workbench.runs.symptoms import Rows, Symptom
-from workbench.views.document import cut, plain
+from workbench.views.document import cut
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

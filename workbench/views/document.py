@@ -7,16 +7,13 @@ takes markup. A closed fold and a picture are in the HTML only; `Either` holds w
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape as escape_markup
 from typing import Any, TypeAlias
 
-from workbench.base.shown import Shown
+from workbench.base.shown import Shown, plain
 
-TEXT_LIMIT = 20_000
-"""Characters of one foreign text that are shown; a note says how many were left out."""
 CELL = 2000
 """Characters of one cell or value that are shown."""
 _WRAPPED = "white-space:pre-wrap;word-break:break-word;font-family:monospace;font-size:95%"
@@ -237,20 +234,6 @@ class View(Shown):
 def escape(text: object) -> str:
     """Text as HTML: made `plain`, and markup escaped."""
     return escape_markup(plain(str(text)))
-
-
-def plain(text: str) -> str:
-    """Text that is safe to show: control characters and direction overrides are made visible, line ends and tabs are kept.
-
-    A text of more than `TEXT_LIMIT` characters is cut, and a note says how many are left out.
-    """
-    if len(text) > TEXT_LIMIT:
-        text = f"{text[:TEXT_LIMIT]}… ({len(text) - TEXT_LIMIT:,} more characters)"
-    return re.sub(
-        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]",
-        lambda found: f"\\x{ord(found[0]):02x}",
-        text,
-    )
 
 
 def number(value: Any, form: str = ".4g") -> str:

@@ -13,6 +13,7 @@ import torch
 from workbench.agents import AgentLoopBase, Turn
 from workbench.agents.stepping import call_text
 from workbench.base.errors import BatchError, message, unknown
+from workbench.base.shown import plain
 from workbench.dataproto import DataProto
 from workbench.dataproto.columns import declared
 from workbench.datasets.pictures import text_of
@@ -21,7 +22,6 @@ from workbench.engines.protocol import Late
 from workbench.views import document as doc
 from workbench.views.curve_axes import GREY, bare
 from workbench.views.curves import cell_figure
-from workbench.views.document import plain
 from workbench.views.samples import batch_of, object_at
 
 if TYPE_CHECKING:

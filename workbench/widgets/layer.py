@@ -24,7 +24,7 @@ import traitlets
 from IPython.display import display
 
 from workbench.base.errors import EngineError, first_line
-from workbench.views.document import plain
+from workbench.base.shown import plain
 from workbench.views.samples import group_line
 from workbench.views.tokens import Quantity, TokenRow, colour_of, stops, visible
 from workbench.widgets.display import in_notebook

@@ -28,12 +28,15 @@ def equivalence(response: str, ground_truth: Any, strict: bool = False) -> dict[
         return {"score": 0.0, "status": "no_answer", "why": "no \\boxed{…} in the response"}
     boxes = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
     ways = [boxes] if strict else [ExprExtractionConfig(), LatexExtractionConfig()]
-    found = parse(text, ways, parsing_timeout=None)
+    try:
+        found = parse(text, ways, parsing_timeout=None)
+        right = bool(found) and bool(verify(gold, found, timeout_seconds=None))
+    except Exception as error:  # noqa: BLE001 - what the library fails on is the response's, not the machinery's
+        return {"score": 0.0, "status": "no_answer", "why": f"nothing that can be compared: {type(error).__name__}"}
     if not found:
         return {"score": 0.0, "status": "no_answer", "why": "nothing that reads as mathematics"}
     # parse gives expressions and the string that they were read from
     answer = next((part[:200] for part in found if isinstance(part, str) and part), None)
-    right = bool(verify(gold, found, timeout_seconds=None))
     why = "equivalent" if right else f"not equivalent to {str(ground_truth)[:100]}"
     return {"score": float(right), "answer": answer, "why": why}
 
