@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from workbench.base.config import require
 from workbench.base.errors import SandboxError, unknown
-from workbench.sandbox import tiers
+from workbench.sandbox import memory, tiers
 from workbench.sandbox.process import Limits, contained
 from workbench.sandbox.protocol import Phase, Program, Result, SyncDoors, status_of
 
@@ -119,7 +119,7 @@ class LocalSandbox(SyncDoors):
             found = f"this sandbox cannot run {program.language}; it runs {', '.join(self.languages)}"
             return Result(status="SandboxError", message=found, where=tier)
         language, stop = self._languages[program.language], stop or threading.Event()
-        memory = program.memory_limit_mb if program.memory_limit_mb > 0 else self.memory_limit_mb
+        most = program.memory_limit_mb if program.memory_limit_mb > 0 else self.memory_limit_mb
         with _folders() as (box, root):
             _write(box, {**program.files, language.file: program.code.encode("utf-8", "surrogatepass")})
 
@@ -127,14 +127,16 @@ class LocalSandbox(SyncDoors):
                 sizes = {"output_bytes": self.output_limit, "memory_mb": memory_mb, "disk_mb": self._disk_limit_mb}
                 limits = Limits(seconds=seconds, **sizes)
                 shown: dict[str, Any] = {"readable": self._readable, "environment": self._environment}
-                front = tiers.command(tier, box=box, root=root, limits=limits, **shown)
-                return contained([*front, *command], stdin.encode("utf-8", "surrogatepass"), box, limits, stop)
+                given = stdin.encode("utf-8", "surrogatepass")
+                with memory.group(memory_mb) as group:
+                    front = tiers.command(tier, group, box=box, root=root, limits=limits, **shown)
+                    return contained([*front, *command], given, box, limits, stop, group)
 
             built = ran = None
             if language.build:  # a compiler needs more room than the program that it makes
-                built = phase(language.build, max(memory, 2048), program.compile_timeout)
+                built = phase(language.build, max(most, 2048), program.compile_timeout)
             if built is None or built.return_code == 0:
-                ran = phase(language.run, memory, program.run_timeout, program.stdin or "")
+                ran = phase(language.run, most, program.run_timeout, program.stdin or "")
             files = {name: body for name in program.fetch_files if (body := _fetch(box, name)) is not None}
         broken = next((one.stderr for one in (built, ran) if one and one.status == "Error"), "")
         return Result(status=status_of(built, ran), run=ran, compile=built, files=files, message=broken, where=tier)

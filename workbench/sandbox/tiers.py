@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.sandbox.process import Limits
+from workbench.sandbox import memory
+from workbench.sandbox.process import FILE_MB, MAX_ENTRIES, Limits
 from workbench.sandbox.protocol import Program, Result
 
 UID = 61_999
@@ -28,15 +29,18 @@ TIERS = ("bubblewrap", "namespaces")
 """Tiers with isolation, the better first. `unsafe` is none."""
 MOUNTS = Path(__file__).with_name("mounts.sh")
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_LINKS = {"shm": "/tmp", "fd": "/proc/self/fd"}
+_LINKS |= {name: f"/proc/self/fd/{n}" for n, name in enumerate(("stdin", "stdout", "stderr"))}
 _PROCESSES = 64
-_FILE_MB = 16
-_OPEN_FILES = 256
+_OPEN_FILES = 128
 
 
 def limited(limits: Limits, processes: bool = True) -> list[str]:
     """The `prlimit …` command line that sets a program's limits; `processes`: limit the number of its processes, too."""
-    kept = {"as": limits.memory_mb << 20, "fsize": _FILE_MB << 20, "nofile": _OPEN_FILES, "core": 0}
-    kept |= {"cpu": int(limits.seconds) + 2, **({"nproc": _PROCESSES} if processes else {})}
+    # core: a limit of 0 would still start a helper of the machine that takes cores, 1 starts none
+    kept = {"as": limits.memory_mb << 20, "fsize": FILE_MB << 20, "nofile": _OPEN_FILES, "core": 1, "rtprio": 0}
+    kept |= {"msgqueue": 0, "cpu": int(limits.seconds) + 2, **({"nproc": _PROCESSES} if processes else {})}
     return [_tool("prlimit"), *(f"--{name}={limit}" for name, limit in kept.items()), "--"]
 
 
@@ -53,17 +57,25 @@ def missing(tier: str) -> list[str]:
 
 
 def command(
-    tier: str, *, box: Path, root: Path, limits: Limits, readable: Sequence[str], environment: Mapping[str, str]
+    tier: str,
+    group: memory.Group | None,
+    *,
+    box: Path,
+    root: Path,
+    limits: Limits,
+    readable: Sequence[str],
+    environment: Mapping[str, str],
 ) -> list[str]:
-    """The command line to put before a program's own to isolate it; `root` is an empty folder for `namespaces`' mounts."""
+    """The command line to put before a program's own to isolate it in a control group; `root` is an empty folder for mounts."""
+    enter = memory.entering(group, memory.filter_of_calls() if tier == "bubblewrap" else None)
     drop = [_tool("setpriv"), f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "--"] if os.geteuid() == 0 else []
     ends = [_tool("setpriv"), "--pdeathsig=KILL", "--"] if tier == "namespaces" else []  # bwrap sees to it itself
     if tier == "bubblewrap":
-        return [*drop, *_bubblewrap(box, limits, readable, environment), *limited(limits)]
+        return [*enter, *drop, *_bubblewrap(box, limits, readable, environment), *limited(limits)]
     if tier == "namespaces":
-        return [*drop, *ends, *_namespaces(box, root, limits, readable), *limited(limits), *_environment(environment)]
+        return [*enter, *drop, *ends, *_namespaces(box, root, limits, readable), *limited(limits), *_environment(environment)]
     # no process limit: outside a namespace it counts all processes of the user
-    return [*limited(limits, processes=False), *_environment(environment)]
+    return [*enter, *limited(limits, processes=False), *_environment(environment)]
 
 
 def _environment(environment: Mapping[str, str]) -> list[str]:
@@ -81,13 +93,19 @@ def _bubblewrap(box: Path, limits: Limits, readable: Sequence[str], environment:
     view += ["--size", str(limits.disk_mb << 20), "--tmpfs", "/tmp"]
     for folder in readable:
         view += ["--ro-bind", folder, folder]
+    # a small /dev of its own: what bubblewrap's `--dev` makes has no size, and terminals
+    view += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]
+    view += [part for name in _DEVICES for part in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
+    view += [part for name, target in _LINKS.items() for part in ("--symlink", target, f"/dev/{name}")]
+    view += ["--bind", str(box), "/box", "--remount-ro", "/"]
+    refused = ["--seccomp", str(memory.FILTER_FD)] if memory.filter_of_calls() else []
     variables = [part for name, value in environment.items() for part in ("--setenv", name, value)]
     return [
         *(_tool("bwrap"), "--unshare-user", "--disable-userns", "--unshare-all", "--uid", "65534", "--gid", "65534"),
         *("--die-with-parent", "--new-session", "--hostname", "sandbox"),
         *view,
-        *("--proc", "/proc", "--dev", "/dev"),
-        *("--bind", str(box), "/box", "--chdir", "/box", "--clearenv", *variables, "--"),
+        *refused,
+        *("--chdir", "/box", "--clearenv", *variables, "--"),
     ]
 
 
@@ -96,7 +114,7 @@ def _namespaces(box: Path, root: Path, limits: Limits, readable: Sequence[str]) 
     return [
         *(_tool("unshare"), "--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup"),
         *("--fork", "--kill-child", "--", "/bin/sh", "-c", MOUNTS.read_text(), "sh"),
-        *(str(root), str(box), str(limits.disk_mb << 20), ":".join(folders)),
+        *(str(root), str(box), f"size={limits.disk_mb << 20},nr_inodes={MAX_ENTRIES}", ":".join(folders)),
         *(_tool("setpriv"), "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", "--"),
     ]
 
