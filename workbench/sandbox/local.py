@@ -41,8 +41,20 @@ class LocalSandbox(SyncDoors):
     network: only for code that you would run by hand.
 
     `python` is the interpreter of programs (by default this process's if other users can reach it, else the system's);
-    `packages=True` shows it this process's installed packages, read-only. `memory_limit_mb` limits each process, and twice
-    that all of a program's processes together; `output_limit` is how many bytes of stdout and of stderr are kept.
+    `packages=True` shows it this process's installed packages, read-only. `output_limit` is how many bytes of stdout and of
+    stderr are kept, `disk_limit_mb` what a program may hold in its folder, and in /tmp.
+
+    `memory_limit_mb` is all that a program holds: its processes, shared memory, memfd, files in /tmp, buffers of pipes and
+    sockets. Where this process can make a control group (cgroup 1, or 2 as root or in a group that was delegated), the
+    kernel counts and ends the program. Else only bubblewrap is offered: its filter of system calls refuses memory that
+    belongs to no process, and the rest is measured every 0.1 s. `describe()` says which.
+
+    What stays open: between two measurements, a program's folder (and without a group its memory) can grow beyond the
+    limit by what 0.1 s allow. Its files are also in the page cache, which the kernel frees on demand. Deleted files
+    that wait inside a socket are not seen, at most 128 of 16 MiB; where this process is not root, nor is what is in
+    folders that the program may write but not read. Without a group, a user's pipes hold up to 64 MiB more. `namespaces` has no
+    filter of system calls: the kernel's doors for io_uring, keyrings, ptrace and the like are as open as to any user.
+    Processor time is shared: nothing keeps a program from using all cores until its time is up.
     """
 
     def __init__(
@@ -98,7 +110,9 @@ class LocalSandbox(SyncDoors):
     def describe(self) -> str:
         """The sandbox's tier of isolation and limits, in one line."""
         note = " (NO ISOLATION)" if self.tier == "unsafe" else ""
-        return f"local sandbox, {self.tier}{note}, {self.memory_limit_mb} MiB, {self.max_concurrent} at a time"
+        counted = "counted by the kernel" if memory.place() else "measured"
+        size = f"{self.memory_limit_mb} MiB a program, {counted}"
+        return f"local sandbox, {self.tier}{note}, {size}, {self.max_concurrent} at a time"
 
     def __repr__(self) -> str:
         return f"LocalSandbox({self.tier!r}, python={self.python!r}, max_concurrent={self.max_concurrent})"

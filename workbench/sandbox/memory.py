@@ -19,10 +19,9 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-ENTER = 'echo 1000 >/proc/self/oom_score_adj; echo 0 >"$1" && { [ -z "$2" ] || exec 9<"$2"; } && shift 2 && exec "$@"'
+ENTER = '{ echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null; echo 0 >"$1" && { [ -z "$2" ] || exec 9<"$2"; } && shift 2 && exec "$@"'
 """Shell: become what a machine short of memory ends first, enter the group `$1`, open the filter `$2` as 9, run the rest."""
 FILTER_FD = 9
-_SOCKET = 416 << 10  # what one end of a Unix socket can have queued: twice the kernel's default net.core.wmem_max
 _INODE = 1 << 10
 _SECONDS = 5.0
 
@@ -35,7 +34,11 @@ class Group:
         self.path.mkdir()
         self.second = (self.path / "memory.max").exists()  # of cgroup version 2
         size = memory_mb << 20
-        first = {"memory.limit_in_bytes": size, "memory.memsw.limit_in_bytes": size, "memory.kmem.tcp.limit_in_bytes": size // 4}
+        first = {
+            "memory.limit_in_bytes": size,
+            "memory.memsw.limit_in_bytes": size,
+            "memory.kmem.tcp.limit_in_bytes": size // 4,
+        }
         second = {"memory.max": size, "memory.swap.max": 0, "memory.oom.group": 1}
         try:
             for name, value in (second if self.second else first).items():
@@ -93,11 +96,8 @@ def place() -> Path | None:
             if not Path("/proc", left.name.split("-")[1]).exists():
                 with contextlib.suppress(OSError):  # its last processes are still ending: another start removes it
                     left.rmdir()
-        with contextlib.suppress(OSError):
-            trial = Group(folder, 64)
-            entered = subprocess.run(entering(trial, None) + ["true"], capture_output=True, check=False)
-            trial.close()
-            if entered.returncode == 0:
+        with contextlib.suppress(OSError), contextlib.closing(Group(folder, 64)) as trial:
+            if subprocess.run([*entering(trial, None), "true"], capture_output=True, check=False).returncode == 0:
                 return folder
     return None
 
@@ -144,7 +144,7 @@ def _kept(content: bytes) -> int:
 
 
 def held(tree: Sequence[int]) -> int:
-    """Bytes that a sandbox's processes hold: their pages, and in their world /tmp and Unix sockets."""
+    """Bytes that a sandbox's processes hold: their pages, and in their world /tmp and sockets."""
     total = 0
     for one in tree:
         with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
@@ -156,7 +156,12 @@ def held(tree: Sequence[int]) -> int:
             found = os.statvfs(f"/proc/{inside}/root/tmp")
             total += (found.f_blocks - found.f_bfree) * found.f_frsize + (found.f_files - found.f_ffree) * _INODE
         if os.stat(f"/proc/{inside}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino:
-            total += int(Path(f"/proc/{inside}/net/sockstat").read_text().split()[2]) * _SOCKET
+            # what an end has queued is not to be seen: all that it can, as programs cannot set it (`_SETSOCKOPT`)
+            most = int(Path("/proc/sys/net/core/wmem_default").read_text())
+            total += int(Path(f"/proc/{inside}/net/sockstat").read_text().split()[2]) * most
+            for name in ("tcp", "tcp6"):  # these may queue more: bytes to be sent and received, in hexadecimal
+                for line in Path(f"/proc/{inside}/net/{name}").read_text().splitlines()[1:]:
+                    total += sum(int(part, 16) for part in line.split()[4].split(":"))
     return total
 
 
@@ -170,11 +175,13 @@ _REFUSED = {  # number on x86_64, on aarch64
 }  # fmt: skip
 """Calls that no program of the sandbox needs: memory that is nobody's, and doors of the kernel with a history."""
 _PRCTL, _SET_SECCOMP = (157, 167), 22
+_SETSOCKOPT, _SOL_SOCKET, _SO_SNDBUF, _SO_RCVBUF = (54, 208), 1, 7, 8
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
-_NUMBER, _ARCHITECTURE, _ARGUMENT = 0, 4, 16  # offsets in the kernel's struct seccomp_data
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, (16, 24, 32)  # offsets in the kernel's struct seccomp_data
 
 
+@cache
 def filter_of_calls() -> bytes | None:
     """A seccomp filter (classic BPF, as bubblewrap loads it) that refuses `_REFUSED`; None for an unknown architecture."""
     if platform.machine() not in _ARCHITECTURES:
@@ -187,5 +194,9 @@ def filter_of_calls() -> bytes | None:
         # the C library then writes the file itself
         answer = (_RETURN, 0, 0, _ERRNO | errno.EOPNOTSUPP) if name == "fallocate" else refuse
         code += [(_EQUAL, 0, 1, numbers[column]), answer]
-    code += [(_EQUAL, 0, 3, _PRCTL[column]), (_LOAD, 0, 0, _ARGUMENT), (_EQUAL, 0, 1, _SET_SECCOMP), refuse]
-    return b"".join(struct.pack("=HBBI", *one) for one in (*code, (_RETURN, 0, 0, _ALLOW)))
+    allow = (_RETURN, 0, 0, _ALLOW)
+    code += [(_EQUAL, 0, 4, _PRCTL[column]), (_LOAD, 0, 0, _ARGUMENTS[0]), (_EQUAL, 0, 1, _SET_SECCOMP), refuse, allow]
+    code += [(_EQUAL, 0, 6, _SETSOCKOPT[column]), (_LOAD, 0, 0, _ARGUMENTS[1]), (_EQUAL, 0, 4, _SOL_SOCKET)]
+    code += [(_LOAD, 0, 0, _ARGUMENTS[2]), (_EQUAL, 1, 0, _SO_SNDBUF), (_EQUAL, 0, 1, _SO_RCVBUF)]
+    code += [(_RETURN, 0, 0, _ERRNO), allow]  # it succeeds and sets nothing: a size is only a wish to the kernel, too
+    return b"".join(struct.pack("=HBBI", *one) for one in code)

@@ -16,6 +16,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,14 @@ def command(
     if tier == "bubblewrap":
         return [*enter, *drop, *_bubblewrap(box, limits, readable, environment), *limited(limits)]
     if tier == "namespaces":
-        return [*enter, *drop, *ends, *_namespaces(box, root, limits, readable), *limited(limits), *_environment(environment)]
+        return [
+            *enter,
+            *drop,
+            *ends,
+            *_namespaces(box, root, limits, readable),
+            *limited(limits),
+            *_environment(environment),
+        ]
     # no process limit: outside a namespace it counts all processes of the user
     return [*enter, *limited(limits, processes=False), *_environment(environment)]
 
@@ -143,6 +151,16 @@ def daemon():
             import time; time.sleep(3)
         os._exit(0)
     return False
+def abstract():
+    s = socket.socket(socket.AF_UNIX); s.settimeout(2)
+    s.connect("\0" + CANARY); return True
+def inherited():
+    found = []
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            os.fstat(number); found.append(number)
+        except OSError: pass  # what listed them
+    return max(found) > 2
 def others():
     return [p for p in os.listdir("/proc") if p.isdigit() and int(p) not in (1, os.getpid())]
 def environments():
@@ -155,32 +173,122 @@ attempt("it sees the host's home folders", lambda: os.path.exists("/root") or os
 attempt("it writes to the system", lambda: open("/usr/workbench-probe", "w"))
 attempt("it reaches the host's network by TCP", lambda: connect(socket.SOCK_STREAM))
 attempt("it reaches the host's network by UDP", lambda: connect(socket.SOCK_DGRAM))
+attempt("it reaches the host's abstract sockets", abstract)
+attempt("it holds files that we have open", inherited)
+attempt("it sees /sys", lambda: os.path.exists("/sys"))
+attempt("it writes to /proc/sys", lambda: open("/proc/sys/kernel/shmmni", "r+"))
 attempt("it sees other processes", others)
 attempt("it reads our environment", environments)
 attempt("it makes namespaces of its own", namespaces)
 attempt("it gains rights", lambda: int(open("/proc/self/status").read().split("CapEff:")[1].split()[0], 16))
+attempt("programs give it rights", lambda: "NoNewPrivs:\t0" in open("/proc/self/status").read())
 attempt("it has no process limit", lambda: not 0 <= resource.getrlimit(resource.RLIMIT_NPROC)[1] <= 4096)
 attempt("a daemon", daemon)
 print(json.dumps(found), flush=True)
 """
+
+HOLDING_MB, LIMIT_MB = 128, 64
+"""What each of `WAYS_TO_HOLD` takes, and the limit that it does so under."""
+
+_HOLD = r"""
+import ctypes, fcntl, os, socket, sys, time
+print("began", flush=True)
+SIZE, BLOCK, kept, libc = HOLDING, bytes(1 << 20), [], ctypes.CDLL(None, use_errno=True)
+def must(code):
+    if code < 0: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return code
+def write(file):
+    kept.append(file)
+    for _ in range(8): os.write(file, BLOCK)
+def share(take):
+    reader, writer = os.pipe()
+    for _ in range(4):
+        if os.fork() == 0:
+            os.close(reader); take(SIZE // 4 << 20); os.write(writer, b"1"); time.sleep(9); os._exit(0)
+    os.close(writer)
+    if len(b"".join(os.read(reader, 1) for _ in range(4))) < 4: sys.exit("not all of it")
+def fill(pair):
+    held = 0
+    for end in pair:
+        kept.append(end); end.setblocking(False); end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        try:
+            while True: held += end.send(BLOCK[:1 << 16])
+        except BlockingIOError: pass
+    return held
+WAY
+print("took", flush=True); time.sleep(1); print("kept", flush=True)
+"""
+
+WAYS_TO_HOLD = {
+    "in processes": "share(lambda size: kept.append(b'x' * size))",
+    "in memfd": "for n in range(SIZE // 8): write(os.memfd_create('x'))",
+    "in files of /tmp, /dev/shm, /dev or /": """
+wanted = SIZE // 8
+for folder in ("/tmp", "/dev/shm", "/dev", "/"):
+    try:
+        while wanted: write(os.open(f"{folder}/{wanted}", os.O_CREAT | os.O_RDWR)); os.close(kept.pop()); wanted -= 1
+    except OSError as why: print(why)
+if wanted: sys.exit(f"{wanted * 8} MiB less")
+""",
+    "in System V shared memory": """
+libc.shmat.restype, libc.shmdt.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+for n in range(SIZE // 8):
+    at = libc.shmat(must(libc.shmget(0, 8 << 20, 0o1600)), None, 0); ctypes.memset(at, 1, 8 << 20); libc.shmdt(at)
+""",
+    "in System V messages": """
+message = ctypes.create_string_buffer(b"\1" + bytes(8191 + 8))
+for n in range(SIZE * 64):
+    queue = must(libc.msgget(0, 0o600))
+    for _ in range(2): must(libc.msgsnd(queue, message, 8192, 0o4000))
+""",
+    "in System V semaphores": "for n in range(SIZE // 2): must(libc.semget(0, 32000, 0o600))",
+    "in pipes": """
+def take(size):
+    for n in range(size >> 20):
+        reader, writer = os.pipe(); fcntl.fcntl(writer, 1031, 1 << 20); os.write(writer, BLOCK)
+share(take)
+""",
+    "in Unix sockets": """
+def take(size):
+    while size > 0: size -= fill(socket.socketpair())
+share(take)
+""",
+    "in TCP connections": """
+def take(size):
+    server = socket.create_server(("127.0.0.1", 0))
+    while size > 0: size -= fill((socket.create_connection(server.getsockname()), server.accept()[0]))
+share(take)
+""",
+}
+"""Way of taking memory beyond the limit → the code that does so, for `holding`."""
+
+
+def holding(way: str) -> Program:
+    """A program that takes `HOLDING_MB` under a limit of `LIMIT_MB` in one of `WAYS_TO_HOLD`, and prints "kept" if it can."""
+    code = _HOLD.replace("HOLDING", str(HOLDING_MB)).replace("WAY", WAYS_TO_HOLD[way])
+    return Program(code=code, run_timeout=_SECONDS, memory_limit_mb=LIMIT_MB)
 
 
 def failures(sandbox: Any, tier: str) -> list[str]:
     """Why a tier of isolation cannot be used here: the programs that it lacks, or its probe's escapes; [] if it can."""
     if lacking := missing(tier):
         return [f"needs {', '.join(lacking)}"]
-    key = (tier, sandbox.python, os.getpid())
+    key = (tier, sandbox.python, memory.place(), os.getpid())
     if key not in _known:
         _known[key] = _attempt(sandbox, tier)
     return _known[key]
 
 
-_known: dict[tuple[str, str, int], list[str]] = {}
+_known: dict[tuple[str, str, Path | None, int], list[str]] = {}
 
 
 def _attempt(sandbox: Any, tier: str) -> list[str]:
     canary = f"workbench-{os.urandom(8).hex()}"
-    with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryDirectory() as folder:
+    folders, abstract = tempfile.TemporaryDirectory(), socket.socket(socket.AF_UNIX)
+    with socket.create_server(("127.0.0.1", 0)) as listener, folders as folder, abstract:
+        abstract.bind("\0" + canary)
+        abstract.listen()
         os.chmod(folder, 0o755)  # what hides the file must be the tier, not the file's rights
         secret = Path(folder) / "secret"
         secret.write_text(canary)
@@ -199,4 +307,16 @@ def _attempt(sandbox: Any, tier: str) -> list[str]:
     leaks = [name for name, escaped in found.items() if escaped]
     if result.run and result.run.left_behind:
         leaks.append("a daemon outlives its program")
+    return leaks + _held(sandbox, tier)
+
+
+def _held(sandbox: Any, tier: str) -> list[str]:
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        results = threads.map(lambda way: sandbox.execute_in(tier, holding(way)), WAYS_TO_HOLD)
+    leaks = []
+    for way, result in zip(WAYS_TO_HOLD, results, strict=True):
+        if "kept" in result.stdout:
+            leaks.append(f"it keeps {HOLDING_MB} MiB {way} under a limit of {LIMIT_MB}")
+        elif "began" not in result.stdout:
+            leaks.append(f"its probe of memory {way} did not run ({result.why})")
     return leaks
