@@ -89,6 +89,8 @@ def group(memory_mb: int) -> Iterator[Group | None]:
 @cache
 def place() -> Path | None:
     """The folder in which this process can make control groups that limit memory, or None. Groups of dead makers go."""
+    if not Path("/proc/self/cgroup").exists():  # a kernel without
+        return None
     for folder in _folders(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text()):
         if not os.access(folder, os.W_OK) or not os.access(folder / "cgroup.procs", os.W_OK):
             continue
@@ -96,8 +98,9 @@ def place() -> Path | None:
             if not Path("/proc", left.name.split("-")[1]).exists():
                 with contextlib.suppress(OSError):  # its last processes are still ending: another start removes it
                     left.rmdir()
-        with contextlib.suppress(OSError), contextlib.closing(Group(folder, 64)) as trial:
-            if subprocess.run([*entering(trial, None), "true"], capture_output=True, check=False).returncode == 0:
+        with contextlib.suppress(OSError, ValueError), contextlib.closing(Group(folder, 64)) as trial:
+            entered = subprocess.run([*entering(trial, None), "true"], capture_output=True, check=False)
+            if entered.returncode == 0 and not trial.met():
                 return folder
     return None
 
@@ -114,15 +117,20 @@ def _folders(groups: str, mounts: str) -> Iterator[Path]:
             if found != kind or path is None or not Path(path).is_relative_to(root):
                 continue
             folder = Path(point) / Path(path).relative_to(root)
-            if kind == "cgroup" and "memory" in options.split(","):
+            if kind == "cgroup2":
+                yield from (
+                    above for above in (folder, *folder.parents) if above.is_relative_to(point) and _shares(above)
+                )
+            elif "memory" in options.split(","):
                 yield folder
-            if kind == "cgroup2":  # a group that has processes cannot share memory out, but one above it does
-                for above in (folder, *folder.parents):
-                    with contextlib.suppress(OSError):
-                        if "memory" in (above / "cgroup.subtree_control").read_text().split():
-                            yield above
-                    if above == Path(point):
-                        break
+
+
+def _shares(folder: Path) -> bool:
+    """Whether a group of version 2 limits the memory of its subgroups: none with processes can, but one above may."""
+    try:
+        return "memory" in (folder / "cgroup.subtree_control").read_text().split()
+    except OSError:
+        return False
 
 
 def entering(group: Group | None, filter_of_calls: bytes | None) -> list[str]:

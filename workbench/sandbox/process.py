@@ -86,13 +86,7 @@ def contained(
         return Phase(status="Error", stderr=f"cannot start {command[0]}: {error}")
     out, err = _Pipe(limits.output_bytes), _Pipe(limits.output_bytes)
     with contextlib.ExitStack() as stack, process, selectors.DefaultSelector() as selector:
-        assert process.stdin and process.stdout and process.stderr
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            os.fchmod(pipe.fileno(), 0o666)  # programs open /dev/stdin, and are another user's
-        selector.register(process.stdout, selectors.EVENT_READ, out)
-        selector.register(process.stderr, selectors.EVENT_READ, err)
-        os.set_blocking(process.stdin.fileno(), False)
-        selector.register(process.stdin, selectors.EVENT_WRITE, memoryview(stdin))
+        _register(process, selector, stdin, out, err)
         if hasattr(os, "pidfd_open"):  # its end wakes the selector
             ended = os.pidfd_open(process.pid)
             stack.callback(os.close, ended)
@@ -102,8 +96,6 @@ def contained(
         finally:
             end_group(process)  # also after a clean end: in the weakest tier a child may outlive its parent
         left_behind = not _rest(selector)
-    if limit is None and group is not None and group.met():
-        limit = "memory"
     cut = out.cut or err.cut
     phase = Phase(
         status="TimeLimitExceeded" if limit == "time" else "Finished",
@@ -116,6 +108,18 @@ def contained(
         left_behind=left_behind,
     )
     return phase if phase.limit else _named(phase)
+
+
+def _register(
+    process: subprocess.Popen[bytes], selector: selectors.BaseSelector, stdin: bytes, out: _Pipe, err: _Pipe
+) -> None:
+    assert process.stdin and process.stdout and process.stderr
+    os.set_blocking(process.stdin.fileno(), False)
+    selector.register(process.stdin, selectors.EVENT_WRITE, memoryview(stdin))
+    selector.register(process.stdout, selectors.EVENT_READ, out)
+    selector.register(process.stderr, selectors.EVENT_READ, err)
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        os.fchmod(pipe.fileno(), 0o666)  # programs open /dev/stdin, and are another user's
 
 
 def _until(
@@ -144,7 +148,7 @@ def _until(
             if _too_big(box, (limits.disk_mb << 20) - _deleted(tree, box)):
                 return "disk"
         _move(selector, min(deadline, watch) - now)
-    return None
+    return "memory" if group and group.met() else None
 
 
 def _move(selector: selectors.BaseSelector, seconds: float) -> None:
