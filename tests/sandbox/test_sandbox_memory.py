@@ -146,3 +146,12 @@ def test_groups_whose_maker_is_dead_are_removed_at_the_next_start() -> None:
     dead.mkdir()
     memory.place.cache_clear()
     assert memory.place() == where and not dead.exists()
+
+
+def test_a_group_that_cannot_be_made_is_the_sandboxs_error_not_the_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = LocalSandbox(allow_unsafe=True)
+    monkeypatch.setattr(memory, "place", lambda: tmp_path / "gone")
+    result = box.run("print(1)")
+    assert result.status == "SandboxError" and "cannot make a control group" in result.why

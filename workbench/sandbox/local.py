@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -142,7 +142,11 @@ class LocalSandbox(SyncDoors):
                 limits = Limits(seconds=seconds, **sizes)
                 shown: dict[str, Any] = {"readable": self._readable, "environment": self._environment}
                 given = stdin.encode("utf-8", "surrogatepass")
-                with memory.group(memory_mb) as group:
+                with ExitStack() as stack:
+                    try:
+                        group = stack.enter_context(memory.group(memory_mb))
+                    except OSError as error:
+                        return Phase(status="Error", stderr=f"cannot make a control group: {error}")
                     front = tiers.command(tier, group, box=box, root=root, limits=limits, **shown)
                     return contained([*front, *command], given, box, limits, stop, group)
 

@@ -65,8 +65,8 @@ class Group:
             try:
                 return self.path.rmdir()
             except OSError as error:  # busy: its last processes are still ending
-                if time.monotonic() > deadline:
-                    warnings.warn(f"control group {self.path} is left behind: {error}", stacklevel=2)
+                if not self.path.exists() or time.monotonic() > deadline:
+                    warnings.warn(f"control group {self.path} could not be removed: {error}", stacklevel=2)
                     return None
             for pid in self.procs.read_text().split():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
