@@ -204,7 +204,7 @@ def share(take):
     reader, writer = os.pipe()
     for _ in range(4):
         if os.fork() == 0:
-            os.close(reader); take(SIZE // 4 << 20); os.write(writer, b"1"); time.sleep(9); os._exit(0)
+            os.close(reader); take(SIZE // 4 << 20); os.write(writer, b"1"); os.close(writer); time.sleep(9); os._exit(0)
     os.close(writer)
     if len(b"".join(os.read(reader, 1) for _ in range(4))) < 4: sys.exit("not all of it")
 def fill(pair):
