@@ -311,7 +311,7 @@ def _attempt(sandbox: Any, tier: str) -> list[str]:
 
 
 def _held(sandbox: Any, tier: str) -> list[str]:
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    with ThreadPoolExecutor(len(WAYS_TO_HOLD)) as threads:  # they mostly wait
         results = threads.map(lambda way: sandbox.execute_in(tier, holding(way)), WAYS_TO_HOLD)
     leaks = []
     for way, result in zip(WAYS_TO_HOLD, results, strict=True):
