@@ -35,8 +35,8 @@ class _Language(NamedTuple):
 class LocalSandbox(SyncDoors):
     """`sandbox.local()`: runs programs on this machine, isolated by the best tier of isolation that passes its probe.
 
-    `tier` is `bubblewrap` or `namespaces` (None: the first that works). A tier is used only after its probe, a program
-    that tries to escape (`tiers.ESCAPES`), has failed to. Where no tier passes, this raises `SandboxError` with the
+    `tier` is `bubblewrap` or `namespaces` (None: the first that works). A tier is used only after its probe, programs
+    that try to escape (`tiers.ESCAPES`) and to hold memory beyond their limit (`tiers.WAYS_TO_HOLD`), have failed to. Where no tier passes, this raises `SandboxError` with the
     reasons; `allow_unsafe=True` then runs model code as an ordinary process of your own user, with your files and your
     network: only for code that you would run by hand.
 
@@ -52,7 +52,8 @@ class LocalSandbox(SyncDoors):
     What stays open: between two measurements, a program's folder (and without a group its memory) can grow beyond the
     limit by what 0.1 s allow. Its files are also in the page cache, which the kernel frees on demand. Deleted files
     that wait inside a socket are not seen, at most 128 of 16 MiB; where this process is not root, nor is what is in
-    folders that the program may write but not read. Without a group, a user's pipes hold up to 64 MiB more. `namespaces` has no
+    folders that the program may write but not read. Without a group, a user's pipes hold up to 64 MiB more;
+    with one of version 1, TCP's buffers a quarter of the limit more. `namespaces` has no
     filter of system calls: the kernel's doors for io_uring, keyrings, ptrace and the like are as open as to any user.
     Processor time is shared: nothing keeps a program from using all cores until its time is up.
     """
