@@ -1,13 +1,13 @@
 # Inside fresh user, mount and pid namespaces: build the small world in $1 and move into it.
-# $1 an empty folder, $2 the box, $3 bytes for /tmp, $4 folders to show read-only (a:b:c); then the command.
+# $1 an empty folder, $2 the box, $3 the size of /tmp, $4 folders to show read-only (a:b:c); then the command.
 set -eu
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
 root=$1 box=$2 size=$3 folders=$4
 shift 4
-mount -t tmpfs -o "size=$size,mode=755" sandbox "$root"
+mount -t tmpfs -o "$size,mode=755" sandbox "$root"
 cd "$root"
 mkdir box tmp proc dev
-mount -t tmpfs -o "size=$size,mode=1777" tmp tmp # first: what is shown may lie in /tmp
+mount -t tmpfs -o "$size,mode=1777" tmp tmp # first: what is shown may lie in /tmp
 IFS=:
 for folder in $folders; do
   if [ -L "$folder" ]; then
@@ -22,11 +22,14 @@ unset IFS
 mount --bind "$box" box
 mount -t proc proc proc
 echo 0 >proc/sys/user/max_user_namespaces # no namespaces inside this one
+mount -o bind,ro proc/sys proc/sys
 for name in null zero full random urandom; do
   : >"dev/$name"
   mount --bind "/dev/$name" "dev/$name"
 done
-mount -o "remount,ro,size=$size" sandbox "$root"
+cp -P /dev/fd /dev/stdin /dev/stdout /dev/stderr dev 2>/dev/null || : # links, where the machine has them
+ln -s /tmp dev/shm
+mount -o "remount,ro,$size" sandbox "$root"
 pivot_root . .
 umount -l .
 cd /box

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base.child import code_of, end_group
+from workbench.sandbox import memory
 from workbench.sandbox.protocol import Limit, Phase, last_line, ran_out_of_memory
 
 WATCH_SECONDS = 0.1
 """Seconds between two measurements of a running sandbox's memory and disk."""
 MAX_ENTRIES = 10_000
 """Files and folders that a program may make."""
+FILE_MB = 16
+"""Size in MiB of the largest file that a program may make."""
 _GRACE = 1.0
 _OVER = 64
 """Output beyond the limit is read and dropped up to this many times the limit; then the program is ended."""
@@ -35,7 +38,7 @@ class Limits:
     output_bytes: int
     """Bytes kept of stdout, and of stderr."""
     memory_mb: int
-    """Address space of each process; all of them together may hold twice as much."""
+    """Address space of each process, and all memory of all of them together."""
     disk_mb: int
 
 
@@ -63,8 +66,18 @@ class _Pipe:
             return f"[DecodeError] {error}"  # the service's words
 
 
-def contained(command: Sequence[str], stdin: bytes, box: Path, limits: Limits, stop: threading.Event) -> Phase:
-    """Run a command until it ends, meets a limit, or `stop` is set; its process group is ended before this returns."""
+def contained(
+    command: Sequence[str],
+    stdin: bytes,
+    box: Path,
+    limits: Limits,
+    stop: threading.Event,
+    group: memory.Group | None = None,
+) -> Phase:
+    """Run a command until it ends, meets a limit, or `stop` is set; its process group is ended before this returns.
+
+    `group` is the control group that the command enters; without one its memory is measured every `WATCH_SECONDS`.
+    """
     began = time.perf_counter()
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     try:  # without an environment: an init's can be read from inside
@@ -73,17 +86,13 @@ def contained(command: Sequence[str], stdin: bytes, box: Path, limits: Limits, s
         return Phase(status="Error", stderr=f"cannot start {command[0]}: {error}")
     out, err = _Pipe(limits.output_bytes), _Pipe(limits.output_bytes)
     with contextlib.ExitStack() as stack, process, selectors.DefaultSelector() as selector:
-        assert process.stdin and process.stdout and process.stderr
-        selector.register(process.stdout, selectors.EVENT_READ, out)
-        selector.register(process.stderr, selectors.EVENT_READ, err)
-        os.set_blocking(process.stdin.fileno(), False)
-        selector.register(process.stdin, selectors.EVENT_WRITE, memoryview(stdin))
+        _register(process, selector, stdin, out, err)
         if hasattr(os, "pidfd_open"):  # its end wakes the selector
             ended = os.pidfd_open(process.pid)
             stack.callback(os.close, ended)
             selector.register(ended, selectors.EVENT_READ, None)
         try:
-            limit = _until(process, selector, (out, err), box, limits, stop)
+            limit = _until(process, selector, (out, err), box, limits, stop, group)
         finally:
             end_group(process)  # also after a clean end: in the weakest tier a child may outlive its parent
         left_behind = not _rest(selector)
@@ -101,6 +110,18 @@ def contained(command: Sequence[str], stdin: bytes, box: Path, limits: Limits, s
     return phase if phase.limit else _named(phase)
 
 
+def _register(
+    process: subprocess.Popen[bytes], selector: selectors.BaseSelector, stdin: bytes, out: _Pipe, err: _Pipe
+) -> None:
+    assert process.stdin and process.stdout and process.stderr
+    os.set_blocking(process.stdin.fileno(), False)
+    selector.register(process.stdin, selectors.EVENT_WRITE, memoryview(stdin))
+    selector.register(process.stdout, selectors.EVENT_READ, out)
+    selector.register(process.stderr, selectors.EVENT_READ, err)
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        os.fchmod(pipe.fileno(), 0o666)  # programs open /dev/stdin, and are another user's
+
+
 def _until(
     process: subprocess.Popen[bytes],
     selector: selectors.BaseSelector,
@@ -108,6 +129,7 @@ def _until(
     box: Path,
     limits: Limits,
     stop: threading.Event,
+    group: memory.Group | None,
 ) -> Limit | None:
     """Move bytes until the process ends or meets a limit."""
     now = time.monotonic()
@@ -120,12 +142,13 @@ def _until(
             return "output"
         if now >= watch:
             watch = now + WATCH_SECONDS
-            if _memory(process.pid) > 2 * limits.memory_mb << 20:
+            tree = _tree(process.pid)
+            if group.met() if group else memory.held(tree) > limits.memory_mb << 20:
                 return "memory"
-            if _too_big(box, limits.disk_mb << 20):
+            if _too_big(box, (limits.disk_mb << 20) - _deleted(tree, box)):
                 return "disk"
         _move(selector, min(deadline, watch) - now)
-    return None
+    return "memory" if group and group.met() else None
 
 
 def _move(selector: selectors.BaseSelector, seconds: float) -> None:
@@ -168,25 +191,42 @@ def _rest(selector: selectors.BaseSelector) -> bool:
 def _named(phase: Phase) -> Phase:
     """A limit that the kernel kept shows only in how the program ended."""
     code = phase.return_code
-    if code and ran_out_of_memory(phase.stderr):
+    last = last_line(phase.stderr)
+    if code and (ran_out_of_memory(phase.stderr) or "Cannot allocate memory" in last):
         return replace(phase, limit="memory")
     if code in (128 + signal.SIGXCPU, -signal.SIGXCPU):
         return replace(phase, limit="time", status="TimeLimitExceeded", return_code=None)
-    if code in (128 + signal.SIGXFSZ, -signal.SIGXFSZ) or (code and "File too large" in last_line(phase.stderr)):
+    if code in (128 + signal.SIGXFSZ, -signal.SIGXFSZ) or (
+        code and ("File too large" in last or "No space left on device" in last)
+    ):
         return replace(phase, limit="disk")
     return phase
 
 
-def _memory(pid: int) -> int:
-    """Resident bytes of a process and of everything below it."""
+def _tree(pid: int) -> list[int]:
+    """A process and everything below it."""
     import psutil
 
-    total = 0
-    with contextlib.suppress(psutil.Error):
-        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-                total += process.memory_info().rss
-    return total
+    try:
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.Error:  # it has ended meanwhile
+        return [pid]
+
+
+def _deleted(tree: Sequence[int], box: Path) -> int:
+    """Bytes of the box's deleted files that processes hold open or mapped; a mapped one counts as the largest allowed."""
+    device, sizes = box.stat().st_dev, dict[int, int]()
+    for pid in tree:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                if line.endswith(" (deleted)") and " /box/" in line:
+                    sizes[int(line.split()[4])] = FILE_MB << 20
+            for opened in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    found = opened.stat()
+                    if found.st_dev == device and found.st_nlink == 0:
+                        sizes[found.st_ino] = found.st_blocks * 512
+    return sum(sizes.values())
 
 
 def _too_big(box: Path, limit: int) -> bool:

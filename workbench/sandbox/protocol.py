@@ -54,7 +54,7 @@ class Program:
     run_timeout: float = 10.0
     """Seconds of wall time."""
     memory_limit_mb: int = -1
-    """Address space of a process in MiB; -1 is the sandbox's own limit."""
+    """MiB of memory that all its processes together may hold; -1 is the sandbox's own limit."""
 
     def __post_init__(self) -> None:
         if self.language not in LANGUAGES:

@@ -16,10 +16,12 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from workbench.sandbox.process import Limits
+from workbench.sandbox import memory
+from workbench.sandbox.process import FILE_MB, MAX_ENTRIES, Limits
 from workbench.sandbox.protocol import Program, Result
 
 UID = 61_999
@@ -28,15 +30,18 @@ TIERS = ("bubblewrap", "namespaces")
 """Tiers with isolation, the better first. `unsafe` is none."""
 MOUNTS = Path(__file__).with_name("mounts.sh")
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_LINKS = {"shm": "/tmp", "fd": "/proc/self/fd"}
+_LINKS |= {name: f"/proc/self/fd/{n}" for n, name in enumerate(("stdin", "stdout", "stderr"))}
 _PROCESSES = 64
-_FILE_MB = 16
-_OPEN_FILES = 256
+_OPEN_FILES = 128
 
 
 def limited(limits: Limits, processes: bool = True) -> list[str]:
     """The `prlimit …` command line that sets a program's limits; `processes`: limit the number of its processes, too."""
-    kept = {"as": limits.memory_mb << 20, "fsize": _FILE_MB << 20, "nofile": _OPEN_FILES, "core": 0}
-    kept |= {"cpu": int(limits.seconds) + 2, **({"nproc": _PROCESSES} if processes else {})}
+    # core: a limit of 0 would still start a helper of the machine that takes cores, 1 starts none
+    kept = {"as": limits.memory_mb << 20, "fsize": FILE_MB << 20, "nofile": _OPEN_FILES, "core": 1, "rtprio": 0}
+    kept |= {"msgqueue": 0, "cpu": int(limits.seconds) + 2, **({"nproc": _PROCESSES} if processes else {})}
     return [_tool("prlimit"), *(f"--{name}={limit}" for name, limit in kept.items()), "--"]
 
 
@@ -53,17 +58,32 @@ def missing(tier: str) -> list[str]:
 
 
 def command(
-    tier: str, *, box: Path, root: Path, limits: Limits, readable: Sequence[str], environment: Mapping[str, str]
+    tier: str,
+    group: memory.Group | None,
+    *,
+    box: Path,
+    root: Path,
+    limits: Limits,
+    readable: Sequence[str],
+    environment: Mapping[str, str],
 ) -> list[str]:
-    """The command line to put before a program's own to isolate it; `root` is an empty folder for `namespaces`' mounts."""
+    """The command line to put before a program's own to isolate it in a control group; `root` is an empty folder for mounts."""
+    enter = memory.entering(group, memory.filter_of_calls() if tier == "bubblewrap" else None)
     drop = [_tool("setpriv"), f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "--"] if os.geteuid() == 0 else []
     ends = [_tool("setpriv"), "--pdeathsig=KILL", "--"] if tier == "namespaces" else []  # bwrap sees to it itself
     if tier == "bubblewrap":
-        return [*drop, *_bubblewrap(box, limits, readable, environment), *limited(limits)]
+        return [*enter, *drop, *_bubblewrap(box, limits, readable, environment), *limited(limits)]
     if tier == "namespaces":
-        return [*drop, *ends, *_namespaces(box, root, limits, readable), *limited(limits), *_environment(environment)]
+        return [
+            *enter,
+            *drop,
+            *ends,
+            *_namespaces(box, root, limits, readable),
+            *limited(limits),
+            *_environment(environment),
+        ]
     # no process limit: outside a namespace it counts all processes of the user
-    return [*limited(limits, processes=False), *_environment(environment)]
+    return [*enter, *limited(limits, processes=False), *_environment(environment)]
 
 
 def _environment(environment: Mapping[str, str]) -> list[str]:
@@ -81,13 +101,19 @@ def _bubblewrap(box: Path, limits: Limits, readable: Sequence[str], environment:
     view += ["--size", str(limits.disk_mb << 20), "--tmpfs", "/tmp"]
     for folder in readable:
         view += ["--ro-bind", folder, folder]
+    # a small /dev of its own: what bubblewrap's `--dev` makes has no size, and terminals
+    view += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]
+    view += [part for name in _DEVICES for part in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
+    view += [part for name, target in _LINKS.items() for part in ("--symlink", target, f"/dev/{name}")]
+    view += ["--bind", str(box), "/box", "--remount-ro", "/"]
+    refused = ["--seccomp", str(memory.FILTER_FD)] if memory.filter_of_calls() else []
     variables = [part for name, value in environment.items() for part in ("--setenv", name, value)]
     return [
         *(_tool("bwrap"), "--unshare-user", "--disable-userns", "--unshare-all", "--uid", "65534", "--gid", "65534"),
         *("--die-with-parent", "--new-session", "--hostname", "sandbox"),
         *view,
-        *("--proc", "/proc", "--dev", "/dev"),
-        *("--bind", str(box), "/box", "--chdir", "/box", "--clearenv", *variables, "--"),
+        *refused,
+        *("--chdir", "/box", "--clearenv", *variables, "--"),
     ]
 
 
@@ -96,7 +122,7 @@ def _namespaces(box: Path, root: Path, limits: Limits, readable: Sequence[str]) 
     return [
         *(_tool("unshare"), "--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup"),
         *("--fork", "--kill-child", "--", "/bin/sh", "-c", MOUNTS.read_text(), "sh"),
-        *(str(root), str(box), str(limits.disk_mb << 20), ":".join(folders)),
+        *(str(root), str(box), f"size={limits.disk_mb << 20},nr_inodes={MAX_ENTRIES}", ":".join(folders)),
         *(_tool("setpriv"), "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", "--"),
     ]
 
@@ -125,6 +151,16 @@ def daemon():
             import time; time.sleep(3)
         os._exit(0)
     return False
+def abstract():
+    s = socket.socket(socket.AF_UNIX); s.settimeout(2)
+    s.connect("\0" + CANARY); return True
+def inherited():
+    found = []
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            os.fstat(number); found.append(number)
+        except OSError: pass  # what listed them
+    return max(found) > 2
 def others():
     return [p for p in os.listdir("/proc") if p.isdigit() and int(p) not in (1, os.getpid())]
 def environments():
@@ -137,32 +173,122 @@ attempt("it sees the host's home folders", lambda: os.path.exists("/root") or os
 attempt("it writes to the system", lambda: open("/usr/workbench-probe", "w"))
 attempt("it reaches the host's network by TCP", lambda: connect(socket.SOCK_STREAM))
 attempt("it reaches the host's network by UDP", lambda: connect(socket.SOCK_DGRAM))
+attempt("it reaches the host's abstract sockets", abstract)
+attempt("it holds files that we have open", inherited)
+attempt("it sees /sys", lambda: os.path.exists("/sys"))
+attempt("it writes to /proc/sys", lambda: open("/proc/sys/kernel/shmmni", "r+"))
 attempt("it sees other processes", others)
 attempt("it reads our environment", environments)
 attempt("it makes namespaces of its own", namespaces)
 attempt("it gains rights", lambda: int(open("/proc/self/status").read().split("CapEff:")[1].split()[0], 16))
+attempt("programs give it rights", lambda: "NoNewPrivs:\t0" in open("/proc/self/status").read())
 attempt("it has no process limit", lambda: not 0 <= resource.getrlimit(resource.RLIMIT_NPROC)[1] <= 4096)
 attempt("a daemon", daemon)
 print(json.dumps(found), flush=True)
 """
+
+HOLDING_MB, LIMIT_MB = 128, 64
+"""What each of `WAYS_TO_HOLD` takes, and the limit that it does so under."""
+
+_HOLD = r"""
+import ctypes, fcntl, os, socket, sys, time
+print("began", flush=True)
+SIZE, BLOCK, kept, libc = HOLDING, bytes(1 << 20), [], ctypes.CDLL(None, use_errno=True)
+def must(code):
+    if code < 0: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return code
+def write(file):
+    kept.append(file)
+    for _ in range(8): os.write(file, BLOCK)
+def share(take):
+    reader, writer = os.pipe()
+    for _ in range(4):
+        if os.fork() == 0:
+            os.close(reader); take(SIZE // 4 << 20); os.write(writer, b"1"); os.close(writer); time.sleep(9); os._exit(0)
+    os.close(writer)
+    if len(b"".join(os.read(reader, 1) for _ in range(4))) < 4: sys.exit("not all of it")
+def fill(pair):
+    held = 0
+    for end in pair:
+        kept.append(end); end.setblocking(False); end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        try:
+            while True: held += end.send(BLOCK[:1 << 16])
+        except BlockingIOError: pass
+    return held
+WAY
+print("took", flush=True); time.sleep(1); print("kept", flush=True)
+"""
+
+WAYS_TO_HOLD = {
+    "in processes": "share(lambda size: kept.append(b'x' * size))",
+    "in memfd": "for n in range(SIZE // 8): write(os.memfd_create('x'))",
+    "in files of /tmp, /dev/shm, /dev or /": """
+wanted = SIZE // 8
+for folder in ("/tmp", "/dev/shm", "/dev", "/"):
+    try:
+        while wanted: write(os.open(f"{folder}/{wanted}", os.O_CREAT | os.O_RDWR)); os.close(kept.pop()); wanted -= 1
+    except OSError as why: print(why)
+if wanted: sys.exit(f"{wanted * 8} MiB less")
+""",
+    "in System V shared memory": """
+libc.shmat.restype, libc.shmdt.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+for n in range(SIZE // 8):
+    at = libc.shmat(must(libc.shmget(0, 8 << 20, 0o1600)), None, 0); ctypes.memset(at, 1, 8 << 20); libc.shmdt(at)
+""",
+    "in System V messages": """
+message = ctypes.create_string_buffer(b"\1" + bytes(8191 + 8))
+for n in range(SIZE * 64):
+    queue = must(libc.msgget(0, 0o600))
+    for _ in range(2): must(libc.msgsnd(queue, message, 8192, 0o4000))
+""",
+    "in System V semaphores": "for n in range(SIZE // 2): must(libc.semget(0, 32000, 0o600))",
+    "in pipes": """
+def take(size):
+    for n in range(size >> 20):
+        reader, writer = os.pipe(); fcntl.fcntl(writer, 1031, 1 << 20); os.write(writer, BLOCK)
+share(take)
+""",
+    "in Unix sockets": """
+def take(size):
+    while size > 0: size -= fill(socket.socketpair())
+share(take)
+""",
+    "in TCP connections": """
+def take(size):
+    server = socket.create_server(("127.0.0.1", 0))
+    while size > 0: size -= fill((socket.create_connection(server.getsockname()), server.accept()[0]))
+share(take)
+""",
+}
+"""Way of taking memory beyond the limit → the code that does so, for `holding`."""
+
+
+def holding(way: str) -> Program:
+    """A program that takes `HOLDING_MB` under a limit of `LIMIT_MB` in one of `WAYS_TO_HOLD`, and prints "kept" if it can."""
+    code = _HOLD.replace("HOLDING", str(HOLDING_MB)).replace("WAY", WAYS_TO_HOLD[way])
+    return Program(code=code, run_timeout=_SECONDS, memory_limit_mb=LIMIT_MB)
 
 
 def failures(sandbox: Any, tier: str) -> list[str]:
     """Why a tier of isolation cannot be used here: the programs that it lacks, or its probe's escapes; [] if it can."""
     if lacking := missing(tier):
         return [f"needs {', '.join(lacking)}"]
-    key = (tier, sandbox.python, os.getpid())
+    key = (tier, sandbox.python, memory.place(), os.getpid())
     if key not in _known:
         _known[key] = _attempt(sandbox, tier)
     return _known[key]
 
 
-_known: dict[tuple[str, str, int], list[str]] = {}
+_known: dict[tuple[str, str, Path | None, int], list[str]] = {}
 
 
 def _attempt(sandbox: Any, tier: str) -> list[str]:
     canary = f"workbench-{os.urandom(8).hex()}"
-    with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryDirectory() as folder:
+    folders, abstract = tempfile.TemporaryDirectory(), socket.socket(socket.AF_UNIX)
+    with socket.create_server(("127.0.0.1", 0)) as listener, folders as folder, abstract:
+        abstract.bind("\0" + canary)
+        abstract.listen()
         os.chmod(folder, 0o755)  # what hides the file must be the tier, not the file's rights
         secret = Path(folder) / "secret"
         secret.write_text(canary)
@@ -181,4 +307,16 @@ def _attempt(sandbox: Any, tier: str) -> list[str]:
     leaks = [name for name, escaped in found.items() if escaped]
     if result.run and result.run.left_behind:
         leaks.append("a daemon outlives its program")
+    return leaks + _held(sandbox, tier)
+
+
+def _held(sandbox: Any, tier: str) -> list[str]:
+    with ThreadPoolExecutor(len(WAYS_TO_HOLD)) as threads:  # they mostly wait
+        results = threads.map(lambda way: sandbox.execute_in(tier, holding(way)), WAYS_TO_HOLD)
+    leaks = []
+    for way, result in zip(WAYS_TO_HOLD, results, strict=True):
+        if "kept" in result.stdout:
+            leaks.append(f"it keeps {HOLDING_MB} MiB {way} under a limit of {LIMIT_MB}")
+        elif "began" not in result.stdout:
+            leaks.append(f"its probe of memory {way} did not run ({result.why})")
     return leaks
