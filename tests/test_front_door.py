@@ -22,7 +22,7 @@ def other_reward(response: str) -> float:
 
 
 def test_the_front_door(tmp_path: Path) -> None:
-    eval_rows = wb.rows("data/arith/test.parquet", max_prompt_length=256)[:16]
+    eval_rows = wb.rows("data/arith/test.parquet", max_prompt_length=256, limit=16)
 
     engine = wb.engines.local("data/tiny-arith")
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)

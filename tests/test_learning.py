@@ -10,7 +10,7 @@ import workbench as wb
 
 
 def eval_rows(number: int = 256) -> wb.datasets.Rows:
-    return wb.rows("data/arith/test.parquet", max_prompt_length=256)[:number]
+    return wb.rows("data/arith/test.parquet", max_prompt_length=256, limit=number)
 
 
 def test_the_model_starts_where_it_should() -> None:

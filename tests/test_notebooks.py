@@ -179,7 +179,7 @@ def test_stepped_by_hand_trained_and_run_by_papermill_are_the_same_numbers(tmp_p
     assert check_outputs(tmp_path / "out.ipynb") > 8  # with the panel of a person, which plain papermill shows
     assert run_notebook(notebook, {**small, "run": str(tmp_path / "job")}, skip_look=True).code == OK
     pipe, rows = small_pipeline()
-    eval_rows = wb.rows("data/arith/test.parquet", max_prompt_length=256)[:16]
+    eval_rows = wb.rows("data/arith/test.parquet", max_prompt_length=256, limit=16)
     here = wb.train_blocking(
         pipe, rows, steps=3, batch_size=4, run=tmp_path / "here", eval_rows=eval_rows, test_freq=2, save_freq=2
     )

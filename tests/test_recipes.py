@@ -34,7 +34,7 @@ def varied(response: str) -> float:
 
 def make(name: str, tiny: str, **more: Any) -> tuple[wb.Pipeline, wb.datasets.Rows]:
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:16]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=16)
     settings = {"max_tokens": 12, **RECIPES[name], **more}
     if name == "dapo":
         settings.setdefault("rows", rows)
@@ -118,7 +118,7 @@ def test_remax_compares_with_the_greedy_response(tiny: str) -> None:
 
 def test_dapo_replaces_groups_without_signal(tiny: str) -> None:
     engine = wb.engines.local(tiny, device="cpu")
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:16]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=16)
     dull = {rows.batch(4)["uid"][1], rows.batch(4)["uid"][2]}
 
     def judge(response: str, uid: str) -> float:
@@ -141,7 +141,7 @@ def test_dapo_replaces_groups_without_signal(tiny: str) -> None:
 
 
 def test_a_step_without_any_signal_changes_nothing(tiny: str) -> None:
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:16]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=16)
     engine = wb.engines.local(tiny, device="cpu", weight_decay=0.0)
     pipe = wb.recipes.dapo(engine, Reward(lambda response: 1.0, in_process=True), rows=rows, group_size=2, max_tokens=8)
     s = wb.Stepper(pipe, rows.batch(2)).run()

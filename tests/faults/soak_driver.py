@@ -17,7 +17,7 @@ def main() -> None:
     run, steps, save_freq = sys.argv[1:]
     torch.set_num_threads(1)
     engine = wb.engines.local("data/tiny-arith", lr=1e-4, schedule="cosine", total_steps=int(steps), device="cpu")
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:30]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=30)
     pipe = wb.recipes.ppo(
         engine, group_size=2, max_tokens=6, kl_coef=0.01, kl_target=0.02, kl_horizon=100, critic_lr=1e-4
     )

@@ -49,7 +49,7 @@ class Other:
 def run(tiny: str, path: Path, limit: OffPolicy | None, steps: int = 4, **sampler: Any) -> tuple[wb.Run, Any]:
     learner = wb.engines.local(tiny, lr=3e-3, device="cpu")
     pipe = wb.recipes.grpo(paired(learner, Other(tiny, **sampler)), group_size=2, max_tokens=6)
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:16]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=16)
     settings: dict[str, Any] = {"steps": steps, "batch_size": 4, "run": path, "trace_freq": 0, "trackers": ()}
     return wb.train_blocking(pipe, rows, break_if=limit, **settings), learner
 

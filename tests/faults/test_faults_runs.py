@@ -30,7 +30,7 @@ PLAN: dict[str, Any] = {"batch_size": 4, "trackers": ()}
 
 def make(tiny: str, reward: Any = None, rows: int = 12, **settings: Any) -> tuple[wb.Pipeline, wb.datasets.Rows]:
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
-    data = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:rows]
+    data = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=rows)
     return wb.recipes.grpo(engine, reward, group_size=2, max_tokens=8, **settings), data
 
 

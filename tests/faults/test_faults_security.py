@@ -60,7 +60,7 @@ def test_E4_a_pickle_in_a_model_folder_never_runs(tiny: str, tmp_path: Path, mar
 
 def small_run(tiny: str, folder: Path, reward: Any = None, steps: int = 1, **settings: Any) -> wb.Run:
     pipe = wb.recipes.grpo(wb.engines.local(tiny, lr=1e-3, device="cpu"), reward, group_size=2, max_tokens=8)
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     return wb.train_blocking(pipe, rows, steps=steps, batch_size=4, run=folder, **settings)
 
 
@@ -267,7 +267,7 @@ def test_E9_a_hostile_template_is_refused_in_bounded_time_and_memory(
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     engine = wb.engines.local(folder, device="cpu")
     assert "range" in engine.tokenizer.chat_template or "a" in engine.tokenizer.chat_template
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:4]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=4)
     with pytest.raises(WorkbenchError, match="chat template"):
         wb.stages.Rollout(engine, group_size=1)(rows.batch(2))
 
@@ -279,7 +279,7 @@ import os, sys
 import workbench as wb
 if __name__ == "__main__":
     engine = wb.engines.local("data/tiny-arith", device="cpu")
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     pipe = wb.recipes.grpo(engine, lambda response: 1.0, group_size=2, max_tokens=8)
     wb.train_blocking(pipe, rows, steps=2, batch_size=4, run=sys.argv[1])
     mine = set()

@@ -37,7 +37,7 @@ def flags(**values: Any) -> list[str]:
 
 def small_run(tiny: str, folder: Path, *, lr: float = 1e-3, steps: int = 2, **settings: Any) -> wb.Run:
     pipe = wb.recipes.grpo(wb.engines.local(tiny, lr=lr, device="cpu"), group_size=2, max_tokens=12)
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     return wb.train_blocking(pipe, rows, steps=steps, batch_size=4, run=folder, **settings)
 
 
@@ -117,7 +117,7 @@ def test_E7_a_run_stays_where_its_name_says(tiny: str, tmp_path: Path, name: str
 def test_runs_stand_side_by_side_with_the_settings_that_differ(
     tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    eval_rows = wb.rows("data/arith/test.parquet")[:4]
+    eval_rows = wb.rows("data/arith/test.parquet", limit=4)
     small_run(tiny, tmp_path / "runs" / "a", eval_rows=eval_rows)
     small_run(tiny, tmp_path / "runs" / "group" / "b", lr=5e-4, steps=1)
     (tmp_path / "runs" / "broken").mkdir()

@@ -117,7 +117,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., wb.Run]:
 def two_steps(make: Make) -> Iterator[tuple[Trace, Audit]]:
     """Traces that were never on disk, and what the audit says of them."""
     pipe = make(wb.engines.local(ROOT / "data/tiny-arith", lr=1e-3, device="cpu"))
-    rows = wb.rows(ROOT / "data/arith/train.parquet", max_prompt_length=256)[:12]
+    rows = wb.rows(ROOT / "data/arith/train.parquet", max_prompt_length=256, limit=12)
     for step in (1, 2):
         before = copy.deepcopy(pipe.state())
         trace = run_step(pipe, rows.batch(3, step=step, seed=0))
@@ -199,7 +199,7 @@ def test_episodes_with_tools_agree(train: Callable[..., wb.Run]) -> None:
 
 def test_dynamic_sampling_agrees(train: Callable[..., wb.Run]) -> None:
     """Dynamic sampling draws further prompts."""
-    rows = wb.rows(ROOT / "data/arith/train.parquet", max_prompt_length=256)[:12]
+    rows = wb.rows(ROOT / "data/arith/train.parquet", max_prompt_length=256, limit=12)
     run = train(lambda engine: wb.recipes.dapo(engine, group_size=2, rows=rows, overlong_buffer=4, max_tokens=30))
     found = run.audit()
     assert found.agrees and not found.unaudited and run.rows[0]["train/num_gen_batches"] > 1, found

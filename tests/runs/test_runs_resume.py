@@ -30,7 +30,7 @@ def drawing(response: str) -> float:
 def make(tiny: str, reward: Any = None, **settings: Any) -> tuple[Any, wb.datasets.Rows]:
     options = {"lr": 1e-3, "schedule": "cosine", "total_steps": 8, "device": "cpu"}
     engine = wb.engines.local(tiny, **{**options, **settings})
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:12]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=12)
     reward = reward or wb.rewards.Reward(drawing, in_process=True)
     pipe = wb.recipes.ppo(
         engine, reward, group_size=2, max_tokens=8, kl_coef=0.1, kl_target=0.01, kl_horizon=20, critic_lr=1e-3

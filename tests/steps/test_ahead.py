@@ -34,7 +34,7 @@ def two(tiny: str, **settings: Any) -> Any:
 
 
 def make(tiny: str, reward: Any = None, **settings: Any) -> tuple[wb.Pipeline, wb.datasets.Rows]:
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:12]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=12)
     reward = reward or Reward(digits, in_process=True)
     pipe = wb.recipes.grpo(two(tiny), reward, group_size=2, max_tokens=12, **settings)
     return wb.recipes.with_rollout_correction(pipe, "decoupled_token_is"), rows
@@ -404,7 +404,7 @@ def test_a_recorded_step_keeps_the_rows_that_its_own_weights_did_not_write(quiet
 @pytest.mark.long
 def test_it_learns_one_step_ahead(tmp_path: Path, tiny: str) -> None:
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
-    held = wb.rows("data/arith/test.parquet", max_prompt_length=256)[:128]
+    held = wb.rows("data/arith/test.parquet", max_prompt_length=256, limit=128)
     engine = wb.engines.paired(wb.engines.local(tiny, lr=2e-4), wb.engines.local(tiny))
     pipe = wb.recipes.with_rollout_correction(
         wb.recipes.grpo(engine, group_size=8, kl_coef=0.001, max_tokens=64), "decoupled_token_is"
