@@ -49,6 +49,7 @@ def test_the_front_door(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_front_door_on_a_cluster() -> None:
     """With CPUs for GPUs, and the tiny model for a 7B; vLLM where it is installed."""
     sampler = "vllm" if importable(interpreter(VllmSettings())) else "local"

@@ -59,6 +59,8 @@ SMALL = {
 }
 RUNS = {"101_one_step": 0, "103_algorithms": 0, "104_what_if": 0, "203_compare": 2}
 """How many run folders a notebook's job writes; one where it is not named."""
+SHORT = ("101_one_step", "105_replay_a_run")
+"""Run as jobs in `make test`; so does 201, three times over, below, 106 in a browser, and what 301 shows in the README."""
 
 
 def source(cell: dict[str, Any]) -> str:
@@ -122,7 +124,10 @@ def check_runs(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[] if path.stem in SHORT else pytest.mark.long) for path in NOTEBOOKS],
+)
 def test_it_runs_as_a_job(path: Path, tmp_path: Path) -> None:
     parameters: dict[str, Any] = dict(SMALL[path.stem])
     for name in ("run", "folder"):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 TINY = "data/tiny-arith"
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
 def where(request: pytest.FixtureRequest) -> Iterator[Group]:
     group = local_group(request.param, device="cpu", threads=1)
     yield group

@@ -233,7 +233,7 @@ def test_a15_a_disk_that_hangs_ends_the_save_at_its_deadline_and_the_run_goes_on
     assert read_record(tmp_path / "after")["steps"] == 3
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a15_a_stopped_rank(
     disk: Disk, batch: DataProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
 ) -> None:

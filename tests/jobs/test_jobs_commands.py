@@ -63,7 +63,7 @@ def test_a_file_is_typed_by_the_notebook_and_the_command_line_comes_after(make_n
         ("steps: !!python/object/apply:os.system ['true']", "cannot be read as YAML"),
         ("steps: many", "'steps'; expected a whole number"),
         ("x: " + "y" * FILE_LIMIT, "at most"),
-        ("[" * 5000, "cannot be read as YAML"),
+        ("[" * 1500, "cannot be read as YAML"),
     ],
 )
 def test_a_bad_file_is_refused(make_notebook: Any, tmp_path: Path, text: str, match: str) -> None:
@@ -255,9 +255,7 @@ def test_the_check_says_what_a_job_will_see_and_refuses_as_it_would(
         assert words in told, words
     for wrong, words in (
         ({"batch_size": 9000}, "batch size; expected 1 to 4096"),
-        ({"max_tokens": 500}, "do not fit into the model; expected at most 512"),
         ({"model": "data/none"}, "no model at 'data/none'"),
-        ({"train_file": "data/none.parquet"}, "data/none.parquet"),
     ):
         assert cli.main(["check", NOTEBOOK, *flags(**{**SMALL, **wrong}, run=run)]) == 2
         assert words in capsys.readouterr().out

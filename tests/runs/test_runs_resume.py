@@ -110,8 +110,14 @@ def forget_generator(name: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "forget",
-    [forget_optimizer, forget_weights, forget_controller, *map(forget_generator, ("python", "numpy", "torch"))],
-    ids=["optimizer", "weights", "controller", "python", "numpy", "torch"],
+    [
+        pytest.param(forget_optimizer, id="optimizer"),
+        pytest.param(forget_controller, id="controller"),
+        pytest.param(forget_generator("torch"), id="torch"),
+        pytest.param(forget_weights, id="weights", marks=pytest.mark.long),
+        pytest.param(forget_generator("python"), id="python", marks=pytest.mark.long),
+        pytest.param(forget_generator("numpy"), id="numpy", marks=pytest.mark.long),
+    ],
 )
 def test_each_part_of_the_state_matters(
     tiny: str, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget: Any

@@ -365,6 +365,7 @@ def test_an_interrupt_ends_the_draw_and_the_run_goes_on(quiet: wb.Run, tiny: str
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_from_before_there_was_such_a_setting_goes_on(quiet: wb.Run, tiny: str, tmp_path: Path) -> None:
     import json
 
