@@ -135,6 +135,32 @@ def gradients_stay_on() -> Iterator[None]:
     assert on, "gradients were left off"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def checked_once() -> Iterator[None]:
+    """A model of `data/` is opened some thousand times: its self-check is made once a process, except by the engines' tests."""
+    from workbench.engines.local_engine.engine import LocalEngine
+
+    plain, found = LocalEngine.examine, {}
+
+    def examine(engine: LocalEngine, every: bool = False) -> Any:
+        folder = Path(engine.path).absolute()
+        if (
+            COLD
+            or every
+            or ROOT / "data" not in folder.parents
+            or "tests/engines/" in os.environ["PYTEST_CURRENT_TEST"]
+        ):
+            return plain(engine, every)
+        key = (folder, repr(engine._settings))
+        if key not in found:
+            found[key] = plain(engine)
+        return found[key]
+
+    LocalEngine.examine = examine  # type: ignore[method-assign]
+    yield
+    LocalEngine.examine = plain  # type: ignore[method-assign]
+
+
 @pytest.fixture
 def cold() -> Iterator[None]:
     """What the test starts is no fork of a warm server."""

@@ -59,8 +59,8 @@ SMALL = {
 }
 RUNS = {"101_one_step": 0, "103_algorithms": 0, "104_what_if": 0, "203_compare": 2}
 """How many run folders a notebook's job writes; one where it is not named."""
-SHORT = ("101_one_step", "105_replay_a_run")
-"""Run as jobs in `make test`; so does 201, three times over, below, 106 in a browser, and what 301 shows in the README."""
+SHORT = ("105_replay_a_run",)
+"""Run as jobs in `make test`; so does 201, three times over, below, and 101 in a browser."""
 
 
 def source(cell: dict[str, Any]) -> str:

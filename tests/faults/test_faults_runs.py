@@ -54,7 +54,7 @@ def files_of_a_checkpoint(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", pytest.param("delete", marks=pytest.mark.long)])
 @pytest.mark.slow
 def test_A3_A4_damage_to_any_file_of_the_newest_is_named_and_the_one_before_is_taken(
     tiny: str, tmp_path: Path, damage: str
@@ -387,7 +387,8 @@ def assert_same_run(one: wb.Run, two: wb.Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("steps", "save_freq"), [(12, 2), pytest.param(120, 12, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("steps", "save_freq"), [(24, 4), (120, 12)])
 def test_some_hundred_steps_interrupted_killed_and_resumed_at_random_end_as_the_quiet_run(
     tmp_path: Path, steps: int, save_freq: int
 ) -> None:

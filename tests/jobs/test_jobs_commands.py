@@ -208,6 +208,7 @@ def test_a_report_of_a_run_without_a_notebook(tiny: str, tmp_path: Path, capsys:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_job_is_gone_on_with_by_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "r"
     assert cli.main(["train", NOTEBOOK, "--skip-look", *flags(**SMALL, run=run)]) == 0

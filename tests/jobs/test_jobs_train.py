@@ -104,9 +104,9 @@ def test_break_if_stops_before_the_update_and_leaves_a_stepper(
 ) -> None:
     pipe, rows, _ = make(tiny)
     run = wb.train_blocking(
-        pipe, rows, steps=5, batch_size=4, run=tmp_path / "r", break_if=lambda m: m["training/none"] > 0
+        pipe, rows, steps=2, batch_size=4, run=tmp_path / "r", break_if=lambda m: m["training/none"] > 0
     )
-    assert run.stopped is None and len(run.rows) == 5  # a metric that is never measured is never met
+    assert run.stopped is None and len(run.rows) == 2  # a metric that is never measured is never met
     pipe, rows, _ = make(tiny)
     steps: list[float] = []
 
@@ -165,6 +165,7 @@ def test_changed_settings_are_refused_on_resume(tiny: str, tmp_path: Path) -> No
         wb.train_blocking(pipe, rows, steps=2, batch_size=4, run=tmp_path / "r", resume="auto")
 
 
+@pytest.mark.long
 def test_resume_in_one_process_is_exact(tiny: str, tmp_path: Path) -> None:
     pipe, rows, _ = make(tiny)
     whole = wb.train_blocking(pipe, rows, steps=4, batch_size=4, run=tmp_path / "whole")
@@ -413,6 +414,7 @@ def test_a_training_is_awaited_as_any_coroutine(tiny: str, tmp_path: Path, recwa
     assert not [one for one in recwarn if "awaited" in str(one.message)]
 
 
+@pytest.mark.long
 def test_prompts_are_rendered_once_and_not_again_by_a_resumed_run(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

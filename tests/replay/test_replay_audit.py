@@ -162,7 +162,9 @@ def test_rows_of_an_older_policy_and_their_correction_agree(make: Make, train: C
     assert ("rollout_corr/rollout_rs_token_k1_std" in found.left) == (make is bypassing)  # means of micro-batches' own
 
 
-@pytest.mark.parametrize("inexact", [{"lora_rank": 2, "lora_dropout": 0.3}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "inexact", [{"lora_rank": 2, "lora_dropout": 0.3}, pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.long)]
+)
 def test_a_first_pass_with_dropout_or_in_half_precision_is_left_out(inexact: dict[str, Any], train: Any) -> None:
     """It does not compute old_log_probs again."""
 

@@ -211,7 +211,7 @@ def test_leaving_nothing_of_consequence_out_changes_nothing(tiny: str, tmp_path:
 
 def test_updates_keep_their_bound(tiny: str, tmp_path: Path) -> None:
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
-    run = wb.train_blocking(pipeline(tiny), rows, steps=3, batch_size=4, run=tmp_path / "none", keep_updates=0)
+    run = wb.train_blocking(pipeline(tiny), rows, steps=1, batch_size=4, run=tmp_path / "none", keep_updates=0)
     assert not (run.path / "updates").exists()
     folder = tmp_path / "held"
     run = wb.train_blocking(pipeline(tiny), rows, steps=3, batch_size=4, run=folder, keep_updates=1)

@@ -98,6 +98,7 @@ def tensorboard(run: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_flipped_bit_falls_back_to_the_checkpoint_before(quiet: Path, tmp_path: Path) -> None:
     import shutil
 

@@ -321,8 +321,12 @@ def test_break_if_stands_before_the_update_on_the_rows_that_were_drawn(
 
 @pytest.mark.parametrize("slow", ["draw", "step"])
 @pytest.mark.slow
-def test_an_interrupt_ends_the_draw_and_the_run_goes_on(quiet: wb.Run, tiny: str, tmp_path: Path, slow: str) -> None:
+def test_an_interrupt_ends_the_draw_and_the_run_goes_on(
+    quiet: wb.Run, tiny: str, tmp_path: Path, slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A draw that takes longer than the grace is thrown away; one that is done goes into the checkpoint."""
+    if slow == "draw":
+        monkeypatch.setattr(runtime, "GRACE", 2.0)
     pipe, rows = make(tiny)
     engine = pipe["rollout"].sampler  # type: ignore[attr-defined]
     plain, learn, stuck, reached = engine.sampler._decode, engine.learner.learn, [True], threading.Event()
