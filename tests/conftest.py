@@ -81,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 DURATIONS = Path(__file__).with_name("durations.json")
 """Seconds of every test that took `SLOW` or more when `make durations` was last called, by its node id."""
-SLOW = 0.3
+SLOW = 0.2
 """Seconds: what takes as long is left out of the developer's loop (`make quick`)."""
 _TOOK: dict[str, float] = {}
 
@@ -148,7 +148,7 @@ def checked_once() -> Iterator[None]:
             COLD
             or every
             or ROOT / "data" not in folder.parents
-            or "tests/engines/" in os.environ["PYTEST_CURRENT_TEST"]
+            or "tests/engines/" in os.environ.get("PYTEST_CURRENT_TEST", "")
         ):
             return plain(engine, every)
         key = (folder, repr(engine._settings))
