@@ -81,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 DURATIONS = Path(__file__).with_name("durations.json")
 """Seconds of every test that took `SLOW` or more when `make durations` was last called, by its node id."""
-SLOW = 0.3
+SLOW = 0.2
 """Seconds: what takes as long is left out of the developer's loop (`make quick`)."""
 _TOOK: dict[str, float] = {}
 
@@ -153,6 +153,32 @@ def gradients_stay_on() -> Iterator[None]:
     on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     torch.set_grad_enabled(True)
     assert on, "gradients were left off"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checked_once() -> Iterator[None]:
+    """A model of `data/` is opened some thousand times: its self-check is made once a process, except by the engines' tests."""
+    from workbench.engines.local_engine.engine import LocalEngine
+
+    plain, found = LocalEngine.examine, {}
+
+    def examine(engine: LocalEngine, every: bool = False) -> Any:
+        folder = Path(engine.path).absolute()
+        if (
+            COLD
+            or every
+            or ROOT / "data" not in folder.parents
+            or "tests/engines/" in os.environ.get("PYTEST_CURRENT_TEST", "")
+        ):
+            return plain(engine, every)
+        key = (folder, repr(engine._settings))
+        if key not in found:
+            found[key] = plain(engine)
+        return found[key]
+
+    LocalEngine.examine = examine  # type: ignore[method-assign]
+    yield
+    LocalEngine.examine = plain  # type: ignore[method-assign]
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ def other_reward(response: str) -> float:
 
 
 def test_the_front_door(tmp_path: Path) -> None:
-    eval_rows = wb.rows("data/arith/test.parquet", max_prompt_length=256)[:16]
+    eval_rows = wb.rows("data/arith/test.parquet", max_prompt_length=256, limit=16)
 
     engine = wb.engines.local("data/tiny-arith")
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
@@ -49,6 +49,7 @@ def test_the_front_door(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_front_door_on_a_cluster() -> None:
     """With CPUs for GPUs, and the tiny model for a 7B; vLLM where it is installed."""
     sampler = "vllm" if importable(interpreter(VllmSettings())) else "local"
@@ -63,10 +64,12 @@ def test_the_front_door_on_a_cluster() -> None:
 
 
 @pytest.mark.slow
-def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cluster", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_readme_runs(tmp_path: Path, cluster: bool) -> None:
     text = Path("README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert blocks
+    blocks = [block for block in blocks if cluster or "wb.cluster(" not in block]
+    assert len(blocks) > 4
     source = "\n".join(blocks).replace('"runs/mine"', repr(str(tmp_path / "mine"))).replace("steps=40", "steps=2")
     source = source.replace('"fig.pdf"', repr(str(tmp_path / "fig.pdf")))
     script = tmp_path / "readme.py"

@@ -10,7 +10,7 @@ import workbench as wb
 
 
 def eval_rows(number: int = 256) -> wb.datasets.Rows:
-    return wb.rows("data/arith/test.parquet", max_prompt_length=256)[:number]
+    return wb.rows("data/arith/test.parquet", max_prompt_length=256, limit=number)
 
 
 def test_the_model_starts_where_it_should() -> None:
@@ -22,7 +22,7 @@ def test_the_model_starts_where_it_should() -> None:
 @pytest.mark.parametrize(
     ("steps", "seed"), [(10, 0), *(pytest.param(25, seed, marks=pytest.mark.long) for seed in (0, 1, 2))]
 )
-@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+@pytest.mark.parametrize("recipe", ["grpo", pytest.param("ppo", marks=pytest.mark.long)])
 def test_it_learns(recipe: str, steps: int, seed: int, tmp_path: Path) -> None:
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     short = steps < 25

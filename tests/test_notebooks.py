@@ -59,6 +59,8 @@ SMALL = {
 }
 RUNS = {"101_one_step": 0, "103_algorithms": 0, "104_what_if": 0, "203_compare": 2}
 """How many run folders a notebook's job writes; one where it is not named."""
+SHORT = ("105_replay_a_run",)
+"""Run as jobs in `make test`; so does 201, three times over, below, and 101 in a browser."""
 
 
 def source(cell: dict[str, Any]) -> str:
@@ -122,7 +124,10 @@ def check_runs(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[] if path.stem in SHORT else pytest.mark.long) for path in NOTEBOOKS],
+)
 def test_it_runs_as_a_job(path: Path, tmp_path: Path) -> None:
     parameters: dict[str, Any] = dict(SMALL[path.stem])
     for name in ("run", "folder"):
@@ -179,7 +184,7 @@ def test_stepped_by_hand_trained_and_run_by_papermill_are_the_same_numbers(tmp_p
     assert check_outputs(tmp_path / "out.ipynb") > 8  # with the panel of a person, which plain papermill shows
     assert run_notebook(notebook, {**small, "run": str(tmp_path / "job")}, skip_look=True).code == OK
     pipe, rows = small_pipeline()
-    eval_rows = wb.rows("data/arith/test.parquet", max_prompt_length=256)[:16]
+    eval_rows = wb.rows("data/arith/test.parquet", max_prompt_length=256, limit=16)
     here = wb.train_blocking(
         pipe, rows, steps=3, batch_size=4, run=tmp_path / "here", eval_rows=eval_rows, test_freq=2, save_freq=2
     )

@@ -114,6 +114,7 @@ def test_a_bare_name_is_looked_for_in_notebooks(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_job_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
     """An environment of its own: the wheel's package, this environment's libraries, and no checkout."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)

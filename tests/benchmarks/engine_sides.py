@@ -99,7 +99,7 @@ def our_job(job: Job) -> None:
     import workbench as wb
 
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
-    held_out = wb.rows("data/arith/test.parquet", max_prompt_length=256)[:512]
+    held_out = wb.rows("data/arith/test.parquet", max_prompt_length=256, limit=512)
     engine = wb.engines.local("data/tiny-arith", lr=4e-5)
     pipe = wb.recipes.grpo(engine, max_tokens=64, ppo_mini_batch_size=1)
     wall, cpu = seconds()

@@ -109,7 +109,7 @@ def large_run(rows: int, tokens: int) -> Iterator[tuple[wb.Run, dict[str, float]
     """A run folder of one real tiny step whose trace is the large one; (run, seconds to make and to save the trace)."""
     with tempfile.TemporaryDirectory() as folder:
         engine = wb.engines.local("data/tiny-arith", lr=2e-4)
-        data = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+        data = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
         pipe = wb.recipes.grpo(engine, group_size=2, kl_coef=0.001, max_tokens=4)
         run = wb.train_blocking(pipe, data, steps=1, batch_size=2, run=Path(folder) / "run", trackers=())
         target = run.path / "traces" / "step_000001"

@@ -76,7 +76,7 @@ IMAGES = {
 """Live curves, and those drawn from the run folder."""
 
 
-SHORT = ("106_agents",)
+SHORT = ("101_one_step",)
 """What a browser shows that a job does not: buttons, tables, steppers; the others run in it with all tests."""
 
 

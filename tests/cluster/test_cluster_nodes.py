@@ -173,6 +173,7 @@ def test_pools_are_placed_on_two_nodes_as_the_picture_says(nodes: Nodes, token: 
         assert all(node.free_cpus == node.cpus for node in again.status().nodes), "everything was given back"
 
 
+@pytest.mark.long
 def test_B13_another_cluster_is_told_of_and_not_joined(
     nodes: Nodes, token: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@ one process."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -39,6 +40,7 @@ def session() -> Iterator[Cluster]:
         yield one
 
 
+@functools.cache
 def rows() -> Any:
     return wb.rows("data/arith/train.parquet", max_prompt_length=256)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -26,6 +27,7 @@ def group(cluster: Cluster, ranks: int) -> Group:
     return Group(lambda: cluster.ranks(shards, ranks, name=f"fsdp{ranks}", cpus=0.5, host="auto", threads=1))
 
 
+@functools.cache
 def rows() -> Any:
     return wb.rows("data/arith/train.parquet", max_prompt_length=256)
 

@@ -113,7 +113,9 @@ def test_a_command_trains_two_steps(block: tuple[str, int], text: str, at: int, 
     assert run.summary["steps"] == 2
 
 
-@pytest.mark.parametrize("name", QUOTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.long if one in ("000 reward", "004 ppo") else []) for one in QUOTED]
+)
 def test_a_quoted_command_steps(name: str, tmp_path: Path) -> None:
     pipe, rows, _, how = opened(QUOTED[name], 0, tmp_path)
     stepper = wb.Stepper(pipe, rows.batch(how["batch_size"])).run()

@@ -441,9 +441,10 @@ def test_what_cannot_be_is_refused(two: Group, tmp_path: Path, batch: DataProto)
         )
 
 
+@pytest.mark.long
 def test_a9_a_run_of_two_ranks_goes_on_with_one_and_back(one: Group, two: Group, tmp_path: Path) -> None:
     """Every step on its own prompts, each drawn once in the order of a run that was never moved, and the same numbers."""
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:16]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=16)
 
     def go(where: Group | None, steps: int, run: Path) -> wb.Run:
         engine: Any = local("data/tiny-arith", device="cpu", lr=1e-3)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 TINY = "data/tiny-arith"
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
 def where(request: pytest.FixtureRequest) -> Iterator[Group]:
     group = local_group(request.param, device="cpu", threads=1)
     yield group
@@ -59,7 +59,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("tokens", [64, 16_384])
+@pytest.mark.parametrize("tokens", [64, pytest.param(16_384, marks=pytest.mark.long)])
 def test_updates_equal_the_local_engines(where: Group, batch: DataProto, tokens: int) -> None:
     there, here = engines(where, micro_batch_tokens=tokens, lr=1e-3)
     reference, base = there.reference(), local(TINY, device="cpu")
@@ -84,7 +84,7 @@ def test_updates_equal_the_local_engines(where: Group, batch: DataProto, tokens:
     assert x.keys() == y.keys() and all("lora_" in name for name in x) and difference(x, y) < 1e-4
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", [4, pytest.param(0, marks=pytest.mark.long)])
 def test_the_exact_kl_is_the_local_engines(where: Group, batch: DataProto, rank: int) -> None:
     there, here = engines(where, lora_rank=rank, lr=1e-3, micro_batch_tokens=64)
     references = there.reference(), here.reference()
@@ -102,6 +102,7 @@ def test_the_exact_kl_is_the_local_engines(where: Group, batch: DataProto, rank:
         there.full_kl(batch, references[1])
 
 
+@pytest.mark.long
 def test_memory_settings_probes_and_nudges(where: Group, batch: DataProto) -> None:
     rows = batch.slice(0, 5)
     saving = {"gradient_checkpointing": True, "offload": "all", "micro_batch_tokens": 64}

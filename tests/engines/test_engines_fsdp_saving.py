@@ -168,7 +168,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["raise", "forget"])
+@pytest.mark.parametrize("how", ["forget", pytest.param("raise", marks=pytest.mark.long)])
 def test_a10_the_interpreters_end_waits_for_it(tmp_path: Path, how: str) -> None:
     (tmp_path / "ending.py").write_text(ENDING)
     done = subprocess.run(
@@ -233,7 +233,7 @@ def test_a15_a_disk_that_hangs_ends_the_save_at_its_deadline_and_the_run_goes_on
     assert read_record(tmp_path / "after")["steps"] == 3
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a15_a_stopped_rank(
     disk: Disk, batch: DataProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
 ) -> None:
@@ -258,6 +258,7 @@ def test_a15_a_stopped_rank(
     group.close()
 
 
+@pytest.mark.long
 def test_a15_a_killed_rank(disk: Disk, batch: DataProto, tmp_path: Path) -> None:
     group = local_group(2, device="cpu", threads=1, env=disk.env)
     engine = taught(group, batch)

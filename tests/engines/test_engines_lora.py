@@ -21,7 +21,7 @@ def varied(response: str) -> float:
 
 def make(tiny: str, **settings: Any) -> tuple[wb.Pipeline, wb.datasets.Rows, Any]:
     engine = wb.engines.local(tiny, lr=1e-2, device="cpu", lora_rank=4, **settings)
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     pipe = wb.recipes.grpo(engine, Reward(varied, in_process=True), group_size=2, max_tokens=12)
     return pipe, rows, engine
 

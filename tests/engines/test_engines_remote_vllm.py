@@ -100,6 +100,7 @@ def engine(url: str) -> Any:
 
 @real
 @slow
+@pytest.mark.long
 class TestPairedWithRemote(EngineContract):
     """The whole contract of an engine; a learner made afresh for each test is pushed to the one server."""
 
@@ -115,7 +116,12 @@ class TestPairedWithRemote(EngineContract):
 @slow
 class TestRemoteVllm:
     @pytest.mark.parametrize(
-        "settings", [{}, {"temperature": 0.5}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.7}, {"temperature": 0.0}], ids=str
+        "settings",
+        [
+            {"temperature": 1.5, "top_k": 5},
+            *(pytest.param(one, marks=pytest.mark.long) for one in ({}, {"temperature": 0.5}, {"top_p": 0.7}, {"temperature": 0.0})),
+        ],
+        ids=str,
     )  # fmt: skip
     def test_log_probs_are_the_trainers(self, engine: Any, settings: dict[str, Any]) -> None:
         learner = local(TINY)
@@ -170,6 +176,7 @@ class TestRemoteVllm:
             both.sample_many(requests)
         assert gap(both.learner, requests, both.sample_many(requests)) < TOLERANCE
 
+    @pytest.mark.long
     def test_two_steps_of_grpo(self, engine: Any) -> None:
         both = paired(local(TINY, lr=1e-3), engine)
         rows = wb.rows("data/arith/train.parquet", max_prompt_length=200)

@@ -107,6 +107,7 @@ def moved(learner: Any, steps: int = 3) -> Any:
 
 @needs_vllm
 @slow
+@pytest.mark.long
 class TestPairedWithVllm(EngineContract):
     """The whole contract of an engine; a learner made afresh for each test is pushed to the one vLLM."""
 

@@ -66,7 +66,7 @@ def main() -> None:
     )
     wb.train_blocking(
         pipe,
-        wb.rows("data/arith/train.parquet", max_prompt_length=256)[:30],
+        wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=30),
         steps=int(steps),
         batch_size=4,
         run=run,

@@ -26,7 +26,7 @@ from workbench.engines import SamplingSettings
 
 def make(tiny: str, reward: Any = None, **settings: Any) -> tuple[wb.Pipeline, wb.datasets.Rows]:
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     return wb.recipes.grpo(engine, reward, **{"group_size": 2, "max_tokens": 8, **settings}), rows
 
 
@@ -77,7 +77,7 @@ def test_D1_a_poisoned_column_names_itself_and_its_rows_and_no_step_is_taken(
 
 def test_D1_a_kl_that_is_no_number_never_reaches_the_controller(tiny: str) -> None:
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     pipe = wb.recipes.ppo(engine, group_size=2, max_tokens=8, kl_coef=0.1, kl_target=0.1)
     batch = wb.Stepper(pipe, rows.batch(4)).run(until="values").batch
     before = pipe["advantage"].state()

@@ -115,7 +115,7 @@ REWARDS: dict[Any, str] = {
 
 @pytest.mark.parametrize("function", REWARDS, ids=lambda one: one.__name__)
 def test_reward_functions(tiny: str, tmp_path: Path, function: Any) -> None:
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     pipe = wb.recipes.grpo(wb.engines.local(tiny, device="cpu"), function, group_size=2, max_tokens=8)
     with pytest.raises(WorkbenchError, match=REWARDS[function]):
         wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r")
@@ -129,7 +129,7 @@ def test_a_good_function_is_tried_and_its_counter_in_this_process_is_not(tiny: s
         calls.append(response)
         return 0.5
 
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     reward = wb.rewards.Reward(counted, in_process=True)
     pipe = wb.recipes.grpo(wb.engines.local(tiny, device="cpu"), reward, group_size=2, max_tokens=8)
     wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r")
@@ -141,7 +141,7 @@ def test_the_check_says_what_each_argument_gets(tiny: str, tmp_path: Path, monke
         return 0.0
 
     monkeypatch.setenv("WORKBENCH_CHECK", "1")
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     rubric = wb.rewards.Rubric({"part": wb.rewards.Reward(mine, in_process=True)})
     pipe = wb.recipes.grpo(wb.engines.local(tiny, device="cpu"), rubric, group_size=2, max_tokens=8)
     said = r"arguments +part.response ← the response, part.ground_truth ← reward_model.ground_truth, part.ability ← default 'none'"
@@ -164,7 +164,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", PLANS)
 def test_batch_plans(tiny: str, tmp_path: Path, name: str) -> None:
     recipe, plan, match = PLANS[name]
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     pipe = wb.recipes.grpo(wb.engines.local(tiny, device="cpu"), **{"group_size": 2, "max_tokens": 8, **recipe})
     with pytest.raises(WorkbenchError, match=match):
         wb.train_blocking(pipe, rows, **{"steps": 1, "batch_size": 4, **plan}, run=tmp_path / "r")
@@ -185,7 +185,7 @@ def test_too_little_memory_is_said_before_the_first_token(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workbench.runs.preflight.available", lambda device: 1 << 20)
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     pipe = wb.recipes.ppo(wb.engines.local(tiny, device="cpu"), group_size=2, max_tokens=8)
     with pytest.raises(
         MemoryError, match=r"would need about .* more on cpu.*1\.0 MiB.*critic.*actor.*lower micro_batch_tokens"
@@ -195,7 +195,7 @@ def test_too_little_memory_is_said_before_the_first_token(
 
 
 def test_a_refusal_loses_nothing_of_an_earlier_run(tiny: str, tmp_path: Path) -> None:
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
 
     def pipe(**settings: Any) -> wb.Pipeline:
         return wb.recipes.grpo(wb.engines.local(tiny, device="cpu"), **{"group_size": 2, "max_tokens": 8, **settings})
@@ -214,7 +214,7 @@ def test_truths_that_no_answer_can_match_are_counted_before_a_run(
     tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """R2: rows whose truths the scorer cannot read were scored 0, one and all."""
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
 
     def changed(number: int) -> wb.datasets.Rows:
         judged = [{"ground_truth": ["x"] if at < number else "4"} for at in range(len(rows))]

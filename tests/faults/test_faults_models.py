@@ -83,7 +83,7 @@ def test_F1_a_checkpoint_that_lacks_a_tensor_is_refused_though_its_manifest_agre
 
 def test_F2_a_model_of_nan_gets_no_score(tiny: str, tmp_path: Path) -> None:
     broken = changed(tiny, tmp_path / "nan", lambda weights: weights | {A_TENSOR: weights[A_TENSOR] * float("nan")})
-    rows = wb.rows("data/arith/train.parquet")[:2]
+    rows = wb.rows("data/arith/train.parquet", limit=2)
     for temperature in (0.0, 1.0):
         with pytest.raises(NonFinite, match="log-probs are NaN or infinite; found in 2 of 2 rows"):
             wb.evaluate(broken, rows, temperature=temperature, max_tokens=4)

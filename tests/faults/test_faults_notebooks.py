@@ -118,7 +118,7 @@ warnings.simplefilter("ignore")
 import torch
 import workbench as wb
 torch.set_num_threads(1)
-ROWS = wb.rows("data/arith/train.parquet", max_prompt_length=256)
+ROWS = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=64)
 
 def fresh(max_tokens=96):
     engine = wb.engines.local("data/tiny-arith", lr=1e-3, device="cpu", micro_batch_tokens=512, max_wave=20)
@@ -172,7 +172,13 @@ def undisturbed() -> dict[str, tuple[str, float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "moments"),
-    [("rollout", (0.1, 0.5, 0.8)), ("old_log_prob", (0.2, 0.6)), ("update_actor", (0.2, 0.4, 0.6, 0.75, 0.9))],
+    [
+        ("rollout", (0.5,)),
+        ("update_actor", (0.3, 0.75)),
+        pytest.param("rollout", (0.1, 0.5, 0.8), marks=pytest.mark.long),
+        pytest.param("old_log_prob", (0.2, 0.6), marks=pytest.mark.long),
+        pytest.param("update_actor", (0.2, 0.4, 0.6, 0.75, 0.9), marks=pytest.mark.long),
+    ],
 )
 def test_C1_a_stage_interrupted_again_and_again_ends_in_the_very_same_numbers(
     shared: Kernel, undisturbed: dict[str, tuple[str, float]], stage: str, moments: tuple[float, ...]
@@ -310,8 +316,15 @@ CURES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["interrupted", "raised"])
-@pytest.mark.parametrize("cure", CURES)
+@pytest.mark.parametrize(
+    ("cure", "how"),
+    [
+        ("the next stage", "interrupted"),
+        ("the helper", "raised"),
+        pytest.param("the next stage", "raised", marks=pytest.mark.long),
+        pytest.param("the helper", "interrupted", marks=pytest.mark.long),
+    ],
+)
 def test_C2_what_an_error_held_is_given_back_by_the_next_stage_or_the_helper(
     shared: Kernel, how: str, cure: str
 ) -> None:

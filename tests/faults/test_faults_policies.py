@@ -51,7 +51,7 @@ def run(
 ) -> tuple[wb.Run, Any]:
     learner = wb.engines.local(tiny, lr=3e-3, device="cpu")
     pipe = wb.recipes.grpo(paired(learner, Other(tiny, **sampler)), group_size=2, max_tokens=6)
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:16]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=16)
     settings: dict[str, Any] = {"steps": steps, "batch_size": 4, "run": path, "trace_freq": 0, "trackers": ()}
     settings["max_rollout_kl"] = max_rollout_kl
     return wb.train_blocking(pipe, rows, break_if=limit, **settings), learner

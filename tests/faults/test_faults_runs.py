@@ -31,7 +31,7 @@ PLAN: dict[str, Any] = {"batch_size": 4, "trackers": ()}
 
 def make(tiny: str, reward: Any = None, rows: int = 12, **settings: Any) -> tuple[wb.Pipeline, wb.datasets.Rows]:
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
-    data = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:rows]
+    data = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=rows)
     return wb.recipes.grpo(engine, reward, group_size=2, max_tokens=8, **settings), data
 
 
@@ -55,7 +55,7 @@ def files_of_a_checkpoint(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", pytest.param("delete", marks=pytest.mark.long)])
 @pytest.mark.slow
 def test_A3_A4_damage_to_any_file_of_the_newest_is_named_and_the_one_before_is_taken(
     tiny: str, tmp_path: Path, damage: str
@@ -179,21 +179,20 @@ def test_A6_a_full_disk_stops_loudly_and_hurts_nothing(tiny: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_A7_an_epochs_end_loses_and_repeats_nothing(tiny: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "steps"), [(2, 3), pytest.param(4, 5, marks=pytest.mark.long)])
+def test_A7_an_epochs_end_loses_and_repeats_nothing(tiny: str, tmp_path: Path, first: int, steps: int) -> None:
     """Eight rows, four a step: epochs end at 2 and 4. Stopped and resumed there, at the end, and past it."""
-    pipe, rows = make(tiny, rows=8)
-    quiet = wb.train_blocking(pipe, rows, steps=5, run=tmp_path / "quiet", trace_freq=1, keep_traces=9, **PLAN)
-    for first in (2, 4):
-        run = tmp_path / f"r{first}"
-        wb.train_blocking(*make(tiny, rows=8), steps=first, run=run, trace_freq=1, keep_traces=9, **PLAN)
-        pipe, rows = make(tiny, rows=8)
-        resumed = wb.train_blocking(pipe, rows, steps=5, run=run, trace_freq=1, keep_traces=9, resume="auto", **PLAN)
-        assert numbers(resumed.rows) == numbers(quiet.rows)
-        assert [row["training/epoch"] for row in resumed.rows] == [0, 0, 1, 1, 2]
-        for step in range(1, 6):
-            assert list(resumed.traces[step].batch["uid"]) == list(quiet.traces[step].batch["uid"])
-    over = wb.train_blocking(*make(tiny, rows=8), steps=5, run=run, resume="auto", **PLAN)
-    assert over.notes == ("nothing left to do: 5 of 5 steps are done",) and len(over.rows) == 5
+    plan: dict[str, Any] = {"trace_freq": 1, "keep_traces": 9, **PLAN}
+    quiet = wb.train_blocking(*make(tiny, rows=8), steps=steps, run=tmp_path / "quiet", **plan)
+    run = tmp_path / "r"
+    wb.train_blocking(*make(tiny, rows=8), steps=first, run=run, **plan)
+    resumed = wb.train_blocking(*make(tiny, rows=8), steps=steps, run=run, resume="auto", **plan)
+    assert numbers(resumed.rows) == numbers(quiet.rows)
+    assert [row["training/epoch"] for row in resumed.rows] == [0, 0, 1, 1, 2][:steps]
+    for step in range(1, steps + 1):
+        assert list(resumed.traces[step].batch["uid"]) == list(quiet.traces[step].batch["uid"])
+    over = wb.train_blocking(*make(tiny, rows=8), steps=steps, run=run, resume="auto", **PLAN)
+    assert over.notes == (f"nothing left to do: {steps} of {steps} steps are done",) and len(over.rows) == steps
 
 
 @pytest.mark.slow
@@ -376,9 +375,9 @@ def _status(pid: int) -> str:
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> wb.Run:
-    """The job of eight steps that nobody disturbed."""
+    """The job of six steps that nobody disturbed."""
     run = tmp_path_factory.mktemp("quiet") / "r"
-    done = job(run, steps=8)
+    done = job(run, steps=6)
     assert done.communicate(timeout=LONG)[0] and done.returncode == 0
     return wb.load_run(run)
 
@@ -388,8 +387,8 @@ def test_C6_sigterm_ends_the_step_checkpoints_marks_the_notebook_and_is_gone_on_
     quiet: wb.Run, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
-    going = job(run, steps=8, save_freq=0)
-    wait_for_rows(run, 3)
+    going = job(run, steps=6, save_freq=0)
+    wait_for_rows(run, 2)
     everybody = group_of(going.pid)
     going.send_signal(signal.SIGTERM)
     said, _ = going.communicate(timeout=LONG)
@@ -411,8 +410,8 @@ def test_C6_sigterm_ends_the_step_checkpoints_marks_the_notebook_and_is_gone_on_
 @pytest.mark.slow
 def test_C7_sigkill_of_the_job_loses_nothing_and_leaves_nobody(quiet: wb.Run, tmp_path: Path) -> None:
     run = tmp_path / "r"
-    going = job(run, {tests_warm.WHERE: ""}, steps=8)  # its kernel is its own child
-    wait_for_rows(run, 4)
+    going = job(run, {tests_warm.WHERE: ""}, steps=6)  # its kernel is its own child
+    wait_for_rows(run, 3)
     everybody = group_of(going.pid)
     assert len(everybody) >= 2
     going.kill()
@@ -421,14 +420,14 @@ def test_C7_sigkill_of_the_job_loses_nothing_and_leaves_nobody(quiet: wb.Run, tm
     rows = wb.load_run(run).rows
     assert [row["training/global_step"] for row in rows] == list(range(len(rows)))
     assert json.loads((run / "notebook.ipynb").read_text())["cells"] and wb.load_run(run).state == "died"
-    done = job(run, steps=8)
+    done = job(run, steps=6)
     assert done.communicate(timeout=LONG)[0] and done.returncode == 0
     assert_same_run(wb.load_run(run), quiet)
 
 
 def assert_same_run(one: wb.Run, two: wb.Run) -> None:
     assert numbers(one.rows) == numbers(two.rows)
-    files = [run.checkpoint(8) / "actor" / "model.safetensors" for run in (one, two)]
+    files = [run.checkpoint(6) / "actor" / "model.safetensors" for run in (one, two)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -473,7 +472,7 @@ def test_D1_some_may_be_skipped_and_so_many_in_a_row_stop(tiny: str, tmp_path: P
     pipe, rows = make(tiny, kl_coef=0.0)
     pipe = Poison(2, 4, 5, 6)(pipe, skip_nonfinite=2)
     with pytest.raises(NonFinite):
-        wb.train_blocking(pipe, rows, steps=8, run=tmp_path / "r", **PLAN)
+        wb.train_blocking(pipe, rows, steps=6, run=tmp_path / "r", **PLAN)
     run = wb.load_run(tmp_path / "r")
     assert [row["actor/nonfinite"] for row in run.rows] == [0, 1, 0, 1, 1]
     # 1 and 3 changed the weights, no other

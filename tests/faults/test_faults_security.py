@@ -60,13 +60,15 @@ def test_E4_a_pickle_in_a_model_folder_never_runs(tiny: str, tmp_path: Path, mar
 
 def small_run(tiny: str, folder: Path, reward: Any = None, steps: int = 1, **settings: Any) -> wb.Run:
     pipe = wb.recipes.grpo(wb.engines.local(tiny, lr=1e-3, device="cpu"), reward, group_size=2, max_tokens=8)
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     return wb.train_blocking(pipe, rows, steps=steps, batch_size=4, run=folder, **settings)
 
 
 @pytest.mark.slow
-def test_E4_no_file_of_a_run_is_ever_unpickled(tiny: str, tmp_path: Path, marker: Path) -> None:
-    """Every file of a run in turn is replaced by a pickle that runs code; everything that reads runs is then asked."""
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_E4_no_file_of_a_run_is_ever_unpickled(tiny: str, tmp_path: Path, marker: Path, every: bool) -> None:
+    """Every file of a run in turn, or one of each kind of a folder, is replaced by a pickle that runs code; everything that
+    reads runs is then asked."""
     run = small_run(tiny, tmp_path / "r", trace_freq=1)
     bomb = pickle.dumps(Bomb(marker))
     looks = [
@@ -77,7 +79,8 @@ def test_E4_no_file_of_a_run_is_ever_unpickled(tiny: str, tmp_path: Path, marker
         lambda: wb.load_run(run.path).stepper(1),
         lambda: wb.engines.local(run.path / "checkpoints" / "step_000001", device="cpu"),
     ]
-    for path in sorted(one for one in run.path.rglob("*") if one.is_file()):
+    files = sorted(one for one in run.path.rglob("*") if one.is_file())
+    for path in files if every else {(one.parent, one.suffix): one for one in files}.values():
         content = path.read_bytes()
         path.write_bytes(bomb)
         for look in looks:
@@ -267,7 +270,7 @@ def test_E9_a_hostile_template_is_refused_in_bounded_time_and_memory(
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     engine = wb.engines.local(folder, device="cpu")
     assert "range" in engine.tokenizer.chat_template or "a" in engine.tokenizer.chat_template
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:4]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=4)
     with pytest.raises(WorkbenchError, match="chat template"):
         wb.stages.Rollout(engine, group_size=1)(rows.batch(2))
 
@@ -279,7 +282,7 @@ import os, sys
 import workbench as wb
 if __name__ == "__main__":
     engine = wb.engines.local("data/tiny-arith", device="cpu")
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     pipe = wb.recipes.grpo(engine, lambda response: 1.0, group_size=2, max_tokens=8)
     wb.train_blocking(pipe, rows, steps=2, batch_size=4, run=sys.argv[1])
     mine = set()
@@ -300,7 +303,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_E10_training_opens_no_door(tmp_path: Path) -> None:
-    script = tmp_path / "s.py"
+    script = tmp_path / "listens.py"
     script.write_text(LISTENS)
     command = [sys.executable, str(script), str(tmp_path / "r")]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -25,7 +25,7 @@ below = -1"""
 CELL = """import workbench as wb
 engine = wb.engines.local("data/tiny-arith", lr=lr, device="cpu")
 pipe = wb.recipes.grpo(engine, lambda response: wanted * len(response), group_size=2, max_tokens=6, kl_coef=0)
-rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:4]
+rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=4)
 result = await wb.train(pipe, rows, steps=steps, batch_size=2, save_freq=1, display=None, trackers=())
 len(result.rows)"""
 TINY = "steps = 1\nlr = 1e-3\nwanted = 0.1"
@@ -151,13 +151,13 @@ def test_what_is_refused_leaves_no_folder(
 def test_a_training_is_as_long_as_its_epochs(tiny: str, tmp_path: Path, given: Any, expected: int) -> None:
     from workbench.jobs.train import _steps
 
-    rows = wb.rows("data/arith/train.parquet")[:5]
+    rows = wb.rows("data/arith/train.parquet", limit=5)
     assert _steps(given.get("steps"), given.get("epochs"), rows, 2) == expected
 
 
 def test_steps_and_epochs_are_one_or_the_other(tiny: str, tmp_path: Path) -> None:
     pipe = wb.recipes.grpo(wb.engines.local(tiny, device="cpu"), kl_coef=0)
-    rows = wb.rows("data/arith/train.parquet")[:4]
+    rows = wb.rows("data/arith/train.parquet", limit=4)
     for given, match in (({}, "neither"), ({"steps": 1, "epochs": 1}, "steps=1 and epochs=1"), ({"epochs": 0}, "> 0")):
         with pytest.raises(SettingError, match=match):
             wb.train_blocking(pipe, rows, batch_size=2, run=tmp_path / "r", **given)

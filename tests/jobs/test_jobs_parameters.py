@@ -123,7 +123,7 @@ RECIPES = ["grpo", "dr_grpo", "dapo", "rloo", "remax", "reinforce_plus_plus", "o
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_keeps_its_own_numbers_in_a_job(name: str, tiny: str) -> None:
     """D6: 201 passed GRPO's group size, KL and clip range to all of them, and no rows to DAPO."""
-    engine, rows = wb.engines.local(tiny, device="cpu"), wb.rows("data/arith/train.parquet")[:4]
+    engine, rows = wb.engines.local(tiny, device="cpu"), wb.rows("data/arith/train.parquet", limit=4)
     own = {"max_tokens": 64, "ppo_mini_batch_size": 1, **({"rows": rows} if name == "dapo" else {})}  # sizes of the job
     expected = settings(wb.recipes.by_name(name)(engine, **own))
     assert settings(built(NOTEBOOKS["201"], engine, rows, recipe=name)) == expected
@@ -147,9 +147,9 @@ def test_a_recipe_keeps_its_own_numbers_in_a_job(name: str, tiny: str) -> None:
 
 def test_a_recipe_with_a_critic_is_sent_to_its_notebook() -> None:
     with pytest.raises(SettingError, match="'ppo' trains a critic.*202_train_ppo.ipynb"):
-        open_recipe("ppo", wb.rows("data/arith/train.parquet")[:4])
+        open_recipe("ppo", wb.rows("data/arith/train.parquet", limit=4))
     with pytest.raises(SettingError, match="did you mean 'grpo'"):
-        open_recipe("gprpo", wb.rows("data/arith/train.parquet")[:4])
+        open_recipe("gprpo", wb.rows("data/arith/train.parquet", limit=4))
     recipe = {one.name: one.help for one in declared_parameters(NOTEBOOKS["201"])}["recipe"]
     names = [name for name in dir(wb.recipes) if name not in ("by_name", "with_rollout_correction")]
     assert [name for name in names if name not in recipe] == [], "each is in the parameter's help"

@@ -139,7 +139,7 @@ def test_what_is_refused_writes_nothing(make_notebook: Any, tmp_path: Path, caps
 TRAINS = """import workbench as wb
 engine = wb.engines.local("data/tiny-arith", lr=lr, device="cpu")
 pipe = wb.recipes.grpo(engine, lambda response: wanted * len(response), group_size=2, max_tokens=8, kl_coef=0)
-rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:4]
+rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=4)
 run = await wb.train(pipe, rows, steps=2, batch_size=2, save_freq=1, trackers=(), break_if=slow)
 run"""
 SLOW = """import os, time

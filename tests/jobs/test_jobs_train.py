@@ -17,8 +17,8 @@ from workbench.base.errors import CheckpointError, DataError, RewardError, RunEr
 
 def make(tiny: str, **settings: Any) -> tuple[Any, wb.datasets.Rows, wb.datasets.Rows]:
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:12]
-    eval_rows = wb.rows("data/arith/test.parquet")[:6]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=12)
+    eval_rows = wb.rows("data/arith/test.parquet", limit=6)
     return wb.recipes.grpo(engine, group_size=2, max_tokens=16, **settings), rows, eval_rows
 
 
@@ -104,9 +104,9 @@ def test_break_if_stops_before_the_update_and_leaves_a_stepper(
 ) -> None:
     pipe, rows, _ = make(tiny)
     run = wb.train_blocking(
-        pipe, rows, steps=5, batch_size=4, run=tmp_path / "r", break_if=lambda m: m["training/none"] > 0
+        pipe, rows, steps=2, batch_size=4, run=tmp_path / "r", break_if=lambda m: m["training/none"] > 0
     )
-    assert run.stopped is None and len(run.rows) == 5  # a metric that is never measured is never met
+    assert run.stopped is None and len(run.rows) == 2  # a metric that is never measured is never met
     pipe, rows, _ = make(tiny)
     steps: list[float] = []
 
@@ -165,6 +165,7 @@ def test_changed_settings_are_refused_on_resume(tiny: str, tmp_path: Path) -> No
         wb.train_blocking(pipe, rows, steps=2, batch_size=4, run=tmp_path / "r", resume="auto")
 
 
+@pytest.mark.long
 def test_resume_in_one_process_is_exact(tiny: str, tmp_path: Path) -> None:
     pipe, rows, _ = make(tiny)
     whole = wb.train_blocking(pipe, rows, steps=4, batch_size=4, run=tmp_path / "whole")
@@ -309,7 +310,7 @@ def test_what_a_training_cell_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_evaluation(tiny: str) -> None:
-    eval_rows = wb.rows("data/arith/test.parquet")[:10]
+    eval_rows = wb.rows("data/arith/test.parquet", limit=10)
     found = wb.evaluate(tiny, eval_rows, samples=3, max_tokens=40, batch_size=4)
     assert found.prompts == 10 and len(found.batch) == 30 and 0 <= found.mean <= 1
     assert found.interval[0] < found.mean < found.interval[1] and found.by_source["workbench/arith"] == found.mean
@@ -352,7 +353,7 @@ def test_by_source_and_unscored_rows(tiny: str) -> None:
     def reward(response: str, data_source: str, extra_info: dict[str, Any]) -> float | None:
         return None if extra_info["index"] == 1 else float(data_source == "b")
 
-    eval_rows = list(wb.rows("data/arith/test.parquet")[:4])
+    eval_rows = list(wb.rows("data/arith/test.parquet", limit=4))
     rows = wb.datasets.Rows(
         [
             {**row, "data_source": source, "extra_info": {"index": i}}
@@ -413,6 +414,7 @@ def test_a_training_is_awaited_as_any_coroutine(tiny: str, tmp_path: Path, recwa
     assert not [one for one in recwarn if "awaited" in str(one.message)]
 
 
+@pytest.mark.long
 def test_prompts_are_rendered_once_and_not_again_by_a_resumed_run(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

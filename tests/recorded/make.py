@@ -76,7 +76,7 @@ def model() -> None:
 def rows() -> None:
     """Twelve questions, each with the answer that so small a model gives most often for its truth, so that rewards differ;
     and four that may be talked about."""
-    asked = wb.rows("data/arith/train.parquet")[:80]
+    asked = wb.rows("data/arith/train.parquet", limit=80)
     scores = wb.evaluate(str(MODEL), asked, samples=16, max_tokens=16).batch["score"]
     often: list[tuple[int, int, str]] = []
     for number in range(len(asked)):

@@ -117,7 +117,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., wb.Run]:
 def two_steps(make: Make) -> Iterator[tuple[Trace, Audit]]:
     """Traces that were never on disk, and what the audit says of them."""
     pipe = make(wb.engines.local(ROOT / "data/tiny-arith", lr=1e-3, device="cpu"))
-    rows = wb.rows(ROOT / "data/arith/train.parquet", max_prompt_length=256)[:12]
+    rows = wb.rows(ROOT / "data/arith/train.parquet", max_prompt_length=256, limit=12)
     for step in (1, 2):
         before = copy.deepcopy(pipe.state())
         trace = run_step(pipe, rows.batch(3, step=step, seed=0))
@@ -162,7 +162,9 @@ def test_rows_of_an_older_policy_and_their_correction_agree(make: Make, train: C
     assert ("rollout_corr/rollout_rs_token_k1_std" in found.left) == (make is bypassing)  # means of micro-batches' own
 
 
-@pytest.mark.parametrize("inexact", [{"lora_rank": 2, "lora_dropout": 0.3}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "inexact", [{"lora_rank": 2, "lora_dropout": 0.3}, pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.long)]
+)
 def test_a_first_pass_with_dropout_or_in_half_precision_is_left_out(inexact: dict[str, Any], train: Any) -> None:
     """It does not compute old_log_probs again."""
 
@@ -199,7 +201,7 @@ def test_episodes_with_tools_agree(train: Callable[..., wb.Run]) -> None:
 
 def test_dynamic_sampling_agrees(train: Callable[..., wb.Run]) -> None:
     """Dynamic sampling draws further prompts."""
-    rows = wb.rows(ROOT / "data/arith/train.parquet", max_prompt_length=256)[:12]
+    rows = wb.rows(ROOT / "data/arith/train.parquet", max_prompt_length=256, limit=12)
     run = train(lambda engine: wb.recipes.dapo(engine, group_size=2, rows=rows, overlong_buffer=4, max_tokens=30))
     found = run.audit()
     assert found.agrees and not found.unaudited and run.rows[0]["train/num_gen_batches"] > 1, found

@@ -446,12 +446,12 @@ SLIPS = [
 
 
 def _marked(slips: list[Slip]) -> Iterator[Any]:
-    """The first slip of each function; further ones are `long`."""
-    seen: set[str] = set()
+    """The first slip of its kind in each module; further ones are `long`."""
+    seen: set[tuple[str, Any]] = set()
     for one in slips:
-        function = f"{one.module}.{one.function}"
-        yield pytest.param(one, id=str(one), marks=[pytest.mark.long] if function in seen else [])
-        seen.add(function)
+        place = (one.kind, one.module)
+        yield pytest.param(one, id=str(one), marks=[pytest.mark.long] if place in seen else [])
+        seen.add(place)
 
 
 @pytest.mark.parametrize("training", TRAININGS)

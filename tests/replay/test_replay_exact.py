@@ -51,7 +51,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[wb.Run, dict[int
     root = Path(__file__).parents[2]
     os.chdir(root)
     pipe = pipeline("data/tiny-arith")
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:20]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=20)
     watch = Remembers(pipe)
     run = wb.train_blocking(
         pipe, rows, steps=STEPS, batch_size=4, run=tmp_path_factory.mktemp("run") / "r", save_freq=3, trace_freq=1,
@@ -114,7 +114,7 @@ def test_a_reward_that_only_a_cell_had_is_missing_by_name(tiny: str, tmp_path: P
     def short_is_good(response: str) -> float:
         return 1.0 / (1 + len(response))
 
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     run = wb.train_blocking(pipeline(tiny, short_is_good), rows, steps=2, batch_size=4, run=tmp_path / "r", save_freq=1)
     shutil.rmtree(run.path / "traces")  # nor are its outputs there
     s = run.stepper(2).run(until="rollout")
@@ -131,7 +131,7 @@ def test_an_update_of_somebody_elses_is_never_left_out_in_silence(tiny: str, tmp
     class Mine(wb.stages.Update):
         """A stage of a cell."""
 
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
     pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=8)
     pipe = pipe.replace("update_actor", Mine(engine, wb.stages.PolicyLoss(kl_coef=0.1)))
@@ -198,7 +198,7 @@ def test_leaving_nothing_of_consequence_out_changes_nothing(tiny: str, tmp_path:
     def judge(response: str, uid: str) -> float | None:
         return None if uid in gone else float(len(response) % 3)
 
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     gone = {rows.batch(4, step=2)["uid"][1]}
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
     pipe = wb.recipes.grpo(engine, wb.rewards.Reward(judge, in_process=True), group_size=2, max_tokens=8)
@@ -210,8 +210,8 @@ def test_leaving_nothing_of_consequence_out_changes_nothing(tiny: str, tmp_path:
 
 
 def test_updates_keep_their_bound(tiny: str, tmp_path: Path) -> None:
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
-    run = wb.train_blocking(pipeline(tiny), rows, steps=3, batch_size=4, run=tmp_path / "none", keep_updates=0)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
+    run = wb.train_blocking(pipeline(tiny), rows, steps=1, batch_size=4, run=tmp_path / "none", keep_updates=0)
     assert not (run.path / "updates").exists()
     folder = tmp_path / "held"
     run = wb.train_blocking(pipeline(tiny), rows, steps=3, batch_size=4, run=folder, keep_updates=1)

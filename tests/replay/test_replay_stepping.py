@@ -68,7 +68,13 @@ def opened(stepper: Replayed) -> list[bool]:
     return [one.opened for one in stepper.pipeline.learners().values() if isinstance(one, LateLearner)]
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param(one, marks=[] if one in ("rollout", "advantage", "update_actor") else pytest.mark.long)
+        for one in PHASES
+    ],
+)
 def test_a_step_opens_at_each_phase_and_gives_the_recorded_numbers(grpo: wb.Run, phase: str) -> None:
     place, recorded = PHASES.index(phase), grpo.traces[5]
     s = grpo.stepper(5, at=phase)

@@ -321,12 +321,13 @@ def test_writers_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_processes_that_pin_at_once_lose_nothing(tmp_path: Path) -> None:
-    code = (
+    script = tmp_path / "pinning.py"
+    script.write_text(
         "import sys; from workbench.rewards import pins\n"
         "kept = pins(sys.argv[1])\n"
         "for n in range(25): kept.add({'prompt': 'p', 'response': f'{sys.argv[2]}.{n}'}, expected=n)"
     )
     path = str(tmp_path / "pins.jsonl")
-    started = [subprocess.Popen([sys.executable, "-c", code, path, str(name)]) for name in range(3)]
+    started = [subprocess.Popen([sys.executable, str(script), path, str(name)]) for name in range(3)]
     assert [process.wait(LONG) for process in started] == [0, 0, 0]
     assert len(pins(path)) == 75

@@ -43,7 +43,7 @@ def main() -> None:
     torch.set_num_threads(1)
     reward.in_process = True  # type: ignore[attr-defined]
     engine = wb.engines.local("data/tiny-arith", lr=1e-3, device="cpu")
-    data = wb.rows("data/arith/train.parquet", max_prompt_length=256)
+    data = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=60)
     mixed = wb.datasets.mix({"few": data[:6], "many": data[6:30]}, weights=[1, 2])
     staged = wb.datasets.stages([(mixed, 3), (data[30:60], None)])
     rows = wb.datasets.adaptive(wb.datasets.growing(staged, max_rows=12), low=0.2, high=0.8)

@@ -64,8 +64,8 @@ def main() -> None:
     run, steps, *kill = sys.argv[1:]
     torch.set_num_threads(1)
     engine = wb.engines.local("data/tiny-arith", lr=1e-3, schedule="cosine", total_steps=12, device="cpu")
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:10]
-    eval_rows = wb.rows("data/arith/test.parquet")[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=10)
+    eval_rows = wb.rows("data/arith/test.parquet", limit=8)
     ahead = int(os.environ.get("AHEAD", "0"))
     policy = wb.engines.paired(engine, wb.engines.local("data/tiny-arith", device="cpu")) if ahead else engine
     pipe = wb.recipes.ppo(

@@ -92,7 +92,7 @@ reward.in_process = True  # type: ignore[attr-defined]
 
 
 def data() -> Rows:
-    return wb.datasets.growing(wb.rows("data/arith/train.parquet")[:20])
+    return wb.datasets.growing(wb.rows("data/arith/train.parquet", limit=20))
 
 
 def test_an_edited_file_is_refused_on_resume_and_a_new_run_refuses_another_ones(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_an_edited_file_is_refused_on_resume_and_a_new_run_refuses_another_ones(
     with pytest.raises(RunError, match="a file of another run"):
         resumed(other, data())
     with pytest.raises(DataError, match="in the run's folder"):
-        resumed(tmp_path / "third", wb.datasets.growing(wb.rows("data/arith/train.parquet")[:20], str(file)))
+        resumed(tmp_path / "third", wb.datasets.growing(wb.rows("data/arith/train.parquet", limit=20), str(file)))
 
 
 def test_held_out_metrics_are_those_of_the_parts() -> None:

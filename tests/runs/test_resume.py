@@ -18,7 +18,7 @@ from workbench.base.errors import RunError
 from workbench.runs.folder import read_metrics
 
 DRIVER = Path(__file__).with_name("resume_driver.py")
-STEPS = 7
+STEPS = 5
 
 
 def drive(run: Path, kill: str | None = None, steps: int = STEPS, ahead: int = 0) -> int:
@@ -49,13 +49,13 @@ def quiet_ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-@pytest.mark.slow
 def long(*kills: str) -> list[Any]:
     """Moments of a kill that are tried in `make test-all`."""
     return [pytest.param(kill, marks=pytest.mark.long) for kill in kills]
 
 
-@pytest.mark.parametrize("kill", ["step:3", "inside:4", *long("step:1", "rename:2", "fsync:40")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", ["inside:4", *long("step:1", "step:3", "rename:2", "fsync:40")])
 def test_rows_drawn_ahead_survive_a_kill(quiet_ahead: Path, tmp_path: Path, kill: str) -> None:
     run = tmp_path / "run"
     assert drive(run, kill, ahead=1) == -9
@@ -71,7 +71,7 @@ def test_rows_drawn_ahead_survive_a_kill(quiet_ahead: Path, tmp_path: Path, kill
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kill", ["step:2", "inside:4", "fsync:30", *long("step:1", "step:3", "rename:2")])
+@pytest.mark.parametrize("kill", ["step:3", "inside:4", *long("step:1", "step:2", "rename:2", "fsync:30")])
 def test_killed_and_resumed_is_identical(quiet: Path, tmp_path: Path, kill: str) -> None:
     run = tmp_path / "run"
     assert drive(run, kill) == -9
@@ -98,6 +98,7 @@ def tensorboard(run: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_flipped_bit_falls_back_to_the_checkpoint_before(quiet: Path, tmp_path: Path) -> None:
     import shutil
 

@@ -29,7 +29,7 @@ def pipeline(**settings: Any) -> wb.Pipeline:
 
 
 def rows() -> Any:
-    return wb.rows(ROOT / "data/arith/train.parquet", max_prompt_length=128)[:8]
+    return wb.rows(ROOT / "data/arith/train.parquet", max_prompt_length=128, limit=8)
 
 
 def weights(pipe: wb.Pipeline) -> dict[str, torch.Tensor]:

@@ -41,6 +41,7 @@ def run(folder: Path) -> wb.Run:
     return trained(folder, "run", 2)
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_steps_of_one_that_was_not_stopped(folder: Path, run: wb.Run) -> None:
     trained(folder, "stopped", 1)
     again = trained(folder, "stopped", 2, resume="auto")

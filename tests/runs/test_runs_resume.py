@@ -30,7 +30,7 @@ def drawing(response: str) -> float:
 def make(tiny: str, reward: Any = None, **settings: Any) -> tuple[Any, wb.datasets.Rows]:
     options = {"lr": 1e-3, "schedule": "cosine", "total_steps": 8, "device": "cpu"}
     engine = wb.engines.local(tiny, **{**options, **settings})
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:12]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=12)
     reward = reward or wb.rewards.Reward(drawing, in_process=True)
     pipe = wb.recipes.ppo(
         engine, reward, group_size=2, max_tokens=8, kl_coef=0.1, kl_target=0.01, kl_horizon=20, critic_lr=1e-3
@@ -110,8 +110,14 @@ def forget_generator(name: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "forget",
-    [forget_optimizer, forget_weights, forget_controller, *map(forget_generator, ("python", "numpy", "torch"))],
-    ids=["optimizer", "weights", "controller", "python", "numpy", "torch"],
+    [
+        pytest.param(forget_optimizer, id="optimizer"),
+        pytest.param(forget_controller, id="controller"),
+        pytest.param(forget_generator("torch"), id="torch"),
+        pytest.param(forget_weights, id="weights", marks=pytest.mark.long),
+        pytest.param(forget_generator("python"), id="python", marks=pytest.mark.long),
+        pytest.param(forget_generator("numpy"), id="numpy", marks=pytest.mark.long),
+    ],
 )
 def test_each_part_of_the_state_matters(
     tiny: str, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget: Any

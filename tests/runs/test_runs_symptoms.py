@@ -76,7 +76,7 @@ def test_causes_are_read_from_the_last_batch() -> None:
 
 def test_a_real_run_says_them(tiny: str, tmp_path: Path) -> None:
     engine = wb.engines.local(tiny, lr=1e-4, device="cpu")
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     reward = wb.rewards.Reward(lambda response: 0.0, in_process=True)
     pipe = wb.recipes.grpo(engine, reward, group_size=2, max_tokens=6)
     found = wb.train_blocking(pipe, rows, steps=3, batch_size=4, run=tmp_path / "r", trackers=()).symptoms

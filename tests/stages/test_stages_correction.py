@@ -182,7 +182,7 @@ def test_a_corrected_runs_weights_are_made_again(bypass: bool, engine: Any, tmp_
     """What was rejected is recorded with an update; bounds as tight as float32 reject many tokens of one engine's own."""
     pipe = wb.recipes.grpo(engine, short, group_size=2, max_tokens=6, kl_coef=0)
     block = {"rollout_is": "token", "rollout_rs": {"token_k1": 1 + 2e-7}, "bypass_mode": bypass}
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:8]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     settings: dict[str, Any] = {"steps": 2, "batch_size": 4, "run": tmp_path / "r", "trace_freq": 1}
     run = wb.train_blocking(wb.recipes.with_rollout_correction(pipe, block), rows, **settings)
     batch = run.traces[2].batch
@@ -282,7 +282,7 @@ def test_bypass_through_an_engine(engine: Any, batch: wb.DataProto) -> None:
 def test_other_settings_of_the_correction_run_what_uses_its_mask_again(engine: Any) -> None:
     pipe = wb.recipes.grpo(engine, short, group_size=2, max_tokens=6, kl_coef=0)
     tight = wb.recipes.with_rollout_correction(pipe, rollout_rs={"token_k1": 1 + 2e-7})
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:4]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=4)
     s = wb.Stepper(tight, rows.batch(4)).run(until="advantage")
     t = (
         s.fork()

@@ -30,7 +30,7 @@ class Plain:
 @pytest.fixture(scope="module")
 def made() -> tuple[Any, wb.DataProto, wb.DataProto]:
     engine = wb.engines.local("data/tiny-arith", lr=1e-3, device="cpu")
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:16]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=16)
     pipe = wb.recipes.grpo(engine, Reward(varied, in_process=True), group_size=4, max_tokens=12, kl_coef=0.0)
     batch, eval_rows = (wb.Stepper(pipe, rows.batch(4, step=step)).run(until="advantage").batch for step in (1, 2))
     return engine, batch, eval_rows

@@ -34,7 +34,7 @@ def two(tiny: str, **settings: Any) -> Any:
 
 
 def make(tiny: str, reward: Any = None, **settings: Any) -> tuple[wb.Pipeline, wb.datasets.Rows]:
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:12]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=12)
     reward = reward or Reward(digits, in_process=True)
     pipe = wb.recipes.grpo(two(tiny), reward, group_size=2, max_tokens=12, **settings)
     return wb.recipes.with_rollout_correction(pipe, "decoupled_token_is"), rows
@@ -321,8 +321,12 @@ def test_break_if_stands_before_the_update_on_the_rows_that_were_drawn(
 
 @pytest.mark.parametrize("slow", ["draw", "step"])
 @pytest.mark.slow
-def test_an_interrupt_ends_the_draw_and_the_run_goes_on(quiet: wb.Run, tiny: str, tmp_path: Path, slow: str) -> None:
+def test_an_interrupt_ends_the_draw_and_the_run_goes_on(
+    quiet: wb.Run, tiny: str, tmp_path: Path, slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A draw that takes longer than the grace is thrown away; one that is done goes into the checkpoint."""
+    if slow == "draw":
+        monkeypatch.setattr(runtime, "GRACE", 2.0)
     pipe, rows = make(tiny)
     engine = pipe["rollout"].sampler  # type: ignore[attr-defined]
     plain, learn, stuck, reached = engine.sampler._decode, engine.learner.learn, [True], threading.Event()
@@ -365,6 +369,7 @@ def test_an_interrupt_ends_the_draw_and_the_run_goes_on(quiet: wb.Run, tiny: str
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_from_before_there_was_such_a_setting_goes_on(quiet: wb.Run, tiny: str, tmp_path: Path) -> None:
     from workbench.runs import checkpoint
     from workbench.runs.folder import write_json
@@ -407,7 +412,7 @@ def test_a_recorded_step_keeps_the_rows_that_its_own_weights_did_not_write(quiet
 @pytest.mark.long
 def test_it_learns_one_step_ahead(tmp_path: Path, tiny: str) -> None:
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
-    held = wb.rows("data/arith/test.parquet", max_prompt_length=256)[:128]
+    held = wb.rows("data/arith/test.parquet", max_prompt_length=256, limit=128)
     engine = wb.engines.paired(wb.engines.local(tiny, lr=2e-4), wb.engines.local(tiny))
     pipe = wb.recipes.with_rollout_correction(
         wb.recipes.grpo(engine, group_size=8, kl_coef=0.001, max_tokens=64), "decoupled_token_is"

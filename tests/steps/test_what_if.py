@@ -22,7 +22,7 @@ def varied(response: str) -> float:
 @pytest.fixture
 def stepper(tiny: str) -> wb.Stepper:
     engine = wb.engines.local(tiny, lr=3e-4, device="cpu")
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)[:16]
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=16)
     pipe = wb.recipes.grpo(engine, Reward(varied, in_process=True), group_size=4, max_tokens=12)
     return wb.Stepper(pipe, rows.batch(4)).run(until="advantage")
 
@@ -76,7 +76,7 @@ def test_another_estimator_loss_and_mask(stepper: wb.Stepper) -> None:
 
 
 def test_a_probe_is_watched(stepper: wb.Stepper) -> None:
-    eval_rows = wb.rows("data/arith/test.parquet", max_prompt_length=256)[:4]
+    eval_rows = wb.rows("data/arith/test.parquet", max_prompt_length=256, limit=4)
     made = stepper.what_if(kl_coef=1.0, updates=2, probe=stepper.batch)
     assert set(made.before) == {"log_prob"} and made.other.probe["log_prob"] != made.before["log_prob"]
     judged = stepper.what_if(kl_coef=1.0, updates=1, probe=eval_rows)

@@ -54,6 +54,7 @@ def test_in_a_job_it_is_the_static_table(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @in_chromium
+@pytest.mark.long
 def test_the_table_moves_while_a_cell_runs_and_ends_with_its_cluster(lab: str) -> None:
     put(lab, "table.ipynb", notebook(FIRST, "look()", BUSY))
     with page_running_all(lab, "table.ipynb") as page:

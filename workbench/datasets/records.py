@@ -29,10 +29,9 @@ ANSWERS = (
 GSM8K = "openai/gsm8k"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Who may speak in a chat. Templates pass over other roles without a word."""
-MEDIA = (
-    *(kind + end for kind in ("image", "video", "audio") for end in ("s", "", "_path", "_paths", "_url", "_urls")),
-    *("decoded_image", "pixel_values", "multi_modal_data", "multi_modal_inputs"),
-)
+MEDIA = frozenset(
+    kind + end for kind in ("image", "video", "audio") for end in ("s", "", "_path", "_paths", "_url", "_urls")
+) | {"decoded_image", "pixel_values", "multi_modal_data", "multi_modal_inputs"}
 """Columns of pictures, films and sounds, by the names that verl, TRL and data sets of Hugging Face give them."""
 _PLACEHOLDER = re.compile(r"<(image|video|audio)>")
 _CHAT = re.compile(
@@ -252,8 +251,8 @@ def _with_pictures(prompt: Any, kept: dict[str, Any], place: str) -> tuple[Any, 
 def refuse_media(columns: Mapping[str, Any], place: str) -> None:
     """Raise `DataError` where a row has films, sounds or unread pictures: a column of `MEDIA` that is not empty, nor holds
     `Picture`s."""
-    for name in MEDIA:
-        if not pictures.are(cell := columns.get(name)) and not _empty(plain(cell)):
+    for name in MEDIA.intersection(columns):
+        if not pictures.are(cell := columns[name]) and not _empty(plain(cell)):
             do = f"leave these rows out; or the column, where the text stands alone: wb.rows(…, without=[{name!r}])"
             raise DataError(f"column {name!r} of {place}", expected=_TEXT_ONLY, found=describe(columns[name]), do=do)
 
@@ -405,7 +404,7 @@ def _turn(turn: Any, place: str) -> dict[str, Any]:
     kept = {str(name): value for name, value in turn.items() if not absent(value)}
     if kept.get("role") not in ROLES:
         raise DataError(f"{place}: " + unknown("role", str(kept.get("role")), ROLES))
-    if media := next((name for name in MEDIA if not _empty(kept.get(name))), None):
+    if media := next((name for name in MEDIA.intersection(kept) if not _empty(kept[name])), None):
         raise DataError(f"{media} in {place}", expected=_TEXT_ONLY, found=describe(kept[media]))
     calls = _calls(kept.pop("tool_calls", []), kept["role"], place)
     if calls and "content" not in kept:
