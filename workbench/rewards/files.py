@@ -14,6 +14,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +25,12 @@ MAX_BYTES = 4 << 20
 """A longer file is refused."""
 ROOTS = "WORKBENCH_CODE_ROOTS"
 """Environment variable with further allowed folders, separated as in PATH."""
+
+
+def called(function: Any) -> str:
+    """The name of a function, and of a partial's; of a callable object its class's."""
+    function = function.func if isinstance(function, partial) else function
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 class FileFunction:

@@ -23,7 +23,7 @@ from workbench.datasets.records import has_user, truth_of
 from workbench.rewards import signatures
 from workbench.rewards.base import BaseReward, row_view
 from workbench.rewards.code import Code
-from workbench.rewards.files import FileFunction, load_function
+from workbench.rewards.files import FileFunction, called, load_function
 from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.runner import Answer, Pool
 from workbench.rewards.score import Score, failed
@@ -81,7 +81,7 @@ class Reward(BaseReward, Shown):
         require(workers >= 1, "workers", expected="≥ 1", found=workers)
         require(timeout > 0, "timeout", expected="seconds > 0", found=timeout)
         require(per in (None, "row", "batch", "group"), "per", expected="one of row, batch, group", found=per)
-        super().__init__(name or signatures.called(function), on_failure)
+        super().__init__(name or called(function), on_failure)
         self.function = function
         self._file = function.func if isinstance(function, partial) else function
         self._columns: Sequence[str] | None = None

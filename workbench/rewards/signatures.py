@@ -16,6 +16,7 @@ from typing import Any
 
 from workbench.base.errors import RewardError, describe, first_line, unknown
 from workbench.dataproto.columns import writer_of
+from workbench.rewards.files import called
 from workbench.rewards.score import Score, Status, failed
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -286,12 +287,6 @@ def _style(said: Set[str]) -> tuple[bool, dict[str, str], str]:
     trls = completions or ids or ("prompts" in said and "queries" not in said)
     batched = bool(said & {*_PLURALS}) and (completions or not said & {*ALIASES["response"]})
     return batched, {}, "columns" if trls else "verl"
-
-
-def called(function: Any) -> str:
-    """The name of a function, and of a partial's; of a callable object its class's."""
-    function = function.func if isinstance(function, partial) else function
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 # --- calls ----------------------------------------------------------------------------------------

@@ -50,8 +50,10 @@ def written(result: Any, depth: int = 0) -> Any:
         return result
     if isinstance(result, numbers.Number) and not isinstance(result, complex):
         return number(result)
-    if depth > 50:
-        return shown(result)
+    return shown(result) if depth > 50 else _of_parts(result, depth)
+
+
+def _of_parts(result: Any, depth: int) -> Any:
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
         fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
         ours = (type(result).__module__, type(result).__name__) == ("workbench.rewards.score", "Score")

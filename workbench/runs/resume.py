@@ -28,6 +28,8 @@ log = logging.getLogger("workbench")
 _WHEN = "steps test_freq save_freq trace_freq keep_traces keep_checkpoints keep_updates keep_val max_recoveries max_rollout_kl trackers project experiment"
 ALLOW_CHANGES = (*(f"train.{name}" for name in _WHEN.split()), "eval_rows.source")
 """Settings that a resumed run may always change: no step's numbers depend on them."""
+_WAITS = ("deadline", ".failed_save")
+"""Ends of the names of settings of calls of ranks, which may change likewise."""
 _COMPARED = ("stages", "sources", "engines", "data_hash", "eval_rows", "train")
 _STATE = ("step", "cursor", "controllers", "rng", "versions")
 
@@ -174,19 +176,22 @@ def check_resumable(
     old, notes = _recorded(path)
     if old is None:
         return None, (), ()
-    new = json.loads(json.dumps({part: settings[part] for part in (*_COMPARED, "pipeline")}, default=str))
-    was, now = ({part: one.get(part) for part in _COMPARED} | {"sources": _of_ours(new, one)} for one in (old, new))
-    was["engines"] = _with_new_settings(was["engines"] or {}, now["engines"] or {})
-    names = {text: text.split(": ")[0] for text in differences(was, now)}
-    changed = {text: name for text, name in names.items() if not _only_moved(name, new["engines"])}
-    waits = tuple(name for name in changed.values() if name.endswith(("deadline", ".failed_save")))  # of calls of ranks
-    refused = {
-        text: name for text, name in changed.items() if not _among(name, (*ALLOW_CHANGES, *waits, *allow_changes))
-    }
+    changed = _changes(old, settings)
+    allowed = (*ALLOW_CHANGES, *allow_changes)
+    refused = {text: name for text, name in changed.items() if not name.endswith(_WAITS) and not _among(name, allowed)}
     if refused:
         do = f"use the same settings, another run folder, or allow it: allow_changes={list(refused.values())}"
         raise RunError(f"run {path} was started with other settings", found="; ".join(refused), do=do)
     return old, tuple(changed), notes
+
+
+def _changes(old: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, str]:
+    """What differs between recorded and present settings, in words → the name of the setting."""
+    new = json.loads(json.dumps({part: settings[part] for part in (*_COMPARED, "pipeline")}, default=str))
+    was, now = ({part: one.get(part) for part in _COMPARED} | {"sources": _of_ours(new, one)} for one in (old, new))
+    was["engines"] = _with_new_settings(was["engines"] or {}, now["engines"] or {})
+    names = {text: text.split(": ")[0] for text in differences(was, now)}
+    return {text: name for text, name in names.items() if not _only_moved(name, new["engines"])}
 
 
 def _recorded(run: Path) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
