@@ -177,7 +177,7 @@ class Run(Shown):
         """
         actor = (self.settings.get("engines") or {}).get("actor")
         found = audit_run(self.traces, self.rows, functools.partial(controllers, self.path), step, actor)
-        there = actor and Path(str(actor.get("path", ""))).is_dir()
+        there = bool(actor and actor.get("path") and Path(actor["path"]).is_dir())
         wrong = rebuild.wrong_files(actor) if actor and there else None
         return replace(found, left={**found.left, "tokenizer": wrong}) if wrong else found
 
