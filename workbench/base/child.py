@@ -429,6 +429,11 @@ def _keep(child: int, end: socket.socket, parent: int, folder: str) -> None:
     _end_below(child)
     if folder and (os.getppid() != parent or code is None):
         shutil.rmtree(folder, ignore_errors=True)
+    _end_as(code)
+
+
+def _end_as(code: int | None) -> None:
+    """End this process with an exit code, by a signal where it is negative."""
     if code is None or code < 0:
         number = signal.SIGKILL if code is None else -code
         if number != signal.SIGKILL:

@@ -25,7 +25,6 @@ from workbench.base.memory import total
 from workbench.rewards.files import FileFunction
 from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.score import Score
-from workbench.rewards.signatures import called
 from workbench.rewards.worker import MAX_RESULT, TOKEN
 
 T = TypeVar("T")
@@ -103,7 +102,7 @@ class Pool:
         self._timeout = timeout
         self._env = {"WORKBENCH_WORKER_MEMORY_MB": str(memory_mb or (total() >> 21) // workers)}
         self._rate_limit = rate_limit
-        self._screen = Screen(called(function))
+        self._screen = Screen(getattr(function, "__name__", type(function).__name__))
         self._workers: set[Child] = set()
         self._idle: list[Child] = []
         self._failed_starts = 0
