@@ -140,6 +140,8 @@ BROKEN = {
     "a body shorter than it says": [(299, GOOD)],
     "the wrong length": [(200, b'{"data": []}')],
     "HTML": [(200, b"<html>")],
+    "endless depth": [(200, b"[" * 200_000)],
+    "half characters": [(200, b'{"data": "\xff\xfe"}')],
     "no number": [(200, b'{"data": [{"probs": ["high"]}]}')],
 }
 

@@ -80,7 +80,7 @@ class Client:
             pause = random.uniform(0, self.wait * 2**attempt)
             try:
                 reply = await asyncio.wait_for(self._send(method, url, body), min(timeout, left))
-                if reply.status_code < 400:
+                if reply.status_code < 300:
                     return read(reply.json())
                 if reply.status_code not in AGAIN:
                     raise Refused(f"{httpx.URL(url).host} answered {reply.status_code}: {reply.text[:300]}")
@@ -88,7 +88,7 @@ class Client:
                 pause = max(pause, _retry_after(reply.headers.get("Retry-After")))
             except TimeoutError:
                 cause = TimeoutError(f"no reply in {min(timeout, left):.3g} s")
-            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:  # cut, dropped or not JSON
+            except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as error:  # cut, or not JSON
                 cause = error
             if attempt + 1 < self.attempts:
                 await asyncio.sleep(min(pause, max(end - time.monotonic(), 0.0)))

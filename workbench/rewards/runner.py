@@ -102,7 +102,7 @@ class Pool:
         self._timeout = timeout
         self._env = {"WORKBENCH_WORKER_MEMORY_MB": str(memory_mb or (total() >> 21) // workers)}
         self._rate_limit = rate_limit
-        self._screen = Screen(called(function))
+        self._screen = Screen(getattr(function, "__name__", type(function).__name__))
         self._workers: set[Child] = set()
         self._idle: list[Child] = []
         self._failed_starts = 0

@@ -55,14 +55,19 @@ def written(result: Any, depth: int = 0) -> Any:
 
 def _of_parts(result: Any, depth: int) -> Any:
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
-        fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
-        ours = (type(result).__module__, type(result).__name__) == ("workbench.rewards.score", "Score")
-        return written({"Score": fields} if ours else fields, depth + 1)
+        return written(fields_of(result), depth + 1)
     if isinstance(result, Mapping):
         return {str(name): written(one, depth + 1) for name, one in result.items()}
     if isinstance(result, list | tuple):
         return [written(one, depth + 1) for one in result]
     return written(result.tolist(), depth + 1) if callable(getattr(result, "tolist", None)) else shown(result)
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """A dataclass as a dict; a `Score` under its name."""
+    found = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    ours = (type(record).__module__, type(record).__name__) == ("workbench.rewards.score", "Score")
+    return {"Score": found} if ours else found
 
 
 def number(value: Any) -> float | int | str:
