@@ -251,7 +251,7 @@ def _with_pictures(prompt: Any, kept: dict[str, Any], place: str) -> tuple[Any, 
 def refuse_media(columns: Mapping[str, Any], place: str) -> None:
     """Raise `DataError` where a row has films, sounds or unread pictures: a column of `MEDIA` that is not empty, nor holds
     `Picture`s."""
-    for name in MEDIA.intersection(columns):
+    for name in filter(MEDIA.__contains__, columns):
         if not pictures.are(cell := columns[name]) and not _empty(plain(cell)):
             do = f"leave these rows out; or the column, where the text stands alone: wb.rows(…, without=[{name!r}])"
             raise DataError(f"column {name!r} of {place}", expected=_TEXT_ONLY, found=describe(columns[name]), do=do)
@@ -404,7 +404,7 @@ def _turn(turn: Any, place: str) -> dict[str, Any]:
     kept = {str(name): value for name, value in turn.items() if not absent(value)}
     if kept.get("role") not in ROLES:
         raise DataError(f"{place}: " + unknown("role", str(kept.get("role")), ROLES))
-    if media := next((name for name in MEDIA.intersection(kept) if not _empty(kept[name])), None):
+    if media := next((name for name in kept if name in MEDIA and not _empty(kept[name])), None):
         raise DataError(f"{media} in {place}", expected=_TEXT_ONLY, found=describe(kept[media]))
     calls = _calls(kept.pop("tool_calls", []), kept["role"], place)
     if calls and "content" not in kept:

@@ -169,7 +169,7 @@ class Rollout(BaseStage):
         if not pictures and IMAGES in batch:
             reader = f"a rollout with this model of {type(self.sampler).__name__}"
             refuse_pictures([{IMAGES: seen} for seen in batch[IMAGES]], reader, of="the batch")
-        columns = {name: batch.non_tensor_batch[name] for name in MEDIA if name in batch.non_tensor_batch}
+        columns = {name: cells for name, cells in batch.non_tensor_batch.items() if name in MEDIA}
         for row in range(len(batch) if columns else 0):
             refuse_media({name: values[row] for name, values in columns.items()}, f"row {row} of the batch")
 
