@@ -22,7 +22,7 @@ from workbench.base import runtime
 from workbench.base.child import Child, TooLong, importing
 from workbench.base.errors import RewardError, first_line
 from workbench.base.memory import total
-from workbench.rewards.files import FileFunction, called
+from workbench.rewards.files import FileFunction
 from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.score import Score
 from workbench.rewards.worker import MAX_RESULT, TOKEN
