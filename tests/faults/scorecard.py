@@ -52,12 +52,14 @@ ROWS: dict[str, Row] = {
         "faults/test_faults_runs.py::test_A3_A4_damage_to_any_file_of_the_newest_is_named_and_the_one_before_is_taken",
         "runs/test_resume.py::test_a_flipped_bit_falls_back_to_the_checkpoint_before",
         "runs/test_runs_checkpoint.py::test_no_flipped_bit_of_the_manifest_is_believed",
+        "faults/test_faults_files.py::test_a_flip_a_cut_a_deletion_of_any_file_is_refused_repaired_or_harmless",
     ),
     "A4": Row(
         "files cut short or deleted: shard, manifest, state",
         "as A3; a run never starts over unless it is told to",
         "faults/test_faults_runs.py::test_A3_A4_damage_to_any_file_of_the_newest_is_named_and_the_one_before_is_taken",
         "faults/test_faults_runs.py::test_A4_never_from_scratch_without_being_told",
+        "faults/test_faults_files.py::test_a_flip_a_cut_a_deletion_of_any_file_is_refused_repaired_or_harmless",
     ),
     "A5": Row(
         "pointers to the last checkpoint that are empty, stale, dangling or garbage",
@@ -110,11 +112,13 @@ ROWS: dict[str, Row] = {
         "two trainings in one run folder; a lock whose owner is gone",
         "the second is refused with the first's pid, host and time; a stale lock is taken over with a note",
         "faults/test_faults_runs.py::test_A12_two_writers_and_a_stale_lock",
+        "runs/test_runs_folder.py::test_a_removed_lock_file_lets_nobody_in",
     ),
     "A13": Row(
         "a run goes on with another setting, model, reward text or data",
         "refused by each difference unless it is allowed, and then it is in the run's history",
         "runs/test_runs_resume.py::test_changes_are_refused_by_name_unless_allowed_and_then_recorded",
+        "faults/test_faults_files.py::test_F5_without_settings_a_resume_compares_with_its_checkpoint",
     ),
     "A14": Row(
         "a checkpoint of another format",
@@ -135,18 +139,21 @@ ROWS: dict[str, Row] = {
         "cluster/test_cluster_faults.py::test_B1_a_killed_worker_is_named_in_seconds_and_the_group_is_made_anew",
         "engines/test_engines_fsdp.py::test_a_killed_worker_is_named_and_the_step_is_run_again",
         "cluster/test_cluster_engines.py::test_B17_some_steps_with_kills_at_random_end_as_the_quiet_ones",
+        "runs/test_runs_recovery.py::test_B1_B2_killed_and_stopped_ranks_change_no_number",
     ),
     "B2": Row(
         "a rank is stopped inside a collective",
         "the deadline fires, says what every rank was doing, ends them all; then as B1",
         "cluster/test_cluster_faults.py::test_B2_a_call_past_its_deadline_says_what_the_ranks_were_doing",
         "cluster/test_cluster_faults.py::test_B2_a_stopped_rank_and_one_in_c_code_do_not_answer",
+        "runs/test_runs_recovery.py::test_B1_B2_killed_and_stopped_ranks_change_no_number",
     ),
     "B3": Row(
         "the sampling worker is killed while it answers",
         "its questions are asked again with their seeds, each answered once; the new worker has the weights before it answers",
         "engines/test_engines_replicas.py::test_B3_a_killed_members_questions_go_to_the_other_and_it_comes_back_with_the_next_weights",
         "cluster/test_cluster_placing.py::test_B3_a_sampler_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled",
+        "runs/test_runs_recovery.py::test_a_lost_sampler_is_brought_back_exactly",
     ),
     "B4": Row(
         "a sampler that missed a push of weights",
@@ -166,6 +173,7 @@ ROWS: dict[str, Row] = {
         "engines/test_engines_replicas.py::test_B6_none_left_is_the_original_error",
         "cluster/test_cluster_faults.py::test_B6_a_factory_that_raises_or_dies",
         "engines/test_engines_replicas.py::test_B6_the_only_member_is_started_ever_later_and_then_no_more",
+        "runs/test_runs_recovery.py::test_a_crash_loop_ends_with_its_error_and_the_run_can_be_resumed",
     ),
     "B7": Row(
         "a node is killed; a node hangs and comes back",
@@ -182,6 +190,8 @@ ROWS: dict[str, Row] = {
         "that row is ended at its limit and marked; its siblings and the pool's size stay as they were",
         "faults/test_faults_rewards.py::test_B9_one_of_256_rows_hangs_and_costs_its_own_limit_once",
         "faults/test_faults_rewards.py::test_B9_every_way_to_hang_frees_its_worker_and_the_pool_keeps_its_size",
+        "faults/test_faults_workers.py::test_F6_F7_F9_whatever_a_row_does_its_siblings_are_judged_and_nothing_is_left",
+        "faults/test_faults_workers.py::test_F6_a_file_that_hangs_while_it_is_loaded_is_given_up_for_all_rows",
     ),
     "B10": Row(
         "a judge's or sandbox's service fails, drops, hangs, cuts or lies",
@@ -336,6 +346,7 @@ ROWS: dict[str, Row] = {
         "faults/test_faults_data.py::test_D4_a_truncated_file_is_named",
         "faults/test_faults_data.py::test_D4_duplicates_are_counted_and_the_content_is_hashed",
         "faults/test_faults_data.py::test_D4_a_bomb_is_refused_before_it_is_decoded",
+        "faults/test_faults_data.py::test_D4_a_bomb_behind_small_rows_is_refused_where_it_begins",
     ),
     "D5": Row(
         "JSON lines: NaN, 1e999, deep, endless, not UTF-8",
@@ -357,6 +368,8 @@ ROWS: dict[str, Row] = {
         "faults/test_faults_policies.py::test_D7_one_policy_is_measured_as_one",
         "faults/test_faults_policies.py::test_D7_perturbed_weights_are_measured_and_stop_before_the_update",
         "faults/test_faults_policies.py::test_D7_rows_of_older_weights_are_counted_in_versions_and_stop",
+        "faults/test_faults_policies.py::test_D7_other_weights_stop_a_run_that_asked_for_nothing",
+        "faults/test_faults_policies.py::test_D7_a_healthy_bfloat16_learner_is_far_below_the_limit",
     ),
     "D8": Row(
         "rewards of a wrong count, no number, extra keys, or that write into their input",
@@ -380,6 +393,7 @@ ROWS: dict[str, Row] = {
         "sandbox/test_sandbox_local.py::test_a_daemon_with_a_session_of_its_own_ends_with_its_program",
         "sandbox/test_sandbox_local.py::test_where_nothing_isolates_model_code_does_not_run_unless_said",
         "rewards/test_rewards_code.py::test_no_cheat_scores",
+        "sandbox/test_sandbox_memory.py::test_no_way_of_taking_memory_goes_beyond_the_limit",
     ),
     "E3": Row(
         "a sample patches what grades it",
