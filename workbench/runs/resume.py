@@ -160,10 +160,7 @@ def check_resumable(
     was["engines"] = _with_new_settings(was["engines"] or {}, now["engines"] or {})
     names = {text: text.split(": ")[0] for text in differences(was, now)}
     changed = {text: name for text, name in names.items() if not _only_moved(name, new["engines"])}
-    waits = tuple(name for name in changed.values() if name.endswith(("deadline", ".failed_save")))  # of calls of ranks
-    refused = {
-        text: name for text, name in changed.items() if not _among(name, (*ALLOW_CHANGES, *waits, *allow_changes))
-    }
+    refused = {text: name for text, name in changed.items() if not _may_change(name, allow_changes)}
     if refused:
         do = f"use the same settings, another run folder, or allow it: allow_changes={list(refused.values())}"
         raise RunError(f"run {path} was started with other settings", found="; ".join(refused), do=do)
@@ -231,6 +228,11 @@ def _only_moved(name: str, engines: Mapping[str, Any]) -> bool:
     part, _, rest = name.partition(".")
     role, _, key = rest.partition(".")
     return part == "engines" and key == "path" and "files_crc32" in engines.get(role, {})
+
+
+def _may_change(name: str, allowed: Sequence[str]) -> bool:
+    """Whether a setting may differ in a resumed run: no number depends on how long calls of ranks and saves may take."""
+    return name.endswith(("deadline", ".failed_save")) or _among(name, (*ALLOW_CHANGES, *allowed))
 
 
 def _among(name: str, allowed: Sequence[str]) -> bool:
