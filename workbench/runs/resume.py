@@ -28,8 +28,6 @@ log = logging.getLogger("workbench")
 _WHEN = "steps test_freq save_freq trace_freq keep_traces keep_checkpoints keep_updates keep_val max_recoveries max_rollout_kl trackers project experiment"
 ALLOW_CHANGES = (*(f"train.{name}" for name in _WHEN.split()), "eval_rows.source")
 """Settings that a resumed run may always change: no step's numbers depend on them."""
-_WAITS = ("deadline", ".failed_save")
-"""Ends of the names of settings of calls of ranks, which may change likewise."""
 _COMPARED = ("stages", "sources", "engines", "data_hash", "eval_rows", "train")
 _STATE = ("step", "cursor", "controllers", "rng", "versions")
 
@@ -290,6 +288,11 @@ def _only_moved(name: str, engines: Mapping[str, Any]) -> bool:
     part, _, rest = name.partition(".")
     role, _, key = rest.partition(".")
     return part == "engines" and key == "path" and "files_crc32" in engines.get(role, {})
+
+
+def _may_change(name: str, allowed: Sequence[str]) -> bool:
+    """Whether a setting may differ in a resumed run: no number depends on how long calls of ranks and saves may take."""
+    return name.endswith(("deadline", ".failed_save")) or _among(name, (*ALLOW_CHANGES, *allowed))
 
 
 def _among(name: str, allowed: Sequence[str]) -> bool:
