@@ -255,8 +255,8 @@ KINDS = [
         covered="nothing: made from `metrics.jsonl`, and again by a resume", changed="nothing is computed from them",
     ),
     Kind(
-        files="`notebook.ipynb`, `lock.json`", pattern=r"run/(notebook(\.\d+)?\.ipynb|lock\.json)",
-        covered="nothing: people open and save the notebook; the lock is the system's", changed="nothing is computed from them",
+        files="`notebook.ipynb`, `recoveries.jsonl`, `lock.json`", pattern=r"run/(notebook(\.\d+)?\.ipynb|recoveries\.jsonl|lock\.json)",
+        covered="nothing: people open and save the notebook, and read of recoveries; the lock is the system's", changed="nothing is computed from them",
     ),
     Kind(
         files="a model folder that an engine saved (`save`, `save_merged`, `export`)", pattern=r"saved/.*",

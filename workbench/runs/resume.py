@@ -175,8 +175,7 @@ def check_resumable(
     if old is None:
         return None, (), ()
     changed = _changes(old, settings)
-    allowed = (*ALLOW_CHANGES, *allow_changes)
-    refused = {text: name for text, name in changed.items() if not name.endswith(_WAITS) and not _among(name, allowed)}
+    refused = {text: name for text, name in changed.items() if not _may_change(name, allow_changes)}
     if refused:
         do = f"use the same settings, another run folder, or allow it: allow_changes={list(refused.values())}"
         raise RunError(f"run {path} was started with other settings", found="; ".join(refused), do=do)
