@@ -167,6 +167,12 @@ def test_a_limit_that_was_not_met_is_not_named_by_words_or_codes(box: LocalSandb
     assert result.run and result.run.status == "Finished"
 
 
+def test_a_signals_code_comes_through_and_no_words_are_added(box: LocalSandbox) -> None:
+    run = box.run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV); os._exit(7)").run
+    code = 7 if box.tier == "unsafe" else run and run.return_code
+    assert run and code in (7, 139, -11) and run.stderr == ""
+
+
 def test_a_program_beyond_a_limit_is_no_success_whatever_its_code() -> None:
     assert status_of(Phase(status="Finished", return_code=0, limit="disk")) == "Failed"
     assert status_of(Phase(status="Finished", return_code=0, limit="output")) == "Success"

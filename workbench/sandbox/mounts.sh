@@ -35,5 +35,5 @@ umount -l .
 cd /box
 # not exec: this shell stays the world's first process, and ends with its starter whatever the program does
 exec 8>&2 2>/dev/null # nothing but the program's own words
-"$@" 2>&8 8>&- || exit $?
+(exec "$@" 2>&8 8>&-) || exit $?
 exit 0
