@@ -21,6 +21,7 @@ from workbench.base import runtime
 from workbench.base.errors import SandboxError, SettingError
 from workbench.sandbox import LocalSandbox, Program, answer, memory, tiers
 from workbench.sandbox.process import Limits, contained
+from workbench.sandbox.protocol import Phase, status_of
 
 EXCHANGES = Path(__file__).parents[3] / "shared" / "data" / "sandbox_fusion" / "exchanges.jsonl"
 
@@ -141,6 +142,7 @@ def test_packages_are_shown_on_request() -> None:
         ("import os, time\nfiles = []\nfor n in range(12): files.append(open('f', 'wb', 0)); files[-1].write(bytes(9 << 20)); os.unlink('f')\ntime.sleep(3600)", "disk"),
         ("import mmap, os, time\nmaps = []\nfor n in range(12):\n    with open('f', 'wb+') as f: f.write(bytes(9 << 20)); f.flush(); maps.append(mmap.mmap(f.fileno(), 4096)); os.unlink('f')\ntime.sleep(3600)", "disk"),
         ("import os, time\nfor n in range(20_000): open(f'f{n}', 'w')\ntime.sleep(3600)", "disk"),
+        ("import time\nfor n in range(6_000): open(f'{n}', 'w').close(); open(f'/tmp/{n}', 'w').close()\ntime.sleep(3600)", "disk"),
         ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "time"),
         ("x = 9 ** 9 ** 9", "time"),
     ],
@@ -153,6 +155,27 @@ def test_what_goes_over_a_limit_is_ended_and_the_limit_named(
     assert result.limit == limit and limit in result.why
     assert result.status == ("Success" if limit == "output" and "3_000" in code else "Failed")
     assert len(result.stdout) <= 1 << 20
+
+
+@pytest.mark.parametrize("code", [3, 152])
+@pytest.mark.parametrize(
+    "words", ["MemoryError", "terminate: std::bad_alloc", "File too large", "Cannot allocate memory"]
+)
+def test_a_limit_that_was_not_met_is_not_named_by_words_or_codes(box: LocalSandbox, words: str, code: int) -> None:
+    result = box.run(f"import os; os.write(2, b'{words}\\n'); os._exit({code})")
+    assert (result.limit, result.status, result.run and result.run.return_code) == (None, "Failed", code)
+    assert result.run and result.run.status == "Finished"
+
+
+def test_a_signals_code_comes_through_and_no_words_are_added(box: LocalSandbox) -> None:
+    run = box.run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV); os._exit(7)").run
+    code = 7 if box.tier == "unsafe" else run and run.return_code
+    assert run and code in (7, 139, -11) and run.stderr == ""
+
+
+def test_a_program_beyond_a_limit_is_no_success_whatever_its_code() -> None:
+    assert status_of(Phase(status="Finished", return_code=0, limit="disk")) == "Failed"
+    assert status_of(Phase(status="Finished", return_code=0, limit="output")) == "Success"
 
 
 def test_output_is_cut_and_said_to_be_also_within_a_character(box: LocalSandbox) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import errno
+import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-from tests_patience import patience
+from tests_patience import patience, within
 
 from workbench.base.errors import SandboxError
 from workbench.sandbox import LocalSandbox, memory, tiers
 
 REFUSED = "Function not implemented"
-KINDS = [("bubblewrap", "counted"), ("bubblewrap", "measured"), ("namespaces", "counted")]
+KINDS = [("bubblewrap", "counted"), ("bubblewrap", "measured"), ("namespaces", "counted"), ("namespaces", "measured")]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=" ".join)
@@ -37,10 +39,9 @@ def box(request: pytest.FixtureRequest) -> Iterator[LocalSandbox]:
 def test_no_way_of_taking_memory_goes_beyond_the_limit(box: LocalSandbox, way: str) -> None:
     result = box.run(tiers.holding(way))
     assert "began" in result.stdout and "kept" not in result.stdout and result.status == "Failed", result
-    refused = box.tier == "bubblewrap" and way.startswith(("in memfd", "in System V"))
-    if refused:
+    if way.startswith(("in memfd", "in System V")) and memory.filter_of_calls():
         assert REFUSED in result.why
-    elif memory.place() and way != "in TCP connections":  # those get no larger buffers
+    elif memory.place() and way not in ("in TCP connections", "in Unix sockets"):  # those get no larger buffers
         assert result.limit == "memory" and result.why == "memory limit while running"
     else:
         assert result.limit in ("memory", None) and result.why != "ran"
@@ -71,8 +72,8 @@ def test_a_full_tmp_is_the_disks_limit(box: LocalSandbox) -> None:
 
 
 def test_the_filter_refuses_the_kernels_other_doors(box: LocalSandbox) -> None:
-    if box.tier != "bubblewrap" or memory.filter_of_calls() is None:
-        pytest.skip("only bubblewrap loads a filter")
+    if memory.filter_of_calls() is None:
+        pytest.skip("no filter for this processor")
     column = memory._ARCHITECTURES[platform.machine()][1]
     numbers = {name: numbers[column] for name, numbers in memory._REFUSED.items()}
     code = f"""
@@ -84,10 +85,62 @@ print([name for name, number in {numbers}.items() if allowed(number)], libc.prct
     assert box.run(code).stdout == "[] -1\n"
 
 
-def test_without_a_group_the_namespaces_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_sockets_of_its_own_network_can_be_made(box: LocalSandbox) -> None:
+    code = """
+import errno, socket
+for family in (1, 2, 10, 16, 17, 21, 29, 38, 40):
+    try: socket.socket(family, socket.SOCK_DGRAM if family != 38 else socket.SOCK_SEQPACKET); print(family)
+    except OSError as error: assert error.errno == errno.EAFNOSUPPORT, (family, error)
+netlink = socket.socket(16, socket.SOCK_RAW, 0)
+before = netlink.getsockopt(1, socket.SO_RCVBUF)
+netlink.setsockopt(1, socket.SO_RCVBUF, 32 << 20)
+assert netlink.getsockopt(1, socket.SO_RCVBUF) == before
+"""
+    result = box.run(code)
+    assert result.stdout.split() == ["1", "2", "10", "16"] and result.status == "Success", result
+
+
+def test_a_program_is_never_ended_later_than_its_trainer_by_a_short_machine(box: LocalSandbox) -> None:
+    code = """
+import os
+file = os.open("/proc/self/oom_score_adj", os.O_RDWR)
+for score in range(-1000, OURS, 100):
+    try: os.write(file, b"%d" % score); print("lowered to", score)
+    except PermissionError: pass
+print(os.pread(file, 9, 0).decode())
+"""
+    ours = int(Path("/proc/self/oom_score_adj").read_text())
+    assert box.run(code.replace("OURS", str(ours))).stdout.split() == ["1000"]
+
+
+FORGETS = """
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+libc.prctl(1, 0, 0, 0, 0)
+libc.prctl(15, b"forgets-MARK", 0, 0, 0)
+if os.fork() == 0: time.sleep(0.2); os.kill(0, 9)
+os.setsid()
+for n in (0, 1, 2): os.close(n)
+time.sleep(3600)
+"""
+
+
+def test_a_program_that_forgets_its_parents_death_and_leaves_its_session_ends(box: LocalSandbox) -> None:
+    mark = os.urandom(2).hex()
+    box.run(FORGETS.replace("MARK", mark), run_timeout=1.0)
+
+    def living() -> list[psutil.Process]:
+        found = psutil.process_iter(["name", "status"])
+        return [one for one in found if mark in one.info["name"] and one.info["status"] != psutil.STATUS_ZOMBIE]
+
+    assert within(lambda: not living()), living()
+
+
+def test_without_a_group_and_a_filter_namespaces_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     if tiers.missing("namespaces"):
         pytest.skip(f"needs {tiers.missing('namespaces')}")
     monkeypatch.setattr(memory, "place", lambda: None)
+    monkeypatch.setattr(memory, "filter_of_calls", lambda: None)
     monkeypatch.setattr(tiers, "WAYS_TO_HOLD", {way: tiers.WAYS_TO_HOLD[way] for way in ("in memfd", "in pipes")})
     monkeypatch.setattr(tiers, "_known", {})
     with pytest.raises(SandboxError, match="namespaces: it keeps 128 MiB in memfd under a limit of 64"):

@@ -46,15 +46,17 @@ class LocalSandbox(SyncDoors):
 
     `memory_limit_mb` is all that a program holds: its processes, shared memory, memfd, files in /tmp, buffers of pipes and
     sockets. Where this process can make a control group (cgroup 1, or 2 as root or in a group that was delegated), the
-    kernel counts and ends the program. Else only bubblewrap is offered: its filter of system calls refuses memory that
-    belongs to no process, and the rest is measured every 0.1 s. `describe()` says which.
+    kernel counts and ends the program. Else it is measured every 0.1 s; `describe()` says which. In both tiers a filter of
+    system calls refuses memory that belongs to no process, larger socket buffers, vsock, keyrings, ptrace and io_uring.
 
-    What stays open: between two measurements, a program's folder (and without a group its memory) can grow beyond the
-    limit by what 0.1 s allow. Its files are also in the page cache, which the kernel frees on demand. Deleted files
+    What stays open: between two measurements, a program's folder and /tmp (and without a group its memory) can grow beyond
+    the limit by what 0.1 s allow. Its files are also in the page cache, which the kernel frees on demand. Deleted files
     that wait inside a socket are not seen, at most 128 of 16 MiB; where this process is not root, nor is what is in
     folders that the program may write but not read. Without a group, a user's pipes hold up to 64 MiB more;
-    with one of version 1, TCP's buffers a quarter of the limit more. `namespaces` has no
-    filter of system calls: the kernel's doors for io_uring, keyrings, ptrace and the like are as open as to any user.
+    with one of version 1, TCP's buffers a quarter of the limit more. Thousands of folders take the disk seconds to remove.
+    A program can end on purpose as one does that met a limit (`raise MemoryError`, a signal's code): `limit` then names it.
+    Where this process lacks CAP_SYS_RESOURCE, a program can lower its oom_score_adj from 1000 to ours, never below.
+    On processors other than x86_64 and aarch64 there is no filter.
     Processor time is shared: nothing keeps a program from using all cores until its time is up.
     """
 

@@ -22,6 +22,17 @@ from pathlib import Path
 ENTER = '{ echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null; echo 0 >"$1" && { [ -z "$2" ] || exec 9<"$2"; } && shift 2 && exec "$@"'
 """Shell: become what a machine short of memory ends first, enter the group `$1`, open the filter `$2` as 9, run the rest."""
 FILTER_FD = 9
+LOAD = f"""
+import ctypes, os, sys
+code = os.read({FILTER_FD}, 1 << 16)
+os.close({FILTER_FD})
+class Filter(ctypes.Structure): _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(Filter(len(code) // 8, code))):
+    sys.exit("the filter of system calls could not be loaded: " + os.strerror(ctypes.get_errno()))
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Python: load the filter that is open as `FILTER_FD`, run the rest. Once, no filter is put on another."""
 _INODE = 1 << 10
 _SECONDS = 5.0
 
@@ -159,10 +170,9 @@ def held(tree: Sequence[int]) -> int:
             words = Path(f"/proc/{one}/smaps_rollup").read_text().split()
             total += int(words[words.index("Pss:") + 1]) << 10
     inside = tree[-1]
+    if found := tmp(tree):
+        total += (found.f_blocks - found.f_bfree) * found.f_frsize + (found.f_files - found.f_ffree) * _INODE
     with contextlib.suppress(OSError):
-        if os.stat(f"/proc/{inside}/root/tmp").st_dev != os.stat("/tmp").st_dev:  # else its own world is not made yet
-            found = os.statvfs(f"/proc/{inside}/root/tmp")
-            total += (found.f_blocks - found.f_bfree) * found.f_frsize + (found.f_files - found.f_ffree) * _INODE
         if os.stat(f"/proc/{inside}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino:
             # what an end has queued is not to be seen: all that it can, as programs cannot set it (`_SETSOCKOPT`)
             most = int(Path("/proc/sys/net/core/wmem_default").read_text())
@@ -171,6 +181,15 @@ def held(tree: Sequence[int]) -> int:
                 for line in Path(f"/proc/{inside}/net/{name}").read_text().splitlines()[1:]:
                     total += sum(int(part, 16) for part in line.split()[4].split(":"))
     return total
+
+
+def tmp(tree: Sequence[int]) -> os.statvfs_result | None:
+    """What the /tmp of a sandbox's world holds; None while that world is not made yet, and after its end."""
+    for inside in reversed(tree):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if os.stat(f"/proc/{inside}/root/tmp").st_dev != os.stat("/tmp").st_dev:
+                return os.statvfs(f"/proc/{inside}/root/tmp")
+    return None
 
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
@@ -183,6 +202,7 @@ _REFUSED = {  # number on x86_64, on aarch64
 }  # fmt: skip
 """Calls that no program of the sandbox needs: memory that is nobody's, and doors of the kernel with a history."""
 _PRCTL, _SET_SECCOMP = (157, 167), 22
+_SOCKET, _FAMILIES = (41, 198), (1, 2, 10, 16)  # Unix, IPv4, IPv6, netlink: vsock is of no network namespace
 _SETSOCKOPT, _SOL_SOCKET, _SO_SNDBUF, _SO_RCVBUF = (54, 208), 1, 7, 8
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
@@ -204,6 +224,9 @@ def filter_of_calls() -> bytes | None:
         code += [(_EQUAL, 0, 1, numbers[column]), answer]
     allow = (_RETURN, 0, 0, _ALLOW)
     code += [(_EQUAL, 0, 4, _PRCTL[column]), (_LOAD, 0, 0, _ARGUMENTS[0]), (_EQUAL, 0, 1, _SET_SECCOMP), refuse, allow]
+    code += [(_EQUAL, 0, 3 + len(_FAMILIES), _SOCKET[column]), (_LOAD, 0, 0, _ARGUMENTS[0])]
+    code += [(_EQUAL, len(_FAMILIES) - n, 0, family) for n, family in enumerate(_FAMILIES)]
+    code += [(_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT), allow]
     code += [(_EQUAL, 0, 6, _SETSOCKOPT[column]), (_LOAD, 0, 0, _ARGUMENTS[1]), (_EQUAL, 0, 4, _SOL_SOCKET)]
     code += [(_LOAD, 0, 0, _ARGUMENTS[2]), (_EQUAL, 1, 0, _SO_SNDBUF), (_EQUAL, 0, 1, _SO_RCVBUF)]
     code += [(_RETURN, 0, 0, _ERRNO), allow]  # it succeeds and sets nothing: a size is only a wish to the kernel, too

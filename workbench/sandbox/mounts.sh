@@ -33,4 +33,7 @@ mount -o "remount,ro,$size" sandbox "$root"
 pivot_root . .
 umount -l .
 cd /box
-exec "$@"
+# not exec: this shell stays the world's first process, and ends with its starter whatever the program does
+exec 8>&2 2>/dev/null # nothing but the program's own words
+(exec "$@" 2>&8 8>&-) || exit $?
+exit 0

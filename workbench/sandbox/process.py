@@ -107,7 +107,7 @@ def contained(
         truncated=cut,
         left_behind=left_behind,
     )
-    return phase if phase.limit else _named(phase)
+    return phase if phase.limit else _named(phase, limits)
 
 
 def _register(
@@ -145,7 +145,9 @@ def _until(
             tree = _tree(process.pid)
             if group.met() if group else memory.held(tree) > limits.memory_mb << 20:
                 return "memory"
-            if _too_big(box, (limits.disk_mb << 20) - _deleted(tree, box)):
+            inside = memory.tmp(tree)
+            made = inside.f_files - inside.f_ffree if inside else 0
+            if _too_big(box, (limits.disk_mb << 20) - _deleted(tree, box), made):
                 return "disk"
         _move(selector, min(deadline, watch) - now)
     return "memory" if group and group.met() else None
@@ -188,16 +190,18 @@ def _rest(selector: selectors.BaseSelector) -> bool:
     return not selector.get_map()
 
 
-def _named(phase: Phase) -> Phase:
-    """A limit that the kernel kept shows only in how the program ended."""
+def _named(phase: Phase, limits: Limits) -> Phase:
+    """A limit that the kernel kept shows only in how the program ended: its words count with the code that goes with them."""
     code = phase.return_code
+    uncaught = code in (1, 128 + signal.SIGABRT, -signal.SIGABRT)  # what Python and C++ end with
     last = last_line(phase.stderr)
-    if code and (ran_out_of_memory(phase.stderr) or "Cannot allocate memory" in last):
+    if uncaught and (ran_out_of_memory(phase.stderr) or "Cannot allocate memory" in last):
         return replace(phase, limit="memory")
-    if code in (128 + signal.SIGXCPU, -signal.SIGXCPU):
+    possible = phase.seconds * (os.cpu_count() or 1) >= limits.seconds
+    if possible and code in (128 + signal.SIGXCPU, -signal.SIGXCPU):
         return replace(phase, limit="time", status="TimeLimitExceeded", return_code=None)
     if code in (128 + signal.SIGXFSZ, -signal.SIGXFSZ) or (
-        code and ("File too large" in last or "No space left on device" in last)
+        uncaught and ("File too large" in last or "No space left on device" in last)
     ):
         return replace(phase, limit="disk")
     return phase
@@ -229,9 +233,9 @@ def _deleted(tree: Sequence[int], box: Path) -> int:
     return sum(sizes.values())
 
 
-def _too_big(box: Path, limit: int) -> bool:
-    """Whether a folder holds too many bytes, entries or levels. Never follows a link."""
-    waiting, entries, size = [str(box)], 0, 0
+def _too_big(box: Path, limit: int, entries: int) -> bool:
+    """Whether a folder holds too many bytes, entries (with `entries` elsewhere) or levels. Never follows a link."""
+    waiting, size = [str(box)], 0
     while waiting:
         folder = waiting.pop()
         try:

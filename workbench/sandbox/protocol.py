@@ -215,11 +215,16 @@ def ran_out_of_memory(stderr: str) -> bool:
 
 
 def status_of(*phases: Phase | None) -> Status:
-    """The status by SandboxFusion's rule: any Error is SandboxError, any time-out or non-zero code Failed, else Success."""
+    """The status by SandboxFusion's rule: any Error is SandboxError, any time-out or non-zero code Failed, else Success.
+
+    A program that met another limit than that of its output has failed, whatever its code.
+    """
     there = [phase for phase in phases if phase is not None]
     if any(phase.status == "Error" for phase in there):
         return "SandboxError"
-    good = all(phase.status == "Finished" and phase.return_code == 0 for phase in there)
+    good = all(
+        phase.status == "Finished" and phase.return_code == 0 and phase.limit in (None, "output") for phase in there
+    )
     return "Success" if good else "Failed"
 
 

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,7 +69,8 @@ def command(
     environment: Mapping[str, str],
 ) -> list[str]:
     """The command line to put before a program's own to isolate it in a control group; `root` is an empty folder for mounts."""
-    enter = memory.entering(group, memory.filter_of_calls() if tier == "bubblewrap" else None)
+    refused = memory.filter_of_calls() if tier != "unsafe" else None
+    enter = memory.entering(group, refused)
     drop = [_tool("setpriv"), f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "--"] if os.geteuid() == 0 else []
     ends = [_tool("setpriv"), "--pdeathsig=KILL", "--"] if tier == "namespaces" else []  # bwrap sees to it itself
     if tier == "bubblewrap":
@@ -76,6 +78,7 @@ def command(
     if tier == "namespaces":
         return [
             *enter,
+            *([sys.executable, "-I", "-S", "-c", memory.LOAD] if refused else []),
             *drop,
             *ends,
             *_namespaces(box, root, limits, readable),
