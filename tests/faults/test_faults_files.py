@@ -395,7 +395,7 @@ def table(found: Counter[tuple[str, str, str]]) -> str:
 
 def test_every_kind_of_file_is_listed(place: Path) -> None:
     kinds = {kind_of(name)[0].files for name in files_in(place)}
-    assert kinds == {kind.files for kind in KINDS} - {"`notebook.ipynb`, `lock.json`"} | kinds
+    assert kinds == {kind.files for kind in KINDS} - {"`notebook.ipynb`, `recoveries.jsonl`, `lock.json`"} | kinds
 
 
 @pytest.mark.parametrize(("seed", "flips"), [(1, 2), pytest.param(2, 20, marks=pytest.mark.long)])
