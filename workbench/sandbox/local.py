@@ -36,9 +36,9 @@ class LocalSandbox(SyncDoors):
     """`sandbox.local()`: runs programs on this machine, isolated by the best tier of isolation that passes its probe.
 
     `tier` is `bubblewrap` or `namespaces` (None: the first that works). A tier is used only after its probe, programs
-    that try to escape (`tiers.ESCAPES`) and to hold memory beyond their limit (`tiers.WAYS_TO_HOLD`), have failed to. Where no tier passes, this raises `SandboxError` with the
-    reasons; `allow_unsafe=True` then runs model code as an ordinary process of your own user, with your files and your
-    network: only for code that you would run by hand.
+    that try to escape (`tiers.ESCAPES`) and to hold memory beyond their limit (`tiers.WAYS_TO_HOLD`), have failed to. Where
+    no tier passes, this raises `SandboxError` with the reasons; `allow_unsafe=True` then runs model code as an ordinary
+    process of your own user, with your files and your network: only for code that you would run by hand.
 
     `python` is the interpreter of programs (by default this process's if other users can reach it, else the system's);
     `packages=True` shows it this process's installed packages, read-only. `output_limit` is how many bytes of stdout and of
