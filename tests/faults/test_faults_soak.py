@@ -160,7 +160,8 @@ class Soak:
             self.judge.down = ""
         else:
             other, room = self.run.parent / "other", self.draw.choice([0, 10_000, 1_000_000, 15_000_000])
-            other.write_bytes(bytes(max(shutil.disk_usage(self.run).free - room, 0)))
+            with suppress(OSError):  # the run wrote meanwhile: it is full, too
+                other.write_bytes(bytes(max(shutil.disk_usage(self.run).free - room, 0)))
             within(lambda: going.poll() is not None, self.draw.uniform(0.5, 5.0))
             other.unlink()
 
