@@ -131,8 +131,8 @@ def test_verls_list_names_duplicates_and_selection(tmp_path: Path) -> None:
         ("interaction: {class_name: gsm8}", "did you mean 'gsm8k'"),
         ("interaction: {config: {}}", "class_name"),
         ("interaction: []", "a mapping or a list"),
-        ("interaction: !!python/object/apply:os.getcwd []", "cannot be read as yaml"),
-        ("[1]", "expected a mapping"),
+        ("interaction: !!python/object/apply:os.getcwd []", "cannot be read; found ConstructorError"),
+        ("[1]", "expected lines `name: value`"),
     ],
 )
 def test_a_yaml_that_cannot_be_used_says_why(tmp_path: Path, text: str, told: str) -> None:

@@ -260,8 +260,10 @@ def test_lines_that_are_cut_or_edited_give_another_cursor(tmp_path: Path) -> Non
     grow(made, range(1, 4))
     file, cursor = tmp_path / "grown.jsonl", made.cursor(3, 4, 0)
     kept = file.read_text()
+    file.write_text(kept.replace("q0'", "Q0'", 1))
+    with pytest.raises(DataError, match=r"grown\.jsonl:\d+ has changed since it was written"):
+        made.restore(tmp_path, 3)
     for changed in (
-        kept.replace("q0'", "Q0'", 1),
         kept[: kept.rindex("\n", 0, -1) + 5],
         "".join(kept.splitlines(True)[1:]),
     ):
@@ -323,7 +325,8 @@ def test_growing_rows_adapt_too(tmp_path: Path) -> None:
     made.learn(1, [scored(made, 1, lambda _: 1.0, lambda text: row(text + "'"))])
     made.record()
     assert sum("'" in text for text in texts(made.batch(4, step=2))) >= 2 and len(made) == 8
-    assert json.loads((tmp_path / "difficulty.jsonl").read_text()) == {
+    learned = json.loads((tmp_path / "difficulty.jsonl").read_text())
+    assert learned.pop("text_crc32") and learned == {
         "data_step": 1,
         "rewards": {str(n): 1.0 for n in range(4)},
     }

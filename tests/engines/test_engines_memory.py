@@ -61,7 +61,7 @@ def test_a_micro_batch_is_larger_on_a_gpu_unless_it_is_set() -> None:
     settings = wb.engines.LocalSettings()
     assert (settings.budget("cpu"), settings.budget("cuda")) == (4_096, 16_384)
     assert wb.engines.LocalSettings(micro_batch_tokens=7).budget("cuda") == 7
-    with pytest.raises(SettingError, match=r"micro_batch_tokens: expected ≥ 1, or None; found 0"):
+    with pytest.raises(SettingError, match=r"micro_batch_tokens; expected ≥ 1, or None; found 0"):
         wb.engines.LocalSettings(micro_batch_tokens=0)
 
 

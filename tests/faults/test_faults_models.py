@@ -72,13 +72,15 @@ def test_F1_a_checkpoint_that_lacks_a_tensor_is_refused_though_its_manifest_agre
     engine = wb.engines.local(tiny)
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     engine.save(whole)
+    engine.save_state(tmp_path / "state")
     with pytest.raises(EngineError, match=A_TENSOR):
-        engine.load_state(changed(str(whole), torn, without(A_TENSOR)), tmp_path / "none")
+        engine.load_state(changed(str(whole), torn, without(A_TENSOR)), tmp_path / "state")
     value = wb.engines.local(tiny).critic()
+    value.save_state(tmp_path / "values")
     value.save(tmp_path / "critic")
     (tmp_path / "critic" / "value_head.safetensors").unlink()
     with pytest.raises(EngineError, match="expected value_head.safetensors"):
-        value.load_state(tmp_path / "critic", tmp_path / "none")
+        value.load_state(tmp_path / "critic", tmp_path / "values")
 
 
 def test_F2_a_model_of_nan_gets_no_score(tiny: str, tmp_path: Path) -> None:

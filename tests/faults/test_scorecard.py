@@ -34,6 +34,7 @@ def test_a_row_says_what_was_skipped_failed_or_not_run() -> None:
     first, *others = ROWS["A3"].tests
     lines = page({first: {"a": "passed", "b": "FAILED"}, others[0]: {"": "skipped: no Chromium"}}).splitlines()
     row = next(line for line in lines if line.startswith("| A3"))
-    assert row.endswith(f"| 0 of {len(ROWS['A3'].tests)} passed; FAILED; skipped: no Chromium; 1 not run |")
+    whole = len(ROWS["A3"].tests)
+    assert row.endswith(f"| 0 of {whole} passed; FAILED; skipped: no Chromium; {whole - 2} not run |")
     assert next(line for line in lines if line.startswith("| A4")).count("of") >= 1
     assert next(line for line in lines if line.startswith("| A1")).endswith("| not run |")

@@ -247,6 +247,7 @@ def trained(training: str, run: Path) -> wb.Run:
     """One recorded step on four prompts (two of episodes)."""
     few = training.startswith("episodes")
     plan: dict[str, Any] = {"batch_size": 2 if few else 4, "trace_freq": 1, "keep_updates": 0, "display": None}
+    plan["max_rollout_kl"] = None  # a slip in it is the audit's to find
     return wb.train_blocking(TRAININGS[training](), prompts(few), steps=1, run=run, trackers=(), **plan)
 
 

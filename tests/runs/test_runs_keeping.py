@@ -86,7 +86,11 @@ def test_a_trace_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytes
     folder = RunFolder(tmp_path)
     kept = Kept(due="every step", before={"advantage": {"value": 0.1}}, after={})
     monkeypatch.setattr("workbench.runs.kept_traces.write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):  # killed between the trace and its reason
+    with pytest.raises(KeyboardInterrupt):  # ended between the trace and its reason
+        keep(small(3), step_folder(folder.traces, 3), kept)
+    assert list(folder.traces.iterdir()) == []
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # and killed, which leaves it
+    with pytest.raises(KeyboardInterrupt):
         keep(small(3), step_folder(folder.traces, 3), kept)
     assert list(step_folders(folder.traces)) == [] and list(folder.traces.glob(".*.part"))
     monkeypatch.undo()

@@ -259,8 +259,8 @@ def load(path: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     if kinds and other.exists() and not other.is_file():
         raise BatchError(f"{other} is not a regular file")
     stored = _Stored(folder, document.get("blocks"), document.get("files"))
-    tensors = {name: partial(stored.tensor, name) for name in claimed}
-    objects = {name: partial(stored.objects, name, kind, rows) for name, kind in kinds.items()}
+    tensors = {name: partial(_Stored.tensor, stored, name) for name in claimed}
+    objects = {name: partial(_Stored.objects, stored, name, kind, rows) for name, kind in kinds.items()}
     lazy = {name: Lazy(read, *claimed[name], read) for name, read in tensors.items()}
     lazy_objects = {name: Lazy(read, (rows,), None, read) for name, read in objects.items()}
     return called(lazy), called(lazy_objects), facts, origins
@@ -288,15 +288,15 @@ def _crc32(part: torch.Tensor) -> int:
     return zlib.crc32(part.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-@dataclass(eq=False)
+@dataclass
 class _Stored:
     """The files of a saved batch, whose content is compared with its checksums when it is first read: of tensors the blocks of
     rows that are read, of the other files all. What older versions saved has none (None)."""
 
     folder: Path
-    blocks: Mapping[str, list[int]] | None
-    files: Mapping[str, Mapping[str, int]] | None
-    checked: set[tuple[str, int]] = field(default_factory=set)
+    blocks: Mapping[str, list[int]] | None = field(compare=False)
+    files: Mapping[str, Mapping[str, int]] | None = field(compare=False)
+    checked: set[tuple[str, int]] = field(default_factory=set, compare=False)
     """(column, number of a block) or (file, 0)."""
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:

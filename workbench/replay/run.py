@@ -23,6 +23,7 @@ from workbench.runs import checkpoint
 from workbench.runs.folder import (
     STEP,
     held,
+    is_run,
     read_json,
     read_metrics,
     read_settings,
@@ -87,7 +88,7 @@ class Run(Shown):
         self.path = Path(path)
         self.stopped = stopped
         self._notes = notes
-        if not (self.path / "settings.json").is_file():
+        if not is_run(self.path):
             raise RunError(f"no run at {str(path)!r}", expected="a folder with settings.json", do="check the path")
         read_settings(self.path)  # one of a newer format is refused here, not in the middle of something
 
@@ -299,7 +300,7 @@ def find_runs(folder: str | Path = "runs") -> list[Path]:
     if not root.is_dir():
         raise RunError(f"no folder {str(root)!r}", do="pass the folder that has the run folders")
     found = {path.parent for depth in ("", "*/", "*/*/") for path in root.glob(f"{depth}settings.json")}
-    return sorted(found, key=lambda path: (path / "settings.json").stat().st_mtime)
+    return sorted(filter(is_run, found), key=lambda path: (path / "settings.json").stat().st_mtime)
 
 
 def list_runs(folder: str | Path = "runs", *, settings: bool = True) -> pd.DataFrame:

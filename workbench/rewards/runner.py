@@ -176,6 +176,9 @@ class Screen:
         self._lock = threading.Lock()
         self._since, self._left, self._hidden = 0.0, LINES, 0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Screen, (self._name,)  # a pool that goes to a Ray worker has a lock of its own there
+
     def take(self, begun: bytearray, block: bytes) -> None:
         """Show the lines of a block of output; `begun` holds the start of the process's next line, at most 1000 bytes."""
         lines = (begun + block).split(b"\n", LINES)

@@ -24,7 +24,7 @@ from workbench.rewards.reward import as_reward
 from workbench.runs import generations
 from workbench.runs.batch_metrics import by_prompt, pass_at_ks, sample_metrics
 from workbench.runs.checkpoint import verified, verify
-from workbench.runs.folder import read_settings
+from workbench.runs.folder import is_run, read_settings
 from workbench.stages.episodes import EpisodeRollout, validation_rollout
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.reward import Reward, score_columns
@@ -113,9 +113,9 @@ def _engine(model: Any) -> tuple[Sampler, int | None]:
     folder = getattr(model, "path", model)  # a Run is as good as its folder
     if not isinstance(folder, str | Path):
         raise DataError("the model to evaluate", expected="an engine, a folder or a Run", found=describe(model))
-    if not (Path(folder) / "settings.json").is_file():
-        if (Path(folder) / "manifest.json").is_file():
-            verify(Path(folder))
+    if not is_run(Path(folder)):
+        if (Path(folder) / "manifest.json").is_file() and not (Path(folder) / "config.json").is_file():
+            verify(Path(folder))  # a checkpoint; a model's own manifest is looked at where it is opened
         return local(folder), None
     rollout = read_settings(Path(folder)).get("stages", {}).get("rollout", {})
     return local(verified(Path(folder))), rollout.get("max_tokens")

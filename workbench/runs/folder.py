@@ -58,6 +58,11 @@ def read_json(path: Path, do: str = "") -> Any:
         raise RunError(f"{path} cannot be read", found=first_line(cause), do=do or None) from cause
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's: it has settings, and is no checkpoint, which holds a copy of them."""
+    return (folder / "settings.json").is_file() and not (folder / "manifest.json").is_file()
+
+
 def read_settings(run: Path) -> dict[str, Any]:
     """Read a run's settings.json, older names translated. Raises `RunError` for a missing, damaged or newer file."""
     path = run / "settings.json"

@@ -187,8 +187,9 @@ def tmp(tree: Sequence[int]) -> os.statvfs_result | None:
     """What the /tmp of a sandbox's world holds; None while that world is not made yet, and after its end."""
     for inside in reversed(tree):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            if os.stat(f"/proc/{inside}/root/tmp").st_dev != os.stat("/tmp").st_dev:
-                return os.statvfs(f"/proc/{inside}/root/tmp")
+            there = Path("/proc", str(inside), "root", "tmp")
+            if there.stat().st_dev != os.stat("/tmp").st_dev:
+                return os.statvfs(there)
     return None
 
 
