@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from workbench.base.errors import DataError, describe
+from workbench.base.files import MANIFEST
 from workbench.base.shown import Shown
 from workbench.compat.dumps import read_dump
 from workbench.dataproto import DataProto
@@ -114,7 +115,7 @@ def _engine(model: Any) -> tuple[Sampler, int | None]:
     if not isinstance(folder, str | Path):
         raise DataError("the model to evaluate", expected="an engine, a folder or a Run", found=describe(model))
     if not is_run(Path(folder)):
-        if (Path(folder) / "manifest.json").is_file() and not (Path(folder) / "config.json").is_file():
+        if (Path(folder) / MANIFEST).is_file() and not (Path(folder) / "config.json").is_file():
             verify(Path(folder))  # a checkpoint; a model's own manifest is looked at where it is opened
         return local(folder), None
     rollout = read_settings(Path(folder)).get("stages", {}).get("rollout", {})

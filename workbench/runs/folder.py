@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from workbench.base import formats
 from workbench.base.errors import RunError, WorkbenchError, describe, first_line
-from workbench.base.files import sealed, unsealed, write_text
+from workbench.base.files import MANIFEST, sealed, unsealed, write_text
 
 STEP = "training/global_step"
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
@@ -60,7 +60,7 @@ def read_json(path: Path, do: str = "") -> Any:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run's: it has settings, and is no checkpoint, which holds a copy of them."""
-    return (folder / "settings.json").is_file() and not (folder / "manifest.json").is_file()
+    return (folder / "settings.json").is_file() and not (folder / MANIFEST).is_file()
 
 
 def read_settings(run: Path) -> dict[str, Any]:

@@ -68,9 +68,10 @@ class Recovery:
     def _lost(self, error: BaseException) -> bool:
         """Whether an error, or what it was raised from, says that workers were lost; a time-out does where they are gone."""
         told = (error, error.__cause__, error.__context__)
-        if isinstance(error, Interrupted) or any(isinstance(one, WorkerLost) for one in told):
-            return not isinstance(error, Interrupted)
-        return any(isinstance(one, TimeoutError) for one in told) and self.gone()
+        if isinstance(error, Interrupted):
+            return False
+        late = any(isinstance(one, TimeoutError) for one in told)
+        return any(isinstance(one, WorkerLost) for one in told) or (late and self.gone())
 
     def gone(self) -> bool:
         """Whether processes that held a learner's weights are gone."""
