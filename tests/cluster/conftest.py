@@ -7,8 +7,9 @@ from pathlib import Path
 
 import cluster_things as things
 import pytest
+from tests_patience import patience
 
-from workbench.cluster import Cluster, RayRanks, connect
+from workbench.cluster import Cluster, RayRanks, connect, ranks
 
 HERE = Path(__file__).parent
 
@@ -30,6 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for one in items:
         if one.path.parent == HERE and {"local", "session"} & set(getattr(one, "fixturenames", ())):
             one.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt waits four seconds for ranks to stop; ranks of a busy machine take longer."""
+    monkeypatch.setattr(ranks, "PATIENCE", patience(ranks.PATIENCE))
 
 
 @pytest.fixture(scope="session")

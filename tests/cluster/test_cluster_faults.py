@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import cluster_things as things
 import httpx
@@ -232,6 +233,37 @@ def test_C1_an_interrupt_stops_the_work_and_keeps_ranks_that_all_stopped(pair: R
     finally:
         runtime.clear()
     assert pair.call("work", 0.1) == ["worked"] * 2
+
+
+def test_C1_an_interrupt_before_the_wait_has_begun_stops_the_work_too(
+    pair: RayRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[bool] = []
+
+    def check() -> None:
+        looked.append(True)
+        if len(looked) == 2:  # the call is in the workers, nobody waits yet
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(pair, "check", check)
+    with pytest.raises(KeyboardInterrupt):
+        pair.call("work", 3600.0)
+    assert not pair.out and pair.call("work", 0.1) == ["worked"] * 2
+
+    class Reached:
+        """Rank 1, which an interrupt keeps from getting the call that rank 0 has."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "call":
+                raise KeyboardInterrupt
+            return getattr(actors[1], name)
+
+    actors = pair.actors
+    monkeypatch.setattr(pair, "actors", [actors[0], Reached()])
+    with pytest.raises(KeyboardInterrupt):
+        pair.call("work", 3600.0)
+    monkeypatch.undo()
+    assert not pair.out and pair.call("work", 0.1) == ["worked"] * 2
 
 
 def test_C1_an_interrupt_leaves_no_actor_that_does_not_let_go(local: Cluster, pair: RayRanks) -> None:

@@ -26,6 +26,7 @@ class Worker:
         self.held: Any = None
         self.stopped = -1
         self.number = -1
+        self.changing = threading.Lock()
         self.doing = ("", 0.0)
         self.profiler: Any = None
         self.asked_gpus: tuple[float, tuple[int, int] | None] = (-_ASK_GPUS, None)
@@ -91,8 +92,9 @@ class Worker:
 
         began = time.time()
         try:
-            runtime.clear()
-            self.number = number
+            with self.changing:  # else a stop of the last call could reach this one
+                runtime.clear()
+                self.number = number
             self.doing = (name, began)
             if number <= self.stopped:
                 raise Interrupted(f"the call of {name} was stopped before it began")
@@ -111,9 +113,10 @@ class Worker:
         """Ask the calls numbered up to `number` to stop at their next safe point; they raise `Interrupted` there."""
         from workbench.base import runtime
 
-        self.stopped = max(self.stopped, number)
-        if self.number <= number:
-            runtime.interrupt()
+        with self.changing:
+            self.stopped = max(self.stopped, number)
+            if self.number <= number:
+                runtime.interrupt()
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:

@@ -94,7 +94,12 @@ class RayRanks(Shown, Closing):
         its traceback, `TimeoutError` (with what the ranks were doing) past the deadline; after `WorkerLost` and
         `TimeoutError` the group is ended. An interrupt lets the ranks stop at their next safe point.
         """
-        return self.submit(method, *shared, each=each, timeout=timeout).result()
+        try:
+            return self.submit(method, *shared, each=each, timeout=timeout).result()
+        except KeyboardInterrupt:  # before result() waited, where it is dealt with
+            for one in self.calls[-1:]:
+                one.interrupted()
+            raise
 
     def submit(
         self, method: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None, timeout: float | None = None
@@ -110,8 +115,11 @@ class RayRanks(Shown, Closing):
         if self.size > 1 and shared:
             sent = ray.put(sent)  # once, however many read it
         own: list[Any] = [()] * self.size if each is None else [pack(tuple(one)) for one in each]
-        refs = {rank: one.call.remote(self._number, method, own[rank], sent) for rank, one in enumerate(self.actors)}
-        return self._sent(method, refs, self.deadlines.of(method) if timeout is None else timeout)
+        refs: dict[int, Any] = {}
+        pending = self._sent(method, refs, self.deadlines.of(method) if timeout is None else timeout)
+        for rank, one in enumerate(self.actors):  # a call that is interrupted here is known, and stopped
+            refs[rank] = one.call.remote(self._number, method, own[rank], sent)
+        return pending
 
     def profile(self, start: bool) -> Pending:
         """Start torch's profiler on all ranks, or end it (results: the gzipped Chrome traces); queued like a call."""
@@ -256,10 +264,24 @@ class Pending:
             try:
                 self._group.check()
                 self._outcome.set_result([read(one) if copy else one for one in self._collect()])
+            except (KeyboardInterrupt, Interrupted) as error:
+                self.interrupted(error)
             except BaseException as error:  # noqa: BLE001 - raised below, each time that it is asked
                 self._outcome.set_exception(error)
             self._refs = {}  # the object store may have them back
         return self._outcome.result()
+
+    def interrupted(self, error: BaseException | None = None) -> None:
+        """Stop the call because the prompt is wanted back. Ranks that all stop, or all end, stay; any other mix is ended."""
+        self._outcome.set_exception(error or Interrupted(f"{self.method} was interrupted"))
+        whole = False
+        try:
+            hung = self._settle()
+            kinds = {"stopped" if _was_stopped(one) else one.outcome for one in self._got.values()}
+            whole = not hung and "lost" not in kinds and not {"stopped"} < kinds
+        finally:  # a second interrupt does not leave them working either
+            if not whole:
+                self._group.end(f"{self.method} was interrupted, and the ranks did not all stop")
 
     def _collect(self) -> list[Any]:
         failure: WorkbenchError | None = None
@@ -271,9 +293,6 @@ class Pending:
                     break
         except TimeoutError:
             self._late()
-        except (KeyboardInterrupt, Interrupted):
-            self._interrupted()
-            raise
         if failure is not None:
             raise failure
         self._group.deadlines.took(self.method, max(one.ended - one.began for one in self._got.values()))
@@ -338,13 +357,6 @@ class Pending:
         do = "the group was ended: start it again, and give the call a longer timeout="
         text = message(what, expected=expected, found=f"none from {', '.join(map(group.where, rest))}", do=do)
         raise TimeoutError(text + "".join(f"\nrank {rank}:\n{stack}" for rank, stack in doing.items()))
-
-    def _interrupted(self) -> None:
-        """The prompt is wanted back: ranks that all stop, or all end, stay; any other mix cannot be gone on with."""
-        hung = self._settle()
-        kinds = {"stopped" if _was_stopped(one) else one.outcome for one in self._got.values()}
-        if hung or "lost" in kinds or {"stopped"} < kinds:
-            self._group.end(f"{self.method} was interrupted, and the ranks did not all stop")
 
 
 def _was_stopped(one: Arrival) -> bool:
