@@ -19,6 +19,8 @@ import workbench as wb
 
 SECONDS = 4.0
 """What a row's reward, and the judge's answer to a row, may take."""
+SAVE_SECONDS = 60.0
+"""What a save may take: a rank that is stopped in one is noticed after these, and by default after ten minutes."""
 
 
 def digest(response: str) -> float:
@@ -53,7 +55,8 @@ def main() -> None:
     model = "data/tiny-arith"
     engine: Any = wb.engines.local(model, **settings)
     if int(ranks):
-        engine = wb.engines.paired(wb.engines.fsdp(model, ranks=int(ranks), threads=1, **settings), engine)
+        learner = wb.engines.fsdp(model, ranks=int(ranks), threads=1, save_deadline=SAVE_SECONDS, **settings)
+        engine = wb.engines.paired(learner, engine)
     service = wb.engines.classify(judge, "judge", attempts=4, timeout=1.0, deadline=SECONDS)
     pool = wb.rewards.Reward(digest, workers=2, timeout=SECONDS, on_failure="retry(1)")
     parts = {
