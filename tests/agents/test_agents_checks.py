@@ -47,7 +47,6 @@ def test_tools_by_name_and_parsers_by_name() -> None:
 
 
 PARSERS: list[tuple[Any, str, str]] = [
-    (None, "function_calling", "tools and no parser"),
     ("hermse", "function_calling", "did you mean 'hermes'"),
     (
         HermesParser,

@@ -39,6 +39,18 @@ from workbench.agents import (
     tool_parser,
 )
 from workbench.agents.files import INTERACTIONS, TOOLS
+from workbench.agents.formats import (
+    DeepSeekMarkupParser,
+    DeepSeekParser,
+    GlmParser,
+    HarmonyParser,
+    JsonListParser,
+    LlamaParser,
+    MiniMaxParser,
+    MistralParser,
+    PythonicParser,
+    SeedParser,
+)
 from workbench.agents.interactions import Reply
 from workbench.agents.parsers import REASONING
 from workbench.base import runtime
@@ -85,6 +97,119 @@ class TestReAct(ParserContract):
         return f"\nAction: {name}\nAction Input: {json.dumps(arguments)}\n"
 
 
+class TestDeepSeek(ParserContract):
+    make_parser = DeepSeekParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        body = f"function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```"
+        return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{body}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+
+class TestDeepSeek31(ParserContract):
+    make_parser = DeepSeekParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        body = f"{name}<｜tool▁sep｜>{json.dumps(arguments)}"
+        return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{body}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+
+class TestDeepSeekMarkup(ParserContract):
+    make_parser = DeepSeekMarkupParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        given = "".join(
+            f'<｜DSML｜parameter name="{key}" string="true">{value}</｜DSML｜parameter>\n'
+            for key, value in arguments.items()
+        )
+        call = f'<｜DSML｜invoke name="{name}">\n{given}</｜DSML｜invoke>'
+        return f"<｜DSML｜function_calls>\n{call}\n</｜DSML｜function_calls>"
+
+
+class TestGptOss(ParserContract):
+    make_parser = HarmonyParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        body = json.dumps(arguments)
+        return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{body}<|call|>"
+
+
+class TestMistral(ParserContract):
+    make_parser = MistralParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}"
+
+
+class TestMistralList(ParserContract):
+    make_parser = MistralParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f"[TOOL_CALLS][{json.dumps({'name': name, 'arguments': arguments, 'id': 'abcdefghi'})}]"
+
+
+class TestLlama(ParserContract):
+    make_parser = LlamaParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f"<|python_tag|>{json.dumps({'name': name, 'parameters': arguments})}"
+
+
+class TestLlamaFunction(ParserContract):
+    make_parser = LlamaParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f"<function={name}>{json.dumps(arguments)}</function>"
+
+
+class TestGranite(ParserContract):
+    make_parser = JsonListParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return f"<|tool_call|>[{json.dumps({'name': name, 'arguments': arguments})}]"
+
+
+class TestInternLM(ParserContract):
+    make_parser = JsonListParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        call = json.dumps({"name": name, "parameters": arguments})
+        return f"<|action_start|><|plugin|>{call}<|action_end|>"
+
+
+class TestGlm(ParserContract):
+    make_parser = GlmParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        given = "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments.items()
+        )
+        return f"<tool_call>{name}\n{given}</tool_call>"
+
+
+class TestMiniMax(ParserContract):
+    make_parser = MiniMaxParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        given = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in arguments.items())
+        return f'<minimax:tool_call>\n<invoke name="{name}">\n{given}</invoke>\n</minimax:tool_call>'
+
+
+class TestSeed(ParserContract):
+    make_parser = SeedParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        given = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in arguments.items())
+        return f"<seed:tool_call>\n<function={name}>\n{given}</function>\n</seed:tool_call>"
+
+
+class TestPythonic(ParserContract):
+    make_parser = PythonicParser
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        given = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
+        return f"[{name}({given})]"
+
+
 def test_no_parser_is_without_its_contract() -> None:
     held = {one.make_parser for one in ParserContract.__subclasses__()}
     assert {type(tool_parser(name)) for name in parser_names()} <= held
@@ -102,24 +227,24 @@ parts = st.lists(
     st.tuples(st.just("call"), arguments) | st.tuples(st.just("think"), prose) | st.tuples(st.just("prose"), prose),
     max_size=6,
 )
-FORMS = [TestHermes(), TestQwen3Coder(), TestKimi(), TestToolArgs(), TestReAct()]
+FORMS = [one() for one in ParserContract.__subclasses__()]
 
 
-@settings(deadline=None, max_examples=examples(60))
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: type(form).__name__)
+@settings(deadline=None, max_examples=examples(200))
 @given(parts, st.booleans(), st.sampled_from([*REASONING]), st.integers(0, 400))
 def test_the_calls_of_a_turn_are_those_that_were_written(
-    turn: list[tuple[str, str]], opened: bool, tag: str, cut: int
+    form: ParserContract, turn: list[tuple[str, str]], opened: bool, tag: str, cut: int
 ) -> None:
-    for form in FORMS:
-        wanted = [("echo", text) for kind, text in turn if kind == "call"]
-        written = [f"{form.forbidden()}\n{next(iter(REASONING.values()))}\n"] if opened else []
-        for kind, text in turn:
-            considered = f"{tag}{text}{form.forbidden()}{text}{REASONING[tag]}"
-            written.append({"call": form.echo(text), "think": considered, "prose": text}[kind])
-        whole = "\n".join(written)
-        assert form.found(whole, reasoning=opened) == wanted, (type(form).__name__, whole)
-        calls = form.found(whole[:cut], reasoning=opened, cut=True)
-        assert calls == wanted[: len(calls)], (type(form).__name__, whole[:cut])
+    wanted = [("echo", text) for kind, text in turn if kind == "call"]
+    written = [f"{form.forbidden()}\n{next(iter(REASONING.values()))}\n"] if opened else []
+    for kind, text in turn:
+        considered = f"{tag}{text}{form.forbidden()}{text}{REASONING[tag]}"
+        written.append({"call": form.echo(text), "think": considered, "prose": text}[kind])
+    whole = "\n".join(written)
+    assert form.found(whole, reasoning=opened) == wanted, whole
+    calls = form.found(whole[:cut], reasoning=opened, cut=True)
+    assert calls == wanted[: len(calls)], whole[:cut]
 
 
 # --- tools ------------------------------------------------------------------------------------------

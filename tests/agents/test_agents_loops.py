@@ -371,8 +371,10 @@ def test_loops_by_name() -> None:
 
 
 def test_what_cannot_work_is_refused(made: dict[str, Any]) -> None:
-    with pytest.raises(SettingError, match="tools and no parser"):
-        ToolAgent([Adder()])
+    with pytest.raises(
+        SettingError, match="tools and no parser; expected a chat template .*; found one that writes none"
+    ):
+        ToolAgent([Adder()]).prepare(Script(made["own"], []))
     with pytest.raises(SettingError, match="names that differ"):
         ToolAgent([Adder(), Adder()], parser=Tags())
     with pytest.raises(SettingError, match="truncate_side"):

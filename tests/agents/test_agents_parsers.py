@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests_patience import cost, examples
 
+from workbench.agents.formats import parser_of
 from workbench.agents.parsers import (
     MAX_CALLS,
     MAX_DEPTH,
@@ -61,6 +62,17 @@ PIECES = st.sampled_from(
             "Final Answer:",
             "```json",
         ),
+        *(
+            "<|python_tag|>",
+            "[TOOL_CALLS]",
+            "[ARGS]",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁sep｜>",
+            "<arg_key>",
+            "<arg_value>",
+        ),
+        *("</arg_value>", '<invoke name="add">', "</invoke>", "<|channel|>commentary to=functions.add", "<|message|>"),
+        *("<|channel|>analysis", "<|end|>", "[add(", "a=", ")", "<|tool_call|>"),
         *("<think>", "</think>", "[THINK]", "◁/think▷", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
         *("<|tool_call_argument_begin|>", "<|tool_call_end|>", "functions.add:0"),
         *(
@@ -323,3 +335,82 @@ def test_calls_are_those_that_verl_and_vllm_find_or_differ_for_a_reason(form: st
 
 def test_every_difference_is_one() -> None:
     assert set(DIFFERENT) <= {case for form, case in BESIDE if not agree(form, case)}
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"name": "add", "parameters": {"a": 1}}<|eom_id|>', [("add", {"a": 1})]),
+        ('{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": "; {"}}', [("add", {"a": 1}), ("add", {"a": "; {"})]),
+        ('{"type": "function", "name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})]),
+        ('{"name": "Ada", "age": 36}', []),
+        ('The call is {"name": "add", "parameters": {"a": 1}}', []),
+    ],
+)  # fmt: skip
+def test_llama_calls_without_the_tag_are_all_that_a_turn_says(text: str, calls: list[tuple[str, Any]]) -> None:
+    content, found = tool_parser("llama3_json").extract_tool_calls(text, TOOLS)
+    assert [(one.name, json.loads(one.arguments)) for one in found] == calls and content == ("" if calls else text)
+
+
+def test_ids_of_calls_and_calls_of_one_list() -> None:
+    listed = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}, {"name": "add", "arguments": {"a": 2}}]'
+    assert tool_parser("mistral").extract_tool_calls(f"Hm. {listed}</s>", TOOLS) == (
+        "Hm. ", [FunctionCall("add", '{"a": 1}', "abcdefghi"), FunctionCall("add", '{"a": 2}')],
+    )  # fmt: skip
+    apart = '[TOOL_CALLS]add[CALL_ID]abc123def[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 2}'
+    assert tool_parser("mistral").extract_tool_calls(apart, TOOLS)[1] == [
+        FunctionCall("add", '{"a": 1}', "abc123def"), FunctionCall("add", '{"a": 2}'),
+    ]  # fmt: skip
+    hundred = json.dumps([{"name": "add", "arguments": {}}] * 100)
+    assert len(tool_parser("granite").extract_tool_calls(f"<|tool_call|>{hundred}", TOOLS)[1]) == MAX_CALLS
+
+
+def test_harmonys_recipient_before_the_channel_and_calls_in_its_analysis() -> None:
+    call = "to=functions.add<|channel|>commentary json<|message|>{}<|call|>"
+    thought = f"<|channel|>analysis<|message|>I could {call} it"
+    found = tool_parser("gpt_oss").extract_tool_calls(f"{thought}<|end|><|start|>assistant {call}", TOOLS)
+    assert found == (f"{thought}<|end|>", [FunctionCall("add", "{}")])
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("[add(a=1, b=-2.5e3, exact=True)]", [("add", {"a": 1, "b": -2500.0, "exact": True})]),
+        ("[add(a=1), search(query_list=['it\\'s', \"b=(]\"], topk=None)]",
+         [("add", {"a": 1}), ("search", {"query_list": ["it's", "b=(]"], "topk": None})]),
+        ("<|python_start|>[add()]<|python_end|>", [("add", {})]),
+        ("<function_calls>\nadd(a=1)\nadd(a=2)\n</function_calls>", [("add", {"a": 1}), ("add", {"a": 2})]),
+        ("```tool_code\nadd(a=1)\n```", [("add", {"a": 1})]),
+        ("where [f(x)] is the mean of f, [0, 1]", []),
+    ],
+)  # fmt: skip
+def test_pythonic_calls_are_read_and_not_run(text: str, calls: list[tuple[str, Any]]) -> None:
+    content, found = tool_parser("pythonic").extract_tool_calls(text, TOOLS)
+    assert [(one.name, json.loads(one.arguments)) for one in found] == calls
+    assert content.strip() == ("" if calls else text)
+
+
+def test_what_is_no_literal_does_not_parse() -> None:
+    for written in ("a=__import__('os')", "1, 2", "**{'a': 1}", "a=(1, 2)", "a=b"):
+        [call] = tool_parser("pythonic").extract_tool_calls(f"<|python_start|>[add({written})]", TOOLS)[1]
+        assert call == FunctionCall("add", written)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("… <tool_call>\n{'name': …", "hermes"),
+        ("<tool_call>\n<function=example>", "qwen3_coder"),
+        ("<tool_call>{{name}}\n<arg_key>", "glm45"),
+        ({"default": "{{ messages }}", "tool_use": "[TOOL_CALLS]"}, "mistral"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek_v3"),
+    ],
+)
+def test_a_template_says_which_parser(template: Any, name: str) -> None:
+    assert parser_of(template) == name and name in parser_names()
+
+
+@pytest.mark.parametrize(("template", "found"), [(None, "without a chat template"), ("{{ messages }}", "writes none")])
+def test_a_template_that_says_none_is_refused_with_the_names(template: Any, found: str) -> None:
+    with pytest.raises(SettingError, match=f"known format; found .*{found}; give parser= one of hermes, .*kimi"):
+        parser_of(template)

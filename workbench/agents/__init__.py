@@ -9,12 +9,11 @@ from workbench.agents.calls import Toolbox, truncate
 from workbench.agents.environments import GymInteraction, VerifiersInteraction, environment_rows, verifiers_rows
 from workbench.agents.episode import Episode, LockStep, Transcript
 from workbench.agents.files import load_interactions, load_tools
+from workbench.agents.formats import KimiParser, Qwen3CoderParser, parser_of
 from workbench.agents.interactions import BaseInteraction, Gsm8kInteraction, RemoteInteraction, interacting
 from workbench.agents.loop import AgentLoopBase, Loops, SingleTurn, agent_loop, register, register_agent_loop
 from workbench.agents.parsers import (
     HermesParser,
-    KimiParser,
-    Qwen3CoderParser,
     ReActParser,
     ToolArgsParser,
     parser_names,
@@ -55,6 +54,6 @@ __all__ = [
     "Qwen3CoderParser", "ReActParser", "RemoteInteraction", "Search", "SingleTurn", "Tool", "ToolAgent",
     "ToolArgsParser", "ToolCall", "ToolParser", "ToolResponse", "Toolbox", "Transcript", "Turn", "TurnTokens",
     "VerifiersInteraction", "agent_loop", "environment_rows", "function_tool", "interacting", "load_interactions",
-    "load_tools", "mcp_tools", "parser_names", "register", "register_agent_loop", "register_parser", "tool_parser",
+    "load_tools", "mcp_tools", "parser_names", "parser_of", "register", "register_agent_loop", "register_parser", "tool_parser",
     "truncate", "verifiers_rows",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Parsers of tool calls in a model's text: the forms of Hermes, Qwen and Kimi, and ReAct, with stated repairs of broken JSON.
+"""Parsers of tool calls in a model's text: what they share, the forms of Hermes and ReAct, and stated repairs of broken JSON.
 
 No text makes a parser raise, and reasoning has no calls. A call that cannot be read, even with the repairs of `loose_json`,
 is returned with its arguments as they were written: the tool's caller then answers the model what is wrong.
@@ -31,8 +31,8 @@ REASONING: Mapping[str, str] = {
     "◁think▷": "◁/think▷",
 }
 """The tags between which models reason."""
-Found = tuple[int, int, FunctionCall | None]
-"""Where a call begins, where it ends, the call; None where no more calls are read."""
+Found = tuple[int, int, tuple[FunctionCall, ...] | None]
+"""Where a piece of text with calls begins, where it ends, its calls; None where no more calls are read."""
 _MARK = re.compile("|".join(map(re.escape, (*REASONING, *REASONING.values()))))
 _NAMED = re.compile(r"""\0?\s*(?:```\w*\s*)?\[?\s*\{\s*["']?name["']?\s*:\s*["']([\w.-]{1,64})["']""")
 _LIKE_JSON = re.compile(r"\s*(?:[{\[]|```)")
@@ -63,14 +63,12 @@ def tool_parser(name: str) -> ToolParser:
 
 
 def checked_parser(parser: Any, *, format: str, tools: bool) -> ToolParser | None:
-    """A tool agent's `parser=` (object, name or None) as a parser, or None for an agent without `tools`.
+    """A tool agent's `parser=` (object, name or None) as a parser; None where the chat template will tell, or without `tools`.
 
     None with format `react` gives a `ReActParser`. Raises `SettingError` for others, and for a parser of another format.
     """
     if parser is None:
-        if tools and format == "function_calling":
-            raise SettingError("the tool agent has tools and no parser", do="give parser='hermes', or format='react'")
-        return ReActParser() if tools else None
+        return ReActParser() if tools and format == "react" else None
     found = tool_parser(parser) if isinstance(parser, str) else parser
     if isinstance(found, type) or not callable(getattr(found, "extract_tool_calls", None)):
         do = f"make an object of it: {found.__name__}()" if isinstance(found, type) else None
@@ -101,13 +99,13 @@ def calls_of(
             model written on, are left out, and so are those after a call that cannot be read.
     """
     text = next(iter(REASONING)) + text if reasoning else text
-    if not isinstance(parser, _Finds):
+    if not isinstance(parser, FindsCalls):
         text = outside_reasoning(text)
     calls = list(parser.extract_tool_calls(text, tools)[1])
     for call in calls:
         if not isinstance(call, FunctionCall) or not isinstance(call.name, str) or not isinstance(call.arguments, str):
             raise TypeError(f"expected FunctionCalls of a name and a JSON text, found {describe(call)}")
-    if cut and calls and isinstance(parser, _Finds):
+    if cut and calls and isinstance(parser, FindsCalls):
         longer = calls_of(parser, f"{text}0", tools)
         calls = [one for one, _ in takewhile(_settled, zip(calls, longer, strict=False))]
     return calls
@@ -142,7 +140,7 @@ def parser_names() -> tuple[str, ...]:
     return tuple(_PARSERS)
 
 
-class _Finds:
+class FindsCalls:
     """Base of the parsers here: a subclass finds the next call; what is neither a call nor reasoning is the content."""
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
@@ -158,11 +156,11 @@ class _Finds:
         found = left = self._next(text, 0, tools)
         while (mark := _MARK.search(text, place, found[0] if found else len(text))) or found:
             if mark is None:
-                start, place, call = cast(Found, found)
-                if call is None:
+                start, place, more = cast(Found, found)
+                if more is None:
                     break
                 content.append(text[kept:start])
-                calls.append(call)
+                calls += more[: MAX_CALLS - len(calls)]
                 kept = place
             elif mark[0] not in REASONING:
                 content, calls, kept, place = [], [], 0, mark.end()
@@ -182,7 +180,7 @@ class _Finds:
         raise NotImplementedError(f"{type(self).__name__} does not define _next")
 
 
-class _Tagged(_Finds):
+class TaggedJson(FindsCalls):
     """Base of the parsers of calls in JSON between two tags.
 
     Without a closing tag a call ends with its JSON, at the next opening tag, where reasoning begins or ends, or with the
@@ -190,24 +188,27 @@ class _Tagged(_Finds):
     """
 
     OPEN: re.Pattern[str]
-    CLOSE: str
+    CLOSE: re.Pattern[str]
+    KINDS: tuple[type, ...] = (dict,)
+    """What the JSON may be."""
     _TAG: re.Pattern[str]
     """An opening tag, as group 1, or a closing one."""
 
     def __init_subclass__(cls) -> None:
-        cls._TAG = re.compile(f"({cls.OPEN.pattern})|{re.escape(cls.CLOSE)}", re.S)
+        if hasattr(cls, "OPEN"):  # else a base, too
+            cls._TAG = re.compile(rf"({cls.OPEN.pattern})|{cls.CLOSE.pattern}", re.S)
 
     def _next(self, text: str, place: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
         while opened := self.OPEN.search(text, place):
             written, end = self._body(text, opened.end())
             if written is not None:
-                return opened.start(), end, self._call(opened, written)
+                return opened.start(), end, self._calls(opened, written)
             place = opened.end()
         return None
 
-    def _call(self, opened: re.Match[str], written: str) -> FunctionCall:
-        """The call whose opening tag is `opened`, with `written` between the tags."""
-        return _from_json(written)
+    def _calls(self, opened: re.Match[str], written: str) -> tuple[FunctionCall, ...]:
+        """The calls whose opening tag is `opened`, with `written` between the tags."""
+        return calls_in_json(written)
 
     def _body(self, text: str, start: int) -> tuple[str | None, int]:
         """(what stands between the tags, where the call ends); None for a tag that the text only mentions.
@@ -221,113 +222,41 @@ class _Tagged(_Finds):
         with contextlib.suppress(ValueError, RecursionError):
             begin = cast(re.Match[str], _SPACE.match(text, start)).end()
             found, end = _DECODER.raw_decode(text, begin)
-            if isinstance(found, dict):
+            if isinstance(found, self.KINDS):
                 after = cast(re.Match[str], _SPACE.match(text, end)).end()
-                if text.startswith(self.CLOSE, after):
-                    return text[begin:end], after + len(self.CLOSE)
-                if not text.startswith(("{", ","), after):
+                if closed := self.CLOSE.match(text, after):
+                    return text[begin:end], closed.end()
+                if isinstance(found, list) or not text.startswith(("{", ","), after):
                     return text[begin:end], end
                 sole = "\0"  # another call in the same tag
         tag = self._TAG.search(text, end)
         if tag and tag[1]:
-            tag = _matching(self._TAG, text, start, end).get(start)
+            tag = matching_tags(self._TAG, text, start, end).get(start)
         if tag is not None:
             return sole + text[start : tag.start()], tag.end()
-        stop = _first(text, end, self.OPEN)
+        stop = next_mark(text, end, self.OPEN)
         return text[start:stop] if stop == len(text) else f"\0{text[start:stop]}", stop
 
 
 @register_parser("hermes", "qwen", "qwen2.5", "qwen3", "function_calling")
-class HermesParser(_Tagged):
+class HermesParser(TaggedJson):
     """Parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: the format of Hermes, Qwen 2.5 and Qwen 3."""
 
-    OPEN, CLOSE = re.compile("<tool_call>"), "</tool_call>"
-
-
-@register_parser("kimi", "kimi_k2")
-class KimiParser(_Tagged):
-    """Parser of `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>` (Kimi K2).
-
-    What stands before the arguments is the call's `tool_call_id`, with which its answer is given to the chat template.
-    """
-
-    OPEN = re.compile(
-        r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>([^<\n]{0,200})<\|tool_call_argument_begin\|>"
-    )
-    CLOSE = "<|tool_call_end|>"
-    _NAME = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?")
-
-    def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
-        """Find the tool calls in a model's text; returns (the text without them and their section, the calls)."""
-        if "<|tool_calls_section_begin|>" not in text:
-            return text, []
-        content, calls = super().extract_tool_calls(text, tools)
-        return content.replace("<|tool_calls_section_end|>", "") if calls else content, calls
-
-    def _call(self, opened: re.Match[str], written: str) -> FunctionCall:
-        name = opened[1].strip()
-        called = cast(re.Match[str], self._NAME.fullmatch(name))[1]
-        return FunctionCall(called, _arguments(loose_json(written), written), name or None)
+    OPEN, CLOSE = re.compile("<tool_call>"), re.compile("</tool_call>")
 
 
 @register_parser("tool_args")
-class ToolArgsParser(_Tagged):
+class ToolArgsParser(TaggedJson):
     """Parser of `<tool>calculator</tool><args>{"expression": "1 + 1"}</args>`."""
 
-    OPEN, CLOSE = re.compile(r"<tool>\s*([\w.-]{1,64})\s*</tool>\s*<args>"), "</args>"
+    OPEN, CLOSE = re.compile(r"<tool>\s*([\w.-]{1,64})\s*</tool>\s*<args>"), re.compile("</args>")
 
-    def _call(self, opened: re.Match[str], written: str) -> FunctionCall:
-        return FunctionCall(opened[1], _arguments(loose_json(written), written))
-
-
-@register_parser("qwen3_coder", "qwen_xml")
-class Qwen3CoderParser(_Finds):
-    """Parser of `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>` (Qwen3-Coder).
-
-    The outer tag may be missing, and so may a closing tag where the next tag tells where the value ends. A value is text, or
-    JSON where the tool's schema has another type than string; tags in it that are closed belong to it. Anything else, and
-    the same parameter twice, are arguments that do not parse.
-    """
-
-    _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]{1,64})>")
-    _PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,128})>")
-    _TAG = re.compile(r"(<parameter=[^>\n]{1,128}>)|</parameter>")
-    _STOP = re.compile(r"</parameter>|(?=\s*(?:<parameter=|</function>|</tool_call>))|(?=<tool_call>\s*<function=)")
-    _CLOSE = re.compile(r"\s*(?:</function>(?:\s*</tool_call>)?|</tool_call>|(?=<function=|<tool_call>|\Z))")
-
-    def _next(self, text: str, place: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
-        while opened := self._FUNCTION.search(text, place):
-            name = opened[1].strip()
-            given, place = self._given(text, opened.end(), _parameters(name, tools).get("properties") or {})
-            end = self._CLOSE.match(text, place)
-            if end and (given or end[0].strip()) and len(dict(given)) == len(given):
-                return opened.start(), end.end(), FunctionCall(name, _dumped(dict(given)))
-            if given or self._PARAMETER.match(text, place):
-                stop = end.end() if end else _first(text, place, self._FUNCTION)
-                return opened.start(), stop, FunctionCall(name, text[opened.end() : stop].strip())
-        return None
-
-    def _given(self, text: str, place: int, properties: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], int]:
-        """(the parameters from `place` on that are whole, where the last of them ends)."""
-        given: list[tuple[str, Any]] = []
-        matching: dict[int, re.Match[str]] | None = None
-        stop = -1
-        while one := self._PARAMETER.match(text, place):
-            start = one.end()
-            matching = _matching(self._TAG, text, start) if matching is None else matching
-            if (closed := matching.get(start)) is None:
-                stop = stop if stop >= start else _first(text, start)
-                closed = self._STOP.search(text, start, stop)
-            if closed is None or text.startswith("<tool_call>", closed.end()):
-                break
-            value = text[start : closed.start()].removeprefix("\n").removesuffix("\n")
-            given.append((one[1], _typed(value, properties.get(one[1], {}))))
-            place = closed.end()
-        return given, place
+    def _calls(self, opened: re.Match[str], written: str) -> tuple[FunctionCall, ...]:
+        return (FunctionCall(opened[1], arguments_text(loose_json(written), written)),)
 
 
 @register_parser("react")
-class ReActParser(_Finds):
+class ReActParser(FindsCalls):
     """Parser of ReAct's `Action: name` and `Action Input: {…}`, up to `Observation:`.
 
     An input that does not begin like a JSON object is the value of the tool's only required argument, or of its only
@@ -359,10 +288,10 @@ class ReActParser(_Finds):
                 sound = text[start:end]
         stop = self._STOP.search(text, end)
         end = stop.start() if stop else len(text)
-        return found.start(), end, FunctionCall(found[1], _input(found[1], sound or text[start:end], tools))
+        return found.start(), end, (FunctionCall(found[1], _input(found[1], sound or text[start:end], tools)),)
 
 
-def _matching(tags: re.Pattern[str], text: str, start: int, place: int = 0) -> dict[int, re.Match[str]]:
+def matching_tags(tags: re.Pattern[str], text: str, start: int, place: int = 0) -> dict[int, re.Match[str]]:
     """Where an opening tag ends (group 1 of `tags`; `start`: one ends there) → the closing tag that belongs to it."""
     opened, found = [start], dict[int, re.Match[str]]()
     for tag in tags.finditer(text, max(start, place)):
@@ -373,7 +302,7 @@ def _matching(tags: re.Pattern[str], text: str, start: int, place: int = 0) -> d
     return found
 
 
-def _first(text: str, place: int, opening: re.Pattern[str] | None = None) -> int:
+def next_mark(text: str, place: int, opening: re.Pattern[str] | None = None) -> int:
     """Where the next call (`opening`) or reasoning begins, or reasoning ends, or else the text."""
     other = opening.search(text, place) if opening else None
     end = other.start() if other else len(text)
@@ -381,31 +310,41 @@ def _first(text: str, place: int, opening: re.Pattern[str] | None = None) -> int
     return mark.start() if mark else end
 
 
-def _from_json(written: str) -> FunctionCall:
+def calls_in_json(written: str, *, many: bool = False) -> tuple[FunctionCall, ...]:
+    """The call in a JSON object, or with `many` the calls in a list of them: `name`, `arguments` (or `parameters`), `id`.
+
+    What cannot be read is one call, with its text as the arguments.
+    """
     found = loose_json(written)
-    if isinstance(found, Mapping) and isinstance(found.get("function"), Mapping):
-        found = found["function"]  # OpenAI's own nesting
-    if isinstance(found, Mapping):
-        name, given = found.get("name"), found.get("arguments", found.get("parameters"))
-        return FunctionCall(name if isinstance(name, str) else "", _arguments({} if given is None else given, written))
-    named = _NAMED.match(written)
-    return FunctionCall(named[1] if named else "", _unreadable(written))
+    listed = found if many and isinstance(found, list) else [found]
+    if not listed or not all(isinstance(one, Mapping) for one in listed):
+        named = _NAMED.match(written)
+        return (FunctionCall(named[1] if named else "", as_written(written)),)
+    return tuple(_call_of(one, written) for one in listed)
 
 
-def _arguments(given: Any, written: str) -> str:
+def _call_of(found: Mapping[str, Any], written: str) -> FunctionCall:
+    own = found["function"] if isinstance(found.get("function"), Mapping) else found  # OpenAI's own nesting
+    name, given, key = own.get("name"), own.get("arguments", own.get("parameters")), found.get("id")
+    text = arguments_text({} if given is None else given, written)
+    return FunctionCall(name if isinstance(name, str) else "", text, key if isinstance(key, str) else None)
+
+
+def arguments_text(given: Any, written: str) -> str:
     """The arguments as JSON text; as they were written, where they are not JSON."""
     if isinstance(given, str):  # JSON inside a JSON string: some models quote twice
         inner = loose_json(given) if given.strip() else {}
         given = inner if isinstance(inner, Mapping) else given
-    return _unreadable(written) if given is None else _dumped(given)
+    return as_written(written) if given is None else dumped(given)
 
 
-def _unreadable(written: str) -> str:
+def as_written(written: str) -> str:
     """Arguments that could not be read, as they were written."""
     return written.removeprefix("\0").strip()
 
 
-def _dumped(given: Any) -> str:
+def dumped(given: Any) -> str:
+    """A value as JSON text that can be written to a file."""
     text = json.dumps(given, ensure_ascii=False)
     return json.dumps(given) if _SURROGATE.search(text) else text
 
@@ -413,23 +352,25 @@ def _dumped(given: Any) -> str:
 def _input(name: str, written: str, tools: Sequence[Mapping[str, Any]]) -> str:
     found = loose_json(written)
     if isinstance(found, Mapping) or written.startswith("{"):
-        return _arguments(found, written)
-    parameters = _parameters(name, tools)
+        return arguments_text(found, written)
+    parameters = parameters_of(name, tools)
     required, known = parameters.get("required") or [], parameters.get("properties") or {}
     names = list(required if len(required) == 1 else known)
     if len(names) != 1:
-        return _unreadable(written)
+        return as_written(written)
     fenced = re.fullmatch(r"\s*```[\w+-]*\n(.*?)\n?```\s*", written, re.S)
-    value = _typed(fenced[1] if fenced else written.strip().strip("`"), known.get(names[0], {}))
-    return _dumped({names[0]: value})
+    value = typed(fenced[1] if fenced else written.strip().strip("`"), known.get(names[0], {}))
+    return dumped({names[0]: value})
 
 
-def _parameters(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def parameters_of(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The JSON schema of a tool's arguments; {} for a tool that is not among `tools`."""
     functions = (one.get("function", {}) for one in tools)
     return next((one.get("parameters", {}) for one in functions if one.get("name") == name), {})
 
 
-def _typed(text: str, schema: Mapping[str, Any]) -> Any:
+def typed(text: str, schema: Mapping[str, Any]) -> Any:
+    """A parameter that was written as text, as its `schema` has it; text where it does not fit."""
     kinds = set(_kinds(schema))
     if not kinds or kinds == {"string"}:
         return text

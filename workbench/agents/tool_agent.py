@@ -12,9 +12,10 @@ from typing import Any
 
 from workbench.agents.calls import OpenTools, Toolbox, checked_tools, not_run
 from workbench.agents.episode import Transcript
+from workbench.agents.formats import parser_of
 from workbench.agents.interactions import Session, checked_interactions, select_interaction
 from workbench.agents.loop import AgentLoopBase, register
-from workbench.agents.parsers import STOP, calls_of, checked_parser, instructions
+from workbench.agents.parsers import STOP, calls_of, checked_parser, instructions, tool_parser
 from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Interaction, Tool, ToolCall, ToolParser
 from workbench.agents.tokens import TurnTokens
 from workbench.base.config import require
@@ -62,7 +63,8 @@ class ToolAgent(AgentLoopBase):
 
     Args:
         tools: a list of tools, or a mapping of names to tools.
-        parser: finds the calls in the model's text: an object, or a name (`tool_parser`).
+        parser: finds the calls in the model's text: an object, or a name (`tool_parser`); None: as the chat template writes
+            them (`parser_of`).
         format: `function_calling` (the chat template shows the tools, answers have role `tool`) or `react` (the first message
             describes the tools, calls are `Action` lines, answers are user messages that begin `Observation: `).
         interactions: simulated users, a list or mapping; a row's `extra_info.interaction_kwargs` chooses one by `name`, and
@@ -116,6 +118,7 @@ class ToolAgent(AgentLoopBase):
             require(value is None or value >= 1, key, expected="≥ 1, or None", found=value)
         self.tool_role = tool_role or ("user" if format == "react" else "tool")
         self._parser = checked_parser(parser, format=format, tools=bool(listed))
+        self._by_template = bool(listed) and self._parser is None
         self._box = Toolbox(
             listed,
             seconds_per_call=seconds_per_call,
@@ -138,6 +141,7 @@ class ToolAgent(AgentLoopBase):
     def __repr__(self) -> str:
         parts = [f"{self.name}: {', '.join((*self._box.tools, *self._interactions)) or 'no tools'}"]
         parts += [f"{type(self._parser).__name__} ({self.format})"] if self._parser else []
+        parts += ["parser by the chat template"] if self._by_template and not self._parser else []
         usual = inspect.signature(ToolAgent).parameters
         limits = {name: getattr(self, name) for name in (*_TURN_LIMITS, "seconds_per_call", "max_tool_response_length")}
         parts += [f"{name}={value}" for name, value in limits.items() if value != usual[name].default]
@@ -149,9 +153,11 @@ class ToolAgent(AgentLoopBase):
         return "" if self._box.tools or self._interactions else "no tools"
 
     def prepare(self, sampler: Sampler) -> None:
-        """Check the sampler's chat template. Raises `SettingError`, naming it, if turns cannot be appended with it."""
+        """Check the sampler's chat template. Raises `SettingError` if turns cannot be appended with it, or no parser is known."""
         if self._tokenizer is not sampler.tokenizer:
             self._tokenizer, self._tokens = sampler.tokenizer, {}
+            if self._by_template:
+                self._parser = tool_parser(parser_of(sampler.tokenizer.chat_template))
         offered = tuple(self._box.tools)
         if offered not in self._tokens:
             roles = [*([self.tool_role] if offered else []), *(["user"] if self._interactions else [])]
