@@ -21,7 +21,7 @@ from workbench.base.errors import EngineError, WorkerLost
 from workbench.dataproto.core import DataProto
 from workbench.engines import protocol as can
 from workbench.engines.protocol import Learner, LogProbModel, Loss, LossCounts, Request, Sample, StepResult, WeightSink
-from workbench.engines.weights import BUCKET_BYTES, PROVEN, Push, WeightSync, sync_of
+from workbench.engines.weights import BUCKET_BYTES, PROVEN, UNVERIFIED, Push, WeightSync, sync_of
 
 _PASSED_ON = (
     can.Bounded, can.Differentiable, can.Estimates, can.Learner, can.Located, can.Templated, can.WeightSource,
@@ -358,7 +358,8 @@ def check_push(pair: Paired, prompts: Sequence[Sequence[int]], max_tokens: int =
     if gap > allowed:
         what = f"log-probs of the sampler after a push by {push.way}"
         raise EngineError(what, expected=f"the learner's, within {allowed:g} nats", found=f"{gap:.3g} nats apart")
-    PROVEN.add(push.way)
+    if push.note == UNVERIFIED:
+        PROVEN.add(push.way)
     return replace(push, gap=gap, note="")
 
 

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -88,33 +88,35 @@ def buckets_of(
 ) -> Iterator[tuple[list[Piece], int]]:
     """Buckets of at most `limit` bytes, as (pieces, bytes): floating tensors in `dtype` (None: in their own).
 
-    With `split` a tensor's rows may be in several; without it a larger tensor has a bucket of its own. A tied tensor takes no
-    bytes of its own.
+    With `split` a larger tensor's rows are in several buckets; without it such a tensor has a bucket of its own. A tied tensor
+    takes no bytes of its own.
     """
-    also: dict[str, list[str]] = {}
-    for name, one in layout.items():
-        also.setdefault(one.tied or name, []).append(name)
     pieces: list[Piece] = []
     used = 0
+    for piece in _pieces(layout, dtype, limit if split else None):
+        if pieces and not piece.tied and used + piece.nbytes > limit:
+            yield pieces, used
+            pieces, used = [], 0
+        pieces.append(replace(piece, offset=pieces[-1].offset if piece.tied else used))
+        used += 0 if piece.tied else -(-piece.nbytes // 64) * 64  # views need aligned bytes
+    if pieces:
+        yield pieces, used
+
+
+def _pieces(layout: Mapping[str, Entry], dtype: str | None, limit: int | None) -> Iterator[Piece]:
+    """Every tensor in pieces of at most `limit` bytes, each followed by those of the tensors that are tied to it."""
+    tied: dict[str, list[str]] = {}
     for name, one in layout.items():
-        if one.tied:
-            continue
+        tied.setdefault(one.tied, []).append(name)
+    for name in tied.get("", ()):
+        one = layout[name]
         kind = dtype if dtype and getattr(torch, one.dtype).is_floating_point else one.dtype
         count = one.shape[0] if one.shape else 1
         row = max(Piece(name, one.shape, kind, 0, 1, 0).nbytes, 1)
-        begin = 0
-        while begin < count or (count == 0 and begin == 0):
-            fits = (limit - used) // row
-            rows = min(count - begin, max(fits, 1 if used == 0 else 0)) if split else count
-            if used and (rows == 0 or used + rows * row > limit):
-                yield pieces, used
-                pieces, used = [], 0
-                continue
-            pieces += [Piece(each, one.shape, kind, begin, rows, used, each != name) for each in also[name]]
-            used += -(-rows * row // 64) * 64  # views need aligned bytes
-            begin += max(rows, 1)
-    if pieces:
-        yield pieces, used
+        step = max(count, 1) if limit is None else max(limit // row, 1)
+        for first in range(0, max(count, 1), step):
+            for each in (name, *tied.get(name, ())):
+                yield Piece(each, one.shape, kind, first, min(step, count - first), 0, each != name)
 
 
 def rows_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -285,7 +287,9 @@ class Push:
         size = (
             f"{self.bytes / 2**20:,.1f} MiB in {self.seconds:.2f} s, {self.host_bytes / 2**20:,.0f} MiB of host memory"
         )
-        return f"{self.way}: {size}{f' ({self.note})' if self.note else ''}"
+        gap = "" if self.gap is None else f"log-probs within {self.gap:.1g}"
+        notes = ", ".join(filter(None, (self.note, gap)))
+        return f"{self.way}: {size}{f' ({notes})' if notes else ''}"
 
 
 class WeightSync(Protocol):
@@ -452,27 +456,26 @@ def possible(learner: Any, sampler: Any) -> list[str]:
     if not isinstance(learner, WeightSender) or not isinstance(sampler, WeightReceiver):
         return []
     here, there = learner.sends(), sampler.receives()
-    found: list[str] = []
     if there is None:
-        return found
-    adapter = here["adapter"]
+        return []
     one_machine = len({machine(), *here["machines"], *there["machines"]}) == 1
-    if adapter and one_machine and adapter["rank"] <= there["adapter_rank"] and _same(adapter["base"], there["folder"]):
-        found.append("adapter")
+    adapter, folder = here["adapter"], os.path.realpath(there["folder"])
+    fits = adapter and adapter["rank"] <= there["adapter_rank"] and os.path.realpath(adapter["base"]) == folder
+    found = ["adapter"] if fits and one_machine else []
     if here["pid"] == os.getpid() and there["pids"] == [os.getpid()]:
         return [*found, "in place"]
-    if here["devices"] and there["devices"]:
-        if set(there["devices"]) <= set(here["devices"]):
-            found.append("CUDA IPC")
-        elif not set(there["devices"]) & set(here["devices"]):
-            found.append("broadcast")
+    found += _between_gpus(here["devices"], there["devices"])
     found += ["shared memory", "object store"] if one_machine else ["object store"]
     # by gloo: no faster, but the same code as between GPUs
     return [*found, "broadcast"] if there["processes"] and not here["devices"] and not there["devices"] else found
 
 
-def _same(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
+def _between_gpus(here: Sequence[str], there: Sequence[str]) -> list[str]:
+    if not here or not there:
+        return []
+    if set(there) <= set(here):
+        return ["CUDA IPC"]
+    return [] if set(there) & set(here) else ["broadcast"]  # NCCL takes each GPU once
 
 
 def _confirmed(found: int, version: int) -> None:

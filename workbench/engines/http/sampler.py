@@ -294,7 +294,9 @@ class RemoteSampler(Receiving):
             try:
                 lacks = await self._rpc("end")
                 if any(lacks):
-                    raise EngineError(_FAILED, found=f"old values in {', '.join(sorted({name for one in lacks for name in one})[:5])}")
+                    raise EngineError(
+                        _FAILED, found=f"old values in {', '.join(sorted({name for one in lacks for name in one})[:5])}"
+                    )
                 tag = _tag(version)
                 await self._post("/reset_prefix_cache", None, _successful)
                 await self._post("/update_weight_version", {"new_version": tag})

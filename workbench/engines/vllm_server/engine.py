@@ -134,6 +134,7 @@ class Served(Closing):
         self._link = link
         self.starts += 1
         self.version = 0  # of the weights in the folder
+        self._as_loaded = True
         self._end = weakref.finalize(self, link.close)
 
     def restart(self) -> None:
@@ -315,12 +316,14 @@ class VllmEngine(Served, Receiving):
         """Where its process is, and what it takes, as `WeightReceiver.receives`."""
         devices = self._about["devices"]
         where = {"machines": [machine()], "pids": [self.pid], "devices": [one for one in devices if one]}
-        takes = {"dtype": self._about["dtype"], "split": False, "adapter_rank": self._settings.lora_rank}
+        rank = self._settings.lora_rank if self._as_loaded else 0
+        takes = {"dtype": self._about["dtype"], "split": False, "adapter_rank": rank}
         return {**where, "processes": len(devices), **takes, "folder": str(self._folder)}
 
     def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Begin a push of tensors of these shapes: requests made before are answered first, later ones wait for the end."""
         self.check_whole(shapes)
+        self._as_loaded = False
         self._push("begin", list(shapes))
 
     def take_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> None:
@@ -353,6 +356,10 @@ class VllmEngine(Served, Receiving):
 
     def load_adapter(self, folder: str, version: int) -> int:
         """Serve the base with the LoRA adapter of a peft folder (`lora_rank` ≥ the adapter's)."""
+        if not self._as_loaded:
+            what, expected = "an adapter alone", "the base weights of the model's folder in vLLM"
+            found, do = "other weights, which were pushed since it started", "restart(), or push merged weights"
+            raise EngineError(what, expected=expected, found=found, do=do)
         self._adapters += 1
         asked = self._link.ask("adapter", path=folder, number=self._adapters, version=version)
         self.version = wait(asked, self._settings.start_seconds, "vLLM has not loaded the adapter")["version"]
@@ -372,6 +379,7 @@ class VllmEngine(Served, Receiving):
             raise EngineError("sleep()", expected="a GPU", found="vLLM on a CPU, which has no sleep mode")
         if not self._settings.sleep_mode:
             raise EngineError("sleep()", expected="sleep_mode=True when the engine is made", found="sleep_mode=False")
+        self._as_loaded = self._as_loaded and level == 1
         wait(self._link.ask("sleep", level=level), self._settings.stall_seconds, "vLLM's sleep() has not ended")
 
     def wake(self, tags: Sequence[str] | None = None) -> None:

@@ -335,7 +335,9 @@ class Service:
             self._pushing = step in ("begin", "take")
             if step == "end":
                 if any(lacks):
-                    raise ValueError(f"the push left old values in {', '.join(sorted({name for one in lacks for name in one})[:5])}")
+                    raise ValueError(
+                        f"the push left old values in {', '.join(sorted({name for one in lacks for name in one})[:5])}"
+                    )
                 self._adapter = None
                 self._serve(message["version"])
         elif step != "cancel":

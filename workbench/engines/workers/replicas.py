@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from workbench.base.config import require
 from workbench.base.errors import EngineError, WorkerLost
 from workbench.engines.protocol import Classified, Closable, Closing, Request, Restartable, Sample
 from workbench.engines.vllm_server.process import Piece
-from workbench.engines.weights import Receiving
+from workbench.engines.weights import Receiving, WeightReceiver
 
 FAILURES = 3
 """A member that fails so many questions in a row is taken for lost."""
@@ -109,9 +111,25 @@ class Replicas(Receiving, Closing):
 
     # --- weights ------------------------------------------------------------------------------
 
-    def receives(self) -> dict[str, Any]:
-        """Where the members are, all of them, and what they take, as `WeightReceiver.receives`; starts those that were lost."""
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> float:
+        """Load weights into all members, starting those that were lost; returns the seconds taken.
+
+        Raises `WorkerLost` where none could take them.
+        """
+        if self.receives() is not None:
+            return super().load_weights(weights, version)
+        began = time.monotonic()
+        self._all("load_weights", weights, version)
+        return time.monotonic() - began
+
+    def receives(self) -> dict[str, Any] | None:
+        """Where the members are, all of them, and what they take, as `WeightReceiver.receives`; starts those that were lost.
+
+        None where a member takes no buckets.
+        """
         self._revive()
+        if not all(isinstance(one, WeightReceiver) for one in self.members):
+            return None
         found = self._all("receives")
         joined = {name: [one for each in found for one in each[name]] for name in ("machines", "pids", "devices")}
         self._processes = [each["processes"] for each in found]
