@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from workbench.base import runtime
 from workbench.base.errors import EngineError
 from workbench.engines import Learner, LocalEngine, LogProbModel, Request, Sample, Sampler, local, protocol
 from workbench.engines.paired import Paired, paired
-from workbench.engines.weights import in_memory, weights_of
+from workbench.engines.vllm_server.process import mapped
+from workbench.engines.weights import in_memory, weights_of, write_to
 from workbench.replay.stepping import late_learner
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 from workbench.testing.models import make_random_model
@@ -76,11 +78,11 @@ class Told:
             raise EngineError("half-way")
         self.engine.load_weights(weights, version)
 
-    def sleep(self) -> None:
-        self.told.append("sleep")
+    def sleep(self, level: int = 1) -> None:
+        self.told.append(f"sleep {level}")
 
-    def wake(self) -> None:
-        self.told.append("wake")
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        self.told.append(f"wake {' '.join(tags or ())}")
 
 
 def test_it_is_all_three(folder: Path) -> None:
@@ -155,19 +157,37 @@ def test_a_push_that_failed_is_made_again(folder: Path) -> None:
     assert engine.sample_many(REQUESTS[:1]) and sampler.told == ["load 0", "load 0"]
 
 
-def test_on_a_shared_device_the_sampler_sleeps_while_the_learner_works(folder: Path) -> None:
-    sampler = Told(local(folder))
-    engine = paired(local(folder), sampler, share_device=True)
+def test_on_a_shared_device_memory_is_freed_before_it_is_taken(folder: Path) -> None:
+    """Weights are dropped with the sleep, the learner's cache is given back before the sampler wakes, the cache comes last."""
+    sampler, learner = Told(local(folder)), local(folder)
+    learner.empty_cache = lambda: sampler.told.append("empty_cache")  # type: ignore[method-assign]
+    engine = paired(learner, sampler, share_device=True)
     batch = EngineContract().batch(engine)
     engine.compute_log_probs(batch)
     engine.compute_log_probs(batch)
-    engine.sample_many(REQUESTS)  # nothing moved: it wakes, and keeps its weights
-    assert sampler.told == ["load 0", "sleep", "wake"]
+    engine.sample_many(REQUESTS)
+    after = ["empty_cache", "wake weights", "load 0", "empty_cache", "wake kv_cache"]
+    assert sampler.told == ["load 0", "sleep 2", *after]
     learn(engine)
     engine.sample_many(REQUESTS)
-    assert sampler.told[3:] == ["sleep", "wake", "load 1"]
+    assert sampler.told[7:] == ["sleep 2", *after[:2], "load 1", *after[3:]]
+    engine._sync = SimpleNamespace(way="adapter")  # type: ignore[assignment]
+    engine.compute_log_probs(batch)
+    engine.sample_many(REQUESTS)  # the base stays in host memory: nothing is pushed
+    assert sampler.told[13:] == ["sleep 1", "empty_cache", "wake weights kv_cache"]
     with pytest.raises(EngineError, match=r"a sampler with sleep\(\)"):
         paired(local(folder), local(folder), share_device=True)
+
+
+def test_a_learner_on_a_gpu_gives_its_cache_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    learner = local(folder)
+    learner.empty_cache()
+    assert calls == []  # nothing of torch.cuda on a CPU
+    learner._model = SimpleNamespace(device=torch.device("cuda", 0))
+    learner.empty_cache()
+    assert calls == ["empty_cache"]
 
 
 def test_engines_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -199,7 +219,14 @@ def test_weights_are_whole_tied_heads_and_merged_adapters_included(folder: Path)
     assert set(saved) == set(found) and all(torch.equal(saved[name], tensor) for name, tensor in found.items())
 
 
-def test_a_file_in_memory_is_a_safetensors_file_that_leaves_nothing() -> None:
+def test_a_file_in_memory_leaves_nothing() -> None:
+    given = torch.arange(6, dtype=torch.uint8)
+    with in_memory(given) as path:
+        assert torch.equal(mapped(path, 6), given)
+    assert not Path(path).exists()
+
+
+def test_weights_in_a_file_are_a_safetensors_file(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     given = {
@@ -208,14 +235,12 @@ def test_a_file_in_memory_is_a_safetensors_file_that_leaves_nothing() -> None:
         "none": torch.zeros(0, 4),
         "scalar": torch.tensor(2.5, dtype=torch.float64),
     }
-    with in_memory(given) as path:
-        assert all(torch.equal(load_file(path)[name], tensor) for name, tensor in given.items())
-        assert Path(path).exists()
-    assert not Path(path).exists()
-    with in_memory(given, torch.bfloat16) as path:
-        found = load_file(path)
+    for dtype in (None, torch.bfloat16):
+        with (tmp_path / "file").open("wb") as file:
+            write_to(file, given, dtype)
+        found = load_file(tmp_path / "file")
+        assert all(torch.equal(found[name].double(), tensor.double()) for name, tensor in given.items())
     assert found["a"].dtype == torch.bfloat16 and found["b"].dtype == torch.int64
-    assert found["a"].tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 @pytest.mark.slow

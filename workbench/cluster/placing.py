@@ -36,6 +36,8 @@ CPU_RANKS = 2
 START_SECONDS = 900.0
 """Longest start of one worker's engine: vLLM compiles large models for minutes."""
 JUDGE_SECONDS = 1800.0
+ALONE = {"gpu_memory_utilization": 0.9}
+"""Setting of a vLLM that shares its GPU with nobody."""
 
 
 class Placed(Paired):
@@ -48,9 +50,6 @@ class Placed(Paired):
     def close(self) -> None:
         """End the workers and give back the pools that were held for them."""
         self._ends.close()
-
-    def __repr__(self) -> str:
-        return f"Placed(learner={self.learner!r}, sampler={self.sampler!r})"
 
 
 def place(
@@ -96,7 +95,11 @@ def place(
         shared = rollout is None and actors.plan.gpus > 0
         if sampler is not None:
             seats = _sampling_seats(cluster, actors, rollout, replicas, tp, held)
-            usual = {"tensor_parallel_size": tp, "sleep_mode": shared} if sampler == "vllm" else {}
+            usual = (
+                {}
+                if sampler != "vllm"
+                else {"tensor_parallel_size": tp, "sleep_mode": shared, **({} if shared else ALONE)}
+            )
             given = {"kind": sampler, "settings": usual | dict(sampler_settings or {}), "threads": threads}
             members = _hosted(cluster, "rollout", model, _where(*seats, workers if shared else None), **given)
             ends.callback(members.close)
@@ -136,6 +139,8 @@ def serve(
     require(replicas > 0, "replicas", expected="≥ 1", found=replicas)
     there = any(node.gpus for node in nodes())
     each = float(settings.get("tensor_parallel_size", 1) if there else 0) if gpus is None else gpus
+    if pool is None and engine.startswith("vllm"):
+        settings = ALONE | settings
     called = name or f"{engine}-{Path(str(model)).name}"
     where: list[Where] = [partial(dict, cpus=cpus, gpus=each)] * replicas
     if pool is not None:

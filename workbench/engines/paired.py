@@ -8,10 +8,10 @@ ever written by weights other than those whose version it carries.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -21,13 +21,15 @@ from workbench.base.errors import EngineError, WorkerLost
 from workbench.dataproto.core import DataProto
 from workbench.engines import protocol as can
 from workbench.engines.protocol import Learner, LogProbModel, Loss, LossCounts, Request, Sample, StepResult, WeightSink
-from workbench.engines.weights import weights_of
+from workbench.engines.weights import BUCKET_BYTES, PROVEN, UNVERIFIED, Push, WeightSync, sync_of
 
 _PASSED_ON = (
     can.Bounded, can.Differentiable, can.Estimates, can.Learner, can.Located, can.Templated, can.WeightSource,
     can.WholeDistributions,
 )  # fmt: skip
 """Protocols of learners: a pair takes what it does not do itself from its learner, where that has the whole protocol."""
+_TAGS = ("weights", "kv_cache")
+"""Parts of a sampler that sleep and wake apart, by vLLM's names."""
 
 
 class Policy(Learner, LogProbModel, Protocol):
@@ -45,13 +47,25 @@ class Paired(can.SampleMany, can.Closing):
     `max_length` …) are the learner's.
     """
 
-    def __init__(self, learner: Policy, sampler: WeightSink, *, share_device: bool = False) -> None:
+    def __init__(
+        self,
+        learner: Policy,
+        sampler: WeightSink,
+        *,
+        share_device: bool = False,
+        weight_sync: str = "auto",
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         self.learner = learner
         self.sampler = sampler
         self.share_device = share_device
-        self.seconds: float | None = None
-        """Seconds that the last push of weights took; None before the first."""
-        self._asleep = False
+        self.weight_sync = weight_sync
+        """How weights are to get to the sampler: one of `weights.WAYS`, or `auto`."""
+        self.last_push: Push | None = None
+        """Figures of the last push of weights; None before the first."""
+        self._bucket_bytes = bucket_bytes
+        self._sync: WeightSync | None = None
+        self._asleep: list[str] = []
         self._pushed: tuple[Any, ...] | None = None
         self._turn = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
@@ -134,14 +148,16 @@ class Paired(can.SampleMany, can.Closing):
         if self._held is not None:
             found = f"rows are being sampled with the held weights of version {self._held.version}"
             raise EngineError("cannot push weights", expected="no held weights", found=found, do="release() them first")
-        self._wake()
         held = self._state()[:2]
         self._pushed = None  # half-way nobody knows what it holds
-        began = time.perf_counter()
-        self.sampler.load_weights(weights_of(self.learner), self.version)
+        # on a shared device the key-value cache comes back last: when what the push itself needs is free again
+        self._wake("weights")
+        if self._sync is None:
+            self._sync = sync_of(self.learner, self.sampler, self.weight_sync, self._bucket_bytes)
+        self.last_push = self._sync.push(self.version)
+        self._wake("kv_cache")
         self._pushed = (*held, self._starts())  # a push may start what was lost
-        self.seconds = time.perf_counter() - began
-        return self.seconds
+        return self.last_push.seconds
 
     def hold(self) -> Held:
         """Push the learner's weights to the sampler if it lacks them, and keep them there until `Held.release()`.
@@ -174,7 +190,7 @@ class Paired(can.SampleMany, can.Closing):
         return self._restartable.starts if self._restartable is not None else 0
 
     def _behind(self) -> bool:
-        return self._asleep or self._pushed != self._state()
+        return bool(self._asleep) or self._pushed != self._state()
 
     async def _in_turn(self) -> None:
         async with self._turn:
@@ -183,23 +199,34 @@ class Paired(can.SampleMany, can.Closing):
     async def _follow(self) -> None:
         """Under the lock: wake and push, as far as needed."""
         if self._behind():
-            await self._finished(self._wake if self._pushed == self._state() else self.push)
+            awake = self._pushed == self._state()
+            await self._finished((lambda: self._wake(*_TAGS)) if awake else self.push)
 
     @staticmethod
     async def _finished(work: Callable[[], Any]) -> None:
         """In a thread, to its end even where the caller is cancelled: nobody may sample, or push again, beside half a push."""
         await _ended(asyncio.ensure_future(asyncio.to_thread(teams.releasing(work))))
 
-    def _wake(self) -> None:
-        if self._asleep and self._sleeper is not None:
-            self._sleeper.wake()
-        self._asleep = False
+    def _wake(self, *tags: str) -> None:
+        """Wake these parts of the sampler, where they sleep. The learner gives back the memory that torch keeps for it before."""
+        asleep = [tag for tag in tags if tag in self._asleep]
+        if self._sleeper is None or not asleep:
+            return
+        if isinstance(self.learner, can.Caching):
+            self.learner.empty_cache()
+        self._sleeper.wake(asleep)
+        self._asleep = [tag for tag in self._asleep if tag not in asleep]
 
     def _make_room(self) -> None:
-        """On a shared device the sampler sleeps while the learner works."""
-        if self._sleeper is not None and not self._asleep:
-            self._sleeper.sleep()
-            self._asleep = True
+        """On a shared device the sampler sleeps while the learner works; its weights come again with the next push, unless
+        only an adapter does."""
+        if self._sleeper is None or self._asleep:
+            return
+        kept = self._sync is not None and self._sync.way == "adapter"
+        self._sleeper.sleep(1 if kept else 2)
+        self._asleep = list(_TAGS)
+        if not kept:
+            self._pushed = None
 
     # --- LogProbModel and Learner -----------------------------------------------------------
 
@@ -242,7 +269,7 @@ class Paired(can.SampleMany, can.Closing):
         if self._restartable is None:
             raise EngineError("cannot restart", expected="a sampler in a process of its own", found=repr(self.sampler))
         self._restartable.restart()
-        self._asleep = False
+        self._asleep, self._sync = [], None
 
     def close(self) -> None:
         """Close both engines, where they have processes or connections to close."""
@@ -253,7 +280,7 @@ class Paired(can.SampleMany, can.Closing):
     def describe(self) -> dict[str, Any]:
         """Path and settings of the learner by name, for a run's record; those of the sampler are under `sampler`."""
         mine, its = (one.describe() if isinstance(one, can.Described) else {} for one in (self.learner, self.sampler))
-        return {**mine, "sampler": its}
+        return {**mine, "sampler": its, "weight_sync": self.weight_sync}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("learner", "sampler"):
@@ -261,15 +288,27 @@ class Paired(can.SampleMany, can.Closing):
         return getattr(self.learner, name)
 
     def __repr__(self) -> str:
-        return f"Paired(learner={self.learner!r}, sampler={self.sampler!r})"
+        return f"{type(self).__name__}(learner={self.learner!r}, sampler={self.sampler!r}, weights {self.pushed()})"
+
+    def pushed(self) -> str:
+        """The last push of weights in words: its way, bytes, seconds and host memory."""
+        return f"by {self.last_push}" if self.last_push is not None else "not pushed yet"
 
 
-def paired(learner: Policy, sampler: WeightSink, *, share_device: bool = False) -> Paired:
+def paired(
+    learner: Policy,
+    sampler: WeightSink,
+    *,
+    share_device: bool = False,
+    weight_sync: str = "auto",
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Paired:
     """Combine an engine that trains and one that samples into one engine: `grpo(paired(local(path, lr=1e-4), vllm(path)))`.
 
     `sampler` takes weights by `load_weights(weights, version)`: vLLM, a remote server, or a local engine. With
-    `share_device=True` the sampler sleeps while the learner works (`sleep`, `wake`). Raises `EngineError` where the
-    tokenizers differ, or the sampler cannot take weights.
+    `share_device=True` the sampler sleeps while the learner works (`sleep`, `wake`). `weight_sync` is the way of the weights
+    (`weights.WAYS`; `auto`: from where both are), `bucket_bytes` the most that is under way at once. Raises `EngineError` where
+    the tokenizers differ, or the sampler cannot take weights.
     """
     if learner is sampler:
         raise EngineError("paired()", expected="two engines", found="one engine twice", do="use that engine alone")
@@ -278,7 +317,8 @@ def paired(learner: Policy, sampler: WeightSink, *, share_device: bool = False) 
     if share_device and not isinstance(sampler, can.Sleeper):
         raise EngineError("share_device=True", expected="a sampler with sleep() and wake()", found=repr(sampler))
     check_tokens(learner, sampler)
-    return Paired(learner, sampler, share_device=share_device)
+    given = {"share_device": share_device, "weight_sync": weight_sync, "bucket_bytes": bucket_bytes}
+    return Paired(learner, sampler, **given)  # type: ignore[arg-type]
 
 
 def check_tokens(learner: Policy, sampler: WeightSink) -> None:
@@ -289,6 +329,38 @@ def check_tokens(learner: Policy, sampler: WeightSink) -> None:
         what, expected = "learner and sampler have different tokenizers", "the same tokens under the same ids"
         found = f"{len(mine)} and {len(theirs)} tokens, {differ} entries that only one of them has"
         raise EngineError(what, expected=expected, found=found, do="open both from the same model")
+
+
+CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+"""Largest difference of a log-prob, in nats, between a learner and a sampler of a dtype with the same weights."""
+
+
+def check_push(pair: Paired, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> Push:
+    """Push a pair's weights once, sample, and compare the samples' log-probs with the learner's own: `Push.gap`.
+
+    A way that passes on a GPU is no longer called unverified in this process. Raises `EngineError` where the gap is larger than
+    rounding (`CHECK_TOLERANCE`).
+    """
+    pair.push()
+    push = pair.last_push
+    assert push is not None
+    settings, gap = can.SamplingSettings(max_tokens=max_tokens, ignore_eos=True), 0.0
+    for seed, prompt in enumerate(prompts):
+        sample = pair.sample_many([Request(tuple(prompt), settings, seed)])[0]
+        ids = torch.tensor([[*prompt, *sample.ids]])
+        ones = torch.ones_like(ids)
+        mask = torch.ones(1, len(sample.ids), dtype=torch.long)
+        columns = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(-1) - 1, "response_mask": mask}
+        columns["responses"] = ids[:, len(prompt) :]
+        mine = pair.learner.compute_log_probs(DataProto(columns))["log_probs"][0]
+        gap = max(gap, float((mine - torch.tensor(sample.log_probs)).abs().max()))
+    allowed = CHECK_TOLERANCE[torch.bfloat16 if push.dtype == "bfloat16" else torch.float32]
+    if gap > allowed:
+        what = f"log-probs of the sampler after a push by {push.way}"
+        raise EngineError(what, expected=f"the learner's, within {allowed:g} nats", found=f"{gap:.3g} nats apart")
+    if push.note == UNVERIFIED:
+        PROVEN.add(push.way)
+    return replace(push, gap=gap, note="")
 
 
 async def _ended(task: asyncio.Future[None]) -> None:

@@ -388,11 +388,19 @@ class Restartable(Protocol):
 class Sleeper(Protocol):
     """Protocol of samplers that can free their device memory (vLLM, workers): for a pair with `share_device`."""
 
-    def sleep(self) -> None:
-        """Free the device memory, until `wake()`."""
+    def sleep(self, level: int = 1) -> None:
+        """Free the device memory, until `wake()`: level 1 keeps the weights in host memory, level 2 drops them."""
 
-    def wake(self) -> None:
-        """Allocate the device memory again, after `sleep()`."""
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the device memory again, after `sleep()`: all, or that of `weights` or `kv_cache`."""
+
+
+@runtime_checkable
+class Caching(Protocol):
+    """Protocol of learners whose torch keeps freed device memory for later (local, FSDP)."""
+
+    def empty_cache(self) -> None:
+        """Give that memory back, on every rank: a sampler on the same device needs it."""
 
 
 @runtime_checkable

@@ -1,28 +1,228 @@
-"""Weights that go from a learner to a sampler: plain tensors under Hugging Face names, as safetensors and never pickled."""
+"""Weights that go from a learner to a sampler, in buckets of bounded size, under Hugging Face names; never pickled.
+
+A learner that is a `WeightSender` writes the rows of its tensors, in the sampler's dtype, to where the sampler reads them; a
+sampler that is a `WeightReceiver` loads one bucket after the other, and serves nothing before all have arrived. Who sends and who
+receives decides the way (`WAYS`); `sync_of` chooses it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
+import socket
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import lru_cache
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from workbench.base.errors import EngineError, WorkerLost, first_line, unknown
 from workbench.engines.local_engine.loading import check_fit, load_model
 from workbench.engines.protocol import Learner, SampleMany, WeightSource
 from workbench.engines.settings import LocalSettings
+from workbench.engines.vllm_server.process import (
+    Piece,
+    broadcast,
+    device_name,
+    ipc_handle,
+    joined,
+    mapped,
+    received,
+)
 
+BUCKET_BYTES = 128 << 20
+"""Usual size of a bucket. A tensor that a sampler must have whole may be larger."""
+WAYS = ("in place", "shared memory", "object store", "CUDA IPC", "broadcast", "adapter", "whole")
+"""`in place`: both in one process. `shared memory`: buckets that every replica on the machine reads. `object store`: buckets
+through the driver, between machines. `CUDA IPC`: buckets on the GPU that both use. `broadcast`: buckets from GPU to GPU by NCCL (on
+CPUs by gloo). `adapter`: the LoRA adapter alone, over the base that the sampler has. `whole`: one call with all tensors."""
+_ON_GPUS = ("CUDA IPC", "broadcast")
+PROVEN: set[str] = set()
+"""Ways that `check_push` has found to be right in this process."""
+UNVERIFIED = "not verified on a GPU yet"
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 """Names of dtypes in a safetensors file."""
+
+
+# --- what is sent -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Shape and dtype of one tensor of a learner, and the name that it is tied to."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    tied: str = ""
+    """Another name of the same tensor, which comes before this one; else empty."""
+
+
+def layout_of(model: Any) -> dict[str, Entry]:
+    """The tensors of a plain model by Hugging Face names, in the model's order; adapters count as merged. May be on meta."""
+    found: dict[str, Entry] = {}
+    first: dict[int, str] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in model.state_dict().items():
+        if "lora_" in name:
+            continue
+        plain = name.replace(".base_layer.", ".")
+        tied = first.setdefault(id(parameters.get(name, tensor)), plain)
+        found[plain] = Entry(tuple(tensor.shape), str(tensor.dtype)[6:], tied if tied != plain else "")
+    return found
+
+
+def buckets_of(
+    layout: Mapping[str, Entry], dtype: str | None, limit: int, *, split: bool
+) -> Iterator[tuple[list[Piece], int]]:
+    """Buckets of at most `limit` bytes, as (pieces, bytes): floating tensors in `dtype` (None: in their own).
+
+    With `split` a larger tensor's rows are in several buckets; without it such a tensor has a bucket of its own. A tied tensor
+    takes no bytes of its own.
+    """
+    pieces: list[Piece] = []
+    used = 0
+    for piece in _pieces(layout, dtype, limit if split else None):
+        if pieces and not piece.tied and used + piece.nbytes > limit:
+            yield pieces, used
+            pieces, used = [], 0
+        pieces.append(replace(piece, offset=pieces[-1].offset if piece.tied else used))
+        used += 0 if piece.tied else -(-piece.nbytes // 64) * 64  # views need aligned bytes
+    if pieces:
+        yield pieces, used
+
+
+def _pieces(layout: Mapping[str, Entry], dtype: str | None, limit: int | None) -> Iterator[Piece]:
+    """Every tensor in pieces of at most `limit` bytes, each followed by those of the tensors that are tied to it."""
+    tied: dict[str, list[str]] = {}
+    for name, one in layout.items():
+        tied.setdefault(one.tied, []).append(name)
+    for name in tied.get("", ()):
+        one = layout[name]
+        kind = dtype if dtype and getattr(torch, one.dtype).is_floating_point else one.dtype
+        count = one.shape[0] if one.shape else 1
+        row = max(Piece(name, one.shape, kind, 0, 1, 0).nbytes, 1)
+        step = max(count, 1) if limit is None else max(limit // row, 1)
+        for first in range(0, max(count, 1), step):
+            for each in (name, *tied.get(name, ())):
+                yield Piece(each, one.shape, kind, first, min(step, count - first), 0, each != name)
+
+
+def rows_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The rows of a whole tensor that a piece stands for."""
+    return tensor[piece.first : piece.first + piece.rows] if piece.shape else tensor
+
+
+class Outbox:
+    """The sending end of a learner's process: puts pieces of tensors to where samplers find them."""
+
+    def __init__(self) -> None:
+        self._kept: Any = None
+        self._listening: socket.socket | None = None
+        self._group: Any = None
+
+    @torch.no_grad()
+    def send(
+        self, pieces: Sequence[Piece], place: Mapping[str, Any], value: Callable[[Piece], torch.Tensor], device: Any
+    ) -> Any:
+        """Write `value(piece)` for each piece to the place; what it returns goes to the sampler (`received`)."""
+        if "here" in place:
+            return [value(piece) for piece in pieces]
+        memory = mapped(place["file"], place["nbytes"], write=True) if "file" in place else None
+        if memory is None:
+            memory = torch.empty(place["nbytes"], dtype=torch.uint8, device="cpu" if "data" in place else device)
+        for piece in pieces:
+            if not piece.tied:
+                piece.within(memory).copy_(value(piece))
+        if "ipc" in place:
+            torch.cuda.synchronize(device)  # the other process does not wait for this one's stream
+            self._kept = memory  # until the next one: who has opened it keeps its own reference
+            return {device_name(device): ipc_handle(memory)}
+        if "broadcast" in place:
+            broadcast(self._group[0], memory)
+        return memory if "data" in place else None
+
+    def listen(self, host: str) -> tuple[str, int]:
+        """Open the port where the processes of a broadcast meet."""
+        self._listening = socket.create_server((host, 0))
+        return host, int(self._listening.getsockname()[1])
+
+    def join(self, size: int, backend: str) -> None:
+        """Join the group of a broadcast as rank 0."""
+        assert self._listening is not None
+        host, port = self._listening.getsockname()[:2]
+        self._group = joined(host, port, 0, size, backend, listen=self._listening.detach())
+
+    def drop(self) -> None:
+        """Free what was sent last."""
+        self._kept = None
+
+
+def machine() -> str:
+    """Name of this machine, as far as processes can open each other's files in memory: the same boot and process ids."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+@runtime_checkable
+class WeightSender(Protocol):
+    """Protocol of learners that send their weights in buckets (local, FSDP)."""
+
+    def weight_layout(self) -> dict[str, Entry]:
+        """Its tensors by Hugging Face names."""
+
+    def sends(self) -> dict[str, Any]:
+        """Where it is: `machines`, `pid` (None: in processes of its own), `devices` (GPUs by name), `adapter` (its rank and its
+        base model's folder, or None)."""
+
+    def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
+        """Write pieces to a place, as `Outbox.send`."""
+
+    def open_group(self, join: tuple[int, str] | None = None) -> Any:
+        """For a broadcast: open the port where all meet and return (host, port); then `join` (processes, backend)."""
+
+    def empty_cache(self) -> None:
+        """Give the device memory back that torch keeps for later, on every rank: a sampler on the same device needs it."""
+
+
+@runtime_checkable
+class WeightReceiver(Protocol):
+    """Protocol of samplers that take weights in buckets (local, vLLM, workers). From `begin_weights` to `end_weights` they refuse
+    to sample, and so they do after a push that broke off."""
+
+    def receives(self) -> dict[str, Any] | None:
+        """Where it is, and what it takes; None where it takes none of this.
+
+        `machines`, `pids`, `devices` of its processes; `processes` that can join a broadcast (`join_group`); `dtype` (None: the
+        sender's); `split`: whether tensors may come in parts; `adapter_rank`: the largest of an adapter alone (`load_adapter`), for
+        the base in `folder`.
+        """
+
+    def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Begin a push of tensors of these shapes. Raises `EngineError`, with nothing changed, where the model has others."""
+
+    def take_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> None:
+        """Load one bucket."""
+
+    def end_weights(self, version: int) -> int:
+        """Serve the new weights as a policy version, which is returned. Raises `EngineError` where a tensor has not arrived."""
+
+    def cancel_weights(self) -> None:
+        """End a push that broke off: requests are refused until another one has succeeded."""
 
 
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
@@ -34,40 +234,334 @@ def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
         return dict(load_model(folder, LocalSettings(device="cpu")).state_dict())
 
 
+class Tensors:
+    """Tensors by name, as a `WeightSender` in this process."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._weights, self._outbox = weights, Outbox()
+
+    def weight_layout(self) -> dict[str, Entry]:
+        """Names, shapes and dtypes."""
+        return {name: Entry(tuple(one.shape), str(one.dtype)[6:]) for name, one in self._weights.items()}
+
+    def sends(self) -> dict[str, Any]:
+        """This process."""
+        return {"machines": [machine()], "pid": os.getpid(), "devices": [], "adapter": None}
+
+    def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
+        """Write pieces to a place."""
+        return self._outbox.send(pieces, place, lambda piece: rows_of(self._weights[piece.name], piece), "cpu")
+
+    def open_group(self, join: tuple[int, str] | None = None) -> Any:
+        """For a broadcast."""
+        return self._outbox.listen("127.0.0.1") if join is None else self._outbox.join(*join)
+
+    def empty_cache(self) -> None:
+        """Nothing: they are the caller's."""
+
+
+# --- a push -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Push:
+    """Figures of one push of weights."""
+
+    way: str
+    """One of `WAYS`."""
+    version: int
+    """Policy version that every replica has confirmed."""
+    bytes: int
+    """Bytes that were sent, once for all replicas."""
+    seconds: float
+    host_bytes: int
+    """Most host memory that it took at once beyond the two models: buckets, and what this process grew by."""
+    dtype: str | None = None
+    """Of the sampler's floating weights, where it is known."""
+    note: str = ""
+    """What to know about this way."""
+    gap: float | None = None
+    """Largest difference of a sampled token's log-prob from the learner's own, in nats; only `check_push` looks."""
+
+    def __str__(self) -> str:
+        size = (
+            f"{self.bytes / 2**20:,.1f} MiB in {self.seconds:.2f} s, {self.host_bytes / 2**20:,.0f} MiB of host memory"
+        )
+        gap = "" if self.gap is None else f"log-probs within {self.gap:.1g}"
+        notes = ", ".join(filter(None, (self.note, gap)))
+        return f"{self.way}: {size}{f' ({notes})' if notes else ''}"
+
+
+class WeightSync(Protocol):
+    """How the weights of a pair's learner get to its sampler. Made by `sync_of`."""
+
+    way: str
+    """One of `WAYS`."""
+
+    def push(self, version: int) -> Push:
+        """Push the learner's present weights, to be served as a version by every replica.
+
+        Raises `EngineError` where the sampler refuses them; after a push that broke off it refuses to sample.
+        """
+
+
+class Whole:
+    """One call of `load_weights` with all tensors on the CPU: for samplers and learners that know no buckets."""
+
+    way = "whole"
+
+    def __init__(self, learner: Any, sampler: Any) -> None:
+        self._learner, self._sampler = learner, sampler
+
+    def push(self, version: int) -> Push:
+        """Push all tensors at once."""
+        began, before = time.perf_counter(), _resident()
+        weights = weights_of(self._learner)
+        self._sampler.load_weights(weights, version)
+        size = sum(one.nbytes for one in weights.values())
+        return Push(self.way, version, size, time.perf_counter() - began, max(_resident() - before, size))
+
+
+class Adapter:
+    """A LoRA adapter alone: a peft folder in host memory, which every replica loads over the base that it has."""
+
+    way = "adapter"
+
+    def __init__(self, learner: Any, sampler: Any) -> None:
+        self._learner, self._sampler = learner, sampler
+
+    def push(self, version: int) -> Push:
+        """Push the adapter."""
+        began, before = time.perf_counter(), _resident()
+        with tempfile.TemporaryDirectory(prefix="workbench-adapter-", dir=_memory_folder()) as folder:
+            self._learner.save(Path(folder))
+            size = (Path(folder) / "adapter_model.safetensors").stat().st_size
+            _confirmed(self._sampler.load_adapter(folder, version), version)
+        takes = self._sampler.receives()
+        note = UNVERIFIED if takes["devices"] and self.way not in PROVEN else ""
+        seconds = time.perf_counter() - began
+        return Push(self.way, version, size, seconds, max(_resident() - before, size), takes["dtype"], note)
+
+
+class Buckets:
+    """Buckets of bounded size, one after the other: written by the learner's process, read by every replica."""
+
+    def __init__(self, learner: Any, sampler: Any, way: str, limit: int = BUCKET_BYTES) -> None:
+        self.way = way
+        self._learner, self._sampler, self._limit = learner, sampler, limit
+        self._group: tuple[Any, ...] | None = None
+
+    def push(self, version: int) -> Push:
+        """Push all tensors, bucket by bucket."""
+        began, before, sent, most = time.perf_counter(), _resident(), 0, 0
+        takes, layout = self._sampler.receives(), self._learner.weight_layout()
+        dtype = None if self.way == "in place" else takes["dtype"]
+        plan = buckets_of(layout, dtype, self._limit, split=takes["split"])
+        self._joined(takes)
+        try:
+            self._sampler.begin_weights({name: one.shape for name, one in layout.items()})
+            for pieces, nbytes in plan:
+                self._one(pieces, nbytes)
+                sent += nbytes
+                held = 0 if self.way in ("in place", *_ON_GPUS) else nbytes
+                most = max(most, held, _resident() - before)
+            _confirmed(self._sampler.end_weights(version), version)
+        except BaseException:
+            with ThreadPoolExecutor(1) as cancelling:  # also where this thread is being interrupted
+                cancelling.submit(self._sampler.cancel_weights)
+            raise
+        note = UNVERIFIED if takes["devices"] and self.way not in PROVEN else ""
+        return Push(self.way, version, sent, time.perf_counter() - began, most, takes["dtype"], note)
+
+    def _one(self, pieces: list[Piece], nbytes: int) -> None:
+        if self.way == "shared memory":
+            with os.fdopen(os.memfd_create("workbench-weights"), "wb") as file:
+                file.truncate(nbytes)
+                place = {"file": f"/proc/{os.getpid()}/fd/{file.fileno()}", "nbytes": nbytes}
+                self._learner.send_weights(pieces, place)
+                self._sampler.take_weights(pieces, place)
+            return
+        kind = {"in place": "here", "object store": "data", "CUDA IPC": "ipc", "broadcast": "broadcast"}[self.way]
+        place = {kind: None, "nbytes": nbytes}
+        if kind == "broadcast":  # both at once
+            with ThreadPoolExecutor(1) as pool:
+                sending = pool.submit(self._learner.send_weights, pieces, place)
+                self._sampler.take_weights(pieces, place)
+                sending.result()
+            return
+        sent = self._learner.send_weights(pieces, place)
+        self._sampler.take_weights(pieces, {kind: sent, "nbytes": nbytes})
+
+    def _joined(self, takes: Mapping[str, Any]) -> None:
+        """Make the group of a broadcast, again where a process was started again."""
+        which = (takes["processes"], tuple(map(str, takes["pids"])))
+        if self.way != "broadcast" or self._group == which:
+            return
+        size = 1 + takes["processes"]
+        backend = "nccl" if takes["devices"] else "gloo"
+        host, port = self._learner.open_group()
+        with ThreadPoolExecutor(1) as pool:
+            joining = pool.submit(self._learner.open_group, (size, backend))
+            self._sampler.join_group(host, port, 1, size, backend)
+            joining.result()
+        self._group = which
+
+
+class Careful:
+    """A way that was chosen, not asked for, and that no GPU has confirmed: where it fails, weights go through shared memory."""
+
+    def __init__(self, first: Buckets, other: Buckets) -> None:
+        self.way, self._first, self._other = first.way, first, other
+
+    def push(self, version: int) -> Push:
+        """Push by the first way; where it fails by the other, from then on."""
+        if self.way == self._first.way:
+            try:
+                return self._first.push(version)
+            except WorkerLost:
+                raise
+            except EngineError as error:
+                self.way = self._other.way
+                why = f"weights are pushed through {self.way}, since {self._first.way} failed"
+                warnings.warn(f"{why}: {first_line(error)}", stacklevel=2)
+        return self._other.push(version)
+
+
+def sync_of(learner: Any, sampler: Any, way: str = "auto", bucket_bytes: int = BUCKET_BYTES) -> WeightSync:
+    """Choose how a learner's weights get to a sampler, from where both are; `way` is one of `WAYS`, or `auto`.
+
+    Raises `EngineError` for a way that these two cannot go.
+    """
+    if way not in ("auto", *WAYS):
+        raise EngineError(unknown("way of weights", way, WAYS))
+    can = {"whole": partial(Whole, learner, sampler)} | {
+        one: partial(Buckets, learner, sampler, one, bucket_bytes) for one in possible(learner, sampler)
+    }
+    if "adapter" in can:
+        can["adapter"] = partial(Adapter, learner, sampler)
+    if way != "auto":
+        if way not in can:
+            what = f"weights cannot go from {learner!r} to {sampler!r} by {way!r}"
+            raise EngineError(what, expected=f"one of {', '.join(can)}", found=repr(way))
+        return can[way]()
+    chosen = next(one for one in (*possible(learner, sampler), "whole"))
+    if chosen in _ON_GPUS and chosen not in PROVEN:
+        other = next(one for one in ("shared memory", "object store") if one in can)
+        return Careful(can[chosen](), can[other]())
+    return can[chosen]()
+
+
+def possible(learner: Any, sampler: Any) -> list[str]:
+    """The ways that weights can go between these two, the best first; `whole` is left out."""
+    if not isinstance(learner, WeightSender) or not isinstance(sampler, WeightReceiver):
+        return []
+    here, there = learner.sends(), sampler.receives()
+    if there is None:
+        return []
+    one_machine = len({machine(), *here["machines"], *there["machines"]}) == 1
+    adapter, folder = here["adapter"], os.path.realpath(there["folder"])
+    fits = adapter and adapter["rank"] <= there["adapter_rank"] and os.path.realpath(adapter["base"]) == folder
+    found = ["adapter"] if fits and one_machine else []
+    if here["pid"] == os.getpid() and there["pids"] == [os.getpid()]:
+        return [*found, "in place"]
+    found += _between_gpus(here["devices"], there["devices"])
+    found += ["shared memory", "object store"] if one_machine else ["object store"]
+    # by gloo: no faster, but the same code as between GPUs
+    return [*found, "broadcast"] if there["processes"] and not here["devices"] and not there["devices"] else found
+
+
+def _between_gpus(here: Sequence[str], there: Sequence[str]) -> list[str]:
+    if not here or not there:
+        return []
+    if set(there) <= set(here):
+        return ["CUDA IPC"]
+    return [] if set(there) & set(here) else ["broadcast"]  # NCCL takes each GPU once
+
+
+def _confirmed(found: int, version: int) -> None:
+    if found != version:
+        what = "the sampler does not serve the weights that were pushed to it"
+        raise EngineError(what, expected=f"policy version {version}", found=f"version {found}", do="push again")
+
+
+def _resident() -> int:
+    """Bytes of this process's memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _memory_folder() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+# --- the receiving end --------------------------------------------------------------------------
+
+
 @lru_cache(maxsize=4)
 def _parameters(folder: str, trust: bool) -> dict[str, torch.Tensor]:
     """The model's tensors without their values, tied ones once."""
     return dict(load_model(folder, LocalSettings(device="cpu", trust_remote_code=trust), empty=True).named_parameters())
 
 
-class Pushed(SampleMany):
-    """Base class of samplers that take weights from a learner: adds `sync`."""
+def check_shapes(what: str, shapes: Mapping[str, Sequence[int]], wanted: Mapping[str, torch.Tensor]) -> None:
+    """Raises `EngineError` for the first tensor of `wanted` that `shapes` lacks or has in another shape."""
+    check_fit(what, {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}, wanted)
 
-    _folder: str | Path
-    _settings: Any
 
-    def check_whole(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Raise `EngineError` where a tensor of the model is not among the `weights`, or is there in another shape.
+class Receiving(SampleMany):
+    """Base class of samplers that are a `WeightReceiver`: adds `load_weights` and `sync`."""
 
-        vLLM and SGLang leave the old values of a tensor that a push lacks, and go on.
+    def load_weights(self: Any, weights: Mapping[str, torch.Tensor], version: int) -> float:
+        """Load all weights of a model by their Hugging Face names, to be served as policy `version`; returns the seconds taken.
+
+        Requests made before are answered with the old weights, later ones with the new. Raises `EngineError` where a tensor
+        of the model is missing, and where the push fails: the engine then refuses to sample until another one succeeds.
         """
-        check_fit("the weights to push", weights, _parameters(str(self._folder), self._settings.trust_remote_code))
+        return sync_of(Tensors(weights), self).push(version).seconds
 
     def sync(self: Any, learner: Learner) -> float:
         """Load a learner's weights into the sampler, LoRA adapters merged, under its version; returns the seconds taken."""
-        return float(self.load_weights(weights_of(learner), learner.version))
+        return sync_of(learner, self).push(learner.version).seconds
+
+    def check_whole(self: Any, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raise `EngineError` where a tensor of the model is not among those of `shapes`, or is there in another shape.
+
+        vLLM and SGLang leave the old values of a tensor that a push lacks, and go on.
+        """
+        wanted = _parameters(str(self._folder), self._settings.trust_remote_code)
+        check_shapes("the weights to push", shapes, wanted)
+
+
+def pieces_in(
+    pieces: Sequence[Piece], place: Mapping[str, Any], device: Any, group: Any
+) -> Iterable[tuple[Piece, torch.Tensor]]:
+    """(piece, its rows) of a bucket that was sent to a place."""
+    if "here" in place:
+        return zip(pieces, place["here"], strict=True)
+    memory = place["data"] if "data" in place else received(place, device, group)
+    return ((piece, piece.within(memory)) for piece in pieces)
+
+
+def as_message(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    """Pieces as JSON."""
+    return [asdict(piece) for piece in pieces]
 
 
 @contextmanager
-def in_memory(weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> Iterator[str]:
-    """Context manager: yields the path of a safetensors file in memory with the weights, readable by this user's processes.
+def in_memory(data: torch.Tensor) -> Iterator[str]:
+    """Context manager: yields the path of a file in memory with these bytes, readable by this user's processes.
 
-    Floating tensors are written as `dtype`. The file is in no folder (`memfd`): a small /dev/shm does not limit it, and a
-    killed driver leaves nothing behind. Tensors are written one by one, so that no second copy of the model is held.
+    The file is in no folder (`memfd`): a small /dev/shm does not limit it, and a killed driver leaves nothing behind.
     """
     with os.fdopen(os.memfd_create("workbench-weights"), "wb", buffering=0) as file:
-        write_to(file, weights, dtype)
+        _write(file, data)
         yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def _write(file: Any, tensor: torch.Tensor) -> None:
+    data = tensor.flatten().view(torch.uint8).numpy().data if tensor.numel() else b""
+    while data:  # one call writes 2 GiB at most
+        data = data[file.write(data) :]
 
 
 def write_to(file: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
@@ -81,7 +575,4 @@ def write_to(file: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype 
     text = json.dumps(header).encode()
     file.write(struct.pack("<Q", len(text)) + text)
     for name, tensor in weights.items():
-        plain = tensor.detach().to("cpu", kinds[name]).contiguous()
-        data = plain.flatten().view(torch.uint8).numpy().data if tensor.numel() else b""
-        while data:  # one call writes 2 GiB at most
-            data = data[file.write(data) :]
+        _write(file, tensor.detach().to("cpu", kinds[name]).contiguous())

@@ -22,6 +22,7 @@ from workbench.base.metrics import Mean, join
 from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.group import Group, ShardedSnapshot, local_group, shared_out
+from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.engine import FrozenModel, ModelEngine
 from workbench.engines.local_engine.learning import INFINITE_LOSS, infinite_norm
 from workbench.engines.local_engine.loading import load_model, load_tokenizer, resolve
@@ -31,6 +32,8 @@ from workbench.engines.local_engine.snapshots import new_id
 from workbench.engines.local_engine.states import read_record
 from workbench.engines.protocol import Loss, LossCounts, StepResult
 from workbench.engines.settings import FsdpSettings
+from workbench.engines.vllm_server.process import Piece
+from workbench.engines.weights import Entry, layout_of
 
 log = logging.getLogger("workbench")
 GRACE = 10.0
@@ -214,6 +217,29 @@ class FsdpEngine(ModelEngine):
         named = [(name.replace(".base_layer.", "."), id(one)) for name, one in every if "lora_" not in name]
         first = {one: name for name, one in reversed(named)}
         return found | {name: found[first[one]] for name, one in named}
+
+    def weight_layout(self) -> dict[str, Entry]:
+        """Its tensors by Hugging Face names, adapters merged."""
+        return layout_of(self._model)
+
+    def sends(self) -> dict[str, Any]:
+        """Where its ranks are, as `WeightSender.sends`."""
+        machines, devices = zip(*self._on("sends"), strict=True)
+        where = {"machines": sorted(set(machines)), "pid": None, "devices": [one for one in devices if one]}
+        return {**where, "adapter": lora.adapter_of(self._model)}
+
+    def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
+        """Write pieces to a place, as `Outbox.send`: into a file each rank its own rows."""
+        found = self._on("send_weights", pieces, dict(place))
+        return {name: handle for one in found for name, handle in one.items()} if "ipc" in place else found[0]
+
+    def open_group(self, join: tuple[int, str] | None = None) -> Any:
+        """For a broadcast: open the port where all meet and return (host, port); then `join` (processes, backend)."""
+        return self._on("open_group", *(join or ()))[0]
+
+    def empty_cache(self) -> None:
+        """Give the device memory back that torch keeps for later, on every rank."""
+        self._on("empty_cache")
 
     def snapshot(self, kind: str = "disk", folder: str | Path | None = None) -> ShardedSnapshot:
         """Copy weights, optimizer, schedule and version to the disk, one file per rank; `restore` loads it.

@@ -24,6 +24,7 @@ from workbench.base import runtime
 from workbench.base.errors import CheckpointError, EngineError, Interrupted, first_line
 from workbench.base.metrics import join
 from workbench.dataproto.core import DataProto
+from workbench.engines.fsdp_engine.pushing import ShardedPushing
 from workbench.engines.fsdp_engine.sharding import build, read_head, read_plain
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import Head, head_of, hidden_size
@@ -110,7 +111,7 @@ class ShardedOptimizer(Optimizer):
         return distribute_tensor(there, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-class ShardedModel:
+class ShardedModel(ShardedPushing):
     """One rank's part of one model; its methods are called on all ranks together."""
 
     def __init__(self, path: str, settings: Any, mesh: Any, head: bool, siblings: Mapping[str, ShardedModel]) -> None:

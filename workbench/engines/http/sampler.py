@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,17 +33,19 @@ from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.loading import resolve
 from workbench.engines.protocol import Request, Sample, SamplingSettings
 from workbench.engines.vllm_server.engine import check_prompt, tokenizer_of
-from workbench.engines.weights import Pushed, in_memory, write_to
+from workbench.engines.vllm_server.process import Piece
+from workbench.engines.weights import Receiving, as_message, in_memory, machine, write_to
 
 log = logging.getLogger("workbench")
 _LOOK_SECONDS = 0.2
 _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 UNTOUCHED = "default"
 """The servers' name for weights that nobody pushed."""
+_FAILED = "the push of weights failed; nothing is sampled from the server until a push succeeds"
 _PUSH_AGAIN = "push weights again: load_weights() does, and engines.paired() before its next sample"
 
 
-class RemoteSampler(Pushed):
+class RemoteSampler(Receiving):
     """A sampler that is a vLLM or SGLang server behind HTTP. Made by `engines.remote`; pair it by `engines.paired`.
 
     To take weights a vLLM server needs its development endpoints and workbench's worker extension (start it by
@@ -74,6 +76,7 @@ class RemoteSampler(Pushed):
         self._open.set()
         self._turn, self._look = asyncio.Lock(), asyncio.Lock()
         self._looked = 0.0
+        self._pushing = False
         with self._named("cannot sample from the server"):
             runtime.run(self._begin())
 
@@ -213,6 +216,20 @@ class RemoteSampler(Pushed):
             expected = "weights='vllm' or 'sglang', or max_staleness=N, the updates by which its rows may lag behind"
             raise EngineError(f"cannot pair a learner with {self!r}", expected=expected, found="neither")
 
+    def receives(self) -> dict[str, Any] | None:
+        """Where its server is, and what it takes, as `WeightReceiver.receives`; None for SGLang, and without `weights`."""
+        if self.stale or self._about.dialect is not VLLM:
+            return None
+        here = urlsplit(self.url).hostname in server.HERE and self._settings.weights_folder is None
+        where = {"machines": [machine() if here else self.url], "pids": [self.url], "devices": [], "processes": 0}
+        return {
+            **where,
+            "dtype": self._settings.weights_dtype,
+            "split": False,
+            "adapter_rank": 0,
+            "folder": str(self._folder),
+        }
+
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> float:
         """Replace all weights of the server's model, by their Hugging Face names; returns the seconds taken.
 
@@ -220,6 +237,8 @@ class RemoteSampler(Pushed):
         version `version`. With `weights=None` nothing is pushed: rows keep their version, up to `max_staleness` behind it.
         Raises `EngineError` where the push fails, or the learner is further ahead than that.
         """
+        if self.receives() is not None:
+            return super().load_weights(weights, version)
         began = time.perf_counter()
         if self.stale:
             self.check_paired()
@@ -229,62 +248,126 @@ class RemoteSampler(Pushed):
                 found = f"{behind} updates from the server's version {self.version}"
                 raise EngineError(what, expected=f"at most {allowed} updates (max_staleness)", found=found)
             return 0.0
-        self.check_whole(weights)
-        what = "the push of weights failed; nothing is sampled from the server until a push succeeds"
-        with self._named(what), self._written(weights) as path:
-            runtime.run(self._push(path, version))
+        self.check_whole({name: one.shape for name, one in weights.items()})
+        with self._named(_FAILED), self._folder_of(weights) as path:
+            runtime.run(self._sglang(path, version))
         return time.perf_counter() - began
 
-    async def _push(self, path: str, version: int) -> None:
-        async with self._turn:
-            self._open.clear()
+    async def _sglang(self, path: str, version: int) -> None:
+        try:
+            await self._closed()
+            # it waits for the requests that are out, and drops its cache
+            body = {"model_path": path, "weight_version": (tag := _tag(version)), "flush_cache": True}
+            await self._post("/update_weights_from_disk", body, _successful)
+            self._refusal, self._tag, self.version = "", tag, version
+        finally:
+            self._let_go()
+
+    # a vLLM server takes buckets; one that was paused stays so until a push succeeds, since a request to half of a model would
+    # end it for good
+
+    def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Begin a push of tensors of these shapes: requests made before are answered first, later ones wait for the end."""
+        self.check_whole(shapes)
+
+        async def begin() -> None:
             try:
-                await self._idle.wait()
-                self._refusal, self._tag = "the last push of weights failed", None
-                tag = f"{uuid.uuid4().hex[:12]}:{version}"
-                await self._load(path, tag)
+                await self._closed()
+                await self._post("/pause?mode=wait")
+                await self._rpc("begin", list(shapes))
+            except BaseException:
+                self._let_go()
+                raise
+
+        with self._named(_FAILED):
+            runtime.run(begin())
+
+    def take_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> None:
+        """Load one bucket of whole tensors: from memory, or from a file in `weights_folder`."""
+        with self._named(_FAILED), self._placed(place) as path:
+            runtime.run(self._rpc("take", as_message(pieces), {"file": path, "nbytes": place["nbytes"]}))
+
+    def end_weights(self, version: int) -> int:
+        """Serve the new weights as a policy version."""
+
+        async def end() -> None:
+            try:
+                lacks = await self._rpc("end")
+                if any(lacks):
+                    raise EngineError(
+                        _FAILED, found=f"old values in {', '.join(sorted({name for one in lacks for name in one})[:5])}"
+                    )
+                tag = _tag(version)
+                await self._post("/reset_prefix_cache", None, _successful)
+                await self._post("/update_weight_version", {"new_version": tag})
+                await self._post("/resume")
                 self._refusal, self._tag, self.version = "", tag, version
             finally:
-                self._open.set()
+                self._let_go()
 
-    async def _load(self, path: str, tag: str) -> None:
-        """Make the server load new weights, drop what the old ones computed, and call them `tag`.
+        with self._named(_FAILED):
+            runtime.run(end())
+        return self.version
 
-        Raises `Refused` or `Unreachable`; a vLLM that was paused then stays so until a push succeeds, since a request to half
-        of a model would end it for good.
-        """
-        if self._about.dialect is SGLANG:  # it waits for the requests that are out, and drops its cache
-            body = {"model_path": path, "weight_version": tag, "flush_cache": True}
-            return await self._post("/update_weights_from_disk", body, _successful)
-        await self._post("/pause?mode=wait")
-        seconds = self._settings.push_seconds
-        await self._post("/collective_rpc", {"method": "workbench_load", "args": [path], "timeout": seconds})
-        await self._post("/reset_prefix_cache", None, _successful)
-        await self._post("/update_weight_version", {"new_version": tag})
-        await self._post("/resume")
+    def cancel_weights(self) -> None:
+        """End a push that broke off: requests are refused until another one has succeeded."""
+        runtime.loop().call_soon_threadsafe(self._let_go)
+
+    async def _closed(self) -> None:
+        """Hold back new requests, and wait for those that are out."""
+        await self._turn.acquire()
+        self._pushing = True
+        self._open.clear()
+        await self._idle.wait()
+        self._refusal, self._tag = "the last push of weights failed", None
+
+    def _let_go(self) -> None:
+        if self._pushing:
+            self._pushing = False
+            self._open.set()
+            self._turn.release()
+
+    async def _rpc(self, step: str, *given: Any) -> Any:
+        body = {"method": f"workbench_{step}", "args": given, "timeout": self._settings.push_seconds}
+        return await self._pusher.post(
+            f"{self.url}/collective_rpc", body, timeout=self._settings.push_seconds, read=lambda reply: reply["results"]
+        )
 
     @contextmanager
-    def _written(self, weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
-        """Inside the block the weights can be read by the server at the path: a file for vLLM, a model's folder for SGLang."""
-        s, whole = self._settings, self._about.dialect is SGLANG
-        dtype = getattr(torch, s.weights_dtype) if s.weights_dtype else None
-        if not whole and s.weights_folder is None:
-            with in_memory(weights, dtype) as path:
+    def _placed(self, place: Mapping[str, Any]) -> Iterator[str]:
+        """Inside the block the server can read a bucket at the path."""
+        if "file" in place:
+            yield place["file"]
+        elif self._settings.weights_folder is None:
+            with in_memory(place["data"]) as path:
                 yield path
-            return
+        else:
+            with self._shared_folder() as folder:
+                (folder / "bucket").write_bytes(place["data"].numpy().tobytes())
+                yield str(folder / "bucket")
+
+    @contextmanager
+    def _shared_folder(self) -> Iterator[Path]:
+        s = self._settings
         if s.weights_folder is not None:
             Path(s.weights_folder).mkdir(parents=True, exist_ok=True)
         kept: dict[str, Any] = {"dir": s.weights_folder, "ignore_cleanup_errors": True}
         with tempfile.TemporaryDirectory(prefix="workbench-weights-", **kept) as name:
-            folder = Path(name)
-            folder.chmod(0o755)  # so that a server of another user can read it
-            if whole:
-                weights = self._as_folder(folder, weights)
+            Path(name).chmod(0o755)  # so that a server of another user can read it
+            yield Path(name)
+
+    @contextmanager
+    def _folder_of(self, weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
+        """Inside the block the weights are a model's folder, for SGLang."""
+        s = self._settings
+        dtype = getattr(torch, s.weights_dtype) if s.weights_dtype else None
+        with self._shared_folder() as folder:
+            weights = self._as_folder(folder, weights)
             with (folder / "model.safetensors").open("wb") as file:
                 write_to(file, weights, dtype)
                 file.flush()
                 os.fsync(file.fileno())  # in a network folder other machines see it only then
-            yield name if whole else file.name
+            yield str(folder)
 
     def _as_folder(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Copy the model's small files beside the weights; a tied head is left out, as in every Hugging Face folder."""
@@ -345,6 +428,11 @@ class RemoteSampler(Pushed):
         kind = f"{self._about.dialect.kind} {self._about.version}, "
         how = "never change" if self.stale else "are pushed"
         return f"RemoteSampler({self.path!r}: {kind}{self.url}, version {self.version}, its weights {how})"
+
+
+def _tag(version: int) -> str:
+    """A server's name for weights of a version, which no other push has."""
+    return f"{uuid.uuid4().hex[:12]}:{version}"
 
 
 async def _unless_interrupted(work: Coroutine[Any, Any, Sample]) -> Sample:

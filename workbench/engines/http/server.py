@@ -438,7 +438,7 @@ def server_command(
         inside = Path(extension_folder).absolute()
         inside.mkdir(parents=True, exist_ok=True)
         shutil.copy(process.__file__, inside / f"{process.MODULE}.py")
-        arguments["worker_extension_cls"] = f"{process.MODULE}.{process.WeightSync.__name__}"
+        arguments["worker_extension_cls"] = f"{process.MODULE}.{process.WorkerExtension.__name__}"
         env |= {"PYTHONPATH": str(inside), "VLLM_SERVER_DEV_MODE": "1"}
     flags = [flag for name, value in arguments.items() for flag in _flags(name, value)]
     python = chosen.python or "python"

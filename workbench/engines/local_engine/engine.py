@@ -25,12 +25,14 @@ from workbench.engines.local_engine.decode import casts_kept, decode
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
 from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
+from workbench.engines.local_engine.pushing import Pushing
 from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, check_pictures, unchecked
 from workbench.engines.local_engine.snapshots import Files, Learned, Rewinding, new_id, rng_of
 from workbench.engines.local_engine.states import read_optimizer, write_whole
-from workbench.engines.protocol import Loss, LossCounts, Request, Sample, SampleMany, StepResult
+from workbench.engines.protocol import Loss, LossCounts, Request, Sample, StepResult
 from workbench.engines.settings import LocalSettings
+from workbench.engines.weights import Receiving
 
 _KINDS = ("log_probs", "entropy", "sum_pi_squared", "values")
 
@@ -165,7 +167,7 @@ class FrozenModel:
         return f"FrozenModel({self._engine!r})"
 
 
-class LocalEngine(ModelEngine, Rewinding, SampleMany):
+class LocalEngine(ModelEngine, Rewinding, Pushing, Receiving):
     """Samples, scores and trains one transformers model in this process, on the CPU or one GPU; made by `local`.
 
     It is a `Sampler`, a `LogProbModel` and a `Learner` of `engines.protocol`.
@@ -198,8 +200,10 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
     async def sample(self, request: Request) -> Sample:
         """Sample one response. Concurrent requests are decoded as one batch; each returns as soon as its response ends.
 
-        Raises `EngineError` for a prompt without tokens, or with token ids that the model does not have.
+        Raises `EngineError` for a prompt without tokens, or with token ids that the model does not have, and after a push of
+        weights that broke off.
         """
+        self.check_weights()
         count = self._model.get_input_embeddings().num_embeddings
         if not request.ids or not 0 <= min(request.ids) <= max(request.ids) < count:
             found = f"ids from {min(request.ids)} to {max(request.ids)}" if request.ids else "no token"
@@ -385,16 +389,8 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
             held = lora.merged(self._model, held)
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in held.items()}
 
-    @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Load another learner's `full_weights`; the optimizer starts anew. Raises `EngineError` where they do not fit."""
-        mine = self._model.state_dict()
-        loading.check_fit("the tensors passed to load_weights", weights, mine)
-        self.state_id = new_id()  # half-way there is no state that anybody knows
-        for name, tensor in mine.items():
-            tensor.copy_(weights[name])
+    def _reset(self) -> None:
         self._optimizer = self._last = self._since = None
-        self.version, self.state_id = version, new_id()
 
     def _write(self, path: Path, merged: bool) -> None:
         loading.save_model(self._model, None if merged else self._head, self.tokenizer, path, merged=merged)

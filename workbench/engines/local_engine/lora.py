@@ -100,6 +100,38 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
     return {ours(name): tensor for name, tensor in load_file(str(path / WEIGHTS)).items()}
 
 
+def layers(model: Any) -> dict[str, Any]:
+    """Layers with LoRA adapters, by the name that their weight has in a plain model."""
+    if config_in(model) is None:
+        return {}
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, BaseTunerLayer)}
+
+
+def parts(held: Mapping[str, torch.Tensor], plain: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Base weight, A and B of a layer of `layers`, out of the weights of a model with adapters.
+
+    Raises `EngineError` for an adapter of another than a linear layer.
+    """
+    layer = plain.removesuffix(".weight")
+    if f"{layer}.lora_A{_OURS}weight" not in held:
+        raise EngineError(f"LoRA adapter of {layer}", expected="a linear layer", found="adapters without lora_A")
+    a, b = (held[f"{layer}.lora_{letter}{_OURS}weight"] for letter in "AB")
+    return held[f"{layer}.base_layer.weight"], a, b
+
+
+def by_plain_names(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a model with adapters, not merged; those that a plain model has, too, also by their names in it."""
+    return {**held, **{name.replace(".base_layer.", "."): value for name, value in held.items()}}
+
+
+def delta(layer: Any, a: torch.Tensor, b: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+    """Rows of what an adapter adds to its layer's weight: scale·B·A."""
+    added = a.T[rows] @ b.T if layer.fan_in_fan_out else b[rows] @ a
+    return added * layer.scaling["default"]
+
+
 @torch.no_grad()
 def merged(model: Any, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Merge LoRA adapters: returns a plain model's weights by name, base + scale·B·A.
@@ -107,18 +139,17 @@ def merged(model: Any, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
     `held` are the weights of the model with adapters; of `model` only the structure is read. Raises `EngineError` for an
     adapter of another than a linear layer.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     plain = {name.replace(".base_layer.", "."): value for name, value in held.items() if "lora_" not in name}
-    for name, layer in model.named_modules():
-        if isinstance(layer, BaseTunerLayer):
-            one: Any = layer
-            if f"{name}.lora_A{_OURS}weight" not in held:
-                raise EngineError(f"LoRA adapter of {name}", expected="a linear layer", found=type(one).__name__)
-            a, b = (held[f"{name}.lora_{letter}{_OURS}weight"] for letter in "AB")
-            delta = (b @ a) * one.scaling["default"]
-            plain[f"{name}.weight"] = held[f"{name}.base_layer.weight"] + (delta.T if one.fan_in_fan_out else delta)
+    for name, layer in layers(model).items():
+        base, a, b = parts(held, name)
+        plain[name] = base + delta(layer, a, b)
     return plain
+
+
+def adapter_of(model: Any) -> dict[str, Any] | None:
+    """Rank of a model's adapters and its base model's name or folder; None for a plain model."""
+    config = config_in(model)
+    return {"rank": int(config["r"]), "base": str(config["base_model_name_or_path"])} if config is not None else None
 
 
 def base_of(folder: Path) -> str | None:

@@ -11,7 +11,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,17 +20,29 @@ from typing import Any, Literal
 import torch
 
 from workbench.base.config import Settings, require
-from workbench.base.errors import EngineError, boundary
+from workbench.base.errors import EngineError, SettingError, boundary
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.classifier import refusal
 from workbench.engines.local_engine.loading import eos_ids_of, resolve
 from workbench.engines.protocol import Classified, Closing, Request, Sample, SamplingSettings
 from workbench.engines.vllm_server.link import Answer, Link
-from workbench.engines.weights import Pushed, in_memory
+from workbench.engines.vllm_server.process import Piece
+from workbench.engines.weights import Receiving, as_message, in_memory, machine, pieces_in
 
 PYTHON_VARIABLE = "WORKBENCH_VLLM_PYTHON"
 """Environment variable that names the interpreter that has vLLM, where it is not this one."""
 _MEBI = 1 << 20
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as `max_lora_rank`."""
+_OURS = {
+    "model": "the first argument", "dtype": "the setting dtype", "max_model_len": "the setting max_model_len",
+    "tensor_parallel_size": "the setting tensor_parallel_size", "gpu_memory_utilization": "the setting gpu_memory_utilization",
+    "kv_cache_memory_bytes": "the setting kv_cache_memory_mb", "enforce_eager": "the setting enforce_eager",
+    "max_num_seqs": "the setting max_num_seqs", "enable_sleep_mode": "the setting sleep_mode", "enable_lora": "the setting lora_rank",
+    "max_lora_rank": "the setting lora_rank", "trust_remote_code": "the setting trust_remote_code", "logprobs_mode": "", "generation_config": "",
+    "seed": "",
+}  # fmt: skip
+"""Arguments of vLLM's engine that workbench sets, and by which setting; the others go through `engine_args`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +56,7 @@ class VllmSettings(Settings):
     tensor_parallel_size: int = 1
     """GPUs (on a CPU: processes) that share one model."""
     gpu_memory_utilization: float = 0.5
-    """Share of the GPU's memory for weights and cache; vLLM alone on its GPU takes 0.9."""
+    """Share of the GPU's memory for weights and cache, beside a learner; `Cluster.place` and `serve` take 0.9 where vLLM is alone."""
     kv_cache_memory_mb: int | None = None
     """MiB of key-value cache; None: by `gpu_memory_utilization`, on a CPU 256."""
     enforce_eager: bool | None = None
@@ -56,6 +67,10 @@ class VllmSettings(Settings):
     """True: scheduler and model run in a process beside the one that answers. None: True on a GPU only."""
     sleep_mode: bool = False
     """Whether `sleep()` can give the GPU's memory back."""
+    lora_rank: int = 0
+    """Largest rank of LoRA adapters that are pushed alone, over the base in the model's folder; 0: merged weights are pushed."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """vLLM's own engine arguments by its names (`max_num_batched_tokens`, `quantization` …), passed through."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     python: str | None = None
@@ -73,6 +88,18 @@ class VllmSettings(Settings):
         share = self.gpu_memory_utilization
         require(0 < share <= 1, "gpu_memory_utilization", expected="a share in (0, 1]", found=share)
         require(self.max_num_seqs > 0, "max_num_seqs", expected="≥ 1", found=self.max_num_seqs)
+        require(
+            0 <= self.lora_rank <= _LORA_RANKS[-1],
+            "lora_rank",
+            expected="0 to 512, vLLM's largest",
+            found=self.lora_rank,
+        )
+        ours = sorted(set(self.engine_args) & (set(_OURS) | {"worker_extension_cls", "disable_log_stats", "runner"}))
+        if ours:
+            instead = [f"{name}: {_OURS.get(name) or 'set by workbench'}" for name in ours]
+            raise SettingError(
+                "engine_args", expected="arguments that workbench does not set", found="; ".join(instead)
+            )
 
 
 class Served(Closing):
@@ -107,6 +134,7 @@ class Served(Closing):
         self._link = link
         self.starts += 1
         self.version = 0  # of the weights in the folder
+        self._as_loaded = True
         self._end = weakref.finalize(self, link.close)
 
     def restart(self) -> None:
@@ -173,6 +201,12 @@ def arguments_of(folder: str | Path, s: VllmSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # each request says which ids end a response
         "seed": 0,
+        **(
+            {"enable_lora": True, "max_lora_rank": min(one for one in _LORA_RANKS if one >= s.lora_rank)}
+            if s.lora_rank
+            else {}
+        ),
+        **s.engine_args,
     }
 
 
@@ -185,6 +219,7 @@ def on_cpu_of(s: VllmSettings) -> dict[str, Any]:
         "enable_sleep_mode": False,
         # a seeded request whose prompt is read in two pieces kills 0.32's CPU engine ("CPU Generator does not use offset")
         "enable_chunked_prefill": False,
+        **s.engine_args,
     }
 
 
@@ -237,11 +272,12 @@ def sampling_fields(s: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
     return {"temperature": s.temperature, "top_p": s.top_p, **ending}
 
 
-class VllmEngine(Served, Pushed):
+class VllmEngine(Served, Receiving):
     """A vLLM sampler whose weights are pushed to it. Made by `engines.vllm`; pair it with a learner by `engines.paired`."""
 
     def __init__(self, folder: str | Path, settings: VllmSettings, *, path: str, **switches: Any) -> None:
         self.template_switches = switches
+        self._adapters = 0
         super().__init__(folder, settings, path=path)
 
     # --- Sampler ----------------------------------------------------------------------------
@@ -276,21 +312,63 @@ class VllmEngine(Served, Pushed):
 
     # --- weights ----------------------------------------------------------------------------
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> float:
-        """Replace all weights of the model, by their Hugging Face names; returns the seconds taken.
+    def receives(self) -> dict[str, Any]:
+        """Where its process is, and what it takes, as `WeightReceiver.receives`."""
+        devices = self._about["devices"]
+        where = {"machines": [machine()], "pids": [self.pid], "devices": [one for one in devices if one]}
+        rank = self._settings.lora_rank if self._as_loaded else 0
+        takes = {"dtype": self._about["dtype"], "split": False, "adapter_rank": rank}
+        return {**where, "processes": len(devices), **takes, "folder": str(self._folder)}
 
-        Requests made before are answered with the old weights, later ones with the new, which are policy version `version`.
-        Tied weights are in `weights` under both names. Raises `EngineError` where a tensor of the model is missing, and
-        where the push fails; the engine then refuses to sample until another push succeeds.
-        """
-        self.check_whole(weights)
-        began = time.perf_counter()
-        dtype = getattr(torch, self._about["dtype"])
-        with in_memory(weights, dtype) as file:
-            asked = self._link.ask("load", path=file, version=version)
-            wait(asked, self._settings.start_seconds, "the push of weights has not ended")
-        self.version = version
-        return time.perf_counter() - began
+    def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Begin a push of tensors of these shapes: requests made before are answered first, later ones wait for the end."""
+        self.check_whole(shapes)
+        self._as_loaded = False
+        self._push("begin", list(shapes))
+
+    def take_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> None:
+        """Load one bucket of whole tensors."""
+        if "data" in place or "here" in place:
+            memory = place.get("data")
+            if memory is None:  # tensors of this process
+                memory = torch.empty(place["nbytes"], dtype=torch.uint8)
+                for piece, rows in pieces_in(pieces, place, "cpu", None):
+                    piece.within(memory).copy_(rows)
+            with in_memory(memory) as path:
+                return self._push("take", as_message(pieces), {"file": path, "nbytes": place["nbytes"]})
+        return self._push("take", as_message(pieces), dict(place))
+
+    def end_weights(self, version: int) -> int:
+        """Serve the new weights as a policy version. Raises `EngineError` where vLLM has not loaded all of its own weights."""
+        self._push("end", version=version)
+        return self.version
+
+    def cancel_weights(self) -> None:
+        """End a push that broke off: requests are refused until another one has succeeded."""
+        self._push("cancel")
+
+    def _push(self, step: str, *given: Any, version: int = 0) -> None:
+        asked = self._link.ask("load", step=step, given=given, version=version)
+        late = "the push of weights has not ended"
+        found = wait(asked, self._settings.start_seconds, late)["version"]
+        if step == "end":
+            self.version = found
+
+    def load_adapter(self, folder: str, version: int) -> int:
+        """Serve the base with the LoRA adapter of a peft folder (`lora_rank` ≥ the adapter's)."""
+        if not self._as_loaded:
+            what, expected = "an adapter alone", "the base weights of the model's folder in vLLM"
+            found, do = "other weights, which were pushed since it started", "restart(), or push merged weights"
+            raise EngineError(what, expected=expected, found=found, do=do)
+        self._adapters += 1
+        asked = self._link.ask("adapter", path=folder, number=self._adapters, version=version)
+        self.version = wait(asked, self._settings.start_seconds, "vLLM has not loaded the adapter")["version"]
+        return self.version
+
+    def join_group(self, host: str, port: int, first: int, size: int, backend: str) -> None:
+        """Join a broadcast, each of its processes with a rank from `first` on."""
+        asked = self._link.ask("join", given=[host, port, first, size, backend])
+        wait(asked, self._settings.start_seconds, "vLLM has not joined the broadcast of weights")
 
     def sleep(self, level: int = 1) -> None:
         """Free the GPU's memory: level 1 keeps the weights in host memory, level 2 drops them (push after waking).
@@ -301,12 +379,17 @@ class VllmEngine(Served, Pushed):
             raise EngineError("sleep()", expected="a GPU", found="vLLM on a CPU, which has no sleep mode")
         if not self._settings.sleep_mode:
             raise EngineError("sleep()", expected="sleep_mode=True when the engine is made", found="sleep_mode=False")
+        self._as_loaded = self._as_loaded and level == 1
         wait(self._link.ask("sleep", level=level), self._settings.stall_seconds, "vLLM's sleep() has not ended")
 
-    def wake(self) -> None:
-        """Allocate the GPU's memory again, after `sleep()`; does nothing on a CPU or without `sleep_mode=True`."""
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the GPU's memory again, after `sleep()`; does nothing on a CPU or without `sleep_mode=True`.
+
+        `tags` out of `weights`, `kv_cache`: weights that are pushed need no room beside the cache. It serves when both are there.
+        """
         if self._about["platform"] != "cpu" and self._settings.sleep_mode:
-            wait(self._link.ask("wake"), self._settings.stall_seconds, "vLLM's wake() has not ended")
+            asked = self._link.ask("wake", tags=None if tags is None else list(tags))
+            wait(asked, self._settings.stall_seconds, "vLLM's wake() has not ended")
 
     def describe(self) -> dict[str, Any]:
         """Path, settings and version for a run's record; without the environment, which may hold secrets."""

@@ -1,8 +1,8 @@
 """The program of vLLM's own process. It imports vLLM, which sets seeds and threads of its process, and nothing of ours.
 
 The driver (`link`) starts a copy of this file (`base.child`) under the name `workbench_vllm` in a folder of its own, since none
-of our folders should be on the import path of vLLM; vLLM's workers import `WeightSync` from there by name. The two exchange
-messages of JSON. Weights come as a safetensors file in memory.
+of our folders should be on the import path of vLLM; vLLM's workers import `WorkerExtension` from there by name. The two
+exchange messages of JSON. Weights come in buckets: in shared memory, by CUDA IPC, or by broadcast.
 
 The main thread steps the engine and takes messages between two steps: a push of weights waits until the requests before it are
 answered and holds back those after it, so that every row is written by one version alone.
@@ -10,13 +10,17 @@ answered and holds back those after it, so that every row is written by one vers
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import json
+import math
 import queue
 import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 MODULE = "workbench_vllm"
@@ -25,10 +29,117 @@ BEAT_SECONDS = 1.0
 """How often the process reports that it works."""
 
 
-class WeightSync:
+GROUP_SECONDS = 120.0
+"""Longest that a process of a broadcast waits for another."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one tensor in a bucket: where they belong, and where they lie."""
+
+    name: str
+    """By Hugging Face's names."""
+    shape: Sequence[int]
+    """Of the whole tensor."""
+    dtype: str
+    """Of the bytes in the bucket: `bfloat16`."""
+    first: int
+    """First of the rows (indices of the first dimension)."""
+    rows: int
+    offset: int
+    """Byte of the bucket where they begin."""
+    tied: bool = False
+    """Whether the bytes are those of another name, which has written them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these rows."""
+        import torch
+
+        return self.rows * math.prod(self.shape[1:]) * getattr(torch, self.dtype).itemsize
+
+    def within(self, memory: Any) -> Any:
+        """The rows as a view [rows, …] of a bucket's bytes (uint8)."""
+        import torch
+
+        flat = memory[self.offset : self.offset + self.nbytes].view(getattr(torch, self.dtype))
+        return flat.view(self.rows, *self.shape[1:]) if self.shape else flat.view(())
+
+
+def mapped(path: str, nbytes: int, *, write: bool = False) -> Any:
+    """A file's first bytes as a uint8 tensor, without a copy; unless `write`, changes stay in this process."""
+    import torch
+
+    return torch.from_file(path, shared=write, size=nbytes, dtype=torch.uint8)
+
+
+def device_name(device: Any) -> str:
+    """Name of a GPU that is the same in all processes of its machine (its UUID); empty for a CPU."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid) if torch.device(device).type == "cuda" else ""
+
+
+def ipc_handle(memory: Any) -> list[Any]:
+    """What another process needs to open a CUDA tensor of bytes, as JSON: torch's own CUDA IPC handle."""
+    _, *handle = memory.untyped_storage()._share_cuda_()
+    return [one.hex() if isinstance(one, bytes) else one for one in handle]
+
+
+def ipc_opened(handle: Sequence[Any], nbytes: int, device: Any) -> Any:
+    """Open the bytes that another process on the same GPU has shared by `ipc_handle`, as a uint8 tensor."""
+    import torch
+
+    parts = [bytes.fromhex(one) if isinstance(one, str) else one for one in handle]
+    storage = torch.UntypedStorage._new_shared_cuda(torch.device(device).index or 0, *parts)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[:nbytes]
+
+
+def joined(host: str, port: int, rank: int, size: int, backend: str, *, listen: Any = None) -> Any:
+    """A process group of its own for the broadcast of weights: rank 0 is the learner's, the others are the samplers'."""
+    from torch import distributed
+
+    wait = datetime.timedelta(seconds=GROUP_SECONDS)
+    given = {} if listen is None else {"is_master": True, "master_listen_fd": listen}
+    store = distributed.TCPStore(host, port, timeout=wait, wait_for_workers=False, **given)
+    if backend == "gloo":
+        group: Any = distributed.ProcessGroupGloo(store, rank, size, wait)
+    else:
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = wait
+        group = distributed.ProcessGroupNCCL(store, rank, size, options)
+    return group, store  # which lives as long as the group
+
+
+def broadcast(group: Any, memory: Any) -> None:
+    """Rank 0's bytes to all ranks of the group."""
+    from torch import distributed
+
+    options = distributed.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    group.broadcast([memory], options).wait()
+
+
+def received(place: Mapping[str, Any], device: Any, group: Any) -> Any:
+    """A bucket's bytes as a uint8 tensor, by whichever way they come: `file`, `ipc` or `broadcast`."""
+    import torch
+
+    if "file" in place:
+        return mapped(place["file"], place["nbytes"])
+    if "ipc" in place:
+        return ipc_opened(place["ipc"][device_name(device)], place["nbytes"], device)
+    memory = torch.empty(place["nbytes"], dtype=torch.uint8, device=device)
+    broadcast(group[0], memory)
+    return memory
+
+
+class WorkerExtension:
     """Methods that are added to each of vLLM's workers (`worker_extension_cls`); with tensor parallelism each takes its shard."""
 
     model_runner: Any
+    vllm_config: Any
+    device: Any
+    rank: int
 
     def workbench_prepare(self) -> bool:
         """Make the sampler return log-probs before top-k and top-p; False where this vLLM cannot.
@@ -53,14 +164,61 @@ class WeightSync:
         inner.workbench_exact = True
         return True
 
-    def workbench_load(self, path: str) -> None:
-        """Load new weights in place, through vLLM's own reload: it repacks and shards them as the platform needs."""
-        from safetensors import safe_open
+    def workbench_device(self) -> str:
+        """Name of this worker's GPU; empty on a CPU."""
+        return device_name(self.device)
 
-        # opened before the reload begins: a missing file breaks nothing
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            self.model_runner.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in names))
+    def workbench_join(self, host: str, port: int, first: int, size: int, backend: str) -> None:
+        """Join the group of a broadcast, as rank `first` + this worker's."""
+        self.workbench_group = joined(host, port, first + self.rank, size, backend)
+
+    # Below, vLLM's layer-wise reload: it repacks and shards weights as the platform needs. It wants to know the engine's
+    # configuration, as at the first load (fused experts and quantised layers ask for it).
+
+    @contextlib.contextmanager
+    def _configured(self) -> Iterator[Any]:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            yield self.model_runner.get_model()
+
+    def workbench_begin(self, names: Sequence[str]) -> None:
+        """Begin to load weights: until `workbench_end` the model computes nothing that means anything."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.workbench_cancel()  # what is left of a push that broke off
+        with self._configured() as model:
+            self.workbench_lacks = set(names)
+            self.workbench_own = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+            initialize_layerwise_reload(model)
+            self.workbench_open = True
+
+    def workbench_take(self, pieces: Sequence[Mapping[str, Any]], place: Mapping[str, Any]) -> None:
+        """Load a bucket of whole tensors."""
+        memory = received(place, self.device, getattr(self, "workbench_group", None))
+        tensors = [(one.name, one.within(memory)) for one in (Piece(**piece) for piece in pieces)]
+        with self._configured() as model:
+            loaded = model.load_weights(iter(tensors))
+        self.workbench_lacks -= {name for name, _ in tensors}
+        # None: a model that does not say what it has loaded
+        self.workbench_own = self.workbench_own - loaded if loaded is not None else set()
+
+    def workbench_end(self) -> list[str]:
+        """End a push; returns the names of what did not arrive, and of the model's own weights that nothing was loaded into."""
+        self.workbench_cancel()
+        quantised = self.vllm_config.model_config.quantization is not None  # has scales that no trainer knows
+        return sorted(self.workbench_lacks | (set() if quantised else self.workbench_own))
+
+    def workbench_cancel(self) -> None:
+        """Put the model together again, with whatever has been loaded."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if getattr(self, "workbench_open", False):
+            self.workbench_open = False
+            with self._configured() as model:
+                finalize_layerwise_reload(model, self.vllm_config.model_config)
+            for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+                getattr(self.model_runner, reset, lambda: None)()
 
 
 class Service:
@@ -72,6 +230,8 @@ class Service:
         self._open: set[int] = set()
         self._version = 0
         self._broken = ""
+        self._pushing = False
+        self._adapter: Any = None
         self._beat = 0.0
         self._pooling = False
         self._engine: Any = None
@@ -86,29 +246,42 @@ class Service:
         cpu = current_platform.is_cpu()
         arguments = {**arguments, **(on_cpu if cpu else {})}
         self._pooling = arguments.get("runner") == "pooling"
-        extension = f"{MODULE}.{WeightSync.__name__}"
+        extension = f"{MODULE}.{WorkerExtension.__name__}"
+        unknown = sorted(set(arguments) - set(EngineArgs.__dataclass_fields__))
+        if unknown:
+            raise TypeError(
+                f"vLLM {vllm.__version__} has no argument {', '.join(unknown)}; {_nearest(unknown, EngineArgs)}"
+            )
         made = EngineArgs(**arguments, worker_extension_cls=extension, disable_log_stats=True)
         self._engine = LLMEngine.from_engine_args(made)
         exact = not self._pooling and all(self._engine.collective_rpc("workbench_prepare"))
         config = self._engine.vllm_config.model_config
         about = {"vllm": vllm.__version__, "platform": "cpu" if cpu else current_platform.device_name, "exact": exact}
         dtype = str(config.dtype).removeprefix("torch.")
+        about["devices"] = self._engine.collective_rpc("workbench_device")
         self.say(op="ready", dtype=dtype, max_model_len=config.max_model_len, **about)
 
     def serve(self) -> None:
         """Handle the driver's messages and step the engine, until a `stop` message."""
         while True:
-            self._collect(block=not self._waiting and not self._engine.has_unfinished_requests())
-            while self._waiting:
-                if self._waiting[0]["op"] in _ORDERS and self._engine.has_unfinished_requests():
-                    break  # orders wait for the requests before them
-                message = self._waiting.popleft()
+            self._collect(block=self._next() is None and not self._engine.has_unfinished_requests())
+            while (message := self._next()) is not None:
+                self._waiting.remove(message)
                 if message["op"] == "stop":
                     self._engine.engine_core.shutdown()
                     return
                 self._take(message)
             if self._engine.has_unfinished_requests():
                 self._step()
+
+    def _next(self) -> dict[str, Any] | None:
+        """The message to be handled next, where one may be: orders wait for the requests before them, and while weights are
+        pushed requests wait for the end of the push."""
+        if self._pushing:
+            return next((one for one in self._waiting if one["op"] in ("load", "stop")), None)
+        if not self._waiting or (self._waiting[0]["op"] in _ORDERS and self._engine.has_unfinished_requests()):
+            return None
+        return self._waiting[0]
 
     def _collect(self, block: bool) -> None:
         """Take all messages that are there; `block` waits for the first. Aborted requests are forgotten at once."""
@@ -148,18 +321,54 @@ class Service:
         self._ask(message, PoolingParams(task="classify", use_activation=False))  # the default squashes the scalar
 
     def _ask(self, message: dict[str, Any], params: Any) -> None:
-        self._engine.add_request(str(message["id"]), {"prompt_token_ids": message["ids"]}, params)
+        prompt = {"prompt_token_ids": message["ids"]}
+        self._engine.add_request(str(message["id"]), prompt, params, lora_request=self._adapter)
         self._open.add(message["id"])
 
     def _on_load(self, message: dict[str, Any]) -> None:
-        """Load weights, and drop what was computed with the old ones."""
-        began = time.perf_counter()
-        self._broken = "the last push of weights failed half-way; push again"
-        self._engine.collective_rpc("workbench_load", args=(message["path"],))
+        """One step of a push of weights: `begin`, `take` for every bucket, `end`, or `cancel` instead."""
+        step = message["step"]
+        if step == "begin" or self._pushing:
+            self._broken = "the last push of weights failed half-way; push again"
+            self._pushing = False  # until this step has gone well
+            lacks = self._engine.collective_rpc(f"workbench_{step}", args=tuple(message["given"]))
+            self._pushing = step in ("begin", "take")
+            if step == "end":
+                if any(lacks):
+                    raise ValueError(
+                        f"the push left old values in {', '.join(sorted({name for one in lacks for name in one})[:5])}"
+                    )
+                self._adapter = None
+                self._serve(message["version"])
+        elif step != "cancel":
+            raise RuntimeError("no push of weights is under way")
+        self.say(op="answer", id=message["id"], version=self._version)
+
+    def _serve(self, version: int) -> None:
+        """Serve the weights that have come, and drop what was computed with the old ones."""
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache after the weights were loaded")
-        self._broken, self._version = "", message["version"]
-        self.say(op="answer", id=message["id"], seconds=time.perf_counter() - began)
+        self._broken, self._version = "", version
+
+    def _on_adapter(self, message: dict[str, Any]) -> None:
+        """Load a LoRA adapter from a peft folder over the base weights, in place of the one before."""
+        from vllm.lora.request import LoRARequest
+
+        number = message["number"]
+        self._broken = "the last push of an adapter failed; push again"
+        new = LoRARequest(f"workbench-{number}", number, message["path"])
+        self._engine.add_lora(new)
+        if self._adapter is not None:
+            self._engine.remove_lora(self._adapter.lora_int_id)
+        if number not in self._engine.list_loras():
+            raise RuntimeError("vLLM does not list the adapter that it was given")
+        self._adapter = new
+        self._serve(message["version"])
+        self.say(op="answer", id=message["id"], version=self._version)
+
+    def _on_join(self, message: dict[str, Any]) -> None:
+        self._engine.collective_rpc("workbench_join", args=tuple(message["given"]))
+        self.say(op="answer", id=message["id"])
 
     def _on_sleep(self, message: dict[str, Any]) -> None:
         self._engine.reset_prefix_cache()
@@ -169,7 +378,7 @@ class Service:
         self.say(op="answer", id=message["id"])
 
     def _on_wake(self, message: dict[str, Any]) -> None:
-        self._engine.wake_up()
+        self._engine.wake_up(message.get("tags"))
         self.say(op="answer", id=message["id"])
 
     def _step(self) -> None:
@@ -198,7 +407,16 @@ class Service:
         self._parent.send(json.dumps(message).encode())
 
 
-_ORDERS = ("load", "sleep", "wake", "stop")
+def _nearest(unknown: Sequence[str], known: Any) -> str:
+    """The names that vLLM has, the nearest first."""
+    import difflib
+
+    names = sorted(known.__dataclass_fields__)
+    near = [one for name in unknown for one in difflib.get_close_matches(name, names)]
+    return f"it has {', '.join(dict.fromkeys([*near, *names]))}"
+
+
+_ORDERS = ("load", "adapter", "join", "sleep", "wake", "stop")
 
 
 def main(parent: Any) -> None:

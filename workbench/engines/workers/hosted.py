@@ -21,8 +21,10 @@ from workbench.base.child import Questions
 from workbench.base.errors import EngineError, Interrupted, WorkbenchError, WorkerLost, first_line
 from workbench.engines.local_engine.classifier import classifier
 from workbench.engines.local_engine.engine import local
-from workbench.engines.protocol import Classified, Closing, Request, Sample, SampleMany, switches_of
+from workbench.engines.protocol import Classified, Closing, Request, Sample, switches_of
 from workbench.engines.vllm_server.engine import vllm, vllm_classifier
+from workbench.engines.vllm_server.process import Piece
+from workbench.engines.weights import Receiving
 from workbench.engines.workers.processes import FIRST_DEADLINE, Deadlines, Ranks
 
 KINDS: dict[str, Any] = {"local": local, "vllm": vllm, "classifier": classifier, "vllm_classifier": vllm_classifier}
@@ -79,12 +81,12 @@ class Host:
         except Exception as error:  # noqa: BLE001 - the driver raises it to whoever asked
             return error if isinstance(error, WorkbenchError) else EngineError(first_line(error))
 
-    def do(self, method: str, *arguments: Any) -> None:
-        """Call a method of the engine and drop its result; one without arguments may be missing."""
-        getattr(self._engine, method, lambda: None)(*arguments)
+    def do(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the engine; one without arguments may be missing."""
+        return getattr(self._engine, method, lambda: None)(*arguments)
 
 
-class Hosted(SampleMany, Closing):
+class Hosted(Receiving, Closing):
     """The driver's handle to an engine in a worker process: a `Sampler` and `Classifier` that forwards requests to it.
 
     `make` starts the worker with `host` as its factory, and returns a `Ranks` of size 1.
@@ -222,18 +224,43 @@ class Hosted(SampleMany, Closing):
         """Score one text. Raises `WorkerLost` where the worker dies or is late, else the engine's error."""
         return await self._ask("classify", text)
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Load all weights of a model by their Hugging Face names; the next samples carry `version`."""
-        self._do("do", "load_weights", dict(weights), version)
-        self.version = version
+    def receives(self) -> dict[str, Any]:
+        """Where its engine is, and what it takes, as `WeightReceiver.receives`."""
+        return dict(self._do("do", "receives"))
 
-    def sleep(self) -> None:
-        """Free the engine's device memory, until `wake()`."""
-        self._do("do", "sleep")
+    def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Begin a push of tensors of these shapes."""
+        self._do("do", "begin_weights", {name: tuple(shape) for name, shape in shapes.items()})
 
-    def wake(self) -> None:
-        """Allocate the engine's device memory again, after `sleep()`."""
-        self._do("do", "wake")
+    def take_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> None:
+        """Load one bucket."""
+        self._do("do", "take_weights", list(pieces), dict(place))
+
+    def end_weights(self, version: int) -> int:
+        """Serve the new weights as a policy version."""
+        self.version = self._do("do", "end_weights", version)
+        return self.version
+
+    def cancel_weights(self) -> None:
+        """End a push that broke off."""
+        self._do("do", "cancel_weights")
+
+    def load_adapter(self, folder: str, version: int) -> int:
+        """Serve the base with the LoRA adapter of a peft folder."""
+        self.version = self._do("do", "load_adapter", folder, version)
+        return self.version
+
+    def join_group(self, host: str, port: int, first: int, size: int, backend: str) -> None:
+        """Join a broadcast with ranks from `first` on."""
+        self._do("do", "join_group", host, port, first, size, backend)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the engine's device memory, until `wake()`; level 2 drops the weights, too."""
+        self._do("do", "sleep", level)
+
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the engine's device memory again, after `sleep()`; `tags` out of `weights`, `kv_cache`."""
+        self._do("do", "wake", tags)
 
     def describe(self) -> Any:
         """The engine's own `describe()`: path and settings, for a run's record."""

@@ -16,7 +16,9 @@ import torch
 
 from workbench.base.config import require
 from workbench.base.errors import EngineError, WorkerLost
-from workbench.engines.protocol import Classified, Closable, Closing, Request, Restartable, Sample, SampleMany
+from workbench.engines.protocol import Classified, Closable, Closing, Request, Restartable, Sample
+from workbench.engines.vllm_server.process import Piece
+from workbench.engines.weights import Receiving, WeightReceiver
 
 FAILURES = 3
 """A member that fails so many questions in a row is taken for lost."""
@@ -32,7 +34,7 @@ def _of_first(name: str, doc: str) -> Any:
     return property(lambda self: getattr(self.members[0], name), doc=doc)
 
 
-class Replicas(SampleMany, Closing):
+class Replicas(Receiving, Closing):
     """Several engines with the same weights (`Hosted`, `VllmEngine` …) as one `Sampler` or `Classifier`."""
 
     def __init__(self, members: Sequence[Any], *, name: str = "replicas") -> None:
@@ -46,6 +48,7 @@ class Replicas(SampleMany, Closing):
         self._ended: list[list[float]] = [[] for _ in members]
         self._homes: dict[Any, int] = {}
         self._turn = 0
+        self._processes: list[int] = []
 
     # --- questions ----------------------------------------------------------------------------
 
@@ -108,19 +111,82 @@ class Replicas(SampleMany, Closing):
 
     # --- weights ------------------------------------------------------------------------------
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Load weights into all members, starting those that were lost. Raises `WorkerLost` where none could take them."""
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> float:
+        """Load weights into all members, starting those that were lost; returns the seconds taken.
+
+        Raises `WorkerLost` where none could take them.
+        """
+        if self.receives() is not None:
+            return super().load_weights(weights, version)
+        began = time.monotonic()
+        self._all("load_weights", weights, version)
+        return time.monotonic() - began
+
+    def receives(self) -> dict[str, Any] | None:
+        """Where the members are, all of them, and what they take, as `WeightReceiver.receives`; starts those that were lost.
+
+        None where a member takes no buckets.
+        """
         self._revive()
+        if not all(isinstance(one, WeightReceiver) for one in self.members):
+            return None
+        found = self._all("receives")
+        joined = {name: [one for each in found for one in each[name]] for name in ("machines", "pids", "devices")}
+        self._processes = [each["processes"] for each in found]
+        return {**found[0], **joined, "processes": sum(self._processes)}
+
+    def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Begin a push to all members. Raises `WorkerLost` where none is left."""
+        self._all("begin_weights", shapes)
+
+    def take_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> None:
+        """Load one bucket into all members, side by side."""
+        self._all("take_weights", pieces, place)
+
+    def end_weights(self, version: int) -> int:
+        """Serve the new weights as a policy version. Raises `EngineError` where a member has another one."""
+        return self._agreed(self._all("end_weights", version), version)
+
+    def cancel_weights(self) -> None:
+        """End a push that broke off."""
+        self._all("cancel_weights")
+
+    def load_adapter(self, folder: str, version: int) -> int:
+        """Serve the base with the LoRA adapter of a peft folder, on all members."""
+        return self._agreed(self._all("load_adapter", folder, version), version)
+
+    def join_group(self, host: str, port: int, first: int, size: int, backend: str) -> None:
+        """Join a broadcast, each member with as many ranks as it has processes."""
+        firsts = [first + sum(self._processes[:place]) for place in range(len(self._processes))]
+        self._all("join_group", host, port, size=size, backend=backend, each=[{"first": one} for one in firsts])
+
+    def _agreed(self, found: Sequence[int], version: int) -> int:
+        wrong = [one for one in found if one != version]
+        if wrong:
+            what = f"a member of {self.name} does not serve the weights that were pushed to it"
+            raise EngineError(what, expected=f"policy version {version}", found=f"version {wrong[0]}", do="restart it")
+        return version
+
+    def _all(
+        self, method: str, *given: Any, each: Sequence[Mapping[str, Any]] | None = None, **named: Any
+    ) -> list[Any]:
+        """Call a method of all members that serve, side by side. Those that are lost are left out; where none is left, raises."""
         able = [number for number, serving in enumerate(self._serving) if serving]
-        with ThreadPoolExecutor(len(able)) as pool:
-            loads = [pool.submit(self.members[place].load_weights, weights, version) for place in able]
-        for place, load in zip(able, loads, strict=True):
+        own = each or [{}] * len(able)
+        found = []
+        with ThreadPoolExecutor(max(len(able), 1)) as pool:
+            calls = [
+                pool.submit(getattr(self.members[place], method), *given, **named, **mine)
+                for place, mine in zip(able, own, strict=True)
+            ]
+        for place, call in zip(able, calls, strict=True):
             try:
-                load.result()
+                found.append(call.result())
             except WorkerLost as error:
                 self._lose(place, error)
-        if not any(self._serving):
+        if not found:
             raise WorkerLost(f"no engine of {self.name!r} could load the weights", do="call restart() to start them")
+        return found
 
     def _revive(self) -> None:
         """Start lost members; one that is lost again and again stays out while others serve."""
@@ -159,18 +225,13 @@ class Replicas(SampleMany, Closing):
         self._ended = [[] for _ in self.members]
         self._revive()
 
-    def sleep(self) -> None:
-        """Free the device memory of all members."""
-        self._each("sleep")
+    def sleep(self, level: int = 1) -> None:
+        """Free the device memory of all members; level 2 drops the weights, too."""
+        self._all("sleep", level)
 
-    def wake(self) -> None:
-        """Allocate the device memory of all members again, after `sleep()`."""
-        self._each("wake")
-
-    def _each(self, method: str) -> None:
-        for member, serving in zip(self.members, self._serving, strict=True):
-            if serving:
-                getattr(member, method)()
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the device memory of all members again, after `sleep()`; `tags` out of `weights`, `kv_cache`."""
+        self._all("wake", tags)
 
     # --- what they are ------------------------------------------------------------------------
 

@@ -1,0 +1,103 @@
+"""The ranks of an FSDP engine as the sender of weights: `engines.weights` says what that is.
+
+Into shared memory each rank writes its own rows, and no rank ever has a whole tensor. Other ways gather one bucket at a time, cast
+to the sampler's dtype before it is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor
+
+from workbench.engines.local_engine import lora
+from workbench.engines.vllm_server.process import Piece, device_name, mapped
+from workbench.engines.weights import Outbox, machine, rows_of
+
+
+class ShardedPushing:
+    """What one rank's part of a model has for a push; its methods are called on all ranks together."""
+
+    whole: Any
+    mesh: Any
+    plain: Mapping[str, torch.Tensor]
+    named: Mapping[str, Any]
+    _outbox: Outbox | None = None
+
+    def sends(self) -> tuple[str, str]:
+        """This rank's machine and GPU."""
+        return machine(), device_name(self._device())
+
+    def _device(self) -> torch.device:
+        kind = self.mesh.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    @torch.no_grad()
+    def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
+        """Write pieces to a place, as `Outbox.send`: to a file its own rows, else whole tensors (of a broadcast rank 0's)."""
+        held, layers = lora.by_plain_names(self.plain), lora.layers(self.whole.causal)
+        if "file" in place:
+            memory = mapped(place["file"], place["nbytes"], write=True)
+            for piece in (one for one in pieces if not one.tied):
+                first, rows = self._own(piece, held, layers)
+                begin, end = max(first, piece.first), min(first + len(rows), piece.first + piece.rows)
+                if begin < end:
+                    there = piece.within(memory).view(piece.rows, -1)[begin - piece.first : end - piece.first]
+                    there.copy_(rows[begin - first : end - first].reshape(end - begin, -1))
+            return None
+
+        def value(piece: Piece) -> torch.Tensor:
+            return rows_of(_whole(held, layers, piece), piece)
+
+        self._outbox = self._outbox or Outbox()
+        if "broadcast" in place and distributed.get_rank():
+            for piece in pieces:
+                value(piece) if not piece.tied else None  # its part of what rank 0 gathers
+            return None
+        sent = self._outbox.send(pieces, place, value, self._device())
+        return sent if "data" not in place or distributed.get_rank() == 0 else None
+
+    def _own(self, piece: Piece, held: Mapping[str, Any], layers: Mapping[str, Any]) -> tuple[int, torch.Tensor]:
+        """(number of the first, rows) of a tensor that this rank holds; of what is on every rank rank 0 has all, others none."""
+        layer = layers.get(piece.name)
+        base = held[piece.name] if layer is None else lora.parts(held, piece.name)[0]
+        split = isinstance(base, DTensor) and base.placements[0].is_shard(0)
+        mine = base.to_local() if isinstance(base, DTensor) else base
+        first = distributed.get_rank() * -(-base.shape[0] // distributed.get_world_size()) if split else 0
+        if not split and distributed.get_rank():
+            mine = mine.reshape(-1)[:0]
+        mine = mine.reshape(1) if not mine.dim() else mine
+        if layer is not None:
+            _, a, b = (_full(one) for one in lora.parts(held, piece.name))
+            mine = mine + lora.delta(layer, a, b, slice(first, first + len(mine)))
+        return first, mine
+
+    def open_group(self, size: int | None = None, backend: str = "") -> Any:
+        """On rank 0, open the port of a broadcast (returns host, port), or join it."""
+        if distributed.get_rank():
+            return None
+        self._outbox = self._outbox or Outbox()
+        return self._outbox.listen("127.0.0.1") if size is None else self._outbox.join(size, backend)
+
+    def empty_cache(self) -> None:
+        """Give the device memory back that torch keeps for later."""
+        if self._outbox is not None:
+            self._outbox.drop()
+        if self.mesh.device_type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _full(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _whole(held: Mapping[str, Any], layers: Mapping[str, Any], piece: Piece) -> torch.Tensor:
+    """A whole tensor on every rank."""
+    layer = layers.get(piece.name)
+    if layer is None:
+        return _full(held[piece.name].to(getattr(torch, piece.dtype)))
+    base, a, b = (_full(one) for one in lora.parts(held, piece.name))
+    return base + lora.delta(layer, a, b)
