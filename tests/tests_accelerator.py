@@ -103,7 +103,9 @@ class Away(torch.Tensor):
         return self.raw.tolist()
 
     def numpy(self, **_: Any) -> Any:
-        raise TypeError(f"can't convert {NAME} device type tensor to numpy. Use Tensor.cpu() to copy it to host memory.")
+        raise TypeError(
+            f"can't convert {NAME} device type tensor to numpy. Use Tensor.cpu() to copy it to host memory."
+        )
 
     __array__ = numpy
 
@@ -139,7 +141,9 @@ def _check(name: str, operation: Any, args: Any, leaves: list[torch.Tensor]) -> 
     if name in _MOVES:
         return
     indices = tree.tree_leaves(args[1]) if name in _TAKES_HOST_INDICES else []
-    wrong = [one for one in leaves if one.device.type != NAME and one.dim() and not any(one is each for each in indices)]
+    wrong = [
+        one for one in leaves if one.device.type != NAME and one.dim() and not any(one is each for each in indices)
+    ]
     wrong += [one for one in leaves if one.device.type != NAME and not one.dim() and _written(operation, args, one)]
     if wrong:
         found = f"{NAME}:0 and {wrong[0].device}"

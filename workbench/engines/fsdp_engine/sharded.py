@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from workbench.base import runtime
 from workbench.base.errors import CheckpointError, EngineError, Interrupted, first_line
-from workbench.base.metrics import join
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.sharding import build, read_head, read_plain
 from workbench.engines.local_engine import lora
@@ -72,15 +71,18 @@ class RankAccount(Account):
             return None
         try:
             result = make()
-            value = result.loss.item()
-            if math.isfinite(value):
-                self.add(result, value, indices, t)
-                return result.loss
-            self.trouble = {"rows": indices.tolist(), "what": value, "traceback": None}
         except Exception as error:  # noqa: BLE001 - the driver raises it, when all ranks have come to the end
             text = "".join(traceback.format_exception(error))
             self.trouble = {"rows": indices.tolist(), "what": first_line(error), "traceback": text}
-        return None
+            return None
+        self.add(result, indices, t)
+        return result.loss
+
+    def failed(self) -> bool:
+        """Whether a loss of this rank raised, or is not finite; `trouble` says which."""
+        if wrong := self.infinite():  # it came before one that raised
+            self.trouble = {"rows": wrong[1], "what": wrong[0], "traceback": None}
+        return self.trouble is not None
 
 
 # --- a model ------------------------------------------------------------------------------------
@@ -284,9 +286,9 @@ class ShardedModel:
                 raise Interrupted("the work was interrupted; everything finished before is kept")
             if number < len(groups):
                 rows, t = trimmed(share.select_idxs(groups[number]))
-                yield groups[number], rows.to(device), t
+                yield groups[number], rows, t
             else:
-                yield None, _nothing().to(device), 1
+                yield None, _nothing(), 1
 
     def compute_log_probs(
         self, share: DataProto, want: Sequence[str], temperature: float, base: bool
@@ -361,8 +363,8 @@ class ShardedModel:
     ) -> dict[str, Any]:
         """Compute gradients of all ranks' rows together; returns this rank's metrics and columns, and what failed.
 
-        A loss that raises or is not finite on one rank must not leave the others waiting in a collective: that rank makes
-        its other passes with a loss of 0, and at the end `failed` is true on all ranks.
+        A loss that raises on one rank must not leave the others waiting in a collective: that rank makes its other passes
+        with a loss of 0. At the end `failed` is true on all ranks, as it is where a loss is not finite.
         """
         account = RankAccount(len(share), share["response_mask"].shape[1])
         self.optimizer.zero()
@@ -373,7 +375,8 @@ class ShardedModel:
                 for indices, rows, t in self._cut(share, packed):
                     with memory_errors("learn", rows):
                         found = self.whole(rows, loss.want, temperature, packed)
-                        value = account.loss(functools.partial(loss, found, rows, loss_counts), indices, t)
+                        make = functools.partial(loss, found, rows.to(self.mesh.device_type), loss_counts)
+                        value = account.loss(make, indices, t)
                         if value is None:  # a pass with a gradient of 0, for the other ranks' sake
                             value = torch.stack([one.sum() for one in found.values()]).sum() * 0.0
                         value.backward()
@@ -382,11 +385,10 @@ class ShardedModel:
             raise
         finally:
             self.whole.reshard()  # type: ignore[operator]
-        failed = agreed(account.trouble is not None)
+        failed = agreed(account.failed())
         if failed:
             self.optimizer.zero()
-        results = {"metrics": join(account.parts), "columns": account.columns}
-        return {**results, "trouble": account.trouble, "failed": failed}
+        return {**vars(account.read()), "trouble": account.trouble, "failed": failed}
 
     def learn(self, share: DataProto, *given: Any) -> dict[str, Any]:
         """Run `backward`, and take one optimizer step unless it `failed`; adds `grad_norm` (before clipping) and `lr`."""
