@@ -225,8 +225,8 @@ def install() -> None:
             return [torch.bfloat16, torch.float16]
 
     backend_registration._setup_privateuseone_for_python_backend(NAME, Module())
-    library = torch.library.Library("aten", "IMPL")
-    _library.append(library)
+    library, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
+    _library.extend((library, others))
 
     def empty(size: Any, *, dtype: Any = None, **_: Any) -> Any:
         return Away(torch.empty(size, dtype=dtype))
@@ -237,6 +237,7 @@ def install() -> None:
     library.impl("empty.memory_format", empty, "PrivateUse1")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
+    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for name in _HALVES:
         library.impl(name, _halved(getattr(torch.ops.aten, name).default), "AutocastPrivateUse1")
     torch.nn.Module._apply = _tied(torch.nn.Module._apply)  # type: ignore[method-assign]

@@ -196,7 +196,8 @@ class ShardedModel:
                 told = first_line(error, 1000)
         together(told)
         for name, parameter in parameters.items():
-            source = plain[name] if plain is not None else torch.empty(parameter.shape)
+            # the shape is all that is asked of other ranks: what has no numbers need not come from the host
+            source = torch.empty(parameter.shape, device=self.mesh.device_type) if plain is None else plain[name]
             parameter.copy_(distribute_tensor(source, parameter.device_mesh, parameter.placements))
         for name, buffer in buffers.items():
             value = plain[name].clone() if plain is not None else torch.empty(buffer.shape, dtype=buffer.dtype)
@@ -277,13 +278,17 @@ class ShardedModel:
     def _cut(self, share: DataProto, packed: bool) -> Iterator[tuple[torch.Tensor | None, DataProto, int]]:
         """(row numbers, rows, T) of each micro-batch, then (None, one short row, 1) until every rank has made as many.
 
-        Before each the ranks agree to go on: an interrupt stops all of them at the same place.
+        Before each the ranks agree to go on: an interrupt stops all of them at the same place. They are asked one micro-batch
+        ahead, so that none waits for the answer.
         """
         device = self.mesh.device_type
         groups = micro_batches(self.whole.causal, share, self.settings.budget(device), packed) if len(share) else []
-        for number in range(int(largest(max(len(groups), 1)))):
-            if agreed(_interrupted()):
+        most, asked = int(largest(max(len(groups), 1))), _stops()
+        for number in range(most):
+            if asked():
                 raise Interrupted("the work was interrupted; everything finished before is kept")
+            if number + 1 < most:
+                asked = _stops()
             if number < len(groups):
                 rows, t = trimmed(share.select_idxs(groups[number]))
                 yield groups[number], rows, t
@@ -442,19 +447,28 @@ class ShardedModel:
             mine = batch.slice(row, row + (1 if row % size == rank else 0))
             report = self.backward(mine, *given)
             gradients: list[Any] = [p.grad for p in self.named.values() if p.grad is not None]
-            square = torch.tensor(sum(float(one.to_local().double().square().sum()) for one in gradients))
+            squares = [one.to_local().double().square().sum() for one in gradients]
+            square = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
             distributed.all_reduce(square)
             norms.append(math.nan if report["failed"] else math.sqrt(float(square)))
         self.optimizer.zero()
         return norms
 
 
-def _interrupted() -> bool:
+def _stops() -> Callable[[], bool]:
+    """Ask all ranks whether any was interrupted; the answer is a call."""
+    mine = torch.zeros(())
     try:
         runtime.check()
     except Interrupted:
-        return True
-    return False
+        mine += 1
+    work = distributed.all_reduce(mine, distributed.ReduceOp.MAX, async_op=True)
+
+    def answer() -> bool:
+        work.wait()
+        return bool(mine)
+
+    return answer
 
 
 def _nothing() -> DataProto:
