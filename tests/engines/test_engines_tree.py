@@ -140,7 +140,7 @@ class TestBlocks:
     @settings(max_examples=examples(40), deadline=None)
     def test_keys_of_queries(self, rows: list[Row], window: int | None) -> None:
         batch = batch_of(rows)
-        one = tree.Tree(batch)
+        one = tree.Tree(batch, "cpu")
         plan = one.plan
         ids = one._ids[0].tolist()
         for block in plan._blocks:

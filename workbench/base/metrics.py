@@ -1,7 +1,8 @@
 """Metrics as values that know how they are joined: Mean, Max, Min, Sum, Count; `reduce` joins dicts of them.
 
 A stage, a micro-batch or a rank returns a dict of metrics. Joining is associative and means carry their weight, so that
-cutting a batch differently cannot change a number.
+cutting a batch differently cannot change a number. A loss may give tensors of one number as the numbers of its metrics: learners
+read those of all micro-batches at once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Mean:
 
     def result(self) -> float:
         """The mean: Σ weight·value / Σ weight."""
-        return self.total / self.weight if self.weight else float("nan")
+        return float(self.total / self.weight) if self.weight else float("nan")
 
 
 @dataclass(frozen=True)

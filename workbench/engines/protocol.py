@@ -179,6 +179,7 @@ class LossOutput:
     loss: torch.Tensor
     """A scalar with gradient, divided by the mini-batch's `LossCounts`: losses of micro-batches are summed."""
     metrics: Mapping[str, Metric | float] = field(default_factory=dict)
+    """Numbers may be tensors on the device (`Sum(loss.detach())`): `.item()` would make the host wait for each micro-batch."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Detached [b, T] tensors to keep per row, e.g. `new_log_probs`, `clipped`."""
 

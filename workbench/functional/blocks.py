@@ -40,7 +40,7 @@ def by_rows(formula: Callable[..., Sequence[Tensor]], *given: Tensor, elements: 
 
 def _can_be_cut(one: Tensor, rows: torch.Size) -> bool:
     flows = one.requires_grad and torch.is_grad_enabled()
-    return one.shape[:1] == rows and one.dim() > 1 and not one.is_cuda and not flows
+    return one.shape[:1] == rows and one.dim() > 1 and one.is_cpu and not flows
 
 
 def _empty(like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -77,7 +77,7 @@ class _Sloped(torch.autograd.Function):
 
 def _product(gradient: Tensor, slope: Tensor) -> tuple[Tensor]:
     found = gradient * slope
-    if not found.is_cuda and math.isfinite(found.sum()):  # no factor is NaN or infinite
+    if found.is_cpu and math.isfinite(found.sum()):  # no factor is NaN or infinite
         return (found,)
     return (kept(kept(found, slope.abs()), gradient.abs()),)
 

@@ -44,7 +44,7 @@ class _RowSums(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (mask,) = ctx.saved_tensors
         each = gradient[:, None].to(ctx.dtype)
-        plain = not each.is_cuda and bool(each.isfinite().all())  # a NaN must not reach what is outside the mask
+        plain = each.is_cpu and bool(each.isfinite().all())  # a NaN must not reach what is outside the mask
         weighted = (lambda g, inside: (g * inside,)) if plain else (lambda g, inside: (_weighted(g, inside),))
         return by_rows(weighted, each, mask)[0], None
 

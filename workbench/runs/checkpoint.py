@@ -261,6 +261,7 @@ def rng_state() -> dict[str, Any]:
 def restore_rng(state: dict[str, Any], dry: bool = False) -> None:
     """Restore what `rng_state` returned. Call it last: building models and iterators uses these generators.
 
+    GPUs get the states of those with their numbers; where there are more or fewer now it is said, and the others keep theirs.
     A `dry` run tries it on generators of its own. Raises `CheckpointError` where a part is missing or is no such state.
     """
     try:
@@ -279,4 +280,9 @@ def restore_rng(state: dict[str, Any], dry: bool = False) -> None:
             what, expected=expected, found=first_line(cause), do="resume from another checkpoint"
         ) from cause
     if devices and not dry and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(devices)
+        count = torch.cuda.device_count()
+        for gpu, device in enumerate(devices[:count]):
+            torch.cuda.set_rng_state(device, gpu)
+        if count != len(devices):
+            found = "the checkpoint has random states of %d GPUs, this machine has %d: those with the same number are restored"
+            log.warning(found, len(devices), count)

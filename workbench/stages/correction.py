@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from workbench.base.config import Settings, require
@@ -141,13 +142,18 @@ class CorrectionSettings(Settings):
 
         From the `trainer`'s log-probs [B, T] and the batch's `rollout_log_probs`, over its `response_mask`.
         """
-        made = corrected(trainer, batch["rollout_log_probs"], batch["response_mask"], **self.arguments())
+        device, rollout, mask = trainer.device, batch["rollout_log_probs"], batch["response_mask"]
+        if not trainer.is_cpu:  # the metrics ask for dozens of numbers: the columns come to the host in one copy
+            trainer, rollout, inside = torch.stack([trainer, rollout, mask.to(trainer.dtype)]).cpu()
+            mask = inside.to(mask.dtype)
+        made = corrected(trainer, rollout, mask, **self.arguments())
         columns = {"rollout_is_weights": made.weights, "loss_mask": made.mask if self.rollout_rs else None}
         metrics: dict[str, Metric] = {}
         for name, one in made.metrics.items():
             kinds: dict[str, Metric] = {"max": Max(one.value), "min": Min(one.value)}
             metrics[f"rollout_corr/{name}"] = kinds.get(one.kind, Mean.of(one.value, one.weight))
-        return {name: values for name, values in columns.items() if values is not None}, metrics
+        kept = {name: one.to(device, non_blocking=True) for name, one in columns.items() if one is not None}
+        return kept, metrics
 
     @property
     def writes(self) -> tuple[str, ...]:

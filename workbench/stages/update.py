@@ -39,7 +39,14 @@ def loss_mask(rows: DataProto) -> Tensor:
 
 
 def _mean(values: Tensor, mask: Tensor) -> Mean:
-    return Mean.of(masked_mean(values.detach().float(), mask).item(), mask.sum().item())
+    mean: Any = masked_mean(values.detach().float(), mask).double()
+    weight: Any = mask.sum().double()
+    return Mean(mean * weight, weight)
+
+
+def _sum(value: Tensor) -> Sum:
+    number: Any = value.detach()  # the learner reads those of all micro-batches at once
+    return Sum(number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,16 +152,16 @@ class PolicyLoss(Settings):
         held: Mapping[str, Tensor] | DataProto = rows if self.bypass is None else columns
         weighted = surrogate.weighted(held["rollout_is_weights"], kept) if self.rollout_is else surrogate.loss
         loss = pg_loss = self._aggregate(weighted, kept, loss_counts, surrogate.aggregation)
-        metrics |= {"actor/pg_loss": Sum(pg_loss.item())}
+        metrics |= {"actor/pg_loss": _sum(pg_loss)}
         metrics |= {f"actor/{name}": _mean(values, kept) for name, values in surrogate.metrics.items()}
         if self.entropy_coeff:
             entropy = self._aggregate(outputs["entropy"], mask, loss_counts)
             loss = loss - self.entropy_coeff * entropy
-            metrics["actor/entropy_loss"] = Sum(entropy.item())
+            metrics["actor/entropy_loss"] = _sum(entropy)
         if self.kl_coef:
             kl = self._aggregate(kl_penalty(new, rows["ref_log_prob"], self.kl_type), mask, loss_counts)
             loss = loss + self.kl_coef * kl
-            metrics |= {"actor/kl_loss": Sum(kl.item()), "actor/kl_coef": Mean(self.kl_coef)}
+            metrics |= {"actor/kl_loss": _sum(kl), "actor/kl_coef": Mean(self.kl_coef)}
         clipped = surrogate.clipped | surrogate.clipped_lower
         columns |= {"new_log_probs": (new * rows["response_mask"]).detach(), "clipped": clipped & kept.bool()}
         return LossOutput(loss, metrics, columns)
@@ -221,7 +228,7 @@ class ValueLoss(Settings):
         tokens, sequences, width = loss_counts.tokens, loss_counts.sequences, loss_counts.width
         loss = aggregate(result.loss, mask, self.loss_agg_mode, tokens=tokens, sequences=sequences, scale=width)
         metrics: dict[str, Metric] = {
-            "critic/vf_loss": Sum(loss.item()),
+            "critic/vf_loss": _sum(loss),
             "critic/vf_clipfrac": _mean(result.clipped, mask),
             "critic/vpred_mean": _mean(outputs["values"], mask),
         }

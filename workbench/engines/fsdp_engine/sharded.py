@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from workbench.base import runtime
 from workbench.base.errors import CheckpointError, EngineError, Interrupted, first_line
-from workbench.base.metrics import join
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.pushing import ShardedPushing
 from workbench.engines.fsdp_engine.sharding import build, read_head, read_plain
@@ -73,15 +72,18 @@ class RankAccount(Account):
             return None
         try:
             result = make()
-            value = result.loss.item()
-            if math.isfinite(value):
-                self.add(result, value, indices, t)
-                return result.loss
-            self.trouble = {"rows": indices.tolist(), "what": value, "traceback": None}
         except Exception as error:  # noqa: BLE001 - the driver raises it, when all ranks have come to the end
             text = "".join(traceback.format_exception(error))
             self.trouble = {"rows": indices.tolist(), "what": first_line(error), "traceback": text}
-        return None
+            return None
+        self.add(result, indices, t)
+        return result.loss
+
+    def failed(self) -> bool:
+        """Whether a loss of this rank raised, or is not finite; `trouble` says which."""
+        if wrong := self.infinite():  # it came before one that raised
+            self.trouble = {"rows": wrong[1], "what": wrong[0], "traceback": None}
+        return self.trouble is not None
 
 
 # --- a model ------------------------------------------------------------------------------------
@@ -195,7 +197,8 @@ class ShardedModel(ShardedPushing):
                 told = first_line(error, 1000)
         together(told)
         for name, parameter in parameters.items():
-            source = plain[name] if plain is not None else torch.empty(parameter.shape)
+            # the shape is all that is asked of other ranks: what has no numbers need not come from the host
+            source = torch.empty(parameter.shape, device=self.mesh.device_type) if plain is None else plain[name]
             parameter.copy_(distribute_tensor(source, parameter.device_mesh, parameter.placements))
         for name, buffer in buffers.items():
             value = plain[name].clone() if plain is not None else torch.empty(buffer.shape, dtype=buffer.dtype)
@@ -276,18 +279,22 @@ class ShardedModel(ShardedPushing):
     def _cut(self, share: DataProto, packed: bool) -> Iterator[tuple[torch.Tensor | None, DataProto, int]]:
         """(row numbers, rows, T) of each micro-batch, then (None, one short row, 1) until every rank has made as many.
 
-        Before each the ranks agree to go on: an interrupt stops all of them at the same place.
+        Before each the ranks agree to go on: an interrupt stops all of them at the same place. They are asked one micro-batch
+        ahead, so that none waits for the answer.
         """
         device = self.mesh.device_type
         groups = micro_batches(self.whole.causal, share, self.settings.budget(device), packed) if len(share) else []
-        for number in range(int(largest(max(len(groups), 1)))):
-            if agreed(_interrupted()):
+        most, asked = int(largest(max(len(groups), 1))), _stops()
+        for number in range(most):
+            if asked():
                 raise Interrupted("the work was interrupted; everything finished before is kept")
+            if number + 1 < most:
+                asked = _stops()
             if number < len(groups):
                 rows, t = trimmed(share.select_idxs(groups[number]))
-                yield groups[number], rows.to(device), t
+                yield groups[number], rows, t
             else:
-                yield None, _nothing().to(device), 1
+                yield None, _nothing(), 1
 
     def compute_log_probs(
         self, share: DataProto, want: Sequence[str], temperature: float, base: bool
@@ -362,8 +369,8 @@ class ShardedModel(ShardedPushing):
     ) -> dict[str, Any]:
         """Compute gradients of all ranks' rows together; returns this rank's metrics and columns, and what failed.
 
-        A loss that raises or is not finite on one rank must not leave the others waiting in a collective: that rank makes
-        its other passes with a loss of 0, and at the end `failed` is true on all ranks.
+        A loss that raises on one rank must not leave the others waiting in a collective: that rank makes its other passes
+        with a loss of 0. At the end `failed` is true on all ranks, as it is where a loss is not finite.
         """
         account = RankAccount(len(share), share["response_mask"].shape[1])
         self.optimizer.zero()
@@ -374,7 +381,8 @@ class ShardedModel(ShardedPushing):
                 for indices, rows, t in self._cut(share, packed):
                     with memory_errors("learn", rows):
                         found = self.whole(rows, loss.want, temperature, packed)
-                        value = account.loss(functools.partial(loss, found, rows, loss_counts), indices, t)
+                        make = functools.partial(loss, found, rows.to(self.mesh.device_type), loss_counts)
+                        value = account.loss(make, indices, t)
                         if value is None:  # a pass with a gradient of 0, for the other ranks' sake
                             value = torch.stack([one.sum() for one in found.values()]).sum() * 0.0
                         value.backward()
@@ -383,11 +391,10 @@ class ShardedModel(ShardedPushing):
             raise
         finally:
             self.whole.reshard()  # type: ignore[operator]
-        failed = agreed(account.trouble is not None)
+        failed = agreed(account.failed())
         if failed:
             self.optimizer.zero()
-        results = {"metrics": join(account.parts), "columns": account.columns}
-        return {**results, "trouble": account.trouble, "failed": failed}
+        return {**vars(account.read()), "trouble": account.trouble, "failed": failed}
 
     def learn(self, share: DataProto, *given: Any) -> dict[str, Any]:
         """Run `backward`, and take one optimizer step unless it `failed`; adds `grad_norm` (before clipping) and `lr`."""
@@ -441,19 +448,28 @@ class ShardedModel(ShardedPushing):
             mine = batch.slice(row, row + (1 if row % size == rank else 0))
             report = self.backward(mine, *given)
             gradients: list[Any] = [p.grad for p in self.named.values() if p.grad is not None]
-            square = torch.tensor(sum(float(one.to_local().double().square().sum()) for one in gradients))
+            squares = [one.to_local().double().square().sum() for one in gradients]
+            square = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
             distributed.all_reduce(square)
             norms.append(math.nan if report["failed"] else math.sqrt(float(square)))
         self.optimizer.zero()
         return norms
 
 
-def _interrupted() -> bool:
+def _stops() -> Callable[[], bool]:
+    """Ask all ranks whether any was interrupted; the answer is a call."""
+    mine = torch.zeros(())
     try:
         runtime.check()
     except Interrupted:
-        return True
-    return False
+        mine += 1
+    work = distributed.all_reduce(mine, distributed.ReduceOp.MAX, async_op=True)
+
+    def answer() -> bool:
+        work.wait()
+        return bool(mine)
+
+    return answer
 
 
 def _nothing() -> DataProto:

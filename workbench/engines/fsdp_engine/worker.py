@@ -48,8 +48,9 @@ class Shards:
         self._savings: dict[str, Saving] = {}
         self.device = chosen_device(device)
         torch.set_num_threads(threads)
-        if self.device == "cuda":
-            torch.cuda.set_device(rank % torch.cuda.device_count())
+        self._gpu = rank % torch.cuda.device_count() if self.device == "cuda" else None
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
 
     def reserve(self) -> tuple[str, int] | None:
         """On rank 0, open the `TCPStore` where all ranks meet, on a free port; returns (host, port), elsewhere None."""
@@ -111,7 +112,7 @@ class Shards:
         model = self._models[name]
         tensors, adam_steps = model.state(weights)
         whole = {**record, "steps": model.steps(), "adam_steps": adam_steps, "weights": weights}
-        self._savings[record["id"]] = Saving(tensors, folder, whole, self._store, seconds, copy=not wait)
+        self._savings[record["id"]] = Saving(tensors, folder, whole, self._store, seconds, copy=not wait, gpu=self._gpu)
         return self.save_answer(record["id"], seconds + 0.5) if wait else None
 
     def save_answer(self, key: str, seconds: float) -> str | None:
@@ -157,12 +158,20 @@ class Saving:
     """
 
     def __init__(
-        self, tensors: Mapping[str, Any], folder: str, record: Mapping[str, Any], store: Any, seconds: float, copy: bool
+        self,
+        tensors: Mapping[str, Any],
+        folder: str,
+        record: Mapping[str, Any],
+        store: Any,
+        seconds: float,
+        *,
+        copy: bool,
+        gpu: int | None = None,
     ) -> None:
         self._path = Path(folder)
         self._staging = self._path.with_name(f"{STAGING}{self._path.name}")
         self._rank, self._size = distributed.get_rank(), distributed.get_world_size()
-        self._store, self._record = store, record
+        self._store, self._record, self._gpu = store, record, gpu
         self._seconds, self._end = seconds, time.monotonic() + seconds
         self._lock = threading.Lock()
         self._outcome: str | None = None  # None while it goes on, empty after success, else what went wrong
@@ -188,6 +197,8 @@ class Saving:
         """Write this rank's part and report it to the others; rank 0 waits for them and publishes."""
         outcome = "the worker was ended"
         try:
+            if self._gpu is not None:  # torch waits for copies from the thread's GPU, and a new thread has the first
+                torch.cuda.set_device(self._gpu)
             outcome = self._written()
             self._store.set(self._name(self._rank), outcome)
             if self._rank == 0:

@@ -156,15 +156,15 @@ class _Rows:
         return ended.nonzero().flatten().tolist()
 
     def _drawn(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        if len(self._kinds) == 1:
-            tokens, log_probs = draw(logits, uniforms.to(logits.device), self._kinds[0][0])
-            return tokens.cpu(), log_probs.cpu()
-        tokens, log_probs = torch.empty(len(self), dtype=torch.long), torch.empty(len(self))
+        """Tokens and log-probs on the CPU. They come in one copy, the only wait of a step: float64 holds both as they are."""
+        uniforms, parts = uniforms.to(logits.device, non_blocking=True), []
         for kind, seats in self._kinds:
-            tokens[seats], log_probs[seats] = (
-                one.cpu() for one in draw(logits[seats.to(logits.device)], uniforms[seats].to(logits.device), kind)
-            )
-        return tokens, log_probs
+            alone = len(self._kinds) == 1
+            tokens, log_probs = draw(*((logits, uniforms) if alone else (logits[seats], uniforms[seats])), kind)
+            parts.append(torch.stack([tokens.double(), log_probs.double()]))
+        read = torch.cat(parts, 1).cpu()
+        found = torch.empty_like(read).index_copy(1, torch.cat([seats for _, seats in self._kinds]), read)
+        return found[0].long(), found[1].float()
 
     def _stops(self, seat: int) -> bool:
         """Whether the newest token completed a stop text; only the tail is decoded."""

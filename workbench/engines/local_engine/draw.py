@@ -14,8 +14,9 @@ from torch import Tensor
 
 from workbench.engines.protocol import SamplingSettings
 
-_CHUNK = 2**21
-"""Logits that are worked on at a time: what is made of them stays in the cache."""
+_CHUNK, _DEVICE_CHUNK = 2**21, 2**26
+"""Logits that are worked on at a time: what is made of them stays in a CPU's cache; a GPU takes many, as top-p waits for it once
+for each time."""
 _BINS = 2**11
 """What the leading 13 bits of floats from 0 to 1 can be."""
 
@@ -26,7 +27,7 @@ def draw(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tuple[
     `logits` [n, V] of any float type, `uniforms` [n] float64 in [0, 1). At temperature 0 it is the likeliest token, and the
     log-prob at temperature 1.
     """
-    rows = max(1, _CHUNK // logits.shape[-1])
+    rows = max(1, (_CHUNK if logits.is_cpu else _DEVICE_CHUNK) // logits.shape[-1])
     parts = [
         _draw(some.float(), uniform, settings)
         for some, uniform in zip(logits.split(rows), uniforms.split(rows), strict=True)
@@ -116,4 +117,4 @@ def _keep_nucleus(weights: Tensor, top_p: float) -> None:
     before = value.cumsum(0) - value - (inside.cumsum(0) - inside)[row, 0]
     out = before >= room[row, 0]
     weights.mul_(bins >= cut)
-    weights[row[out], token[out]] = 0
+    weights[row, token] = weights[row, token].masked_fill(out, 0)

@@ -259,10 +259,11 @@ class LocalEngine(ModelEngine, Rewinding, Pushing, Receiving):
             way = scoring.layout(self._model, rows, packed)
             states = way.states(self._model, mine)
             with reference.model() as other:
-                theirs = scoring.layout(other, rows.to(other.device), packed).states(other, head_of(other))
+                theirs = scoring.layout(other, rows, packed).states(other, head_of(other))
             return scoring.divergence(way, mine, (states, theirs), their_logits, temperature)
 
-        with memory_errors("the exact KL", f"micro-batches of {self._budget} tokens"):
+        guard = memory_errors("the exact KL", f"micro-batches of {self._budget} tokens")
+        with guard, self._autocast():  # the very distributions that log-probs are of
             return scoring.collect(self._passes(batch, packed), found, batch, ("kl",))["kl"]
 
     # --- Learner ----------------------------------------------------------------------------
@@ -302,8 +303,8 @@ class LocalEngine(ModelEngine, Rewinding, Pushing, Receiving):
                 optimizer.zero()
                 self._backward(batch.slice(row, row + 1), loss, loss_counts, temperature)
                 gradients = [p.grad.norm() for p in optimizer.named.values() if p.grad is not None]
-                norms.append(torch.stack(gradients).norm().item() if gradients else 0.0)
-            columns["row_grad_norm"] = torch.tensor(norms)
+                norms.append(torch.stack(gradients).norm() if gradients else torch.zeros((), device=self._model.device))
+            columns["row_grad_norm"] = torch.stack(norms).cpu()
         optimizer.zero()
         return StepResult({**learned.metrics, "grad_norm": Mean(norm), "lr": Mean(optimizer.lr)}, columns)
 
@@ -312,8 +313,9 @@ class LocalEngine(ModelEngine, Rewinding, Pushing, Receiving):
         packed = self._packs(batch)
         try:
             with learning_mode(self._model, packed), self._autocast():
-                found = self._outputs(loss.want, temperature, packed)
-                return backward(self._passes(batch, packed), lambda rows: loss(found(rows), rows, loss_counts), batch)
+                found, device = self._outputs(loss.want, temperature, packed), self._model.device
+                made = lambda rows: loss(found(rows), rows.to(device), loss_counts)  # noqa: E731
+                return backward(self._passes(batch, packed), made, batch)
         except BaseException:
             self._ready().zero()
             raise

@@ -14,6 +14,7 @@ from workbench.base.metrics import Metric, Sum, join
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine.attention import switched
 from workbench.engines.local_engine.memory import memory_errors
+from workbench.engines.local_engine.scoring import Columns
 from workbench.engines.protocol import LossOutput, StepResult
 
 INFINITE_LOSS = "the loss is NaN or infinite; no step was taken"
@@ -104,7 +105,7 @@ class Optimizer:
         It is rounded from a sum in float64, and so the same number however the gradients are spread over ranks.
         """
         squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in self._gradients().values()]
-        norm = self._total(torch.stack(squares).sum()).sqrt().float() if squares else torch.zeros(())
+        norm = self._total(torch.stack(squares).sum()).sqrt().float().cpu() if squares else torch.zeros(())
         scale = float((self._settings.grad_clip or math.inf) / (norm + 1e-6))
         if scale < 1:  # NaN is not
             for parameter in self.named.values():
@@ -147,7 +148,7 @@ class Optimizer:
         for parameter in parameters if self._offloads else ():
             state = self._adam.state.get(parameter, {})
             for kind in state.keys() - {"step"}:
-                state[kind] = state[kind].to(device or parameter.device.type)
+                state[kind] = state[kind].to(device or parameter.device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """AdamW's state as `<parameter>|exp_avg`, `|exp_avg_sq`, `|step`: the tensors themselves, no copies."""
@@ -185,20 +186,49 @@ class Optimizer:
 
 
 class Account:
-    """Collects the results of micro-batches: metrics, and columns [rows, width] on the CPU in the order of the rows."""
+    """Results of micro-batches, metrics and columns [rows, width]: on their device until `read`, so that nobody waits for it."""
 
     def __init__(self, rows: int, width: int) -> None:
-        self.parts: list[Mapping[str, Metric | float]] = []
-        self.columns: dict[str, torch.Tensor] = {}
-        self._shape = (rows, width)
+        self._parts: list[Mapping[str, Metric | float]] = []
+        self._losses: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._columns = Columns(rows, width)
 
-    def add(self, result: LossOutput, value: float, indices: torch.Tensor, t: int) -> None:
-        """Add a micro-batch of rows `indices`, trimmed to T = `t`, whose loss is `value`."""
-        self.parts.append({"loss": Sum(value), **result.metrics})
-        for name, part in result.columns.items():
-            if name not in self.columns:
-                self.columns[name] = torch.zeros(self._shape, dtype=part.dtype)
-            self.columns[name][indices, :t] = part.cpu()
+    def add(self, result: LossOutput, indices: torch.Tensor, t: int) -> None:
+        """Add a micro-batch of rows `indices`, trimmed to T = `t`."""
+        loss: Any = result.loss.detach()
+        self._parts.append({"loss": Sum(loss), **result.metrics})
+        self._losses.append((loss, indices))
+        self._columns.put(result.columns, indices, t)
+
+    def infinite(self) -> tuple[float, list[int]] | None:
+        """The first loss that is NaN or infinite, and its rows; None where all are finite."""
+        values = torch.stack([loss for loss, _ in self._losses]).tolist() if self._losses else []
+        wrong = [
+            (value, rows) for value, (_, rows) in zip(values, self._losses, strict=True) if not math.isfinite(value)
+        ]
+        return (wrong[0][0], wrong[0][1].tolist()) if wrong else None
+
+    def read(self) -> StepResult:
+        """The metrics of all micro-batches, and the columns on the CPU in the order of the rows."""
+        return StepResult(join(_on_host(self._parts)), self._columns.read())
+
+
+def _on_host(parts: Sequence[Mapping[str, Metric | float]]) -> list[dict[str, Metric | float]]:
+    """Metrics with plain numbers in place of tensors, which are read in one copy."""
+    waiting = [one for part in parts for metric in part.values() for one in _numbers(metric) if torch.is_tensor(one)]
+    there = waiting[0].device if waiting else None
+    flat = [one.detach().to(there, torch.float64).reshape(()) for one in waiting]
+    read = iter(torch.stack(flat).tolist() if flat else ())
+
+    def plain(metric: Any) -> Metric | float:
+        numbers = [next(read) if torch.is_tensor(one) else one for one in _numbers(metric)]
+        return type(metric)(*numbers) if isinstance(metric, Metric) else numbers[0]
+
+    return [{key: plain(metric) for key, metric in part.items()} for part in parts]
+
+
+def _numbers(metric: Any) -> list[Any]:
+    return list(vars(metric).values()) if isinstance(metric, Metric) else [metric]
 
 
 def backward(
@@ -206,15 +236,15 @@ def backward(
 ) -> StepResult:
     """Compute the gradients of a mini-batch, one micro-batch at a time; returns its metrics, and columns in row order.
 
-    `found(rows)` is a micro-batch's loss. Raises `NonFinite` at the first loss that is NaN or infinite, naming its rows.
+    `found(rows)` is a micro-batch's loss. Raises `NonFinite`, when all are done, for the first loss that is NaN or infinite,
+    naming its rows: no micro-batch waits until the host has seen the loss of the one before.
     """
     account = Account(len(batch), batch["response_mask"].shape[1])
     for indices, rows, t in cut:
         with memory_errors("learn", rows):
             result = found(rows)
-            value = result.loss.item()
-            if not math.isfinite(value):
-                raise NonFinite(INFINITE_LOSS, found=value, do=f"look at rows {indices.tolist()[:8]} of the mini-batch")
             result.loss.backward()
-        account.add(result, value, indices, t)
-    return StepResult(join(account.parts), account.columns)
+        account.add(result, indices, t)
+    if wrong := account.infinite():
+        raise NonFinite(INFINITE_LOSS, found=wrong[0], do=f"look at rows {wrong[1][:8]} of the mini-batch")
+    return account.read()

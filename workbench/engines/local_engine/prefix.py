@@ -143,7 +143,7 @@ class SharedPrefix:
             self._lay_out()
         self._masks: dict[int | None, Tensor | None] = {}
         positions = self._lengths + (self._column - self._starts)
-        tokens = tokens.to(positions.device)
+        tokens = tokens.to(positions.device, non_blocking=True)
         if self._lean is not None:
             logits = self._lean(tokens, positions, self)
         else:

@@ -16,6 +16,7 @@ from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import lora, pictures, tree
 from workbench.engines.local_engine.head import Head, head_of, linear_head
 from workbench.engines.local_engine.loading import check_length
+from workbench.engines.local_engine.tree import Spread, places, sent
 from workbench.functional.kl import full_kl
 from workbench.functional.logprobs import (
     CHUNK_BYTES,
@@ -122,61 +123,56 @@ def check_ids(model: Any, batch: DataProto) -> None:
 
 
 class Layout(Protocol):
-    """How the rows of a micro-batch go through a model, and which of its states predict their N response tokens."""
+    """How the rows of a micro-batch go through a model, and which of its states predict their N response tokens.
+
+    It is planned on the CPU, where the rows are: nobody waits for a device. What the passes need is sent to the model's.
+    """
 
     labels: Tensor
-    """[M] ids to predict; M < N where rows have tokens in common."""
+    """[M] ids to predict, on the device; M < N where rows have tokens in common."""
+
+    spread: Spread
+    """Puts values [M] at the rows' response tokens."""
 
     def states(self, model: Any, head: Head) -> Tensor:
         """Hidden states [M, H] (of `OWN`: logits) that predict `labels`."""
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Put values [M] at the rows' response tokens: [b, T] float32, 0 elsewhere."""
-
 
 class Rows:
-    """One row after the other: padded, or packed without padding for flash attention (which reads `position_ids`)."""
+    """One row after the other: padded, or packed without padding for flash attention (which reads `position_ids`).
 
-    def __init__(self, rows: DataProto, packed: bool) -> None:
-        self._mask, attention = rows["response_mask"].bool(), rows["attention_mask"].bool()
-        t = self._mask.shape[1]
-        self.labels = rows["input_ids"][:, -t:][self._mask]
+    Rows with pictures are padded, and go by the model's own forward.
+    """
+
+    def __init__(self, rows: DataProto, packed: bool, model: Any) -> None:
+        mask, attention = rows["response_mask"].bool(), rows["attention_mask"].bool()
+        t = mask.shape[1]
         inside = torch.zeros_like(attention)
-        inside[:, -t - 1 : -1] = self._mask  # the state before a response token is the one of the token to its left
+        inside[:, -t - 1 : -1] = mask  # the state before a response token is the one of the token to its left
         # tokens first, padding behind them, where it comes into no state of a recurrent layer
         order = torch.argsort(~attention, dim=1, stable=True)
         names = ("input_ids", "attention_mask", "position_ids")
-        self._given = {name: rows[name].gather(1, order) for name in names}
-        self._inside = inside.gather(1, order)
+        given = {name: rows[name].gather(1, order) for name in names}
+        inside = inside.gather(1, order)
         if packed:
-            self._given = {name: rows[name][attention][None] for name in ("input_ids", "position_ids")}
-            self._inside = inside[attention][None]
+            given = {name: rows[name][attention][None] for name in ("input_ids", "position_ids")}
+            inside = inside[attention][None]
+        if PIXELS in rows:
+            own = torch.arange(attention.shape[1]) >= rows["attention_mask"][:, :-t].sum(-1, keepdim=True)
+            given = pictures.given(model, given["input_ids"], given["attention_mask"], rows[PIXELS], own)
+        self._given = {name: sent(one, model.device) for name, one in given.items()}
+        self._before = sent(places(inside), model.device)
+        self.labels = sent(rows["input_ids"][:, -t:][mask], model.device)
+        self.spread = Spread(mask, model.device)
 
     def states(self, model: Any, head: Head) -> Tensor:
         """Hidden states [N, H] (of `OWN`: logits) that predict `labels`."""
-        return head.states(model, **self._given)[self._inside]
-
-    def spread(self, values: Tensor) -> Tensor:
-        """Put values [N] at the rows' response tokens: [b, T] float32, 0 elsewhere."""
-        return spread(values, self._mask)
-
-
-class Pictured(Rows):
-    """Padded rows with pictures, by the model's own forward."""
-
-    def __init__(self, rows: DataProto, model: Any) -> None:
-        super().__init__(rows, packed=False)
-        given, t = self._given, self._mask.shape[1]
-        lengths = rows["attention_mask"][:, :-t].sum(-1, keepdim=True)
-        own = torch.arange(given["input_ids"].shape[1], device=lengths.device) >= lengths
-        self._given = pictures.given(model, given["input_ids"], given["attention_mask"], rows[PIXELS], own)
+        return head.states(model, **self._given).flatten(0, 1)[self._before]
 
 
 def layout(model: Any, rows: DataProto, packed: bool) -> Layout:
-    """How rows go through a model: padded, or packed as a tree; with flash attention packed side by side."""
-    if PIXELS in rows:
-        return Pictured(rows, model)
-    return tree.Tree(rows) if packed and not flash(model) else Rows(rows, packed)
+    """How rows on the CPU go through a model: padded, or packed as a tree; with flash attention packed side by side."""
+    return tree.Tree(rows, model.device) if packed and not flash(model) else Rows(rows, packed, model)
 
 
 def outputs(
@@ -190,7 +186,7 @@ def outputs(
 ) -> dict[str, Tensor]:
     """Compute the outputs named in `want`, as in `compute_log_probs`: [b, T] float32 with gradient, 0 outside the mask.
 
-    `head` makes the logits; without it the one that `head_of` finds.
+    `rows` are on the CPU, the outputs on the model's device. `head` makes the logits; without it the one that `head_of` finds.
     """
     way, head = layout(model, rows, packed), head or head_of(model)
     flat: dict[str, Tensor] = {}
@@ -198,17 +194,13 @@ def outputs(
     if "values" in want:
         if value_head is None:
             raise EngineError("'values' of a policy", expected="a critic's value head", do="use engine.critic()")
-        flat["values"] = value_head(states.float()).squeeze(-1)
+        with torch.autocast(states.device.type, enabled=False):  # values are as exact as the weights
+            flat["values"] = value_head(states.float()).squeeze(-1)
     if set(_DISTRIBUTION) & set(want):
         if "values" in want and head.linear is None:
             states = way.states(model, head)
         flat |= _from_logits(head, states, way.labels, want, temperature)
     return {name: way.spread(values) for name, values in flat.items()}
-
-
-def spread(values: Tensor, mask: Tensor) -> Tensor:
-    """Put values [N] back at the N positions where `mask` is 1: [b, T], 0 elsewhere."""
-    return torch.zeros(mask.shape, dtype=torch.float32, device=values.device).masked_scatter(mask, values.float())
 
 
 _DISTRIBUTION = ("log_probs", "entropy", "sum_pi_squared")
@@ -220,7 +212,7 @@ def _from_logits(
     """Log-probs, entropies and Σ π² [M] of states [M, H]: one function of a plain linear layer, any other head in chunks."""
     wanted = [name for name in _DISTRIBUTION if name in want]
     linear = head.linear
-    if type(linear) is not torch.nn.Linear or type(linear.weight) is not torch.nn.Parameter:  # an adapter, a shard
+    if type(linear) is not torch.nn.Linear or hasattr(linear.weight, "device_mesh"):  # an adapter, a shard
         return logits_in_chunks(head, states, labels, wanted, temperature)
     shape: dict[str, Any] = {"factor": head.factor, "softcap": head.softcap, "temperature": temperature}
     more = wanted != ["log_probs"]
@@ -256,15 +248,33 @@ def _chunk_rows(head: Head, states: Tensor) -> int:
 
 
 Pass = tuple[torch.Tensor | None, DataProto, int]
-"""Row numbers (None: an empty pass, made for other ranks' sake), the rows on the model's device, and their T."""
+"""Row numbers (None: an empty pass, made for other ranks' sake), the rows on the CPU, and their T."""
 
 
 def passes(model: Any, batch: DataProto, budget: int, packed: bool) -> Iterator[tuple[torch.Tensor, DataProto, int]]:
-    """Yield micro-batches: (row numbers, trimmed rows on the model's device, their T). Interrupts raise `Interrupted`."""
+    """Yield micro-batches: (row numbers, trimmed rows, their T). Interrupts raise `Interrupted`."""
     for indices in micro_batches(model, batch, budget, packed):
         runtime.check()
-        rows, t = trimmed(batch.select_idxs(indices))
-        yield indices, rows.to(model.device), t
+        yield indices, *trimmed(batch.select_idxs(indices))
+
+
+class Columns:
+    """Columns [rows, width] of a batch, put together of its micro-batches on their device, and read once."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self._shape = (rows, width)
+        self._held: dict[str, Tensor] = {}
+
+    def put(self, parts: Mapping[str, Tensor], indices: Tensor, t: int) -> None:
+        """Put in parts [b, t] of the rows `indices`; what nobody puts in is 0."""
+        for name, part in parts.items():
+            if name not in self._held:
+                self._held[name] = part.new_zeros(self._shape)
+            self._held[name][sent(indices, part.device), :t] = part
+
+    def read(self) -> dict[str, Tensor]:
+        """The columns, on the CPU."""
+        return {name: one.cpu() for name, one in self._held.items()}
 
 
 @torch.no_grad()
@@ -272,13 +282,12 @@ def collect(
     cut: Iterable[Pass], found: Callable[[DataProto], Mapping[str, torch.Tensor]], batch: DataProto, want: Sequence[str]
 ) -> dict[str, torch.Tensor]:
     """Collect the outputs named in `want` over all passes: `found(rows)` gives [b, T], the result is [B, T] on the CPU."""
-    result = {name: torch.zeros(batch["response_mask"].shape) for name in want}
+    columns = Columns(*batch["response_mask"].shape)
     for indices, rows, t in cut:
         parts = found(rows)
         if indices is not None:
-            for name in want:
-                result[name][indices, :t] = parts[name].cpu()
-    return result
+            columns.put({name: parts[name] for name in want}, indices, t)
+    return {name: torch.zeros(batch["response_mask"].shape) for name in want} | columns.read()
 
 
 def divergence(

@@ -50,16 +50,14 @@ class Sorted:
 
 
 def in_order(ids: Tensor, positions: Tensor, kept: Tensor) -> Sorted:
-    """Sort rows by the tokens where `kept` [b, W] is true; tokens are equal where ids and positions are."""
-    inside = kept.cpu().numpy().astype(bool)
+    """Sort rows on the CPU by the tokens where `kept` [b, W] is true; tokens are equal where ids and positions are."""
+    inside = kept.numpy().astype(bool)
     lengths = inside.sum(1)
     width = max(int(lengths.max(initial=0)), 1)
     columns = np.argsort(~inside, axis=1, kind="stable")[:, :width]
     valid = np.arange(width) < lengths[:, None]
     columns = np.where(valid, columns, 0)
-    tokens, places = (
-        np.where(valid, np.take_along_axis(one.cpu().numpy(), columns, 1), -1) for one in (ids, positions)
-    )
+    tokens, places = (np.where(valid, np.take_along_axis(one.numpy(), columns, 1), -1) for one in (ids, positions))
     keys = (tokens + 1).astype(">u4")  # in bytes, so that rows compare as fast as memory
     order = np.array(sorted(range(len(keys)), key=lambda row: keys[row].tobytes()), dtype=np.int64)
     tokens, places = tokens[order], places[order]
@@ -147,43 +145,62 @@ def _segments(rows: Sorted) -> list[_Segment]:
     return found
 
 
+def sent(one: Tensor, device: Any) -> Tensor:
+    """A tensor on the CPU, sent to a device without waiting for what that is doing."""
+    return one.to(device, non_blocking=True)
+
+
+def places(mask: Tensor) -> Tensor:
+    """[N] where a mask is true, in the flattened mask."""
+    return mask.flatten().nonzero()[:, 0]
+
+
+class Spread:
+    """Puts a value at each of the N places of a mask [b, T]: [b, T] float32, 0 elsewhere; `which` [N] of several values."""
+
+    def __init__(self, mask: Tensor, device: Any, which: Tensor | None = None) -> None:
+        self._shape, self._places = mask.shape, sent(places(mask), device)
+        self._which = None if which is None else sent(which, device)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """[N], or as many as `which` says, → [b, T]."""
+        values = values.float() if self._which is None else values.float()[self._which]
+        empty = torch.zeros(self._shape.numel(), dtype=torch.float32, device=values.device)
+        return empty.index_copy(0, self._places, values).view(self._shape)
+
+
 class Tree:
     """Rows of a micro-batch as one packed tree of tokens; without those behind which a row has no response token."""
 
-    def __init__(self, rows: DataProto) -> None:
-        mask = rows["response_mask"].bool()
-        ids, device = rows["input_ids"], rows["input_ids"].device
+    def __init__(self, rows: DataProto, device: Any) -> None:
+        mask, ids = rows["response_mask"].bool(), rows["input_ids"]
         width, t = ids.shape[1], mask.shape[1]
         # a row's last response token predicts nothing, nor does what follows it
-        last = torch.where(mask.any(1), width - t + (mask * torch.arange(t, device=device)).amax(1), 0)
-        kept = rows["attention_mask"].bool() & (torch.arange(width, device=device) < last[:, None])
+        last = torch.where(mask.any(1), width - t + (mask * torch.arange(t)).amax(1), 0)
+        kept = rows["attention_mask"].bool() & (torch.arange(width) < last[:, None])
         if not kept.any():
             kept = torch.zeros_like(kept)
             kept[0, 0] = True
         order = in_order(ids, rows["position_ids"], kept)
         segments = _segments(order)
-        source, places = _packed(order, segments, width)
-        self._mask = mask
-        flat = torch.from_numpy(source).to(device)
-        self._ids, self._positions = (rows[name].flatten()[flat][None] for name in ("input_ids", "position_ids"))
+        source, packed = _packed(order, segments, width)
+        flat = torch.from_numpy(source)
+        self._ids, self._positions = (
+            sent(rows[name].flatten()[flat][None], device) for name in ("input_ids", "position_ids")
+        )
         labels = ids[:, -t:][mask]
-        before = torch.from_numpy(places).to(device)[:, width - t - 1 : width - 1][mask]
+        before = torch.from_numpy(packed)[:, width - t - 1 : width - 1][mask]
         # equal tokens behind equal ones are predicted once
         vocabulary = int(labels.max()) + 1 if len(labels) else 1
-        pairs, self._which = torch.unique(before * vocabulary + labels, return_inverse=True)
-        self._before, self.labels = pairs // vocabulary, pairs % vocabulary
-        self.plan = TreePlan(segments, device)
+        pairs, which = torch.unique(before * vocabulary + labels, return_inverse=True)
+        self._before, self.labels = (sent(one, device) for one in (pairs // vocabulary, pairs % vocabulary))
+        self.spread, self.plan = Spread(mask, device, which), TreePlan(segments, device)
 
     def states(self, model: Any, head: Head) -> Tensor:
         """Hidden states [M, H] (of `OWN`: logits) that predict `labels` [M]."""
         with planned(model, self.plan) as mask:
             given = {"input_ids": self._ids, "position_ids": self._positions, "attention_mask": mask}
             return head.states(model, **given)[0][self._before]
-
-    def spread(self, values: Tensor) -> Tensor:
-        """Put values [M] at the response tokens of the rows: [b, T] float32, 0 elsewhere."""
-        empty = torch.zeros(self._mask.shape, dtype=torch.float32, device=values.device)
-        return empty.masked_scatter(self._mask, values.float()[self._which])
 
 
 def _packed(rows: Sorted, segments: Sequence[_Segment], width: int) -> tuple[_Ints, _Ints]:
@@ -220,7 +237,7 @@ class _Block:
 class TreePlan:
     """A plan (`attention.planned`) by which the packed tokens of a tree attend to their ancestors and themselves."""
 
-    def __init__(self, segments: Sequence[_Segment], device: torch.device) -> None:
+    def __init__(self, segments: Sequence[_Segment], device: Any) -> None:
         count = segments[-1].end
         depths, ends = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         final = np.zeros(max(one.last for one in segments), dtype=np.int64)
@@ -230,7 +247,7 @@ class TreePlan:
         for one in segments:  # the last of its rows is the last of its subtree
             ends[one.start : one.end] = final[one.last - 1]
         self._longest = int(depths.max()) + 1
-        self._depths, self._ends = (torch.from_numpy(one).to(device) for one in (depths, ends))
+        self._depths, self._ends = (sent(torch.from_numpy(one), device) for one in (depths, ends))
         self._blocks: list[_Block] = []
         back = np.zeros(count, dtype=np.int64)
         start = 0
@@ -243,9 +260,9 @@ class TreePlan:
                 back[unit[0]] = start + number * padded[0].shape[1] + np.arange(len(unit[0]))
             start += padded[0].size
             causal = len(units[0][0]) == len(units[0][1])
-            queries, keys, real = (torch.from_numpy(each).to(device) for each in (*padded, sizes))
+            queries, keys, real = (sent(torch.from_numpy(each), device) for each in (*padded, sizes))
             self._blocks.append(_Block(queries, keys, real, causal))
-        self._back = torch.from_numpy(back).to(device)
+        self._back = sent(torch.from_numpy(back), device)
 
     def attend(self, layer: Layer) -> Tensor:
         """The layer's attention [1, H, N, D'] of the packed tokens."""
