@@ -14,9 +14,9 @@ from typing import Any
 
 from workbench.base.config import require
 from workbench.base.errors import EngineError, SettingError, unknown
-from workbench.cluster import connecting, discovery, placing
+from workbench.cluster import connecting, discovery, fitting, placing
 from workbench.cluster.environment import Environment, nsight_options
-from workbench.cluster.fits import Fit, fits
+from workbench.cluster.fitting import Fit
 from workbench.cluster.holding import Session
 from workbench.cluster.pools import nodes
 from workbench.cluster.profiling import Profile
@@ -95,9 +95,10 @@ class Cluster(Session, Closing):
     judge = placing.judge
 
     def fits(self, model: str | Path | Mapping[str, Any], *, tokens: int, **settings: Any) -> Fit:
-        """Estimate whether a model's training and sampling fit the memory of each process, as a table; see `fits.fits`."""
+        """Measure, without its weights, whether a model that `place` would start with these settings fits the memory of each
+        process, as a table; see `fitting.fits`."""
         self.check()
-        return fits(model, tokens=tokens, nodes=nodes(), **settings)
+        return fitting.fits(model, tokens=tokens, nodes=nodes(), **settings)
 
     # --- looking --------------------------------------------------------------------------------
 
