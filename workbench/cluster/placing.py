@@ -100,7 +100,7 @@ def place(
         ends.callback(_give_back, cluster, held)
         actors = _hold(cluster, pool, ranks, 2 if sampler and rollout is None else 1, 1, held)
         made = replace(made, ranks=ranks or actors.size, gpus=actors.plan.gpus > 0)
-        group, workers = _group(cluster, actors, made.ranks, threads, scratch)
+        group, workers = _group(cluster, actors, made, threads, scratch)
         ends.callback(group.close)
         if sampler is not None:
             places = _sampling_seats(cluster, actors, rollout, replicas, tp, held)
@@ -248,15 +248,17 @@ def _blocks(pool: Pool, size: int) -> list[list[int]]:
 
 
 def _group(
-    cluster: Session, pool: Pool, ranks: int, threads: int, scratch: str | Path | None
+    cluster: Session, pool: Pool, made: Placement, threads: int, scratch: str | Path | None
 ) -> tuple[Group, list[RayRanks]]:
     """A learner's ranks, not started, and a list whose one item are its workers from then on."""
+    ranks = made.ranks
     apart = len({seat.node for seat in pool.plan.of(pool.name)[:ranks]}) > 1
     if apart and scratch is None:
         expected, found = "a folder that all nodes see, for snapshots", "None, and ranks on several nodes"
         raise SettingError("scratch", expected=expected, found=found)
     workers: list[RayRanks] = []
     given: dict[str, Any] = {"threads": threads, "host": "auto" if apart else "127.0.0.1"}
+    given["wait"] = made.learner.group_deadline
 
     def start() -> Ranks:
         from workbench.engines.fsdp_engine.worker import shards  # torch's sharding, half a second of imports

@@ -69,6 +69,11 @@ class Footprint:
     scoring: int
 
     @property
+    def parts(self) -> dict[str, int]:
+        """What learning allocates beside the weights, by part; their sum is the most."""
+        return {"gradients": self.gradients, "optimizer": self.optimizer, "activations": self.activations}
+
+    @property
     def activations(self) -> int:
         """What learning takes at its peak beside weights, gradients and moments: activations, logits, gathered layers."""
         return max(self.learning - self.weights - self.gradients - self.optimizer, 0)
@@ -109,6 +114,17 @@ def _sharded(config: str, settings: FsdpSettings, ranks: int, shape: Shape, gpu:
 
 def _with_further(method: Callable[..., Any], further: Any, *given: Any) -> Any:
     return method(*given, further)
+
+
+def whole(opened: Callable[[str, Any], Opened], config: Any, settings: Any, shape: Shape, device: str) -> Footprint:
+    """The footprint of a model in one process, on a kind of device, that `opened(folder, settings)` opens; `config` is
+    transformers'. Raises `EngineError` where it cannot be measured."""
+    gpu = device == "cuda"
+    chosen = _on_cpu(settings, gpu).replace(offload="none", check_memory=False, self_check=False)
+    found = measured(
+        json.loads(config.to_json_string(use_diff=False)), lambda folder: opened(folder, chosen), shape, gpu=gpu
+    )
+    return found if not gpu else _away(found, settings.offload)
 
 
 class Opened(NamedTuple):
