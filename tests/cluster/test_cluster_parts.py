@@ -23,7 +23,7 @@ from workbench import DataProto
 from workbench.base.errors import BatchError, EngineError, SettingError
 from workbench.cluster import connecting, discovery, plan, scatter
 from workbench.cluster.environment import Environment
-from workbench.cluster.fits import fits
+from workbench.cluster.fitting import fits
 from workbench.cluster.pools import Node
 from workbench.cluster.ranks import tail
 from workbench.cluster.status import Status, WorkerLine
@@ -43,7 +43,7 @@ def node(name: str, cpus: float = 8, gpus: float = 0, free: float | None = None,
 
 
 def test_ray_is_imported_when_a_cluster_is_asked_for_and_not_before() -> None:
-    code = "import sys, workbench.cluster.session, workbench.cluster.fits; print('ray' in sys.modules)"
+    code = "import sys, workbench.cluster.session, workbench.cluster.fitting; print('ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "False"
 

@@ -3,12 +3,13 @@
 import sys
 from types import ModuleType
 
+from workbench.cluster.fitting import fits
 from workbench.cluster.pools import Plan, Pool, plan
 from workbench.cluster.ranks import RayRanks
 from workbench.cluster.session import Cluster, connect, open_engine
 from workbench.cluster.transport import Scatter, scatter
 
-__all__ = ["Cluster", "Plan", "Pool", "RayRanks", "Scatter", "connect", "open_engine", "plan", "scatter"]
+__all__ = ["Cluster", "Plan", "Pool", "RayRanks", "Scatter", "connect", "fits", "open_engine", "plan", "scatter"]
 
 
 class CallablePackage(ModuleType):
@@ -19,6 +20,7 @@ class CallablePackage(ModuleType):
     Pool = Pool
     RayRanks = RayRanks
     connect = staticmethod(connect)
+    fits = staticmethod(fits)
     open_engine = staticmethod(open_engine)
     plan = staticmethod(plan)
     __call__ = staticmethod(connect)

@@ -32,15 +32,19 @@ class Worker:
         self.asked_gpus: tuple[float, tuple[int, int] | None] = (-_ASK_GPUS, None)
 
     def setup(self, env: dict[str, str], paths: list[str]) -> dict[str, Any]:
-        """Set variables and the driver's import path before any import; returns pid, host, node, GPUs and log files."""
-        os.environ.update(env)
+        """Set variables and the driver's import path before any import; returns pid, host, node, GPUs and log files.
+
+        A worker to which Ray has given no GPU sees none.
+        """
+        gpus = ",".join(map(str, ray.get_gpu_ids()))
+        os.environ.update({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}, **env)
         address = ray.util.get_node_ip_address()
         os.environ.setdefault("WORKBENCH_ADDRESS", address)  # where ranks of a process group meet
         if address.startswith("127.") and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens on the address of the host's name
         there = [path for path in paths if os.path.exists(path)]
         sys.path[:] = [*there, *(path for path in sys.path if path not in there)]
-        node, gpus = ray.get_runtime_context().get_node_id(), ",".join(map(str, ray.get_gpu_ids()))
+        node = ray.get_runtime_context().get_node_id()
         where = {"pid": os.getpid(), "host": socket.gethostname(), "node": node}
         return {**where, "gpus": gpus, "logs": [_target(1), _target(2)]}
 

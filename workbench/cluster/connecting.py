@@ -9,6 +9,7 @@ import secrets
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,8 +52,11 @@ def require_ray() -> None:
         raise EngineError(what, do="call ray.shutdown(), then wb.cluster(…)")
 
 
-def start(environment: Environment, gpus: int | None, cpus: int | None, store: int | None, dashboard: bool) -> Link:
-    """Start a local Ray cluster that listens on loopback only and ends with this process; `store`: object store bytes."""
+def start(
+    environment: Environment, gpus: int | None, cpus: int | None, store: int | None, dashboard: bool, seconds: float
+) -> Link:
+    """Start a local Ray cluster that listens on loopback only and ends with this process; `store`: object store bytes; `seconds`:
+    that each of Ray's own processes may take to come up."""
     if dashboard:
         _require_dashboard()
     tokens = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"  # Ray's own default
@@ -64,7 +68,8 @@ def start(environment: Environment, gpus: int | None, cpus: int | None, store: i
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     size = {"num_cpus": cpus, "num_gpus": gpus, "object_store_memory": store}
-    context = _begin(environment, notes, address="local", include_dashboard=dashboard, _system_config=HEALTH, **size)
+    size |= {"include_dashboard": dashboard, "_system_config": HEALTH}
+    context = _begin(environment, notes, seconds, address="local", **size)
     session = Path(context.address_info["session_dir"]).name
     if not tokens:
         notes.append("RAY_AUTH_MODE is not token: whoever has an account on this machine can run code in this cluster")
@@ -74,22 +79,42 @@ def start(environment: Environment, gpus: int | None, cpus: int | None, store: i
     return Link(context.address_info["gcs_address"], session, notes, record)
 
 
-def _begin(environment: Environment, notes: list[str], **options: Any) -> Any:
+def _begin(environment: Environment, notes: list[str], seconds: float, **options: Any) -> Any:
     """A cluster that listens where this machine alone reaches it, as Ray's do by themselves on macOS and Windows; on Linux there
-    is no setting. Where the machine was too busy it is tried once more: Ray gives its own processes thirty seconds."""
-    from ray._private import ray_constants
+    is no setting. Nor is there one for the half minute that Ray gives its own node: we ask for that node as long as `seconds`."""
+    from ray._private import ray_constants, services
+
+    asked: Any = services.get_node
+    until = time.monotonic() + seconds
+
+    def get_node(*given: Any) -> Any:
+        while True:
+            try:
+                return asked(*given)
+            except RuntimeError:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(0.1)
 
     kept, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    waits = os.environ.setdefault(_GCS_WAIT, str(max(int(seconds), 1)))
+    services.get_node = get_node
     try:
-        for last in (False, True):
-            try:
-                return _init("starting a local cluster", environment, notes, dashboard_host="127.0.0.1", **options)
-            except EngineError as error:
-                discovery.end(discovery.half_started(), 0.0)
-                if last or "timed out during startup" not in str(error):
-                    raise
+        return _init("starting a local cluster", environment, notes, dashboard_host="127.0.0.1", **options)
+    except EngineError as error:
+        discovery.end(discovery.half_started(), 0.0)
+        if "timed out during startup" in str(error):
+            do = "end what keeps this machine busy, or give it longer: wb.cluster(…, start_seconds=600)"
+            raise EngineError(f"Ray did not start in {seconds:g} s", found=first_line(error, 300), do=do) from None
+        raise
     finally:
+        services.get_node = asked
         ray_constants.ENABLE_RAY_CLUSTER = kept
+        if waits == str(max(int(seconds), 1)):
+            os.environ.pop(_GCS_WAIT, None)
+
+
+_GCS_WAIT = "RAY_gcs_server_port_wait_time_s"
 
 
 def attach(address: str, environment: Environment, seconds: float) -> Link:

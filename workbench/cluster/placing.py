@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import Any
 from workbench.base.config import require
 from workbench.base.errors import SettingError, WorkerLost, unknown
 from workbench.cluster.holding import Session
-from workbench.cluster.pools import Node, Pool, nodes
+from workbench.cluster.placement import ALONE, Placement, spread
+from workbench.cluster.pools import Pool, nodes
 from workbench.cluster.ranks import RayRanks
 from workbench.engines.fsdp_engine.engine import fsdp
 from workbench.engines.fsdp_engine.group import Group
@@ -31,13 +33,9 @@ from workbench.engines.workers.replicas import Replicas
 from workbench.rewards import BaseReward, Score, as_reward
 from workbench.rewards.score import failed
 
-CPU_RANKS = 2
-"""Ranks of a learner where the cluster has no GPU and `ranks` is not given."""
 START_SECONDS = 900.0
 """Longest start of one worker's engine: vLLM compiles large models for minutes."""
 JUDGE_SECONDS = 1800.0
-ALONE = {"gpu_memory_utilization": 0.9}
-"""Setting of a vLLM that shares its GPU with nobody."""
 
 
 class Placed(Paired):
@@ -83,32 +81,35 @@ def place(
     Raises `SettingError` before anything starts where there is no room or a name is unknown, `EngineError` with the worker's
     own message where an engine does not start.
     """
-    FsdpSettings.from_parameters(settings)
     asked, tp = (str(model), sampler), tensor_parallel_size
-    _admit(cluster, learner, asked, ranks, tp, pool, rollout)
+    made = Placement(
+        FsdpSettings.from_parameters(settings),
+        ranks or 1,
+        False,
+        sampler,
+        tp,
+        rollout is not None,
+        sampler_settings or {},
+    )
+    _admit(cluster, learner, asked, ranks, pool, rollout)
     held, members = list[Pool](), None
     with ExitStack() as ends:  # what it has to end, the last first: where something fails, or with the engine
         ends.callback(_give_back, cluster, held)
         actors = _hold(cluster, pool, ranks, 2 if sampler and rollout is None else 1, 1, held)
-        group, workers = _group(cluster, actors, ranks or actors.size, threads, scratch)
+        made = replace(made, ranks=ranks or actors.size, gpus=actors.plan.gpus > 0)
+        group, workers = _group(cluster, actors, made, threads, scratch)
         ends.callback(group.close)
-        shared = rollout is None and actors.plan.gpus > 0
         if sampler is not None:
-            seats = _sampling_seats(cluster, actors, rollout, replicas, tp, held)
-            usual = (
-                {}
-                if sampler != "vllm"
-                else {"tensor_parallel_size": tp, "sleep_mode": shared, **({} if shared else ALONE)}
-            )
-            given = {"kind": sampler, "settings": usual | dict(sampler_settings or {}), "threads": threads}
-            members = _hosted(cluster, "rollout", model, _where(*seats, workers if shared else None), **given)
+            places = _sampling_seats(cluster, actors, rollout, replicas, tp, held)
+            given = {"kind": sampler, "settings": made.sampling, "threads": threads}
+            members = _hosted(cluster, "rollout", model, _where(*places, workers if made.shared else None), **given)
             ends.callback(members.close)
         engine: Any = fsdp(model, on=group, scratch=scratch, template_switches=template_switches, **settings)
         if members is not None:
             _start_all(members)
             check_tokens(engine, members)
         kept = ends.pop_all()
-    engine = engine if members is None else Placed(engine, members, shared and sampler == "vllm", kept)
+    engine = engine if members is None else Placed(engine, members, made.shared and sampler == "vllm", kept)
     for one in held:
         one.placed = asked, engine
     return engine
@@ -140,7 +141,7 @@ def serve(
     there = any(node.gpus for node in nodes())
     each = float(settings.get("tensor_parallel_size", 1) if there else 0) if gpus is None else gpus
     if pool is None and engine.startswith("vllm"):
-        settings = ALONE | settings
+        settings = {"gpu_memory_utilization": ALONE} | settings
     called = name or f"{engine}-{Path(str(model)).name}"
     where: list[Where] = [partial(dict, cpus=cpus, gpus=each)] * replicas
     if pool is not None:
@@ -175,19 +176,13 @@ def _admit(
     learner: str,
     asked: tuple[str, str | None],
     ranks: int | None,
-    tp: int,
     pool: str,
     rollout: str | None,
 ) -> None:
     """Refuse what cannot work. A cell that is run again places the same model anew; another model does not push it out."""
     cluster.check()
-    sampler = asked[1]
     if learner != "fsdp":
         raise SettingError(unknown("learner", learner, ("fsdp",)))
-    if sampler not in (None, "vllm", "local"):
-        raise SettingError(unknown("sampler", sampler, ("vllm", "local")))
-    require(tp > 0, "tensor_parallel_size", expected="≥ 1", found=tp)
-    require(tp == 1 or sampler == "vllm", f"tensor_parallel_size={tp}", expected="sampler='vllm'", found=sampler)
     if rollout is not None and ranks is None and pool not in cluster.pools and any(node.gpus for node in nodes()):
         expected = f"the number of GPUs for the learner; the samplers in pool {rollout!r} get the others"
         raise SettingError("ranks is not given", expected=expected)
@@ -216,22 +211,8 @@ def _hold(cluster: Session, name: str, size: int | None, groups: int, gpus: int,
         return pool
     there = [one for one in nodes() if one.alive]
     each = gpus if any(one.gpus for one in there) else 0
-    held.append(cluster.hold({name: _counts(there, size, each)}, gpus=float(each), colocated=groups)[name])
+    held.append(cluster.hold({name: spread(there, size, each)}, gpus=float(each), colocated=groups)[name])
     return held[-1]
-
-
-def _counts(there: Sequence[Node], size: int | None, gpus: int) -> list[int]:
-    """Processes on each node, the emptiest first; with no `gpus` each, `CPU_RANKS` of them where `size` is None."""
-    room = [int(min(one.free_gpus // gpus, one.free_cpus) if gpus else one.free_cpus) for one in there]
-    left = size if size is not None else sum(room) if gpus else min(CPU_RANKS, sum(room))
-    counts: list[int] = []
-    for seats in sorted(room, reverse=True):
-        if (taken := min(seats, left)) > 0:
-            counts.append(taken)
-            left -= taken
-    counts = counts or [0]
-    counts[-1] += left  # more than there is: refused by the plan, in its words
-    return counts if counts != [0] else [1]
 
 
 def _sampling_seats(
@@ -266,15 +247,17 @@ def _blocks(pool: Pool, size: int) -> list[list[int]]:
 
 
 def _group(
-    cluster: Session, pool: Pool, ranks: int, threads: int, scratch: str | Path | None
+    cluster: Session, pool: Pool, made: Placement, threads: int, scratch: str | Path | None
 ) -> tuple[Group, list[RayRanks]]:
     """A learner's ranks, not started, and a list whose one item are its workers from then on."""
+    ranks = made.ranks
     apart = len({seat.node for seat in pool.plan.of(pool.name)[:ranks]}) > 1
     if apart and scratch is None:
         expected, found = "a folder that all nodes see, for snapshots", "None, and ranks on several nodes"
         raise SettingError("scratch", expected=expected, found=found)
     workers: list[RayRanks] = []
     given: dict[str, Any] = {"threads": threads, "host": "auto" if apart else "127.0.0.1"}
+    given["wait"] = made.learner.group_deadline
 
     def start() -> Ranks:
         from workbench.engines.fsdp_engine.worker import shards  # torch's sharding, half a second of imports

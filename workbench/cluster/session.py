@@ -14,9 +14,9 @@ from typing import Any
 
 from workbench.base.config import require
 from workbench.base.errors import EngineError, SettingError, unknown
-from workbench.cluster import connecting, discovery, placing
+from workbench.cluster import connecting, discovery, fitting, placing
 from workbench.cluster.environment import Environment, nsight_options
-from workbench.cluster.fits import Fit, fits
+from workbench.cluster.fitting import Fit
 from workbench.cluster.holding import Session
 from workbench.cluster.pools import nodes
 from workbench.cluster.profiling import Profile
@@ -39,12 +39,13 @@ def connect(
     object_store_memory: int | None = None,
     dashboard: bool = False,
     connect_timeout: float = 20.0,
+    start_seconds: float = 120.0,
 ) -> Cluster:
     """Start a Ray cluster on this machine (`address=None`), or attach to one: `"auto"`, `"host:port"` or `"ray://…"`.
 
     `gpus`, `cpus`, `object_store_memory` (bytes) and `dashboard` (on loopback) are for a cluster that is started; None: what
     the machine has. `runtime_env` is a dict or a yaml file; its `env_vars` reach the workers, never a log, a repr or an error.
-    `connect_timeout` is in seconds. The same call again, in a cell that is run twice, returns the same cluster. Processes that
+    `connect_timeout` is in seconds, and so is `start_seconds`, which Ray's own processes may take to come up. The same call again, in a cell that is run twice, returns the same cluster. Processes that
     a killed kernel left are ended first.
 
     Raises `EngineError` where nothing answers (saying what was found instead), where Ray is not installed, or where another
@@ -66,7 +67,7 @@ def connect(
     if address is None:
         if "nsight" in environment.ray:
             nsight_options(environment.ray["nsight"])
-        link = connecting.start(environment, gpus, cpus, object_store_memory, dashboard)
+        link = connecting.start(environment, gpus, cpus, object_store_memory, dashboard, start_seconds)
     else:
         if dashboard or (gpus, cpus, object_store_memory) != (None, None, None):
             what, expected = "gpus, cpus, object_store_memory or dashboard", "a cluster that is started here"
@@ -95,9 +96,10 @@ class Cluster(Session, Closing):
     judge = placing.judge
 
     def fits(self, model: str | Path | Mapping[str, Any], *, tokens: int, **settings: Any) -> Fit:
-        """Estimate whether a model's training and sampling fit the memory of each process, as a table; see `fits.fits`."""
+        """Measure, without its weights, whether a model that `place` would start with these settings fits the memory of each
+        process, as a table; see `fitting.fits`."""
         self.check()
-        return fits(model, tokens=tokens, nodes=nodes(), **settings)
+        return fitting.fits(model, tokens=tokens, nodes=nodes(), **settings)
 
     # --- looking --------------------------------------------------------------------------------
 

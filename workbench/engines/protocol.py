@@ -344,11 +344,15 @@ class WholeModel(Protocol):
 class Estimates(Protocol):
     """Protocol of learners that estimate their memory and checkpoint size (local, FSDP), for the checks before a run."""
 
-    def memory_needed(self, tokens: int | None = None) -> tuple[torch.device, dict[str, int]]:
+    def memory_needed(self, tokens: int | None = None, measured: bool = False) -> tuple[torch.device, dict[str, int]]:
         """The device, and the bytes by part that learning will allocate there beyond those in use now.
 
-        `tokens` are those of a batch, padding included; None: a full micro-batch.
+        `tokens` are those of a mini-batch, padding included; None: a full micro-batch. Estimated from the model's sizes, or
+        with `measured` by `engines.rehearsal`, in seconds; where that cannot be, the estimate.
         """
+
+    def memory_free(self) -> int:
+        """Bytes that can still be allocated there, by the process that has least; what it keeps for reuse counts as free."""
 
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: weights and optimizer."""

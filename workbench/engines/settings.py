@@ -46,6 +46,8 @@ class LocalSettings(Settings):
     """`cpu`, `cuda`, or `auto`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`float32`, `bfloat16`, or `auto` (autocast to bfloat16 on a GPU, weights stay float32)."""
+    check_memory: bool = True
+    """Refuse to learn where that is measured to take more memory than is free; False: try it."""
     attn_implementation: str | None = None
     """Passed to transformers (`sdpa`, `flash_attention_2` …)."""
     head: Literal["auto", "linear", "model"] = "auto"
@@ -93,6 +95,8 @@ class FsdpSettings(LocalSettings):
     deadline: float | None = None
     """Seconds that any one call on the ranks may take; after that the group is ended, and the error has each rank's stack. None:
     half an hour, and once such calls have been made ten times their median, at least 30 s."""
+    group_deadline: float = 3600.0
+    """Seconds that a rank waits for another inside torch: longer than rank 0 takes to read the weights while the others wait."""
     save_deadline: float = 600.0
     """Seconds that a sharded save may take; after that nothing of it is published."""
     failed_save: Literal["raise", "warn"] = "raise"
@@ -102,4 +106,5 @@ class FsdpSettings(LocalSettings):
         super().__post_init__()
         limit = self.deadline
         require(limit is None or limit > 0, "deadline", expected="seconds > 0, or None", found=limit)
+        require(self.group_deadline > 0, "group_deadline", expected="seconds > 0", found=self.group_deadline)
         require(self.save_deadline > 0, "save_deadline", expected="seconds > 0", found=self.save_deadline)

@@ -12,7 +12,7 @@ import logging
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from workbench.datasets import Rows
 from workbench.datasets.pictures import refuse_pictures
 from workbench.datasets.records import has_answer
 from workbench.datasets.rendering import tokenizer_of
-from workbench.engines.local_engine.memory import available
+from workbench.engines.local_engine.memory import ADVICE, SURE
 from workbench.engines.protocol import Bounded, Estimates, processor_of, switches_of
 from workbench.rewards.signatures import WORDS, told
 from workbench.runs.folder import read_settings
@@ -97,7 +97,7 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
         ("placement", _placement(pipeline, plan)),
         ("lengths", _lengths(rollout, prompt, prompts, rows)),
-        ("memory", _memory(pipeline, tokens * plan.batch_size)),
+        ("memory", _memory(pipeline, tokens * _mini_batch(pipeline, plan))),
         ("disk", _disk(pipeline, plan, path, tokens)),
     ]
     findings += [("truths", note) for note in unscorable]
@@ -233,21 +233,38 @@ def _lengths(rollout: Any, prompt: int, prompts: Prompts, rows: Rows) -> str:
     return f"{lengths} of {limit or 'no stated limit'}; {prompts.told}"
 
 
+def _mini_batch(pipeline: Pipeline, plan: Plan) -> int:
+    """Prompts of the largest mini-batch that learns at once."""
+    return max(getattr(stage, "ppo_mini_batch_size", None) or plan.batch_size for stage in pipeline)
+
+
 def _memory(pipeline: Pipeline, tokens: int) -> str:
-    """Memory needed and free on each device for batches of `tokens`: the needs of its engines are added up."""
-    needs: dict[torch.device, int] = {}
-    for learner in pipeline.learners().values():
-        if isinstance(learner, Estimates):
-            device, parts = learner.memory_needed(tokens)
-            needs[device] = needs.get(device, 0) + sum(parts.values())
-    for device, need in needs.items():
-        free = available(device)
-        if need > free:
+    """Memory needed and free on each device for mini-batches of `tokens`: the needs of its engines are added up, as estimated,
+    and where that leaves a doubt as measured."""
+    learners = [one for one in pipeline.learners().values() if isinstance(one, Estimates)]
+    told = []
+    for device in {one.memory_needed(0)[0]: None for one in learners}:
+        there = [one for one in learners if one.memory_needed(0)[0] == device]
+        free = min(one.memory_free() for one in there)
+        need, how = _needed(there, tokens, False), "about"
+        if need * SURE > free:
+            need, how = _needed(there, tokens, True), "measured"
+        if need > free and all(_is_checked(one) for one in there):
             what, roles = f"training would need about {gib(need)} more on {device}", ", ".join(pipeline.learners())
-            do = "lower micro_batch_tokens, switch on gradient_checkpointing, or take a smaller model"
-            raise OutOfMemory(what, expected=f"at most the {gib(free)} that are free, for {roles} together", do=do)
-    found = [f"about {gib(need)} more on {device}, {gib(available(device))} free" for device, need in needs.items()]
-    return "; ".join(found) or "the engines do not say"
+            expected = f"at most the {gib(free)} that are free, for {roles} together"
+            raise OutOfMemory(what, expected=expected, do=ADVICE)
+        told.append(f"{how} {gib(need)} more on {device}, {gib(free)} free")
+    return "; ".join(told) or "the engines do not say"
+
+
+def _needed(learners: Sequence[Any], tokens: int, measured: bool) -> int:
+    return sum(sum(one.memory_needed(tokens, measured)[1].values()) for one in learners)
+
+
+def _is_checked(learner: Any) -> bool:
+    """Whether a learner may be refused: by its setting `check_memory`, and where what is free now is free then. A sampler that
+    shares its device sleeps while it learns."""
+    return bool(learner.describe().get("check_memory", True)) and not getattr(learner, "share_device", False)
 
 
 def _disk(pipeline: Pipeline, plan: Plan, path: Path, tokens: int) -> str:

@@ -290,8 +290,9 @@ def _only_moved(name: str, engines: Mapping[str, Any]) -> bool:
 
 
 def _may_change(name: str, allowed: Sequence[str]) -> bool:
-    """Whether a setting may differ in a resumed run: no number depends on how long calls of ranks and saves may take."""
-    return name.endswith(("deadline", ".failed_save")) or _among(name, (*ALLOW_CHANGES, *allowed))
+    """Whether a setting may differ in a resumed run: no number depends on how long calls of ranks and saves may take,
+    or on whether memory is checked."""
+    return name.endswith(("deadline", ".failed_save", ".check_memory")) or _among(name, (*ALLOW_CHANGES, *allowed))
 
 
 def _among(name: str, allowed: Sequence[str]) -> bool:

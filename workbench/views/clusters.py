@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from workbench.cluster.fits import Fit
+    from workbench.cluster.fitting import Fit
     from workbench.cluster.pools import Node, Plan
     from workbench.cluster.profiling import Profile
     from workbench.cluster.ranks import RayRanks
@@ -163,16 +163,27 @@ def group(made: RayRanks) -> doc.Part:
 
 
 def fit(made: Fit) -> doc.Part:
-    """The view of a `Fit`: whether a model fits in memory, and the bytes of each role and kind of memory."""
+    """The view of a `Fit`: whether a placement fits in memory, the bytes of each phase, role and kind, and what would help."""
     rows, verdict = list[list[doc.Part]](), "fits" if made.fits else "does not fit"
-    how = "all roles in one process" if made.colocated else "each role in processes of its own"
-    shape, room = made.shape, max(made.available, 1)
-    rows += [[part.role, part.what, doc.bar(part.size / room, gib(part.size), made.fits)] for part in made.parts]
-    rows += [[role, "together", gib(size)] for role, size in made.by_role.items()]
-    title = f"{made.model} {verdict}: {gib(made.needed)} of {gib(made.available)} ({made.source}), {how}"
-    model = f"{shape.parameters:,} parameters ({shape.counted}), {shape.layers} layers of {shape.hidden}"
-    table = doc.Table(["role", "what", "bytes a process"], rows)
-    return doc.line(doc.bold(title)), f"  {model}, learner over {made.ranks} ranks", table
+    where, room = made.placement, max(made.available, 1)
+    for phase in made.phases:
+        rows += [
+            [phase.name, part.role, part.what, doc.bar(part.size / room, gib(part.size), made.fits)]
+            for part in phase.parts
+            if part.size
+        ]
+        rows.append([phase.name, "together", "", gib(phase.size)])
+    title = f"{made.name} {verdict}: {gib(made.needed)} of {gib(made.available)} ({made.source}) a process in its fullest phase"
+    how = f"  {made.parameters:,} parameters, learner over {where.ranks} ranks"
+    if made.cached is not None:
+        sequences = made.cached // made.asked["tokens"]
+        how += f"; a sampler has cache for {made.cached:,} tokens, {sequences} sequences of {made.asked['tokens']:,}"
+    lines = [doc.line(doc.bold(title)), doc.line(how), doc.Table(["phase", "role", "what", "bytes a process"], rows)]
+    if not made:
+        told = [[one.name, f"{'−' if one.saved >= 0 else '+'}{gib(abs(one.saved))}", one.cost] for one in made.choices]
+        lines.append(doc.Table(["what would help", "in the fullest phase", "cost"], told))
+        lines.append(doc.line(f"  this fits: {made.advice}" if made.advice else "  no setting makes it fit: more GPUs"))
+    return tuple(lines)
 
 
 # --- over time ----------------------------------------------------------------------------------

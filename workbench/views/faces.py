@@ -3,7 +3,7 @@
 _DOCUMENTS = {
     "workbench.agents.loop:AgentLoopBase": "tokens:agent_loop",
     "workbench.agents.stepping:EpisodeStepper": "tokens:episode",
-    "workbench.cluster.fits:Fit": "clusters:fit",
+    "workbench.cluster.fitting:Fit": "clusters:fit",
     "workbench.cluster.pools:Plan": "clusters:plan",
     "workbench.cluster.profiling:Profile": "clusters:profile",
     "workbench.cluster.ranks:RayRanks": "clusters:group",

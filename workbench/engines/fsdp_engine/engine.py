@@ -31,6 +31,7 @@ from workbench.engines.local_engine.scoring import check_ids
 from workbench.engines.local_engine.snapshots import new_id
 from workbench.engines.local_engine.states import read_record
 from workbench.engines.protocol import Loss, LossCounts, StepResult
+from workbench.engines.rehearsal import Shape, sharded
 from workbench.engines.settings import FsdpSettings
 from workbench.engines.vllm_server.process import Piece
 from workbench.engines.weights import Entry, layout_of
@@ -59,7 +60,8 @@ class FsdpEngine(ModelEngine):
         scratch: str | None = None,
         **switches: Any,
     ) -> None:
-        shape = load_model(path, settings, empty=True)
+        # the kernels that attention needs are where it runs, not here
+        shape = load_model(path, settings.replace(attn_implementation=None), empty=True)
         tokenizer = load_tokenizer(path, shape, settings)
         super().__init__(shape, tokenizer, settings, path=shown or path, head=head, **switches)
         self._settings: FsdpSettings = settings
@@ -365,19 +367,31 @@ class FsdpEngine(ModelEngine):
 
     # --- what it is -------------------------------------------------------------------------
 
-    def memory_needed(self, tokens: int | None = None) -> tuple[torch.device, dict[str, int]]:
-        """Estimate learning's memory: (device, bytes by part), for one GPU, or on a CPU for all ranks of this machine.
+    def memory_needed(self, tokens: int | None = None, measured: bool = False) -> tuple[torch.device, dict[str, int]]:
+        """What learning takes: (device, bytes by part), for one GPU, or on a CPU for all ranks of this machine.
 
-        `tokens` of a batch, which the ranks share; None: a full micro-batch on each.
+        `tokens` of a mini-batch, which the ranks share; None: a full micro-batch on each. Estimated, or `measured` by
+        `engines.rehearsal`, in seconds; where that cannot be, the estimate.
         """
-        here = self._group.here()
-        device = torch.device(here[0]["device"] if here else "cpu")
-        sharing = len(here) if device.type == "cpu" else min(len(here), 1)
+        here, size = self._group.here(), self._group.size
+        device = torch.device(self._group.workers[0]["device"])
+        sharing = len(here) if device.type == "cpu" else 1
+        if measured:
+            budget, each = self._settings.budget(device.type), None if tokens is None else -(-tokens // size)
+            with suppress(EngineError):
+                shape = Shape.of(budget, budget if each is None else min(budget, each), each)
+                gpu = device.type == "cuda"
+                found = sharded(self._source, self._settings, size, shape, gpu=gpu, head=self._critic)
+                return device, {name: one * sharing for name, one in found.parts.items()}
         offload = self._settings.offload if device.type == "cuda" else "none"
         away = {"none": (), "optimizer": ("optimizer",), "all": ("gradients", "optimizer")}[offload]
-        parts = learning_estimate(self._model, self._settings, tokens and -(-tokens // self._group.size))
-        ranks = {name: 1 if name in ("activations", "logits") else self._group.size for name in parts}
+        parts = learning_estimate(self._model, self._settings, tokens and -(-tokens // size))
+        ranks = {name: 1 if name in ("activations", "logits") else size for name in parts}
         return device, {name: size // ranks[name] * sharing for name, size in parts.items() if name not in away}
+
+    def memory_free(self) -> int:
+        """Bytes that can still be allocated on the device of the rank that has least."""
+        return min(self._on("memory_free"))
 
     def snapshot_bytes(self, kind: str = "disk") -> int:
         """0: snapshots are on the disk."""
@@ -463,6 +477,6 @@ def fsdp(
     folder = str(resolve(path))
     if Path(folder).exists():
         folder = str(Path(folder).absolute())  # a worker may have another working directory
-    group = on or local_group(ranks, device=chosen.device, threads=threads)
+    group = on or local_group(ranks, device=chosen.device, threads=threads, wait=chosen.group_deadline)
     place = str(scratch) if scratch is not None else None
     return FsdpEngine(folder, group, chosen, shown=str(path), scratch=place, **(template_switches or {}))

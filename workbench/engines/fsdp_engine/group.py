@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from workbench.engines.local_engine.states import read_record, read_weights
+from workbench.engines.settings import FsdpSettings
 from workbench.engines.workers.processes import FIRST_DEADLINE, Deadlines, Ranks, processes
 from workbench.functional.balancing import balanced, workload
 
@@ -167,14 +168,22 @@ def shared_out(lengths: Sequence[int], ranks: int) -> list[torch.Tensor]:
 
 
 def local_group(
-    ranks: int, *, device: str = "auto", threads: int | None = None, env: Mapping[str, str] | None = None
+    ranks: int,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    env: Mapping[str, str] | None = None,
+    wait: float = FsdpSettings.group_deadline,
 ) -> Group:
-    """A group of `ranks` processes on this machine, with `threads` each (default: cores divided by ranks): `fsdp(path, on=…)`."""
+    """A group of `ranks` processes on this machine, with `threads` each (default: cores divided by ranks): `fsdp(path, on=…)`.
+
+    `wait`: seconds that a rank waits for another inside torch.
+    """
     each = threads or max((os.cpu_count() or 1) // ranks, 1)
 
     def start() -> Ranks:
         from workbench.engines.fsdp_engine.worker import shards  # torch's sharding, half a second of imports
 
-        return processes(shards, ranks, env=env, device=device, threads=each)
+        return processes(shards, ranks, env=env, device=device, threads=each, wait=wait)
 
     return Group(start)

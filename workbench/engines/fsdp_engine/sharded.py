@@ -29,7 +29,7 @@ from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import Head, head_of, hidden_size
 from workbench.engines.local_engine.learning import Account, Optimizer, learning_mode
 from workbench.engines.local_engine.loading import check_fit
-from workbench.engines.local_engine.memory import memory_errors
+from workbench.engines.local_engine.memory import available, memory_errors
 from workbench.engines.local_engine.scoring import collect, divergence, layout, micro_batches, packs, trimmed
 from workbench.engines.local_engine.selfcheck import Paths, SelfCheck, check, unchecked
 from workbench.engines.local_engine.states import read_optimizer, read_record
@@ -175,6 +175,10 @@ class ShardedModel(ShardedPushing):
         local = {name: [one.to_local() if isinstance(one, DTensor) else one for one in held[name]] for name in held}
         peak = torch.cuda.max_memory_allocated() if self.mesh.device_type == "cuda" else 0
         return {**{name: sum(one.nbytes for one in local[name]) for name in local}, "peak": peak}
+
+    def memory_free(self) -> int:
+        """Bytes that this rank can still allocate on its device."""
+        return available(torch.device(self.mesh.device_type))
 
     # --- filling ----------------------------------------------------------------------------
 

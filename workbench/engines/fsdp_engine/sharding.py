@@ -108,7 +108,8 @@ def write_plain(weights: Mapping[str, torch.Tensor], source: str, path: str, set
     adapted = any("lora_" in name for name in weights)
     base = lora.base_of(Path(source))
     plain_source = source if adapted or base is None else str(resolve(base))
-    model = load_model(plain_source, settings if adapted else settings.replace(lora_rank=0), empty=True)
+    plainly = settings.replace(attn_implementation=None)  # it runs no forward, and may be without the kernels
+    model = load_model(plain_source, plainly if adapted else plainly.replace(lora_rank=0), empty=True)
     if adapted and base is None:
         model.workbench_lora["base_model_name_or_path"] = shown or source
     head = None

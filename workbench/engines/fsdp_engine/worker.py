@@ -24,8 +24,6 @@ from workbench.engines.local_engine.selfcheck import SelfCheck
 from workbench.engines.local_engine.states import write_record
 from workbench.engines.settings import FsdpSettings
 
-_WAIT = datetime.timedelta(minutes=10)
-"""Longest that a rank waits for another inside torch."""
 STAGING = ".staging-"
 _PAUSE = 0.02
 """Seconds between two looks at who has written."""
@@ -34,15 +32,24 @@ _PAUSE = 0.02
 class Shards:
     """One rank of an FSDP group: call `reserve` on rank 0, then `join` on all ranks, to make the process group.
 
-    `host` is the address on which rank 0 waits for the others; `auto` takes the one that other machines see.
+    `host` is the address on which rank 0 waits for the others; `auto` takes the one that other machines see. `wait`: seconds that
+    a rank waits for another inside torch.
     """
 
     def __init__(
-        self, rank: int, size: int, *, device: str = "auto", threads: int = 1, host: str = "127.0.0.1"
+        self,
+        rank: int,
+        size: int,
+        *,
+        device: str = "auto",
+        threads: int = 1,
+        host: str = "127.0.0.1",
+        wait: float = FsdpSettings.group_deadline,
     ) -> None:
         self.rank = rank
         self.size = size
         self._host = host
+        self._wait = datetime.timedelta(seconds=wait)
         self._store: Any = None
         self._models: dict[str, ShardedModel] = {}
         self._savings: dict[str, Saving] = {}
@@ -61,15 +68,17 @@ class Shards:
         port = listening.getsockname()[1]
         # the store takes the socket over: it listens on that address alone
         taken: dict[str, Any] = {"is_master": True, "master_listen_fd": listening.detach()}
-        self._store = distributed.TCPStore(host, port, timeout=_WAIT, wait_for_workers=False, **taken)
+        self._store = distributed.TCPStore(host, port, timeout=self._wait, wait_for_workers=False, **taken)
         return host, port
 
     def join(self, host: str, port: int) -> dict[str, Any]:
         """Join the process group of all ranks; returns this worker's rank, pid, host and device."""
         if self._store is None:
-            self._store = distributed.TCPStore(host, port, timeout=_WAIT, wait_for_workers=False)
+            self._store = distributed.TCPStore(host, port, timeout=self._wait, wait_for_workers=False)
         backend = "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
-        distributed.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=_WAIT)
+        distributed.init_process_group(
+            backend, store=self._store, rank=self.rank, world_size=self.size, timeout=self._wait
+        )
         self._mesh = distributed.init_device_mesh(self.device, (self.size,))
         return {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "device": self.device}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,20 @@ from workbench.base.errors import EngineError
 from workbench.base.memory import share_arena
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
+from workbench.engines import rehearsal
 from workbench.engines.local_engine import loading, lora, scoring
 from workbench.engines.local_engine.caches import OWN_CACHE, PicturedRows, cache_of, paths_of
 from workbench.engines.local_engine.decode import casts_kept, decode
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
-from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
+from workbench.engines.local_engine.memory import available, learning_estimate, memory_errors, preflight
 from workbench.engines.local_engine.pushing import Pushing
 from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, check_pictures, unchecked
 from workbench.engines.local_engine.snapshots import Files, Learned, Rewinding, new_id, rng_of
 from workbench.engines.local_engine.states import read_optimizer, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, StepResult
+from workbench.engines.rehearsal import Opened, Shape
 from workbench.engines.settings import LocalSettings
 from workbench.engines.weights import Receiving
 
@@ -323,7 +325,9 @@ class LocalEngine(ModelEngine, Rewinding, Pushing, Receiving):
     def _ready(self, batch: DataProto | None = None) -> Optimizer:
         """The optimizer, made when learning starts: an engine that only samples has none."""
         if self._optimizer is None:
-            preflight(self._model, self._settings, 0 if batch is None else batch["input_ids"].numel())
+            tokens = 0 if batch is None else batch["input_ids"].numel()
+            if self._settings.check_memory:
+                preflight(self._model.device, lambda measured: self.memory_needed(tokens, measured)[1])
             self._optimizer = Optimizer(self._parameters(), self._settings)
         return self._optimizer
 
@@ -364,15 +368,31 @@ class LocalEngine(ModelEngine, Rewinding, Pushing, Receiving):
 
     # --- what it needs ----------------------------------------------------------------------
 
-    def memory_needed(self, tokens: int | None = None) -> tuple[torch.device, dict[str, int]]:
+    def memory_needed(self, tokens: int | None = None, measured: bool = False) -> tuple[torch.device, dict[str, int]]:
         """The device, and the bytes by part that learning will allocate there beyond those in use now.
 
-        `tokens` of a batch, padding included; None: a full micro-batch.
+        `tokens` of a mini-batch, padding included; None: a full micro-batch. Estimated from the model's sizes, or `measured` by
+        `engines.rehearsal`, in seconds; where that cannot be, the estimate.
         """
+        device, budget = self._model.device, self._settings.budget(self._model.device.type)
         parts = learning_estimate(self._model, self._settings, tokens)
-        return self._model.device, {
-            name: size for name, size in parts.items() if name != "optimizer" or not self._steps
-        }
+        if measured:
+            with suppress(EngineError):
+                shape = Shape.of(budget, budget if tokens is None else min(budget, tokens), tokens)
+                parts = rehearsal.whole(self._rehearsed, self._model.config, self._settings, shape, device.type).parts
+        return device, {name: size for name, size in parts.items() if name != "optimizer" or not self._steps}
+
+    def memory_free(self) -> int:
+        """Bytes of the device that can still be allocated; what torch keeps for reuse counts as free."""
+        return available(self._model.device)
+
+    def _rehearsed(self, folder: str, settings: LocalSettings) -> Opened:
+        """An engine like this one for a model without weights."""
+        model = loading.load_model(folder, settings, empty=True).to_empty(device="cpu")
+        model.tie_weights()
+        model.workbench_paths = getattr(self._model, "workbench_paths", None)
+        twin = LocalEngine(model, self.tokenizer, settings, head=loading.value_head(model) if self._critic else None)
+        return Opened(model, twin._ready(), twin.learn, twin.compute_log_probs)
 
     # --- weights ----------------------------------------------------------------------------
 

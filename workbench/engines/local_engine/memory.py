@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,12 +15,23 @@ from workbench.dataproto.core import DataProto
 from workbench.engines.settings import LocalSettings
 from workbench.functional.logprobs import CHUNK_BYTES
 
-_ADVICE = "lower micro_batch_tokens, switch on gradient_checkpointing, or take a smaller model"
+ADVICE = (
+    "lower micro_batch_tokens, switch on gradient_checkpointing, or take a smaller model; where it would fit after all, open "
+    "the engine with check_memory=False"
+)
+SURE = 2
+"""Times its need by `learning_estimate` that must be free, or the need is measured."""
 
 
 def available(device: torch.device) -> int:
-    """Free bytes on a device; for the CPU those that the kernel estimates to be available."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else memory.available()
+    """Bytes on a device that can still be allocated by this process; for the CPU those that the kernel estimates to be available.
+
+    What torch's allocator has reserved on a GPU and does not use is free: it is given out again before more is asked for.
+    """
+    if device.type != "cuda":
+        return memory.available()
+    reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + reusable
 
 
 def learning_estimate(model: Any, settings: LocalSettings, tokens: int | None = None) -> dict[str, int]:
@@ -49,14 +60,16 @@ def learning_estimate(model: Any, settings: LocalSettings, tokens: int | None = 
     return {"gradients": trained, "optimizer": moments, "activations": kept * size * budget, "logits": 3 * logits}
 
 
-def preflight(model: Any, settings: LocalSettings, tokens: int | None = None) -> None:
-    """Raises `OutOfMemory` where `learning_estimate` is more than the device has free."""
-    parts = learning_estimate(model, settings, tokens)
-    free = available(model.device)
+def preflight(device: torch.device, needed: Callable[[bool], Mapping[str, int]]) -> None:
+    """Raises `OutOfMemory` where `needed`, bytes by part, are more than the device has free: as estimated (`needed(False)`), and
+    where that leaves a doubt as measured."""
+    free, parts = available(device), needed(False)
+    if sum(parts.values()) * SURE > free:
+        parts = needed(True)
     if sum(parts.values()) > free:
-        what = f"learning would need about {gib(sum(parts.values()))} more on {model.device}"
+        what = f"learning would need about {gib(sum(parts.values()))} more on {device}"
         found = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
-        raise OutOfMemory(what, expected=f"at most the {gib(free)} that are free", found=found, do=_ADVICE)
+        raise OutOfMemory(what, expected=f"at most the {gib(free)} that are free", found=found, do=ADVICE)
 
 
 @contextmanager

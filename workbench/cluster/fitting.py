@@ -1,0 +1,289 @@
+"""Whether a placement fits: the memory of each process in each phase of a step, before anything starts.
+
+What learning and scoring take is measured on the learner's own code without its weights (`engines.rehearsal`). The phases take
+turns, so that a process needs the most of any of them, not their sum; while the learner works, colocated vLLM sleeps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.base.config import require
+from workbench.base.errors import SettingError
+from workbench.base.memory import gib
+from workbench.base.shown import Shown
+from workbench.cluster.placement import Placement, spread
+from workbench.cluster.pools import Node
+from workbench.engines.rehearsal import Footprint, Shape, config_of, language, sharded
+from workbench.engines.settings import FsdpSettings
+
+SHARE = 0.9
+"""Of a process's memory that may be planned for; the rest is the runtime's own (a GPU's context, buffers, fragments)."""
+PROCESS = 700 << 20
+"""Bytes that Python, torch and transformers take in a process on the CPU, measured."""
+GRAPHS = 2 << 30
+"""Bytes that vLLM keeps of its share for activations and compiled graphs: about."""
+CPU_CACHE = 256 << 20
+"""Bytes of vLLM's cache on a CPU, where its settings do not say."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of one kind of data (`what`: weights, gradients, KV cache …) of one role in a process."""
+
+    role: str
+    what: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one process holds in a phase of a step at most: `sample`, `score` or `learn`."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes together."""
+        return sum(part.size for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Another way to place the model: arguments of `Cluster.place`, and what they change."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    cost: str
+    """What it costs, in words."""
+    saved: int
+    """Bytes that the fullest phase needs less."""
+    fits: bool
+
+
+@dataclass(frozen=True, repr=False)
+class Fit(Shown):
+    """The memory of each process of a placement, by phase, beside what the process has; `bool(fit)`: whether it fits."""
+
+    model: str | Path | Mapping[str, Any]
+    asked: Mapping[str, Any]
+    """Arguments of `fits`, but for the model."""
+    placement: Placement
+    parameters: int
+    phases: tuple[Phase, ...]
+    available: int
+    """Bytes that one process has."""
+    source: str
+    """Where `available` comes from, in words."""
+    cached: int | None
+    """Tokens for which a sampler has cache; None where that is not known before."""
+
+    @property
+    def name(self) -> str:
+        """The model's path or, of a config, its kind."""
+        return str(self.model.get("model_type", "a config") if isinstance(self.model, Mapping) else self.model)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of memory that one process needs in its fullest phase."""
+        return max(phase.size for phase in self.phases)
+
+    @property
+    def fits(self) -> bool:
+        """Whether `needed` is at most nine tenths of `available`, and the sampler's cache holds one sequence."""
+        return self.needed <= SHARE * self.available and (self.cached is None or self.cached >= self.asked["tokens"])
+
+    def __bool__(self) -> bool:
+        return self.fits
+
+    def _with(self, **changes: Any) -> Fit:
+        return fits(self.model, **{**self.asked, **changes})
+
+    @cached_property
+    def choices(self) -> tuple[Choice, ...]:
+        """What each setting that saves memory buys, alone: measured when it is first asked for."""
+        found = []
+        for name, arguments, cost in _further(self):
+            other = self._with(**arguments)
+            found.append(Choice(name, arguments, cost, self.needed - other.needed, other.fits))
+        return tuple(found)
+
+    @cached_property
+    def proposal(self) -> Mapping[str, Any] | None:
+        """Further arguments of `Cluster.place` with which it fits: none where it does, None where nothing that is known helps."""
+        changes: dict[str, Any] = {}
+        fit = self
+        for _, arguments, _ in [("", {}, ""), *_further(self)]:
+            changes |= arguments
+            fit = self._with(**changes)
+            if not fit and (share := fit.share) is not None:
+                given = {**(fit.asked.get("sampler_settings") or {}), "gpu_memory_utilization": share}
+                if other := self._with(**changes, sampler_settings=given):
+                    changes, fit = {**changes, "sampler_settings": given}, other
+            if fit:
+                return changes
+        return None
+
+    @property
+    def share(self) -> float | None:
+        """The `gpu_memory_utilization` of a colocated vLLM that leaves the learner what it holds; None for other samplers."""
+        if not self.placement.shared or self.placement.sampler != "vllm":
+            return None
+        held = next(phase for phase in self.phases if phase.name == "sample")
+        beside = sum(part.size for part in held.parts if part.role != "sampler")
+        return max(math.floor((SHARE - beside / self.available) * 20) / 20, 0.05)
+
+    @property
+    def advice(self) -> str:
+        """The call that places it so that it fits, to paste; empty where there is none."""
+        if self.proposal is None:
+            return ""
+        kept = {name: one for name, one in self.asked.items() if name not in _NOT_PLACED and one is not None}
+        told = "".join(f", {name}={one!r}" for name, one in {**kept, **self.proposal}.items())
+        return f"c.place({self.name!r}{told})"
+
+
+_NOT_PLACED = ("tokens", "nodes", "gpus", "memory", "reference", "critic")
+"""Arguments of `fits` that `Cluster.place` does not have."""
+
+
+def _further(fit: Fit) -> list[tuple[str, dict[str, Any], str]]:
+    """(name, arguments, cost) of what can save memory and is not set, the cheapest first."""
+    settings, gpus = fit.placement.learner, fit.placement.gpus
+    found: list[tuple[str, dict[str, Any], str]] = []
+    if not settings.gradient_checkpointing:
+        found.append(("gradient checkpointing", {"gradient_checkpointing": True}, "about +30 % time of learning"))
+    length = fit.asked["tokens"]
+    if settings.budget("cuda" if gpus else "cpu") > length:
+        found.append(("micro-batches of one sequence", {"micro_batch_tokens": length}, "more, smaller passes"))
+    if gpus and settings.offload == "none":
+        found.append(("moments in host memory", {"offload": "optimizer"}, "two copies of them over the bus a step"))
+    if gpus and settings.offload != "all":
+        found.append(("all weights in host memory", {"offload": "all"}, "the step on the CPU: slow"))
+    if not settings.lora_rank:
+        found.append(("adapter (LoRA r=32)", {"lora_rank": 32, "offload": "none"}, "trains adapters alone"))
+    return found
+
+
+def fits(
+    model: str | Path | Mapping[str, Any],
+    *,
+    tokens: int,
+    nodes: Sequence[Node] = (),
+    gpus: int = 0,
+    memory: int | None = None,
+    reference: bool = True,
+    critic: bool = False,
+    ranks: int | None = None,
+    sampler: str | None = "vllm",
+    tensor_parallel_size: int = 1,
+    rollout: str | None = None,
+    sampler_settings: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Fit:
+    """Measure, without weights, whether a model can be placed so: `wb.cluster.fits("my-7b", gpus=8, memory=80 << 30, tokens=4096)`.
+
+    `model`: a folder, a hub name, or a config as a mapping. `tokens`: of one sequence, prompt and response. `gpus`: how many
+    there are, where there are no `nodes` (`c.fits` gives its own). `memory`: bytes of one process; None: of this machine's GPU,
+    or without GPUs a node's memory divided by its CPUs. `reference`, `critic`: whether the recipe has these models beside the
+    policy. All else are the arguments of `Cluster.place`, with its defaults.
+
+    Raises `SettingError` for settings that `place` refuses, or where the memory of a GPU is not known; `EngineError` where the
+    model cannot be measured.
+    """
+    require(tokens > 1, "tokens", expected="≥ 2, prompt and response together", found=tokens)
+    asked = {name: one for name, one in locals().items() if name not in ("model", "settings")} | settings
+    live = [node for node in nodes if node.alive] or [Node("", "", "", True, gpus or 1, gpus, gpus or 1, gpus, 0)]
+    there = any(node.gpus for node in live)
+    whole = [replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in live]
+    for name in ("learner", "replicas", "pool", "threads", "scratch", "template_switches"):
+        settings.pop(name, None)  # no matter of memory
+    chosen = FsdpSettings.from_parameters(settings)
+    size = ranks or sum(spread(whole, None, int(there)))
+    made = Placement(chosen, size, there, sampler, tensor_parallel_size, rollout is not None, sampler_settings or {})
+    have, source = (memory, "as given") if memory is not None else _memory(live if nodes else (), there)
+    phases, parameters, cached = _phases(model, made, tokens, have, reference, critic)
+    return Fit(model, asked, made, parameters, phases, have, source, cached)
+
+
+def _phases(
+    model: Any, made: Placement, tokens: int, have: int, reference: bool, critic: bool
+) -> tuple[tuple[Phase, ...], int, int | None]:
+    """(phases of a step, parameters, tokens of cache)."""
+    kind = "cuda" if made.gpus else "cpu"
+    shape = Shape.of(made.learner.budget(kind), tokens)
+    policy = sharded(model, made.learner, made.ranks, shape, gpu=made.gpus)
+    config, settings = config_of(model, made.learner)
+    beside = [] if made.gpus else [Part("process", "Python and torch", PROCESS)]
+    if reference and not settings.lora_rank:
+        beside.append(Part("reference", "weights", policy.weights))
+    held = [*beside, *_held("policy", policy)]
+    learn, score = [*beside, *_learning("policy", policy)], [*beside, *_scoring("policy", policy)]
+    if critic:
+        values = sharded(model, made.learner, made.ranks, shape, gpu=made.gpus, head=True)
+        turns = [[*_held("policy", policy), *_learning("critic", values)], [*learn, *_held("critic", values)]]
+        learn = max(([*beside, *turns[0]], turns[1]), key=lambda parts: sum(part.size for part in parts))
+        score, held = [*score, *_held("critic", values)], [*held, *_held("critic", values)]
+    sampling, cached = _sampling(made, config, policy, have)
+    phases = [Phase("score", tuple(score)), Phase("learn", tuple(learn))]
+    if sampling:
+        phases.insert(0, Phase("sample", tuple([*held, *sampling] if made.shared else [*beside[:1], *sampling])))
+    return tuple(phases), policy.parameters, cached
+
+
+def _held(role: str, found: Footprint) -> list[Part]:
+    return [Part(role, "weights", found.weights), Part(role, "optimizer", found.optimizer)]
+
+
+def _learning(role: str, found: Footprint) -> list[Part]:
+    more = [Part(role, "gradients", found.gradients), Part(role, "activations", found.activations)]
+    return [*_held(role, found), *more]
+
+
+def _scoring(role: str, found: Footprint) -> list[Part]:
+    return [*_held(role, found), Part(role, "activations", found.scoring - found.weights - found.optimizer)]
+
+
+def _sampling(
+    made: Placement, config: Mapping[str, Any], policy: Footprint, have: int
+) -> tuple[list[Part], int | None]:
+    """(what a sampler holds, tokens of its cache): vLLM's cache is what is left of its share."""
+    if made.sampler is None:
+        return [], None
+    chosen, tp = made.sampler_settings, made.tensor_parallel_size if made.gpus else 1
+    if made.sampler == "local":
+        return [Part("sampler", "weights", 4 * policy.parameters)], None
+    width = 4 if chosen.dtype == "float32" or (chosen.dtype == "auto" and not made.gpus) else 2
+    weights = policy.parameters * width // tp
+    cache = (chosen.kv_cache_memory_mb or 0) << 20
+    if not cache:
+        cache = int(chosen.gpu_memory_utilization * have) - weights - GRAPHS if made.gpus else CPU_CACHE
+    text = language(config)
+    heads = int(text.get("num_attention_heads") or 1)
+    keys = int(text.get("num_key_value_heads") or heads)
+    each = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)
+    token = 2 * int(text.get("num_hidden_layers") or 0) * math.ceil(keys / tp) * each * width
+    graphs = [Part("sampler", "graphs", GRAPHS)] if made.gpus else []
+    parts = [Part("sampler", "weights", weights), *graphs, Part("sampler", "KV cache", max(cache, 0))]
+    return parts, max(cache, 0) // max(token, 1)
+
+
+def _memory(nodes: Sequence[Node], gpus: bool) -> tuple[int, str]:
+    if gpus and torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(0)
+        return int(found.total_memory), f"of this machine's {found.name}"
+    if gpus:
+        found = "None; Ray does not know the memory of a GPU"
+        raise SettingError("memory", expected="bytes of one GPU", found=found, do="give it: fits(…, memory=80 << 30)")
+    if not nodes:
+        raise SettingError("memory", expected="bytes of one process", found="None, and no node that is alive")
+    least = min(nodes, key=lambda node: node.memory / max(node.cpus, 1))
+    return int(least.memory / max(least.cpus, 1)), f"{gib(least.memory)} of {least.host} for {least.cpus:g} processes"

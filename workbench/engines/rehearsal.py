@@ -1,0 +1,408 @@
+"""What learning and scoring allocate, measured before anything starts: the engine's own code runs on tensors without data.
+
+Weights, activations, gradients and moments are torch's fake tensors (`torch._subclasses.FakeTensorMode`): shapes without memory.
+Rows, masks and plans of attention are small and real, because our code reads them. torch's own memory tracker
+(`torch.distributed._tools.mem_tracker`) makes these fake, too, and stops at the first number that is read; so storages are
+counted here. Ranks are those of a process group that sends nothing (`fake`), of which this process is rank 0.
+
+Of a deep model two shallow ones are measured, and each part of a step is continued linearly to its depth: layers are alike.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from workbench.base.errors import EngineError, boundary
+from workbench.dataproto.core import DataProto
+from workbench.engines.local_engine import lora
+from workbench.engines.local_engine.loading import resolve
+from workbench.engines.protocol import LossCounts, LossOutput
+from workbench.engines.settings import FsdpSettings
+
+SHALLOW = (3, 4)
+"""Layers of the two models that are measured in place of a deeper one: more than FSDP has gathered at one time."""
+_aten: Any = torch.ops.aten
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows that learn: micro-batches of `rows` with `length` tokens each, a quarter of them response; `several` in a mini-batch."""
+
+    rows: int
+    length: int
+    several: bool = True
+
+    @staticmethod
+    def of(budget: int, length: int, tokens: int | None = None) -> Shape:
+        """Micro-batches of at most `budget` tokens, of a mini-batch of `tokens` (None: more than one micro-batch)."""
+        length = max(length, 2)
+        whole = budget + 1 if tokens is None else tokens
+        return Shape(max(min(budget, whole) // length, 1), length, whole > budget)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one process: what a model holds, and the most while it learns and scores, what it holds included."""
+
+    parameters: int
+    """Number of the whole model's parameters, adapters included."""
+    weights: int
+    gradients: int
+    optimizer: int
+    learning: int
+    scoring: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What learning allocates beside the weights, by part; their sum is the most."""
+        return {"gradients": self.gradients, "optimizer": self.optimizer, "activations": self.activations}
+
+    @property
+    def activations(self) -> int:
+        """What learning takes at its peak beside weights, gradients and moments: activations, logits, gathered layers."""
+        return max(self.learning - self.weights - self.gradients - self.optimizer, 0)
+
+
+def sharded(
+    model: str | Path | Mapping[str, Any],
+    settings: FsdpSettings,
+    ranks: int,
+    shape: Shape,
+    *,
+    gpu: bool,
+    head: bool = False,
+) -> Footprint:
+    """The footprint of one of `ranks` FSDP ranks, on GPUs or CPUs; of a folder, a hub name or a config as a mapping.
+
+    Raises `EngineError` where the model cannot be measured: it is no transformers model, or its code reads numbers.
+    """
+    config, settings = config_of(model, settings)
+    return _sharded(json.dumps(config, sort_keys=True), settings, ranks, shape, gpu, head)
+
+
+@lru_cache(maxsize=64)
+def _sharded(config: str, settings: FsdpSettings, ranks: int, shape: Shape, gpu: bool, head: bool) -> Footprint:
+    from workbench.engines.fsdp_engine.sharded import ShardedModel
+
+    chosen = _on_cpu(settings, gpu).replace(offload="none")
+
+    def opened(folder: str) -> Opened:
+        model = ShardedModel(folder, chosen, distributed.init_device_mesh("cpu", (ranks,)), head, {})
+        learn = partial(_with_further, model.learn, 0)
+        return Opened(model.whole, model.optimizer, learn, partial(_with_further, model.compute_log_probs, False))
+
+    with _fake_ranks(ranks):
+        found = measured(json.loads(config), opened, shape, gpu=gpu, head=head)
+    return found if not gpu else _away(found, settings.offload)
+
+
+def _with_further(method: Callable[..., Any], further: Any, *given: Any) -> Any:
+    return method(*given, further)
+
+
+def whole(opened: Callable[[str, Any], Opened], config: Any, settings: Any, shape: Shape, device: str) -> Footprint:
+    """The footprint of a model in one process, on a kind of device, that `opened(folder, settings)` opens; `config` is
+    transformers'. Raises `EngineError` where it cannot be measured."""
+    gpu = device == "cuda"
+    chosen = _on_cpu(settings, gpu).replace(offload="none", check_memory=False, self_check=False)
+    found = measured(
+        json.loads(config.to_json_string(use_diff=False)), lambda folder: opened(folder, chosen), shape, gpu=gpu
+    )
+    return found if not gpu else _away(found, settings.offload)
+
+
+class Opened(NamedTuple):
+    """A model that was opened to be measured."""
+
+    module: torch.nn.Module
+    optimizer: Any
+    learn: Callable[..., Any]
+    """(rows, loss, counts, temperature)."""
+    score: Callable[..., Any]
+    """(rows, want, temperature)."""
+
+
+def _away(found: Footprint, offload: str) -> Footprint:
+    """The footprint on a GPU where part of it stays in host memory."""
+    w, g, o = found.weights, found.gradients, found.optimizer
+    if offload == "optimizer":
+        return replace(found, optimizer=0, learning=max(found.learning - o, w + g), scoring=found.scoring - o)
+    if offload == "all":
+        held = {"weights": 0, "gradients": 0, "optimizer": 0}
+        return replace(found, **held, learning=found.learning - w - o, scoring=found.scoring - w - o)
+    return found
+
+
+def measured(
+    config: Mapping[str, Any], opened: Callable[[str], Opened], shape: Shape, *, gpu: bool, head: bool = False
+) -> Footprint:
+    """The footprint of a model with this config that `opened(folder)` opens.
+
+    Raises `EngineError` where it cannot be measured.
+    """
+    text = language(config)
+    depth = int(text.get("num_hidden_layers") or 0)
+    depths = (depth,) if depth <= SHALLOW[-1] + 1 else SHALLOW
+    with (
+        _lock,
+        boundary("measuring a model's memory without its weights", EngineError),
+        torch.random.fork_rng(devices=[]),
+    ):
+        rows = [_run(_shallow(config, one), opened, shape, gpu, head) for one in depths]
+    if len(rows) == 1:
+        return _footprint(rows[0])
+    further = (depth - depths[1]) / (depths[1] - depths[0])
+    return _footprint([round(more + further * (more - few)) for few, more in zip(*rows, strict=True)])
+
+
+def _footprint(sizes: Sequence[int]) -> Footprint:
+    parameters, weights, gradients, optimizer, *learning, scoring = sizes
+    return Footprint(parameters, weights, gradients, optimizer, max(learning), scoring)
+
+
+def _run(config: Mapping[str, Any], opened: Callable[[str], Opened], shape: Shape, gpu: bool, head: bool) -> list[int]:
+    """[parameters, weights, gradients, optimizer, most in parts of a step …, most while scoring]."""
+    rows, want = _rows(shape, int(language(config).get("vocab_size") or 2)), ("values",) if head else _WANT
+    with tempfile.TemporaryDirectory() as folder, Counting(gpu) as seen:
+        Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        model = opened(folder)
+        weights = seen.live
+        for parameter in model.optimizer.named.values():
+            parameter.grad = torch.zeros_like(parameter)
+        gradients = seen.live - weights
+        model.optimizer.step()
+        model.optimizer.zero()
+        moments = seen.live - weights
+        seen.series.clear()
+        marks = _Marks(want, seen, model.module)
+        model.learn(rows, marks, LossCounts(1.0, 1.0), 1.0)
+        parts = marks.parts()
+        seen.series.clear()
+        model.score(rows, want, 1.0)
+        count = sum(one.numel() for one in model.module.parameters())
+        return [count, weights, gradients, moments, *parts, max(seen.series)]
+
+
+_WANT = ("log_probs", "entropy")
+
+
+class _Marks:
+    """A loss that notes where a step's memory turns: forward, backward down to the top layer, and from the lowest layer on.
+
+    In between a layer's activations go and its gradients come, so that the most is at one of the ends.
+    """
+
+    def __init__(self, want: tuple[str, ...], seen: Counting, module: torch.nn.Module) -> None:
+        self.want = want
+        self._seen = seen
+        self._at = {"loss": 0, "top": 0, "lowest": 0}
+        if layers := layers_of(module):
+            layers[-1].register_full_backward_hook(lambda *_: self._mark("top"))
+            layers[0].register_full_backward_pre_hook(lambda *_: self._mark("lowest"))
+
+    def _mark(self, name: str) -> None:
+        self._at[name] = len(self._seen.series)
+
+    def __call__(self, outputs: Mapping[str, torch.Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
+        self._mark("loss")
+        return LossOutput(torch.stack([one.sum() for one in outputs.values()]).sum(), {}, {})
+
+    def parts(self) -> list[int]:
+        """The most of each part, all micro-batches but the last in the first one."""
+        series, (loss, top, lowest) = self._seen.series, self._at.values()
+        if not loss < top < lowest:  # no layers that are known: the whole
+            return [max(series)] * 3
+        return [max(series[:loss]), max(series[loss:top]), max(series[lowest:])]
+
+
+def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of a transformers model, from the lowest, sharded or not."""
+    kinds = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    return [part for part in module.modules() if type(part).__name__.removeprefix("FSDP") in kinds]
+
+
+def _rows(shape: Shape, vocabulary: int) -> DataProto:
+    count, start = shape.rows * (2 if shape.several else 1), shape.length * 3 // 4
+    drawn = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, max(vocabulary, 2), (count, shape.length), generator=drawn)
+    ones = torch.ones_like(ids)
+    columns = {"input_ids": ids, "attention_mask": ones, "position_ids": torch.arange(shape.length).repeat(count, 1)}
+    return DataProto.from_dict({**columns, "responses": ids[:, start:], "response_mask": ones[:, start:]})
+
+
+# --- counting -------------------------------------------------------------------------------------
+
+
+class Counting(TorchDispatchMode):
+    """Makes floating tensors fake, leaves others real, and counts the bytes of the storages that are alive.
+
+    With `gpu` heads of keys and values that queries share are counted as GPU kernels want them: once for each query head.
+    """
+
+    def __init__(self, gpu: bool) -> None:
+        super().__init__()
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+        from torch.distributed.tensor import DTensor
+
+        self._fakes: Any = FakeTensor
+        self._wrapped: Any = DTensor
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._gpu = gpu
+        self._sizes: dict[int, int] = {}
+        self.live = 0
+        """Bytes that are alive now."""
+        self.series: list[int] = []
+        """`live` after each operation."""
+
+    def __enter__(self) -> Any:
+        self._plain = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resized  # type: ignore[method-assign] # FSDP frees gathered weights by it
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._plain  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(one, self._wrapped) for one in types):
+            return NotImplemented  # its own operations on the local parts come here
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs)  # DTensor asks for shapes
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        if any(isinstance(one, self._fakes) for one in given):
+            if func is _aten._local_scalar_dense.default:
+                return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+            found = func(*_by_number(func, args), **kwargs)
+        else:
+            found = self._made(func, args, kwargs, given)
+        for one in tree_leaves(found):
+            if isinstance(one, torch.Tensor) and one.device.type != "meta":
+                self._count(one.untyped_storage())
+        if self._gpu and func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
+            self._repeat(*args[:3])
+        self.series.append(self.live)
+        return found
+
+    def _made(self, func: Any, args: Any, kwargs: Any, given: Sequence[torch.Tensor]) -> Any:
+        """What is made of no fake tensor: numbers without data are fake, or on the meta device, whole numbers are real."""
+        if not given or any(one.device.type == "meta" for one in given):
+            with self._mode:
+                found = func(*args, **kwargs)
+            made = next((one for one in tree_leaves(found) if isinstance(one, torch.Tensor)), None)
+            if made is None or (made.device.type != "meta" and (given or made.is_floating_point())):
+                return found
+        return func(*args, **kwargs)
+
+    def _count(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        self.live -= self._sizes.pop(key, 0)
+
+    def _repeat(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        for one in (key, value) if key.shape[1] < query.shape[1] else ():
+            more = one.nbytes * (query.shape[1] // key.shape[1] - 1)
+            self._sizes[one.untyped_storage()._cdata] += more
+            self.live += more
+
+    @property
+    def _resized(self) -> Callable[[Any, int], Any]:
+        def resize_(storage: Any, size: int) -> Any:
+            found = self._plain(storage, size)
+            if storage._cdata in self._sizes:
+                self.live += storage.nbytes() - self._sizes[storage._cdata]
+                self._sizes[storage._cdata] = storage.nbytes()
+                self.series.append(self.live)
+            return found
+
+        return resize_
+
+
+def _by_number(func: Any, args: Any) -> Any:
+    """Arguments with a real mask that picks of a fake tensor as the numbers of what it picks: its result has a size then."""
+    if func is not _aten.index.Tensor or not isinstance(args[1], list | tuple):
+        return args
+    picked: list[Any] = []
+    for one in args[1]:
+        mask = type(one) is torch.Tensor and one.dtype == torch.bool
+        picked += one.nonzero().unbind(1) if mask else [one]
+    return (args[0], picked)
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _fake_ranks(size: int) -> Iterator[None]:
+    """Context manager: this process is rank 0 of a process group that sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if distributed.is_initialized():
+        what, do = "a process group is in use in this process", "measure before it, or in another process"
+        raise EngineError("cannot measure the memory of ranks", found=what, do=do)
+    hook = sys.excepthook
+    with ExitStack() as ends:
+        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        ends.callback(setattr, sys, "excepthook", hook)
+        ends.callback(distributed.destroy_process_group)
+        yield
+
+
+def _on_cpu(settings: Any, gpu: bool) -> Any:
+    """Settings with which this process computes what a GPU would: in its precision and by its budget."""
+    kind = "cuda" if gpu else "cpu"
+    half = "bfloat16" if settings.half(kind) else "float32"
+    return settings.replace(
+        device="cpu", dtype=half, micro_batch_tokens=settings.budget(kind), attn_implementation=None
+    )
+
+
+def config_of(model: str | Path | Mapping[str, Any], settings: Any) -> tuple[Mapping[str, Any], Any]:
+    """(config, settings); of a folder of adapters its base's config, and settings with its rank."""
+    if isinstance(model, Mapping):
+        return model, settings
+    folder = resolve(model)
+    base = lora.base_of(Path(folder))
+    if base is not None:
+        rank = int(json.loads((Path(folder) / lora.CONFIG).read_text(encoding="utf-8"))["r"])
+        return config_of(str(base), settings.replace(lora_rank=rank))
+    from transformers import AutoConfig
+
+    with boundary(f"reading the config of {str(model)!r}", EngineError):
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=settings.trust_remote_code)
+    return json.loads(config.to_json_string(use_diff=False)), settings
+
+
+def language(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config that describes the language model."""
+    return config.get("text_config") or config
+
+
+def _shallow(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """A config with so many layers, and as many entries in its lists of layers."""
+    text = language(config)
+    depth = text.get("num_hidden_layers")
+    cut = {name: one[:layers] if isinstance(one, list) and len(one) == depth else one for name, one in text.items()}
+    cut["num_hidden_layers"] = layers
+    return {**config, "text_config": cut} if text is not config else cut
