@@ -185,9 +185,9 @@ def stepper(made: Stepper) -> doc.Part:
         doc.Either("  ".join(strip), doc.line(boxes)),
         [doc.line(doc.bold(said)) for said in outdated(made.pipeline)],
         [
-            doc.line(f"the update keeps the weights of {role!r}: {gib(need)} of {gib(free)} free")
-            for role, (need, free) in made.prices().items()
-            if need
+            doc.line(f"the update keeps the weights of {role!r}: {price}")
+            for role, price in made.prices().items()
+            if price
         ],
     )
     if not len(past):

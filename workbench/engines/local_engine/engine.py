@@ -27,9 +27,10 @@ from workbench.engines.local_engine.learning import Optimizer, backward, infinit
 from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
 from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, check_pictures, unchecked
-from workbench.engines.local_engine.snapshots import Files, Learned, Rewinding, new_id, rng_of
+from workbench.engines.local_engine.snapshots import Files, Holding
 from workbench.engines.local_engine.states import read_optimizer, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, SampleMany, StepResult
+from workbench.engines.rewinding import new_id, rng_of
 from workbench.engines.settings import LocalSettings
 
 _KINDS = ("log_probs", "entropy", "sum_pi_squared", "values")
@@ -165,7 +166,7 @@ class FrozenModel:
         return f"FrozenModel({self._engine!r})"
 
 
-class LocalEngine(ModelEngine, Rewinding, SampleMany):
+class LocalEngine(ModelEngine, Holding, SampleMany):
     """Samples, scores and trains one transformers model in this process, on the CPU or one GPU; made by `local`.
 
     It is a `Sampler`, a `LogProbModel` and a `Learner` of `engines.protocol`.
@@ -279,8 +280,7 @@ class LocalEngine(ModelEngine, Rewinding, SampleMany):
         self.state_id = new_id()
         optimizer.step()
         optimizer.zero()
-        if self._since is not None:
-            self._since.append(Learned(batch, loss, loss_counts, temperature, rng))
+        self._record(batch, loss, loss_counts, temperature, rng)
         return StepResult({**learned.metrics, "grad_norm": Mean(norm), "lr": Mean(lr)}, learned.columns)
 
     @runtime.in_turn
