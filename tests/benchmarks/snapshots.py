@@ -91,6 +91,11 @@ def memory_of_all() -> float:
     return sum(one.memory_full_info().pss for one in every) / 1e9
 
 
+def size_of(folder: Path) -> float:
+    """GB of the files in a folder."""
+    return sum(one.stat().st_size for one in folder.rglob("*") if one.is_file()) / 1e9
+
+
 def stepping(name: str, make: Callable[[], Any], scratch: Path) -> None:
     """Go back over an update from weights as they were loaded, then from weights that nobody else has."""
     tempfile.tempdir = str(scratch)
@@ -98,11 +103,11 @@ def stepping(name: str, make: Callable[[], Any], scratch: Path) -> None:
     batch = made_batch(8, 32)
     for base in ("as loaded", "trained"):
         s = wb.Stepper([Update(engine, PolicyLoss())], batch)
-        before, free = memory_of_all(), os.statvfs(scratch)
+        before, written = memory_of_all(), size_of(scratch)
         began = time.perf_counter()
         s.run()
         update, held = time.perf_counter() - began, memory_of_all() - before
-        disk = (free.f_bavail - os.statvfs(scratch).f_bavail) * free.f_frsize / 1e9
+        disk = size_of(scratch) - written
         began = time.perf_counter()
         s.back()
         back = time.perf_counter() - began

@@ -374,6 +374,23 @@ class Estimates(Protocol):
 
 
 @runtime_checkable
+class Adjustable(Protocol):
+    """Protocol of models whose settings of memory and time can be tried while they are open (local, FSDP, their references)."""
+
+    def trying(self, **changes: Any) -> AbstractContextManager[None]:
+        """Context manager: inside it the engine computes with other settings; weights and moments stay."""
+
+
+@runtime_checkable
+class Tunable(Adjustable, Protocol):
+    """Protocol of adjustable learners that know what they took: for `tune`."""
+
+    def peaks(self, begin: bool = False) -> dict[str, int]:
+        """Most bytes since the last call with `begin`: `host`, in memory of its workers together, `device`, of tensors on a
+        GPU, the fullest, and `total`, that GPU's size."""
+
+
+@runtime_checkable
 class WeightSource(Protocol):
     """Protocol of learners that return their weights as tensors (local, FSDP), to push them to a sampler."""
 

@@ -16,6 +16,7 @@ from workbench.base import memory
 from workbench.base.config import Settings, require
 from workbench.base.errors import OutOfMemory, VersionMismatch
 from workbench.base.memory import gib
+from workbench.engines.local_engine.memory import memory_errors
 from workbench.engines.protocol import Estimates, Late, Learner, Losable, Snapshot, SnapshotCost
 
 log = logging.getLogger("workbench")
@@ -199,7 +200,8 @@ class Snapshots:
             raise _no_room(name, price)
         if price:
             log.info("%s %s", said, price)
-        return learner.snapshot(kind, price.cost.folder)
+        with memory_errors(f"keeping the weights of {name!r}", gib(price.cost.memory), "snapshot_memory"):
+            return learner.snapshot(kind, price.cost.folder)
 
     def _kind(self, learner: Any, tokens: int) -> str:
         """What `auto` means for this learner."""

@@ -371,6 +371,16 @@ class FsdpEngine(ModelEngine, Rewinding):
         ranks = {name: 1 if name in ("activations", "logits") else self._group.size for name in parts}
         return device, {name: size // ranks[name] * sharing for name, size in parts.items() if name not in away}
 
+    def _apply(self, settings: FsdpSettings) -> None:
+        self._on("apply", settings.to_dict())
+        self._settings = settings
+
+    def peaks(self, begin: bool = False) -> dict[str, int]:
+        """Most bytes since the last call with `begin`: `host`, in memory of all ranks together, `device`, of tensors on a GPU,
+        the fullest, and `total`, that GPU's size."""
+        found = self._on("peaks", begin)
+        return {name: (sum if name == "host" else max)(one[name] for one in found) for name in found[0]}
+
     def memory(self) -> list[dict[str, int]]:
         """Bytes of each rank: `weights`, `optimizer`, and the device's `peak`."""
         return self._on("memory")

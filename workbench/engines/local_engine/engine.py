@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from workbench.base import runtime
-from workbench.base.errors import EngineError
+from workbench.base.errors import EngineError, SettingError, unknown
 from workbench.base.memory import share_arena
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
@@ -24,7 +24,7 @@ from workbench.engines.local_engine.caches import OWN_CACHE, PicturedRows, cache
 from workbench.engines.local_engine.decode import casts_kept, decode
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
-from workbench.engines.local_engine.memory import learning_estimate, memory_errors, preflight
+from workbench.engines.local_engine.memory import Live, learning_estimate, live, memory_errors, peaks, preflight
 from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, check_pictures, unchecked
 from workbench.engines.local_engine.snapshots import Files, Holding
@@ -33,6 +33,8 @@ from workbench.engines.protocol import Loss, LossCounts, Request, Sample, Sample
 from workbench.engines.rewinding import new_id, rng_of
 from workbench.engines.settings import LocalSettings
 
+TRIED = ("micro_batch_tokens", "pack", "gradient_checkpointing", "offload")
+"""Settings that can be changed while an engine is open: they change memory, time and rounding alone."""
 _KINDS = ("log_probs", "entropy", "sum_pi_squared", "values")
 
 
@@ -47,6 +49,8 @@ class ModelEngine:
     """Whether the weights are those of the path, as far as is known."""
     _copy: Callable[[], Any]
     """Another engine with the present weights."""
+    _apply: Callable[[Any], None]
+    """Computes with other settings from here on."""
 
     def __init__(
         self, model: Any, tokenizer: Any, settings: LocalSettings, *, path: str, head: bool, **switches: Any
@@ -86,6 +90,22 @@ class ModelEngine:
         if not set(want) <= set(known):
             have = ", ".join(known) + ("" if self._critic else " (values: make an engine.critic())")
             raise EngineError("want of compute_log_probs", expected=f"names out of {have}", found=", ".join(want))
+
+    @contextmanager
+    def trying(self, **changes: Any) -> Iterator[None]:
+        """Context manager: inside it the engine computes with other settings, out of those in `TRIED`.
+
+        Weights and moments stay. Raises `SettingError` for another setting, and where the model cannot be computed so.
+        """
+        for name in changes:
+            if name not in TRIED:
+                raise SettingError(unknown("setting that can be tried", name, TRIED))
+        before = self._settings
+        try:
+            self._apply(before.replace(**changes))
+            yield
+        finally:
+            self._apply(before)
 
     # --- frozen -----------------------------------------------------------------------------
 
@@ -149,6 +169,10 @@ class FrozenModel:
     def packed(self) -> bool:
         """Whether rows go through the model without padding (`scoring.packs`)."""
         return scoring.packs(self._engine._model, self._engine._settings)
+
+    def trying(self, **changes: Any) -> AbstractContextManager[None]:
+        """Context manager: inside it the model computes with other settings (`ModelEngine.trying`)."""
+        return self._engine.trying(**changes)
 
     @contextmanager
     def model(self) -> Iterator[Any]:
@@ -221,7 +245,12 @@ class LocalEngine(ModelEngine, Holding, SampleMany):
         made: Any = cache_of(self._model, path, budget)
         if wave.questions[0].pixels is not None:
             made = nullcontext(PicturedRows(self._model, wave.questions))
-        with memory_errors("sampling", shape, "max_wave"), self._autocast(), casts_kept(self._model), made as cache:
+        with (
+            memory_errors("sampling", shape, "max_wave", self._live),
+            self._autocast(),
+            casts_kept(self._model),
+            made as cache,
+        ):
             given = (self.tokenizer, wave, self._eos, self.version, self._settings.max_wave)
             decode(cache, *given, lambda: self.state_id == state)
 
@@ -234,7 +263,7 @@ class LocalEngine(ModelEngine, Holding, SampleMany):
         self._check_want(want)
         scoring.check_ids(self._model, batch)
         self._model.eval()
-        guard = memory_errors("scoring", f"micro-batches of {self._budget} tokens")
+        guard = memory_errors("scoring", f"micro-batches of {self._budget} tokens", holds=self._live)
         with guard, self._autocast(), lora.switched_off(self._model) if base else nullcontext():
             packed = self._packs(batch)
             return scoring.collect(self._passes(batch, packed), self._outputs(want, temperature, packed), batch, want)
@@ -259,7 +288,7 @@ class LocalEngine(ModelEngine, Holding, SampleMany):
                 theirs = scoring.layout(other, rows.to(other.device), packed).states(other, head_of(other))
             return scoring.divergence(way, mine, (states, theirs), their_logits, temperature)
 
-        with memory_errors("the exact KL", f"micro-batches of {self._budget} tokens"):
+        with memory_errors("the exact KL", f"micro-batches of {self._budget} tokens", holds=self._live):
             return scoring.collect(self._passes(batch, packed), found, batch, ("kl",))["kl"]
 
     # --- Learner ----------------------------------------------------------------------------
@@ -278,7 +307,8 @@ class LocalEngine(ModelEngine, Holding, SampleMany):
             raise error
         # while the weights move nobody may take them for the old ones: an interrupt can come between two of them
         self.state_id = new_id()
-        optimizer.step()
+        with memory_errors("the optimizer step", batch, holds=self._live):
+            optimizer.step()
         optimizer.zero()
         self._record(batch, loss, loss_counts, temperature, rng)
         return StepResult({**learned.metrics, "grad_norm": Mean(norm), "lr": Mean(lr)}, learned.columns)
@@ -309,7 +339,8 @@ class LocalEngine(ModelEngine, Holding, SampleMany):
         try:
             with learning_mode(self._model, packed), self._autocast():
                 found = self._outputs(loss.want, temperature, packed)
-                return backward(self._passes(batch, packed), lambda rows: loss(found(rows), rows, loss_counts), batch)
+                made = lambda rows: loss(found(rows), rows, loss_counts)  # noqa: E731
+                return backward(self._passes(batch, packed), made, batch, self._live)
         except BaseException:
             self._ready().zero()
             raise
@@ -357,6 +388,18 @@ class LocalEngine(ModelEngine, Holding, SampleMany):
                 named[name].detach().copy_(values)
 
     # --- what it needs ----------------------------------------------------------------------
+
+    def _apply(self, settings: LocalSettings) -> None:
+        if settings.gradient_checkpointing != self._settings.gradient_checkpointing:
+            on = settings.gradient_checkpointing
+            (self._model.gradient_checkpointing_enable if on else self._model.gradient_checkpointing_disable)()
+        self._settings = settings
+        if self._optimizer is not None:
+            self._optimizer.apply(settings)
+
+    def peaks(self, begin: bool = False) -> dict[str, int]:
+        """Most bytes since the last call with `begin`: `device`, of tensors on the GPU, which has `total`."""
+        return peaks(self._model.device.type, begin) | {"host": 0}
 
     def memory_needed(self, tokens: int | None = None) -> tuple[torch.device, dict[str, int]]:
         """The device, and the bytes by part that learning will allocate there beyond those in use now.
@@ -500,6 +543,9 @@ class LocalEngine(ModelEngine, Holding, SampleMany):
         self, want: Sequence[str], temperature: float, packed: bool
     ) -> Callable[[DataProto], dict[str, torch.Tensor]]:
         return lambda rows: scoring.outputs(self._model, self._head, rows, want, temperature, packed)
+
+    def _live(self) -> Live:
+        return live(self._model, self._optimizer, self._settings)
 
     def _autocast(self) -> Any:
         device = self._model.device.type
