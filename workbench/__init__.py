@@ -29,6 +29,7 @@ from workbench.stages.functions import stage
 from workbench.steps.compare import compare, diverge
 from workbench.steps.stepper import Stepper
 from workbench.steps.trace import Trace
+from workbench.steps.tune import tune
 from workbench.steps.what_if import what_if
 
 cluster: CallablePackage = cast(CallablePackage, sys.modules["workbench.cluster"])
@@ -41,7 +42,7 @@ __all__ = [
     "COLUMNS", "BaseInteraction", "DataProto", "Evaluation", "Origin", "Outcome", "Pipeline", "Run", "RunStopped", "SamplingSettings",
     "Score", "Status", "Stepper", "Trace", "WorkbenchError", "agents", "cluster", "compare", "compat", "datasets",
     "diverge", "engines", "evaluate", "free_memory", "functional", "list_runs", "load_run", "recipes",
-    "reward_from", "rewards", "rows", "run_notebook", "sandbox", "stage", "stages", "train", "train_blocking", "views", "what_if",
+    "reward_from", "rewards", "rows", "run_notebook", "sandbox", "stage", "stages", "train", "train_blocking", "tune", "views", "what_if",
 ]  # fmt: skip
 
 

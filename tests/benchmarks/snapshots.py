@@ -1,12 +1,14 @@
 """What a way back costs: bytes held, seconds, and peak memory of taking and restoring each kind of snapshot.
 
-A random Qwen2 of about 200 MB in float32, one short update between two states; `LoRA` is the same with adapters.
+A random Qwen2 of about 200 MB in float32, one short update between two states; `LoRA` is the same with adapters. With
+`--shape 0.5b` a stepper's `back` over an update instead, by the settings that it has by default: local and two FSDP ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,13 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import workbench as wb
 from workbench.base.memory import free_memory
 from workbench.stages.rollout import columns_of
+from workbench.stages.update import PolicyLoss, Update
 from workbench.testing.engines import LikelihoodLoss
+from workbench.testing.models import make_shaped_model
 
 
 def peak() -> int:
@@ -70,14 +75,78 @@ def compare(folder: Path, **settings: Any) -> None:
         del base, kept, engine
 
 
+def made_batch(rows: int, tokens: int) -> wb.DataProto:
+    """Rows as an update reads them, made by hand: nothing is sampled."""
+    samples = [wb.engines.Sample(tuple(range(5, 5 + tokens)), (-1.0,) * tokens, "length", 0) for _ in range(rows)]
+    columns = columns_of([(1, 5, 9, 7)] * rows, samples, 0)
+    ones = torch.ones(rows, tokens)
+    named = {**columns, "old_log_probs": -ones, "advantages": ones, "uid": [str(row) for row in range(rows)]}
+    named["scored"] = torch.ones(rows, dtype=torch.bool)
+    return wb.DataProto.from_single_dict(named)
+
+
+def memory_of_all() -> float:
+    """GB of this process and its children, pages that they share counted once."""
+    every = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return sum(one.memory_full_info().pss for one in every) / 1e9
+
+
+def size_of(folder: Path) -> float:
+    """GB of the files in a folder."""
+    return sum(one.stat().st_size for one in folder.rglob("*") if one.is_file()) / 1e9
+
+
+def stepping(name: str, make: Callable[[], Any], scratch: Path) -> None:
+    """Go back over an update from weights as they were loaded, then from weights that nobody else has."""
+    tempfile.tempdir = str(scratch)
+    engine = make()
+    batch = made_batch(8, 32)
+    for base in ("as loaded", "trained"):
+        s = wb.Stepper([Update(engine, PolicyLoss())], batch)
+        before, written = memory_of_all(), size_of(scratch)
+        began = time.perf_counter()
+        s.run()
+        update, held = time.perf_counter() - began, memory_of_all() - before
+        disk = size_of(scratch) - written
+        began = time.perf_counter()
+        s.back()
+        back = time.perf_counter() - began
+        kinds = ", ".join(one.kind for one in s.snapshots._all())
+        print(
+            f"{name:<11} {base:<9} update with its snapshot {update:6.1f} s, memory +{held:5.2f} GB, disk +{disk:5.2f} GB, "
+            f"back {back:6.1f} s ({kinds})", flush=True,
+        )  # fmt: skip
+        s.run()
+        del s
+        gc.collect()
+    if hasattr(engine, "close"):
+        engine.close()
+
+
+def at_size(shape: str) -> None:
+    """Local and FSDP, full and LoRA, in turn."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as place:
+        folder, scratch = Path(place) / "model", Path(place) / "scratch"
+        scratch.mkdir()
+        make_shaped_model(folder, shape)
+        for kind, settings in (("full", {}), ("LoRA", {"lora_rank": 16})):
+            given: dict[str, Any] = {"device": "cpu", "lr": 1e-6, **settings}
+            stepping(f"local {kind}", partial(wb.engines.local, folder, **given), scratch)
+            ranks = partial(wb.engines.fsdp, folder, ranks=2, scratch=scratch, threads=1, **given)
+            stepping(f"FSDP {kind}", ranks, scratch)
+
+
 def main() -> None:
     """Both ways of training."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, default=640)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--shape", help="a shape of workbench.testing.models: `back` of a stepper at that size")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.shape:
+        return at_size(options.shape)
     with tempfile.TemporaryDirectory() as place:
         folder = model(Path(place), options.hidden, options.layers)
         size = (folder / "model.safetensors").stat().st_size

@@ -52,7 +52,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_weights_as_loaded_cost_nothing(tiny: str) -> None:
     engine = opened(tiny)
     before, loaded = state(engine), engine.snapshot()
-    assert loaded.nbytes == 0 == engine.snapshot_bytes() and loaded.kind == "disk" and isinstance(loaded, Snapshot)
+    assert (
+        loaded.nbytes == 0 == engine.snapshot_cost().memory and loaded.kind == "disk" and isinstance(loaded, Snapshot)
+    )
     batch = rows(engine)
     learn(engine, batch)
     assert not same(state(engine), before)
@@ -84,7 +86,7 @@ def test_steps_share_what_did_not_change_and_hold_a_tied_head_once(tiny: str) ->
     again = engine.snapshot()
     assert one.tensors().keys() == again.tensors().keys() and one.nbytes == again.nbytes
     live = {tensor.data_ptr(): tensor.nbytes for tensor in engine._state().values()}
-    assert one.nbytes <= sum(live.values()) == engine.snapshot_bytes()
+    assert one.nbytes <= sum(live.values()) == engine.snapshot_cost().memory
     assert len({*map(id, one.held.values())}) < len(one.held)  # embeddings and head
     learn(engine, batch)
     assert not one.tensors().keys() & engine.snapshot().tensors().keys()
@@ -101,7 +103,7 @@ def test_a_way_back_on_disk_and_by_replay_is_exact(tiny: str, tmp_path: Path) ->
     engine.commit()
     torch.manual_seed(1)  # dropout takes other numbers, unless a replay sets the generator again
     later, second = engine.snapshot("replay"), state(engine)
-    assert later.kind == "replay" and len(later.updates) == 1 and later.since is start
+    assert later.kind == "replay" and len(later.updates) == 1 and later.base is start
     for kept, wanted in ((on_disk, first), (later, second), (start, first), (later, second)):
         with torch.random.fork_rng([]):
             before = torch.get_rng_state()
@@ -115,9 +117,10 @@ def test_a_way_back_on_disk_and_by_replay_is_exact(tiny: str, tmp_path: Path) ->
 def test_updates_are_recorded_only_as_long_as_somebody_can_go_back(tiny: str) -> None:
     engine = opened(tiny)
     batch = rows(engine)
+    learn(engine, batch)
     kept = engine.snapshot("replay")
     learn(engine, batch)
-    assert len(engine._since) == 1 and kept.kind == "disk"
+    assert len(engine._since) == 1 and kept.kind == "memory"
     del kept
     learn(engine, batch)
     assert engine._since is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 
 import workbench as wb
 from workbench.base.errors import OutOfMemory, SettingError, VersionMismatch
-from workbench.engines.local_engine.snapshots import LocalSnapshot
+from workbench.engines.local_engine.snapshots import Files, LocalSnapshot, Stored
+from workbench.engines.protocol import SnapshotCost
 from workbench.steps.snapshots import Snapshots, SnapshotSettings
 
 KIB = 1 / 2**20
@@ -33,16 +35,17 @@ class Small:
 
     def snapshot(self, kind: str = "memory", folder: Any = None) -> LocalSnapshot:
         self.asked.append((kind, folder))
-        held = (
-            {} if kind == "disk" else {"weights/a": self.frozen, "weights/b": torch.full((128,), float(self.version))}
-        )
+        mine = torch.full((128,), float(self.version))
+        held: dict[str, Any] = {"weights/a": self.frozen, "weights/b": mine}
+        if kind == "disk":
+            held = {"weights/b": Stored(Files.written({"b": mine}, folder), "b", mine.dtype)}
         return LocalSnapshot(held, version=self.version, state_id=self.state_id, steps=0)
 
     def restore(self, snapshot: Any) -> None:
         self.version = snapshot.version
 
-    def snapshot_bytes(self, kind: str = "memory") -> int:
-        return 1024 if kind == "memory" else 0
+    def snapshot_cost(self, kind: str = "memory") -> SnapshotCost:
+        return {"memory": SnapshotCost(1024), "disk": SnapshotCost(disk=1024)}.get(kind, SnapshotCost())
 
     def memory_needed(self, tokens: int | None = None) -> tuple[torch.device, dict[str, int]]:
         return torch.device("cpu"), {}
@@ -50,8 +53,10 @@ class Small:
     def memory_free(self) -> int:
         return 1 << 62
 
+    size: int = 0
+
     def checkpoint_bytes(self) -> int:
-        return 0
+        return self.size
 
 
 @dataclass(eq=False)
@@ -115,7 +120,34 @@ def test_no_room_is_said_before_with_what_to_set(tmp_path: Path) -> None:
         "nothing is dropped that can be spilled"
     )
     _, learner, _ = kept({"snapshots": "disk"}, versions=1)
-    assert learner.asked == [("disk", None)]
+    assert learner.asked == [("disk", tempfile.gettempdir())]
+
+
+def test_the_disk_has_a_budget_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A state is half a KiB and a header in a file; the price says 1 KiB before it is written."""
+    given = {"snapshots": "disk", "snapshot_folder": str(tmp_path)}
+    with caplog.at_level(logging.INFO, "workbench"):
+        held, learner, _ = kept({**given, "snapshot_disk": 2 * KIB})
+    one = held.disk_bytes // 2
+    assert 512 < one < 1024 and there(held, learner) == {"1", "2"} and held.nbytes == 0
+    assert f"on the disk of {tmp_path}: the oldest kept state is dropped" in caplog.text
+    assert "on the disk" in repr(held)
+    wanted = rf"no room to keep the weights of 'learner' on the disk of {tmp_path}; expected at most .*'replay'.*snapshot_disk"
+    with pytest.raises(OutOfMemory, match=wanted):
+        kept({**given, "snapshot_disk": 0.5 * KIB})
+
+
+def test_what_is_large_beside_the_free_memory_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four whole states of 1 KiB fit into half of 8 KiB, and not into half of 7."""
+    for free, kind in ((8192, "memory"), (7168, "replay")):
+        monkeypatch.setattr("workbench.base.memory.available", lambda free=free: free)
+        held, learner = Snapshots(), Small(size=1024)
+        held.take(learner)
+        assert learner.asked == [(kind, None)]
+        monkeypatch.setattr("workbench.base.memory.available", lambda: 2048)
+        learner.version = 1
+        held.take(learner)
+        assert learner.asked[1:] == [(kind, None)], "a replay needs a state from which updates were recorded"
 
 
 def test_states_that_nobody_can_go_back_to_are_dropped() -> None:
@@ -157,7 +189,7 @@ def test_a_stepper_comes_back_exactly(tiny: str, tmp_path: Path, kind: str) -> N
     assert earlier.snapshots.nbytes == 0, "the state before the first update is the model's folder"
     before = {name: tensor.clone() for name, tensor in engine._state().items()}
     said = f"the update keeps the weights of 'actor': {mib(engine)} of"
-    assert (said in repr(s)) == (kind != "disk")
+    assert said in repr(s) and (f"free on the disk of {tmp_path}" in repr(s)) == (kind == "disk")
     s.run()
     after = {name: tensor.clone() for name, tensor in engine._state().items()}
     assert (s.snapshots.nbytes > 0) == (kind != "disk") and not list(tmp_path.iterdir())

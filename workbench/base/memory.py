@@ -31,11 +31,11 @@ def free_memory() -> int:
     Returns the bytes by which this process has become smaller (0 without /proc). Values that still have a name, and results
     that IPython keeps in `Out`, stay. `%debug` of that error has no local variables to show any more.
     """
-    before = _resident()
+    before = resident()
     forget_last_error()
     gc.collect()
     trim()
-    return max(before - _resident(), 0)
+    return max(before - resident(), 0)
 
 
 def forget_last_error() -> bool:
@@ -124,8 +124,19 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"
 
 
-def _resident() -> int:
+def resident() -> int:
     """Bytes of this process in memory; 0 where /proc is not there."""
     with contextlib.suppress(OSError), open("/proc/self/statm") as sizes:
         return int(sizes.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
+
+
+def peak(begin: bool = False) -> int:
+    """Most bytes of this process that were in memory at once since the last call with `begin`; 0 where Linux does not say."""
+    found = 0
+    with contextlib.suppress(OSError), open("/proc/self/status") as lines:
+        found = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+    if begin:
+        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as control:
+            control.write("5")  # the peak is what is there now
+    return found

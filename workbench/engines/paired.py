@@ -24,8 +24,8 @@ from workbench.engines.protocol import Learner, LogProbModel, Loss, LossCounts, 
 from workbench.engines.weights import BUCKET_BYTES, PROVEN, UNVERIFIED, Push, WeightSync, sync_of
 
 _PASSED_ON = (
-    can.Bounded, can.Differentiable, can.Estimates, can.Learner, can.Located, can.Templated, can.WeightSource,
-    can.WholeDistributions,
+    can.Bounded, can.Differentiable, can.Estimates, can.Learner, can.Located, can.Templated, can.Tunable,
+    can.WeightSource, can.WholeDistributions,
 )  # fmt: skip
 """Protocols of learners: a pair takes what it does not do itself from its learner, where that has the whole protocol."""
 _TAGS = ("weights", "kv_cache")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -205,6 +205,19 @@ class StepResult:
     """The loss's columns over the mini-batch, [B, T] on the CPU, in the rows' order."""
 
 
+class SnapshotCost(NamedTuple):
+    """What keeping a learner's present state takes."""
+
+    memory: int = 0
+    """Bytes of this process's memory."""
+    disk: int = 0
+    """Bytes on the disk, of all ranks together."""
+    updates: int = 0
+    """Updates that going back will do again."""
+    folder: str | None = None
+    """Where the bytes on the disk go, whatever folder is asked for; None: there."""
+
+
 @runtime_checkable
 class Snapshot(Protocol):
     """A learner's state to go back to: weights, optimizer, schedule and version; `snapshot["weights"]` are tensors by name."""
@@ -227,6 +240,9 @@ class Snapshot(Protocol):
 
     def tensors(self) -> Mapping[int, torch.Tensor]:
         """The tensors in this process's memory by address: snapshots that share some are counted together by them."""
+
+    def on_disk(self) -> Mapping[Any, int]:
+        """Bytes of the files that were written for it by a name of each, for the same purpose."""
 
     def __getitem__(self, name: str) -> Any:
         """`weights` (tensors by name), `version`, `state_id`, `steps`."""
@@ -258,11 +274,12 @@ class Learner(Protocol):
     ) -> StepResult:
         """Compute loss and gradient norm without an optimizer step; `per_row=True` adds a column `row_grad_norm` [B]."""
 
-    def snapshot(self, kind: str = "memory", folder: str | Path | None = None) -> Snapshot:
+    def snapshot(self, kind: str = "", folder: str | Path | None = None) -> Snapshot:
         """Return the present state, for `restore`; what did not change is shared.
 
         `kind` is where it is to be held: `memory`, `disk` (a file in `folder`), or `replay` (the updates since the last one,
-        which `restore` does again). A learner that has only one way takes that.
+        which `restore` does again); without one it can be read, too (`snapshot["weights"]`). A learner that has only one way
+        takes that.
         """
 
     def restore(self, snapshot: Any) -> None:
@@ -357,8 +374,25 @@ class Estimates(Protocol):
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: weights and optimizer."""
 
-    def snapshot_bytes(self, kind: str = "memory") -> int:
-        """Bytes of this process's memory that a snapshot of this kind takes now, at most."""
+    def snapshot_cost(self, kind: str = "memory") -> SnapshotCost:
+        """What a snapshot of this kind takes now, at most."""
+
+
+@runtime_checkable
+class Adjustable(Protocol):
+    """Protocol of models whose settings of memory and time can be tried while they are open (local, FSDP, their references)."""
+
+    def trying(self, **changes: Any) -> AbstractContextManager[None]:
+        """Context manager: inside it the engine computes with other settings; weights and moments stay."""
+
+
+@runtime_checkable
+class Tunable(Adjustable, Protocol):
+    """Protocol of adjustable learners that know what they took: for `tune`."""
+
+    def peaks(self, begin: bool = False) -> dict[str, int]:
+        """Most bytes since the last call with `begin`: `host`, in memory of its workers together, `device`, of tensors on a
+        GPU, the fullest, and `total`, that GPU's size."""
 
 
 @runtime_checkable

@@ -49,8 +49,7 @@ class Recovery:
         found = [one for one in pipeline.learners().values() if isinstance(one, Losable) and one.lost is not None]
         if most and not start and (found or ahead):
             for role, learner in pipeline.learners().items():
-                kind = "replay" if learner in found else "memory"  # of ranks: no copy of weights as loaded
-                self._began[role] = learner.snapshot(kind)
+                self._began[role] = learner.snapshot("memory")
 
     def attempt(self, step: int, work: Callable[[], T], restore: Callable[[], str]) -> T:
         """Return what `work` returns. Where workers are lost in it, call `restore`, which says what it restored, and do `work`

@@ -30,7 +30,7 @@ from workbench.stages.episodes import EpisodeRollout
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import Stage, used
 from workbench.steps.compare import Comparison, compare
-from workbench.steps.snapshots import Snapshots, SnapshotSettings
+from workbench.steps.snapshots import Price, Snapshots, SnapshotSettings
 from workbench.steps.trace import Phase, Trace, describe_settings, perform
 from workbench.steps.what_if import WhatIf, what_if
 
@@ -73,8 +73,9 @@ class Stepper(Shown):
             by hand is stepped without a model by `Stepper([Advantage(functional.grpo)], batch)`.
         batch: the prompts of one step: `rows.batch(8)`.
         settings: of `SnapshotSettings`. `snapshots`: where weights are kept: `"memory"`, `"disk"`, or `"replay"` (the updates
-            since an earlier state are done again, bit for bit: no copies, but the time of those updates); `keep_snapshots=4`:
-            most states of a learner; `snapshot_memory`: most GiB of all of them; `snapshot_folder`: where those on disk go.
+            since an earlier state are done again, bit for bit: no copies, but the time of those updates); by default copies
+            of what is small beside the free memory, and replay of the rest. `keep_snapshots=4`: most states of a learner;
+            `snapshot_memory`, `snapshot_disk`: most GiB of all of them; `snapshot_folder`: where those on disk go.
 
     Raises `OutOfMemory` before an update whose weights cannot be kept.
     """
@@ -127,8 +128,8 @@ class Stepper(Shown):
         """The `state_id` of all weights that this stepper can go back to."""
         return {state for standing in self._standings for state in standing.weights.values()}
 
-    def prices(self) -> dict[str, tuple[int, int]]:
-        """What keeping the weights before the next phase takes, where it is an update: role → (bytes, bytes that are free)."""
+    def prices(self) -> dict[str, Price]:
+        """What keeping the weights before the next phase takes, where it is an update, by role."""
         stage = self._pipeline[self.position] if self.next_stage is not None else None
         updated = stage.learners() if stage is not None and stage.updates else ()
         roles = self._pipeline.learners().items()

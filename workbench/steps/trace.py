@@ -20,7 +20,7 @@ import torch
 
 from workbench.base import formats
 from workbench.base.config import source_of
-from workbench.base.errors import ColumnMissing, PipelineError, RunError, boundary, describe, unknown
+from workbench.base.errors import ColumnMissing, OutOfMemory, PipelineError, RunError, boundary, describe, unknown
 from workbench.base.files import sealed
 from workbench.base.memory import forget_last_error
 from workbench.base.metrics import reduce
@@ -29,6 +29,7 @@ from workbench.dataproto import claims
 from workbench.dataproto.columns import writer_of
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.same import unchanged
+from workbench.engines.local_engine.memory import memory_errors
 from workbench.stages.stage import Stage, foreign_class
 
 _SOURCE_ROW = "source_row"
@@ -276,8 +277,11 @@ def perform(stage: Stage, batch: DataProto) -> Phase:
     began = time.perf_counter()
     running = STAGE.set(stage.name)
     try:
-        with boundary(f"stage {stage.name!r}"):
+        with boundary(f"stage {stage.name!r}"), memory_errors("its own code", batch, "the number of rows"):
             outcome = stage(batch)
+    except OutOfMemory as error:  # of an engine, which does not know for which phase it works
+        error.args = (f"phase {stage.name!r}: {error}",)
+        raise
     finally:
         STAGE.reset(running)
     seconds = time.perf_counter() - began

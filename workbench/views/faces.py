@@ -37,6 +37,7 @@ _DOCUMENTS = {
     "workbench.steps.stepper:Stepper": "traces:stepper",
     "workbench.steps.trace:Phase": "traces:phase",
     "workbench.steps.trace:Trace": "traces:trace",
+    "workbench.steps.tune:Tuning": "traces:tuning",
     "workbench.steps.what_if:WhatIf": "comparisons:what_if",
 }
 """Class → the function, in a module of `views`, that makes its document."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from workbench.stages import Outcome, Pipeline
     from workbench.steps.stepper import Stepper
     from workbench.steps.trace import Phase, Trace
+    from workbench.steps.tune import Tuning
 
 
 PREVIEW_ITEMS = 4
@@ -185,9 +186,9 @@ def stepper(made: Stepper) -> doc.Part:
         doc.Either("  ".join(strip), doc.line(boxes)),
         [doc.line(doc.bold(said)) for said in outdated(made.pipeline)],
         [
-            doc.line(f"the update keeps the weights of {role!r}: {gib(need)} of {gib(free)} free")
-            for role, (need, free) in made.prices().items()
-            if need
+            doc.line(f"the update keeps the weights of {role!r}: {price}")
+            for role, price in made.prices().items()
+            if price
         ],
     )
     if not len(past):
@@ -409,6 +410,25 @@ def symptoms(made: Symptoms) -> doc.Part:
 def preflight(made: Preflight) -> doc.Part:
     """The view of a `Preflight`: what was checked before training, and what was found."""
     return doc.pairs(list(made.findings))
+
+
+def tuning(made: Tuning) -> doc.Part:
+    """The view of a `Tuning`: seconds and memory of each phase, the settings that were tried, and the lines to paste."""
+
+    def cells(seconds: float, host: int, device: int) -> list[str]:
+        return [f"{seconds:.2f}", gib(host) if host else "–", gib(device) if device else "–"]
+
+    header = ["seconds", "peak of memory", "of GPU tensors"]
+    phases = [[one.phase, *cells(one.seconds, one.host, one.device)] for one in made.phases]
+    tried = [[one.role, str(one), *cells(one.seconds, one.host, one.device), one.error] for one in made.trials]
+    return (
+        doc.line(doc.bold("A step, as it is")),
+        doc.Table(["phase", *header], phases, right=True),
+        doc.line(doc.bold("Its learning phases, with other settings")),
+        doc.Table(["learner", "setting", *header, ""], tried),
+        doc.line(doc.bold("To paste into the engine's call")),
+        doc.block("\n".join(made.lines)),
+    )
 
 
 def counterfactual(made: Counterfactual) -> doc.Part:

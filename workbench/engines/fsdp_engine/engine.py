@@ -28,10 +28,10 @@ from workbench.engines.local_engine.learning import INFINITE_LOSS, infinite_norm
 from workbench.engines.local_engine.loading import load_model, load_tokenizer, resolve
 from workbench.engines.local_engine.memory import learning_estimate
 from workbench.engines.local_engine.scoring import check_ids
-from workbench.engines.local_engine.snapshots import new_id
 from workbench.engines.local_engine.states import read_record
-from workbench.engines.protocol import Loss, LossCounts, StepResult
+from workbench.engines.protocol import Loss, LossCounts, SnapshotCost, StepResult
 from workbench.engines.rehearsal import Shape, sharded
+from workbench.engines.rewinding import Rewinding, new_id, rng_of
 from workbench.engines.settings import FsdpSettings
 from workbench.engines.vllm_server.process import Piece
 from workbench.engines.weights import Entry, layout_of
@@ -42,7 +42,7 @@ GRACE = 10.0
 _SCORED = ("input_ids", "attention_mask", "position_ids", "response_mask")
 
 
-class FsdpEngine(ModelEngine):
+class FsdpEngine(ModelEngine, Rewinding):
     """Scores with and trains one transformers model that is sharded over ranks; made by `fsdp`.
 
     It is a `LogProbModel` and a `Learner` of `engines.protocol`. It does not sample: pair it with an engine that does.
@@ -65,7 +65,7 @@ class FsdpEngine(ModelEngine):
         tokenizer = load_tokenizer(path, shape, settings)
         super().__init__(shape, tokenizer, settings, path=shown or path, head=head, **switches)
         self._settings: FsdpSettings = settings
-        self._source = path
+        self._source, self._files = path, _stamps(path)
         self._group = group
         self._start: ShardedSnapshot | None = None
         self._scratch = scratch
@@ -151,16 +151,20 @@ class FsdpEngine(ModelEngine):
 
     def learn(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0) -> StepResult:
         """Take one optimizer step on one mini-batch. Raises `NonFinite`, with nothing changed, for a NaN or infinite loss."""
-        steps = self._steps()
+        steps, rng = self._steps(), rng_of(self._model.device) if self._recording() else ()
         before, self.state_id = (self.state_id, self._taught), new_id()
         self._taught = True
         try:
-            return self._backward("learn", batch, loss, loss_counts, temperature)
+            learned = self._backward("learn", batch, loss, loss_counts, temperature)
+            self._record(batch, loss, loss_counts, temperature, rng)
+            return learned
         except BaseException:
             # an interrupt may come before the step or after it: the ranks know, where they are still there
             with suppress(WorkerLost):
                 if not self.lost and self._steps() == steps:
                     self.state_id, self._taught = before
+                    raise
+            self._since = None  # it may have been taken
             raise
 
     def _steps(self) -> int:
@@ -243,28 +247,41 @@ class FsdpEngine(ModelEngine):
         """Give the device memory back that torch keeps for later, on every rank."""
         self._on("empty_cache")
 
-    def snapshot(self, kind: str = "disk", folder: str | Path | None = None) -> ShardedSnapshot:
-        """Copy weights, optimizer, schedule and version to the disk, one file per rank; `restore` loads it.
+    def _hold(self, kind: str, folder: str | Path | None) -> ShardedSnapshot:
+        """In a new folder in the engine's `scratch`, which all nodes see, whatever `folder` says, one file a rank.
 
-        It is in a new folder in the engine's `scratch`, which all nodes see, whatever `folder` says; with the kind `replay` a
-        model as it was loaded is not copied, but will be loaded again.
+        A model as it was loaded is not copied where the kind is `memory` or `replay`: it will be loaded again.
         """
-        if kind == "replay" and self._untouched():
-            return ShardedSnapshot("", self.state_id, self.version, self._taught)
+        named = self.state_id, self.version, self._taught
+        if kind in ("memory", "replay") and self._as_loaded():
+            return ShardedSnapshot("", *named)
         place = tempfile.mkdtemp(prefix="workbench-snapshot-", dir=self._scratch)
-        snapshot = ShardedSnapshot(place, self.state_id, self.version, self._taught)
+        snapshot = ShardedSnapshot(place, *named)
         self.save_sharded(Path(place))
         return snapshot
 
-    def restore(self, snapshot: ShardedSnapshot) -> None:
-        """Restore the state of a snapshot, bit for bit; on new workers where the old ones are gone."""
-        self.state_id = new_id()  # half-way there is no state that anybody knows
+    def _as_loaded(self) -> bool:
+        """Whether the weights can be loaded again from where they came from."""
+        return self._untouched() and self._files == _stamps(self._source)
+
+    def _check(self, snapshot: ShardedSnapshot) -> None:
+        if not snapshot.folder and self._files != _stamps(self._source):
+            what = f"the weights of a snapshot are in {self._source}, which was written to since"
+            raise EngineError(what, do="write models to folders of their own, and open a new engine")
+
+    def _return_to(self, snapshot: ShardedSnapshot) -> None:
+        """On new workers where the old ones are gone."""
         if snapshot.folder:
             self.load_sharded(Path(snapshot.folder))
         else:
             self._open(self._start.folder if self._start is not None else None)
-            self.version = snapshot.version
-        self.state_id, self._taught = snapshot.state_id, snapshot.taught
+        self.version, self._taught = snapshot.version, snapshot.taught
+
+    def _full_cost(self, kind: str) -> SnapshotCost:
+        """As a checkpoint: with LoRA the adapters and their moments."""
+        if kind in ("memory", "replay") and self._as_loaded():
+            return SnapshotCost()
+        return SnapshotCost(disk=self.checkpoint_bytes(), folder=self._scratch or tempfile.gettempdir())
 
     def save_sharded(self, path: Path, wait: bool = True) -> None:
         """Write weights, optimizer, schedule and version as a distributed checkpoint, each rank its part, to a new folder.
@@ -347,6 +364,7 @@ class FsdpEngine(ModelEngine):
         given = (None, self._name, method, folder, *shared)
         self._group.call("on", *given, timeout=self._settings.deadline, like=(method, 1))
         self.version, self.state_id, self._taught = int(record["version"]), new_id(), True
+        self._last = self._since = None
 
     def critic(self, **changes: Any) -> FsdpEngine:
         """A separate learner on the same ranks with these weights and a value head that starts at 0."""
@@ -393,9 +411,15 @@ class FsdpEngine(ModelEngine):
         """Bytes that can still be allocated on the device of the rank that has least."""
         return min(self._on("memory_free"))
 
-    def snapshot_bytes(self, kind: str = "disk") -> int:
-        """0: snapshots are on the disk."""
-        return 0
+    def _apply(self, settings: FsdpSettings) -> None:
+        self._on("apply", settings.to_dict())
+        self._settings = settings
+
+    def peaks(self, begin: bool = False) -> dict[str, int]:
+        """Most bytes since the last call with `begin`: `host`, in memory of all ranks together, `device`, of tensors on a GPU,
+        the fullest, and `total`, that GPU's size."""
+        found = self._on("peaks", begin)
+        return {name: (sum if name == "host" else max)(one[name] for one in found) for name in found[0]}
 
     def memory(self) -> list[dict[str, int]]:
         """Bytes of each rank: `weights`, `optimizer`, and the device's `peak`."""
@@ -411,6 +435,12 @@ class FsdpEngine(ModelEngine):
 
     def _place(self) -> str:
         return "ranks have ended" if self.lost else f"{self._group.size} ranks"
+
+
+def _stamps(folder: str) -> list[tuple[int, int]]:
+    """Size and time of change of a model's files, as far as this machine sees them."""
+    files = [one.stat() for one in sorted(Path(folder).glob("*.safetensors"))]
+    return [(one.st_size, one.st_mtime_ns) for one in files]
 
 
 class _Save(NamedTuple):

@@ -10,6 +10,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,11 +149,17 @@ class ShardedSnapshot:
         """None: all are in its folder."""
         return {}
 
+    def on_disk(self) -> dict[str, int]:
+        """The bytes of its folder by its name."""
+        size = sum(one.stat().st_size for one in Path(self.folder).iterdir()) if self.folder else 0
+        return {self.folder: size} if size else {}
+
     def __getitem__(self, name: str) -> Any:
         """`weights` (whole tensors, read now), `version`, `state_id`, `steps`: the keys of a local engine's snapshot."""
         if name == "weights":
             return read_weights(self.folder)
-        return {"version": self.version, "state_id": self.state_id, **read_record(self.folder)}[name]
+        record = read_record(self.folder) if self.folder else {"steps": 0}
+        return {"version": self.version, "state_id": self.state_id, **record}[name]
 
     def __repr__(self) -> str:
         return f"ShardedSnapshot({self.state_id}, version {self.version})"

@@ -29,11 +29,12 @@ from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import Head, head_of, hidden_size
 from workbench.engines.local_engine.learning import Account, Optimizer, learning_mode
 from workbench.engines.local_engine.loading import check_fit
-from workbench.engines.local_engine.memory import available, memory_errors
+from workbench.engines.local_engine.memory import Live, available, live, memory_errors, peaks
 from workbench.engines.local_engine.scoring import collect, divergence, layout, micro_batches, packs, trimmed
 from workbench.engines.local_engine.selfcheck import Paths, SelfCheck, check, unchecked
 from workbench.engines.local_engine.states import read_optimizer, read_record
 from workbench.engines.protocol import Loss, LossCounts, LossOutput
+from workbench.engines.settings import FsdpSettings
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -167,6 +168,24 @@ class ShardedModel(ShardedPushing):
     def steps(self) -> int:
         """Number of optimizer steps taken."""
         return self._optimizer.steps if self._optimizer is not None else 0
+
+    def live(self) -> Live:
+        """What this rank holds, for an error."""
+        return live(self.whole, self._optimizer, self.settings)
+
+    def peaks(self, begin: bool) -> dict[str, int]:
+        """Most bytes of this rank since the last call with `begin` (`memory.peaks`)."""
+        return peaks(self.mesh.device_type, begin)
+
+    def apply(self, settings: Mapping[str, Any]) -> None:
+        """Compute with other settings from here on."""
+        self.settings = FsdpSettings(**settings)
+        if self.settings.gradient_checkpointing:
+            self.whole.causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        else:
+            self.whole.causal.gradient_checkpointing_disable()
+        if self._optimizer is not None:
+            self._optimizer.apply(self.settings)
 
     def memory(self) -> dict[str, int]:
         """Bytes of this rank: `weights` and `optimizer`, and the device's `peak` so far (0 on a CPU)."""
@@ -339,7 +358,7 @@ class ShardedModel(ShardedPushing):
     def _scored(
         self, rows: DataProto, want: Sequence[str], temperature: float, packed: bool
     ) -> dict[str, torch.Tensor]:
-        with memory_errors("scoring", rows):
+        with memory_errors("scoring", rows, holds=self.live):
             return self.whole(rows, want, temperature, packed)
 
     def full_kl(self, share: DataProto, sibling: str, base: bool, temperature: float) -> dict[str, torch.Tensor]:
@@ -383,7 +402,7 @@ class ShardedModel(ShardedPushing):
             with learning_mode(self.whole, packed), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed + distributed.get_rank())  # dropout is a function of the step and the rank
                 for indices, rows, t in self._cut(share, packed):
-                    with memory_errors("learn", rows):
+                    with memory_errors("learn", rows, holds=self.live):
                         found = self.whole(rows, loss.want, temperature, packed)
                         make = functools.partial(loss, found, rows.to(self.mesh.device_type), loss_counts)
                         value = account.loss(make, indices, t)
@@ -406,7 +425,8 @@ class ShardedModel(ShardedPushing):
         if report["failed"]:
             return report
         if math.isfinite(report["grad_norm"]):
-            self.optimizer.step()
+            with memory_errors("the optimizer step", share, holds=self.live):
+                self.optimizer.step()
         else:
             report |= {"failed": True, "broken": self.optimizer.broken()}
         self.optimizer.zero()

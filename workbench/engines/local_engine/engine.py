@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from workbench.base import runtime
-from workbench.base.errors import EngineError
+from workbench.base.errors import EngineError, SettingError, unknown
 from workbench.base.memory import share_arena
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
@@ -25,17 +25,28 @@ from workbench.engines.local_engine.caches import OWN_CACHE, PicturedRows, cache
 from workbench.engines.local_engine.decode import casts_kept, decode
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
-from workbench.engines.local_engine.memory import available, learning_estimate, memory_errors, preflight
+from workbench.engines.local_engine.memory import (
+    Live,
+    available,
+    learning_estimate,
+    live,
+    memory_errors,
+    peaks,
+    preflight,
+)
 from workbench.engines.local_engine.pushing import Pushing
 from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, check_pictures, unchecked
-from workbench.engines.local_engine.snapshots import Files, Learned, Rewinding, new_id, rng_of
+from workbench.engines.local_engine.snapshots import Files, Holding
 from workbench.engines.local_engine.states import read_optimizer, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, StepResult
 from workbench.engines.rehearsal import Opened, Shape
+from workbench.engines.rewinding import new_id, rng_of
 from workbench.engines.settings import LocalSettings
 from workbench.engines.weights import Receiving
 
+TRIED = ("micro_batch_tokens", "pack", "gradient_checkpointing", "offload")
+"""Settings that can be changed while an engine is open: they change memory, time and rounding alone."""
 _KINDS = ("log_probs", "entropy", "sum_pi_squared", "values")
 
 
@@ -50,6 +61,8 @@ class ModelEngine:
     """Whether the weights are those of the path, as far as is known."""
     _copy: Callable[[], Any]
     """Another engine with the present weights."""
+    _apply: Callable[[Any], None]
+    """Computes with other settings from here on."""
 
     def __init__(
         self, model: Any, tokenizer: Any, settings: LocalSettings, *, path: str, head: bool, **switches: Any
@@ -89,6 +102,22 @@ class ModelEngine:
         if not set(want) <= set(known):
             have = ", ".join(known) + ("" if self._critic else " (values: make an engine.critic())")
             raise EngineError("want of compute_log_probs", expected=f"names out of {have}", found=", ".join(want))
+
+    @contextmanager
+    def trying(self, **changes: Any) -> Iterator[None]:
+        """Context manager: inside it the engine computes with other settings, out of those in `TRIED`.
+
+        Weights and moments stay. Raises `SettingError` for another setting, and where the model cannot be computed so.
+        """
+        for name in changes:
+            if name not in TRIED:
+                raise SettingError(unknown("setting that can be tried", name, TRIED))
+        before = self._settings
+        try:
+            self._apply(before.replace(**changes))
+            yield
+        finally:
+            self._apply(before)
 
     # --- frozen -----------------------------------------------------------------------------
 
@@ -153,6 +182,10 @@ class FrozenModel:
         """Whether rows go through the model without padding (`scoring.packs`)."""
         return scoring.packs(self._engine._model, self._engine._settings)
 
+    def trying(self, **changes: Any) -> AbstractContextManager[None]:
+        """Context manager: inside it the model computes with other settings (`ModelEngine.trying`)."""
+        return self._engine.trying(**changes)
+
     @contextmanager
     def model(self) -> Iterator[Any]:
         """Context manager: yields the transformers model; with LoRA the adapters are switched off inside."""
@@ -169,7 +202,7 @@ class FrozenModel:
         return f"FrozenModel({self._engine!r})"
 
 
-class LocalEngine(ModelEngine, Rewinding, Pushing, Receiving):
+class LocalEngine(ModelEngine, Holding, Pushing, Receiving):
     """Samples, scores and trains one transformers model in this process, on the CPU or one GPU; made by `local`.
 
     It is a `Sampler`, a `LogProbModel` and a `Learner` of `engines.protocol`.
@@ -226,7 +259,12 @@ class LocalEngine(ModelEngine, Rewinding, Pushing, Receiving):
         made: Any = cache_of(self._model, path, budget)
         if wave.questions[0].pixels is not None:
             made = nullcontext(PicturedRows(self._model, wave.questions))
-        with memory_errors("sampling", shape, "max_wave"), self._autocast(), casts_kept(self._model), made as cache:
+        with (
+            memory_errors("sampling", shape, "max_wave", self._live),
+            self._autocast(),
+            casts_kept(self._model),
+            made as cache,
+        ):
             given = (self.tokenizer, wave, self._eos, self.version, self._settings.max_wave)
             decode(cache, *given, lambda: self.state_id == state)
 
@@ -239,7 +277,7 @@ class LocalEngine(ModelEngine, Rewinding, Pushing, Receiving):
         self._check_want(want)
         scoring.check_ids(self._model, batch)
         self._model.eval()
-        guard = memory_errors("scoring", f"micro-batches of {self._budget} tokens")
+        guard = memory_errors("scoring", f"micro-batches of {self._budget} tokens", holds=self._live)
         with guard, self._autocast(), lora.switched_off(self._model) if base else nullcontext():
             packed = self._packs(batch)
             return scoring.collect(self._passes(batch, packed), self._outputs(want, temperature, packed), batch, want)
@@ -264,7 +302,7 @@ class LocalEngine(ModelEngine, Rewinding, Pushing, Receiving):
                 theirs = scoring.layout(other, rows, packed).states(other, head_of(other))
             return scoring.divergence(way, mine, (states, theirs), their_logits, temperature)
 
-        guard = memory_errors("the exact KL", f"micro-batches of {self._budget} tokens")
+        guard = memory_errors("the exact KL", f"micro-batches of {self._budget} tokens", holds=self._live)
         with guard, self._autocast():  # the very distributions that log-probs are of
             return scoring.collect(self._passes(batch, packed), found, batch, ("kl",))["kl"]
 
@@ -284,10 +322,10 @@ class LocalEngine(ModelEngine, Rewinding, Pushing, Receiving):
             raise error
         # while the weights move nobody may take them for the old ones: an interrupt can come between two of them
         self.state_id = new_id()
-        optimizer.step()
+        with memory_errors("the optimizer step", batch, holds=self._live):
+            optimizer.step()
         optimizer.zero()
-        if self._since is not None:
-            self._since.append(Learned(batch, loss, loss_counts, temperature, rng))
+        self._record(batch, loss, loss_counts, temperature, rng)
         return StepResult({**learned.metrics, "grad_norm": Mean(norm), "lr": Mean(lr)}, learned.columns)
 
     @runtime.in_turn
@@ -317,7 +355,7 @@ class LocalEngine(ModelEngine, Rewinding, Pushing, Receiving):
             with learning_mode(self._model, packed), self._autocast():
                 found, device = self._outputs(loss.want, temperature, packed), self._model.device
                 made = lambda rows: loss(found(rows), rows.to(device), loss_counts)  # noqa: E731
-                return backward(self._passes(batch, packed), made, batch)
+                return backward(self._passes(batch, packed), made, batch, self._live)
         except BaseException:
             self._ready().zero()
             raise
@@ -367,6 +405,18 @@ class LocalEngine(ModelEngine, Rewinding, Pushing, Receiving):
                 named[name].detach().copy_(values)
 
     # --- what it needs ----------------------------------------------------------------------
+
+    def _apply(self, settings: LocalSettings) -> None:
+        if settings.gradient_checkpointing != self._settings.gradient_checkpointing:
+            on = settings.gradient_checkpointing
+            (self._model.gradient_checkpointing_enable if on else self._model.gradient_checkpointing_disable)()
+        self._settings = settings
+        if self._optimizer is not None:
+            self._optimizer.apply(settings)
+
+    def peaks(self, begin: bool = False) -> dict[str, int]:
+        """Most bytes since the last call with `begin`: `device`, of tensors on the GPU, which has `total`."""
+        return peaks(self._model.device.type, begin) | {"host": 0}
 
     def memory_needed(self, tokens: int | None = None, measured: bool = False) -> tuple[torch.device, dict[str, int]]:
         """The device, and the bytes by part that learning will allocate there beyond those in use now.
@@ -518,6 +568,9 @@ class LocalEngine(ModelEngine, Rewinding, Pushing, Receiving):
         self, want: Sequence[str], temperature: float, packed: bool
     ) -> Callable[[DataProto], dict[str, torch.Tensor]]:
         return lambda rows: scoring.outputs(self._model, self._head, rows, want, temperature, packed)
+
+    def _live(self) -> Live:
+        return live(self._model, self._optimizer, self._settings)
 
     def _autocast(self) -> Any:
         device = self._model.device.type

@@ -13,7 +13,7 @@ from workbench.base.errors import CheckpointError, NonFinite
 from workbench.base.metrics import Metric, Sum, join
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine.attention import switched
-from workbench.engines.local_engine.memory import memory_errors
+from workbench.engines.local_engine.memory import Live, memory_errors
 from workbench.engines.local_engine.scoring import Columns
 from workbench.engines.protocol import LossOutput, StepResult
 
@@ -88,6 +88,15 @@ class Optimizer:
         self._adam = torch.optim.AdamW(
             self.named.values(), lr=s.lr, betas=s.betas, weight_decay=s.weight_decay, fused=True
         )
+
+    def apply(self, settings: Any) -> None:
+        """Use other settings from here on; moments go where these have them."""
+        self._settings = settings
+        for parameter in self.named.values():
+            for kind, value in self._adam.state.get(parameter, {}).items():
+                if kind != "step":
+                    there = "cpu" if self._offloads else parameter.device.type
+                    self._adam.state[parameter][kind] = value.to(there)
 
     @property
     def lr(self) -> float:
@@ -232,7 +241,10 @@ def _numbers(metric: Any) -> list[Any]:
 
 
 def backward(
-    cut: Iterable[tuple[torch.Tensor, DataProto, int]], found: Callable[[DataProto], LossOutput], batch: DataProto
+    cut: Iterable[tuple[torch.Tensor, DataProto, int]],
+    found: Callable[[DataProto], LossOutput],
+    batch: DataProto,
+    holds: Callable[[], Live] | None = None,
 ) -> StepResult:
     """Compute the gradients of a mini-batch, one micro-batch at a time; returns its metrics, and columns in row order.
 
@@ -241,7 +253,7 @@ def backward(
     """
     account = Account(len(batch), batch["response_mask"].shape[1])
     for indices, rows, t in cut:
-        with memory_errors("learn", rows):
+        with memory_errors("learn", rows, holds=holds):
             result = found(rows)
             result.loss.backward()
         account.add(result, indices, t)

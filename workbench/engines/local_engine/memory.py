@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,11 +72,46 @@ def preflight(device: torch.device, needed: Callable[[bool], Mapping[str, int]])
         raise OutOfMemory(what, expected=f"at most the {gib(free)} that are free", found=found, do=ADVICE)
 
 
+# --- where it ran out -----------------------------------------------------------------------------
+
+
+class Live(NamedTuple):
+    """What an engine holds when its memory runs out: on which device, bytes by part, and with which settings."""
+
+    device: torch.device
+    parts: dict[str, int]
+    settings: LocalSettings
+
+
+def live(model: Any, optimizer: Any, settings: LocalSettings) -> Live:
+    """Weights, gradients and Adam's moments of a model, or of this rank's part of one."""
+    every = list(model.parameters())
+    state = optimizer.tensors().values() if optimizer is not None else ()
+    tensors = {"weights": every, "gradients": [one.grad for one in every if one.grad is not None], "moments": state}
+    device = every[0].device
+    sizes = {
+        name: sum(_here(one).nbytes for one in held if one.device.type == device.type) for name, held in tensors.items()
+    }
+    return Live(device, sizes, settings)
+
+
+def _here(tensor: Any) -> torch.Tensor:
+    part: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)()
+    return part
+
+
 @contextmanager
-def memory_errors(phase: str, shape: str | DataProto, setting: str = "micro_batch_tokens") -> Iterator[None]:
-    """Context manager: raises torch's out-of-memory errors as `OutOfMemory`, which names the setting to lower."""
+def memory_errors(
+    phase: str,
+    shape: str | DataProto,
+    setting: str = "micro_batch_tokens",
+    holds: Callable[[], Live] | None = None,
+) -> Iterator[None]:
+    """Context manager: raises torch's out-of-memory errors, and Python's, as `OutOfMemory`: in which phase, what was live (as the
+    engine `holds` it), and which setting helps."""
     if isinstance(shape, DataProto):
-        shape = f"{len(shape)} rows × {shape['input_ids'].shape[1]} tokens"
+        tokens = f" × {shape['input_ids'].shape[1]} tokens" if "input_ids" in shape else ""
+        shape = f"{len(shape)} rows{tokens}"
     try:
         yield
     except (torch.cuda.OutOfMemoryError, MemoryError, RuntimeError) as cause:
@@ -85,4 +120,54 @@ def memory_errors(phase: str, shape: str | DataProto, setting: str = "micro_batc
         if isinstance(cause, OutOfMemory) or not (cpu or isinstance(cause, torch.cuda.OutOfMemoryError | MemoryError)):
             raise
         first = text.splitlines()[0] if text else "no message"
-        raise OutOfMemory(f"out of memory in {phase} with {shape}", found=first, do=f"lower {setting}") from cause
+        # while the traceback holds its frames what they made is still there, and is counted
+        told, do = _told(phase, holds()) if holds is not None else ("", f"lower {setting}")
+        what = f"out of memory in {phase} with {shape}{told}"
+        raise OutOfMemory(what, found=first, do=do if setting in do else f"lower {setting}, or {do}") from cause
+
+
+def _told(phase: str, held: Live) -> tuple[str, str]:
+    """(what was live, in words; what to do about its largest part)."""
+    parts, known, gpu = dict(held.parts), sum(held.parts.values()), held.device.type == "cuda"
+    passing = "KV cache and activations" if phase == "sampling" else "activations"
+    if gpu:
+        allocated = torch.cuda.memory_allocated(held.device)
+        parts[passing] = max(allocated - known, 0)
+        parts["cached blocks"] = torch.cuda.memory_reserved(held.device) - allocated
+    else:
+        parts[f"{passing} and the rest of the process"] = max(memory.resident() - known, 0)
+    told = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+    return f"; live on {held.device}: {told}, free {gib(available(held.device))}", _helps(
+        phase, held.settings, parts, gpu
+    )
+
+
+def _helps(phase: str, settings: LocalSettings, parts: dict[str, int], gpu: bool) -> str:
+    """The settings that make the largest part smaller, the one that costs least time first."""
+    largest = max(parts, key=lambda name: parts[name])
+    if largest == "cached blocks":
+        return "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: what is cached is in pieces that are too small"
+    if largest.startswith("KV cache"):
+        return "lower max_wave"
+    adapters = [] if settings.lora_rank else ["lora_rank=32 (gradients and moments of adapters alone)"]
+    if largest in ("gradients", "moments"):
+        away = ["offload='optimizer'"] if gpu and settings.offload == "none" else []
+        return " or ".join([*away, *adapters, "more ranks: engines.fsdp(…)"])
+    if largest == "weights":
+        return " or ".join([*adapters, "more ranks: engines.fsdp(…)", "a smaller model"])
+    again = ["set gradient_checkpointing=True"] if phase == "learn" and not settings.gradient_checkpointing else []
+    return " or ".join([f"lower micro_batch_tokens (now {settings.budget('cuda' if gpu else 'cpu'):,})", *again])
+
+
+# --- how much was needed --------------------------------------------------------------------------
+
+
+def peaks(device: str, begin: bool = False) -> dict[str, int]:
+    """Most bytes since the last call with `begin`: `host`, in memory of this process (0 where the system does not say), and
+    `device`, in tensors on its GPU; `total` is that GPU's size."""
+    found = {"host": memory.peak(begin), "device": 0, "total": 0}
+    if device == "cuda":
+        found |= {"device": torch.cuda.max_memory_allocated(), "total": int(torch.cuda.mem_get_info()[1])}
+        if begin:
+            torch.cuda.reset_peak_memory_stats()
+    return found

@@ -10,9 +10,7 @@ import json
 import os
 import struct
 import tempfile
-import uuid
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,8 @@ from typing import Any
 import torch
 
 from workbench.base.errors import EngineError, boundary
-from workbench.dataproto.core import DataProto
-from workbench.engines.protocol import Loss, LossCounts
+from workbench.engines.protocol import SnapshotCost
+from workbench.engines.rewinding import Rewinding
 from workbench.engines.weights import DTYPES, write_to
 
 _LOOK = 4096
@@ -29,16 +27,14 @@ _LOOK = 4096
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def new_id() -> str:
-    """A unique name for a state of the weights: twelve hex digits."""
-    return uuid.uuid4().hex[:12]
-
-
 class Files:
     """Open safetensors files: their tensors by name, read one at a time. Deleting or replacing a file changes nothing here.
 
     A file that was written to in place is noticed by its size and time of change: `changed`.
     """
+
+    own_bytes = 0
+    """Bytes that were written for these files here; 0 of a model's."""
 
     def __init__(self, files: Iterable[Any]) -> None:
         self._files, self._places = [], dict[str, tuple[int, int, torch.dtype, list[int]]]()
@@ -73,7 +69,9 @@ class Files:
         with boundary(f"writing a snapshot to {folder or tempfile.gettempdir()}", EngineError):
             file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - open as long as this object
             write_to(file, tensors)
-            return cls([file])
+            made = cls([file])
+            made.own_bytes = os.fstat(file.fileno()).st_size
+            return made
 
     def shape(self, name: str) -> torch.Size | None:
         """Shape of a tensor; None where the files have no tensor of that name."""
@@ -137,18 +135,6 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 Held = torch.Tensor | Stored
 
 
-@dataclass(frozen=True)
-class Learned:
-    """An optimizer step that can be taken again: the arguments of `learn`, and the generators' states before it."""
-
-    batch: DataProto
-    loss: Loss
-    loss_counts: LossCounts
-    temperature: float
-    rng: tuple[torch.Tensor, ...]
-    """Of the CPU, and where the model is on a GPU also of it."""
-
-
 class Part(Mapping[str, torch.Tensor]):
     """Tensors of a snapshot by name; those that a file has are read each time they are asked for, one at a time."""
 
@@ -166,69 +152,44 @@ class Part(Mapping[str, torch.Tensor]):
         return len(self._held)
 
 
-def rng_of(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """States of torch's random generators of the CPU and, where it is a GPU, of a device."""
-    return torch.get_rng_state(), *((torch.cuda.get_rng_state(device),) if device.type == "cuda" else ())
-
-
-def set_rng(states: tuple[torch.Tensor, ...], device: torch.device) -> None:
-    """Set what `rng_of` returned."""
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state, device)
-
-
 class LocalSnapshot:
-    """A local engine's state to go back to; made by `LocalEngine.snapshot`. `snapshot["weights"]` are tensors by name."""
+    """A local engine's state that is held; made by `LocalEngine.snapshot`. `snapshot["weights"]` are tensors by name."""
 
-    def __init__(
-        self,
-        held: Mapping[str, Held],
-        *,
-        version: int,
-        state_id: str,
-        steps: int,
-        since: LocalSnapshot | None = None,
-        updates: Sequence[Learned] = (),
-    ) -> None:
+    def __init__(self, held: Mapping[str, Held], *, version: int, state_id: str, steps: int) -> None:
         self.version, self.state_id, self.steps = version, state_id, steps
         self.held = dict(held)
         """`weights/<name>` and `optimizer/<parameter>|<kind>` → a tensor in memory, or one that a file has."""
-        self.since = since
-        """The snapshot from which `updates` lead here; None where this one has its own tensors."""
-        self.updates = tuple(updates)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors that it holds in memory, batches of its updates included; other snapshots may share them."""
+        """Bytes of the tensors that it holds in memory; other snapshots may share them."""
         return sum(one.nbytes for one in self.tensors().values())
 
     def tensors(self) -> dict[int, torch.Tensor]:
         """The tensors that it holds in memory, by address, so that those shared by snapshots can be counted once."""
-        mine = [one for one in self.held.values() if isinstance(one, torch.Tensor)]
-        mine += [one for each in self.updates for one in each.batch.batch.values()]
-        found = {one.data_ptr(): one for one in mine}
-        return found | self.since.tensors() if self.since is not None else found
+        return {one.data_ptr(): one for one in self.held.values() if isinstance(one, torch.Tensor)}
+
+    def on_disk(self) -> dict[Any, int]:
+        """Bytes of the files that were written for it, by a name of each; the model's own files are none of them."""
+        return {id(one): one.own_bytes for one in self._files() if one.own_bytes}
+
+    def _files(self) -> set[Files]:
+        return {one.files for one in self.held.values() if isinstance(one, Stored)}
 
     @property
     def kind(self) -> str:
-        """Where its tensors are: `memory`, `disk` (a file of its own or the model's), `memory and disk`, or `replay`."""
-        if self.since is not None:
-            return "replay"
+        """Where its tensors are: `memory`, `disk` (a file of its own or the model's), or `memory and disk`."""
         places = {"memory" if isinstance(one, torch.Tensor) else "disk" for one in self.held.values()}
         return " and ".join(sorted(places, reverse=True)) or "memory"
 
     def check(self, names: Iterable[str] = ()) -> None:
         """Raise `EngineError` where it lacks weights of these names, or a file that it needs was written to since."""
-        if self.since is not None:
-            return self.since.check(names)
         if missing := [name for name in names if f"weights/{name}" not in self.held]:
             raise EngineError("a snapshot of another model", expected=f"weights of the name {missing[0]}", found="none")
-        for files in {one.files for one in self.held.values() if isinstance(one, Stored)}:
+        for files in self._files():
             if path := files.changed():
                 do = "write models to folders of their own, and open a new engine"
                 raise EngineError(f"the weights of a snapshot are in {path}, which was written to since", do=do)
-        return None
 
     def part(self, part: str) -> Part:
         """The tensors of `weights` or `optimizer` by name."""
@@ -238,8 +199,6 @@ class LocalSnapshot:
         """`weights` and `optimizer` (tensors by name, read when they are asked for), `version`, `state_id`, `steps`."""
         if name in ("version", "state_id", "steps"):
             return getattr(self, name)
-        if self.since is not None:
-            raise EngineError(f"the {name} of a snapshot by replay", do="restore() it: they are made by its updates")
         self.check()
         return self.part(name)
 
@@ -282,13 +241,9 @@ def _has(one: Held, tensor: torch.Tensor) -> bool:
     return _same(one, tensor) if isinstance(one, torch.Tensor) else one.same(tensor)
 
 
-class Rewinding:
-    """Base class of `LocalEngine`: its snapshots."""
+class Holding(Rewinding):
+    """Base class of `LocalEngine`: how it holds a state."""
 
-    version: int
-    state_id: str
-    learn: Callable[..., Any]
-    _model: Any
     _optimizer: Any
     _ready: Callable[[], Any]
     _weights: Callable[[], dict[str, torch.Tensor]]
@@ -297,60 +252,24 @@ class Rewinding:
 
     _files = Files(())
     """The files that the weights were loaded from."""
-    _last: weakref.ref[LocalSnapshot] | None = None
-    """The last snapshot, as long as it is kept: tensors that have not changed since are not copied."""
-    _since: list[Learned] | None = None
-    """Updates since it, where they are recorded."""
 
     @property
     def _steps(self) -> int:
         return int(self._optimizer.steps) if self._optimizer is not None else 0
 
-    def _recording(self) -> bool:
-        """Whether updates are recorded: as long as somebody can go back to where they begin."""
-        if self._last is None or self._last() is None:
-            self._since = None
-        return self._since is not None
+    def _hold(self, kind: str, folder: str | Path | None) -> LocalSnapshot:
+        """What the model's files or the last kept snapshot have is not copied, the rest as `kind` says (`memory`)."""
+        last = getattr(self._latest, "held", {})
+        disk = kind == "disk" or (kind == "replay" and folder is not None)
+        named: dict[str, Any] = {"version": self.version, "state_id": self.state_id, "steps": self._steps}
+        return LocalSnapshot(hold(self._state(), last, self._files, folder, disk), **named)
 
-    def snapshot(self, kind: str = "memory", folder: str | Path | None = None) -> LocalSnapshot:
-        """Return the present weights, optimizer, schedule and version, for `restore`: what the model's files or the last kept
-        snapshot have is not copied.
-
-        `kind` says where the rest goes: `memory`, `disk` (a file in `folder`), or `replay`: only the updates since the last
-        snapshot are kept, and `restore` does them again; the first such snapshot is one in memory, or with `folder` on disk.
-        """
-        last = self._last() if self._last is not None else None
-        known: dict[str, Any] = {"version": self.version, "state_id": self.state_id, "steps": self._steps}
-        if kind == "replay" and last is not None and self._since is not None:
-            made = LocalSnapshot({}, since=last, updates=self._since, **known)
-        else:
-            held = last.held if last is not None else {}
-            disk = kind == "disk" or (kind == "replay" and folder is not None)
-            made = LocalSnapshot(hold(self._state(), held, self._files, folder, disk), **known)
-        self._keep_up(made, recording=kind == "replay")
-        return made
-
-    def restore(self, snapshot: LocalSnapshot) -> None:
-        """Restore weights, optimizer, schedule and version of a snapshot, bit for bit; one tensor at a time is read of a file.
-
-        Raises `EngineError`, with nothing changed, where a file that has weights of it was written to since.
-        """
+    def _check(self, snapshot: LocalSnapshot) -> None:
         snapshot.check(self._weights())
-        recording = self._since is not None
-        self.state_id, self._last = new_id(), None  # half-way there is no state that anybody knows
-        if snapshot.since is None:
-            self._fill(snapshot)
-        else:
-            self.restore(snapshot.since)
-            for one in snapshot.updates:
-                with torch.random.fork_rng([self._model.device] if len(one.rng) > 1 else []):
-                    set_rng(one.rng, self._model.device)
-                    self.learn(one.batch, one.loss, one.loss_counts, one.temperature)
-        self.version, self.state_id = snapshot.version, snapshot.state_id
-        self._keep_up(snapshot, recording)
 
     @torch.no_grad()
-    def _fill(self, snapshot: LocalSnapshot) -> None:
+    def _return_to(self, snapshot: LocalSnapshot) -> None:
+        """One tensor at a time is read of a file."""
         mine = self._weights()
         self._optimizer = None  # its moments go before those of the snapshot come
         for name, tensor in snapshot.part("weights").items():
@@ -363,18 +282,13 @@ class Rewinding:
         named = {f"weights/{name}": tensor for name, tensor in self._weights().items()}
         return named | {f"optimizer/{name}": tensor for name, tensor in self._moments().items()}
 
-    def _keep_up(self, snapshot: LocalSnapshot, recording: bool) -> None:
-        """The engine is in the state of this snapshot; `recording`: updates from here on are kept as long as it is."""
-        self._last, self._since = weakref.ref(snapshot), [] if recording else None
-
-    def snapshot_bytes(self, kind: str = "memory") -> int:
-        """Bytes of memory that a snapshot takes: of weights and moments, those that the model's files have left out."""
-        if kind == "disk" or (kind == "replay" and self._recording()):
-            return 0
+    def _full_cost(self, kind: str) -> SnapshotCost:
+        """Bytes of weights and moments, those that the model's files have left out."""
         state = self._state()
         sizes = {tensor.data_ptr(): tensor.nbytes for tensor in state.values()}
         if self._untouched():
             for key, tensor in state.items():
                 if self._files.shape(key.removeprefix("weights/")) == tensor.shape:
                     sizes.pop(tensor.data_ptr(), None)
-        return sum(sizes.values())
+        whole = sum(sizes.values())
+        return SnapshotCost(disk=whole) if kind == "disk" else SnapshotCost(memory=whole)

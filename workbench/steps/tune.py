@@ -1,0 +1,257 @@
+"""Before training, on one machine: what each phase takes in seconds and memory, and which settings take less.
+
+Two steps are run and taken back, then the phases that a learner works in once more under each other setting. Nothing of it stays:
+weights, optimizer, version, controllers and random generators are afterwards what they were, bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from workbench.base import memory
+from workbench.base.config import require
+from workbench.base.errors import OutOfMemory, first_line
+from workbench.base.memory import gib
+from workbench.base.shown import Shown
+from workbench.datasets.rows import Rows
+from workbench.engines.protocol import Adjustable, Described, Tunable
+from workbench.stages.pipeline import Pipeline
+from workbench.steps.stepper import Stepper
+
+FASTER, SLOWER, LESS = 0.9, 1.05, 0.9
+"""A setting is proposed for a tenth less time, or a tenth less memory at no more than 5 % more time: below that is noise."""
+REPEATS, SHORT = 3, 2.0
+"""Times that a setting is tried, the fastest counts, unless they take more than so many seconds."""
+RESERVE = 0.1
+"""Share of a GPU that stays free of weights and KV cache: for the runtime, graphs and fragments."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one phase took."""
+
+    phase: str
+    seconds: float
+    host: int
+    """Bytes in memory of this process and the learners' workers at its peak, kept states of the stepper left out; 0: unknown."""
+    device: int
+    """Bytes of tensors on the fullest GPU at its peak; 0 without one."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The phases of one learner under some settings."""
+
+    role: str
+    changes: Mapping[str, Any]
+    """Setting → value; none: as it is."""
+    seconds: float
+    host: int
+    device: int
+    error: str = ""
+    """Why it did not run to the end: memory ran out."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes that count: on a GPU its own, else the host's."""
+        return self.device or self.host
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.changes.items()) or "as it is"
+
+
+@dataclass(frozen=True, repr=False)
+class Tuning(Shown):
+    """Result of `tune`: `phases` as they are, `trials` with other settings, and `lines` to paste into the engine's call."""
+
+    phases: tuple[Measured, ...]
+    trials: tuple[Trial, ...]
+    lines: tuple[str, ...]
+    """Python: keyword arguments with a comment each, and comments."""
+    proposed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Role → settings that take less; {} where none does."""
+
+
+def tune(pipeline: Pipeline, rows: Rows, *, batch_size: int = 8, seconds: float = 120.0) -> Tuning:
+    """Run two steps of `batch_size` prompts, measure each phase, try other settings, and propose those that take less.
+
+    `print(wb.tune(pipe, rows))` shows the table and the lines to paste. Tried are `micro_batch_tokens`, `pack`,
+    `gradient_checkpointing` and, on a GPU, `offload`; for a sampler that shares it the share of its cache is computed. After
+    `seconds` nothing further is tried. Everything is taken back, also where something raises. Raises `OutOfMemory` where memory
+    runs out in a phase in which no learner works.
+    """
+    require(batch_size >= 1, "batch_size", expected="≥ 1 prompt", found=batch_size)
+    every = pipeline.learners()
+    learners = {role: one for role, one in every.items() if isinstance(one, Tunable)}
+    deadline, trials = time.monotonic() + seconds, list[Trial]()
+    first = Stepper(pipeline, rows.batch(batch_size))
+    for role, learner in every.items():
+        first.snapshots.take(learner, role)
+    with _taken_back(first):
+        _run(first, learners)  # it warms up
+        first.back(to=pipeline.names[0])
+        second = Stepper(pipeline, rows.batch(batch_size, step=2))
+        phases, failure = _run(second, learners)
+        for role, learner in learners.items():
+            names = _phases_of(pipeline, learner)
+            if failure is None or failure[0] in names:
+                trials += [
+                    _tried(second, role, learner, names, changes)
+                    for changes in ({}, *_candidates(learner, second))
+                    if time.monotonic() < deadline or not changes
+                ]
+        if failure is not None and not trials:
+            raise failure[1]
+    learners = {role: learners[role] for role in dict.fromkeys(one.role for one in trials)}
+    proposed = {role: _best([one for one in trials if one.role == role]) for role in learners}
+    lines = [line for role in learners for line in _lines(role, learners[role], proposed[role], trials)]
+    lines += _cache_share(learners.get("actor"), phases)
+    return Tuning(tuple(phases), tuple(trials), tuple(lines), {role: dict(one) for role, one in proposed.items()})
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _taken_back(stepper: Stepper) -> Iterator[None]:
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            stepper.back(to=stepper.pipeline.names[0])
+
+
+def _run(
+    stepper: Stepper, learners: Mapping[str, Tunable], last: str | None = None
+) -> tuple[list[Measured], tuple[str, OutOfMemory] | None]:
+    """Run the phases that are left (to `last`), each measured; where memory runs out, in which phase and how."""
+    found: list[Measured] = []
+    every = list({id(one): one for one in learners.values()}.values())
+    while (name := stepper.next_stage) is not None and (not found or found[-1].phase != last):
+        memory.peak(begin=True)
+        for one in every:
+            one.peaks(begin=True)
+        try:
+            stepper.next()
+        except OutOfMemory as error:
+            return found, (name, error)
+        peaks = [one.peaks() for one in every]
+        own = memory.peak()
+        host = max(own + sum(one["host"] for one in peaks) - stepper.snapshots.nbytes, 0) if own else 0
+        device = max((one["device"] for one in peaks), default=0)
+        found.append(Measured(name, stepper.trace[name].seconds, host, device))
+    return found, None
+
+
+def _phases_of(pipeline: Pipeline, learner: Any) -> list[str]:
+    """The phases that a learner scores or learns in: what samples has other settings."""
+    return [
+        stage.name
+        for stage in pipeline
+        if any(one is learner for one in stage.learners()) and "responses" not in stage.writes
+    ]
+
+
+def _references(pipeline: Pipeline) -> list[Adjustable]:
+    """The frozen models, which have the settings of the engine that they were made from."""
+    held = [one for stage in pipeline for one in getattr(stage, "made_with", {}).values()]
+    return [one for one in held if isinstance(one, Adjustable) and not isinstance(one, Tunable)]
+
+
+def _tried(stepper: Stepper, role: str, learner: Any, names: list[str], changes: Mapping[str, Any]) -> Trial:
+    reached = [name for name in names if name in stepper.trace.names]
+    times, host, device = list[float](), 0, 0
+    with ExitStack() as stack:
+        for one in (learner, *(_references(stepper.pipeline) if role == "actor" else ())):
+            stack.enter_context(one.trying(**changes))
+        while len(times) < (REPEATS if sum(times) < SHORT else 1):
+            fork = stepper.fork()
+            fork._done.clear()  # it is the time that counts, not the columns
+            if reached:
+                fork.back(to=reached[0])
+            found, failure = _run(fork, {role: learner}, names[-1])
+            kept = [one for one in found if one.phase in names]
+            host, device = max([host, *(one.host for one in kept)]), max([device, *(one.device for one in kept)])
+            if failure is not None:
+                return Trial(role, changes, sum(one.seconds for one in kept), host, device, first_line(failure[1], 300))
+            times.append(sum(one.seconds for one in kept))
+    return Trial(role, changes, min(times), host, device)
+
+
+def _candidates(learner: Any, stepper: Stepper) -> list[dict[str, Any]]:
+    """Other settings that change something on this batch."""
+    now = learner.describe()
+    gpu = learner.peaks()["total"] > 0
+    budget = now["micro_batch_tokens"] or (16_384 if gpu else 4_096)
+    batch = stepper.batch
+    if "attention_mask" not in batch:
+        return []
+    lengths = batch["attention_mask"].sum(-1)
+    longest, every = int(lengths.max()), int(batch["attention_mask"].numel())
+    taken = min(budget, every)  # more than the batch has changes nothing
+    budgets = {max(min(int(taken * by), every), longest) for by in (0.125, 0.25, 0.5, 2, 4)} - {taken}
+    found: list[dict[str, Any]] = [{"micro_batch_tokens": one} for one in sorted(budgets, reverse=True)]
+    found.append({"gradient_checkpointing": not now["gradient_checkpointing"]})
+    if now["pack"] != "no":
+        found.append({"pack": "no"})
+    if gpu and now["offload"] == "none":
+        found.append({"offload": "optimizer"})
+    return found
+
+
+# --- what to paste --------------------------------------------------------------------------------
+
+
+def _best(trials: list[Trial]) -> Mapping[str, Any]:
+    """Of each setting the value that takes less, if any does."""
+    if not trials:
+        return {}
+    base, *others = trials
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for one in others for name in one.changes):
+        ran = [one for one in others if name in one.changes and not one.error]
+        if base.error and found:
+            break  # one that lets it run is enough
+        good = [one for one in ran if base.error or _saves(base, one)]
+        if good:
+            found |= min(good, key=lambda one: (one.seconds > FASTER * base.seconds, one.seconds)).changes
+    return found
+
+
+def _saves(base: Trial, one: Trial) -> bool:
+    lean = base.peak and one.peak <= LESS * base.peak
+    return one.seconds <= FASTER * base.seconds or bool(lean and one.seconds <= SLOWER * base.seconds)
+
+
+def _lines(role: str, learner: Any, proposed: Mapping[str, Any], trials: list[Trial]) -> list[str]:
+    base, *others = [one for one in trials if one.role == role]
+    path = learner.describe().get("path", "")
+    what = f"# {role}, {path}: " + (base.error or f"{base.seconds:.2f} s, peak {gib(base.peak)} as it is")
+    lines = [what]
+    for one in others:
+        told = one.error or f"{base.seconds:.2f} → {one.seconds:.2f} s, peak {gib(base.peak)} → {gib(one.peak)}"
+        if proposed.items() >= one.changes.items():
+            lines.append(f"{one},  # {told}")
+        elif not one.error and base.peak and one.peak <= LESS * base.peak:
+            lines.append(f"# {one} would take less memory: {told}")
+    return lines if len(lines) > 1 else [f"{what}; nothing that was tried takes less"]
+
+
+def _cache_share(actor: Any, phases: list[Measured]) -> list[str]:
+    """vLLM's share of a GPU that it has with the learner: what the learner holds while it samples stays free."""
+    record = actor.describe() if isinstance(actor, Described) else {}
+    sampler = record.get("sampler") if isinstance(record, Mapping) else None
+    total = actor.peaks()["total"] if isinstance(actor, Tunable) else 0
+    rollout = next((one for one in phases if one.phase == "rollout"), None)
+    if not (total and rollout and isinstance(sampler, Mapping) and "gpu_memory_utilization" in sampler):
+        return []
+    share = int((1 - RESERVE - rollout.device / total) * 20) / 20
+    told = f"of {gib(total)} the learner holds {gib(rollout.device)} while rows are sampled"
+    return [f"sampler_settings={{'gpu_memory_utilization': {share}}},  # {told}"]
