@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import cloudpickle
-
 from workbench.base import runtime
 from workbench.base.child import Child, TooLong, importing
 from workbench.base.errors import RewardError, first_line
@@ -26,6 +24,11 @@ from workbench.rewards.files import FileFunction
 from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.score import Score
 from workbench.rewards.worker import MAX_RESULT, TOKEN
+
+try:
+    import cloudpickle
+except ModuleNotFoundError:  # a bare machine: what has a name in a module travels all the same
+    import pickle as cloudpickle
 
 T = TypeVar("T")
 _PACKAGE = Path(__file__).parents[1]

@@ -234,7 +234,10 @@ def limit_memory() -> None:
 
 def main(parent: Any) -> None:
     """Load the function that the parent process sends, then answer call after call until the parent ends this process."""
-    import cloudpickle
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:  # then the parent has none, either
+        import pickle as cloudpickle
 
     limit_memory()
     own = os.getpid()

@@ -25,11 +25,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import cloudpickle
-
 from workbench.base import runtime
 from workbench.base.child import Child, Line, importing
 from workbench.base.errors import EngineError, Interrupted, WorkbenchError, WorkerLost, message
+
+try:
+    import cloudpickle
+except ModuleNotFoundError:  # a bare machine: what has a name in a module travels all the same
+    import pickle as cloudpickle
 
 START_SECONDS = 180.0
 """Seconds that a worker may take to start and make its object; a busy machine imports torch in twenty."""
