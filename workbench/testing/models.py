@@ -18,8 +18,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"hidden_size": 896, "intermediate_size": 4864, "vocab_size": 151_936, "max_position_embeddings": 32_768},
         **{"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "rope_theta": 1e6},
     },
+    # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json
+    "7b": {
+        **{"hidden_size": 3584, "intermediate_size": 18_944, "vocab_size": 152_064, "max_position_embeddings": 32_768},
+        **{"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "rope_theta": 1e6},
+        **{"tie_word_embeddings": False},
+    },
 }
-"""Shapes that can be asked for by name: `0.5b` is Qwen2.5-0.5B's, 494,032,768 parameters."""
+"""Shapes by name: `0.5b` and `7b` are those of Qwen2.5, 494,032,768 and 7,615,616,512 parameters."""
 
 
 def make_random_model(folder: str | Path, *, vocabulary: int = 64, seed: int = 0) -> Path:
@@ -28,12 +34,14 @@ def make_random_model(folder: str | Path, *, vocabulary: int = 64, seed: int = 0
     return _write(folder, {**SHAPES["tiny"], **smaller}, seed)
 
 
-def make_shaped_model(folder: str | Path, shape: str = "0.5b", *, seed: int = 0) -> Path:
-    """Write a random float32 Qwen2 model of a shape in `SHAPES` (`0.5b`: 2 GB) to a folder. `KeyError` for other names."""
-    return _write(folder, SHAPES[shape], seed)
+def make_shaped_model(
+    folder: str | Path, shape: str = "0.5b", *, seed: int = 0, dtype: str = "float32", device: str = "cpu"
+) -> Path:
+    """Write a random Qwen2 model of a shape in `SHAPES` (`0.5b`: 2 GB) to a folder, drawn on a device. `KeyError` for other names."""
+    return _write(folder, SHAPES[shape], seed, dtype, device)
 
 
-def _write(folder: str | Path, shape: dict[str, Any], seed: int) -> Path:
+def _write(folder: str | Path, shape: dict[str, Any], seed: int, dtype: str = "float32", device: str = "cpu") -> Path:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
@@ -41,8 +49,11 @@ def _write(folder: str | Path, shape: dict[str, Any], seed: int) -> Path:
     logging.disable_progress_bar()
     torch.manual_seed(seed)
     tokenizer = _words(shape["vocab_size"])
-    config = Qwen2Config(**shape, tie_word_embeddings=True, eos_token_id=2, pad_token_id=0, bos_token_id=None)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    ids = {"eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None}
+    config = Qwen2Config(**{"tie_word_embeddings": True, **shape, **ids})
+    with torch.device(device):
+        model = Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)
 
