@@ -52,7 +52,7 @@ HINTS = {
     "vllm": "free the GPU's memory and try again; or leave vLLM out, the local engine needs none",
     "shards": "see `collectives`",
 }
-"""What to do about a check that hangs or ends its process."""
+"""What to do about a check that hangs, ends its process, or raises an error that does not say."""
 _MARKS = {OK: "✓", WARNING: "!", WRONG: "✗", SKIPPED: "–"}
 _STYLES = {WARNING: "color:#b58900;font-weight:bold", WRONG: "color:#cf503c;font-weight:bold"}
 
@@ -153,9 +153,11 @@ def _carried_out(names: Sequence[str]) -> Iterator[Finding]:
             except OSError as error:  # it has been closed
                 how = f"hangs: no answer in {seconds} s" if isinstance(error, TimeoutError) else "ended its process"
                 ended = child.how() if child is not None and not isinstance(error, TimeoutError) else ""
-                found = Finding(WRONG, f"{how} ({ended})" if ended else how, HINTS.get(name, "see the log of the kernel: dmesg"))
+                do = HINTS.get(name, "see the kernel's log (dmesg)")
+                found = Finding(WRONG, f"{how} ({ended})" if ended else how, do)
                 child = None
-            yield replace(found, name=name, seconds=round(time.monotonic() - began, 1))
+            do = found.do or (HINTS.get(name, "") if found.state == WRONG else "")
+            yield replace(found, do=do, name=name, seconds=round(time.monotonic() - began, 1))
     finally:
         if child is not None:
             child.close()
@@ -174,11 +176,13 @@ def examined(function: str) -> Finding:
     """Do one check. An error is a finding, and no text of one names this machine, its folders or its user."""
     try:
         found = resolve_name(function if "." in function else f"workbench.jobs.{function}")()
+    except ModuleNotFoundError as error:
+        found = Finding(WARNING, f"not checked: the package {error.name} is not installed", f"pip install {error.name}")
     except Exception as error:  # noqa: BLE001 - whatever a check raises is what the doctor reports
         do = "" if isinstance(error, WorkbenchError) else "attach this report to an issue"
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f" ({Path(place.filename).name}:{place.lineno})"
-        found = Finding(WRONG, f"{type(error).__name__}: {first_line(error, 600)}{where}", do)
+        found = Finding(WRONG, f"{first_line(error, 600)}{where}", do)
     _free()
     return replace(found, found=clean(found.found), do=clean(found.do))
 

@@ -29,7 +29,8 @@ from workbench.base.memory import gib
 from workbench.cluster import connect
 from workbench.sandbox import LocalSandbox
 
-OK, WARNING, WRONG, SKIPPED = "ok", "warning", "wrong", "skipped"
+OK, SKIPPED, WARNING, WRONG = "ok", "skipped", "warning", "wrong"
+"""States of findings; the later in the alphabet, the worse."""
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub")
 """Packages without which nothing works. Without any other something is missing, which `LOST` says."""
 LOST = {
@@ -129,10 +130,10 @@ def devices() -> Finding:
         lines.append(f"{number}: {card.name}, {gib(free)} of {gib(total)} free, sm_{card.major}{card.minor}")
         if not runs_on((card.major, card.minor), torch.cuda.get_arch_list()):
             state, do = WRONG, [f"torch has no code for {card.name}: install a build for sm_{card.major}{card.minor}"]
-        elif free < 0.9 * total and state == OK:
-            state, do = WARNING, ["other processes hold the GPU's memory: see nvidia-smi"]
         elif float(torch.ones(1024, device=f"cuda:{number}").sum()) != 1024.0:
             state, do = WRONG, [f"GPU {number} computes wrong sums: it is broken, or its driver is"]
+        elif free < 0.9 * total:
+            state, do = max(state, WARNING), [*do, f"other processes hold memory of GPU {number}: see nvidia-smi"]
     if driver is not None and built is not None and int(driver.split(".")[0]) < int(built.split(".")[0]):
         state, do = max(state, WARNING), [*do, f"the driver is older than torch's CUDA {built}: update it"]
     return Finding(state, f"CUDA {built}, driver for {driver or 'another platform'}; {'; '.join(lines)}", "; ".join(do))

@@ -35,21 +35,35 @@ def make_random_model(folder: str | Path, *, vocabulary: int = 64, seed: int = 0
 
 
 def make_shaped_model(
-    folder: str | Path, shape: str = "0.5b", *, seed: int = 0, dtype: str = "float32", device: str = "cpu"
+    folder: str | Path,
+    shape: str = "0.5b",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    device: str = "cpu",
+    chat: bool = False,
 ) -> Path:
-    """Write a random Qwen2 model of a shape in `SHAPES` (`0.5b`: 2 GB) to a folder, drawn on a device. `KeyError` for other names."""
-    return _write(folder, SHAPES[shape], seed, dtype, device)
+    """Write a random Qwen2 model of a shape in `SHAPES` (`0.5b`: 2 GB) to a folder. `KeyError` for other names.
+
+    It is drawn on a device in a dtype. With `chat` its tokenizer is Qwen2's class, with bytes as tokens, Qwen's special tokens
+    under their own ids where the vocabulary is as large, and the chat template; else the words w0, w1 ….
+    """
+    return _write(folder, SHAPES[shape], seed, dtype, device, chat)
 
 
-def _write(folder: str | Path, shape: dict[str, Any], seed: int, dtype: str = "float32", device: str = "cpu") -> Path:
+def _write(
+    folder: str | Path, shape: dict[str, Any], seed: int, dtype: str = "float32", device: str = "cpu", chat: bool = False
+) -> Path:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    tokenizer = _words(shape["vocab_size"])
-    ids = {"eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None}
+    if chat:
+        shape = {**shape, "vocab_size": max(shape["vocab_size"], 260)}
+    tokenizer = _bytes(shape["vocab_size"]) if chat else _words(shape["vocab_size"])
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     config = Qwen2Config(**{"tie_word_embeddings": True, **shape, **ids})
     with torch.device(device):
         model = Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, dtype))
@@ -69,6 +83,27 @@ def _words(count: int, marks: Mapping[str, str] = MappingProxyType({})) -> Any:
     if marks:
         named["extra_special_tokens"] = dict(marks)
     return PreTrainedTokenizerFast(tokenizer_object=inner, **named)
+
+
+_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _bytes(count: int) -> Any:
+    """A tokenizer of Qwen2's class for a vocabulary of `count` rows: a token for each byte, others that no text has, and ChatML."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    first = min(count - 4, 151_643)
+    known = [*sorted(ByteLevel.alphabet()), *(f"<unused {number}>" for number in range(256, first))]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {token: number for number, token in enumerate([*known, *special])}
+    made = Qwen2Tokenizer(vocab=vocabulary, merges=[], pad_token=special[0], eos_token=special[2])
+    made.add_special_tokens({"additional_special_tokens": special})
+    made.chat_template = _CHAT
+    return made
 
 
 VISION = ("qwen2_5_vl", "gemma3")
