@@ -26,24 +26,24 @@ from workbench.jobs.machine import OK, SKIPPED, WARNING, WRONG, Finding, clean, 
 from workbench.views import document as doc
 
 CHECKS = {
-    "packages": ("machine:packages", 60),
-    "devices": ("machine:devices", 60),
-    "memory": ("machine:host_memory", 30),
-    "shared memory": ("machine:shared_memory", 30),
-    "disk": ("machine:disk", 60),
-    "ports": ("machine:ports", 30),
-    "attention": ("machine:attention", 60),
-    "collectives": ("machine:collectives", 120),
-    "sandbox": ("machine:sandbox", 60),
-    "ray": ("machine:ray", 180),
-    "step": ("selftest:step", 180),
-    "numbers": ("selftest:numbers", 120),
-    "push": ("selftest:push", 120),
-    "saves": ("selftest:saves", 120),
-    "shards": ("selftest:shards", 240),
-    "vllm": ("selftest:vllm_engine", 600),
+    "packages": ("workbench.jobs.machine:packages", 60),
+    "devices": ("workbench.jobs.machine:devices", 60),
+    "memory": ("workbench.jobs.machine:host_memory", 30),
+    "shared memory": ("workbench.jobs.machine:shared_memory", 30),
+    "disk": ("workbench.jobs.machine:disk", 60),
+    "ports": ("workbench.jobs.machine:ports", 30),
+    "attention": ("workbench.jobs.machine:attention", 60),
+    "collectives": ("workbench.jobs.machine:collectives", 120),
+    "sandbox": ("workbench.jobs.machine:sandbox", 60),
+    "ray": ("workbench.jobs.machine:ray", 180),
+    "step": ("workbench.jobs.selftest:step", 180),
+    "numbers": ("workbench.jobs.selftest:numbers", 120),
+    "push": ("workbench.jobs.selftest:push", 120),
+    "saves": ("workbench.jobs.selftest:saves", 120),
+    "shards": ("workbench.jobs.selftest:shards", 240),
+    "vllm": ("workbench.jobs.selftest:vllm_engine", 600),
 }
-"""Name → (function in `workbench.jobs`, seconds after which it counts as hanging: many times what it takes)."""
+"""Name → (function, seconds after which it counts as hanging: many times what it takes)."""
 START_SECONDS = 300.0
 """What a child may take to import torch and workbench; a cold disk takes minutes."""
 HINTS = {
@@ -81,7 +81,9 @@ class Diagnosis(doc.View):
     @property
     def title(self) -> str:
         """One line with the number of findings of each state and the seconds."""
-        counts = ", ".join(f"{len(found)} {state}" for state in (WRONG, WARNING, OK, SKIPPED) if (found := self.having(state)))
+        counts = ", ".join(
+            f"{len(found)} {state}" for state in (WRONG, WARNING, OK, SKIPPED) if (found := self.having(state))
+        )
         return f"workbench doctor: {counts} in {sum(one.seconds for one in self.findings):.0f} s"
 
     def document(self) -> doc.Part:
@@ -175,7 +177,7 @@ def main(parent: Any) -> None:
 def examined(function: str) -> Finding:
     """Do one check. An error is a finding, and no text of one names this machine, its folders or its user."""
     try:
-        found = resolve_name(function if "." in function else f"workbench.jobs.{function}")()
+        found = resolve_name(function)()
     except ModuleNotFoundError as error:
         found = Finding(WARNING, f"not checked: the package {error.name} is not installed", f"pip install {error.name}")
     except Exception as error:  # noqa: BLE001 - whatever a check raises is what the doctor reports

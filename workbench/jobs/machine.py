@@ -89,7 +89,9 @@ def packages() -> Finding:
         lost = dict.fromkeys(LOST[name] for name in lacking if name in LOST)
         return Finding(WARNING, "; ".join(found), f"does not work without: {', '.join(lost) or 'see pyproject.toml'}")
     if others:
-        return Finding(WARNING, "; ".join(found), "the checks below say whether they work; else install the tested ones")
+        return Finding(
+            WARNING, "; ".join(found), "the checks below say whether they work; else install the tested ones"
+        )
     return Finding(OK, "; ".join(found))
 
 
@@ -152,13 +154,12 @@ def cuda_of_driver() -> str | None:
 
 def runs_on(capability: tuple[int, int], built: list[str]) -> bool:
     """Whether code built for these (`sm_90`, `compute_90`) runs on a GPU: the same major version and no newer minor one, or PTX."""
-    major, minor = capability
-    for kind, number in (one.rstrip("af").split("_") for one in built if "_" in one):
-        if not number.isdigit():  # another platform's names
+    for one in built:
+        known = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", one)
+        if known is None:  # another platform's names
             return True
-        if kind == "compute" and int(number) <= 10 * major + minor:
-            return True
-        if int(number) // 10 == major and int(number) % 10 <= minor:
+        newest = (int(known[2]), int(known[3]))
+        if newest <= capability and (known[1] == "compute" or newest[0] == capability[0]):
             return True
     return not built
 
@@ -193,7 +194,9 @@ def shared_memory() -> Finding:
 
 def disk() -> Finding:
     """Free space and speed, by real fsyncs, of this folder and of the temporary one: runs and snapshots are written there."""
-    said, do, state = [], [], OK
+    said: list[str] = []
+    do: list[str] = []
+    state = OK
     for place, folder in (("this folder", os.getcwd()), ("temporary folder", tempfile.gettempdir())):
         try:
             free, speed, sync = shutil.disk_usage(folder).free, *speeds(folder)
@@ -226,10 +229,13 @@ def speeds(folder: str, size: int = 32 << 20) -> tuple[float, float]:
 def ports() -> Finding:
     """A connection over loopback, and whether this machine finds itself by name, as gloo, NCCL and Ray need."""
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            with socket.create_connection(server.getsockname(), 5) as here, server.accept()[0] as there:
-                here.sendall(b"x")
-                there.recv(1)
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), 5) as here,
+            server.accept()[0] as there,
+        ):
+            here.sendall(b"x")
+            there.recv(1)
     except OSError as error:
         return Finding(WRONG, f"loopback: {error}", "allow connections on 127.0.0.1: every service binds there")
     try:
@@ -275,7 +281,9 @@ def attention() -> Finding:
     package = version_of("flash-attn")
     if not torch.cuda.is_available():
         if package is not None or util.find_spec("flash_attn"):
-            return Finding(WARNING, f"flash-attn {package} is installed, but no GPU is here", "leave attn_implementation")
+            return Finding(
+                WARNING, f"flash-attn {package} is installed, but no GPU is here", "leave attn_implementation"
+            )
         return Finding(SKIPPED, "no GPU: attention is torch's own")
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

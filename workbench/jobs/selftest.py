@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from workbench.base.memory import gib
+from workbench.base.metrics import reduce
 from workbench.dataproto.core import DataProto
 from workbench.datasets.door import rows
 from workbench.engines import Request, SamplingSettings, local, paired
@@ -47,7 +48,12 @@ def recorded() -> DataProto:
     """64 rows that the tiny model wrote on another machine, with their log-probs in float32 and advantages."""
     folder = starter.files()["data/arith-batch/trace.json"].parent
     columns: dict[str, torch.Tensor] = {}
-    for phase in ("00_rollout", "01_reward", "02_old_log_prob", "04_advantage"):  # its tensors alone: a bare machine reads no parquet
+    for phase in (
+        "00_rollout",
+        "01_reward",
+        "02_old_log_prob",
+        "04_advantage",
+    ):  # its tensors alone: a bare machine reads no parquet
         columns |= load_file(folder / phase / "tensors.safetensors")
     return DataProto.from_single_dict(columns)
 
@@ -60,7 +66,7 @@ def opened(**settings: Any) -> Any:
 def updated(engine: Any, batch: DataProto) -> dict[str, float]:
     """Metrics of one GRPO update of the engine by a batch that has advantages."""
     outcome = Update(engine, PolicyLoss(), allow_stale=True)(batch)
-    return {name: float(one.result()) for name, one in outcome.metrics.items()}
+    return reduce([outcome.metrics])
 
 
 def gap_of(found: torch.Tensor, expected: torch.Tensor, batch: DataProto) -> float:
@@ -97,7 +103,9 @@ def numbers() -> Finding:
     batch, engine = recorded(), opened()
     gap = gap_of(engine.compute_log_probs(batch)["log_probs"], batch["old_log_probs"], batch)
     said = f"log-probs of a recorded batch {gap:.0e} nats from those recorded"
-    do = "float32 is not computed as such here: unset TF32 overrides (NVIDIA_TF32_OVERRIDE), try another torch or driver"
+    do = (
+        "float32 is not computed as such here: unset TF32 overrides (NVIDIA_TF32_OVERRIDE), try another torch or driver"
+    )
     if not gap < EXACT:
         return Finding(WRONG, said, do)
     if not torch.cuda.is_available():
@@ -153,7 +161,9 @@ def vllm_engine() -> Finding:
                 return Finding(WARNING, "; ".join(said), "sleep frees nothing: use share_device=False, or two GPUs")
         said.append(f"log-probs {max(gaps):.0e} nats from the learner's on average")
     if not max(gaps) < SAMPLERS:
-        do = "vLLM computes other numbers than the learner, or kept old weights: try dtype='float32', enforce_eager=True"
+        do = (
+            "vLLM computes other numbers than the learner, or kept old weights: try dtype='float32', enforce_eager=True"
+        )
         return Finding(WRONG, "; ".join(said), do)
     return Finding(OK, "; ".join(said) + ("" if gpu else "; no sleep on a CPU"))
 
@@ -185,9 +195,18 @@ def saves() -> Finding:
         other.load_state(home / "actor", home / "state")
         loaded = same(before, weights_of(other))
     again = updated(other, batch)["actor/grad_norm"]
-    parts = {"an update": moved, "a snapshot": restored, "a checkpoint": loaded, "the step after it": abs(again / first - 1) < EXACT}
+    parts = {
+        "an update": moved,
+        "a snapshot": restored,
+        "a checkpoint": loaded,
+        "the step after it": abs(again / first - 1) < EXACT,
+    }
     if wrong := [name for name, right in parts.items() if not right]:
-        return Finding(WRONG, f"not as before: {', '.join(wrong)}", "do not trust checkpoints of this machine: check its memory and disk")
+        return Finding(
+            WRONG,
+            f"not as before: {', '.join(wrong)}",
+            "do not trust checkpoints of this machine: check its memory and disk",
+        )
     return Finding(OK, "snapshot and checkpoint give the weights back bit for bit, and the next step's gradient")
 
 
@@ -209,5 +228,7 @@ def shards() -> Finding:
         there.close()
     said = f"{ranks} {where}: log-probs {gap:.0e} nats from one process, gradient norm {abs(many / one - 1):.0e}"
     if not gap < EXACT or not abs(many / one - 1) < NEAR:
-        return Finding(WRONG, said, "ranks do not add up: see `collectives`; NCCL_P2P_DISABLE=1 tells whether it is the links")
+        return Finding(
+            WRONG, said, "ranks do not add up: see `collectives`; NCCL_P2P_DISABLE=1 tells whether it is the links"
+        )
     return Finding(OK, said)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,12 +27,9 @@ from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.score import Score
 from workbench.rewards.worker import MAX_RESULT, TOKEN
 
-try:
-    import cloudpickle
-except ModuleNotFoundError:  # a bare machine: what has a name in a module travels all the same
-    import pickle as cloudpickle
-
 T = TypeVar("T")
+cloudpickle: Any = import_module("cloudpickle" if find_spec("cloudpickle") else "pickle")
+"""Without it, as on a bare machine, only what has a name in a module can travel."""
 _PACKAGE = Path(__file__).parents[1]
 _WORKER = str(Path(__file__).with_name("worker.py"))
 START_SECONDS = 60.0

@@ -52,7 +52,12 @@ def make_shaped_model(
 
 
 def _write(
-    folder: str | Path, shape: dict[str, Any], seed: int, dtype: str = "float32", device: str = "cpu", chat: bool = False
+    folder: str | Path,
+    shape: dict[str, Any],
+    seed: int,
+    dtype: str = "float32",
+    device: str = "cpu",
+    chat: bool = False,
 ) -> Path:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -22,6 +22,8 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,11 +31,8 @@ from workbench.base import runtime
 from workbench.base.child import Child, Line, importing
 from workbench.base.errors import EngineError, Interrupted, WorkbenchError, WorkerLost, message
 
-try:
-    import cloudpickle
-except ModuleNotFoundError:  # a bare machine: what has a name in a module travels all the same
-    import pickle as cloudpickle
-
+cloudpickle: Any = import_module("cloudpickle" if find_spec("cloudpickle") else "pickle")
+"""Without it, as on a bare machine, only what has a name in a module can travel."""
 START_SECONDS = 180.0
 """Seconds that a worker may take to start and make its object; a busy machine imports torch in twenty."""
 GRACE = 10.0
