@@ -156,7 +156,7 @@ class Plain:
 
         self.work = work
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-        self.model: Any = model.train().to(torch.device(work.device))  # type: ignore[arg-type] # transformers' wrapper
+        self.model: Any = model.train().to(torch.device(work.device))
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.enable_input_require_grads()

@@ -212,7 +212,7 @@ def test_other_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selftest, "opened", off)
         assert selftest.numbers().state == WRONG and "TF32" in selftest.numbers().do
-    monkeypatch.setattr(selftest, "push_once", lambda pair: 0.0)  # the way that pushes nothing
+    monkeypatch.setattr(selftest, "push_once", lambda pair: "")  # the way that pushes nothing
     assert selftest.push().state == WRONG and "version 0 of 1" in selftest.push().found
 
 

@@ -103,9 +103,7 @@ def numbers() -> Finding:
     batch, engine = recorded(), opened()
     gap = gap_of(engine.compute_log_probs(batch)["log_probs"], batch["old_log_probs"], batch)
     said = f"log-probs of a recorded batch {gap:.0e} nats from those recorded"
-    do = (
-        "float32 is not computed as such here: unset TF32 overrides (NVIDIA_TF32_OVERRIDE), try another torch or driver"
-    )
+    do = "float32 is not computed as such: unset TF32 overrides (NVIDIA_TF32_OVERRIDE), try another torch or driver"
     if not gap < EXACT:
         return Finding(WRONG, said, do)
     if not torch.cuda.is_available():
@@ -121,18 +119,18 @@ def push() -> Finding:
     learner, sampler, batch = opened(), opened(), recorded()
     pair = paired(learner, sampler)
     updated(learner, batch)
-    seconds = push_once(pair)
+    how = push_once(pair)
     gap = gap_of(sampler.compute_log_probs(batch)["log_probs"], learner.compute_log_probs(batch)["log_probs"], batch)
-    said = f"in place, {seconds:.2f} s, log-probs {gap:.0e} nats apart, version {sampler.version}"
+    said = f"{how}, log-probs {gap:.0e} nats apart, version {sampler.version}"
     if sampler.version != learner.version or not gap < EXACT:
         do = "the sampler does not have the learner's weights: attach this report to an issue"
         return Finding(WRONG, f"{said} of {learner.version}", do)
     return Finding(OK, said)
 
 
-def push_once(pair: Any) -> float:
-    """Push a pair's weights once; returns the seconds. Every way to push is tried through this function."""
-    return float(pair.push())
+def push_once(pair: Any) -> str:
+    """Push a pair's weights once, and say how. Every way to push is tried through this function."""
+    return f"{pair.push():.2f} s"
 
 
 def vllm_engine() -> Finding:
@@ -142,13 +140,14 @@ def vllm_engine() -> Finding:
         do = "pip install 'workbench[vllm]', or WORKBENCH_VLLM_PYTHON=… for one beside; the local engine needs none"
         return Finding(SKIPPED, "vLLM is not installed", do)
     began = time.perf_counter()
-    learner = opened()
-    settings: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_mb": 256, "dtype": "float32"}
-    with vllm(model(), **settings, enforce_eager=True, sleep_mode=gpu) as sampler:
+    learner = opened(lr=1e-2)  # a step so large that old weights would be seen
+    settings: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_mb": 256}
+    dtype = "bfloat16" if gpu else "float32"
+    with vllm(model(), **settings, dtype=dtype, enforce_eager=True, sleep_mode=gpu) as sampler:
         said = [f"{sampler.about().partition(', process')[0]}, started in {time.perf_counter() - began:.0f} s"]
         pair = paired(learner, sampler, share_device=gpu)
         updated(learner, recorded())  # beside a GPU's vLLM, which sleeps meanwhile
-        said.append(f"push {push_once(pair):.2f} s")
+        said.append(f"push {push_once(pair)}")
         gaps = [sampled_gap(pair)]
         if gpu:
             free = torch.cuda.mem_get_info()[0]
@@ -162,7 +161,7 @@ def vllm_engine() -> Finding:
         said.append(f"log-probs {max(gaps):.0e} nats from the learner's on average")
     if not max(gaps) < SAMPLERS:
         do = (
-            "vLLM computes other numbers than the learner, or kept old weights: try dtype='float32', enforce_eager=True"
+            "vLLM computes other numbers than the learner, or kept old weights: try another version, attention or dtype"
         )
         return Finding(WRONG, "; ".join(said), do)
     return Finding(OK, "; ".join(said) + ("" if gpu else "; no sleep on a CPU"))
@@ -202,11 +201,7 @@ def saves() -> Finding:
         "the step after it": abs(again / first - 1) < EXACT,
     }
     if wrong := [name for name, right in parts.items() if not right]:
-        return Finding(
-            WRONG,
-            f"not as before: {', '.join(wrong)}",
-            "do not trust checkpoints of this machine: check its memory and disk",
-        )
+        return Finding(WRONG, f"not as before: {', '.join(wrong)}", "trust no checkpoint: check memory and disk")
     return Finding(OK, "snapshot and checkpoint give the weights back bit for bit, and the next step's gradient")
 
 
@@ -228,7 +223,6 @@ def shards() -> Finding:
         there.close()
     said = f"{ranks} {where}: log-probs {gap:.0e} nats from one process, gradient norm {abs(many / one - 1):.0e}"
     if not gap < EXACT or not abs(many / one - 1) < NEAR:
-        return Finding(
-            WRONG, said, "ranks do not add up: see `collectives`; NCCL_P2P_DISABLE=1 tells whether it is the links"
-        )
+        do = "ranks do not add up: see `collectives`; NCCL_P2P_DISABLE=1 tells whether it is the links"
+        return Finding(WRONG, said, do)
     return Finding(OK, said)
