@@ -17,7 +17,13 @@ export PYTHONDONTWRITEBYTECODE :=
 RUN ?= runs/train_grpo-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
-.PHONY: train test tests test-all quick durations scorecard lint format lab bench bench-engine browser sandbox cluster gpu clean
+# what gsm8k starts from (a folder, or a name on the Hugging Face hub), the folder of the data's own files, and where its run goes
+MODEL ?= Qwen/Qwen2.5-0.5B-Instruct
+DATA ?= data/gsm8k
+GSM8K ?= runs/gsm8k
+published = $(sort $(wildcard $(DATA)/$(1).jsonl $(DATA)/$(1)*.parquet $(DATA)/main/$(1)*.parquet))
+
+.PHONY: train test tests test-all quick durations scorecard lint format lab bench bench-engine browser sandbox cluster gpu doctor gsm8k clean
 .DEFAULT_GOAL := test
 
 # uv under pip's own settings, or pip itself; the lock pins torch, too: pip given plain torch fetches the newest CUDA build
@@ -96,6 +102,20 @@ sandbox:  ## bubblewrap for model code, where apt can bring it; without it the k
 
 cluster: $(VLLM)  ## the tests that start Ray clusters on this machine
 	$(ONE) $(BIN)/python -m pytest tests/cluster -m "not long"
+
+doctor: $(READY)  ## what this machine has, and whether workbench works on it
+	$(BIN)/workbench doctor $(ARGS)
+
+# one pass of 7,473 rows; docs/gsm8k.md has the curve to expect and when to stop. The same command again goes on after a stop
+gsm8k: $(READY)  ## on one GPU: GRPO of a 0.5B model on GSM8K; MODEL=folder DATA=folder, ARGS="-p sampler=vllm"
+	$(if $(and $(call published,train),$(call published,test)),,$(error no GSM8K in DATA=$(DATA); expected train.jsonl and \
+	test.jsonl of openai/grade-school-math, or train-*.parquet and test-*.parquet of the data set openai/gsm8k))
+	$(BIN)/workbench convert gsm8k $(call published,train) $(GSM8K)/train.parquet
+	$(BIN)/workbench convert gsm8k $(call published,test) $(GSM8K)/test.parquet --split test
+	$(BIN)/workbench train notebooks/201_train_grpo.ipynb -p model=$(MODEL) -p train_file=$(GSM8K)/train.parquet \
+	  -p eval_file=$(GSM8K)/test.parquet -p num_eval_rows=1319 -p run=$(GSM8K)/run -p steps=116 -p batch_size=64 \
+	  -p group_size=8 -p ppo_mini_batch_size=16 -p lr=1e-6 -p max_prompt_length=512 -p max_tokens=512 \
+	  -p test_freq=20 -p save_freq=20 $(ARGS)
 
 gpu: $(DEV)  ## on a machine with a GPU: its tests, and the figures for tests/benchmarks/README.md
 	$(BIN)/python -m pytest tests/gpu

@@ -49,7 +49,7 @@ LIBRARIES = {
     "ipywidgets": ("widgets/",),
     "anywidget": ("widgets/",),
     "tensorboard": ("runs/",),
-    "safetensors": ("dataproto/", "engines/"),
+    "safetensors": ("dataproto/", "engines/", "jobs/selftest.py"),
     "pandas": ("dataproto/", "views/", "replay/", "runs/", "rewards/"),
     "pyarrow": ("dataproto/", "datasets/"),
     "tensordict": ("dataproto/",),

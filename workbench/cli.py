@@ -102,6 +102,11 @@ def _looking_and_files(commands: Any) -> None:
     translate.add_argument("--without", action="append", default=[], metavar="KEY", help="leave a refused setting out")
     translate.add_argument("--command", dest="number", type=int, help="which of several commands of a script, from 0")
     translate.set_defaults(command=_translate, file=None)
+    doctor = commands.add_parser("doctor", help="check this machine, and whether workbench works on it")
+    doctor.add_argument("--only", nargs="+", default=[], metavar="CHECK", help="these checks alone")
+    doctor.add_argument("--without", nargs="+", default=[], metavar="CHECK", help="not these (ray, vllm …)")
+    doctor.add_argument("-o", "--output", metavar="FILE", help="write the findings as JSON, to attach to an issue")
+    doctor.set_defaults(command=_doctor)
     show = commands.add_parser("parameters", help="list a notebook's parameters")
     show.add_argument("notebook")
     show.set_defaults(command=_parameters)
@@ -211,6 +216,17 @@ def _audit(options: argparse.Namespace) -> int:
     found = load_run(options.run).audit()
     _say(repr(found))
     return 0 if found.agrees else 1
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    """Exit code 1 where something is wrong."""
+    from workbench.jobs.doctor import doctor
+
+    found = doctor(only=options.only, without=options.without, say=_say)
+    _say(found.title)
+    if options.output:
+        _say(f"wrote {found.save(options.output)}")
+    return 0 if found else 1
 
 
 def _notebooks(options: argparse.Namespace) -> int:

@@ -13,17 +13,20 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import workbench as wb
-from workbench.engines import LossCounts, Request, SamplingSettings, local
+from workbench.base.metrics import reduce
+from workbench.engines import LossCounts, Request, Sample, SamplingSettings, local
 from workbench.engines.fsdp_engine.engine import fsdp
 from workbench.engines.local_engine.memory import gib
+from workbench.engines.settings import LocalSettings
 from workbench.engines.vllm_server.engine import VllmSettings, importable, interpreter, vllm
 from workbench.stages.rollout import columns_of
 from workbench.testing.engines import LikelihoodLoss
@@ -137,6 +140,97 @@ def local_lines(work: Work, folder: Path, kept: dict[str, Any]) -> Iterator[Line
         yield timed(work, "local: whole state dict", 0, lambda: weights_of(engine))
 
 
+def random_batch(work: Work) -> wb.DataProto:
+    """Rows of full length that nobody sampled."""
+    asked = requests_of(work)
+    draw = torch.Generator().manual_seed(1)
+    words = torch.randint(4, SHAPES[work.shape]["vocab_size"], (work.rows, work.response), generator=draw).tolist()
+    return batch_of(asked, [Sample(tuple(one), (0.0,) * len(one), "length", 0) for one in words])
+
+
+class Plain:
+    """The loop that anybody would write: transformers' model in float32 under autocast, cross-entropy of the responses, AdamW."""
+
+    def __init__(self, work: Work, folder: Path, lora_rank: int, checkpointing: bool) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.work = work
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        self.model: Any = model.train().to(torch.device(work.device))
+        if checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.enable_input_require_grads()
+        if lora_rank:
+            from peft import LoraConfig, get_peft_model
+
+            targets = list(LocalSettings().lora_targets)
+            config = LoraConfig(r=lora_rank, lora_alpha=int(LocalSettings().lora_alpha), target_modules=targets)
+            self.model = get_peft_model(self.model, config)
+        self.weights = [one for one in self.model.parameters() if one.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.weights, lr=1e-6, fused=work.device == "cuda")
+
+    def __call__(self, batch: wb.DataProto) -> float:
+        """One step on a batch of rows of equal length; returns the gradient's norm."""
+        work = self.work
+        size = max(work.micro_batch_tokens // (work.prompt + work.response), 1)
+        for part in batch["input_ids"].split(size):
+            ids = part.to(work.device)
+            with torch.autocast(work.device, torch.bfloat16, enabled=work.device == "cuda"):
+                logits = self.model(input_ids=ids, logits_to_keep=work.response + 1, use_cache=False).logits[:, :-1]
+            lost = torch.nn.functional.cross_entropy(
+                logits.float().flatten(0, 1), ids[:, -work.response :].flatten(), reduction="sum"
+            )
+            (lost / (work.rows * work.response)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+
+def plain_lines(work: Work, folder: Path, lora_rank: int = 0, checkpointing: bool = False) -> Iterator[Line]:
+    """Updates of the local engine beside those of a plain PyTorch loop, of the same rows cut in the same way. Raises
+    `AssertionError` where their gradients differ: they would not do the same work."""
+    name = f"{work.shape} {f'LoRA {lora_rank}' if lora_rank else 'full'}: update"
+    batch = random_batch(work)
+
+    def measured(what: str, step: Callable[[], Any]) -> tuple[Line, float]:
+        norms: list[float] = []
+        line = timed(work, f"{name}, {what}", work.tokens, lambda: norms.append(float(step())))
+        return line, norms[0]
+
+    def plain() -> tuple[Line, float]:
+        loop = Plain(work, folder, lora_rank, checkpointing)
+        return measured("a plain loop", lambda: loop(batch))
+
+    def ours() -> tuple[Line, float]:
+        more = {"lora_rank": lora_rank, "gradient_checkpointing": checkpointing}
+        engine, counts, loss = local(folder, **settings_of(work, **more)), counts_of(batch), LikelihoodLoss()
+        return measured("the local engine", lambda: reduce([engine.learn(batch, loss, counts).metrics])["grad_norm"])
+
+    found = []
+    for side in (plain, ours):
+        found.append(side())
+        _forget(work.device)  # one model at a time
+    (theirs, norm), (mine, other) = found
+    assert lora_rank or abs(other / norm - 1) < 0.02, (norm, other)  # adapters start at random
+    yield theirs
+    assert theirs.seconds is not None and mine.seconds is not None
+    yield replace(mine, note=f"{theirs.seconds / mine.seconds:.2f} times as fast as the plain loop")
+
+
+def large_lines(work: Work, home: Path) -> Iterator[Line]:
+    """On a GPU of 40 GB or more: LoRA on the 7B shape, its gradients checkpointed."""
+    if work.device != "cuda" or torch.cuda.get_device_properties(0).total_memory < 40 << 30:
+        return
+    if find_spec("peft") is None:
+        yield Line("7b LoRA", note="not measured: peft is not installed")
+        return
+    large = replace(work, shape="7b", rows=min(work.rows, 32), micro_batch_tokens=min(work.micro_batch_tokens, 8_192))
+    folder = make_shaped_model(home / "7b", "7b", dtype="bfloat16", device="cuda")
+    _forget(work.device)
+    yield from plain_lines(large, folder, lora_rank=32, checkpointing=True)
+
+
 def fsdp_lines(work: Work, folder: Path, kept: dict[str, Any], ranks: int) -> Iterator[Line]:
     """Shards over all GPUs, or over processes of this machine."""
     batch, counts = kept["batch"], counts_of(kept["batch"])
@@ -203,6 +297,9 @@ def lines_of(work: Work, ranks: int, without: set[str]) -> Iterator[Line]:
         folder = make_shaped_model(Path(home) / "model", work.shape)
         yield from local_lines(work, folder, kept)
         _forget(work.device)
+        if "plain" not in without:
+            yield from plain_lines(work, folder)
+            yield from large_lines(work, Path(home))
         if "fsdp" not in without:
             yield from fsdp_lines(work, folder, kept, ranks)
         if "vllm" in without:
@@ -237,7 +334,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-tokens", type=int, default=16_384)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() if there else 2)
-    parser.add_argument("--without", nargs="*", choices=("fsdp", "vllm"), default=())
+    parser.add_argument("--without", nargs="*", choices=("plain", "fsdp", "vllm"), default=())
     given = vars(parser.parse_args())
     ranks, without = given.pop("ranks"), set(given.pop("without"))
     if given["device"] == "cuda" and not there:

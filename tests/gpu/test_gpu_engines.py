@@ -48,6 +48,32 @@ def test_the_measurements_themselves_run_on_a_cpu(tmp_path: Path) -> None:
     assert equal == [f"tiny shape, {dtype} on cpu to float32 on the CPU" for dtype in ("float32", "bfloat16")]
 
 
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_local_engine_and_the_plain_loop_do_the_same_work(lora_rank: int, tmp_path: Path) -> None:
+    if lora_rank:
+        pytest.importorskip("peft")
+    gpu = benchmark()
+    work = gpu.Work(shape="tiny", device="cpu", rows=6, prompt=8, response=8, micro_batch_tokens=32, repeats=1)
+    folder = make_shaped_model(tmp_path / "model", "tiny")
+    # it compares their gradients itself; adapters start at random
+    theirs, ours = gpu.plain_lines(work, folder, lora_rank=lora_rank, checkpointing=bool(lora_rank))
+    assert ours.note == f"{theirs.seconds / ours.seconds:.2f} times as fast as the plain loop"
+    assert theirs.what.startswith("tiny LoRA 4" if lora_rank else "tiny full")
+
+
+@on_gpu
+@pytest.mark.parametrize("shape", ["0.5b", "7b"])
+def test_the_local_engine_is_as_fast_as_a_plain_loop(shape: str, tmp_path: Path) -> None:
+    gpu = benchmark()
+    work = gpu.Work(shape=shape, rows=64, prompt=256, response=256)
+    if shape == "7b":
+        pytest.importorskip("peft")
+        *_, ours = gpu.large_lines(work, tmp_path)
+    else:
+        *_, ours = gpu.plain_lines(work, make_shaped_model(tmp_path / "model", shape))
+    assert float(ours.note.split()[0]) >= 0.95, ours
+
+
 @on_gpu
 def test_log_probs_on_the_gpu_are_those_of_the_cpu() -> None:
     assert len(list(benchmark().equality("cuda"))) == 2  # asserts the gap in float32 itself

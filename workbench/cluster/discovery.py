@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
+if TYPE_CHECKING:
+    import psutil
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Process:
 
     def alive(self) -> bool:
         """Whether this process still runs: same pid and start time, and not a zombie."""
+        import psutil
+
         try:
             now = psutil.Process(self.pid)
             return abs(now.create_time() - self.born) < 0.1 and now.status() != psutil.STATUS_ZOMBIE
@@ -34,22 +38,30 @@ class Process:
 
 def process(pid: int) -> Process:
     """The `Process` that has this pid now. Raises `psutil.Error` where there is none."""
+    import psutil
+
     found = psutil.Process(pid)
     return Process(pid, found.create_time(), found.name())
 
 
 def of_session(session: str) -> list[Process]:
     """Every process of a Ray session on this machine: those whose command line names it, and their descendants."""
+    import psutil
+
     return _with_descendants(psutil.process_iter(), "ray", session)
 
 
 def half_started() -> list[Process]:
     """Ray processes left behind by a failed start in this process. Ray itself stops them only when this process exits."""
+    import psutil
+
     return _with_descendants(psutil.Process().children(), "/ray/", "session_")
 
 
 def _with_descendants(processes: Iterator[psutil.Process] | list[psutil.Process], *words: str) -> list[Process]:
     """Those whose command line has all of these words, and what they have started."""
+    import psutil
+
     found: dict[int, Process] = {}
     for one in processes:
         with suppress(psutil.Error):
@@ -63,6 +75,8 @@ def _with_descendants(processes: Iterator[psutil.Process] | list[psutil.Process]
 
 def end(processes: Sequence[Process], seconds: float = 5.0) -> list[Process]:
     """Wait up to `seconds` for processes to exit, then kill the rest; returns those that were killed."""
+    import psutil
+
     until = time.monotonic() + seconds
     while time.monotonic() < until and any(one.alive() for one in processes):
         time.sleep(0.05)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
-
-import cloudpickle
 
 from workbench.base import runtime
 from workbench.base.child import Child, TooLong, importing
@@ -28,6 +28,8 @@ from workbench.rewards.score import Score
 from workbench.rewards.worker import MAX_RESULT, TOKEN
 
 T = TypeVar("T")
+cloudpickle: Any = import_module("cloudpickle" if find_spec("cloudpickle") else "pickle")
+"""Without it, as on a bare machine, only what has a name in a module can travel."""
 _PACKAGE = Path(__file__).parents[1]
 _WORKER = str(Path(__file__).with_name("worker.py"))
 START_SECONDS = 60.0

@@ -234,7 +234,8 @@ def limit_memory() -> None:
 
 def main(parent: Any) -> None:
     """Load the function that the parent process sends, then answer call after call until the parent ends this process."""
-    import cloudpickle
+    # as the parent has it
+    cloudpickle = importlib.import_module("cloudpickle" if importlib.util.find_spec("cloudpickle") else "pickle")
 
     limit_memory()
     own = os.getpid()

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from workbench.base import runtime
@@ -145,6 +144,8 @@ class EngineContract:
 
     def test_an_interrupt_stops_sampling(self) -> None:
         """An interrupt stops sampling with `Interrupted`, and the engine samples again afterwards."""
+        import pytest
+
         engine = self.make_engine()
         with runtime.interrupting(), pytest.raises(Interrupted):
             engine.sample_many(self.requests())
@@ -183,6 +184,8 @@ class EngineContract:
 
     def test_loss_and_gradient_do_not_depend_on_the_cut(self) -> None:
         """Micro-batches and packing change neither loss nor gradient norm: the loss divides by global counts."""
+        import pytest
+
         batch = self.batch(self.make_engine())
         results = []
         for settings in ({}, {"micro_batch_tokens": 1}, {"micro_batch_tokens": 40}, {"pack": "yes"}):
@@ -239,6 +242,8 @@ class EngineContract:
 
     def test_a_loss_that_is_not_finite_changes_nothing(self) -> None:
         """A loss of NaN raises `NonFinite` with the numbers of its rows, and changes no weight."""
+        import pytest
+
         engine, twin = self.make_engine(micro_batch_tokens=1), self.make_engine()
         batch = self.batch(engine)
         with pytest.raises(NonFinite, match=r"rows \[3\]"):

@@ -18,8 +18,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"hidden_size": 896, "intermediate_size": 4864, "vocab_size": 151_936, "max_position_embeddings": 32_768},
         **{"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "rope_theta": 1e6},
     },
+    # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json
+    "7b": {
+        **{"hidden_size": 3584, "intermediate_size": 18_944, "vocab_size": 152_064, "max_position_embeddings": 32_768},
+        **{"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "rope_theta": 1e6},
+        **{"tie_word_embeddings": False},
+    },
 }
-"""Shapes that can be asked for by name: `0.5b` is Qwen2.5-0.5B's, 494,032,768 parameters."""
+"""Shapes by name: `0.5b` and `7b` are those of Qwen2.5, 494,032,768 and 7,615,616,512 parameters."""
 
 
 def make_random_model(folder: str | Path, *, vocabulary: int = 64, seed: int = 0) -> Path:
@@ -28,21 +34,45 @@ def make_random_model(folder: str | Path, *, vocabulary: int = 64, seed: int = 0
     return _write(folder, {**SHAPES["tiny"], **smaller}, seed)
 
 
-def make_shaped_model(folder: str | Path, shape: str = "0.5b", *, seed: int = 0) -> Path:
-    """Write a random float32 Qwen2 model of a shape in `SHAPES` (`0.5b`: 2 GB) to a folder. `KeyError` for other names."""
-    return _write(folder, SHAPES[shape], seed)
+def make_shaped_model(
+    folder: str | Path,
+    shape: str = "0.5b",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    device: str = "cpu",
+    chat: bool = False,
+) -> Path:
+    """Write a random Qwen2 model of a shape in `SHAPES` (`0.5b`: 2 GB) to a folder. `KeyError` for other names.
+
+    It is drawn on a device in a dtype. With `chat` its tokenizer is Qwen2's class, with bytes as tokens, Qwen's special tokens
+    under their own ids where the vocabulary is as large, and the chat template; else the words w0, w1 ….
+    """
+    return _write(folder, SHAPES[shape], seed, dtype, device, chat)
 
 
-def _write(folder: str | Path, shape: dict[str, Any], seed: int) -> Path:
+def _write(
+    folder: str | Path,
+    shape: dict[str, Any],
+    seed: int,
+    dtype: str = "float32",
+    device: str = "cpu",
+    chat: bool = False,
+) -> Path:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    tokenizer = _words(shape["vocab_size"])
-    config = Qwen2Config(**shape, tie_word_embeddings=True, eos_token_id=2, pad_token_id=0, bos_token_id=None)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    if chat:
+        shape = {**shape, "vocab_size": max(shape["vocab_size"], 260)}
+    tokenizer = _bytes(shape["vocab_size"]) if chat else _words(shape["vocab_size"])
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    config = Qwen2Config(**{"tie_word_embeddings": True, **shape, **ids})
+    with torch.device(device):
+        model = Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)
 
@@ -58,6 +88,27 @@ def _words(count: int, marks: Mapping[str, str] = MappingProxyType({})) -> Any:
     if marks:
         named["extra_special_tokens"] = dict(marks)
     return PreTrainedTokenizerFast(tokenizer_object=inner, **named)
+
+
+_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _bytes(count: int) -> Any:
+    """A tokenizer of Qwen2's class for a vocabulary of `count` rows: a token for each byte, others that no text has, and ChatML."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    first = min(count - 4, 151_643)
+    known = [*sorted(ByteLevel.alphabet()), *(f"<unused {number}>" for number in range(256, first))]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {token: number for number, token in enumerate([*known, *special])}
+    made = Qwen2Tokenizer(vocab=vocabulary, merges=[], pad_token=special[0], eos_token=special[2])
+    made.add_special_tokens({"additional_special_tokens": special})
+    made.chat_template = _CHAT
+    return made
 
 
 VISION = ("qwen2_5_vl", "gemma3")

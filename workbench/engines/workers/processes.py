@@ -22,15 +22,17 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
-
-import cloudpickle
 
 from workbench.base import runtime
 from workbench.base.child import Child, Line, importing
 from workbench.base.errors import EngineError, Interrupted, WorkbenchError, WorkerLost, message
 
+cloudpickle: Any = import_module("cloudpickle" if find_spec("cloudpickle") else "pickle")
+"""Without it, as on a bare machine, only what has a name in a module can travel."""
 START_SECONDS = 180.0
 """Seconds that a worker may take to start and make its object; a busy machine imports torch in twenty."""
 GRACE = 10.0

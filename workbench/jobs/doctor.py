@@ -1,0 +1,201 @@
+"""`wb.doctor()`: what this machine has, and whether workbench works on it, in plain words.
+
+Checks run one after another in a child process (this file), so that one that hangs, or takes its process down, is a finding like
+another: the rest goes on in a new child. This process touches no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from workbench.base.child import Child, importing
+from workbench.base.errors import SettingError, WorkbenchError, first_line, unknown
+from workbench.base.files import write_text
+from workbench.jobs.machine import OK, SKIPPED, WARNING, WRONG, Finding, clean, version_of
+from workbench.views import document as doc
+
+CHECKS = {
+    "packages": ("workbench.jobs.machine:packages", 60),
+    "devices": ("workbench.jobs.machine:devices", 60),
+    "memory": ("workbench.jobs.machine:host_memory", 30),
+    "shared memory": ("workbench.jobs.machine:shared_memory", 30),
+    "disk": ("workbench.jobs.machine:disk", 60),
+    "ports": ("workbench.jobs.machine:ports", 30),
+    "attention": ("workbench.jobs.machine:attention", 60),
+    "collectives": ("workbench.jobs.machine:collectives", 120),
+    "sandbox": ("workbench.jobs.machine:sandbox", 60),
+    "ray": ("workbench.jobs.machine:ray", 180),
+    "step": ("workbench.jobs.selftest:step", 180),
+    "numbers": ("workbench.jobs.selftest:numbers", 120),
+    "push": ("workbench.jobs.selftest:push", 120),
+    "saves": ("workbench.jobs.selftest:saves", 120),
+    "shards": ("workbench.jobs.selftest:shards", 240),
+    "vllm": ("workbench.jobs.selftest:vllm_engine", 600),
+}
+"""Name → (function, seconds after which it counts as hanging: many times what it takes)."""
+START_SECONDS = 300.0
+"""What a child may take to import torch and workbench; a cold disk takes minutes."""
+HINTS = {
+    "collectives": "NCCL_DEBUG=INFO says where it waits; NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 leave links out that may be broken",
+    "ray": "a busy machine may need longer; `ray stop` ends what earlier sessions left",
+    "vllm": "free the GPU's memory and try again; or leave vLLM out, the local engine needs none",
+    "shards": "see `collectives`",
+}
+"""What to do about a check that hangs, ends its process, or raises an error that does not say."""
+_MARKS = {OK: "✓", WARNING: "!", WRONG: "✗", SKIPPED: "–"}
+_STYLES = {WARNING: "color:#b58900;font-weight:bold", WRONG: "color:#cf503c;font-weight:bold"}
+
+
+@dataclass(frozen=True, repr=False)
+class Diagnosis(doc.View):
+    """What the doctor found. True where nothing is wrong; `diagnosis["vllm"]` is one finding; `save` writes it for a report."""
+
+    findings: tuple[Finding, ...]
+    about: dict[str, str]
+    """Versions and platform."""
+
+    def __bool__(self) -> bool:
+        return not self.having(WRONG)
+
+    def __getitem__(self, name: str) -> Finding:
+        known = {one.name: one for one in self.findings}
+        if name not in known:
+            raise SettingError(unknown("check", name, known))
+        return known[name]
+
+    def having(self, state: str) -> list[Finding]:
+        """Findings of a state: `ok`, `warning`, `wrong` or `skipped`."""
+        return [one for one in self.findings if one.state == state]
+
+    @property
+    def title(self) -> str:
+        """One line with the number of findings of each state and the seconds."""
+        counts = ", ".join(
+            f"{len(found)} {state}" for state in (WRONG, WARNING, OK, SKIPPED) if (found := self.having(state))
+        )
+        return f"workbench doctor: {counts} in {sum(one.seconds for one in self.findings):.0f} s"
+
+    def document(self) -> doc.Part:
+        """The title, and a line for each finding with what to do."""
+        cells: list[list[doc.Part]] = [
+            [doc.Span(f"{_MARKS[one.state]} {one.state}", _STYLES.get(one.state, "")), one.name, one.found, one.do]
+            for one in self.findings
+        ]
+        page = doc.Table(("", "check", "found", "what to do"), cells, most=len(cells))
+        return doc.line(doc.bold(self.title)), doc.Either([line_of(one) for one in self.findings], page)
+
+    def records(self) -> list[dict[str, Any]]:
+        """The findings as dicts: `pandas.DataFrame(diagnosis.records())`."""
+        return [asdict(one) for one in self.findings]
+
+    def save(self, path: str | Path) -> Path:
+        """Write a JSON file to attach to an issue: no host or user names, addresses, tokens or absolute paths are in it."""
+        target = Path(path)
+        write_text(target, json.dumps({"about": self.about, "findings": self.records()}, indent=1, ensure_ascii=False))
+        return target
+
+
+def line_of(one: Finding) -> str:
+    """A finding as text, with what to do on a line of its own."""
+    return f"{_MARKS[one.state]} {one.name}: {one.found}" + (f"\n    → {one.do}" if one.do else "")
+
+
+def doctor(
+    *, only: Sequence[str] = (), without: Sequence[str] = (), say: Callable[[str], object] | None = print
+) -> Diagnosis:
+    """Check this machine: devices, packages, memory, disk, ports, NCCL, Ray, sandbox, vLLM; then step, push, save and shard.
+
+    It takes two minutes, with vLLM up to four. `only` and `without` are names of checks. `say` gets a line as each ends. No check
+    can hang it or end this process, and a failed one does not stop the others. Raises `SettingError` for an unknown name.
+
+    Example:
+        >>> wb.doctor()                                        # in a cell  # doctest: +SKIP
+        >>> wb.doctor(without=["ray"]).save("doctor.json")     # to attach to an issue  # doctest: +SKIP
+    """
+    for name in (*only, *without):
+        if name not in CHECKS:
+            raise SettingError(unknown("check of the doctor", name, CHECKS))
+    names = [name for name in CHECKS if (not only or name in only) and name not in without]
+    found = []
+    for one in _carried_out(names):
+        found.append(one)
+        if say is not None:
+            say(line_of(one))
+    about = {"workbench": version_of("workbench") or "checkout", "python": platform.python_version()}
+    about |= {name: version for name in ("torch", "transformers", "vllm", "ray") if (version := version_of(name))}
+    about |= {"platform": clean(platform.platform()), "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
+    return Diagnosis(tuple(found), about)
+
+
+def _carried_out(names: Sequence[str]) -> Iterator[Finding]:
+    """Findings as they come. A child has all checks, up to one that it does not survive."""
+    child: Child | None = None
+    try:
+        for name in names:
+            function, seconds = CHECKS[name]
+            began = time.monotonic()
+            try:
+                if child is None:
+                    child = Child(__file__, env=importing(dict(os.environ)))
+                    child.exchange(None, START_SECONDS)
+                    began = time.monotonic()
+                answer = child.exchange(function.encode(), seconds)
+                found = Finding(**json.loads(answer))
+            except OSError as error:  # it has been closed
+                how = f"hangs: no answer in {seconds} s" if isinstance(error, TimeoutError) else "ended its process"
+                ended = child.how() if child is not None and not isinstance(error, TimeoutError) else ""
+                do = HINTS.get(name, "see the kernel's log (dmesg)")
+                found = Finding(WRONG, f"{how} ({ended})" if ended else how, do)
+                child = None
+            do = found.do or (HINTS.get(name, "") if found.state == WRONG else "")
+            yield replace(found, do=do, name=name, seconds=round(time.monotonic() - began, 1))
+    finally:
+        if child is not None:
+            child.close()
+
+
+def main(parent: Any) -> None:
+    """The child: do the checks that the parent names (`module:function`), and answer each with its finding as JSON."""
+    import torch  # noqa: F401 - what most checks need, before any deadline counts
+
+    parent.send(b"ready")
+    while True:
+        parent.send(json.dumps(asdict(examined(parent.frames.get().decode()))).encode())
+
+
+def examined(function: str) -> Finding:
+    """Do one check. An error is a finding, and no text of one names this machine, its folders or its user."""
+    try:
+        found = resolve_name(function)()
+    except ModuleNotFoundError as error:
+        found = Finding(WARNING, f"not checked: the package {error.name} is not installed", f"pip install {error.name}")
+    except Exception as error:  # noqa: BLE001 - whatever a check raises is what the doctor reports
+        do = "" if isinstance(error, WorkbenchError) else "attach this report to an issue"
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f" ({Path(place.filename).name}:{place.lineno})"
+        found = Finding(WRONG, f"{first_line(error, 600)}{where}", do)
+    _free()
+    return replace(found, found=clean(found.found), do=clean(found.do))
+
+
+def _free() -> None:
+    """Leave the GPU's memory to the next check."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        with suppress(RuntimeError):  # an earlier error of the device: the next check meets it, too
+            torch.cuda.empty_cache()

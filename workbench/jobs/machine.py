@@ -1,0 +1,352 @@
+"""The doctor's first half: what this machine has, check by check. Each returns a `Finding`; `jobs.doctor` runs them."""
+
+from __future__ import annotations
+
+import ctypes
+import getpass
+import importlib
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from packaging.requirements import Requirement
+
+from workbench.base import memory
+from workbench.base.errors import SandboxError
+from workbench.base.memory import gib
+from workbench.cluster import connect
+from workbench.sandbox import LocalSandbox
+
+OK, SKIPPED, WARNING, WRONG = "ok", "skipped", "warning", "wrong"
+"""States of findings; the later in the alphabet, the worse."""
+NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub")
+"""Packages without which nothing works. Without any other something is missing, which `LOST` says."""
+LOST = {
+    "ray": "wb.cluster",
+    "papermill": "workbench train",
+    "nbclient": "workbench train",
+    "jupyterlab": "JupyterLab",
+    "ipykernel": "notebooks",
+    "ipywidgets": "widgets",
+    "anywidget": "widgets",
+    "matplotlib": "figures",
+    "pyarrow": "parquet files",
+    "pandas": "tables",
+    "tensorboard": "TensorBoard events",
+    "httpx": "engines, judges and sandboxes over HTTP",
+    "cloudpickle": "reward functions of a notebook in processes of their own",
+    "psutil": "wb.cluster",
+    "math-verify": "the scorer math_verify",
+}
+"""What does not work without a package."""
+LEAST_HOST, LEAST_SHM, LEAST_DISK = 4 << 30, 2 << 30, 20 << 30
+"""Bytes below which host memory, /dev/shm and a disk get a warning."""
+SLOW_DISK, SLOW_SYNC = 50 << 20, 0.05
+"""Bytes a second, and seconds of one fsync: a disk that is slower gets a warning."""
+CLOSE = 2e-2
+"""Largest difference of two ways to compute attention in bfloat16, of values around 1."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found: its state, what is there, and what to do where that is not as it should be."""
+
+    state: str
+    """`ok`, `warning`, `wrong`, or `skipped`: there is nothing to check here."""
+    found: str
+    do: str = ""
+    name: str = ""
+    seconds: float = 0.0
+
+
+def packages() -> Finding:
+    """Installed packages against the ranges that this workbench is tested with."""
+    lacking, others = [], []
+    for one in required():
+        there = version_of(one.name)
+        if there is None:
+            lacking.append(one.name)
+        elif not one.specifier.contains(there, prereleases=True):
+            others.append(f"{one.name} {there} (tested: {one.specifier})")
+    found = [f"workbench {version_of('workbench') or 'from a checkout'}, torch {torch.__version__}"]
+    found += [f"not the tested version: {', '.join(others)}"] if others else []
+    found += [f"not installed: {', '.join(lacking)}"] if lacking else []
+    if fatal := [name for name in lacking if name in NEEDED]:
+        return Finding(WRONG, "; ".join(found), f"pip install {' '.join(fatal)}: nothing works without")
+    if lacking:
+        lost = dict.fromkeys(LOST[name] for name in lacking if name in LOST)
+        return Finding(WARNING, "; ".join(found), f"does not work without: {', '.join(lost) or 'see pyproject.toml'}")
+    if others:
+        return Finding(
+            WARNING, "; ".join(found), "the checks below say whether they work; else install the tested ones"
+        )
+    return Finding(OK, "; ".join(found))
+
+
+def required() -> list[Requirement]:
+    """What this workbench needs: of its installation, or of the checkout's pyproject.toml."""
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    if project.is_file():
+        listed = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+    else:
+        listed = [one for one in metadata.requires("workbench") or () if "extra ==" not in one]
+    return [Requirement(one) for one in listed]
+
+
+def version_of(package: str) -> str | None:
+    """Version of an installed package; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def devices() -> Finding:
+    """GPUs that torch can compute on, their memory, and whether driver and torch's build fit together."""
+    driver, built, threads = cuda_of_driver(), torch.version.cuda or torch.version.hip, torch.get_num_threads()
+    if not torch.cuda.is_available():
+        if driver is None:
+            return Finding(OK, f"no GPU: everything runs on the CPU, {os.cpu_count()} cores, {threads} threads")
+        if built is None:
+            found = f"an NVIDIA driver for CUDA {driver}, but torch {torch.__version__} is built for the CPU"
+            return Finding(WRONG, found, "install the CUDA build of torch")
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        found = f"a driver for CUDA {driver}, torch for CUDA {built}, but torch finds no GPU"
+        found += f"; CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else ""
+        return Finding(WRONG, found, f"a driver for CUDA {built} or newer; in a container pass the GPUs (--gpus all)")
+    lines, state, do = [], OK, []
+    for number in range(torch.cuda.device_count()):
+        card, (free, total) = torch.cuda.get_device_properties(number), torch.cuda.mem_get_info(number)
+        lines.append(f"{number}: {card.name}, {gib(free)} of {gib(total)} free, sm_{card.major}{card.minor}")
+        if not runs_on((card.major, card.minor), torch.cuda.get_arch_list()):
+            state, do = WRONG, [f"torch has no code for {card.name}: install a build for sm_{card.major}{card.minor}"]
+        elif float(torch.ones(1024, device=f"cuda:{number}").sum()) != 1024.0:
+            state, do = WRONG, [f"GPU {number} computes wrong sums: it is broken, or its driver is"]
+        elif free < 0.9 * total:
+            state, do = max(state, WARNING), [*do, f"other processes hold memory of GPU {number}: see nvidia-smi"]
+    if driver is not None and built is not None and int(driver.split(".")[0]) < int(built.split(".")[0]):
+        state, do = max(state, WARNING), [*do, f"the driver is older than torch's CUDA {built}: update it"]
+    return Finding(state, f"CUDA {built}, driver for {driver or 'another platform'}; {'; '.join(lines)}", "; ".join(do))
+
+
+def cuda_of_driver() -> str | None:
+    """The newest CUDA that the NVIDIA driver here knows (`13.0`); None without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def runs_on(capability: tuple[int, int], built: list[str]) -> bool:
+    """Whether code built for these (`sm_90`, `compute_90`) runs on a GPU: the same major version and no newer minor one, or PTX."""
+    for one in built:
+        known = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", one)
+        if known is None:  # another platform's names
+            return True
+        newest = (int(known[2]), int(known[3]))
+        if newest <= capability and (known[1] == "compute" or newest[0] == capability[0]):
+            return True
+    return not built
+
+
+def host_memory() -> Finding:
+    """Memory of this machine, or of this process's control group."""
+    total, free = memory.total(), min(memory.available(), memory.total())
+    with suppress(OSError, ValueError):
+        free = min(free, total - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    found = f"{gib(free)} of {gib(total)} free"
+    if free < LEAST_HOST:
+        do = f"free memory, or raise the container's limit: a 0.5B model with its optimizer needs {gib(8 << 30)}"
+        return Finding(WRONG if free < 1 << 30 else WARNING, found, do)
+    cards = sum(torch.cuda.mem_get_info(one)[1] for one in range(torch.cuda.device_count()))
+    if total < cards:
+        return Finding(WARNING, found, "less than the GPUs have: offloading and snapshots of large models will not fit")
+    return Finding(OK, found)
+
+
+def shared_memory() -> Finding:
+    """/dev/shm, through which NCCL, Ray and vLLM exchange data; containers have 64 MiB by default."""
+    try:
+        total, _, free = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        return Finding(WRONG, f"/dev/shm is not there: {error}", "mount it: NCCL, Ray and vLLM need it")
+    found = f"/dev/shm: {gib(free)} of {gib(total)} free"
+    if free < LEAST_SHM:
+        do = "start the container with --shm-size=16g (or --ipc=host), or remove what fills it"
+        return Finding(WRONG if free < 1 << 28 else WARNING, found, do)
+    return Finding(OK, found)
+
+
+def disk() -> Finding:
+    """Free space and speed, by real fsyncs, of this folder and of the temporary one: runs and snapshots are written there."""
+    said: list[str] = []
+    do: list[str] = []
+    state = OK
+    for place, folder in (("this folder", os.getcwd()), ("temporary folder", tempfile.gettempdir())):
+        try:
+            free, speed, sync = shutil.disk_usage(folder).free, *speeds(folder)
+        except OSError as error:
+            return Finding(WRONG, f"{place}: {error}", "make it writable, or work in another folder (TMPDIR=…)")
+        said.append(f"{place}: {gib(free)} free, {speed / 2**20:.0f} MiB/s, {sync * 1000:.1f} ms an fsync")
+        if free < LEAST_DISK:
+            state, do = WARNING, [*do, f"{place}: a checkpoint of a 7B model takes {gib(84 << 30)} with its optimizer"]
+        elif speed < SLOW_DISK or sync > SLOW_SYNC:
+            state, do = WARNING, [*do, f"{place} is slow: write runs to a local disk"]
+    return Finding(state, "; ".join(said), "; ".join(do))
+
+
+def speeds(folder: str, size: int = 32 << 20) -> tuple[float, float]:
+    """(bytes a second of a file of `size` bytes up to its fsync, seconds of an fsync of a small change)."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="workbench-doctor-") as file:
+        began = time.perf_counter()
+        file.write(os.urandom(size))
+        file.flush()
+        os.fsync(file.fileno())
+        speed = size / (time.perf_counter() - began)
+        began = time.perf_counter()
+        for _ in range(5):
+            file.write(b"x")
+            file.flush()
+            os.fsync(file.fileno())
+        return speed, (time.perf_counter() - began) / 5
+
+
+def ports() -> Finding:
+    """A connection over loopback, and whether this machine finds itself by name, as gloo, NCCL and Ray need."""
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), 5) as here,
+            server.accept()[0] as there,
+        ):
+            here.sendall(b"x")
+            there.recv(1)
+    except OSError as error:
+        return Finding(WRONG, f"loopback: {error}", "allow connections on 127.0.0.1: every service binds there")
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError as error:
+        do = "add this machine's name to /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        return Finding(WARNING, f"loopback works; this machine's own name does not resolve: {error}", do)
+    return Finding(OK, "loopback works, and this machine's name resolves")
+
+
+def collectives() -> Finding:
+    """A real all-reduce of two ranks: NCCL where there are two GPUs; else gloo, and NCCL on one GPU alone."""
+    cards = torch.cuda.device_count()
+    said = []
+    for backend, ranks in (("nccl", min(cards, 2)), ("gloo", 0 if cards > 1 else 2)):
+        if not ranks or not (dist.is_nccl_available() if backend == "nccl" else dist.is_gloo_available()):
+            continue
+        with tempfile.TemporaryDirectory(prefix="workbench-doctor-") as folder:
+            torch.multiprocessing.spawn(all_reduce, (ranks, backend, f"file://{folder}/store"), ranks)
+        version = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""
+        said.append(f"{backend} {version}".strip() + f": {ranks} rank{'s' * (ranks > 1)}")
+    if not said:
+        return Finding(WRONG, "torch has neither NCCL nor gloo", "install a build of torch with torch.distributed")
+    return Finding(OK, f"all-reduce over {', '.join(said)}")
+
+
+def all_reduce(rank: int, ranks: int, backend: str, store: str) -> None:
+    """One rank of `collectives`. Raises `ArithmeticError` where the sum is wrong."""
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks)
+    one = torch.full((1 << 20,), rank + 1.0, device=device)
+    dist.all_reduce(one)
+    found, expected = float(one.mean()), ranks * (ranks + 1) / 2
+    dist.destroy_process_group()
+    if found != expected:
+        raise ArithmeticError(f"{backend} added {ranks} ranks up to {found} in place of {expected}")
+
+
+def attention() -> Finding:
+    """Flash attention on a GPU: torch's own kernel, and the package where it is installed, against plain attention."""
+    package = version_of("flash-attn")
+    if not torch.cuda.is_available():
+        if package is not None or util.find_spec("flash_attn"):
+            return Finding(
+                WARNING, f"flash-attn {package} is installed, but no GPU is here", "leave attn_implementation"
+            )
+        return Finding(SKIPPED, "no GPU: attention is torch's own")
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = attend(query.float(), key.float(), value.float(), is_causal=True)
+    ways: dict[str, Callable[[], Any]] = {"torch's flash kernel": lambda: attend(query, key, value, is_causal=True)}
+    if package is not None:
+        turned = [one.transpose(1, 2) for one in (query, key, value)]  # [B, S, heads, head]
+        function = importlib.import_module("flash_attn").flash_attn_func
+        ways[f"flash-attn {package}"] = lambda: function(*turned, causal=True).transpose(1, 2)
+    said, wrong = [], []
+    for name, compute in ways.items():
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            gap = float((compute().float() - plain).abs().max())
+        said.append(f"{name}: {gap:.1e} from plain attention")
+        wrong += [name] if not gap < CLOSE else []
+    if wrong:
+        return Finding(WRONG, "; ".join(said), f"do not use {' or '.join(wrong)}: attn_implementation='eager'")
+    return Finding(OK, "; ".join(said) + ("" if package else "; flash-attn is not installed, and not needed"))
+
+
+def ray() -> Finding:
+    """Start Ray here, with one CPU, and end it."""
+    if version_of("ray") is None:
+        return Finding(SKIPPED, "Ray is not installed: no clusters; one machine needs none")
+    began = time.monotonic()
+    with connect(cpus=1, gpus=0) as made:
+        found = f"Ray {version_of('ray')} started in {time.monotonic() - began:.0f} s"
+        notes = "; ".join(made.notes)
+    return Finding(OK, f"{found}; {notes}" if notes else found)
+
+
+def sandbox() -> Finding:
+    """The isolation that model code can be run with here, and a program run in it."""
+    try:
+        made = LocalSandbox()
+    except SandboxError as error:
+        return Finding(WARNING, str(error), "apt-get install bubblewrap; only rewards and tools that run code need it")
+    result = made.run("print(6 * 7)")
+    if result.stdout.strip() != "42":
+        return Finding(WRONG, f"{made.describe()}: a program did not run, {result.status}", "use a remote sandbox")
+    return Finding(OK, made.describe())
+
+
+# --- what may be shown to others ------------------------------------------------------------------
+
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_TOKENS = re.compile(r"\b(?:hf|sk|ghp|gho|github_pat|glpat|xox[bp]|wandb|AKIA)[-_]?[A-Za-z0-9_-]{12,}|(?<=Bearer )\S+")
+_ADDRESS = re.compile(r"(?<![\d.])(?!127\.|0\.0\.0\.0)\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
+_PATH = re.compile(r"(?<![\w.:/~-])(?!/(?:dev|proc|sys|etc)/)(?:~|(?=/))(?:/[\w.+@~=,-]+)+")
+
+
+def clean(text: str, environ: Mapping[str, str] = os.environ) -> str:
+    """A text without absolute paths (their last part stays), tokens, secrets of the environment, addresses, host and user name."""
+    for value in sorted((v for n, v in environ.items() if _SECRET.search(n) and len(v) > 5), key=len, reverse=True):
+        text = text.replace(value, "•••")
+    text = _ADDRESS.sub("<address>", _TOKENS.sub("•••", text))
+    text = _PATH.sub(lambda path: f"…/{path[0].rsplit('/', 1)[-1]}", text)
+    with suppress(OSError, KeyError):  # a user without a name
+        for name, shown in ((socket.gethostname(), "<host>"), (getpass.getuser(), "<user>")):
+            if len(name) > 2 and name not in ("root", "localhost"):
+                text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", shown, text)
+    return text
