@@ -443,21 +443,18 @@ def sync_of(learner: Any, sampler: Any, way: str = "auto", bucket_bytes: int = B
     """
     if way not in ("auto", *WAYS):
         raise EngineError(unknown("way of weights", way, WAYS))
-    can = {"whole": partial(Whole, learner, sampler)} | {
-        one: partial(Buckets, learner, sampler, one, bucket_bytes) for one in possible(learner, sampler)
-    }
-    if "adapter" in can:
-        can["adapter"] = partial(Adapter, learner, sampler)
-    if way != "auto":
-        if way not in can:
-            what = f"weights cannot go from {learner!r} to {sampler!r} by {way!r}"
-            raise EngineError(what, expected=f"one of {', '.join(can)}", found=repr(way))
-        return can[way]()
-    chosen = next(one for one in (*possible(learner, sampler), "whole"))
-    if chosen in _ON_GPUS and chosen not in PROVEN:
-        other = next(one for one in ("shared memory", "object store") if one in can)
-        return Careful(can[chosen](), can[other]())
-    return can[chosen]()
+    ways = possible(learner, sampler)
+    made: dict[str, Callable[[], Any]] = {one: partial(Buckets, learner, sampler, one, bucket_bytes) for one in ways}
+    made |= {"adapter": partial(Adapter, learner, sampler)} if "adapter" in ways else {}
+    made["whole"] = partial(Whole, learner, sampler)
+    if way != "auto" and way not in made:
+        what = f"weights cannot go from {learner!r} to {sampler!r} by {way!r}"
+        raise EngineError(what, expected=f"one of {', '.join(made)}", found=repr(way))
+    chosen = way if way != "auto" else next(iter(made))
+    if way == "auto" and chosen in _ON_GPUS and chosen not in PROVEN:
+        return Careful(made[chosen](), made[next(one for one in ways if one in ("shared memory", "object store"))]())
+    sync: WeightSync = made[chosen]()
+    return sync
 
 
 def possible(learner: Any, sampler: Any) -> list[str]:
