@@ -36,7 +36,8 @@ training/num_turns/{mean,max,min} | num_turns/{mean,max,min} | the same number
 timing_s/{gen,ref,values,adv,update_critic,update_actor} | = | seconds of the stage
 timing_s/{reward,old_log_prob,testing} | timing_s/{reward,old_log_prob,testing} | seconds of the stage, of validation; not compared: a clock
 timing_s/step | timing_s/step | the seconds of all stages; saving is not in it
-timing_s/{save_checkpoint,update_weights,start_profile,stop_profile,dump_rollout_generations} | — | part of other seconds, or outside the step
+timing_s/update_weights | timing_s/update_weights | seconds of the last push of weights to a sampler; not compared: a clock
+timing_s/{save_checkpoint,start_profile,stop_profile,dump_rollout_generations} | — | part of other seconds, or outside the step
 timing_s/{switch_to_rollout,switch_to_trainer,switch_wait} | — | engines do not change their role
 timing_s/agent_loop/{generate_sequences,tool_calls}/{mean,max,min} | agent_loop/{generate_sequences,tool_calls}/{mean,max,min} | the same number
 timing_s/agent_loop/{num_preempted,compute_score}/{mean,max,min} | — | not measured per episode

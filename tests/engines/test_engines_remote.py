@@ -328,7 +328,7 @@ def test_the_command_says_everything_that_a_server_needs(tmp_path: Path) -> None
     assert "VLLM_SERVER_DEV_MODE=1" in line and f"PYTHONPATH={tmp_path / 'ext'}" in line
     for part in (
         "python -m vllm.entrypoints.openai.api_server", "--logprobs-mode processed_logprobs", "--host 127.0.0.1",
-        "--worker-extension-cls workbench_vllm.WeightSync", "--port 8123", "--served-model-name tiny", "--enforce-eager",
+        "--worker-extension-cls workbench_vllm.WorkerExtension", "--port 8123", "--served-model-name tiny", "--enforce-eager",
     ):  # fmt: skip
         assert part in line
     assert (tmp_path / "ext" / "workbench_vllm.py").is_file()

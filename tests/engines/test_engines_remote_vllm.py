@@ -138,7 +138,7 @@ class TestRemoteVllm:
         for version in (0, 1, 2):
             samples = both.sample_many(requests)
             difference = gap(learner, requests, samples)
-            print(f"version {version}: {difference:.1e} nats, pushed in {both.seconds:.2f} s")
+            print(f"version {version}: {difference:.1e} nats, pushed in {both.push():.2f} s")
             assert difference < TOLERANCE and {one.version for one in samples} == {version}
             moved(learner)
             assert gap(learner, requests, samples) > 0.05

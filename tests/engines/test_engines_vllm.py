@@ -26,7 +26,7 @@ from workbench.base import runtime
 from workbench.base.errors import EngineError, Interrupted, SettingError, WorkerLost
 from workbench.dataproto import DataProto
 from workbench.engines import Classifier, Request, Sample, Sampler, SamplingSettings, classifier, local
-from workbench.engines.paired import paired
+from workbench.engines.paired import check_push, paired
 from workbench.engines.vllm_server.engine import (
     VllmEngine,
     VllmSettings,
@@ -34,6 +34,7 @@ from workbench.engines.vllm_server.engine import (
     interpreter,
     vllm,
     vllm_classifier,
+    wait,
 )
 from workbench.engines.vllm_server.link import cause_in
 from workbench.engines.weights import weights_of
@@ -211,6 +212,39 @@ class TestVllm:
         engine.load_weights(weights, 4)
         requests = asked(engine)
         assert gap(learner, requests, engine.sample_many(requests)) < TOLERANCE and engine.version == 4
+
+    def test_what_vllm_has_not_loaded_is_named(self, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Inside its process, too, where the check before a push has let it pass."""
+        weights = weights_of(local("data/tiny-arith"))
+        monkeypatch.setattr(engine, "check_whole", lambda shapes: None)
+        for name in ("model.norm.weight", "model.layers.0.mlp.down_proj.weight"):
+            with pytest.raises(EngineError, match=f"old values in.*{name}"):
+                engine.load_weights({one: tensor for one, tensor in weights.items() if one != name}, 3)
+        with pytest.raises(EngineError, match="push again"):
+            engine.sample_many(asked(engine, 1))
+        begin = engine.begin_weights
+        monkeypatch.setattr(engine, "begin_weights", lambda shapes: begin({**shapes, "model.lost.weight": (1,)}))
+        with pytest.raises(EngineError, match="old values in model.lost.weight"):
+            engine.load_weights(weights, 3)  # announced, and never sent
+        monkeypatch.undo()
+        engine.load_weights(weights, 4)
+
+    @pytest.mark.parametrize("way", ["shared memory", "object store", "broadcast"])
+    def test_every_way_in_small_buckets(self, engine: VllmEngine, way: str) -> None:
+        learner = moved(local("data/tiny-arith", lr=1e-3))
+        push = check_push(paired(learner, engine, weight_sync=way, bucket_bytes=1 << 16), [[5, 6, 7], [9, 10, 11, 12]])
+        assert push.way == way and push.gap is not None and push.gap < TOLERANCE and engine.version == 1
+
+    def test_it_sleeps_and_wakes_by_parts_around_a_push(self, engine: VllmEngine) -> None:
+        """vLLM's own order and states; that memory is freed cannot be seen on a CPU."""
+        weights, seconds = weights_of(local("data/tiny-arith")), LONG
+        wait(engine._link.ask("sleep", level=2), seconds, "late")
+        with pytest.raises(EngineError, match="dropped by sleep"):
+            engine.sample_many(asked(engine, 1))
+        wait(engine._link.ask("wake", tags=["weights"]), seconds, "late")
+        engine.load_weights(weights, 5)
+        wait(engine._link.ask("wake", tags=["kv_cache"]), seconds, "late")
+        assert engine.sample_many(asked(engine, 1))[0].version == 5
 
     def test_stop_texts_end_a_response_and_are_kept(self, engine: VllmEngine) -> None:
         learner = local("data/tiny-arith")
@@ -414,6 +448,10 @@ def test_models_and_settings_that_cannot_work_are_refused_before_anything_starts
         vllm("data/nowhere")
     with pytest.raises(SettingError, match="did you mean 'max_model_len'"):
         vllm("data/tiny-arith", max_modellen=3)
+    with pytest.raises(SettingError, match="seed: set by workbench"):
+        vllm("data/tiny-arith", engine_args={"seed": 3})
+    with pytest.raises(SettingError, match="max_model_len: the setting max_model_len"):
+        vllm("data/tiny-arith", engine_args={"max_model_len": 3})
     with pytest.raises(SettingError, match="gpu_memory_utilization"):
         vllm("data/tiny-arith", gpu_memory_utilization=1.5)
     adapter = local(make_random_model(tmp_path / "model"), lora_rank=2)
@@ -438,3 +476,25 @@ def test_the_root_cause_is_found_in_a_log() -> None:
 (APIServer pid=2) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"""
     assert cause_in(log) == "ValueError: No room for the cache: 1 MiB"
     assert cause_in("all is well\nRuntimeError: Engine core initialization failed.") == ""
+
+
+@needs_vllm
+@slow
+def test_an_adapter_goes_alone_and_vllms_own_arguments_go_through() -> None:
+    given = {"engine_args": {"max_num_batched_tokens": 512}, "lora_rank": 4}
+    with vllm("data/tiny-arith", **SETTINGS, **given) as engine:
+        assert engine.describe()["engine_args"] == {"max_num_batched_tokens": 512}
+        learner = local("data/tiny-arith", lora_rank=4, lr=3e-2)
+        pair = paired(learner, engine)
+        for version in (1, 2):
+            moved(learner, 1)
+            push = check_push(pair, [[5, 6, 7], [9, 10, 11, 12]])
+            assert push.way == "adapter" and push.gap is not None and push.gap < TOLERANCE
+            assert push.bytes < 200_000 and engine.version == version
+        engine.load_weights(weights_of(learner), 3)  # merged weights take the base's place: no adapter goes over them
+        with pytest.raises(EngineError, match="other weights, which were pushed"):
+            pair.push()
+        other = paired(learner, engine)
+        assert check_push(other, [[5, 6, 7]]).way == "shared memory"
+    with pytest.raises(EngineError, match="has no argument max_num_batched_token; it has max_num_batched_tokens,"):
+        vllm("data/tiny-arith", **SETTINGS, engine_args={"max_num_batched_token": 512})

@@ -11,6 +11,7 @@ from workbench.base.shown import Shown
 from workbench.cluster.holding import Session
 from workbench.cluster.pools import Node, nodes
 from workbench.cluster.waiting import out, quietly
+from workbench.engines.paired import Paired
 
 ANSWER_SECONDS = 1.0
 """How long a look waits for the workers, all together."""
@@ -90,8 +91,15 @@ def look(cluster: Session, asked: dict[Any, Any], again: Callable[[], Status]) -
             behind = max(len(out_now) - 1, 0) if said["doing"] else 0
             state = said["doing"] or "idle"
             workers.append(WorkerLine(*who, said["resident"], state, behind, said["gpu"], said["seconds"]))
-    tables = tuple(found), tuple(pools), tuple(workers), tuple(cluster.notes), tuple(calls)
+    tables = tuple(found), tuple(pools), tuple(workers), (*cluster.notes, *_pushes(cluster)), tuple(calls)
     return Status(cluster.title, *tables, time.time(), again)
+
+
+def _pushes(cluster: Session) -> list[str]:
+    """A line for each engine whose weights were pushed: how, how many bytes and seconds."""
+    placed = {id(pool.placed[1]): pool.placed[1] for pool in cluster.pools.values() if pool.placed is not None}
+    pairs = [one for one in placed.values() if isinstance(one, Paired) and one.last_push is not None]
+    return [f"weights of {one.path}, version {one.version}: {one.last_push}" for one in pairs]
 
 
 def _answers(cluster: Session, asked: dict[Any, Any]) -> dict[Any, Mapping[str, Any] | None]:

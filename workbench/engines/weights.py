@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -350,6 +350,7 @@ class Buckets:
         self.way = way
         self._learner, self._sampler, self._limit = learner, sampler, limit
         self._group: tuple[Any, ...] | None = None
+        self._open: Any = None
 
     def push(self, version: int) -> Push:
         """Push all tensors, bucket by bucket."""
@@ -360,11 +361,12 @@ class Buckets:
         self._joined(takes)
         try:
             self._sampler.begin_weights({name: one.shape for name, one in layout.items()})
-            for pieces, nbytes in plan:
-                self._one(pieces, nbytes)
-                sent += nbytes
-                held = 0 if self.way in ("in place", *_ON_GPUS) else nbytes
-                most = max(most, held, _resident() - before)
+            with ExitStack() as files:
+                for pieces, nbytes in plan:
+                    self._one(pieces, nbytes, files, again=takes["split"])
+                    sent += nbytes
+                    held = 0 if self.way in ("in place", *_ON_GPUS) else nbytes
+                    most = max(most, held, _resident() - before)
             _confirmed(self._sampler.end_weights(version), version)
         except BaseException:
             with ThreadPoolExecutor(1) as cancelling:  # also where this thread is being interrupted
@@ -373,13 +375,11 @@ class Buckets:
         note = UNVERIFIED if takes["devices"] and self.way not in PROVEN else ""
         return Push(self.way, version, sent, time.perf_counter() - began, most, takes["dtype"], note)
 
-    def _one(self, pieces: list[Piece], nbytes: int) -> None:
+    def _one(self, pieces: list[Piece], nbytes: int, files: ExitStack, again: bool) -> None:
         if self.way == "shared memory":
-            with os.fdopen(os.memfd_create("workbench-weights"), "wb") as file:
-                file.truncate(nbytes)
-                place = {"file": f"/proc/{os.getpid()}/fd/{file.fileno()}", "nbytes": nbytes}
-                self._learner.send_weights(pieces, place)
-                self._sampler.take_weights(pieces, place)
+            place = {"file": self._file(nbytes, files, again), "nbytes": nbytes}
+            self._learner.send_weights(pieces, place)
+            self._sampler.take_weights(pieces, place)
             return
         kind = {"in place": "here", "object store": "data", "CUDA IPC": "ipc", "broadcast": "broadcast"}[self.way]
         place = {kind: None, "nbytes": nbytes}
@@ -391,6 +391,15 @@ class Buckets:
             return
         sent = self._learner.send_weights(pieces, place)
         self._sampler.take_weights(pieces, {kind: sent, "nbytes": nbytes})
+
+    def _file(self, nbytes: int, files: ExitStack, again: bool) -> str:
+        """A file in memory: the one before `again`, or a new one, where the sampler may still refer to the one before."""
+        if self._open is None or not again:
+            files.close()
+            self._open = files.enter_context(os.fdopen(os.memfd_create("workbench-weights"), "wb"))
+            files.callback(setattr, self, "_open", None)
+        self._open.truncate(max(nbytes, os.fstat(self._open.fileno()).st_size))
+        return f"/proc/{os.getpid()}/fd/{self._open.fileno()}"
 
     def _joined(self, takes: Mapping[str, Any]) -> None:
         """Make the group of a broadcast, again where a process was started again."""
@@ -434,21 +443,18 @@ def sync_of(learner: Any, sampler: Any, way: str = "auto", bucket_bytes: int = B
     """
     if way not in ("auto", *WAYS):
         raise EngineError(unknown("way of weights", way, WAYS))
-    can = {"whole": partial(Whole, learner, sampler)} | {
-        one: partial(Buckets, learner, sampler, one, bucket_bytes) for one in possible(learner, sampler)
-    }
-    if "adapter" in can:
-        can["adapter"] = partial(Adapter, learner, sampler)
-    if way != "auto":
-        if way not in can:
-            what = f"weights cannot go from {learner!r} to {sampler!r} by {way!r}"
-            raise EngineError(what, expected=f"one of {', '.join(can)}", found=repr(way))
-        return can[way]()
-    chosen = next(one for one in (*possible(learner, sampler), "whole"))
-    if chosen in _ON_GPUS and chosen not in PROVEN:
-        other = next(one for one in ("shared memory", "object store") if one in can)
-        return Careful(can[chosen](), can[other]())
-    return can[chosen]()
+    ways = possible(learner, sampler)
+    made: dict[str, Callable[[], Any]] = {one: partial(Buckets, learner, sampler, one, bucket_bytes) for one in ways}
+    made |= {"adapter": partial(Adapter, learner, sampler)} if "adapter" in ways else {}
+    made["whole"] = partial(Whole, learner, sampler)
+    if way != "auto" and way not in made:
+        what = f"weights cannot go from {learner!r} to {sampler!r} by {way!r}"
+        raise EngineError(what, expected=f"one of {', '.join(made)}", found=repr(way))
+    chosen = way if way != "auto" else next(iter(made))
+    if way == "auto" and chosen in _ON_GPUS and chosen not in PROVEN:
+        return Careful(made[chosen](), made[next(one for one in ways if one in ("shared memory", "object store"))]())
+    sync: WeightSync = made[chosen]()
+    return sync
 
 
 def possible(learner: Any, sampler: Any) -> list[str]:
@@ -520,7 +526,7 @@ class Receiving(SampleMany):
         return sync_of(Tensors(weights), self).push(version).seconds
 
     def sync(self: Any, learner: Learner) -> float:
-        """Load a learner's weights into the sampler, LoRA adapters merged, under its version; returns the seconds taken."""
+        """Load a learner's weights into the sampler under its version, by the best way; returns the seconds taken."""
         return sync_of(learner, self).push(learner.version).seconds
 
     def check_whole(self: Any, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -47,6 +47,18 @@ def devices_of(engines: Iterable[Any]) -> int:
     return ranks + samplers
 
 
+def push_metrics(engines: Iterable[Any]) -> dict[str, float]:
+    """Of the last push of weights to a sampler: `timing_s/update_weights` (verl's name) and its GiB, sent and of host memory."""
+    pushes = [push for one in engines if (push := getattr(one, "last_push", None)) is not None]
+    if not pushes:
+        return {}
+    return {
+        "timing_s/update_weights": sum(push.seconds for push in pushes),
+        "perf/update_weights_gb": sum(push.bytes for push in pushes) / 2**30,
+        "perf/update_weights_host_gb": max(push.host_bytes for push in pushes) / 2**30,
+    }
+
+
 def timing_metrics(metrics: Mapping[str, float], batch: DataProto, devices: int = 1) -> dict[str, float]:
     """Timings under verl's names: seconds per phase, milliseconds per token, tokens per second and device; memory in GiB.
 

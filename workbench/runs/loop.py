@@ -24,7 +24,7 @@ from workbench.base.runtime import Control
 from workbench.dataproto import DataProto
 from workbench.datasets import Rows
 from workbench.runs import checkpoint, updates
-from workbench.runs.batch_metrics import devices_of, lag_metrics, part_metrics, timing_metrics
+from workbench.runs.batch_metrics import devices_of, lag_metrics, part_metrics, push_metrics, timing_metrics
 from workbench.runs.evaluate import validated
 from workbench.runs.folder import STEP, RunFolder, read_metrics, read_settings, step_folder, strict, write_json, written
 from workbench.runs.generations import keep as keep_samples
@@ -294,7 +294,8 @@ class Session:
         metrics: dict[str, Any] = {STEP: report.step, "training/epoch": report.epoch, **report.metrics}
         metrics |= reduce([data_metrics(batch)]) | part_metrics(report.trace["reward"].batch)
         metrics = lag_metrics(batch, self._state["versions"].get("actor")) | metrics
-        metrics |= timing_metrics(report.metrics, batch, devices_of(self._pipeline.learners().values()))
+        engines = self._pipeline.learners().values()
+        metrics |= timing_metrics(report.metrics, batch, devices_of(engines)) | push_metrics(engines)
         if self._eval_rows is not None and self._plan.due(self._plan.test_freq, report.step):
             if self._ahead is not None:
                 self._ahead.pending(report.step)  # rows that are being sampled ahead use the same reward

@@ -21,22 +21,18 @@ from workbench.engines.weights import Outbox, machine, rows_of
 class ShardedPushing:
     """What one rank's part of a model has for a push; its methods are called on all ranks together."""
 
-    whole: Any
-    mesh: Any
-    plain: Mapping[str, torch.Tensor]
-    named: Mapping[str, Any]
     _outbox: Outbox | None = None
 
-    def sends(self) -> tuple[str, str]:
+    def sends(self: Any) -> tuple[str, str]:
         """This rank's machine and GPU."""
         return machine(), device_name(self._device())
 
-    def _device(self) -> torch.device:
+    def _device(self: Any) -> torch.device:
         kind = self.mesh.device_type
         return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
     @torch.no_grad()
-    def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
+    def send_weights(self: Any, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
         """Write pieces to a place, as `Outbox.send`: to a file its own rows, else whole tensors (of a broadcast rank 0's)."""
         held, layers = lora.by_plain_names(self.plain), lora.layers(self.whole.causal)
         if "file" in place:
@@ -60,7 +56,7 @@ class ShardedPushing:
         sent = self._outbox.send(pieces, place, value, self._device())
         return sent if "data" not in place or distributed.get_rank() == 0 else None
 
-    def _own(self, piece: Piece, held: Mapping[str, Any], layers: Mapping[str, Any]) -> tuple[int, torch.Tensor]:
+    def _own(self: Any, piece: Piece, held: Mapping[str, Any], layers: Mapping[str, Any]) -> tuple[int, torch.Tensor]:
         """(number of the first, rows) of a tensor that this rank holds; of what is on every rank rank 0 has all, others none."""
         layer = layers.get(piece.name)
         base = held[piece.name] if layer is None else lora.parts(held, piece.name)[0]
@@ -75,14 +71,14 @@ class ShardedPushing:
             mine = mine + lora.delta(layer, a, b, slice(first, first + len(mine)))
         return first, mine
 
-    def open_group(self, size: int | None = None, backend: str = "") -> Any:
+    def open_group(self: Any, size: int | None = None, backend: str = "") -> Any:
         """On rank 0, open the port of a broadcast (returns host, port), or join it."""
         if distributed.get_rank():
             return None
         self._outbox = self._outbox or Outbox()
         return self._outbox.listen("127.0.0.1") if size is None else self._outbox.join(size, backend)
 
-    def empty_cache(self) -> None:
+    def empty_cache(self: Any) -> None:
         """Give the device memory back that torch keeps for later."""
         if self._outbox is not None:
             self._outbox.drop()

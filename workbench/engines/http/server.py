@@ -5,6 +5,7 @@ vLLM is asked at `/v1/completions` (OpenAI's, with token ids in and out); SGLang
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
@@ -449,4 +450,4 @@ def _flags(name: str, value: Any) -> list[str]:
     option = f"--{name.replace('_', '-')}"
     if value is None or value is False:  # off by default, and trust_remote_code has no flag for off
         return [f"--no-{option[2:]}"] if name == "enable_chunked_prefill" and value is False else []
-    return [option] if value is True else [option, str(value)]
+    return [option] if value is True else [option, json.dumps(value) if isinstance(value, dict | list) else str(value)]

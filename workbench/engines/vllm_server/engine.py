@@ -392,9 +392,10 @@ class VllmEngine(Served, Receiving):
             wait(asked, self._settings.stall_seconds, "vLLM's wake() has not ended")
 
     def describe(self) -> dict[str, Any]:
-        """Path, settings and version for a run's record; without the environment, which may hold secrets."""
+        """Path, settings and version for a run's record; without the environment and tokens, which are secrets."""
         chosen = {name: value for name, value in self._settings.to_dict().items() if name not in ("env", "python")}
         about = {name: self._about.get(name) for name in ("vllm", "platform", "dtype")}
+        chosen["engine_args"] = {name: value for name, value in chosen["engine_args"].items() if name != "hf_token"}
         return {"path": self.path, **chosen, **about}
 
     def __repr__(self) -> str:
