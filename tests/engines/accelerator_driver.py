@@ -18,7 +18,7 @@ import torch
 
 from workbench.dataproto import DataProto
 from workbench.engines import LossCounts, Request, SamplingSettings, local
-from workbench.engines.local_engine import decode, learning, loading, scoring, tree
+from workbench.engines.local_engine import decode, learning, loading, scoring
 from workbench.engines.local_engine.head import Head
 from workbench.stages.correction import CorrectionSettings
 from workbench.stages.update import OnPolicyLoss, PolicyLoss, ValueLoss
@@ -275,7 +275,7 @@ def slips(path: str) -> dict[str, str]:
     learn()
     stays: Callable[[Any], Any] = lambda _: lambda one, device: one  # noqa: E731
     planted = {
-        "a layout stays on the CPU": (slipped(tree, "sent", stays), score),
+        "a layout stays on the CPU": (slipped(scoring.tree, "sent", stays), score),
         "rows stay on the CPU": (slipped(DataProto, "to", stays), learn),
         "a head stays on the CPU": (slipped(loading, "value_head", lambda plain: lambda model: plain(here._model)),
                                     lambda: engine.critic().compute_log_probs(rows, ("values",))),
@@ -283,7 +283,7 @@ def slips(path: str) -> dict[str, str]:
                                     lambda: (engine._ready().load(engine._moments(), 1), learn())),
         "uniforms stay on the CPU": (slipped(torch.Tensor, "to", lambda plain: lambda one, *a, **k: one if one.dtype == torch.float64 else plain(one, *a, **k)),
                                      sample),
-        "a score by numpy": (slipped(scoring.Columns, "put", lambda _: lambda self, parts, *_: [x.numpy() for x in parts.values()]), score),
+        "a score by numpy": (slipped(scoring.Assembled, "put", lambda _: lambda self, parts, *_: [x.numpy() for x in parts.values()]), score),
     }  # fmt: skip
     found = {}
     for name, (slip, work) in planted.items():
