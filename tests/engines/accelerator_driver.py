@@ -47,9 +47,11 @@ def llama(folder: Path) -> str:
     return str(folder / "llama")
 
 
-def opened(path: str, device: str = NAME, **settings: Any) -> Any:
+def opened(path: str, device: str = "", **settings: Any) -> Any:
     """An engine; its ways of computing were checked when the first of a model was opened."""
-    return local(path, device=device, **{"lr": 1e-3, "micro_batch_tokens": MANY, "self_check": False, **settings})
+    return local(
+        path, device=device or NAME, **{"lr": 1e-3, "micro_batch_tokens": MANY, "self_check": False, **settings}
+    )
 
 
 def rows_of(engine: Any) -> DataProto:
