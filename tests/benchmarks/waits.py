@@ -44,7 +44,7 @@ def main() -> None:
     else:
         driver.accelerator.install()
     with tempfile.TemporaryDirectory() as folder:
-        found = driver.reads(driver.llama(Path(folder)))
+        found = driver.waits(driver.llama(Path(folder)))
     print(f"torch {torch.__version__}, {given.device}\n\n| | waits |\n|---|---|")
     for name, number in found.items():
         print(f"| {name} | {number:g} |")
