@@ -33,17 +33,15 @@ _HALVES = ("linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attenti
 class Traffic:
     """What crossed between host and device: counts by operation, and by the line of workbench that asked."""
 
-    reads: Counter[str] = field(default_factory=Counter)
-    """Of the host from the device: `operation at file:line`."""
-    writes: int = 0
-    """Copies from the host to the device."""
+    waits: Counter[str] = field(default_factory=Counter)
+    """What the host waits for, `operation at file:line`: reads of the device, and copies to it that block."""
     casts: int = 0
     """Operands that autocast brought to its precision."""
 
     @property
     def number(self) -> int:
-        """Number of reads."""
-        return sum(self.reads.values())
+        """How often the host waits."""
+        return sum(self.waits.values())
 
 
 _open: list[Traffic] = []
@@ -61,14 +59,14 @@ def traffic() -> Iterator[Traffic]:
         _open.remove(found)
 
 
-def _read(operation: str) -> None:
+def _waited(operation: str) -> None:
     frame: Any = sys._getframe(1)
     while frame is not None and "/workbench/" not in frame.f_code.co_filename:
         frame = frame.f_back
     place = "torch" if frame is None else f"{frame.f_code.co_filename.rsplit('/', 1)[1]}:{frame.f_lineno}"
     with _lock:
         for one in _open:
-            one.reads[f"{operation} at {place}"] += 1
+            one.waits[f"{operation} at {place}"] += 1
 
 
 class Away(torch.Tensor):
@@ -99,7 +97,7 @@ class Away(torch.Tensor):
         return f"Away({self.raw!r})"
 
     def tolist(self) -> Any:
-        _read("tolist")
+        _waited("tolist")
         return self.raw.tolist()
 
     def numpy(self, **_: Any) -> Any:
@@ -156,38 +154,29 @@ def _written(operation: Any, args: Any, one: torch.Tensor) -> bool:
 
 
 def _count(name: str, args: Any, target: Any) -> None:
-    if name in _WAITS:
-        _read(name)
-    elif name in ("copy_", "_copy_from"):
-        into, source = (args[0], args[1]) if name == "copy_" else (args[1], args[0])
-        _crossed(source, into.device, name)
+    if name in _WAITS or (name == "repeat_interleave" and len(args) == 1):
+        _waited(name)
+    elif name == "copy_":
+        _crossed(args[1], args[0].device, *args[2:])
     elif target is not None and name == "_to_copy":
-        _crossed(args[0], torch.device(target), "to")
+        _crossed(args[0], torch.device(target))
     elif name in _TAKES_HOST_INDICES:
         value = args[2] if len(args) > 2 else None
         filled = value is not None and not value.dim()  # by one number: a masked fill, which nobody waits for
         for one in args[1]:
-            if one is not None and one.device.type != NAME:
-                _crossed(one, torch.device(NAME), name)
-            if one is not None and one.dtype in (torch.bool, torch.uint8) and not filled:
-                _read(f"{name} by a mask")
-    elif name == "repeat_interleave" and len(args) == 1:
-        _read(name)
+            if one is not None:
+                _crossed(one, torch.device(NAME))
+                if one.dtype in (torch.bool, torch.uint8) and not filled:
+                    _waited(f"{name} by a mask")
 
 
-def _crossed(source: torch.Tensor, device: torch.device, name: str) -> None:
-    if device.type == source.device.type:
-        return
-    if device.type == NAME:
-        with _lock:
-            for one in _open:
-                one.writes += 1
-    else:
-        _read(name)
+def _crossed(source: torch.Tensor, device: torch.device, non_blocking: bool = False) -> None:
+    if device.type != source.device.type and not (device.type == NAME and non_blocking):
+        _waited(f"a copy to {device.type}")
 
 
 def _copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
-    _count("_copy_from", (source, target), None)
+    _crossed(source, target.device, non_blocking)
     there, here = (one.raw if isinstance(one, Away) else one for one in (target, source))
     there.copy_(here)
     return target

@@ -18,7 +18,7 @@ import torch
 
 from workbench.dataproto import DataProto
 from workbench.engines import LossCounts, Request, SamplingSettings, local
-from workbench.engines.local_engine import decode, learning, loading, scoring, tree
+from workbench.engines.local_engine import decode, learning, loading, scoring
 from workbench.engines.local_engine.head import Head
 from workbench.stages.correction import CorrectionSettings
 from workbench.stages.update import OnPolicyLoss, PolicyLoss, ValueLoss
@@ -47,9 +47,11 @@ def llama(folder: Path) -> str:
     return str(folder / "llama")
 
 
-def opened(path: str, device: str = NAME, **settings: Any) -> Any:
+def opened(path: str, device: str = "", **settings: Any) -> Any:
     """An engine; its ways of computing were checked when the first of a model was opened."""
-    return local(path, device=device, **{"lr": 1e-3, "micro_batch_tokens": MANY, "self_check": False, **settings})
+    return local(
+        path, device=device or NAME, **{"lr": 1e-3, "micro_batch_tokens": MANY, "self_check": False, **settings}
+    )
 
 
 def rows_of(engine: Any) -> DataProto:
@@ -76,11 +78,10 @@ def gap(a: Any, b: Any) -> float:
 
 
 def per_micro_batch(path: str, rows: DataProto, work: Callable[[Any], Any], **settings: Any) -> float:
-    """Reads that each further micro-batch costs."""
+    """Waits that each further micro-batch costs; what is made once costs both as much."""
     found = []
     for budget in (FEW, MANY):
         engine = opened(path, micro_batch_tokens=budget, **settings)
-        work(engine)  # what is made once
         with accelerator.traffic() as traffic:
             work(engine)
         count = len(scoring.micro_batches(engine._model, rows, budget, engine._packs(rows)))
@@ -190,15 +191,15 @@ LOSSES: dict[str, Any] = {
     "gspo, entropy, kl": PolicyLoss(
         loss_mode="gspo", entropy_coeff=0.01, kl_coef=0.1, loss_agg_mode="seq-mean-token-mean"
     ),
-    **{name: PolicyLoss(loss_mode=name) for name in ("sapo", "cispo", "geo_mean", "clip_cov", "kl_cov")},
+    **{name: PolicyLoss(loss_mode=name) for name in ("clip_cov", "kl_cov")},
     "bypass": PolicyLoss(
         bypass=CorrectionSettings(rollout_is="token", rollout_rs="seq_mean_k1", rollout_rs_threshold=2.0)
     ),
 }
 
 
-def reads(path: str) -> dict[str, float]:
-    """Reads of each further micro-batch, and of each further token that is sampled."""
+def waits(path: str) -> dict[str, float]:
+    """Waits of each further micro-batch, and of each further token that is sampled."""
     rows = rows_of(opened(path, "cpu"))
     counts = CONTRACT.counts(rows)
     counts = LossCounts(counts.tokens, counts.sequences, 6.0)
@@ -215,15 +216,9 @@ def reads(path: str) -> dict[str, float]:
     found["score"] = per_micro_batch(path, rows, lambda one: one.compute_log_probs(rows, want))
     found["score: padded"] = per_micro_batch(path, rows, lambda one: one.compute_log_probs(rows, want), pack="no")
     found["full_kl"] = per_micro_batch(path, rows, lambda one: one.full_kl(rows, one.reference()))
-    for name, way in {
-        "plain": {},
-        "greedy": {"temperature": 0.0},
-        "top_k": {"top_k": 5},
-        "top_p": {"top_p": 0.9},
-    }.items():
-        for kind in ("lean", "shared prompts", "own cache"):
-            found[f"sample: {name}, {kind}"] = per_token(path, kind, **way)
-    return found
+    ways: dict[str, Any] = {"greedy": {"temperature": 0.0}, "top_k": {"top_k": 5}, "top_p": {"top_p": 0.9}}
+    found |= {f"sample: {name}": per_token(path, **way) for name, way in ways.items()}
+    return found | {f"sample: {kind}": per_token(path, kind) for kind in ("lean", "shared prompts", "own cache")}
 
 
 def _learns(rows: DataProto, loss: Any, counts: LossCounts) -> Callable[[Any], Any]:
@@ -231,7 +226,7 @@ def _learns(rows: DataProto, loss: Any, counts: LossCounts) -> Callable[[Any], A
 
 
 def per_token(path: str, kind: str = "lean", **way: Any) -> float:
-    """Reads that each further decode step of a wave costs."""
+    """Waits that each further decode step of a wave costs."""
     engine, found = opened(path, decode=kind), []
     for length in (4, 12):
         with accelerator.traffic() as traffic:
@@ -275,7 +270,7 @@ def slips(path: str) -> dict[str, str]:
     learn()
     stays: Callable[[Any], Any] = lambda _: lambda one, device: one  # noqa: E731
     planted = {
-        "a layout stays on the CPU": (slipped(tree, "sent", stays), score),
+        "a layout stays on the CPU": (slipped(scoring.tree, "sent", stays), score),
         "rows stay on the CPU": (slipped(DataProto, "to", stays), learn),
         "a head stays on the CPU": (slipped(loading, "value_head", lambda plain: lambda model: plain(here._model)),
                                     lambda: engine.critic().compute_log_probs(rows, ("values",))),
@@ -283,7 +278,7 @@ def slips(path: str) -> dict[str, str]:
                                     lambda: (engine._ready().load(engine._moments(), 1), learn())),
         "uniforms stay on the CPU": (slipped(torch.Tensor, "to", lambda plain: lambda one, *a, **k: one if one.dtype == torch.float64 else plain(one, *a, **k)),
                                      sample),
-        "a score by numpy": (slipped(scoring.Columns, "put", lambda _: lambda self, parts, *_: [x.numpy() for x in parts.values()]), score),
+        "a score by numpy": (slipped(scoring.Assembled, "put", lambda _: lambda self, parts, *_: [x.numpy() for x in parts.values()]), score),
     }  # fmt: skip
     found = {}
     for name, (slip, work) in planted.items():
@@ -307,7 +302,7 @@ if __name__ == "__main__":
     models = {"qwen2": "data/tiny-arith", "llama": llama(Path(sys.argv[1]))}
     tiny = models["qwen2"]
     found: dict[str, Any] = {f"same as the CPU: {name}": same_as_the_cpu(path) for name, path in models.items()}
-    cases = {"critic": of_a_critic, "adapters": of_adapters, "bfloat16": in_bfloat16, "reads": reads, "slips": slips}
+    cases = {"critic": of_a_critic, "adapters": of_adapters, "bfloat16": in_bfloat16, "waits": waits, "slips": slips}
     for name, case in cases.items():
-        found[name] = case(models["llama"] if name in ("reads", "slips") else tiny)
+        found[name] = case(models["llama"] if name in ("waits", "slips") else tiny)
     print(json.dumps(found))

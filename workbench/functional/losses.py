@@ -310,7 +310,9 @@ def _highest(values: Tensor, number: int) -> Tensor:
     best, places = flat[:0], torch.zeros(0, dtype=torch.long, device=flat.device)
     for start in range(0, flat.numel() if number else 0, ELEMENTS):
         part = flat[start : start + ELEMENTS]
-        found = (part > best[-1]).nonzero()[:, 0] if len(best) == number else torch.arange(len(part)).to(places.device)
+        found = (
+            (part > best[-1]).nonzero()[:, 0] if len(best) == number else torch.arange(len(part), device=places.device)
+        )
         ranked, places = torch.cat([best, part[found]]), torch.cat([places, found + start])
         best, order = ranked.topk(min(number, len(ranked)))
         places = places[order]

@@ -15,7 +15,7 @@ from torch import Tensor
 from workbench.base.config import Settings, require
 from workbench.base.errors import SettingError, unknown
 from workbench.base.metrics import Max, Mean, Metric, Min
-from workbench.dataproto.core import DataProto
+from workbench.dataproto.core import DataProto, sent
 from workbench.functional.correction import LEVELS, REJECTIONS, Band, corrected
 from workbench.stages.stage import BaseStage, Outcome
 
@@ -152,8 +152,7 @@ class CorrectionSettings(Settings):
         for name, one in made.metrics.items():
             kinds: dict[str, Metric] = {"max": Max(one.value), "min": Min(one.value)}
             metrics[f"rollout_corr/{name}"] = kinds.get(one.kind, Mean.of(one.value, one.weight))
-        kept = {name: one.to(device, non_blocking=True) for name, one in columns.items() if one is not None}
-        return kept, metrics
+        return {name: sent(one, device) for name, one in columns.items() if one is not None}, metrics
 
     @property
     def writes(self) -> tuple[str, ...]:

@@ -345,7 +345,7 @@ class ShardedModel(ShardedPushing):
 
         def score(head: Head, packed: bool, batch: DataProto) -> torch.Tensor:
             self.whole.causal.workbench_paths = Paths(own_head=head.linear is None)
-            found: torch.Tensor = self.whole(batch.to(device), ("log_probs",), 1.0, packed)["log_probs"]
+            found: torch.Tensor = self.whole(batch, ("log_probs",), 1.0, packed)["log_probs"]
             return found
 
         self.whole.eval()

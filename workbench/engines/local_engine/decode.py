@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from workbench.base import runtime
+from workbench.dataproto.core import sent
 from workbench.engines.local_engine.draw import draw
 from workbench.engines.local_engine.sampling import Wave
 from workbench.engines.protocol import Request, Sample
@@ -157,7 +158,7 @@ class _Rows:
 
     def _drawn(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs on the CPU. They come in one copy, the only wait of a step: float64 holds both as they are."""
-        uniforms, parts = uniforms.to(logits.device, non_blocking=True), []
+        uniforms, parts = sent(uniforms, logits.device), []
         for kind, seats in self._kinds:
             alone = len(self._kinds) == 1
             tokens, log_probs = draw(*((logits, uniforms) if alone else (logits[seats], uniforms[seats])), kind)
@@ -243,7 +244,7 @@ class PaddedRows:
             return logits
         self._mask = functional.pad(self._mask, (0, 1), value=1)
         positions = self._mask.sum(-1, keepdim=True) - 1
-        return self._forward(tokens[:, None].to(self._mask.device), positions)
+        return self._forward(sent(tokens[:, None], self._mask.device), positions)
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         given = {"attention_mask": self._mask, "position_ids": positions, self._name: self._cache}

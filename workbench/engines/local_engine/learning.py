@@ -14,7 +14,7 @@ from workbench.base.metrics import Metric, Sum, join
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine.attention import switched
 from workbench.engines.local_engine.memory import Live, memory_errors
-from workbench.engines.local_engine.scoring import Columns
+from workbench.engines.local_engine.scoring import Assembled
 from workbench.engines.protocol import LossOutput, StepResult
 
 INFINITE_LOSS = "the loss is NaN or infinite; no step was taken"
@@ -200,7 +200,7 @@ class Account:
     def __init__(self, rows: int, width: int) -> None:
         self._parts: list[Mapping[str, Metric | float]] = []
         self._losses: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._columns = Columns(rows, width)
+        self._columns = Assembled(rows, width)
 
     def add(self, result: LossOutput, indices: torch.Tensor, t: int) -> None:
         """Add a micro-batch of rows `indices`, trimmed to T = `t`."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.dataproto.core import sent
 from workbench.engines.local_engine.attention import Layer, planned
 from workbench.engines.local_engine.lean import Step
 
@@ -143,7 +144,7 @@ class SharedPrefix:
             self._lay_out()
         self._masks: dict[int | None, Tensor | None] = {}
         positions = self._lengths + (self._column - self._starts)
-        tokens = tokens.to(positions.device, non_blocking=True)
+        tokens = sent(tokens, positions.device)
         if self._lean is not None:
             logits = self._lean(tokens, positions, self)
         else:

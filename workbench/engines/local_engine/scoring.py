@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from workbench.base import runtime
 from workbench.base.errors import EngineError
 from workbench.dataproto.columns import PIXELS, declared
-from workbench.dataproto.core import DataProto
+from workbench.dataproto.core import DataProto, sent
 from workbench.engines.local_engine import lora, pictures, tree
 from workbench.engines.local_engine.head import Head, head_of, linear_head
 from workbench.engines.local_engine.loading import check_length
-from workbench.engines.local_engine.tree import Spread, places, sent
+from workbench.engines.local_engine.tree import Spread, places
 from workbench.functional.kl import full_kl
 from workbench.functional.logprobs import (
     CHUNK_BYTES,
@@ -258,7 +258,7 @@ def passes(model: Any, batch: DataProto, budget: int, packed: bool) -> Iterator[
         yield indices, *trimmed(batch.select_idxs(indices))
 
 
-class Columns:
+class Assembled:
     """Columns [rows, width] of a batch, put together of its micro-batches on their device, and read once."""
 
     def __init__(self, rows: int, width: int) -> None:
@@ -282,7 +282,7 @@ def collect(
     cut: Iterable[Pass], found: Callable[[DataProto], Mapping[str, torch.Tensor]], batch: DataProto, want: Sequence[str]
 ) -> dict[str, torch.Tensor]:
     """Collect the outputs named in `want` over all passes: `found(rows)` gives [b, T], the result is [B, T] on the CPU."""
-    columns = Columns(*batch["response_mask"].shape)
+    columns = Assembled(*batch["response_mask"].shape)
     for indices, rows, t in cut:
         parts = found(rows)
         if indices is not None:

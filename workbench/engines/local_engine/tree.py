@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.dataproto.core import DataProto
+from workbench.dataproto.core import DataProto, sent
 from workbench.engines.local_engine.attention import Layer, planned
 from workbench.engines.local_engine.head import Head
 
@@ -143,11 +143,6 @@ def _segments(rows: Sorted) -> list[_Segment]:
             start, parent = found[-1].end, len(found) - 1
         waiting += [(*child, common, parent) for child in reversed(children)]
     return found
-
-
-def sent(one: Tensor, device: Any) -> Tensor:
-    """A tensor on the CPU, sent to a device without waiting for what that is doing."""
-    return one.to(device, non_blocking=True)
 
 
 def places(mask: Tensor) -> Tensor:
