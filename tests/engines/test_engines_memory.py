@@ -83,11 +83,36 @@ def test_learning_asks_for_the_batch_that_it_has(tiny: str, monkeypatch: pytest.
         }
     )
     counts = wb.engines.LossCounts(4.0, 2.0)
-    needed = sum(engine.memory_needed(12)[1].values())
+    needed = sum(engine.memory_needed(12, measured=True)[1].values())
     assert needed < sum(engine.memory_needed()[1].values()) / 20
     monkeypatch.setattr(memory, "available", lambda device: needed - 1)
-    with pytest.raises(OutOfMemory, match=r"gradients 3\.3 MiB, optimizer 6\.5 MiB, activations .* logits"):
+    told = r"gradients 3\.3 MiB, optimizer 6\.5 MiB, activations .* check_memory=False"
+    with pytest.raises(OutOfMemory, match=told):
         engine.probe(rows, LikelihoodLoss(), counts)
+    opened(tiny, micro_batch_tokens=16_384, check_memory=False).probe(rows, LikelihoodLoss(), counts)
     monkeypatch.setattr(memory, "available", lambda device: needed)
     engine.learn(rows, LikelihoodLoss(), counts)
     assert "optimizer" not in engine.memory_needed(12)[1]
+
+
+def test_what_the_allocator_keeps_for_reuse_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rollout a GPU's blocks are reserved and not allocated: learning takes them first."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 60 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 15 << 30)
+    assert memory.available(torch.device("cuda")) == 48 << 30
+
+
+def test_an_estimate_alone_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available", lambda device: 100)
+    asked: list[bool] = []
+
+    def needed(measured: bool) -> dict[str, int]:
+        asked.append(measured)
+        return {"activations": 90 if measured else 900}
+
+    memory.preflight(torch.device("cpu"), needed)
+    assert asked == [False, True]
+    monkeypatch.setattr(memory, "available", lambda device: 10_000)
+    memory.preflight(torch.device("cpu"), needed)
+    assert asked == [False, True, False]  # sure without measuring

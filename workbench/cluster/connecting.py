@@ -97,7 +97,8 @@ def _begin(environment: Environment, notes: list[str], seconds: float, **options
             time.sleep(0.1)
 
     kept, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    waits = os.environ.setdefault(_GCS_WAIT, str(max(int(seconds), 1)))
+    waits = os.environ.get(_GCS_WAIT)
+    os.environ[_GCS_WAIT] = waits or str(max(int(seconds), 1))
     services.get_node = get_node
     try:
         return _init("starting a local cluster", environment, notes, dashboard_host="127.0.0.1", **options)
@@ -110,8 +111,8 @@ def _begin(environment: Environment, notes: list[str], seconds: float, **options
     finally:
         services.get_node = asked
         ray_constants.ENABLE_RAY_CLUSTER = kept
-        if waits == str(max(int(seconds), 1)):
-            os.environ.pop(_GCS_WAIT, None)
+        if not waits:
+            del os.environ[_GCS_WAIT]
 
 
 _GCS_WAIT = "RAY_gcs_server_port_wait_time_s"

@@ -24,9 +24,10 @@ from workbench.cluster.pools import Node
 from workbench.engines.rehearsal import Footprint, Shape, config_of, language, sharded
 from workbench.engines.settings import FsdpSettings
 
-SHARE = 0.9
-"""Of a process's memory that may be planned for; the rest is the runtime's own (a GPU's context, buffers, fragments)."""
-PROCESS = 700 << 20
+SHARE = {"cuda": 0.9, "cpu": 0.7}
+"""Of a process's memory that may be planned for: the rest of a GPU is for its context, buffers and fragments; on a CPU the heap
+keeps up to two fifths more than tensors need."""
+PROCESS = 420 << 20
 """Bytes that Python, torch and transformers take in a process on the CPU, measured."""
 GRAPHS = 2 << 30
 """Bytes that vLLM keeps of its share for activations and compiled graphs: about."""
@@ -98,8 +99,9 @@ class Fit(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether `needed` is at most nine tenths of `available`, and the sampler's cache holds one sequence."""
-        return self.needed <= SHARE * self.available and (self.cached is None or self.cached >= self.asked["tokens"])
+        """Whether `needed` leaves a tenth of `available`, on a CPU three, and the sampler's cache holds one sequence."""
+        share = SHARE["cuda" if self.placement.gpus else "cpu"]
+        return self.needed <= share * self.available and (self.cached is None or self.cached >= self.asked["tokens"])
 
     def __bool__(self) -> bool:
         return self.fits
@@ -139,7 +141,7 @@ class Fit(Shown):
             return None
         held = next(phase for phase in self.phases if phase.name == "sample")
         beside = sum(part.size for part in held.parts if part.role != "sampler")
-        return max(math.floor((SHARE - beside / self.available) * 20) / 20, 0.05)
+        return max(math.floor((SHARE["cuda"] - beside / self.available) * 20) / 20, 0.05)
 
     @property
     def advice(self) -> str:
@@ -222,7 +224,8 @@ def _phases(
     shape = Shape.of(made.learner.budget(kind), tokens)
     policy = sharded(model, made.learner, made.ranks, shape, gpu=made.gpus)
     config, settings = config_of(model, made.learner)
-    beside = [] if made.gpus else [Part("process", "Python and torch", PROCESS)]
+    own = [] if made.gpus else [Part("process", "Python and torch", PROCESS)]
+    beside = list(own)
     if reference and not settings.lora_rank:
         beside.append(Part("reference", "weights", policy.weights))
     held = [*beside, *_held("policy", policy)]
@@ -235,7 +238,7 @@ def _phases(
     sampling, cached = _sampling(made, config, policy, have)
     phases = [Phase("score", tuple(score)), Phase("learn", tuple(learn))]
     if sampling:
-        phases.insert(0, Phase("sample", tuple([*held, *sampling] if made.shared else [*beside[:1], *sampling])))
+        phases.insert(0, Phase("sample", tuple([*held, *sampling] if made.shared else [*own, *sampling])))
     return tuple(phases), policy.parameters, cached
 
 

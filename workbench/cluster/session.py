@@ -45,7 +45,8 @@ def connect(
 
     `gpus`, `cpus`, `object_store_memory` (bytes) and `dashboard` (on loopback) are for a cluster that is started; None: what
     the machine has. `runtime_env` is a dict or a yaml file; its `env_vars` reach the workers, never a log, a repr or an error.
-    `connect_timeout` is in seconds, and so is `start_seconds`, which Ray's own processes may take to come up. The same call again, in a cell that is run twice, returns the same cluster. Processes that
+    `connect_timeout` is in seconds, and so is `start_seconds`, which Ray's own processes may take to come up. The same call
+    again, in a cell that is run twice, returns the same cluster. Processes that
     a killed kernel left are ended first.
 
     Raises `EngineError` where nothing answers (saying what was found instead), where Ray is not installed, or where another

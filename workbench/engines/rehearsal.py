@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -163,7 +164,9 @@ def measured(
         _lock,
         boundary("measuring a model's memory without its weights", EngineError),
         torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
     ):
+        warnings.simplefilter("ignore")  # torch's, of hooks on a layer whose inputs are frozen
         rows = [_run(_shallow(config, one), opened, shape, gpu, head) for one in depths]
     if len(rows) == 1:
         return _footprint(rows[0])

@@ -13,6 +13,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64, "max_position_embeddings": 1024},
         **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
     },
+    "60m": {
+        **{"hidden_size": 640, "intermediate_size": 1728, "vocab_size": 32_000, "max_position_embeddings": 4096},
+        **{"num_hidden_layers": 10, "num_attention_heads": 10, "num_key_value_heads": 2},
+    },
     # https://huggingface.co/Qwen/Qwen2.5-0.5B/blob/main/config.json
     "0.5b": {
         **{"hidden_size": 896, "intermediate_size": 4864, "vocab_size": 151_936, "max_position_embeddings": 32_768},

@@ -1,0 +1,118 @@
+"""Learning measured on tensors without data: bytes by hand, real peaks of ranks, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+import workbench as wb
+from workbench.base.errors import EngineError
+from workbench.engines.rehearsal import Counting, Shape, sharded
+from workbench.engines.settings import FsdpSettings
+from workbench.testing.models import make_shaped_model
+
+
+def test_storages_are_counted_while_they_live() -> None:
+    with Counting(gpu=False) as seen:
+        one = torch.zeros(10)
+        view = one[2:]
+        two = one @ torch.zeros(10, 4)
+        assert seen.live == 40 + 16 and max(seen.series) == 40 + 160 + 16
+        del one
+        assert seen.live == 40 + 16  # the view holds it
+        del view
+        assert seen.live == 16
+        two.untyped_storage().resize_(0)
+        assert seen.live == 0
+        ids = torch.arange(5)
+        assert ids.tolist() == [0, 1, 2, 3, 4] and seen.live == 40  # whole numbers are real
+        assert two.sum().item() == 1.0
+    assert not seen.live - 40
+
+
+def test_shared_heads_are_counted_once_for_each_query_on_a_gpu() -> None:
+    lived = []
+    for gpu in (False, True):
+        with Counting(gpu) as seen:
+            query, key = torch.zeros(1, 4, 8, 2), torch.zeros(1, 1, 8, 2)
+            out = torch.nn.functional.scaled_dot_product_attention(query, key, key.clone(), enable_gqa=True)
+            lived.append(seen.live)
+            assert out.shape == query.shape
+    assert lived[1] - lived[0] == 2 * 3 * 8 * 2 * 4  # keys and values, three heads more, tokens, width, bytes
+
+
+def test_micro_batches_have_the_tokens_of_the_rows() -> None:
+    assert Shape.of(1000, 300) == Shape(3, 300, True)
+    assert Shape.of(1000, 300, 600) == Shape(2, 300, False)
+    assert Shape.of(100, 300) == Shape(1, 300, True)
+
+
+@pytest.mark.slow
+def test_a_deep_model_is_that_of_two_shallow_ones(tiny: str) -> None:
+    """Twelve layers, continued from three and four, are what twelve layers take; sizes by hand. Nothing is left behind."""
+    config: dict[str, Any] = {
+        **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 12},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "tie_word_embeddings": False},
+    }
+    state, hook = torch.get_rng_state(), __import__("sys").excepthook
+    settings, shape = FsdpSettings(micro_batch_tokens=256), Shape.of(256, 64)
+    found = sharded(config, settings, 2, shape, gpu=True)
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 256 + 2 * 64
+    assert found.parameters == 12 * layer + 64 + 2 * 128 * 64
+    assert found.gradients == found.parameters * 4 // 2
+    import workbench.engines.rehearsal as module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SHALLOW", (3, 12))
+        module._sharded.cache_clear()
+        whole = sharded(config, settings, 2, shape, gpu=True)
+    assert found.learning == pytest.approx(whole.learning, rel=0.01) and found.scoring == pytest.approx(
+        whole.scoring, rel=0.01
+    )
+    away = sharded(config, settings.replace(offload="optimizer"), 2, shape, gpu=True)
+    assert away.learning == found.learning - found.optimizer and away.optimizer == 0
+    assert torch.equal(torch.get_rng_state(), state) and not distributed.is_initialized()
+    assert __import__("sys").excepthook is hook
+
+
+def test_a_process_group_in_use_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    with pytest.raises(EngineError, match="in use in this process"):
+        sharded({"model_type": "llama"}, FsdpSettings(lr=0.5), 3, Shape.of(64, 64), gpu=False)
+
+
+@pytest.mark.slow
+def test_a_local_engine_is_measured_as_it_is(tiny: str) -> None:
+    """Tied weights count once; trained ones alone have gradients; the engine's own numbers do not change."""
+    engine = wb.engines.local(tiny, device="cpu", micro_batch_tokens=256)
+    _, parts = engine.memory_needed(256, measured=True)
+    assert parts["gradients"] == 4 * 854_144
+    assert 0 <= parts["optimizer"] - 2 * 4 * 854_144 < 1024
+    _, estimate = engine.memory_needed(256)
+    assert 0.5 < parts["activations"] / (estimate["activations"] + estimate["logits"]) < 2
+
+
+@pytest.mark.slow
+def test_attention_kernels_are_asked_for_where_the_engine_runs(tiny: str) -> None:
+    """A head node without flash attention can drive: the error is that of the rank."""
+    with pytest.raises(EngineError, match=r"(?s)flash.*"):
+        wb.engines.fsdp(tiny, ranks=1, device="cpu", attn_implementation="flash_attention_2")
+
+
+@pytest.mark.long
+def test_real_ranks_take_what_was_measured(tmp_path: Path) -> None:
+    """Within a tenth: a 63M model, trained whole on two ranks, and an adapter with layers recomputed on one."""
+    place = Path(__file__).parents[1] / "benchmarks" / "fitting.py"
+    spec = importlib.util.spec_from_file_location("benchmark_fitting", place)
+    assert spec is not None and spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    model = make_shaped_model(tmp_path / "model", "60m")
+    for name in ("full, 2 ranks", "adapter, recomputed, 1 rank"):
+        said, took = bench.measured(model, 128, 4, bench.EXACT, **bench.CASES[name])
+        assert said == pytest.approx(took, rel=0.1), name
