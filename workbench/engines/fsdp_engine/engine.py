@@ -372,8 +372,9 @@ class FsdpEngine(ModelEngine, Rewinding):
         return device, {name: size // ranks[name] * sharing for name, size in parts.items() if name not in away}
 
     def _apply(self, settings: FsdpSettings) -> None:
-        self._on("apply", settings.to_dict())
-        self._settings = settings
+        if settings != self._settings:
+            self._on("apply", settings.to_dict())
+            self._settings = settings
 
     def peaks(self, begin: bool = False) -> dict[str, int]:
         """Most bytes since the last call with `begin`: `host`, in memory of all ranks together, `device`, of tensors on a GPU,
