@@ -130,6 +130,20 @@ def test_updates_are_done_again_with_the_settings_that_they_had(tiny: str) -> No
     assert engine._budget == 4096
 
 
+def test_looking_at_weights_ends_no_record(tiny: str) -> None:
+    engine = opened(tiny)
+    batch = rows(engine)
+    start = engine.snapshot("replay")
+    learn(engine, batch)
+    wanted = {name: one.clone() for name, one in engine.snapshot()["weights"].items()}
+    learn(engine, batch)
+    kept = engine.snapshot("replay")
+    assert kept.base is start and len(kept.updates) == 2
+    engine.restore(start)
+    learn(engine, batch)
+    assert same(dict(engine.snapshot()["weights"]), wanted)
+
+
 def test_a_step_that_stops_half_way_is_not_recorded(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = opened(tiny)
     batch = rows(engine)

@@ -145,7 +145,8 @@ class Rewinding:
             made: Any = Replay(base, [*_updates(last), *self._since], **named)
         else:
             made = self._hold(kind, folder)
-        self._keep_up(made, recording=kind == "replay")
+        if kind or self._since is None:  # one that is only looked at ends no record
+            self._keep_up(made, recording=kind == "replay")
         return made
 
     def restore(self, snapshot: Any) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class Tuning(Shown):
 def tune(pipeline: Pipeline, rows: Rows, *, batch_size: int = 8, seconds: float = 120.0) -> Tuning:
     """Run two steps of `batch_size` prompts, measure each phase, try other settings, and propose those that take less.
 
-    `print(wb.tune(pipe, rows))` shows the table and the lines to paste. Tried are `micro_batch_tokens`, `pack`,
+    `print(wb.tune(pipe, rows))` shows the table and the lines to paste. Tried are, each by itself, `micro_batch_tokens`, `pack`,
     `gradient_checkpointing` and, on a GPU, `offload`; for a sampler that shares it the share of its cache is computed. After
     `seconds` nothing further is tried. Everything is taken back, also where something raises. Raises `OutOfMemory` where memory
     runs out in a phase in which no learner works.
@@ -132,6 +133,10 @@ def _run(
         try:
             stepper.next()
         except OutOfMemory as error:
+            for each in filter(None, (error, error.__cause__, error.__context__)):
+                clear_frames(each.__traceback__)  # what they hold would be missing in the next trial
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
             return found, (name, error)
         peaks = [one.peaks() for one in every]
         own = memory.peak()

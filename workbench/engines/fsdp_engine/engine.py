@@ -372,9 +372,9 @@ class FsdpEngine(ModelEngine, Rewinding):
         return device, {name: size // ranks[name] * sharing for name, size in parts.items() if name not in away}
 
     def _apply(self, settings: FsdpSettings) -> None:
-        if settings != self._settings:
+        if settings != self._settings and not self.lost:  # new workers open with them
             self._on("apply", settings.to_dict())
-            self._settings = settings
+        self._settings = settings
 
     def peaks(self, begin: bool = False) -> dict[str, int]:
         """Most bytes since the last call with `begin`: `host`, in memory of all ranks together, `device`, of tensors on a GPU,
