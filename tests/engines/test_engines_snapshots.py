@@ -114,6 +114,56 @@ def test_a_way_back_on_disk_and_by_replay_is_exact(tiny: str, tmp_path: Path) ->
         later["weights"]
 
 
+def test_updates_are_done_again_with_the_settings_that_they_had(tiny: str) -> None:
+    """How a mini-batch is cut changes rounding: a way back from inside `trying` is exact all the same."""
+    engine = opened(tiny)
+    batch = rows(engine)
+    start = engine.snapshot("replay")
+    learn(engine, batch)
+    kept, wanted = engine.snapshot("replay"), state(engine)
+    with engine.trying(micro_batch_tokens=1, pack="no"):
+        engine.restore(start)
+        learn(engine, batch)
+        assert not same(state(engine), wanted), "cut otherwise it rounds otherwise"
+        engine.restore(kept)
+        assert same(state(engine), wanted) and engine._budget == 1
+    assert engine._budget == 4096
+
+
+def test_looking_at_weights_ends_no_record(tiny: str) -> None:
+    engine = opened(tiny)
+    batch = rows(engine)
+    start = engine.snapshot("replay")
+    learn(engine, batch)
+    wanted = {name: one.clone() for name, one in engine.snapshot()["weights"].items()}
+    learn(engine, batch)
+    kept = engine.snapshot("replay")
+    assert kept.base is start and len(kept.updates) == 2
+    engine.restore(start)
+    learn(engine, batch)
+    assert same(dict(engine.snapshot()["weights"]), wanted)
+
+
+def test_a_step_that_stops_half_way_is_not_recorded(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = opened(tiny)
+    batch = rows(engine)
+    start = engine.snapshot("replay")
+    before = state(engine)
+
+    def step(self: Any) -> None:
+        with torch.no_grad():
+            next(iter(self.named.values())).add_(1.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("workbench.engines.local_engine.learning.Optimizer.step", step)
+    with pytest.raises(KeyboardInterrupt):
+        learn(engine, batch)
+    monkeypatch.undo()
+    assert engine.snapshot("replay").kind != "replay", "nobody knows how to come there again"
+    engine.restore(start)
+    assert same(state(engine), before)
+
+
 def test_updates_are_recorded_only_as_long_as_somebody_can_go_back(tiny: str) -> None:
     engine = opened(tiny)
     batch = rows(engine)

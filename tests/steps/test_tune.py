@@ -10,7 +10,9 @@ import torch
 
 import workbench as wb
 from workbench.base.errors import OutOfMemory, SettingError
+from workbench.engines.fsdp_engine.engine import fsdp
 from workbench.engines.local_engine import scoring
+from workbench.engines.paired import paired
 from workbench.steps import tune as module
 from workbench.steps.tune import Measured, Trial, Tuning, _best, _cache_share, _lines, tune
 
@@ -126,6 +128,23 @@ def test_only_settings_of_memory_and_time_can_be_tried(tiny: str) -> None:
     with engine.trying(micro_batch_tokens=7, gradient_checkpointing=True):
         assert engine._budget == 7 and engine._model.is_gradient_checkpointing
     assert engine._budget == 4096 and not engine._model.is_gradient_checkpointing
+
+
+@pytest.mark.slow
+def test_ranks_are_measured_and_left_as_they_were(tiny: str) -> None:
+    """Two FSDP ranks beside a sampler: their memory is in the sum, their settings are tried and set back."""
+    with paired(fsdp(tiny, ranks=2, threads=1, device="cpu", lr=1e-3), opened(tiny)) as engine:
+        pipe = pipeline(engine, kl_coef=0.001)
+        wb.Stepper(pipe, rows().batch(2)).run()
+        learner, weights = engine.learner, engine.full_weights()
+        before = learner.state_id, learner.version, learner._settings
+        made = tune(pipe, rows(), batch_size=2)
+        assert (learner.state_id, learner.version, learner._settings) == before
+        assert all(torch.equal(one, weights[name]) for name, one in engine.full_weights().items())
+        assert {"as it is", "gradient_checkpointing=True"} <= {str(one) for one in made.trials}
+        assert all(one.host > 500e6 and not one.error for one in made.trials), "a process alone has less"
+        twin = engine.compute_log_probs(wb.Stepper(pipe, rows().batch(2)).run(until="rollout").batch)
+        assert twin["log_probs"].isfinite().all()
 
 
 def trial(seconds: float, gib: float, error: str = "", **changes: Any) -> Trial:

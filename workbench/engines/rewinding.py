@@ -38,6 +38,8 @@ class Learned:
     temperature: float
     rng: tuple[torch.Tensor, ...]
     """Of the CPU, and where the model is on a GPU of this process also of it."""
+    settings: Any
+    """The engine's: how a mini-batch is cut changes rounding."""
 
 
 def rng_of(device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -94,6 +96,9 @@ class Rewinding:
     state_id: str
     learn: Callable[..., Any]
     _model: Any
+    _settings: Any
+    _apply: Callable[[Any], None]
+    """Computes with these settings from here on."""
     _hold: Callable[[str, str | Path | None], Any]
     """Holds the present state as a kind says (`replay`: as one from which updates will be recorded); returns a `Snapshot`."""
     _return_to: Callable[[Any], None]
@@ -122,7 +127,7 @@ class Rewinding:
     def _record(self, batch: DataProto, loss: Loss, counts: LossCounts, temperature: float, rng: Any) -> None:
         """An optimizer step was taken; without `rng`, the states of before, it is one that is not recorded."""
         if self._since is not None and rng:
-            self._since.append(Learned(batch, loss, counts, temperature, rng))
+            self._since.append(Learned(batch, loss, counts, temperature, rng, self._settings))
         else:
             self._since = None
 
@@ -140,7 +145,8 @@ class Rewinding:
             made: Any = Replay(base, [*_updates(last), *self._since], **named)
         else:
             made = self._hold(kind, folder)
-        self._keep_up(made, recording=kind == "replay")
+        if kind or self._since is None:  # one that is only looked at ends no record
+            self._keep_up(made, recording=kind == "replay")
         return made
 
     def restore(self, snapshot: Any) -> None:
@@ -153,13 +159,21 @@ class Rewinding:
         recording = self._since is not None
         self.state_id, self._last, self._since = new_id(), None, None  # half-way there is no state that anybody knows
         self._return_to(base)
-        device = self._model.device
-        for one in _updates(snapshot):
-            with torch.random.fork_rng([device] if len(one.rng) > 1 else []):
-                set_rng(one.rng, device)
-                self.learn(one.batch, one.loss, one.loss_counts, one.temperature)
+        present = self._settings
+        try:
+            for one in _updates(snapshot):
+                self._again(one)
+        finally:
+            self._apply(present)
         self.version, self.state_id = snapshot.version, snapshot.state_id
         self._keep_up(snapshot, recording or isinstance(snapshot, Replay))
+
+    def _again(self, one: Learned) -> None:
+        self._apply(one.settings)
+        device = self._model.device
+        with torch.random.fork_rng([device] if len(one.rng) > 1 else []):
+            set_rng(one.rng, device)
+            self.learn(one.batch, one.loss, one.loss_counts, one.temperature)
 
     def snapshot_cost(self, kind: str = "memory") -> SnapshotCost:
         """What a snapshot of this kind takes now, at most."""

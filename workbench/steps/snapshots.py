@@ -184,7 +184,7 @@ class Snapshots:
 
     def _taken(self, learner: Learner, name: str, tokens: int) -> Snapshot:
         # once for all: a replay begins at a state from which updates were recorded
-        kind = self._kinds.setdefault(id(learner), self._kind(learner, tokens))
+        kind = self._kinds[id(learner)] = self._kinds.get(id(learner)) or self._kind(learner, tokens)
         folder = self._settings.snapshot_folder
         price = self._priced(learner, kind, tokens)
         said = f"keeping the weights of {name!r} (version {learner.version}) takes"

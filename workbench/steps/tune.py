@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class Tuning(Shown):
 def tune(pipeline: Pipeline, rows: Rows, *, batch_size: int = 8, seconds: float = 120.0) -> Tuning:
     """Run two steps of `batch_size` prompts, measure each phase, try other settings, and propose those that take less.
 
-    `print(wb.tune(pipe, rows))` shows the table and the lines to paste. Tried are `micro_batch_tokens`, `pack`,
+    `print(wb.tune(pipe, rows))` shows the table and the lines to paste. Tried are, each by itself, `micro_batch_tokens`, `pack`,
     `gradient_checkpointing` and, on a GPU, `offload`; for a sampler that shares it the share of its cache is computed. After
     `seconds` nothing further is tried. Everything is taken back, also where something raises. Raises `OutOfMemory` where memory
     runs out in a phase in which no learner works.
@@ -99,20 +100,11 @@ def tune(pipeline: Pipeline, rows: Rows, *, batch_size: int = 8, seconds: float 
         second = Stepper(pipeline, rows.batch(batch_size, step=2))
         phases, failure = _run(second, learners)
         for role, learner in learners.items():
-            names = _phases_of(pipeline, learner)
-            if failure is None or failure[0] in names:
-                trials += [
-                    _tried(second, role, learner, names, changes)
-                    for changes in ({}, *_candidates(learner, second))
-                    if time.monotonic() < deadline or not changes
-                ]
+            if failure is None or failure[0] in _phases_of(pipeline, learner):
+                trials += _trials(second, role, learner, deadline)
         if failure is not None and not trials:
             raise failure[1]
-    learners = {role: learners[role] for role in dict.fromkeys(one.role for one in trials)}
-    proposed = {role: _best([one for one in trials if one.role == role]) for role in learners}
-    lines = [line for role in learners for line in _lines(role, learners[role], proposed[role], trials)]
-    lines += _cache_share(learners.get("actor"), phases)
-    return Tuning(tuple(phases), tuple(trials), tuple(lines), {role: dict(one) for role, one in proposed.items()})
+    return _result(phases, trials, learners)
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -141,6 +133,10 @@ def _run(
         try:
             stepper.next()
         except OutOfMemory as error:
+            for each in filter(None, (error, error.__cause__, error.__context__)):
+                clear_frames(each.__traceback__)  # what they hold would be missing in the next trial
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
             return found, (name, error)
         peaks = [one.peaks() for one in every]
         own = memory.peak()
@@ -165,7 +161,14 @@ def _references(pipeline: Pipeline) -> list[Adjustable]:
     return [one for one in held if isinstance(one, Adjustable) and not isinstance(one, Tunable)]
 
 
-def _tried(stepper: Stepper, role: str, learner: Any, names: list[str], changes: Mapping[str, Any]) -> Trial:
+def _trials(stepper: Stepper, role: str, learner: Any, deadline: float) -> list[Trial]:
+    """As it is, and with each other setting until the deadline."""
+    every = ({}, *_candidates(learner, stepper))
+    return [_tried(stepper, role, learner, one) for one in every if time.monotonic() < deadline or not one]
+
+
+def _tried(stepper: Stepper, role: str, learner: Any, changes: Mapping[str, Any]) -> Trial:
+    names = _phases_of(stepper.pipeline, learner)
     reached = [name for name in names if name in stepper.trace.names]
     times, host, device = list[float](), 0, 0
     with ExitStack() as stack:
@@ -209,7 +212,17 @@ def _candidates(learner: Any, stepper: Stepper) -> list[dict[str, Any]]:
 # --- what to paste --------------------------------------------------------------------------------
 
 
-def _best(trials: list[Trial]) -> Mapping[str, Any]:
+def _result(phases: list[Measured], trials: list[Trial], learners: Mapping[str, Any]) -> Tuning:
+    lines: list[str] = []
+    proposed: dict[str, Mapping[str, Any]] = {}
+    for role in dict.fromkeys(one.role for one in trials):
+        proposed[role] = _best([one for one in trials if one.role == role])
+        lines += _lines(role, learners[role], proposed[role], trials)
+    lines += _cache_share(learners.get("actor"), phases)
+    return Tuning(tuple(phases), tuple(trials), tuple(lines), proposed)
+
+
+def _best(trials: list[Trial]) -> dict[str, Any]:
     """Of each setting the value that takes less, if any does."""
     if not trials:
         return {}

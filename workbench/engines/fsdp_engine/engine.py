@@ -261,8 +261,8 @@ class FsdpEngine(ModelEngine, Rewinding):
         return snapshot
 
     def _as_loaded(self) -> bool:
-        """Whether the weights can be loaded again from where they came from."""
-        return self._untouched() and self._files == _stamps(self._source)
+        """Whether the weights can be loaded again from where they came from; adapters alone are less to write than that to read."""
+        return self._untouched() and not self._adapted and self._files == _stamps(self._source)
 
     def _check(self, snapshot: ShardedSnapshot) -> None:
         if not snapshot.folder and self._files != _stamps(self._source):
@@ -271,10 +271,13 @@ class FsdpEngine(ModelEngine, Rewinding):
 
     def _return_to(self, snapshot: ShardedSnapshot) -> None:
         """On new workers where the old ones are gone."""
+        start = self._start.folder if self._start is not None else None
         if snapshot.folder:
             self.load_sharded(Path(snapshot.folder))
+        elif self.lost:
+            self._open(start)
         else:
-            self._open(self._start.folder if self._start is not None else None)
+            self._on("reload", self._source, start)
         self.version, self._taught = snapshot.version, snapshot.taught
 
     def _full_cost(self, kind: str) -> SnapshotCost:
@@ -412,7 +415,8 @@ class FsdpEngine(ModelEngine, Rewinding):
         return min(self._on("memory_free"))
 
     def _apply(self, settings: FsdpSettings) -> None:
-        self._on("apply", settings.to_dict())
+        if settings != self._settings and not self.lost:  # new workers open with them
+            self._on("apply", settings.to_dict())
         self._settings = settings
 
     def peaks(self, begin: bool = False) -> dict[str, int]:

@@ -273,6 +273,14 @@ class ShardedModel(ShardedPushing):
         if steps and record["steps"]:
             self.optimizer.load(tensors, record["steps"])
 
+    def reload(self, path: str, source: str | None) -> None:
+        """Load the weights again that it was opened with, of model folder `path` or a saved state `source`; no step was taken."""
+        self._optimizer = None
+        if source is None:
+            self.load(path)
+        else:
+            self.load_state(source, steps=False)
+
     def _read_shards(self, folder: str, record: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Load the weights in place, where the state has any; returns this rank's part of the optimizer's tensors."""
         reader = HuggingFaceStorageReader(folder)

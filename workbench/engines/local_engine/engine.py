@@ -322,8 +322,10 @@ class LocalEngine(ModelEngine, Holding, Pushing, Receiving):
             raise error
         # while the weights move nobody may take them for the old ones: an interrupt can come between two of them
         self.state_id = new_id()
+        since, self._since = self._since, None  # a step that stops half-way cannot be taken again
         with memory_errors("the optimizer step", batch, holds=self._live):
             optimizer.step()
+        self._since = since
         optimizer.zero()
         self._record(batch, loss, loss_counts, temperature, rng)
         return StepResult({**learned.metrics, "grad_norm": Mean(norm), "lr": Mean(lr)}, learned.columns)
@@ -407,6 +409,8 @@ class LocalEngine(ModelEngine, Holding, Pushing, Receiving):
     # --- what it needs ----------------------------------------------------------------------
 
     def _apply(self, settings: LocalSettings) -> None:
+        if settings == self._settings:
+            return
         if settings.gradient_checkpointing != self._settings.gradient_checkpointing:
             on = settings.gradient_checkpointing
             (self._model.gradient_checkpointing_enable if on else self._model.gradient_checkpointing_disable)()
