@@ -117,6 +117,7 @@ gsm8k: $(READY)  ## on one GPU: GRPO of a 0.5B model on GSM8K; MODEL=folder DATA
 	  -p group_size=8 -p ppo_mini_batch_size=16 -p lr=1e-6 -p max_prompt_length=512 -p max_tokens=512 \
 	  -p test_freq=20 -p save_freq=20 $(ARGS)
 
+# without an installation, with torch and transformers alone: PYTHONPATH=. python tests/gpu/run.py, and so with the benchmark
 gpu: $(DEV)  ## on a machine with a GPU: its tests, and the figures for tests/benchmarks/README.md
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python tests/benchmarks/gpu.py
