@@ -180,6 +180,12 @@ def test_what_is_not_there_is_skipped_or_a_warning(monkeypatch: pytest.MonkeyPat
     assert machine.sandbox().state == WARNING and "bubblewrap" in machine.sandbox().do
     monkeypatch.setattr(machine, "LocalSandbox", lambda: SimpleNamespace(run=lambda code: SimpleNamespace(stdout="", status="Failed"), describe=lambda: "local"))  # fmt: skip
     assert machine.sandbox().state == WRONG
+
+    def busy(**given: Any) -> Any:
+        raise EngineError("starting a local cluster failed")
+
+    monkeypatch.setattr(machine, "connect", busy)
+    assert machine.ray().state == WARNING and "ray stop" in machine.ray().do
     monkeypatch.setattr(machine, "version_of", lambda name: None)
     monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine.util, "find_spec", lambda name: None)

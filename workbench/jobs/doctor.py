@@ -48,7 +48,6 @@ START_SECONDS = 300.0
 """What a child may take to import torch and workbench; a cold disk takes minutes."""
 HINTS = {
     "collectives": "NCCL_DEBUG=INFO says where it waits; NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 leave links out that may be broken",
-    "ray": "a busy machine may need longer; `ray stop` ends what earlier sessions left",
     "vllm": "free the GPU's memory and try again; or leave vLLM out, the local engine needs none",
     "shards": "see `collectives`",
 }
