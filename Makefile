@@ -112,11 +112,12 @@ gsm8k: $(READY)  ## on one GPU: GRPO of a 0.5B model on GSM8K; MODEL=folder DATA
 	test.jsonl of openai/grade-school-math, or train-*.parquet and test-*.parquet of the data set openai/gsm8k))
 	$(BIN)/workbench convert gsm8k $(call published,train) $(GSM8K)/train.parquet
 	$(BIN)/workbench convert gsm8k $(call published,test) $(GSM8K)/test.parquet --split test
-	$(BIN)/workbench train notebooks/201_train_grpo.ipynb -p model=$(MODEL) -p train_file=$(GSM8K)/train.parquet \
+	$(BIN)/workbench train notebooks/201_train_grpo.ipynb --skip-look -p model=$(MODEL) -p train_file=$(GSM8K)/train.parquet \
 	  -p eval_file=$(GSM8K)/test.parquet -p num_eval_rows=1319 -p run=$(GSM8K)/run -p steps=116 -p batch_size=64 \
 	  -p group_size=8 -p ppo_mini_batch_size=16 -p lr=1e-6 -p max_prompt_length=512 -p max_tokens=512 \
 	  -p test_freq=20 -p save_freq=20 $(ARGS)
 
+# without an installation, with torch and transformers alone: PYTHONPATH=. python tests/gpu/run.py, and so with the benchmark
 gpu: $(DEV)  ## on a machine with a GPU: its tests, and the figures for tests/benchmarks/README.md
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python tests/benchmarks/gpu.py

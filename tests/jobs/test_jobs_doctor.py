@@ -180,6 +180,12 @@ def test_what_is_not_there_is_skipped_or_a_warning(monkeypatch: pytest.MonkeyPat
     assert machine.sandbox().state == WARNING and "bubblewrap" in machine.sandbox().do
     monkeypatch.setattr(machine, "LocalSandbox", lambda: SimpleNamespace(run=lambda code: SimpleNamespace(stdout="", status="Failed"), describe=lambda: "local"))  # fmt: skip
     assert machine.sandbox().state == WRONG
+
+    def busy(**given: Any) -> Any:
+        raise EngineError("starting a local cluster failed")
+
+    monkeypatch.setattr(machine, "connect", busy)
+    assert machine.ray().state == WARNING and "ray stop" in machine.ray().do
     monkeypatch.setattr(machine, "version_of", lambda name: None)
     monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine.util, "find_spec", lambda name: None)
@@ -242,6 +248,7 @@ def hangs() -> Finding:
 
 
 def dies() -> Finding:
+    os.write(2, b"NCCL says no\n")
     os._exit(3)
 
 
@@ -269,7 +276,7 @@ def test_no_check_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.state for one in found.findings] == [OK, WRONG, WRONG, WARNING, WRONG, OK, WRONG, OK]
     assert not found and "4 wrong, 1 warning, 3 ok" in found.title
     assert found["hangs"].found == "hangs: no answer in 2 s" and 2 <= found["hangs"].seconds < 20
-    assert found["dies"].found == "ended its process (exit code 3)"
+    assert found["dies"].found == "ended its process (exit code 3); it said: NCCL says no"
     assert found["raises"].found.startswith("ValueError: no model in …/model with •••")
     assert found["raises"].do == "attach this report to an issue" and found["lacks"].do == "pip install psutil"
     assert "name another" in found["refuses"].found and not found["refuses"].do

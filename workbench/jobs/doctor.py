@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +49,6 @@ START_SECONDS = 300.0
 """What a child may take to import torch and workbench; a cold disk takes minutes."""
 HINTS = {
     "collectives": "NCCL_DEBUG=INFO says where it waits; NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 leave links out that may be broken",
-    "ray": "a busy machine may need longer; `ray stop` ends what earlier sessions left",
     "vllm": "free the GPU's memory and try again; or leave vLLM out, the local engine needs none",
     "shards": "see `collectives`",
 }
@@ -139,39 +139,52 @@ def doctor(
 
 
 def _carried_out(names: Sequence[str]) -> Iterator[Finding]:
-    """Findings as they come. A child has all checks, up to one that it does not survive."""
+    """Findings as they come. A child has all checks, up to one that goes wrong: an error may have left its GPU unusable."""
     child: Child | None = None
-    try:
-        for name in names:
-            function, seconds = CHECKS[name]
-            began = time.monotonic()
-            try:
+    with tempfile.TemporaryDirectory(prefix="workbench-doctor-") as folder:
+        try:
+            for name in names:
+                function, seconds = CHECKS[name]
                 if child is None:
-                    child = Child(__file__, env=importing(dict(os.environ)))
-                    child.exchange(None, START_SECONDS)
-                    began = time.monotonic()
-                answer = child.exchange(function.encode(), seconds)
-                found = Finding(**json.loads(answer))
-            except OSError as error:  # it has been closed
-                how = f"hangs: no answer in {seconds} s" if isinstance(error, TimeoutError) else "ended its process"
-                ended = child.how() if child is not None and not isinstance(error, TimeoutError) else ""
-                do = HINTS.get(name, "see the kernel's log (dmesg)")
-                found = Finding(WRONG, f"{how} ({ended})" if ended else how, do)
-                child = None
-            do = found.do or (HINTS.get(name, "") if found.state == WRONG else "")
-            yield replace(found, do=do, name=name, seconds=round(time.monotonic() - began, 1))
-    finally:
-        if child is not None:
-            child.close()
+                    child = Child(__file__, env=importing(dict(os.environ)), folder=Path(folder))
+                began = time.monotonic()
+                try:
+                    found = _answered(child, function, seconds)
+                except OSError as error:  # the child has been closed
+                    do = HINTS.get(name, "see the kernel's log (dmesg)")
+                    found = Finding(WRONG, _ending(child, error, seconds), do)
+                do = found.do or (HINTS.get(name, "") if found.state == WRONG else "")
+                yield replace(found, do=do, name=name, seconds=round(time.monotonic() - began, 1))
+                if found.state == WRONG:
+                    child.close()
+                    child = None
+        finally:
+            if child is not None:
+                child.close()
+
+
+def _answered(child: Child, function: str, seconds: float) -> Finding:
+    """A check's finding; its deadline counts from when the child is ready."""
+    if json.loads(child.exchange(b"", START_SECONDS)) != "ready":
+        raise ConnectionError("the child did not say that it is ready")
+    return Finding(**json.loads(child.exchange(function.encode(), seconds)))
+
+
+def _ending(child: Child, error: OSError, seconds: float) -> str:
+    """What became of a check that gave no answer, with the last line that its process wrote."""
+    if isinstance(error, TimeoutError):
+        return f"hangs: no answer in {seconds} s"
+    last = clean(child.tail(300)).rpartition("\n")[2]
+    return f"ended its process ({child.how() or 'no exit code'})" + (f"; it said: {last}" if last else "")
 
 
 def main(parent: Any) -> None:
     """The child: do the checks that the parent names (`module:function`), and answer each with its finding as JSON."""
     import torch  # noqa: F401 - what most checks need, before any deadline counts
 
-    parent.send(b"ready")
     while True:
-        parent.send(json.dumps(asdict(examined(parent.frames.get().decode()))).encode())
+        function = parent.frames.get().decode()
+        parent.send(json.dumps(asdict(examined(function)) if function else "ready").encode())
 
 
 def examined(function: str) -> Finding:
