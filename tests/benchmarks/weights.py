@@ -64,7 +64,7 @@ def push(learner: Any, sampler: Any, version: int, way: str, mebibytes: int) -> 
 
 
 def main() -> None:
-    """One line a push: the first in a process, and one after it."""
+    """One line a push. The first also fills the sampler's own memory: until then its weights are pages of the model's file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="0.5b")
     parser.add_argument("--model", default="", help="a folder of that shape")
@@ -78,6 +78,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         path = o.model or str(make_shaped_model(Path(scratch) / "model", o.shape))
         learner = local(path, self_check=False)
+        with torch.no_grad():
+            for one in learner._model.parameters():
+                one.mul_(1)  # its own memory, no longer pages of the file
         copy = 2 * sum(
             one.numel() for one in learner._model.parameters()
         )  # of the model in bfloat16, tied weights once

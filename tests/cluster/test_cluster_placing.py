@@ -62,7 +62,7 @@ def engine(session: Cluster) -> Iterator[Any]:
 
 @needs_vllm
 class TestFsdpAndVllm:
-    def test_two_steps_of_grpo_are_those_of_one_process(self, engine: Any) -> None:
+    def test_two_steps_of_grpo_are_those_of_one_process(self, engine: Any, session: Cluster) -> None:
         """On the same recorded rollouts: losses and gradient norms to 1e-5, weights to 1e-5; vLLM follows every push."""
         pipe, alone = recipe(engine), wb.engines.local(MODEL, lr=2e-4)
         here = recipe(alone)
@@ -91,6 +91,7 @@ class TestFsdpAndVllm:
         theirs = engine.full_weights()
         for name, weight in mine.items():
             torch.testing.assert_close(theirs[name], weight, atol=1e-5, rtol=0)
+        assert any("version 2: shared memory: " in note for note in session.status().notes) and "MiB" in repr(engine)
 
     def test_B3_a_sampler_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled(
         self, session: Cluster, engine: Any

@@ -15,6 +15,7 @@ from workbench.base.errors import EngineError, WorkerLost
 from workbench.engines import fsdp, local, local_group, weights
 from workbench.engines.paired import check_push, paired
 from workbench.engines.vllm_server import process
+from workbench.engines.vllm_server.engine import VllmEngine, VllmSettings
 from workbench.engines.vllm_server.process import Piece
 from workbench.engines.weights import (
     Careful,
@@ -30,6 +31,7 @@ from workbench.engines.weights import (
 from workbench.engines.workers.hosted import Hosted, host
 from workbench.engines.workers.processes import processes
 from workbench.engines.workers.replicas import Replicas
+from workbench.runs.batch_metrics import push_metrics
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 from workbench.testing.models import make_random_model
 
@@ -331,3 +333,18 @@ def test_gpu_ways_say_that_they_are_unverified(folder: Path, monkeypatch: pytest
     sampler.receives = lambda: {**facts, "devices": ["GPU-a"]}  # type: ignore[method-assign]
     push = sync_of(Tensors(weights_of(local(folder))), sampler).push(1)
     assert push.note == "not verified on a GPU yet" and push.note in str(push)
+
+
+def test_the_figures_of_pushes_are_metrics_of_the_step(folder: Path) -> None:
+    pair = paired(local(folder), local(folder))
+    assert push_metrics([pair, local(folder)]) == {}
+    pair.last_push = Push("shared memory", 1, 2 << 30, 1.5, 1 << 29)
+    found = {"timing_s/update_weights": 1.5, "perf/update_weights_gb": 2.0, "perf/update_weights_host_gb": 0.5}
+    assert push_metrics([pair, local(folder)]) == found
+
+
+def test_vllm_draws_by_row_unless_told_otherwise() -> None:
+    request = EngineContract.requests()[0]
+    for seeds, wanted in (("rows", request.seed), ("engine", None)):
+        engine: Any = SimpleNamespace(_settings=VllmSettings(seeds=seeds), _eos=frozenset({2}))
+        assert VllmEngine._parameters(engine, request)["seed"] == wanted

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -153,8 +153,9 @@ class Outbox:
             broadcast(self._group[0], memory)
         return memory if "data" in place else None
 
-    def listen(self, host: str) -> tuple[str, int]:
-        """Open the port where the processes of a broadcast meet."""
+    def listen(self) -> tuple[str, int]:
+        """Open the port where the processes of a broadcast meet: on loopback, or the address that a cluster gave this worker."""
+        host = os.environ.get("WORKBENCH_ADDRESS", "127.0.0.1")
         self._listening = socket.create_server((host, 0))
         return host, int(self._listening.getsockname()[1])
 
@@ -254,7 +255,7 @@ class Tensors:
 
     def open_group(self, join: tuple[int, str] | None = None) -> Any:
         """For a broadcast."""
-        return self._outbox.listen("127.0.0.1") if join is None else self._outbox.join(*join)
+        return self._outbox.listen() if join is None else self._outbox.join(*join)
 
     def empty_cache(self) -> None:
         """Nothing: they are the caller's."""
@@ -369,6 +370,7 @@ class Buckets:
                     most = max(most, held, _resident() - before)
             _confirmed(self._sampler.end_weights(version), version)
         except BaseException:
+            self._group = None  # made anew: who was lost is not in it
             with ThreadPoolExecutor(1) as cancelling:  # also where this thread is being interrupted
                 cancelling.submit(self._sampler.cancel_weights)
             raise
@@ -491,9 +493,10 @@ def _confirmed(found: int, version: int) -> None:
 
 
 def _resident() -> int:
-    """Bytes of this process's memory."""
-    with open("/proc/self/statm") as file:
+    """Bytes of this process's memory; 0 where the system does not say."""
+    with suppress(OSError), open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
+    return 0
 
 
 def _memory_folder() -> str | None:

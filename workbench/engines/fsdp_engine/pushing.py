@@ -76,7 +76,7 @@ class ShardedPushing:
         if distributed.get_rank():
             return None
         self._outbox = self._outbox or Outbox()
-        return self._outbox.listen("127.0.0.1") if size is None else self._outbox.join(size, backend)
+        return self._outbox.listen() if size is None else self._outbox.join(size, backend)
 
     def empty_cache(self: Any) -> None:
         """Give the device memory back that torch keeps for later."""

@@ -59,7 +59,7 @@ class Pushing:
     def open_group(self, join: tuple[int, str] | None = None) -> Any:
         """For a broadcast: open the port where all meet and return (host, port); then `join` (processes, backend)."""
         self._outbox = self._outbox or Outbox()
-        return self._outbox.listen("127.0.0.1") if join is None else self._outbox.join(*join)
+        return self._outbox.listen() if join is None else self._outbox.join(*join)
 
     def empty_cache(self) -> None:
         """Give the device memory back that torch keeps for later."""

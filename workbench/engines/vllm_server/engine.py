@@ -69,6 +69,9 @@ class VllmSettings(Settings):
     """Whether `sleep()` can give the GPU's memory back."""
     lora_rank: int = 0
     """Largest rank of LoRA adapters that are pushed alone, over the base in the model's folder; 0: merged weights are pushed."""
+    seeds: Literal["rows", "engine"] = "rows"
+    """`rows`: each request has a random generator of its own, so that a row can be sampled again alone; on a GPU that is one kernel a
+    row and token. `engine`: one for all, one kernel a token; a row then depends on those that were sampled beside and before it."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """vLLM's own engine arguments by its names (`max_num_batched_tokens`, `quantization` …), passed through."""
     trust_remote_code: bool = False
@@ -307,7 +310,8 @@ class VllmEngine(Served, Receiving):
 
     def _parameters(self, request: Request) -> dict[str, Any]:
         s = request.settings
-        own = {"top_k": max(s.top_k, 0), "max_tokens": s.max_tokens, "seed": request.seed, "detokenize": bool(s.stop)}
+        seed = request.seed if self._settings.seeds == "rows" else None
+        own = {"top_k": max(s.top_k, 0), "max_tokens": s.max_tokens, "seed": seed, "detokenize": bool(s.stop)}
         return {**sampling_fields(s, sorted(self._eos)), **own}
 
     # --- weights ----------------------------------------------------------------------------
