@@ -1,7 +1,7 @@
 """A pretended accelerator: torch's device `pretended`, whose tensors are held in host memory and computed by the CPU's kernels.
 
 What a GPU refuses it refuses: operands on two devices, `numpy()`. What a host waits for it counts: every number that comes to the
-host, and every operation whose result has a shape that only the device knows. The kernels are the CPU's, so that a run on it must
+host, every operation whose result has a shape that only the device knows, every copy to the device that blocks. The kernels are the CPU's, so that a run on it must
 equal one on the CPU but for rounding. It says nothing about streams, memory, or kernels and libraries of a GPU alone.
 
 `install()` is for a process of its own, before any backward pass: torch then has this accelerator to its end.

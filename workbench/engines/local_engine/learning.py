@@ -211,11 +211,9 @@ class Account:
 
     def infinite(self) -> tuple[float, list[int]] | None:
         """The first loss that is NaN or infinite, and its rows; None where all are finite."""
-        values = torch.stack([loss for loss, _ in self._losses]).tolist() if self._losses else []
-        wrong = [
-            (value, rows) for value, (_, rows) in zip(values, self._losses, strict=True) if not math.isfinite(value)
-        ]
-        return (wrong[0][0], wrong[0][1].tolist()) if wrong else None
+        values = _read([loss for loss, _ in self._losses])
+        pairs = zip(values, self._losses, strict=True)
+        return next(((value, rows.tolist()) for value, (_, rows) in pairs if not math.isfinite(value)), None)
 
     def read(self) -> StepResult:
         """The metrics of all micro-batches, and the columns on the CPU in the order of the rows."""
@@ -225,15 +223,19 @@ class Account:
 def _on_host(parts: Sequence[Mapping[str, Metric | float]]) -> list[dict[str, Metric | float]]:
     """Metrics with plain numbers in place of tensors, which are read in one copy."""
     waiting = [one for part in parts for metric in part.values() for one in _numbers(metric) if torch.is_tensor(one)]
-    there = waiting[0].device if waiting else None
-    flat = [one.detach().to(there, torch.float64).reshape(()) for one in waiting]
-    read = iter(torch.stack(flat).tolist() if flat else ())
+    read = iter(_read(waiting))
 
     def plain(metric: Any) -> Metric | float:
         numbers = [next(read) if torch.is_tensor(one) else one for one in _numbers(metric)]
         return type(metric)(*numbers) if isinstance(metric, Metric) else numbers[0]
 
     return [{key: plain(metric) for key, metric in part.items()} for part in parts]
+
+
+def _read(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """The numbers of tensors that have one each."""
+    flat = [one.detach().to(tensors[0].device, torch.float64).reshape(()) for one in tensors]
+    return torch.stack(flat).tolist() if flat else []
 
 
 def _numbers(metric: Any) -> list[Any]:
