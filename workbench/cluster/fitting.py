@@ -281,8 +281,8 @@ def _sampling(
 
 def _memory(nodes: Sequence[Node], gpus: bool) -> tuple[int, str]:
     if gpus and torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(0)
-        return int(found.total_memory), f"of this machine's {found.name}"
+        card = torch.cuda.get_device_properties(0)
+        return int(card.total_memory), f"of this machine's {card.name}"
     if gpus:
         found = "None; Ray does not know the memory of a GPU"
         raise SettingError("memory", expected="bytes of one GPU", found=found, do="give it: fits(…, memory=80 << 30)")

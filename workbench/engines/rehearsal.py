@@ -168,15 +168,13 @@ def measured(
     ):
         warnings.simplefilter("ignore")  # torch's, of hooks on a layer whose inputs are frozen
         rows = [_run(_shallow(config, one), opened, shape, gpu, head) for one in depths]
-    if len(rows) == 1:
-        return _footprint(rows[0])
-    further = (depth - depths[1]) / (depths[1] - depths[0])
-    return _footprint([round(more + further * (more - few)) for few, more in zip(*rows, strict=True)])
+    few, more = rows[0], rows[-1]
+    further = (depth - depths[-1]) / (SHALLOW[1] - SHALLOW[0])
+    return _footprint([round(b + further * (b - a)) for a, b in zip(few, more, strict=True)])
 
 
 def _footprint(sizes: Sequence[int]) -> Footprint:
-    parameters, weights, gradients, optimizer, *learning, scoring = sizes
-    return Footprint(parameters, weights, gradients, optimizer, max(learning), scoring)
+    return Footprint(sizes[0], sizes[1], sizes[2], sizes[3], max(sizes[4:-1]), sizes[-1])
 
 
 def _run(config: Mapping[str, Any], opened: Callable[[str], Opened], shape: Shape, gpu: bool, head: bool) -> list[int]:
@@ -275,7 +273,7 @@ class Counting(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._plain = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._resized  # type: ignore[method-assign] # FSDP frees gathered weights by it
+        torch.UntypedStorage.resize_ = self._resized  # type: ignore[method-assign,assignment] # FSDP frees gathered weights by it
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
