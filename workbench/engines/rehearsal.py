@@ -117,14 +117,14 @@ def _with_further(method: Callable[..., Any], further: Any, *given: Any) -> Any:
     return method(*given, further)
 
 
-def whole(opened: Callable[[str, Any], Opened], config: Any, settings: Any, shape: Shape, device: str) -> Footprint:
-    """The footprint of a model in one process, on a kind of device, that `opened(folder, settings)` opens; `config` is
+def whole(
+    opened: Callable[[str, Any], Opened], config: Any, settings: Any, shape: Shape, *, gpu: bool, head: bool = False
+) -> Footprint:
+    """The footprint of a model in one process, on a GPU or a CPU, that `opened(folder, settings)` opens; `config` is
     transformers'. Raises `EngineError` where it cannot be measured."""
-    gpu = device == "cuda"
     chosen = _on_cpu(settings, gpu).replace(offload="none", check_memory=False, self_check=False)
-    found = measured(
-        json.loads(config.to_json_string(use_diff=False)), lambda folder: opened(folder, chosen), shape, gpu=gpu
-    )
+    plain = json.loads(config.to_json_string(use_diff=False))
+    found = measured(plain, lambda folder: opened(folder, chosen), shape, gpu=gpu, head=head)
     return found if not gpu else _away(found, settings.offload)
 
 
