@@ -302,12 +302,13 @@ class Counting(TorchDispatchMode):
         return found
 
     def _made(self, func: Any, args: Any, kwargs: Any, given: Sequence[torch.Tensor]) -> Any:
-        """What is made of no fake tensor: numbers without data are fake, or on the meta device, whole numbers are real."""
+        """What is made of no fake tensor: floating ones are fake, or on the meta device; whole numbers and scalars, which our code
+        reads, are real."""
         if not given or any(one.device.type == "meta" for one in given):
             with self._mode:
                 found = func(*args, **kwargs)
             made = next((one for one in tree_leaves(found) if isinstance(one, torch.Tensor)), None)
-            if made is None or (made.device.type != "meta" and (given or made.is_floating_point())):
+            if made is None or (made.device.type != "meta" and (given or (made.is_floating_point() and made.dim()))):
                 return found
         return func(*args, **kwargs)
 
