@@ -158,7 +158,7 @@ def measured(
     Raises `EngineError` where it cannot be measured.
     """
     text = language(config)
-    depth = int(text.get("num_hidden_layers") or 0)
+    depth = int(text.get("num_hidden_layers") or 0)  # GPT-2 has another name for it, and is measured as it is
     depths = (depth,) if depth <= SHALLOW[-1] + 1 else SHALLOW
     with (
         _lock,
@@ -286,15 +286,15 @@ class Counting(TorchDispatchMode):
             return NotImplemented  # its own operations on the local parts come here
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor asks for shapes
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        given = _tensors((args, kwargs))
         if any(isinstance(one, self._fakes) for one in given):
             if func is _aten._local_scalar_dense.default:
                 return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
             found = func(*_by_number(func, args), **kwargs)
         else:
             found = self._made(func, args, kwargs, given)
-        for one in tree_leaves(found):
-            if isinstance(one, torch.Tensor) and one.device.type != "meta":
+        for one in _tensors(found):
+            if one.device.type != "meta":
                 self._count(one.untyped_storage())
         if self._gpu and func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
             self._repeat(*args[:3])
@@ -307,7 +307,7 @@ class Counting(TorchDispatchMode):
         if not given or any(one.device.type == "meta" for one in given):
             with self._mode:
                 found = func(*args, **kwargs)
-            made = next((one for one in tree_leaves(found) if isinstance(one, torch.Tensor)), None)
+            made = next(iter(_tensors(found)), None)
             if made is None or (made.device.type != "meta" and (given or (made.is_floating_point() and made.dim()))):
                 return found
         return func(*args, **kwargs)
@@ -339,6 +339,10 @@ class Counting(TorchDispatchMode):
             return found
 
         return resize_
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]
 
 
 def _by_number(func: Any, args: Any) -> Any:
@@ -405,6 +409,8 @@ def _shallow(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """A config with so many layers, and as many entries in its lists of layers."""
     text = language(config)
     depth = text.get("num_hidden_layers")
+    if depth is None or depth == layers:
+        return dict(config)
     cut = {name: one[:layers] if isinstance(one, list) and len(one) == depth else one for name, one in text.items()}
     cut["num_hidden_layers"] = layers
     return {**config, "text_config": cut} if text is not config else cut
