@@ -108,6 +108,11 @@ def test_status_logs_and_the_timeline(local: Cluster, pair: RayRanks, tmp_path: 
     assert pair.call("env", "TEST_API_KEY") == [things.CANARY] * 2 and pair.call("env", "OMP_NUM_THREADS") == ["1"] * 2
 
 
+def test_workers_without_gpus_see_none(pair: RayRanks) -> None:
+    """Else torch would take those of another worker."""
+    assert pair.call("env", "CUDA_VISIBLE_DEVICES") == [""] * 2
+
+
 def test_B8_too_much_is_refused_at_once(local: Cluster, pair: RayRanks) -> None:
     with pytest.raises(
         SettingError, match=r"3 workers of 1 CPUs and 0 GPUs; expected at most 2 of them; found .* has 2 of 4"

@@ -359,6 +359,37 @@ def _parameters(folder: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder).parameters()
 
 
+# --- starting ----------------------------------------------------------------------------------------
+
+
+def test_a_busy_machine_gets_as_long_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray gives up on its own node where asking for it fails; here asking goes on until `start_seconds` are over."""
+    from ray._private import services
+
+    asked: list[int] = []
+
+    def get_node(*given: Any) -> str:
+        asked.append(len(asked))
+        if len(asked) < 3:
+            raise RuntimeError("not yet")
+        return "a node"
+
+    def init(what: str, environment: Environment, notes: list[str], **options: Any) -> Any:
+        try:
+            return services.get_node("address", "id"), os.environ[connecting._GCS_WAIT]
+        except RuntimeError:
+            raise EngineError("The current node timed out during startup.") from None
+
+    monkeypatch.delenv(connecting._GCS_WAIT, raising=False)
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(connecting, "_init", init)
+    assert connecting._begin(Environment(), [], 60.0) == ("a node", "60")
+    assert len(asked) == 3 and services.get_node is get_node and connecting._GCS_WAIT not in os.environ
+    asked.clear()
+    with pytest.raises(EngineError, match=r"did not start in 0 s.*start_seconds="):
+        connecting._begin(Environment(), [], 0.0)
+
+
 # --- timelines, tables, logs, records ---------------------------------------------------------------
 
 

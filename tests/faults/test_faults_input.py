@@ -184,7 +184,7 @@ def test_models(tiny: str, tmp_path: Path) -> None:
 def test_too_little_memory_is_said_before_the_first_token(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workbench.runs.preflight.available", lambda device: 1 << 20)
+    monkeypatch.setattr("workbench.engines.local_engine.engine.available", lambda device: 1 << 20)
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     pipe = wb.recipes.ppo(wb.engines.local(tiny, device="cpu"), group_size=2, max_tokens=8)
     with pytest.raises(
@@ -192,6 +192,9 @@ def test_too_little_memory_is_said_before_the_first_token(
     ):
         wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r")
     assert not (tmp_path / "r").exists()
+    asked = wb.recipes.ppo(wb.engines.local(tiny, device="cpu", check_memory=False), group_size=2, max_tokens=8)
+    wb.train_blocking(asked, rows, steps=1, batch_size=4, run=tmp_path / "r")
+    assert (tmp_path / "r").exists()
 
 
 def test_a_refusal_loses_nothing_of_an_earlier_run(tiny: str, tmp_path: Path) -> None:

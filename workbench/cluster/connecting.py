@@ -68,8 +68,8 @@ def start(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     size = {"num_cpus": cpus, "num_gpus": gpus, "object_store_memory": store}
-    size |= {"include_dashboard": dashboard, "_system_config": HEALTH}
-    context = _begin(environment, notes, seconds, address="local", **size)
+    options: dict[str, Any] = {**size, "include_dashboard": dashboard, "_system_config": HEALTH}
+    context = _begin(environment, notes, seconds, address="local", **options)
     session = Path(context.address_info["session_dir"]).name
     if not tokens:
         notes.append("RAY_AUTH_MODE is not token: whoever has an account on this machine can run code in this cluster")

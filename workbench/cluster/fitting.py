@@ -269,20 +269,25 @@ def _sampling(
     cache = (chosen.kv_cache_memory_mb or 0) << 20
     if not cache:
         cache = int(chosen.gpu_memory_utilization * have) - weights - GRAPHS if made.gpus else CPU_CACHE
-    text = language(config)
-    heads = int(text.get("num_attention_heads") or 1)
-    keys = int(text.get("num_key_value_heads") or heads)
-    each = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)
-    token = 2 * int(text.get("num_hidden_layers") or 0) * math.ceil(keys / tp) * each * width
     graphs = [Part("sampler", "graphs", GRAPHS)] if made.gpus else []
     parts = [Part("sampler", "weights", weights), *graphs, Part("sampler", "KV cache", max(cache, 0))]
-    return parts, max(cache, 0) // max(token, 1)
+    token = _cached_token(language(config), tp) * width
+    return parts, max(cache, 0) // token if token else None
+
+
+def _cached_token(text: Mapping[str, Any], tp: int) -> int:
+    """Numbers that one process caches of a token: keys and values of its heads in each layer; 0 where the config does not say."""
+    layers, heads, hidden = (text.get(name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    if not (layers and heads and hidden):
+        return 0
+    keys, width = text.get("num_key_value_heads") or heads, text.get("head_dim") or hidden // heads
+    return int(2 * layers * math.ceil(keys / tp) * width)
 
 
 def _memory(nodes: Sequence[Node], gpus: bool) -> tuple[int, str]:
     if gpus and torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(0)
-        return int(found.total_memory), f"of this machine's {found.name}"
+        card = torch.cuda.get_device_properties(0)
+        return int(card.total_memory), f"of this machine's {card.name}"
     if gpus:
         found = "None; Ray does not know the memory of a GPU"
         raise SettingError("memory", expected="bytes of one GPU", found=found, do="give it: fits(…, memory=80 << 30)")

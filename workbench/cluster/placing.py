@@ -82,15 +82,8 @@ def place(
     own message where an engine does not start.
     """
     asked, tp = (str(model), sampler), tensor_parallel_size
-    made = Placement(
-        FsdpSettings.from_parameters(settings),
-        ranks or 1,
-        False,
-        sampler,
-        tp,
-        rollout is not None,
-        sampler_settings or {},
-    )
+    chosen, apart = FsdpSettings.from_parameters(settings), rollout is not None
+    made = Placement(chosen, ranks or 1, False, sampler, tp, apart, sampler_settings or {})
     _admit(cluster, learner, asked, ranks, pool, rollout)
     held, members = list[Pool](), None
     with ExitStack() as ends:  # what it has to end, the last first: where something fails, or with the engine

@@ -117,14 +117,14 @@ def _with_further(method: Callable[..., Any], further: Any, *given: Any) -> Any:
     return method(*given, further)
 
 
-def whole(opened: Callable[[str, Any], Opened], config: Any, settings: Any, shape: Shape, device: str) -> Footprint:
-    """The footprint of a model in one process, on a kind of device, that `opened(folder, settings)` opens; `config` is
+def whole(
+    opened: Callable[[str, Any], Opened], config: Any, settings: Any, shape: Shape, *, gpu: bool, head: bool = False
+) -> Footprint:
+    """The footprint of a model in one process, on a GPU or a CPU, that `opened(folder, settings)` opens; `config` is
     transformers'. Raises `EngineError` where it cannot be measured."""
-    gpu = device == "cuda"
     chosen = _on_cpu(settings, gpu).replace(offload="none", check_memory=False, self_check=False)
-    found = measured(
-        json.loads(config.to_json_string(use_diff=False)), lambda folder: opened(folder, chosen), shape, gpu=gpu
-    )
+    plain = json.loads(config.to_json_string(use_diff=False))
+    found = measured(plain, lambda folder: opened(folder, chosen), shape, gpu=gpu, head=head)
     return found if not gpu else _away(found, settings.offload)
 
 
@@ -158,7 +158,7 @@ def measured(
     Raises `EngineError` where it cannot be measured.
     """
     text = language(config)
-    depth = int(text.get("num_hidden_layers") or 0)
+    depth = int(text.get("num_hidden_layers") or 0)  # GPT-2 has another name for it, and is measured as it is
     depths = (depth,) if depth <= SHALLOW[-1] + 1 else SHALLOW
     with (
         _lock,
@@ -168,15 +168,13 @@ def measured(
     ):
         warnings.simplefilter("ignore")  # torch's, of hooks on a layer whose inputs are frozen
         rows = [_run(_shallow(config, one), opened, shape, gpu, head) for one in depths]
-    if len(rows) == 1:
-        return _footprint(rows[0])
-    further = (depth - depths[1]) / (depths[1] - depths[0])
-    return _footprint([round(more + further * (more - few)) for few, more in zip(*rows, strict=True)])
+    few, more = rows[0], rows[-1]
+    further = (depth - depths[-1]) / (SHALLOW[1] - SHALLOW[0])
+    return _footprint([round(b + further * (b - a)) for a, b in zip(few, more, strict=True)])
 
 
 def _footprint(sizes: Sequence[int]) -> Footprint:
-    parameters, weights, gradients, optimizer, *learning, scoring = sizes
-    return Footprint(parameters, weights, gradients, optimizer, max(learning), scoring)
+    return Footprint(sizes[0], sizes[1], sizes[2], sizes[3], max(sizes[4:-1]), sizes[-1])
 
 
 def _run(config: Mapping[str, Any], opened: Callable[[str], Opened], shape: Shape, gpu: bool, head: bool) -> list[int]:
@@ -275,7 +273,7 @@ class Counting(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._plain = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._resized  # type: ignore[method-assign] # FSDP frees gathered weights by it
+        torch.UntypedStorage.resize_ = self._resized  # type: ignore[method-assign,assignment] # FSDP frees gathered weights by it
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -288,15 +286,15 @@ class Counting(TorchDispatchMode):
             return NotImplemented  # its own operations on the local parts come here
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor asks for shapes
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        given = _tensors((args, kwargs))
         if any(isinstance(one, self._fakes) for one in given):
             if func is _aten._local_scalar_dense.default:
                 return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
             found = func(*_by_number(func, args), **kwargs)
         else:
             found = self._made(func, args, kwargs, given)
-        for one in tree_leaves(found):
-            if isinstance(one, torch.Tensor) and one.device.type != "meta":
+        for one in _tensors(found):
+            if one.device.type != "meta":
                 self._count(one.untyped_storage())
         if self._gpu and func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
             self._repeat(*args[:3])
@@ -304,12 +302,13 @@ class Counting(TorchDispatchMode):
         return found
 
     def _made(self, func: Any, args: Any, kwargs: Any, given: Sequence[torch.Tensor]) -> Any:
-        """What is made of no fake tensor: numbers without data are fake, or on the meta device, whole numbers are real."""
+        """What is made of no fake tensor: floating ones are fake, or on the meta device; whole numbers and scalars, which our code
+        reads, are real."""
         if not given or any(one.device.type == "meta" for one in given):
             with self._mode:
                 found = func(*args, **kwargs)
-            made = next((one for one in tree_leaves(found) if isinstance(one, torch.Tensor)), None)
-            if made is None or (made.device.type != "meta" and (given or made.is_floating_point())):
+            made = next(iter(_tensors(found)), None)
+            if made is None or (made.device.type != "meta" and (given or (made.is_floating_point() and made.dim()))):
                 return found
         return func(*args, **kwargs)
 
@@ -340,6 +339,10 @@ class Counting(TorchDispatchMode):
             return found
 
         return resize_
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]
 
 
 def _by_number(func: Any, args: Any) -> Any:
@@ -406,6 +409,8 @@ def _shallow(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """A config with so many layers, and as many entries in its lists of layers."""
     text = language(config)
     depth = text.get("num_hidden_layers")
+    if depth is None or depth == layers:
+        return dict(config)
     cut = {name: one[:layers] if isinstance(one, list) and len(one) == depth else one for name, one in text.items()}
     cut["num_hidden_layers"] = layers
     return {**config, "text_config": cut} if text is not config else cut

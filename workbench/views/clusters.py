@@ -178,7 +178,11 @@ def fit(made: Fit) -> doc.Part:
     if made.cached is not None:
         sequences = made.cached // made.asked["tokens"]
         how += f"; a sampler has cache for {made.cached:,} tokens, {sequences} sequences of {made.asked['tokens']:,}"
-    lines = [doc.line(doc.bold(title)), doc.line(how), doc.Table(["phase", "role", "what", "bytes a process"], rows)]
+    lines: list[doc.Part] = [
+        doc.line(doc.bold(title)),
+        doc.line(how),
+        doc.Table(["phase", "role", "what", "bytes a process"], rows),
+    ]
     if not made:
         told = [[one.name, f"{'−' if one.saved >= 0 else '+'}{gib(abs(one.saved))}", one.cost] for one in made.choices]
         lines.append(doc.Table(["what would help", "in the fullest phase", "cost"], told))

@@ -433,7 +433,8 @@ class LocalEngine(ModelEngine, Holding, Pushing, Receiving):
         if measured:
             with suppress(EngineError):
                 shape = Shape.of(budget, budget if tokens is None else min(budget, tokens), tokens)
-                parts = rehearsal.whole(self._rehearsed, self._model.config, self._settings, shape, device.type).parts
+                kind = {"gpu": device.type == "cuda", "head": self._critic}
+                parts = rehearsal.whole(self._rehearsed, self._model.config, self._settings, shape, **kind).parts
         return device, {name: size for name, size in parts.items() if name != "optimizer" or not self._steps}
 
     def memory_free(self) -> int:
