@@ -270,7 +270,7 @@ def test_memory_by_hand() -> None:
     assert learn["policy", "activations"] > 2 * (3 * 8) * 4 * 200
     assert sample["sampler", "weights"] == 1272 * 4 and sample["sampler", "KV cache"] == 1 << 20
     assert fit.cached == (1 << 20) // (2 * 2 * 1 * 4 * 4)  # k and v, layers, heads, width, bytes
-    assert fit.needed == sum(learn.values()) == max(phase.size for phase in fit.phases) and bool(fit)
+    assert fit.needed == sum(sample.values()) > sum(learn.values()) and bool(fit)  # the fullest phase, not their sum
     assert not lint(fit._repr_html_()) and "KV cache" in repr(fit)
     frozen = sizes(fits(CONFIG, **asked, lora_rank=1), "learn")
     assert ("reference", "weights") not in frozen and frozen["policy", "gradients"] < learn["policy", "gradients"]
@@ -316,7 +316,7 @@ def test_what_does_not_fit_says_what_each_choice_buys_and_proposes_one() -> None
     assert fits(wide, **asked | {"memory": 8 << 30}).proposal == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_7b_and_a_70b_are_measured_without_weights() -> None:
     """Qwen2.5-7B at 16,384 tokens on eight GPUs of 80 GiB, Llama-3-70B on 64: layers recomputed both fit, else neither."""
     seven = {
