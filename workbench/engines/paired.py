@@ -21,7 +21,7 @@ from workbench.base.errors import EngineError, WorkerLost
 from workbench.dataproto.core import DataProto
 from workbench.engines import protocol as can
 from workbench.engines.protocol import Learner, LogProbModel, Loss, LossCounts, Request, Sample, StepResult, WeightSink
-from workbench.engines.weights import BUCKET_BYTES, PROVEN, UNVERIFIED, Push, WeightSync, sync_of
+from workbench.engines.weights import BUCKET_BYTES, UNVERIFIED, Push, WeightSync, prove, sync_of
 
 _PASSED_ON = (
     can.Bounded, can.Differentiable, can.Estimates, can.Learner, can.Located, can.Templated, can.Tunable,
@@ -338,7 +338,7 @@ CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 def check_push(pair: Paired, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> Push:
     """Push a pair's weights once, sample, and compare the samples' log-probs with the learner's own: `Push.gap`.
 
-    A way that passes on a GPU is no longer called unverified in this process. Raises `EngineError` where the gap is larger than
+    A way that passes on a GPU is no longer called unverified for this user and GPU. Raises `EngineError` where the gap is larger than
     rounding (`CHECK_TOLERANCE`).
     """
     pair.push()
@@ -359,7 +359,7 @@ def check_push(pair: Paired, prompts: Sequence[Sequence[int]], max_tokens: int =
         what = f"log-probs of the sampler after a push by {push.way}"
         raise EngineError(what, expected=f"the learner's, within {allowed:g} nats", found=f"{gap:.3g} nats apart")
     if push.note == UNVERIFIED:
-        PROVEN.add(push.way)
+        prove(push.way)
     return replace(push, gap=gap, note="")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import socket
 import struct
@@ -46,9 +47,7 @@ WAYS = ("in place", "shared memory", "object store", "CUDA IPC", "broadcast", "a
 through the driver, between machines. `CUDA IPC`: buckets on the GPU that both use. `broadcast`: buckets from GPU to GPU by NCCL (on
 CPUs by gloo). `adapter`: the LoRA adapter alone, over the base that the sampler has. `whole`: one call with all tensors."""
 _ON_GPUS = ("CUDA IPC", "broadcast")
-PROVEN: set[str] = set()
-"""Ways that `check_push` has found to be right in this process."""
-UNVERIFIED = "not verified on a GPU yet"
+UNVERIFIED = "not verified on a GPU yet: run workbench doctor"
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -339,7 +338,7 @@ class Adapter:
             size = (Path(folder) / "adapter_model.safetensors").stat().st_size
             _confirmed(self._sampler.load_adapter(folder, version), version)
         takes = self._sampler.receives()
-        note = UNVERIFIED if takes["devices"] and self.way not in PROVEN else ""
+        note = UNVERIFIED if takes["devices"] and self.way not in proven() else ""
         seconds = time.perf_counter() - began
         return Push(self.way, version, size, seconds, max(_resident() - before, size), takes["dtype"], note)
 
@@ -374,7 +373,7 @@ class Buckets:
             with ThreadPoolExecutor(1) as cancelling:  # also where this thread is being interrupted
                 cancelling.submit(self._sampler.cancel_weights)
             raise
-        note = UNVERIFIED if takes["devices"] and self.way not in PROVEN else ""
+        note = UNVERIFIED if takes["devices"] and self.way not in proven() else ""
         return Push(self.way, version, sent, time.perf_counter() - began, most, takes["dtype"], note)
 
     def _one(self, pieces: list[Piece], nbytes: int, files: ExitStack, again: bool) -> None:
@@ -453,7 +452,7 @@ def sync_of(learner: Any, sampler: Any, way: str = "auto", bucket_bytes: int = B
         what = f"weights cannot go from {learner!r} to {sampler!r} by {way!r}"
         raise EngineError(what, expected=f"one of {', '.join(made)}", found=repr(way))
     chosen = way if way != "auto" else next(iter(made))
-    if way == "auto" and chosen in _ON_GPUS and chosen not in PROVEN:
+    if way == "auto" and chosen in _ON_GPUS and chosen not in proven():
         return Careful(made[chosen](), made[next(one for one in ways if one in ("shared memory", "object store"))]())
     sync: WeightSync = made[chosen]()
     return sync
@@ -476,6 +475,28 @@ def possible(learner: Any, sampler: Any) -> list[str]:
     found += ["shared memory", "object store"] if one_machine else ["object store"]
     # by gloo: no faster, but the same code as between GPUs
     return [*found, "broadcast"] if there["processes"] and not here["devices"] and not there["devices"] else found
+
+
+def _proofs() -> Path:
+    """The file of this user that says which ways were right on this machine's GPU, under this torch."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    name = re.sub(r"\W+", "-", f"weights {gpu} torch {torch.__version__}")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "workbench", name)
+
+
+def proven() -> set[str]:
+    """The ways that `check_push`, and with it the doctor, has found to be right here."""
+    with suppress(OSError):
+        return set(_proofs().read_text().splitlines())
+    return set()
+
+
+def prove(way: str) -> None:
+    """Remember that a way was right. A home that cannot be written to is no error: the way stays unverified."""
+    with suppress(OSError):
+        path = _proofs()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(sorted({*proven(), way})))
 
 
 def _between_gpus(here: Sequence[str], there: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ from workbench.dataproto.core import DataProto
 from workbench.datasets.door import rows
 from workbench.engines import Request, SamplingSettings, local, paired
 from workbench.engines.fsdp_engine.engine import fsdp
+from workbench.engines.paired import check_push
 from workbench.engines.vllm_server.engine import VllmSettings, importable, interpreter, vllm
 from workbench.engines.weights import weights_of
 from workbench.jobs import starter
@@ -129,8 +130,8 @@ def push() -> Finding:
 
 
 def push_once(pair: Any) -> str:
-    """Push a pair's weights once, and say how. Every way to push is tried through this function."""
-    return f"{pair.push():.2f} s"
+    """Push a pair's weights once, compare what is sampled with them, and say how."""
+    return str(check_push(pair, [tuple(pair.tokenizer.encode(text)) for text, _ in QUESTIONS]))
 
 
 def vllm_engine() -> Finding:
@@ -147,7 +148,7 @@ def vllm_engine() -> Finding:
         said = [f"{sampler.about().partition(', process')[0]}, started in {time.perf_counter() - began:.0f} s"]
         pair = paired(learner, sampler, share_device=gpu)
         updated(learner, recorded())  # beside a GPU's vLLM, which sleeps meanwhile
-        said.append(f"push {push_once(pair)}")
+        said.append(f"pushed {push_once(pair)}")
         gaps = [sampled_gap(pair)]
         if gpu:
             free = torch.cuda.mem_get_info()[0]

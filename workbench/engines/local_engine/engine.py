@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,13 @@ from workbench.base.errors import EngineError, SettingError, unknown
 from workbench.base.memory import share_arena
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
-from workbench.engines import rehearsal
 from workbench.engines.local_engine import loading, lora, scoring
 from workbench.engines.local_engine.caches import OWN_CACHE, PicturedRows, cache_of, paths_of
 from workbench.engines.local_engine.decode import casts_kept, decode
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
 from workbench.engines.local_engine.memory import (
-    Live,
-    available,
-    learning_estimate,
-    live,
     memory_errors,
-    peaks,
     preflight,
 )
 from workbench.engines.local_engine.pushing import Pushing
@@ -40,7 +34,6 @@ from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, ch
 from workbench.engines.local_engine.snapshots import Files, Holding
 from workbench.engines.local_engine.states import read_optimizer, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, StepResult
-from workbench.engines.rehearsal import Opened, Shape
 from workbench.engines.rewinding import new_id, rng_of
 from workbench.engines.settings import LocalSettings
 from workbench.engines.weights import Receiving
@@ -202,7 +195,7 @@ class FrozenModel:
         return f"FrozenModel({self._engine!r})"
 
 
-class LocalEngine(ModelEngine, Holding, Pushing, Receiving):
+class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
     """Samples, scores and trains one transformers model in this process, on the CPU or one GPU; made by `local`.
 
     It is a `Sampler`, a `LogProbModel` and a `Learner` of `engines.protocol`.
@@ -418,37 +411,6 @@ class LocalEngine(ModelEngine, Holding, Pushing, Receiving):
         if self._optimizer is not None:
             self._optimizer.apply(settings)
 
-    def peaks(self, begin: bool = False) -> dict[str, int]:
-        """Most bytes since the last call with `begin`: `device`, of tensors on the GPU, which has `total`."""
-        return peaks(self._model.device.type, begin) | {"host": 0}
-
-    def memory_needed(self, tokens: int | None = None, measured: bool = False) -> tuple[torch.device, dict[str, int]]:
-        """The device, and the bytes by part that learning will allocate there beyond those in use now.
-
-        `tokens` of a mini-batch, padding included; None: a full micro-batch. Estimated from the model's sizes, or `measured` by
-        `engines.rehearsal`, in seconds; where that cannot be, the estimate.
-        """
-        device, budget = self._model.device, self._settings.budget(self._model.device.type)
-        parts = learning_estimate(self._model, self._settings, tokens)
-        if measured:
-            with suppress(EngineError):
-                shape = Shape.of(budget, budget if tokens is None else min(budget, tokens), tokens)
-                kind = {"gpu": device.type == "cuda", "head": self._critic}
-                parts = rehearsal.whole(self._rehearsed, self._model.config, self._settings, shape, **kind).parts
-        return device, {name: size for name, size in parts.items() if name != "optimizer" or not self._steps}
-
-    def memory_free(self) -> int:
-        """Bytes of the device that can still be allocated; what torch keeps for reuse counts as free."""
-        return available(self._model.device)
-
-    def _rehearsed(self, folder: str, settings: LocalSettings) -> Opened:
-        """An engine like this one for a model without weights."""
-        model = loading.load_model(folder, settings, empty=True).to_empty(device="cpu")
-        model.tie_weights()
-        model.workbench_paths = getattr(self._model, "workbench_paths", None)
-        twin = LocalEngine(model, self.tokenizer, settings, head=loading.value_head(model) if self._critic else None)
-        return Opened(model, twin._ready(), twin.learn, twin.compute_log_probs)
-
     # --- weights ----------------------------------------------------------------------------
 
     def _weights(self) -> dict[str, torch.Tensor]:
@@ -573,9 +535,6 @@ class LocalEngine(ModelEngine, Holding, Pushing, Receiving):
         self, want: Sequence[str], temperature: float, packed: bool
     ) -> Callable[[DataProto], dict[str, torch.Tensor]]:
         return lambda rows: scoring.outputs(self._model, self._head, rows, want, temperature, packed)
-
-    def _live(self) -> Live:
-        return live(self._model, self._optimizer, self._settings)
 
     def _autocast(self) -> Any:
         device = self._model.device.type
