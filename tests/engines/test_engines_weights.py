@@ -262,12 +262,15 @@ def test_an_adapter_goes_alone_over_its_own_base(tmp_path: Path) -> None:
         assert "adapter" not in possible(Placed(adapter=adapter), Placed(**other))
 
 
-def test_a_way_that_no_gpu_has_confirmed_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_that_no_gpu_has_confirmed_falls_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     chosen = sync_of(Placed(devices=["a"]), Placed(devices=["a"]))
     assert isinstance(chosen, Careful) and chosen.way == "CUDA IPC"
     asked = sync_of(Placed(devices=["a"]), Placed(devices=["a"]), "CUDA IPC")
     assert not isinstance(asked, Careful)  # who asked for it gets its error
-    monkeypatch.setattr(weights, "PROVEN", {"CUDA IPC"})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    weights.prove("CUDA IPC")
+    weights.prove("broadcast")
+    assert weights.proven() == {"CUDA IPC", "broadcast"}
     assert not isinstance(sync_of(Placed(devices=["a"]), Placed(devices=["a"])), Careful)
 
     def ways(error: Exception) -> Careful:

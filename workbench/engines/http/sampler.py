@@ -32,9 +32,10 @@ from workbench.engines.http.server import SGLANG, VLLM, About, Findings, RemoteS
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.loading import resolve
 from workbench.engines.protocol import Request, Sample, SamplingSettings
+from workbench.engines.tensor_files import in_memory, write_to
 from workbench.engines.vllm_server.engine import check_prompt, tokenizer_of
 from workbench.engines.vllm_server.process import Piece
-from workbench.engines.weights import Receiving, as_message, in_memory, machine, write_to
+from workbench.engines.weights import Receiving, as_message, machine
 
 log = logging.getLogger("workbench")
 _LOOK_SECONDS = 0.2

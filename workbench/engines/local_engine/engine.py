@@ -24,10 +24,7 @@ from workbench.engines.local_engine.caches import OWN_CACHE, PicturedRows, cache
 from workbench.engines.local_engine.decode import casts_kept, decode
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
-from workbench.engines.local_engine.memory import (
-    memory_errors,
-    preflight,
-)
+from workbench.engines.local_engine.memory import Needs, memory_errors, preflight
 from workbench.engines.local_engine.pushing import Pushing
 from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, check_pictures, unchecked

@@ -20,7 +20,7 @@ import torch
 from workbench.base.errors import EngineError, boundary
 from workbench.engines.protocol import SnapshotCost
 from workbench.engines.rewinding import Rewinding
-from workbench.engines.weights import DTYPES, write_to
+from workbench.engines.tensor_files import DTYPES, write_to
 
 _LOOK = 4096
 """Elements that are compared before a whole tensor is read from a file."""

@@ -25,9 +25,10 @@ from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.classifier import refusal
 from workbench.engines.local_engine.loading import eos_ids_of, resolve
 from workbench.engines.protocol import Classified, Closing, Request, Sample, SamplingSettings
+from workbench.engines.tensor_files import in_memory
 from workbench.engines.vllm_server.link import Answer, Link
 from workbench.engines.vllm_server.process import Piece
-from workbench.engines.weights import Receiving, as_message, in_memory, machine, pieces_in
+from workbench.engines.weights import Receiving, as_message, machine, pieces_in
 
 PYTHON_VARIABLE = "WORKBENCH_VLLM_PYTHON"
 """Environment variable that names the interpreter that has vLLM, where it is not this one."""
