@@ -335,7 +335,7 @@ def test_gpu_ways_say_that_they_are_unverified(folder: Path, monkeypatch: pytest
     facts = sampler.receives()
     sampler.receives = lambda: {**facts, "devices": ["GPU-a"]}  # type: ignore[method-assign]
     push = sync_of(Tensors(weights_of(local(folder))), sampler).push(1)
-    assert push.note == "not verified on a GPU yet" and push.note in str(push)
+    assert push.note == weights.UNVERIFIED and push.note in str(push)
 
 
 def test_the_figures_of_pushes_are_metrics_of_the_step(folder: Path) -> None:

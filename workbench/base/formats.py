@@ -21,6 +21,8 @@ _MOVED = {
     "agents.interactions:checked_interactions": "agents.checks:checked_interactions",
     "agents.loop": "agents.single_turn",
     "agents.parsers": "agents.loose_json agents.react",
+    "agents.formats:KimiParser": "agents.parsers:KimiParser",
+    "agents.formats:Qwen3CoderParser": "agents.parsers:Qwen3CoderParser",
     "agents.parsers:checked_parser": "agents.checks:checked_parser",
     "agents.tools.shipped": "agents.tools.gsm8k agents.tools.python agents.tools.search",
     "compat.dumps": "compat.dump_files",

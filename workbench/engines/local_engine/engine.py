@@ -24,13 +24,15 @@ from workbench.engines.local_engine.caches import OWN_CACHE, PicturedRows, cache
 from workbench.engines.local_engine.decode import casts_kept, decode
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
-from workbench.engines.local_engine.memory import Needs, memory_errors, preflight
+from workbench.engines.local_engine.memory import memory_errors, preflight
+from workbench.engines.local_engine.needs import Needs
 from workbench.engines.local_engine.pushing import Pushing
 from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, check_pictures, unchecked
 from workbench.engines.local_engine.snapshots import Files, Holding
 from workbench.engines.local_engine.states import read_optimizer, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, StepResult
+from workbench.engines.rehearsal import Opened
 from workbench.engines.rewinding import new_id, rng_of
 from workbench.engines.settings import LocalSettings
 from workbench.engines.weights import Receiving
@@ -397,6 +399,14 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
                 named[name].detach().copy_(values)
 
     # --- what it needs ----------------------------------------------------------------------
+
+    def _rehearsed(self, folder: str, settings: LocalSettings) -> Opened:
+        """An engine like this one for a model without weights."""
+        model = loading.load_model(folder, settings, empty=True).to_empty(device="cpu")
+        model.tie_weights()
+        model.workbench_paths = getattr(self._model, "workbench_paths", None)
+        twin = LocalEngine(model, self.tokenizer, settings, head=loading.value_head(model) if self._critic else None)
+        return Opened(model, twin._ready(), twin.learn, twin.compute_log_probs)
 
     def _apply(self, settings: LocalSettings) -> None:
         if settings == self._settings:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from workbench.base import memory
-from workbench.base.errors import EngineError, OutOfMemory
+from workbench.base.errors import OutOfMemory
 from workbench.base.memory import gib
 from workbench.dataproto.core import DataProto
-from workbench.engines import rehearsal
-from workbench.engines.local_engine import loading
-from workbench.engines.rehearsal import Opened, Shape
 from workbench.engines.settings import LocalSettings
 from workbench.functional.logprobs import CHUNK_BYTES
 
@@ -174,48 +171,3 @@ def peaks(device: str, begin: bool = False) -> dict[str, int]:
         if begin:
             torch.cuda.reset_peak_memory_stats()
     return found
-
-
-class Needs:
-    """What a local engine says of its memory."""
-
-    _model: Any
-    _settings: LocalSettings
-    _optimizer: Any
-    _critic: bool
-    _steps: int
-    tokenizer: Any
-
-    def peaks(self, begin: bool = False) -> dict[str, int]:
-        """Most bytes since the last call with `begin`: `device`, of tensors on the GPU, which has `total`."""
-        return peaks(self._model.device.type, begin) | {"host": 0}
-
-    def memory_needed(self, tokens: int | None = None, measured: bool = False) -> tuple[torch.device, dict[str, int]]:
-        """The device, and the bytes by part that learning will allocate there beyond those in use now.
-
-        `tokens` of a mini-batch, padding included; None: a full micro-batch. Estimated from the model's sizes, or `measured` by
-        `engines.rehearsal`, in seconds; where that cannot be, the estimate.
-        """
-        device, budget = self._model.device, self._settings.budget(self._model.device.type)
-        parts = learning_estimate(self._model, self._settings, tokens)
-        if measured:
-            with suppress(EngineError):
-                shape = Shape.of(budget, budget if tokens is None else min(budget, tokens), tokens)
-                kind = {"gpu": device.type == "cuda", "head": self._critic}
-                parts = rehearsal.whole(self._rehearsed, self._model.config, self._settings, shape, **kind).parts
-        return device, {name: size for name, size in parts.items() if name != "optimizer" or not self._steps}
-
-    def memory_free(self) -> int:
-        """Bytes of the device that can still be allocated; what torch keeps for reuse counts as free."""
-        return available(self._model.device)
-
-    def _rehearsed(self, folder: str, settings: LocalSettings) -> Opened:
-        """An engine like this one for a model without weights."""
-        model = loading.load_model(folder, settings, empty=True).to_empty(device="cpu")
-        model.tie_weights()
-        model.workbench_paths = getattr(self._model, "workbench_paths", None)
-        twin = type(self)(model, self.tokenizer, settings, head=loading.value_head(model) if self._critic else None)
-        return Opened(model, twin._ready(), twin.learn, twin.compute_log_probs)
-
-    def _live(self) -> Live:
-        return live(self._model, self._optimizer, self._settings)
