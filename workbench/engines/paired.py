@@ -280,7 +280,8 @@ class Paired(can.SampleMany, can.Closing):
     def describe(self) -> dict[str, Any]:
         """Path and settings of the learner by name, for a run's record; those of the sampler are under `sampler`."""
         mine, its = (one.describe() if isinstance(one, can.Described) else {} for one in (self.learner, self.sampler))
-        return {**mine, "sampler": its, "weight_sync": self.weight_sync}
+        asked = {} if self.weight_sync == "auto" else {"weight_sync": self.weight_sync}  # as runs of before have it
+        return {**mine, "sampler": its, **asked}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("learner", "sampler"):

@@ -25,14 +25,13 @@ from workbench.engines.local_engine.decode import casts_kept, decode
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
 from workbench.engines.local_engine.memory import memory_errors, preflight
-from workbench.engines.local_engine.needs import Needs
 from workbench.engines.local_engine.pushing import Pushing
 from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, check_pictures, unchecked
 from workbench.engines.local_engine.snapshots import Files, Holding
 from workbench.engines.local_engine.states import read_optimizer, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, StepResult
-from workbench.engines.rehearsal import Opened
+from workbench.engines.rehearsal import Needs, Opened
 from workbench.engines.rewinding import new_id, rng_of
 from workbench.engines.settings import LocalSettings
 from workbench.engines.weights import Receiving
