@@ -18,8 +18,9 @@ from workbench.base import runtime
 from workbench.base.errors import EngineError
 from workbench.engines import Learner, LocalEngine, LogProbModel, Request, Sample, Sampler, local, protocol
 from workbench.engines.paired import Paired, paired
+from workbench.engines.tensor_files import in_memory, write_to
 from workbench.engines.vllm_server.process import mapped
-from workbench.engines.weights import in_memory, weights_of, write_to
+from workbench.engines.weights import weights_of
 from workbench.replay.stepping import late_learner
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 from workbench.testing.models import make_random_model

@@ -115,7 +115,7 @@ def test_in_one_process_nothing_is_copied_on_the_way(folder: Path) -> None:
     push = check_push(pair, PROMPTS)
     assert push.way == "in place" and push.gap is not None and push.gap < 1e-4 and "in place" in repr(pair)
     assert all(torch.equal(one, learner.full_weights()[name]) for name, one in sampler.full_weights().items())
-    assert pair.describe()["weight_sync"] == "auto"
+    assert "weight_sync" not in pair.describe()
     with pytest.raises(EngineError, match="cannot go.*by 'shared memory'; expected one of in place, whole"):
         paired(learner, sampler, weight_sync="shared memory").push()
     with pytest.raises(EngineError, match="way of weights"):
