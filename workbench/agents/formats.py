@@ -22,7 +22,6 @@ from workbench.agents.parsers import (
     matching_tags,
     next_mark,
     parameters_of,
-    parser_names,
     register_parser,
     typed,
 )
@@ -382,6 +381,6 @@ def parser_of(template: str | Mapping[str, str] | None) -> str:
         "the tool agent has tools and no parser",
         "a chat template that writes tool calls in a known format",
     )
-    do = f"give parser= one of {', '.join(parser_names())}, or a parser of your own; or format='react'"
+    do = "give parser='hermes' or another of agents.parser_names(), a parser of your own, or format='react'"
     found = "one that writes none" if any(texts) else "a tokenizer without a chat template"
     raise SettingError(what, expected=expected, found=found, do=do)
