@@ -14,6 +14,8 @@ ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 TWO := -n 2 --no-loadscope-reorder
 # where the environment forbids it, each of hundreds of processes would compile every module anew
 export PYTHONDONTWRITEBYTECODE :=
+# which tests `make tests` runs
+MARK ?= not long
 RUN ?= runs/train_grpo-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
@@ -51,7 +53,7 @@ test: $(VLLM) browser sandbox  ## format, lint, types beside the tests; all but 
 	  $(MAKE) --no-print-directory tests; tests=$$?; wait $$lint && exit $$tests
 
 tests: $(DEV)
-	$(ONE) $(BIN)/python -m pytest $(TWO) -m "not long" --durations=15
+	$(ONE) $(BIN)/python -m pytest $(TWO) -m "$(MARK)" --durations=15
 
 test-all: $(VLLM) browser sandbox lint  ## an hour: the long forms too, many examples, every process started cold
 	$(ONE) WORKBENCH_TESTS_COLD=1 HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest $(TWO) --durations=30
@@ -59,11 +61,11 @@ test-all: $(VLLM) browser sandbox lint  ## an hour: the long forms too, many exa
 quick: $(DEV)  ## the developer's loop: no slow tests
 	$(ONE) $(BIN)/python -m pytest $(TWO) -m "not slow and not long" -x
 
-durations: $(VLLM) browser sandbox  ## measure which tests are slow, and so not in `make quick`
-	WORKBENCH_TESTS_DURATIONS=1 $(MAKE) --no-print-directory tests
+durations: $(VLLM) browser sandbox  ## measure which tests are slow, and so not in `make quick`, or long, and not in `make test`
+	WORKBENCH_TESTS_DURATIONS=1 $(MAKE) --no-print-directory tests MARK=
 
 scorecard: $(VLLM) browser sandbox  ## inject every fault of the scorecard, and write docs/scorecard.md with how its tests ended
-	WORKBENCH_SCORECARD=1 $(MAKE) --no-print-directory tests
+	WORKBENCH_SCORECARD=1 $(MAKE) --no-print-directory tests MARK=
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .
