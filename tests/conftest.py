@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,6 +17,10 @@ from hypothesis import settings
 from tests_patience import examples, patience
 from xdist.scheduler import LoadScopeScheduling
 
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as in whatever a shell starts in the background: no test could interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a worker is three seconds of CPU, used or not

@@ -412,5 +412,7 @@ def test_a_template_says_which_parser(template: Any, name: str) -> None:
 
 @pytest.mark.parametrize(("template", "found"), [(None, "without a chat template"), ("{{ messages }}", "writes none")])
 def test_a_template_that_says_none_is_refused_with_the_names(template: Any, found: str) -> None:
-    with pytest.raises(SettingError, match=f"known format; found .*{found}; give parser='hermes' or another of agents.parser_names"):
+    with pytest.raises(
+        SettingError, match=f"known format; found .*{found}; give parser='hermes' or another of agents.parser_names"
+    ):
         parser_of(template)
