@@ -157,6 +157,34 @@ def test_nothing_is_left_of_a_child_whose_parent_was_killed(file: Path, tmp_path
     assert within(lambda: all(gone(pid) for pid in pids)) and not folder.exists()
 
 
+ENDS = """
+import os, shutil, sys, weakref
+from pathlib import Path
+from workbench.base.child import Child, importing
+
+class Group: ...
+
+def end(children, folder):
+    for child in children:
+        child.close()
+    shutil.rmtree(folder)
+
+group, children = Group(), []
+os.mkdir(sys.argv[2])
+weakref.finalize(group, end, children, sys.argv[2])
+children.append(Child(sys.argv[1], env=importing(os.environ), folder=Path(sys.argv[2])))
+"""
+
+
+def test_what_has_a_child_can_close_it_at_the_interpreters_end(file: Path, tmp_path: Path) -> None:
+    """The child's own finalizer runs before: it is the younger one."""
+    folder = tmp_path / "folder"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", ENDS, str(file), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=LONG, check=True)
+    assert done.stderr == "" and not folder.exists()
+
+
 def test_questions_are_answered_failed_or_given_up_once() -> None:
     questions = Questions()
     (first, one), (second, two), (third, three) = (questions.open() for _ in range(3))

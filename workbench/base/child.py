@@ -261,7 +261,8 @@ class Child:
 
     def close(self) -> None:
         """End the child and every process that it started; may be called twice."""
-        _ = self.pid  # it is asked for later, too
+        if self._end.alive:  # at the interpreter's end it may have been ended before what has it
+            _ = self.pid  # it is asked for later, too
         self._end()
         self.process.wait()
 
