@@ -393,7 +393,7 @@ def test_E12_a_dashboard_without_its_packages_is_refused_by_name(monkeypatch: py
     real = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "opencensus" else real(name))
     with pytest.raises(SettingError, match=r"dashboard=True; .*opencensus.*; pip install 'ray\[default\]"):
-        connecting.start(Environment(), None, 1, None, True)
+        connecting.start(Environment(), None, 1, None, True, 30.0)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("opencensus"), reason="no packages of Ray's dashboard: ray[default]")

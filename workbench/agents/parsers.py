@@ -37,6 +37,8 @@ _MARK = re.compile("|".join(map(re.escape, (*REASONING, *REASONING.values()))))
 _NAMED = re.compile(r"""\0?\s*(?:```\w*\s*)?\[?\s*\{\s*["']?name["']?\s*:\s*["']([\w.-]{1,64})["']""")
 _LIKE_JSON = re.compile(r"\s*(?:[{\[]|```)")
 _SPACE = re.compile(r"\s*")
+_MORE = re.compile(r",?\s*\{")
+"""Another object beside one."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DECODER = json.JSONDecoder(strict=False)
 _PARSERS: dict[str, type[Any]] = {}
@@ -226,7 +228,7 @@ class TaggedJson(FindsCalls):
                 after = cast(re.Match[str], _SPACE.match(text, end)).end()
                 if closed := self.CLOSE.match(text, after):
                     return text[begin:end], closed.end()
-                if isinstance(found, list) or not text.startswith(("{", ","), after):
+                if isinstance(found, list) or not _MORE.match(text, after):
                     return text[begin:end], end
                 sole = "\0"  # another call in the same tag
         tag = self._TAG.search(text, end)

@@ -126,7 +126,7 @@ def _cannot_be(key: str, name: str, value: Any, entry: Entry) -> str:
     """Why a value cannot be, where its key is known; "" where it can."""
     if entry.kind in ("exact", "near") and isinstance(value, str) and "$" in value:
         return "a variable that the text does not set: give the value"
-    if name in _CHOICES and value is not None and value not in _CHOICES[name]:
+    if name in _CHOICES and value is not None and value not in list(_CHOICES[name]):
         return f"there is none of this name{_meant(str(value), _CHOICES[name])}"
     return _unread(key, value) if entry.place == "reward_from" else ""
 

@@ -134,12 +134,12 @@ def _told(phase: str, held: Live) -> tuple[str, str]:
         allocated = torch.cuda.memory_allocated(held.device)
         parts[passing] = max(allocated - known, 0)
         parts["cached blocks"] = torch.cuda.memory_reserved(held.device) - allocated
+        free = int(torch.cuda.mem_get_info(held.device)[0])
     else:
+        free = available(held.device)
         parts[f"{passing} and the rest of the process"] = max(memory.resident() - known, 0)
     told = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
-    return f"; live on {held.device}: {told}, free {gib(available(held.device))}", _helps(
-        phase, held.settings, parts, gpu
-    )
+    return f"; live on {held.device}: {told}, free {gib(free)}", _helps(phase, held.settings, parts, gpu)
 
 
 def _helps(phase: str, settings: LocalSettings, parts: dict[str, int], gpu: bool) -> str:
