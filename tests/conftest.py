@@ -90,12 +90,14 @@ SLOW = 0.2
 """Seconds: what takes as long is left out of the developer's loop (`make quick`)."""
 LONG = 10.0
 """Seconds: what takes as long is `long`, but for what `KEPT` names: a short test of the same kind, or one of these, stands for it."""
-KEPT = ("test_front_door.py::", "test_wheel.py::", "it_runs_as_a_job[101", "it_runs_as_a_job[104", "it_runs_as_a_job[201",
-        "it_runs_as_a_job[301", "in_a_real_lab[104", "killed_and_resumed_is_identical[step:1]", "drawn_ahead_survive_a_kill[inside",
+KEPT = ("test_front_door.py::", "test_wheel.py::", "test_bare_machine.py::", "it_runs_as_a_job[101", "it_runs_as_a_job[104", "it_runs_as_a_job[201",
+        "it_runs_as_a_job[301", "in_a_real_lab[101", "killed_and_resumed_is_identical[step:1]", "drawn_ahead_survive_a_kill[inside",
         "test_C7_sigkill_of_the_job", "test_A6_a_full_disk", "TestFsdpAndVllm::test_two_steps_of_grpo", "test_it_learns[grpo",
-        "test_a9_a_run_of_two_ranks", "test_turns_of_vllm", "RemoteVllm::test_two_steps_of_grpo", "test_agents_mcp.py::",
+        "test_a9_a_run_of_two_ranks", "test_turns_of_vllm", "RemoteVllm::test_two_steps_of_grpo", "TestVllm::", "test_agents_mcp.py::",
         "test_B13_what_does_not_answer", "test_what_makes_each_of_them", "test_stepped_by_hand_trained_and_run_by_papermill",
-        "test_processes_keep_the_contract_of_ranks", "killed_at_every_write_boundary", "test_an_interrupt_ends_the_draw")  # fmt: skip
+        "test_processes_keep_the_contract_of_ranks", "killed_at_every_write_boundary", "test_an_interrupt_ends_the_draw",
+        "test_engines_accelerator.py::", "test_engines_weights.py::", "test_an_adapter_goes_alone", "test_updates_over_ranks_are_done_again",
+        "test_no_check_stops_the_others", "test_a_killed_worker_is_named")  # fmt: skip
 """Tests of `LONG` seconds and more that `make test` runs nevertheless: what the README promises, and one of each kind of fault."""
 _TOOK: dict[str, float] = {}
 
