@@ -71,9 +71,11 @@ def test_among_equals_the_first_are_kept() -> None:
     assert weights.tolist() == [[0.25, 1.0, 0.25, 0.5]]  # top-k keeps what is as likely as the third
 
 
-@given(
-    st.integers(1, 1200), st.integers(0, 99), st.floats(0.01, 8), st.floats(0.01, 1), st.integers(1, 40), st.booleans()
-)
+# nearer to 1 than sums are exact, a cut is anywhere among the least likely tokens
+shares = st.floats(0.01, 1 - 1e-9) | st.just(1.0)
+
+
+@given(st.integers(1, 1200), st.integers(0, 99), st.floats(0.01, 8), shares, st.integers(1, 40), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_the_same_set_as_by_sorting(size: int, seed: int, scale: float, top_p: float, top_k: int, ties: bool) -> None:
     logits = torch.randn(3, size, generator=torch.Generator().manual_seed(seed)) * scale
