@@ -55,6 +55,7 @@ from workbench.agents.interactions import Reply
 from workbench.agents.parsers import REASONING
 from workbench.base import runtime
 from workbench.base.errors import WorkbenchError
+from workbench.runs.settings import MADE_AGAIN
 from workbench.sandbox.protocol import Phase, Program, Result
 from workbench.testing.agents import InteractionContract, ParserContract, ToolContract
 from workbench.testing.borders import TEXTS
@@ -213,6 +214,11 @@ class TestPythonic(ParserContract):
 def test_no_parser_is_without_its_contract() -> None:
     held = {one.make_parser for one in ParserContract.__subclasses__()}
     assert {type(tool_parser(name)) for name in parser_names()} <= held
+
+
+def test_every_shipped_parser_is_made_again_from_a_runs_record() -> None:
+    shipped = {type(tool_parser(name)) for name in parser_names()}
+    assert {one for one in shipped if one.__module__.startswith("workbench.")} <= set(MADE_AGAIN)
 
 
 # --- turns of many parts ------------------------------------------------------------------------------

@@ -9,13 +9,12 @@ from workbench.agents.calls import Toolbox, truncate
 from workbench.agents.environments import GymInteraction, VerifiersInteraction, environment_rows, verifiers_rows
 from workbench.agents.episode import Episode, LockStep, Transcript
 from workbench.agents.files import load_interactions, load_tools
-from workbench.agents.formats import KimiParser, Qwen3CoderParser, parser_of
+from workbench.agents.formats import KimiParser, Qwen3CoderParser, ToolArgsParser, parser_of
 from workbench.agents.interactions import BaseInteraction, Gsm8kInteraction, RemoteInteraction, interacting
 from workbench.agents.loop import AgentLoopBase, Loops, SingleTurn, agent_loop, register, register_agent_loop
 from workbench.agents.parsers import (
     HermesParser,
     ReActParser,
-    ToolArgsParser,
     parser_names,
     register_parser,
     tool_parser,

@@ -5,12 +5,12 @@ Names are those of vLLM's `--tool-call-parser`, beside verl's. The formats are w
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from workbench.agents.parsers import (
+    DECODER,
     FindsCalls,
     Found,
     TaggedJson,
@@ -48,6 +48,13 @@ class NamedJson(TaggedJson):
 
     def _id(self, opened: re.Match[str]) -> str | None:
         return opened["id"] if "id" in opened.re.groupindex else None
+
+
+@register_parser("tool_args")
+class ToolArgsParser(NamedJson):
+    """Parser of `<tool>calculator</tool><args>{"expression": "1 + 1"}</args>`."""
+
+    OPEN, CLOSE = re.compile(r"<tool>\s*(?P<name>[\w.-]{1,64})\s*</tool>\s*<args>"), re.compile("</args>")
 
 
 @register_parser("kimi", "kimi_k2")
@@ -144,7 +151,7 @@ class LlamaParser(NamedJson):
         place = 0
         while place < len(text) and (opened := self._ALONE.match(text, place)):
             try:
-                found, end = json.JSONDecoder(strict=False).raw_decode(text, opened.end())
+                found, end = DECODER.raw_decode(text, opened.end())
             except (ValueError, RecursionError):
                 return []
             if not isinstance(found.get("name"), str) or not isinstance(found.get("parameters"), dict):
@@ -303,6 +310,7 @@ class PythonicParser(FindsCalls):
         rf"(?={_CALL.pattern})",
         re.M,
     )
+    _BETWEEN = re.compile(r"\s*[,;\n]")
     _ENDS = re.compile(r"\s*\]?\s*(?:<\|python_end\|>|</function_calls>|```)?")
     _PART = re.compile(
         r"""("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|([()\[\]{}"'])|([A-Za-z_]\w*)(\s*=(?!=))?|.""", re.S
@@ -320,7 +328,7 @@ class PythonicParser(FindsCalls):
                     return opened.start(), stop, tuple(calls)
                 calls.append(FunctionCall(called[1], written))
                 place = end
-                if comma := re.compile(r"\s*[,;\n]").match(text, place):
+                if comma := self._BETWEEN.match(text, place):
                     place = comma.end()
             if calls:
                 return opened.start(), cast(re.Match[str], self._ENDS.match(text, place)).end(), tuple(calls)

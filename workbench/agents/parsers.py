@@ -40,7 +40,8 @@ _SPACE = re.compile(r"\s*")
 _MORE = re.compile(r",?\s*\{")
 """Another object beside one."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_DECODER = json.JSONDecoder(strict=False)
+DECODER = json.JSONDecoder(strict=False)
+"""Reads the JSON that a text begins with; its strings may have line breaks."""
 _PARSERS: dict[str, type[Any]] = {}
 
 
@@ -223,7 +224,7 @@ class TaggedJson(FindsCalls):
             return (text[start : tag.start()], tag.end()) if tag and not tag[1] else (None, start)
         with contextlib.suppress(ValueError, RecursionError):
             begin = cast(re.Match[str], _SPACE.match(text, start)).end()
-            found, end = _DECODER.raw_decode(text, begin)
+            found, end = DECODER.raw_decode(text, begin)
             if isinstance(found, self.KINDS):
                 after = cast(re.Match[str], _SPACE.match(text, end)).end()
                 if closed := self.CLOSE.match(text, after):
@@ -245,16 +246,6 @@ class HermesParser(TaggedJson):
     """Parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: the format of Hermes, Qwen 2.5 and Qwen 3."""
 
     OPEN, CLOSE = re.compile("<tool_call>"), re.compile("</tool_call>")
-
-
-@register_parser("tool_args")
-class ToolArgsParser(TaggedJson):
-    """Parser of `<tool>calculator</tool><args>{"expression": "1 + 1"}</args>`."""
-
-    OPEN, CLOSE = re.compile(r"<tool>\s*([\w.-]{1,64})\s*</tool>\s*<args>"), re.compile("</args>")
-
-    def _calls(self, opened: re.Match[str], written: str) -> tuple[FunctionCall, ...]:
-        return (FunctionCall(opened[1], arguments_text(loose_json(written), written)),)
 
 
 @register_parser("react")
@@ -286,7 +277,7 @@ class ReActParser(FindsCalls):
         end, sound = fenced.end() if fenced else start, ""
         with contextlib.suppress(ValueError, RecursionError):
             if text.startswith("{", start):
-                end = _DECODER.raw_decode(text, start)[1]
+                end = DECODER.raw_decode(text, start)[1]
                 sound = text[start:end]
         stop = self._STOP.search(text, end)
         end = stop.start() if stop else len(text)

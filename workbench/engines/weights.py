@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import socket
 import tempfile
 import time
@@ -25,6 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from workbench.base.errors import EngineError, WorkerLost, first_line, unknown
+from workbench.base.memory import resident
 from workbench.engines.local_engine.loading import check_fit, load_model
 from workbench.engines.protocol import Learner, SampleMany, WeightSource
 from workbench.engines.settings import LocalSettings
@@ -308,11 +308,11 @@ class Whole:
 
     def push(self, version: int) -> Push:
         """Push all tensors at once."""
-        began, before = time.perf_counter(), _resident()
+        began, before = time.perf_counter(), resident()
         weights = weights_of(self._learner)
         self._sampler.load_weights(weights, version)
         size = sum(one.nbytes for one in weights.values())
-        return Push(self.way, version, size, time.perf_counter() - began, max(_resident() - before, size))
+        return Push(self.way, version, size, time.perf_counter() - began, max(resident() - before, size))
 
 
 class Adapter:
@@ -325,15 +325,16 @@ class Adapter:
 
     def push(self, version: int) -> Push:
         """Push the adapter."""
-        began, before = time.perf_counter(), _resident()
+        began, before = time.perf_counter(), resident()
         with tempfile.TemporaryDirectory(prefix="workbench-adapter-", dir=_memory_folder()) as folder:
             self._learner.save(Path(folder))
             size = (Path(folder) / "adapter_model.safetensors").stat().st_size
             _confirmed(self._sampler.load_adapter(folder, version), version)
         takes = self._sampler.receives()
-        note = UNVERIFIED if takes["devices"] and self.way not in proven() else ""
         seconds = time.perf_counter() - began
-        return Push(self.way, version, size, seconds, max(_resident() - before, size), takes["dtype"], note)
+        return Push(
+            self.way, version, size, seconds, max(resident() - before, size), takes["dtype"], _note(self.way, takes)
+        )
 
 
 class Buckets:
@@ -347,7 +348,7 @@ class Buckets:
 
     def push(self, version: int) -> Push:
         """Push all tensors, bucket by bucket."""
-        began, before, sent, most = time.perf_counter(), _resident(), 0, 0
+        began, before, sent, most = time.perf_counter(), resident(), 0, 0
         takes, layout = self._sampler.receives(), self._learner.weight_layout()
         dtype = None if self.way == "in place" else takes["dtype"]
         plan = buckets_of(layout, dtype, self._limit, split=takes["split"])
@@ -359,15 +360,14 @@ class Buckets:
                     self._one(pieces, nbytes, files, again=takes["split"])
                     sent += nbytes
                     held = 0 if self.way in ("in place", *_ON_GPUS) else nbytes
-                    most = max(most, held, _resident() - before)
+                    most = max(most, held, resident() - before)
             _confirmed(self._sampler.end_weights(version), version)
         except BaseException:
             self._group = None  # made anew: who was lost is not in it
             with ThreadPoolExecutor(1) as cancelling:  # also where this thread is being interrupted
                 cancelling.submit(self._sampler.cancel_weights)
             raise
-        note = UNVERIFIED if takes["devices"] and self.way not in proven() else ""
-        return Push(self.way, version, sent, time.perf_counter() - began, most, takes["dtype"], note)
+        return Push(self.way, version, sent, time.perf_counter() - began, most, takes["dtype"], _note(self.way, takes))
 
     def _one(self, pieces: list[Piece], nbytes: int, files: ExitStack, again: bool) -> None:
         if self.way == "shared memory":
@@ -500,17 +500,15 @@ def _between_gpus(here: Sequence[str], there: Sequence[str]) -> list[str]:
     return [] if set(there) & set(here) else ["broadcast"]  # NCCL takes each GPU once
 
 
+def _note(way: str, takes: Mapping[str, Any]) -> str:
+    """What to know about a push by this way to a sampler that `receives` so."""
+    return UNVERIFIED if takes["devices"] and way not in proven() else ""
+
+
 def _confirmed(found: int, version: int) -> None:
     if found != version:
         what = "the sampler does not serve the weights that were pushed to it"
         raise EngineError(what, expected=f"policy version {version}", found=f"version {found}", do="push again")
-
-
-def _resident() -> int:
-    """Bytes of this process's memory; 0 where the system does not say."""
-    with suppress(OSError), open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-    return 0
 
 
 def _memory_folder() -> str | None:

@@ -192,7 +192,7 @@ MADE_AGAIN: Mapping[type, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
     ),
     agents.Gsm8kInteraction: ("part", lambda one: {"config": one.config}),
     **dict.fromkeys(
-        (agents.HermesParser, agents.Qwen3CoderParser, agents.ReActParser, agents.ToolArgsParser),
+        (type(agents.tool_parser(name)) for name in agents.parser_names()),
         ("part", lambda one: {}),
     ),
 }
