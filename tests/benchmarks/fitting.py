@@ -1,16 +1,18 @@
-"""`fits` beside what a learner really takes: the peak of each rank's process over two steps, full and with an adapter, with
+"""`fits` beside what a learner really takes: the peak of each rank's process over four steps, full and with an adapter, with
 layers recomputed or not, on one and two ranks.
 
-`fits` counts tensors. glibc's heap keeps what it is given back, in pieces, and takes up to two fifths more than they need; so the
-ranks get blocks from 1 MiB on from the system, and give them back (`MALLOC_MMAP_THRESHOLD_`), but with `--heap`.
+`fits` counts tensors; ranks take large blocks apart from the heap (`base.memory.separate_blocks`), but with `--heap`, where they keep
+glibc's own ways. Beside each case is the median of a rank's seconds for an update.
 
     .venv/bin/python tests/benchmarks/fitting.py [shape] [length] [rows] [--heap]
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,20 +50,26 @@ def rows_of(count: int, length: int) -> DataProto:
     return DataProto.from_dict({**columns, "responses": ids[:, start:], "response_mask": ones[:, start:]})
 
 
-EXACT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+HEAP = {"GLIBC_TUNABLES": ""}
+"""Environment of a rank that leaves glibc's malloc as it is."""
 
 
-def measured(folder: Path, length: int, rows: int, env: Any = None, *, ranks: int, **settings: Any) -> tuple[int, int]:
-    """(bytes that `fits` says, bytes that the fullest rank took) with micro-batches of `rows`, two a rank."""
+def measured(
+    folder: Path, length: int, rows: int, env: Any = None, *, ranks: int, **settings: Any
+) -> tuple[int, int, float]:
+    """(bytes that `fits` says, bytes that the fullest rank took, seconds of an update) with micro-batches of `rows`, two a rank."""
     settings["micro_batch_tokens"] = rows * length
     said = fits(folder, tokens=length, memory=1 << 40, sampler=None, reference=False, ranks=ranks, **settings)
     group = local_group(ranks, threads=1, env=env)
     engine = fsdp(folder, on=group, self_check=False, check_memory=False, **settings)
     try:
         batch = rows_of(2 * rows * ranks, length)
-        for _ in range(2):
+        times = []
+        for _ in range(4):
+            began = time.perf_counter()
             engine.learn(batch, LikelihoodLoss(), LossCounts(1.0, 1.0))
-        return said.needed, max(peak(worker["pid"]) for worker in group.workers)
+            times.append(time.perf_counter() - began)
+        return said.needed, max(peak(worker["pid"]) for worker in group.workers), statistics.median(times[1:])
     finally:
         engine.close()
 
@@ -71,11 +79,12 @@ def lines(env: Any, shape: str, length: int, rows: int) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         model = make_shaped_model(Path(folder) / shape, shape)
         for name, settings in CASES.items():
-            said, took = measured(model, length, rows, env, **settings)
-            yield f"{name:<28} said {said / 2**20:8.0f} MiB   took {took / 2**20:8.0f} MiB   {said / took - 1:+.1%}"
+            said, took, seconds = measured(model, length, rows, env, **settings)
+            sizes = f"said {said / 2**20:6.0f} MiB   took {took / 2**20:6.0f} MiB   {said / took - 1:+.1%}"
+            yield f"{name:<28} {sizes}   {seconds:.2f} s"
 
 
 if __name__ == "__main__":
     asked = [one for one in sys.argv[1:] if one != "--heap"] or ["60m", "128", "4"]
-    for line in lines(None if "--heap" in sys.argv else EXACT, asked[0], *map(int, asked[1:])):
+    for line in lines(HEAP if "--heap" in sys.argv else None, asked[0], *map(int, asked[1:])):
         print(line, flush=True)

@@ -119,5 +119,5 @@ def test_real_ranks_take_what_was_measured(tmp_path: Path) -> None:
     spec.loader.exec_module(bench)
     model = make_shaped_model(tmp_path / "model", "60m")
     for name in ("full, 2 ranks", "adapter, recomputed, 1 rank"):
-        said, took = bench.measured(model, 128, 4, bench.EXACT, **bench.CASES[name])
+        said, took = bench.measured(model, 128, 4, **bench.CASES[name])[:2]
         assert said == pytest.approx(took, rel=0.1), name

@@ -24,9 +24,8 @@ from workbench.cluster.pools import Node
 from workbench.engines.rehearsal import Footprint, Shape, config_of, language, sharded
 from workbench.engines.settings import FsdpSettings
 
-SHARE = {"cuda": 0.9, "cpu": 0.7}
-"""Of a process's memory that may be planned for: the rest of a GPU is for its context, buffers and fragments; on a CPU the heap
-keeps up to two fifths more than tensors need."""
+SHARE = 0.9
+"""Of a process's memory that may be planned for: the rest is for a GPU's context, for buffers and fragments."""
 PROCESS = 420 << 20
 """Bytes that Python, torch and transformers take in a process on the CPU, measured."""
 GRAPHS = 2 << 30
@@ -99,9 +98,8 @@ class Fit(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether `needed` leaves a tenth of `available`, on a CPU three, and the sampler's cache holds one sequence."""
-        share = SHARE["cuda" if self.placement.gpus else "cpu"]
-        return self.needed <= share * self.available and (self.cached is None or self.cached >= self.asked["tokens"])
+        """Whether `needed` leaves a tenth of `available`, and the sampler's cache holds one sequence."""
+        return self.needed <= SHARE * self.available and (self.cached is None or self.cached >= self.asked["tokens"])
 
     def __bool__(self) -> bool:
         return self.fits
@@ -141,7 +139,7 @@ class Fit(Shown):
             return None
         held = next(phase for phase in self.phases if phase.name == "sample")
         beside = sum(part.size for part in held.parts if part.role != "sampler")
-        return max(math.floor((SHARE["cuda"] - beside / self.available) * 20) / 20, 0.05)
+        return max(math.floor((SHARE - beside / self.available) * 20) / 20, 0.05)
 
     @property
     def advice(self) -> str:

@@ -17,6 +17,7 @@ from torch import distributed
 
 from workbench.base.errors import CheckpointError, first_line, message
 from workbench.base.files import fsync
+from workbench.base.memory import separate_blocks
 from workbench.engines.fsdp_engine.sharded import ShardedModel, together
 from workbench.engines.fsdp_engine.sharding import write_plain
 from workbench.engines.local_engine.loading import chosen_device
@@ -54,6 +55,8 @@ class Shards:
         self._models: dict[str, ShardedModel] = {}
         self._savings: dict[str, Saving] = {}
         self.device = chosen_device(device)
+        if self.device == "cpu":
+            separate_blocks()
         torch.set_num_threads(threads)
         self._gpu = rank % torch.cuda.device_count() if self.device == "cuda" else None
         if self._gpu is not None:
