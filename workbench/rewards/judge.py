@@ -424,20 +424,29 @@ class PairwiseJudge(Judge):
         return [_standing(mine) for mine in found]
 
     async def _pair(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> _Comparison:
-        (forward, why), (backward, other_why) = await asyncio.gather(self._order(one, other), self._order(other, one))
-        if forward is None or backward is None:
-            return None, "; ".join(dict.fromkeys(filter(None, (why, other_why))))
+        both = await asyncio.gather(self.compare(one, other), self.compare(other, one))
+        if not all(score.scored for score in both):
+            return None, "; ".join(dict.fromkeys(score.why for score in both if score.why))
+        forward, backward = (score.value for score in both)
         return (forward if forward == 1.0 - backward else None), ""
 
-    async def _order(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> _Comparison:
+    async def compare(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> Score:
+        """The verdict on two rows of one prompt, in this order: the first row's share of the win (1, ½ or 0).
+
+        *infra_error* where the judge gave no verdict.
+        """
+        began = time.perf_counter()
         try:
-            prompt, first, _ = self.asking.cut(one, self.model.tokenizer)
-            second = self.asking.cut(other, self.model.tokenizer)[1]
-            share, *_ = await self.ask(self.filled(prompt=prompt, response_a=first, response_b=second))
+            prompt, first, cut = self.asking.cut(one, self.model.tokenizer)
+            _, second, also = self.asking.cut(other, self.model.tokenizer)
+            asked = self.filled(prompt=prompt, response_a=first, response_b=second)
+            share, verdict, answer = await self.ask(asked)
         except Exception as error:  # noqa: BLE001 - counted: the comparison is dropped from both rows' n
             wrote = f"; the judge wrote {error.output[:200]!r}" if isinstance(error, Unparseable) else ""
-            return None, f"{first_line(error)}{wrote}"
-        return share, ""
+            return failed(f"{first_line(error)}{wrote}", _traced(error), time.perf_counter() - began)
+        extra = {"judge_output": answer.text, "verdict": verdict.model_dump(), "judge_tokens": answer.tokens}
+        score = Score(value=share, extra={**extra, "truncated": cut or also})
+        return score.timed(time.perf_counter() - began)
 
 
 _SHARE = {"A": 1.0, "B": 0.0, "tie": 0.5}
