@@ -24,19 +24,23 @@ from workbench.rewards.scorers.search import search_em, search_f1
 
 if TYPE_CHECKING:
     from workbench.rewards.judge import Judge, Pairwise, PairwiseJudge, Pointwise, RewardModel, Verdict
+    from workbench.rewards.verdicts import BasePromptTemplate, ReasoningJudge, VerdictReward, reasoning
+
+_REASONING = ("BasePromptTemplate", "ReasoningJudge", "VerdictReward", "reasoning")
 
 
 def __getattr__(name: str) -> Any:
     """Imported on first use: judges import pydantic, which a step without them does not need."""
     if name not in __all__:
         raise AttributeError(f"module 'workbench.rewards' has no attribute {name!r}")
-    return getattr(import_module("workbench.rewards.judge"), name)
+    return getattr(import_module(f"workbench.rewards.{'verdicts' if name in _REASONING else 'judge'}"), name)
 
 
 __all__ = [
     "MANAGERS",
     "MISSING",
     "SCORERS",
+    "BasePromptTemplate",
     "BaseReward",
     "Code",
     "DryRun",
@@ -50,12 +54,14 @@ __all__ = [
     "Pins",
     "Pointwise",
     "RateLimit",
+    "ReasoningJudge",
     "Reward",
     "RewardModel",
     "Rubric",
     "Score",
     "Status",
     "Verdict",
+    "VerdictReward",
     "as_reward",
     "by_data_source",
     "check_sources",
@@ -71,6 +77,7 @@ __all__ = [
     "math_verify",
     "numeric",
     "pins",
+    "reasoning",
     "register",
     "search_em",
     "search_f1",

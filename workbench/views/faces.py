@@ -12,6 +12,7 @@ _DOCUMENTS = {
     "workbench.cluster.status:Status": "clusters:status",
     "workbench.cluster.timeline:Timeline": "clusters:timeline",
     "workbench.dataproto.core:DataProto": "traces:batch",
+    "workbench.datasets.preferences:Samples": "traces:data",
     "workbench.datasets.report:Report": "traces:data",
     "workbench.datasets.rows:Rows": "traces:data",
     "workbench.replay.audit:Audit": "comparisons:audit",
