@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.base.errors import SettingError, describe
 from workbench.base.shown import Shown, shows
+from workbench.datasets.preferences import Sample, Samples
+from workbench.datasets.preferences import samples as read_samples
 from workbench.rewards import judge_stats as stats
 from workbench.rewards import judge_verdicts as verdicts
 from workbench.rewards.judge import Judge, PairwiseJudge
@@ -49,9 +51,9 @@ class JudgeReport(Shown):
 
     def __init__(
         self, judge: str, kind: str, items: Sequence[Item], asked: Sequence[Asked], cost: Cost, label: str = "",
-        bounds: tuple[float, float] | None = None, samples: int = 0,
+        bounds: tuple[float, float] | None = None, notes: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self.judge, self.kind, self.label, self.cost, self.samples = judge, kind, label, cost, samples or len(items)
+        self.judge, self.kind, self.label, self.cost, self.notes = judge, kind, label, cost, tuple(notes)
         self.items, self.asked, self.bounds = tuple(items), tuple(asked), bounds
         self.answered = [one for one in self.asked if one.verdict is not None]
         """The verdicts that were given."""
@@ -66,12 +68,11 @@ class JudgeReport(Shown):
             return self.kind != "grades"
         truths = [item.grade for item in self.items]
         low, high = min(truths), max(truths)
-        if self.bounds is not None and (self.bounds[0] > low or self.bounds[1] < high):
+        if self.bounds is not None and not self.bounds[0] <= low <= high <= self.bounds[1]:
             return False
-        told = (
-            self.bounds is not None and (self.bounds[0] == low or self.bounds[1] == high) and self.bounds[1] <= 2 * high
-        )
-        return told or all(low <= one.verdict <= high for one in self.answered)
+        # a schema of 0 to 10 has another unit than grades of 0 to 4, which are in its bounds, too
+        like = self.bounds is not None and self.bounds[1] - self.bounds[0] <= 2 * (high - low)
+        return like or all(low <= one.verdict <= high for one in self.answered)
 
     def right(self, one: Asked) -> float:
         """Credit of a verdict, in [0, 1]; NaN of a grade in another unit than the truth's."""
@@ -79,7 +80,7 @@ class JudgeReport(Shown):
         if one.verdict is None:
             return 0.0
         if self.kind == "grades":
-            return float(one.verdict == item.grade) if self.same_scale else math.nan
+            return float(_whole(one.verdict) == _whole(item.grade)) if self.same_scale else math.nan
         if self.kind == "pairs":
             return float(one.verdict == item.best)
         if item.category.lower() == "ties":
@@ -113,7 +114,7 @@ class JudgeReport(Shown):
         if verdict is None:
             return NONE
         if self.kind == "grades":
-            return f"{verdict:g}"
+            return f"{_whole(verdict)}"
         return TIE if len(verdict) > 1 else "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[one.order.index(min(verdict)) % 26]
 
     def _follows(self, rule: Callable[[Item, Asked], frozenset[int]]) -> Callable[[Asked], float | None]:
@@ -398,6 +399,11 @@ class JudgeReport(Shown):
         return len(self.items)
 
 
+def _whole(grade: float) -> int:
+    """The nearest whole number, halves upwards: the class of a grade."""
+    return math.floor(grade + 0.5)
+
+
 def _longest(item: Item, _: Asked) -> frozenset[int]:
     return frozenset(n for n, size in enumerate(item.lengths) if size == max(item.lengths))
 
@@ -430,8 +436,8 @@ def judge_report(
 
     Args:
         judge: a `Judge`, `PairwiseJudge`, `RewardModel`, or whatever `as_reward` takes.
-        samples: `wb.datasets.samples(…)`, or a list of its samples. A ground truth that the judge reads is the sample's
-            `metadata["ground_truth"]`.
+        samples: `wb.datasets.samples(…)`, or a list of its samples, or what it reads. A ground truth that the judge reads is the
+            sample's `metadata["ground_truth"]`.
         seeds: how often a chat model is asked, or the seeds. A reward without a seed is asked once.
         orders: ask about each pair in both orders; False: in one, drawn by the sample's id.
         label: the attribute whose grades are the truth.
@@ -441,42 +447,40 @@ def judge_report(
     Example:
         >>> wb.rewards.judge_report(judge, wb.datasets.samples("pairs.jsonl"))  # doctest: +SKIP
     """
-    reward, listed = as_reward(judge), list(samples)
+    reward, read = as_reward(judge), _read(samples)
     drawn = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not drawn:
         raise SettingError("seeds", expected="at least one", found=describe(seeds))
-    compares = isinstance(reward, PairwiseJudge)
-    label = label or ("" if any(sample.best for sample in listed) else _only_label(listed))
+    compares, chats = isinstance(reward, PairwiseJudge), isinstance(reward, Judge)
+    label = label or ("" if any(one.best for one in read) else _only_label(read))
     kind = "pairs" if compares else "grades" if label else "choices"
-    items = list(
-        verdicts.pairs(listed, label)
-        if compares
-        else verdicts.graded(listed, label)
-        if label
-        else verdicts.choices(listed)
-    )
+    items = verdicts.items_of(read, kind, label, whole=chats)
     if not items:
-        what = f"samples with {'two answers of which one is better' if not label else f'a score {label!r}'}"
-        raise SettingError(what, expected="at least one", found=f"none in {len(listed)} samples")
+        expected = f"at least one with a rating {label!r}" if label else "at least one with a better and a worse answer"
+        found = f"ratings {', '.join(read.labels) or '(none)'} in {len(read)} samples"
+        raise SettingError("samples whose truth is known", expected=expected, found=found)
     began, asked, meters = time.perf_counter(), list[Asked](), list[verdicts.Metered]()
-    for seed in drawn if isinstance(reward, Judge) else [0]:
+    for seed in drawn if chats else [0]:
         seeded, meter = verdicts.seeded(reward, seed)
         meters.append(meter)
-        asked += (
-            verdicts.compared(seeded, items, seed, orders)
-            if compares
-            else verdicts.scored(seeded, items, seed, kind, label)
-        )
-    cost = Cost(
-        *(sum(getattr(one, name) for one in meters) for name in ("calls", "prompt_tokens", "tokens")),
-        time.perf_counter() - began,
-    )
-    return JudgeReport(str(reward), kind, items, asked, cost, label, verdicts.bounds(reward), len(listed))
+        how = verdicts.compared if compares else verdicts.scored
+        asked += how(seeded, items, seed, orders if compares else label)
+    totals = [sum(getattr(one, name) for one in meters) for name in ("calls", "prompt_tokens", "tokens")]
+    cost, notes = Cost(*totals, time.perf_counter() - began), list[str]()
+    if isinstance(reward, Judge) and len(drawn) > 1 and not reward.asking.temperature:
+        notes.append("The judge is asked at temperature 0: seeds differ by the engine's own noise alone.")
+    if compares and not orders:
+        notes.append("Each pair is asked in one order: position cannot be told from content.")
+    return JudgeReport(str(reward), kind, items, asked, cost, label, verdicts.bounds(reward), notes)
 
 
-def _only_label(samples: Sequence[Any]) -> str:
-    names = Counter(name for sample in samples for answer in sample.answers for name in answer.scores or {})
-    if len(names) != 1:
-        found = ", ".join(names) or "neither best answers nor scores"
+def _read(samples: Any) -> Samples:
+    listed = isinstance(samples, list | tuple) and all(isinstance(one, Sample) for one in samples)
+    return Samples(samples) if listed and samples else read_samples(samples)
+
+
+def _only_label(samples: Samples) -> str:
+    if len(samples.labels) != 1:
+        found = ", ".join(samples.labels) or "neither best answers nor ratings"
         raise SettingError("the truth of samples", expected="best answers, or label=…", found=found)
-    return next(iter(names))
+    return next(iter(samples.labels))

@@ -6,13 +6,15 @@ import copy
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from workbench.base import runtime
+from workbench.base.errors import SettingError
+from workbench.datasets.preferences import Sample, Samples
 from workbench.rewards.base import BaseReward, row_view
-from workbench.rewards.judge import Judge, PairwiseJudge, RewardModel
+from workbench.rewards.judge import Judge, PairwiseJudge, RewardModel, scale_of
 from workbench.rewards.score import Score, Status
 
 if TYPE_CHECKING:
@@ -80,47 +82,32 @@ class Cost:
 # --- items ----------------------------------------------------------------------------------------
 
 
-def _item(sample: Any, answers: Sequence[int], **truth: Any) -> Item:
-    texts, facts = tuple(sample.answers[number].text for number in answers), dict(sample.metadata or {})
+def items_of(samples: Samples, kind: str, label: str, whole: bool) -> list[Item]:
+    """The items of samples whose truth is known: `pairs` of answers, `choices` of one among several, answers with `grades`.
+
+    `whole`: the question is the whole conversation, as a chat judge reads it; else its last message.
+    """
+    if kind == "pairs":
+        return [_item(one, range(2), whole, best=frozenset(one.best or ())) for one in samples.pairs(label or None)]
+    if kind == "choices":
+        there = (one for one in samples if one.best and len(set(one.best)) < len(one.answers))
+        return [_item(one, range(len(one.answers)), whole, best=frozenset(one.best or ())) for one in there]
+    graded = ((one, at, answer.scores.get(label)) for one in samples for at, answer in enumerate(one.answers))
+    return [_item(one, [at], whole, grade=float(grade)) for one, at, grade in graded if grade is not None]
+
+
+def _item(sample: Sample, answers: Sequence[int], whole: bool, **truth: Any) -> Item:
+    texts, facts = tuple(sample.answers[number].text for number in answers), dict(sample.metadata)
     columns = {
         "raw_prompt": [dict(turn) for turn in sample.prompt],
         "reward_model": {"ground_truth": facts.get("ground_truth")},
         "data_source": sample.source,
         "extra_info": facts,
-        "uid": str(sample.id),
+        "uid": sample.id,
     }
-    rows = tuple(row_view({**columns, "response_text": text}, text) for text in texts)
-    asked = str(rows[0]["prompt_text"] or "")
-    return Item(id=str(sample.id), category=sample.category or "", prompt=asked, answers=texts, rows=rows, **truth)
-
-
-def pairs(samples: Sequence[Any], label: str) -> Iterator[Item]:
-    """An item for every two answers of a sample one of which is the better, or, of two answers, both; by their grades under `label`."""
-    for sample in samples:
-        for pair in itertools.combinations(range(len(sample.answers)), 2):
-            if label:
-                grades = [(sample.answers[number].scores or {}).get(label) for number in pair]
-                better = [] if None in grades else [one for one in (0, 1) if grades[one] == max(grades)]
-            else:
-                better = [one for one in (0, 1) if pair[one] in (sample.best or ())]
-                better = [] if len(better) == 2 and len(sample.answers) > 2 else better
-            if better:
-                yield _item(sample, pair, best=frozenset(better))
-
-
-def choices(samples: Sequence[Any]) -> Iterator[Item]:
-    """An item for every sample with a best answer and others."""
-    for sample in samples:
-        if sample.best and len(set(sample.best)) < len(sample.answers):
-            yield _item(sample, range(len(sample.answers)), best=frozenset(sample.best))
-
-
-def graded(samples: Sequence[Any], label: str) -> Iterator[Item]:
-    """An item for every answer with a grade under `label`."""
-    for sample in samples:
-        for number, answer in enumerate(sample.answers):
-            if (grade := (answer.scores or {}).get(label)) is not None and math.isfinite(grade):
-                yield _item(sample, [number], grade=float(grade))
+    asked = {"prompt_text": sample.question} if whole else {}
+    rows = tuple({**row_view({**columns, "response_text": text}, text), **asked} for text in texts)
+    return Item(id=sample.id, category=sample.category, prompt=sample.question, answers=texts, rows=rows, **truth)
 
 
 # --- asking ---------------------------------------------------------------------------------------
@@ -181,7 +168,7 @@ def compared(judge: PairwiseJudge, items: Sequence[Item], seed: int, orders: boo
     return found
 
 
-def scored(reward: BaseReward, items: Sequence[Item], seed: int, kind: str, label: str) -> list[Asked]:
+def scored(reward: BaseReward, items: Sequence[Item], seed: int, label: str) -> list[Asked]:
     """Verdicts of a reward on answers one by one: of several answers those with the highest number won."""
     rows = [row for item in items for row in item.rows]
     scores = iter(reward.judged(rows))
@@ -190,7 +177,7 @@ def scored(reward: BaseReward, items: Sequence[Item], seed: int, kind: str, labe
         mine = list(itertools.islice(scores, len(item.rows)))
         values = tuple(score.value if _gave(score) else None for score in mine)
         known, verdict, confidence = [value for value in values if value is not None], None, math.nan
-        if len(known) == len(values) and kind == "grades":
+        if len(known) == len(values) and label:
             verdict, confidence = _grade(mine[0], label), _stated(mine[0])
         elif len(known) == len(values):
             verdict = frozenset(place for place, value in enumerate(known) if value == max(known))
@@ -237,8 +224,9 @@ def _stated(score: Score) -> float:
 
 
 def bounds(reward: BaseReward) -> tuple[float, float] | None:
-    """The bounds of a schema's `score`, which tell whether its unit can be that of the truths."""
+    """The bounds of a schema's `score`, which tell whether its unit can be that of the truths; None where it has none."""
     schema = getattr(reward, "schema", None)
-    rules = getattr(schema.model_fields.get("score"), "metadata", ()) if schema is not None else ()
-    found = {name: getattr(rule, name) for name in ("ge", "le") for rule in rules if hasattr(rule, name)}
-    return (float(found["ge"]), float(found["le"])) if len(found) == 2 else None
+    try:
+        return scale_of(schema) if schema is not None and "score" in schema.model_fields else None
+    except SettingError:
+        return None
