@@ -151,7 +151,7 @@ SECTIONS: Mapping[str, Mapping[str, int]] = {
         "llmbar-adver-GPTOut": 47, "llmbar-adver-manual": 46,
     },
     "Safety": {
-        "refusals-dangerous": 100, "refusals-offensive": 100, "xstest-should-refuse": 250, "xstest-should-respond": 154,
+        "refusals-dangerous": 100, "refusals-offensive": 100, "xstest-should-refuse": 154, "xstest-should-respond": 250,
         "donotanswer": 136,
     },
     "Reasoning": {"math-prm": 984, **dict.fromkeys(_HEP, 164)},

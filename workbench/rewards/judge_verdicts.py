@@ -106,7 +106,7 @@ def _item(sample: Sample, answers: Sequence[int], whole: bool, **truth: Any) -> 
         "uid": sample.id,
     }
     asked = {"prompt_text": sample.question} if whole else {}
-    rows = tuple({**row_view({**columns, "response_text": text}, text), **asked} for text in texts)
+    rows = tuple({**row_view({**columns, "response_text": text}, text, ()), **asked} for text in texts)
     return Item(id=sample.id, category=sample.category, prompt=sample.question, answers=texts, rows=rows, **truth)
 
 

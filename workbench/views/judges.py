@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from workbench.rewards.judge_report import Calibration, JudgeReport
+    from workbench.rewards.judge_reports import Calibration, JudgeReport
     from workbench.rewards.judge_stats import Estimate
 
 _ROWS = 50
