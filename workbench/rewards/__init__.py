@@ -24,16 +24,20 @@ from workbench.rewards.scorers.search import search_em, search_f1
 
 if TYPE_CHECKING:
     from workbench.rewards.judge import Judge, Pairwise, PairwiseJudge, Pointwise, RewardModel, Verdict
+    from workbench.rewards.judge_reports import JudgeReport, judge_report
     from workbench.rewards.verdicts import BasePromptTemplate, ReasoningJudge, VerdictReward, reasoning
 
-_REASONING = ("BasePromptTemplate", "ReasoningJudge", "VerdictReward", "reasoning")
+_HOMES = {
+    **dict.fromkeys(("BasePromptTemplate", "ReasoningJudge", "VerdictReward", "reasoning"), "verdicts"),
+    **dict.fromkeys(("JudgeReport", "judge_report"), "judge_reports"),
+}
 
 
 def __getattr__(name: str) -> Any:
     """Imported on first use: judges import pydantic, which a step without them does not need."""
     if name not in __all__:
         raise AttributeError(f"module 'workbench.rewards' has no attribute {name!r}")
-    return getattr(import_module(f"workbench.rewards.{'verdicts' if name in _REASONING else 'judge'}"), name)
+    return getattr(import_module(f"workbench.rewards.{_HOMES.get(name, 'judge')}"), name)
 
 
 __all__ = [
@@ -47,6 +51,7 @@ __all__ = [
     "FileFunction",
     "FileManagerReward",
     "Judge",
+    "JudgeReport",
     "ManagerReward",
     "Pairwise",
     "PairwiseJudge",
@@ -70,6 +75,7 @@ __all__ = [
     "episodes",
     "geometry3k",
     "gsm8k",
+    "judge_report",
     "load_function",
     "manager_class",
     "math_dapo",

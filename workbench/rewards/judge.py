@@ -371,9 +371,13 @@ class Judge(BaseReward):
             return no_answer("the response is empty; the judge was not asked")
         if "{ground_truth}" in self.prompt and not _there(row.get("ground_truth")):
             return no_truth()
+        return await self._verdict(lambda: self.text_for(row))
+
+    async def _verdict(self, write: Callable[[], tuple[str, bool]]) -> Score:
+        """The verdict on the prompt that `write` makes (and says whether it was cut); *infra_error* where there is none."""
         began, text = time.perf_counter(), ""
         try:
-            text, cut = self.text_for(row)
+            text, cut = write()
             value, verdict, answer = await self.ask(text)
         except Exception as error:  # noqa: BLE001 - a judge that failed is that row's record
             said = {"judge_output": error.output} if isinstance(error, Unparseable) else {}
@@ -481,20 +485,26 @@ class PairwiseJudge(Judge):
         return [_standing(mine) for mine in found]
 
     async def _pair(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> _Comparison:
-        (forward, why), (backward, other_why) = await asyncio.gather(self._order(one, other), self._order(other, one))
-        if forward is None or backward is None:
-            return None, "; ".join(dict.fromkeys(filter(None, (why, other_why))))
+        both = await asyncio.gather(self.compare(one, other), self.compare(other, one))
+        if not all(score.scored for score in both):
+            return None, "; ".join(dict.fromkeys(map(_lost, (score for score in both if not score.scored))))
+        forward, backward = (score.value for score in both)
         return (forward if forward == 1.0 - backward else None), ""
 
-    async def _order(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> _Comparison:
-        try:
-            prompt, first, _ = self.asking.cut(one, self.model.tokenizer)
-            second = self.asking.cut(other, self.model.tokenizer)[1]
-            share, *_ = await self.ask(self.filled(prompt=prompt, response_a=first, response_b=second))
-        except Exception as error:  # noqa: BLE001 - counted: the comparison is dropped from both rows' n
-            wrote = f"; the judge wrote {error.output[:200]!r}" if isinstance(error, Unparseable) else ""
-            return None, f"{first_line(error)}{wrote}"
-        return share, ""
+    async def compare(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> Score:
+        """The verdict on two rows of one prompt, in this order: the first one's share of the win (1, ½ or 0), or *infra_error*."""
+
+        def written() -> tuple[str, bool]:
+            prompt, first, cut = self.asking.cut(one, self.model.tokenizer)
+            _, second, also = self.asking.cut(other, self.model.tokenizer)
+            return self.filled(prompt=prompt, response_a=first, response_b=second), cut or also
+
+        return await self._verdict(written)
+
+
+def _lost(score: Score) -> str:
+    wrote = score.extra.get("judge_output")
+    return score.why.removeprefix("no verdict: ") + (f"; the judge wrote {wrote[:200]!r}" if wrote else "")
 
 
 _SHARE = {"A": 1.0, "B": 0.0, "TIE": 0.5}

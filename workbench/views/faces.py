@@ -22,6 +22,7 @@ _DOCUMENTS = {
     "workbench.replay.stepping:Replayed": "traces:replayed",
     "workbench.replay.rebuild:Counterfactual": "traces:counterfactual",
     "workbench.rewards.dry_run:DryRun": "rewards:dry_run",
+    "workbench.rewards.judge_reports:JudgeReport": "judges:judge_report",
     "workbench.rewards.pins:Pin": "rewards:pin",
     "workbench.rewards.pins:PinCheck": "rewards:pin_check",
     "workbench.rewards.pins:Pins": "rewards:pins",
@@ -60,3 +61,4 @@ FACES["workbench.replay.run:Run"] |= {
     "live": "workbench.widgets.display:run_live",
     "tensorboard": "workbench.widgets.display:run_tensorboard",
 }
+FACES["workbench.rewards.judge_reports:JudgeReport"]["figure"] = "workbench.views.judges:judge_figure"
