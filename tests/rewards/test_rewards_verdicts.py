@@ -290,12 +290,15 @@ def test_a_judge_reasons_once() -> None:
     other = wb.rewards.reasoning(Helpful, label="helpfulness", think="template")
     assert "<think>your reasoning</think>" in own.text("q", ["a"])
     assert "<think>" not in other.text("q", ["a"])
-    assert own.check(Engine(enable_thinking=False)) == "schema"
-    assert other.check(Engine()) == "template"
-    with pytest.raises(SettingError, match=r"twice.*think=\"template\".*enable_thinking"):
+    own.check(Engine(enable_thinking=False))
+    other.check(Engine())
+    wb.rewards.reasoning(Helpful, label="helpfulness", think="none").check(Engine(enable_thinking=False))
+    with pytest.raises(SettingError, match=r"by the schema, too.*think=\"template\".*enable_thinking"):
         own.check(Engine())
     with pytest.raises(SettingError, match=r"nothing asks.*enable_thinking"):
         other.rows(RATED, engine=Engine(enable_thinking=False))
+    with pytest.raises(SettingError, match="by the schema, too"):  # as `train` checks it before it starts
+        wb.rewards.Rubric({"verdict": own.reward()}).check_sampler(Templated(), {})
 
 
 def test_real_templates_that_think() -> None:

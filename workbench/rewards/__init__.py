@@ -24,12 +24,12 @@ from workbench.rewards.scorers.search import search_em, search_f1
 
 if TYPE_CHECKING:
     from workbench.rewards.judge import Judge, Pairwise, PairwiseJudge, Pointwise, RewardModel, Verdict
-    from workbench.rewards.judge_reports import JudgeReport, judge_report
+    from workbench.rewards.judge_reports import JudgeReport, judge_report, win_rate
     from workbench.rewards.verdicts import BasePromptTemplate, ReasoningJudge, VerdictReward, reasoning
 
 _HOMES = {
     **dict.fromkeys(("BasePromptTemplate", "ReasoningJudge", "VerdictReward", "reasoning"), "verdicts"),
-    **dict.fromkeys(("JudgeReport", "judge_report"), "judge_reports"),
+    **dict.fromkeys(("JudgeReport", "judge_report", "win_rate"), "judge_reports"),
 }
 
 
@@ -88,4 +88,5 @@ __all__ = [
     "search_em",
     "search_f1",
     "shaping",
+    "win_rate",
 ]

@@ -12,12 +12,14 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from workbench.base.errors import SettingError, describe
+from workbench.base.errors import DataError, SettingError, describe
 from workbench.base.shown import Shown, shows
+from workbench.dataproto.core import DataProto
 from workbench.datasets.preferences import Sample, Samples
 from workbench.datasets.preferences import samples as read_samples
 from workbench.rewards import judge_stats as stats
 from workbench.rewards import judge_verdicts as verdicts
+from workbench.rewards.base import row_views
 from workbench.rewards.judge import Judge, PairwiseJudge
 from workbench.rewards.judge_stats import Bin, Estimate
 from workbench.rewards.judge_verdicts import Asked, Cost, Item
@@ -484,3 +486,20 @@ def _only_label(samples: Samples) -> str:
         found = ", ".join(samples.labels) or "neither best answers nor ratings"
         raise SettingError("the truth of samples", expected="best answers, or label=…", found=found)
     return next(iter(samples.labels))
+
+
+def win_rate(judge: PairwiseJudge, batch: DataProto, against: DataProto) -> Estimate:
+    """How often a pairwise judge prefers the responses of `batch` to those of `against`, row by row: a tie is half a win.
+
+    Both are scored or sampled batches of the same prompts in the same order (`wb.evaluate(…).batch`). Each pair is asked in both
+    orders; where these disagree, or give no verdict, the pair does not count: `n` of the `Estimate` are those that do.
+    Raises `DataError` where the prompts differ.
+    """
+    mine, theirs = row_views(batch), row_views(against)
+    same = len(mine) == len(theirs) and all(a["prompt"] == b["prompt"] for a, b in zip(mine, theirs, strict=True))
+    if not same:
+        expected = "the same prompts in the same order"
+        raise DataError("batches to compare", expected=expected, found=f"{len(mine)} and {len(theirs)} rows")
+    pairs = [{**row, "uid": number} for number, two in enumerate(zip(mine, theirs, strict=True)) for row in two]
+    found = judge.judge(pairs)[::2]
+    return stats.share((number, (one.value + 1) / 2) for number, one in enumerate(found) if one.scored)

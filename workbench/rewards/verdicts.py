@@ -89,8 +89,8 @@ def reasoning(
         template: the prompt, with `{prompt}`, `{answer}` (pairwise `{answer_a}` and `{answer_b}`, listwise `{answers}`) and
             `{instructions}`; further names are filled from `texts`. A schema with a `format` method has its own.
         scale: (least, most) of `score` where the field has no bounds.
-        think: who asks for the reasoning: `schema` (a tag of the verdict) or `template` (the chat template's thinking). By
-            default `schema`, if it has a field for it.
+        think: who asks for the reasoning: `schema` (a tag of the verdict), `template` (the chat template's thinking) or `none`. By
+            default `schema`, if it has a field for it, else `template`.
         texts: `examples="…"`, `principles="…"`, `desc="…"`: what the template names beside.
 
     Raises `SettingError` for a schema without a verdict's field, and names of the template that nothing fills.
@@ -124,7 +124,9 @@ class ReasoningJudge:
         self.reasons = next((name for name in REASONING if name in schema.model_fields), None)
         """The schema's field for the reasoning."""
         self.think = think or ("schema" if self.reasons else "template")
-        require(self.think in ("schema", "template"), "think", expected="schema or template", found=self.think)
+        require(
+            self.think in ("schema", "template", "none"), "think", expected="schema, template or none", found=self.think
+        )
         if self.think == "schema" and self.reasons is None:
             found = ", ".join(schema.model_fields)
             raise SettingError("think='schema'", expected=f"a field {' or '.join(REASONING)}", found=found)
@@ -142,7 +144,7 @@ class ReasoningJudge:
     @property
     def without(self) -> tuple[str, ...]:
         """The fields that the instructions do not ask for."""
-        return (self.reasons,) if self.think == "template" and self.reasons else ()
+        return (self.reasons,) if self.think != "schema" and self.reasons else ()
 
     def text(self, question: str, answers: Sequence[str]) -> str:
         """The prompt for a question and its answers."""
@@ -232,21 +234,25 @@ class ReasoningJudge:
 
     # --- thinking -----------------------------------------------------------------------------
 
-    def check(self, engine: Any) -> str:
+    def check(self, engine: Any) -> None:
         """Check that the judge is asked to reason exactly once: by the chat template's thinking or by the schema's field.
 
-        `engine`: what has a `tokenizer`, and `template_switches` where it has any; or a tokenizer. Returns which one it is.
-        Raises `SettingError`, with the remedy, where both ask for it, or neither does.
+        `engine`: what has a `tokenizer`, and `template_switches` where it has any. `train` checks it before it starts. Raises
+        `SettingError`, with the remedy, where both ask for it, or neither does.
         """
-        thinks = template_thinks(getattr(engine, "tokenizer", engine), switches_of(engine))
-        asks = self.think == "schema"
-        if thinks and asks:
+        self.check_thinking(engine.tokenizer, switches_of(engine))
+
+    def check_thinking(self, tokenizer: Any, switches: Mapping[str, Any]) -> None:
+        """As `check`, of a tokenizer and the switches of its chat template."""
+        thinks, asks = template_thinks(tokenizer, switches), self.think == "schema"
+        if thinks and self.think != "template":
             do = 'wb.rewards.reasoning(…, think="template"), or an engine with template_switches={"enable_thinking": False}'
-            raise SettingError("the judge is asked to reason twice: by the chat template and by the schema", do=do)
-        if not thinks and not asks:
-            do = f'give the schema a field of {", ".join(REASONING)}, or an engine with template_switches={{"enable_thinking": True}}'
+            what = "the chat template lets the judge think, and it is asked to reason by the schema, too"
+            raise SettingError(what if asks else "the chat template lets the judge think, and think='none'", do=do)
+        if self.think == "template" and not thinks:
+            fields = ", ".join(REASONING)
+            do = f'give the schema a field {fields}, or an engine with template_switches={{"enable_thinking": True}}, or think="none"'
             raise SettingError("nothing asks the judge to reason: neither the chat template nor the schema", do=do)
-        return "template" if thinks else "schema"
 
     # --- rewards ------------------------------------------------------------------------------
 
@@ -374,6 +380,10 @@ class VerdictReward(BaseReward):
             do = "make the rows by the judge: judge.rows(samples)"
             raise DataError("ground truths", expected=expected, found="none of them", do=do)
         return f"{lost} of {len(truths)} rows have no truth that a verdict can be compared with" if lost else ""
+
+    def check_sampler(self, tokenizer: Any, switches: Mapping[str, Any]) -> None:
+        """Raise `SettingError` where the judge is asked to reason twice, or not at all."""
+        self.asked.check_thinking(tokenizer, switches)
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
         """One `Score` for each row, in order."""
