@@ -147,6 +147,7 @@ class JudgeReport(Shown):
             found["accuracy"] = stats.share(self._means(self.right).items())
             found["accuracy among answered"] = stats.share(self._means(self.right, self.answered).items())
             found[f"constant ({self.constant[0]})"] = stats.share(self.constant[1].items())
+            found["accuracy less the constant's"] = self._beats(self._means(self.right), self.constant[1])
         found |= self._of_grades() if self.kind == "grades" else self._of_choices()
         found |= self._of_orders() if self.kind == "pairs" else {}
         found |= self._of_seeds()
@@ -255,8 +256,7 @@ class JudgeReport(Shown):
             low, value = self.figures["Spearman with the truth"].low, self.figures["Spearman with the truth"].value
             ranked = f"(Spearman {value:.2f}; its numbers are not in the unit of {self.label!r})"
             return f"ranks as the truth does {ranked}" if low > 0 else f"no better than the constant {ranked}"
-        gap = self._beats(self._means(self.right), self.constant[1])
-        accuracy = self.figures["accuracy"].value
+        gap, accuracy = self.figures["accuracy less the constant's"], self.figures["accuracy"].value
         against = f"({accuracy:.1%} right, {self.constant[0]} {stats.mean(list(self.constant[1].values())):.1%})"
         if gap.low > 0:
             return f"better than the constant {against}"
@@ -327,11 +327,14 @@ class JudgeReport(Shown):
             votes.setdefault(one.item, []).append(one)
         if not self.same_scale or max(map(len, votes.values()), default=0) < 2:
             return None
-        tops = [(Counter(one.verdict for one in mine).most_common(1)[0], mine) for mine in votes.values()]
-        agreed = [
-            (n / len(mine), self.right(next(one for one in mine if one.verdict == top))) for (top, n), mine in tops
-        ]
-        return Calibration("votes", *stats.calibration(*zip(*agreed, strict=True)))
+        agreed = [self._vote(mine) for mine in votes.values()]
+        return Calibration("votes", *stats.calibration([one for one, _ in agreed], [right for _, right in agreed]))
+
+    def _vote(self, mine: Sequence[Asked]) -> tuple[float, float]:
+        """(share of an item's verdicts that say the most frequent one, its credit: the mean where several are)."""
+        counts = Counter(one.verdict for one in mine)
+        most = max(counts.values())
+        return most / len(mine), stats.mean([self.right(one) for one in mine if counts[one.verdict] == most])
 
     # --- tables -----------------------------------------------------------------------------------
 
@@ -463,10 +466,12 @@ def judge_report(
     for seed in drawn if chats else [0]:
         seeded, meter = verdicts.seeded(reward, seed)
         meters.append(meter)
-        how = verdicts.compared if compares else verdicts.scored
-        asked += how(seeded, items, seed, orders if compares else label)
-    totals = [sum(getattr(one, name) for one in meters) for name in ("calls", "prompt_tokens", "tokens")]
-    cost, notes = Cost(*totals, time.perf_counter() - began), list[str]()
+        if compares:
+            asked += verdicts.compared(seeded, items, seed, orders)
+        else:
+            asked += verdicts.scored(seeded, items, seed, label)
+    totals = {name: sum(getattr(one, name) for one in meters) for name in ("calls", "prompt_tokens", "tokens")}
+    cost, notes = Cost(**totals, seconds=time.perf_counter() - began), list[str]()
     if isinstance(reward, Judge) and len(drawn) > 1 and not reward.asking.temperature:
         notes.append("The judge is asked at temperature 0: seeds differ by the engine's own noise alone.")
     if compares and not orders:

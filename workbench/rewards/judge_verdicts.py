@@ -176,7 +176,9 @@ def scored(reward: BaseReward, items: Sequence[Item], seed: int, label: str) -> 
     for number, item in enumerate(items):
         mine = list(itertools.islice(scores, len(item.rows)))
         values = tuple(score.value if _gave(score) else None for score in mine)
-        known, verdict, confidence = [value for value in values if value is not None], None, math.nan
+        known: list[float] = [value for value in values if value is not None]
+        verdict: Any = None
+        confidence = math.nan
         if len(known) == len(values) and label:
             verdict, confidence = _grade(mine[0], label), _stated(mine[0])
         elif len(known) == len(values):
