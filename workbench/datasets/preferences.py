@@ -304,23 +304,25 @@ def _listed(cell: Any, place: str) -> list[Any]:
 def _data_sample(cells: Record, place: str, number: int) -> Sample:
     said = [{"role": one["role"], "content": one["content"]} for one in _listed(cells["input"], f"input of {place}")]
     metadata = object_of(cells.get("metadata"), f"metadata of {place}") or {}
-    answers, preferred = [], []
-    for at, one in enumerate(_listed(cells["output"], f"output of {place}")):
-        answer = one.get("answer") or {}
-        label = object_of(answer.get("label"), f"label of {place}") or {}
-        rewarded = answer.get("reward") or {}
-        # a reward without details is the default of a row that nobody has scored
-        scores = _numbers({"reward": rewarded.get("score")} if rewarded.get("details") else {})
-        answers.append(
-            Answer(answer["content"], {**scores, **_numbers(label, "is_preferred")}, label.get("model") or "")
-        )
-        if label.get("preference") == "chosen" or label.get("is_preferred") in (True, 1):
-            preferred.append(at)
+    outputs = _listed(cells["output"], f"output of {place}")
+    judged = [_gallery_answer(one.get("answer") or {}, place) for one in outputs]
+    preferred = [at for at, (_, chosen) in enumerate(judged) if chosen]
     told = metadata.get("preferred")
     best: Any = {"A": (0,), "B": (1,), "tie": (0, 1)}.get(told) if told is not None else preferred or None
     cells = {**cells, "source": cells.get("source") or metadata.get("source") or ""}
     flat = {**{name: one for name, one in cells.items() if name != "metadata"}, **metadata}
+    answers = [answer for answer, _ in judged]
     return _sample(flat, place, number, said, answers, best, ("input", "output", "preferred", "created_at"))
+
+
+def _gallery_answer(answer: Record, place: str) -> tuple[Answer, bool]:
+    """(an answer of a DataSample, whether its label says that it is preferred)."""
+    label = object_of(answer.get("label"), f"label of {place}") or {}
+    rewarded = answer.get("reward") or {}
+    # a reward without details is the default of an answer that nobody has scored
+    scores = _numbers({"reward": rewarded.get("score")} if rewarded.get("details") else {})
+    chosen = label.get("preference") == "chosen" or label.get("is_preferred") in (True, 1)
+    return Answer(answer["content"], {**scores, **_numbers(label, "is_preferred")}, label.get("model") or ""), chosen
 
 
 def _helpsteer_pair(cells: Record, place: str, number: int) -> Sample:
