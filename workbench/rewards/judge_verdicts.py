@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -137,6 +138,22 @@ class Metered:
         answer = await self.model.classify(text)
         self.prompt_tokens += answer.tokens
         return answer
+
+
+def ask(
+    reward: BaseReward, items: Sequence[Item], seeds: Sequence[int], orders: bool, label: str
+) -> tuple[list[Asked], Cost]:
+    """The verdicts of a judge on items under each seed, and what they took."""
+    began, asked, meters = time.perf_counter(), list[Asked](), list[Metered]()
+    for seed in seeds:
+        judge, meter = seeded(reward, seed)
+        meters.append(meter)
+        if isinstance(judge, PairwiseJudge):
+            asked += compared(judge, items, seed, orders)
+        else:
+            asked += scored(judge, items, seed, label)
+    totals = {name: sum(getattr(one, name) for one in meters) for name in ("calls", "prompt_tokens", "tokens")}
+    return asked, Cost(**totals, seconds=time.perf_counter() - began)
 
 
 def seeded(reward: BaseReward, seed: int) -> tuple[Any, Metered]:
