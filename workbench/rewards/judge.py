@@ -381,7 +381,8 @@ class Judge(BaseReward):
             value, verdict, answer = await self.ask(text)
         except Exception as error:  # noqa: BLE001 - a judge that failed is that row's record
             said = {"judge_output": error.output} if isinstance(error, Unparseable) else {}
-            lost = failed(f"no verdict: {first_line(error)}", _traced(error), time.perf_counter() - began)
+            wrote = f"; the judge wrote {error.output[:200]!r}" if isinstance(error, Unparseable) else ""
+            lost = failed(f"no verdict: {first_line(error)}{wrote}", _traced(error), time.perf_counter() - began)
             return lost.with_extra({"judge_prompt": text, **said})
         fields = verdict.model_dump()
         extra: dict[str, Any] = {"judge_prompt": text, "judge_output": answer.text, "verdict": fields}
@@ -486,25 +487,19 @@ class PairwiseJudge(Judge):
 
     async def _pair(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> _Comparison:
         both = await asyncio.gather(self.compare(one, other), self.compare(other, one))
-        if not all(score.scored for score in both):
-            return None, "; ".join(dict.fromkeys(map(_lost, (score for score in both if not score.scored))))
+        if whys := [score.why.removeprefix("no verdict: ") for score in both if not score.scored]:
+            return None, "; ".join(dict.fromkeys(whys))
         forward, backward = (score.value for score in both)
         return (forward if forward == 1.0 - backward else None), ""
 
     async def compare(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> Score:
         """The verdict on two rows of one prompt, in this order: the first one's share of the win (1, ½ or 0), or *infra_error*."""
+        return await self._verdict(lambda: self._texts(one, other))
 
-        def written() -> tuple[str, bool]:
-            prompt, first, cut = self.asking.cut(one, self.model.tokenizer)
-            _, second, also = self.asking.cut(other, self.model.tokenizer)
-            return self.filled(prompt=prompt, response_a=first, response_b=second), cut or also
-
-        return await self._verdict(written)
-
-
-def _lost(score: Score) -> str:
-    wrote = score.extra.get("judge_output")
-    return score.why.removeprefix("no verdict: ") + (f"; the judge wrote {wrote[:200]!r}" if wrote else "")
+    def _texts(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, bool]:
+        prompt, first, cut = self.asking.cut(one, self.model.tokenizer)
+        _, second, also = self.asking.cut(other, self.model.tokenizer)
+        return self.filled(prompt=prompt, response_a=first, response_b=second), cut or also
 
 
 _SHARE = {"A": 1.0, "B": 0.0, "TIE": 0.5}

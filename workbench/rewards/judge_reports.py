@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -149,6 +148,7 @@ class JudgeReport(Shown):
             found["accuracy"] = stats.share(self._means(self.right).items())
             found["accuracy among answered"] = stats.share(self._means(self.right, self.answered).items())
             found[f"constant ({self.constant[0]})"] = stats.share(self.constant[1].items())
+            found["accuracy less the constant's"] = self._beats(self._means(self.right), self.constant[1])
         found |= self._of_grades() if self.kind == "grades" else self._of_choices()
         found |= self._of_orders() if self.kind == "pairs" else {}
         found |= self._of_seeds()
@@ -257,8 +257,7 @@ class JudgeReport(Shown):
             low, value = self.figures["Spearman with the truth"].low, self.figures["Spearman with the truth"].value
             ranked = f"(Spearman {value:.2f}; its numbers are not in the unit of {self.label!r})"
             return f"ranks as the truth does {ranked}" if low > 0 else f"no better than the constant {ranked}"
-        gap = self._beats(self._means(self.right), self.constant[1])
-        accuracy = self.figures["accuracy"].value
+        gap, accuracy = self.figures["accuracy less the constant's"], self.figures["accuracy"].value
         against = f"({accuracy:.1%} right, {self.constant[0]} {stats.mean(list(self.constant[1].values())):.1%})"
         if gap.low > 0:
             return f"better than the constant {against}"
@@ -304,36 +303,43 @@ class JudgeReport(Shown):
         if self.kind == "choices" or not self.same_scale:
             return pd.DataFrame()
         pairs = [(self._said(one, self._truth(one.item)), self._said(one, one.verdict)) for one in self.asked]
-        order = {TIE: math.inf, NONE: math.inf} if self.kind == "pairs" else {NONE: math.inf}
-        at = lambda name: (order.get(name) or (float(name) if self.kind == "grades" else ord(name)), name == NONE)  # noqa: E731
-        rows, columns = (
-            sorted({one for one, _ in pairs}, key=at),
-            sorted({name for two in pairs for name in two}, key=at),
+        known = (
+            ["A", "B", TIE]
+            if self.kind == "pairs"
+            else sorted({said for two in pairs for said in two} - {NONE}, key=int)
         )
+        rows = [name for name in known if any(truth == name for truth, _ in pairs)]
+        columns = [name for name in (*known, NONE) if any(name in two for two in pairs)]
         counts = Counter(pairs)
         return pd.DataFrame([[counts[row, one] for one in columns] for row in rows], rows, columns)
 
     @cached_property
     def calibration(self) -> Calibration | None:
         """Bins of confidence, and the expected calibration error; None where nothing says how sure the judge is."""
-        sure = [one for one in self.answered if one.confidence == one.confidence and self.same_scale]
+        sure = [one for one in self.answered if not math.isnan(one.confidence) and self.same_scale]
         if sure:
             of = "stated" if self.kind != "choices" else "margin"
             return Calibration(of, *stats.calibration([one.confidence for one in sure], list(map(self.right, sure))))
-        if self.kind == "choices" and self.answered:
-            sizes = [[value for value in one.values if value is not None] for one in self.answered]
-            margins = [sorted(values)[-1] - sorted(values)[-2] for values in sizes]
+        if self.kind == "choices":
+            margins = [_margin(one) for one in self.answered]
             return Calibration("size", stats.by_margin(margins, list(map(self.right, self.answered))), math.nan)
-        votes: dict[int, list[Asked]] = {}
-        for one in self.answered:
-            votes.setdefault(one.item, []).append(one)
-        if not self.same_scale or max(map(len, votes.values()), default=0) < 2:
+        mine = [found for found in self._by_item(self.answered).values() if found]
+        if not self.same_scale or max(map(len, mine), default=0) < 2:
             return None
-        tops = [(Counter(one.verdict for one in mine).most_common(1)[0], mine) for mine in votes.values()]
-        agreed = [
-            (n / len(mine), self.right(next(one for one in mine if one.verdict == top))) for (top, n), mine in tops
-        ]
-        return Calibration("votes", *stats.calibration(*zip(*agreed, strict=True)))
+        agreed = list(map(self._vote, mine))
+        return Calibration("votes", *stats.calibration([one for one, _ in agreed], [right for _, right in agreed]))
+
+    def _by_item(self, asked: Sequence[Asked]) -> dict[int, list[Asked]]:
+        found: dict[int, list[Asked]] = {n: [] for n in range(len(self.items))}
+        for one in asked:
+            found[one.item].append(one)
+        return found
+
+    def _vote(self, mine: Sequence[Asked]) -> tuple[float, float]:
+        """(share of an item's verdicts that say the most frequent one, its credit: the mean where several are)."""
+        counts = Counter(one.verdict for one in mine)
+        most = max(counts.values())
+        return most / len(mine), stats.mean([self.right(one) for one in mine if counts[one.verdict] == most])
 
     # --- tables -----------------------------------------------------------------------------------
 
@@ -363,7 +369,7 @@ class JudgeReport(Shown):
     def sections(self) -> dict[str, float]:
         """RewardBench's sections and their mean `score`, where the categories are its subsets; of RewardBench 2 the `score`."""
         values = {name: one.value for name, one in self.categories.items()}
-        if values and set(values) <= set(stats.SECOND):
+        if set(values) <= set(stats.SECOND) and len(values) > 1:
             return {"score": stats.mean(list(values.values()))}
         found = stats.sections(values)
         return {**found, "score": stats.mean(list(found.values()))} if found else {}
@@ -373,14 +379,9 @@ class JudgeReport(Shown):
         (share), `longer` (length of the best answer less the others' mean, in characters), `tokens`, `seconds`, `cut`, `why`."""
         import pandas as pd
 
-        mine: dict[int, list[Asked]] = {n: [] for n in range(len(self.items))}
-        for one in self.asked:
-            mine[one.item].append(one)
-        return pd.DataFrame([self._line(self.items[n], found) for n, found in mine.items()])
+        return pd.DataFrame([self._line(self.items[n], found) for n, found in self._by_item(self.asked).items()])
 
     def _line(self, item: Item, found: Sequence[Asked]) -> dict[str, Any]:
-        best = [size for n, size in enumerate(item.lengths) if n in item.best]
-        rest = [size for n, size in enumerate(item.lengths) if n not in item.best]
         graded = self.kind == "grades"
         return {
             "id": item.id, "category": item.category, "prompt": item.prompt,
@@ -388,7 +389,7 @@ class JudgeReport(Shown):
             "verdicts": [one.verdict if graded or one.verdict is None else sorted(one.verdict) for one in found],
             "accuracy": stats.mean([self.right(one) for one in found]),
             "answered": stats.mean([float(one.verdict is not None) for one in found]),
-            "longer": math.nan if graded or not rest else stats.mean(best) - stats.mean(rest),
+            "longer": _longer(item),
             "tokens": sum(one.tokens for one in found), "seconds": sum(one.seconds for one in found),
             "cut": any(one.cut for one in found), "why": next((one.why for one in found if one.verdict is None), ""),
         }  # fmt: skip
@@ -420,6 +421,18 @@ def _first(_: Item, one: Asked) -> frozenset[int]:
 
 def _second(_: Item, one: Asked) -> frozenset[int]:
     return frozenset(one.order[1:2])
+
+
+def _longer(item: Item) -> float:
+    """Characters of the best answers, in the mean, less those of the others; NaN where there are no others."""
+    sides = [[size for n, size in enumerate(item.lengths) if (n in item.best) == best] for best in (True, False)]
+    return stats.mean(sides[0]) - stats.mean(sides[1])
+
+
+def _margin(one: Asked) -> float:
+    """The highest number less the next one."""
+    *_, second, first = sorted(value for value in one.values if value is not None)
+    return first - second
 
 
 def _rated(item: Item, one: Asked) -> stats.Rated:
@@ -456,24 +469,23 @@ def judge_report(
     compares, chats = isinstance(reward, PairwiseJudge), isinstance(reward, Judge)
     label = label or ("" if any(one.best for one in read) else _only_label(read))
     kind = "pairs" if compares else "grades" if label else "choices"
-    items = verdicts.items_of(read, kind, label, whole=chats)
-    if not items:
-        expected = f"at least one with a rating {label!r}" if label else "at least one with a better and a worse answer"
-        found = f"ratings {', '.join(read.labels) or '(none)'} in {len(read)} samples"
-        raise SettingError("samples whose truth is known", expected=expected, found=found)
-    began, asked, meters = time.perf_counter(), list[Asked](), list[verdicts.Metered]()
-    for seed in drawn if chats else [0]:
-        seeded, meter = verdicts.seeded(reward, seed)
-        meters.append(meter)
-        how = verdicts.compared if compares else verdicts.scored
-        asked += how(seeded, items, seed, orders if compares else label)
-    totals = [sum(getattr(one, name) for one in meters) for name in ("calls", "prompt_tokens", "tokens")]
-    cost, notes = Cost(*totals, time.perf_counter() - began), list[str]()
-    if isinstance(reward, Judge) and len(drawn) > 1 and not reward.asking.temperature:
+    items = _items(read, kind, label, chats)
+    asked, cost = verdicts.ask(reward, items, drawn if chats else [0], orders, label)
+    notes = []
+    if chats and len(drawn) > 1 and not reward.asking.temperature:  # type: ignore[attr-defined]
         notes.append("The judge is asked at temperature 0: seeds differ by the engine's own noise alone.")
     if compares and not orders:
-        notes.append("Each pair is asked in one order: position cannot be told from content.")
+        notes.append("Each pair is asked in one order: swap consistency is not known.")
     return JudgeReport(str(reward), kind, items, asked, cost, label, verdicts.bounds(reward), notes)
+
+
+def _items(samples: Samples, kind: str, label: str, whole: bool) -> list[Item]:
+    items = verdicts.items_of(samples, kind, label, whole)
+    if not items:
+        expected = f"at least one with a rating {label!r}" if label else "at least one with a better and a worse answer"
+        found = f"ratings {', '.join(samples.labels) or '(none)'} in {len(samples)} samples"
+        raise SettingError("samples whose truth is known", expected=expected, found=found)
+    return items
 
 
 def _read(samples: Any) -> Samples:

@@ -31,11 +31,7 @@ class Estimate:
 
 
 def wilson(hits: float, n: int) -> tuple[float, float]:
-    """Wilson's score interval of the share hits/n; (NaN, NaN) for n = 0.
-
-    With one credit in [0, 1] for each item, and `hits` their sum, it is at least as wide as it must be: of all such credits
-    with this mean, 0 and 1 have the largest variance.
-    """
+    """Wilson's score interval of the share hits/n; (NaN, NaN) for n = 0."""
     if n == 0:
         return math.nan, math.nan
     share, square = hits / n, Z * Z / n
@@ -44,10 +40,15 @@ def wilson(hits: float, n: int) -> tuple[float, float]:
 
 
 def share(by_item: Iterable[tuple[Hashable, float]]) -> Estimate:
-    """Mean credit of items, with Wilson's interval over items, of (item, credit in [0, 1]) pairs; an item's credits are averaged
-    first, as they are not independent."""
+    """Mean credit of items, of (item, credit in [0, 1]) pairs, with its interval over items.
+
+    An item's credits are averaged first, as they are not independent. The interval is Wilson's where each item then has 0 or 1,
+    else a bootstrap.
+    """
     means = list(item_means(by_item).values())
-    return Estimate(float(np.mean(means)) if means else math.nan, *wilson(sum(means), len(means)), len(means))
+    if any(value not in (0.0, 1.0) for value in means):
+        return bootstrap(mean, means)
+    return Estimate(mean(means), *wilson(sum(means), len(means)), len(means))
 
 
 def item_means(by_item: Iterable[tuple[Hashable, float]]) -> dict[Hashable, float]:
@@ -65,7 +66,7 @@ def bootstrap(statistic: Callable[..., float], *columns: Sequence[float], seed: 
     if n == 0:
         return Estimate(math.nan, math.nan, math.nan, 0, "bootstrap")
     rng = np.random.default_rng(seed)
-    drawn = (statistic(*(array[rows] for array in arrays)) for rows in rng.integers(0, n, (DRAWS, n)))
+    drawn = (statistic(*(array[rows] for array in arrays)) for rows in (rng.integers(0, n, n) for _ in range(DRAWS)))
     there = [value for value in drawn if value == value]
     low, high = np.percentile(there, [2.5, 97.5]) if there else (math.nan, math.nan)
     return Estimate(float(statistic(*arrays)), float(low), float(high), n, "bootstrap")

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,22 @@ class Metered:
         return answer
 
 
+def ask(
+    reward: BaseReward, items: Sequence[Item], seeds: Sequence[int], orders: bool, label: str
+) -> tuple[list[Asked], Cost]:
+    """The verdicts of a judge on items under each seed, and what they took."""
+    began, asked, meters = time.perf_counter(), list[Asked](), list[Metered]()
+    for seed in seeds:
+        judge, meter = seeded(reward, seed)
+        meters.append(meter)
+        if isinstance(judge, PairwiseJudge):
+            asked += compared(judge, items, seed, orders)
+        else:
+            asked += scored(judge, items, seed, label)
+    totals = {name: sum(getattr(one, name) for one in meters) for name in ("calls", "prompt_tokens", "tokens")}
+    return asked, Cost(**totals, seconds=time.perf_counter() - began)
+
+
 def seeded(reward: BaseReward, seed: int) -> tuple[Any, Metered]:
     """A copy of a judge whose engine is metered, and the meter; of a reward without an engine itself."""
     name = "model" if isinstance(reward, Judge) else "classifier" if isinstance(reward, RewardModel) else ""
@@ -176,7 +193,9 @@ def scored(reward: BaseReward, items: Sequence[Item], seed: int, label: str) -> 
     for number, item in enumerate(items):
         mine = list(itertools.islice(scores, len(item.rows)))
         values = tuple(score.value if _gave(score) else None for score in mine)
-        known, verdict, confidence = [value for value in values if value is not None], None, math.nan
+        known: list[float] = [value for value in values if value is not None]
+        verdict: Any = None
+        confidence = math.nan
         if len(known) == len(values) and label:
             verdict, confidence = _grade(mine[0], label), _stated(mine[0])
         elif len(known) == len(values):

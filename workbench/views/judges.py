@@ -145,7 +145,7 @@ def judge_figure(made: JudgeReport) -> Figure:
 
 
 def _shares(made: JudgeReport) -> Mapping[str, Estimate]:
-    plain = "mean", "its", "Fleiss"
+    plain = "mean", "its", "Fleiss", "accuracy less"
     return {name: one for name, one in made.figures.items() if one.n and not name.startswith(plain)}
 
 
@@ -166,7 +166,7 @@ def _bars(axes: Axes, shares: Mapping[str, Estimate], title: str = "shares, with
 
 def _matrix(axes: Axes, made: JudgeReport) -> None:
     frame = made.confusion
-    axes.imshow(frame.to_numpy(), cmap="Blues", aspect="auto")
+    axes.imshow(frame.to_numpy(), cmap="Blues", aspect="auto", vmin=0)
     axes.set_xticks(range(len(frame.columns)), list(map(str, frame.columns)))
     axes.set_yticks(range(len(frame)), list(map(str, frame.index)))
     most = float(frame.to_numpy().max())
