@@ -5,9 +5,9 @@
 The reward model is a sequence classifier with one label, trained on pairs (a right and a wrong answer to one
 question) by −log σ(r⁺ − r⁻) (Bradley and Terry 1952). The judge is a causal model that learns to work the sums out
 in `<reason>` and to say `<score>1</score>` or 0, on the very prompts that `rewards.Judge` makes with `PROMPT` and
-`Check`. The pair judge is made of the judge by 300 steps on verdicts of a careless annotator, who prefers what stands first: right
-in three quarters of the pairs whose better answer is A, in less than half of the others. Trained further, by GRPO, it can become
-a good one. All see fresh problems; no held-out question of `data/arith` is among them. Stored in half precision.
+`Check`. The pair judge is made of the judge: it learns to compare two answers, and then for a few steps from a careless annotator,
+who prefers what stands first. Trained further, by GRPO, it can become a good one. All see fresh problems; no held-out question of
+`data/arith` is among them. Stored in half precision.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ class Check(Verdict):
 
     reason: str = Field(description="the sums")
     score: int = Field(ge=0, le=1, description="1 or 0")
+
+
+Example = tuple[list[int], int]
 
 
 class Preference(Verdict):
@@ -153,8 +156,8 @@ def answers_to(random: Random, held_out: frozenset[str]) -> tuple[Problem, str, 
     return problem, right, wrong
 
 
-def preference_example(tokenizer: Any, random: Random, held_out: frozenset[str]) -> tuple[list[int], int]:
-    """(ids of the pair judge's prompt and a careless annotator's verdict, length of the prompt)."""
+def preference_example(tokenizer: Any, random: Random, held_out: frozenset[str], sure: tuple[float, float]) -> Example:
+    """(ids of the pair judge's prompt and an annotator's verdict, length of the prompt); `sure` is how often they are right."""
     problem, *answers = answers_to(random, held_out)
     first = random.random() < 0.5
     if not first:
@@ -164,24 +167,27 @@ def preference_example(tokenizer: Any, random: Random, held_out: frozenset[str])
         [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
     )
     ids = tokenizer.encode(asked, add_special_tokens=False)
-    right = random.random() < FIRST[0 if first else 1]
+    right = random.random() < sure[0 if first else 1]
     verdict = f"<reason>{problem.solution}</reason><better>{'A' if first == right else 'B'}</better>{STOP}"
     return ids + tokenizer.encode(verdict, add_special_tokens=False), len(ids)
 
 
 def train_pair_judge(tokenizer: Any, steps: int, size: int, seed: int, held_out: frozenset[str]) -> Any:
-    """Supervised steps on a careless annotator's verdicts, from the judge of single answers on."""
-    steps = steps * 3 // 7
+    """Supervised steps from the judge of single answers on: on right verdicts, and a tenth as many on a careless annotator's."""
     model = AutoModelForCausalLM.from_pretrained(HERE / "tiny-judge", dtype=torch.float32)
     random = Random(seed + 13)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.01)
-    for step in range(steps):
-        schedule(optimizer, step, steps, 1e-3)
-        ids, labels = batch(
-            [preference_example(tokenizer, random, held_out) for _ in range(size)], tokenizer.pad_token_id
-        )
-        loss = model(input_ids=ids, attention_mask=(ids != tokenizer.pad_token_id).long(), labels=labels).loss
-        take_step(model, optimizer, loss, step, "pair judge")
+    for name, length, sure, peak in (("pair judge", steps, (1.0, 1.0), 2e-3), ("careless", steps // 10, FIRST, 3e-4)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.01)
+        for step in range(length):
+            schedule(optimizer, step, length, peak)
+            examples = [preference_example(tokenizer, random, held_out, sure) for _ in range(size)]
+            ids, labels = batch(examples, tokenizer.pad_token_id)
+            logits = model(input_ids=ids, attention_mask=(ids != tokenizer.pad_token_id).long()).logits[:, :-1]
+            losses = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
+            chosen = labels[:, 1:].ne(-100) & torch.isin(labels[:, 1:], torch.tensor(tokenizer.encode("AB")))
+            # of a verdict's twenty tokens one decides
+            loss = losses.sum() / labels[:, 1:].ne(-100).sum() + losses[chosen].mean()
+            take_step(model, optimizer, loss, step, name)
     return model
 
 

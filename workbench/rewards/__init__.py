@@ -25,10 +25,12 @@ from workbench.rewards.scorers.search import search_em, search_f1
 if TYPE_CHECKING:
     from workbench.rewards.judge import Judge, Pairwise, PairwiseJudge, Pointwise, RewardModel, Verdict
     from workbench.rewards.judge_reports import JudgeReport, judge_report, win_rate
+    from workbench.rewards.principle_search import Principle, Principles, principles
     from workbench.rewards.verdicts import BasePromptTemplate, ReasoningJudge, VerdictReward, reasoning
 
 _HOMES = {
     **dict.fromkeys(("BasePromptTemplate", "ReasoningJudge", "VerdictReward", "reasoning"), "verdicts"),
+    **dict.fromkeys(("Principle", "Principles", "principles"), "principle_search"),
     **dict.fromkeys(("JudgeReport", "judge_report", "win_rate"), "judge_reports"),
 }
 
@@ -58,6 +60,8 @@ __all__ = [
     "PinCheck",
     "Pins",
     "Pointwise",
+    "Principle",
+    "Principles",
     "RateLimit",
     "ReasoningJudge",
     "Reward",
@@ -83,6 +87,7 @@ __all__ = [
     "math_verify",
     "numeric",
     "pins",
+    "principles",
     "reasoning",
     "register",
     "search_em",
