@@ -168,7 +168,9 @@ def preference_example(tokenizer: Any, random: Random, held_out: frozenset[str],
     )
     ids = tokenizer.encode(asked, add_special_tokens=False)
     right = random.random() < sure[0 if first else 1]
-    verdict = f"<reason>{problem.solution}</reason><better>{'A' if first == right else 'B'}</better>{STOP}"
+    marked = [answer.partition("#### ")[2] or "-" for answer in answers]
+    reason = f"{problem.solution}\nA: {marked[0]}\nB: {marked[1]}"
+    verdict = f"<reason>{reason}</reason><better>{'A' if first == right else 'B'}</better>{STOP}"
     return ids + tokenizer.encode(verdict, add_special_tokens=False), len(ids)
 
 
