@@ -50,7 +50,7 @@ LIBRARIES = {
     "anywidget": ("widgets/",),
     "tensorboard": ("runs/",),
     "safetensors": ("dataproto/", "engines/", "jobs/selftest.py"),
-    "pandas": ("dataproto/", "views/", "replay/", "runs/", "rewards/"),
+    "pandas": ("dataproto/", "datasets/", "views/", "replay/", "runs/", "rewards/"),
     "pyarrow": ("dataproto/", "datasets/"),
     "tensordict": ("dataproto/",),
     "cloudpickle": ("base/child.py", "rewards/", "engines/workers/"),

@@ -13,36 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from tests_rewards import Says
 
 import workbench as wb
 from workbench.base.errors import EngineError, SettingError
-from workbench.engines.protocol import Classified, Completion
+from workbench.engines.protocol import Classified
 from workbench.rewards import Judge, PairwiseJudge, Pointwise, RateLimit, RewardModel, Status, Verdict
 from workbench.rewards.judge import Unparseable, delimited, fill, instructions, parse
 from workbench.testing.rewards import RewardContract, answered
 from workbench.testing.scorers import JudgeContract
 from workbench.views import samples
-
-
-class Says:
-    """A chat model that answers by a function: for what no real model does on demand."""
-
-    tokenizer = None
-
-    def __init__(self, answer: Callable[[str, int], str]) -> None:
-        self.answer, self.asked, self.now, self.most = answer, [], 0, 0
-
-    async def complete(self, messages: Any, *, max_tokens: int, temperature: float, seed: int) -> Completion:
-        text = messages[-1]["content"]
-        self.asked.append(text)
-        self.now += 1
-        self.most = max(self.most, self.now)
-        await asyncio.sleep(0.01)
-        self.now -= 1
-        return Completion(self.answer(text, seed), text, 3, 2)
-
-    def describe(self) -> str:
-        return "says"
 
 
 def verdict(score: Any) -> str:

@@ -3,8 +3,23 @@
 from workbench.datasets.converters import convert
 from workbench.datasets.feedback import adaptive, growing
 from workbench.datasets.mixing import mix, stages
+from workbench.datasets.preferences import Answer, Sample, Samples, samples
 from workbench.datasets.rendering import encode
 from workbench.datasets.report import Report
 from workbench.datasets.rows import Cursor, Rows
 
-__all__ = ["Cursor", "Report", "Rows", "adaptive", "convert", "encode", "growing", "mix", "stages"]
+__all__ = [
+    "Answer",
+    "Cursor",
+    "Report",
+    "Rows",
+    "Sample",
+    "Samples",
+    "adaptive",
+    "convert",
+    "encode",
+    "growing",
+    "mix",
+    "samples",
+    "stages",
+]

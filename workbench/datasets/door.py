@@ -77,7 +77,7 @@ def _read(x: Any, how: Reading, limit: int | None) -> tuple[list[dict[str, Any]]
     """(rows, where they are from, what their columns were read as). Raises `DataError` where there are none."""
     made: list[dict[str, Any]] = []
     sources, told = [], []
-    for source, changes, records in _parts(x):
+    for source, changes, records in parts(x):
         left = None if limit is None else limit - len(made)
         found, read_as = replace(how, **changes).read(islice(records, left), source)
         made += found
@@ -91,7 +91,7 @@ def _read(x: Any, how: Reading, limit: int | None) -> tuple[list[dict[str, Any]]
     return made, where, "; ".join(dict.fromkeys(filter(None, told)))
 
 
-def _parts(x: Any) -> Iterator[tuple[str, dict[str, Any], Iterable[Any]]]:
+def parts(x: Any) -> Iterator[tuple[str, dict[str, Any], Iterable[Any]]]:
     """Yields (name of the source, changes of the `Reading`, records) of what `x` is made of."""
     files = [x] if isinstance(x, str | Path) else x if isinstance(x, list | tuple) else []
     if files and all(isinstance(one, str | Path) for one in files):

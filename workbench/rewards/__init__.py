@@ -24,38 +24,53 @@ from workbench.rewards.scorers.search import search_em, search_f1
 
 if TYPE_CHECKING:
     from workbench.rewards.judge import Judge, Pairwise, PairwiseJudge, Pointwise, RewardModel, Verdict
+    from workbench.rewards.judge_reports import JudgeReport, judge_report, win_rate
+    from workbench.rewards.principle_search import Principle, Principles, principles
+    from workbench.rewards.verdicts import BasePromptTemplate, ReasoningJudge, VerdictReward, reasoning
+
+_HOMES = {
+    **dict.fromkeys(("BasePromptTemplate", "ReasoningJudge", "VerdictReward", "reasoning"), "verdicts"),
+    **dict.fromkeys(("Principle", "Principles", "principles"), "principle_search"),
+    **dict.fromkeys(("JudgeReport", "judge_report", "win_rate"), "judge_reports"),
+}
 
 
 def __getattr__(name: str) -> Any:
     """Imported on first use: judges import pydantic, which a step without them does not need."""
     if name not in __all__:
         raise AttributeError(f"module 'workbench.rewards' has no attribute {name!r}")
-    return getattr(import_module("workbench.rewards.judge"), name)
+    return getattr(import_module(f"workbench.rewards.{_HOMES.get(name, 'judge')}"), name)
 
 
 __all__ = [
     "MANAGERS",
     "MISSING",
     "SCORERS",
+    "BasePromptTemplate",
     "BaseReward",
     "Code",
     "DryRun",
     "FileFunction",
     "FileManagerReward",
     "Judge",
+    "JudgeReport",
     "ManagerReward",
     "Pairwise",
     "PairwiseJudge",
     "PinCheck",
     "Pins",
     "Pointwise",
+    "Principle",
+    "Principles",
     "RateLimit",
+    "ReasoningJudge",
     "Reward",
     "RewardModel",
     "Rubric",
     "Score",
     "Status",
     "Verdict",
+    "VerdictReward",
     "as_reward",
     "by_data_source",
     "check_sources",
@@ -64,6 +79,7 @@ __all__ = [
     "episodes",
     "geometry3k",
     "gsm8k",
+    "judge_report",
     "load_function",
     "manager_class",
     "math_dapo",
@@ -71,8 +87,11 @@ __all__ = [
     "math_verify",
     "numeric",
     "pins",
+    "principles",
+    "reasoning",
     "register",
     "search_em",
     "search_f1",
     "shaping",
+    "win_rate",
 ]

@@ -67,6 +67,10 @@ class BaseReward:
         the responses are (their ground truths are missing or unreadable); else say how many it cannot, or ""."""
         return ""
 
+    def check_sampler(self, tokenizer: Any, switches: Mapping[str, Any]) -> None:
+        """Raise, before anything is scored, if responses of a model with this tokenizer and these switches of its chat template
+        cannot be what the reward expects."""
+
     def close(self) -> None:
         """End the reward's worker processes and connections."""
 

@@ -13,11 +13,11 @@ tags (or all are in one JSON object) and pydantic accepts it; anything else is `
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import json
 import math
 import re
-import secrets
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -68,31 +68,28 @@ class Pairwise(Verdict):
 V = TypeVar("V", bound=BaseModel)
 
 
-def instructions(schema: type[BaseModel]) -> str:
-    """The instructions in a judge's prompt: answer with one tag per field of `schema`, with the fields' descriptions."""
-    tags = [f"<{name}>{field.description or name}</{name}>" for name, field in schema.model_fields.items()]
+def instructions(schema: type[BaseModel], without: Sequence[str] = ()) -> str:
+    """The instructions in a judge's prompt: answer with one tag per field of `schema`, but those `without`, with their descriptions."""
+    fields = {name: field for name, field in schema.model_fields.items() if name not in without}
+    tags = [f"<{name}>{field.description or name}</{name}>" for name, field in fields.items()]
     return "\n".join(["Answer with exactly these tags, each once, and nothing after them:", *tags])
 
 
-def parse(text: str, schema: type[V]) -> V:
+def parse(text: str, schema: type[V], thought: str | None = None) -> V:
     """Parse a judge's output. Raises `Unparseable` where a field of the verdict is missing, ambiguous or invalid.
 
     The text between a field's tags may be any but a tag of the schema: `a < b` is. What stands before the last `</think>`, or
-    before the last that the verdict directly follows, is the judge's thinking and no verdict, or the field `think` of a
-    schema that has one. So a reason may speak of `<think>`.
+    before the last that the verdict directly follows, is the judge's thinking and no verdict, or the field `thought`: by
+    default the schema's field `think`, or the one with that alias. So a reason may speak of `<think>`. A field with a default
+    may be missing.
     """
-    pieces = text[-MAX_OUTPUT:].split("</think>")
-    begins = ("{", "```", *(f"<{name}>" for name in schema.model_fields if name != "think"))
-    last = max((at for at, one in enumerate(pieces) if one.lstrip().startswith(begins)), default=len(pieces) - 1)
-    thought, rest = "</think>".join(pieces[:last]), "</think>".join(pieces[last:])
-    if "<think>" in rest and not rest.lstrip().startswith(begins):
-        raise Unparseable("the judge's output ends inside <think>", do="raise max_tokens of the judge")
-    values: dict[str, Any] = {}
-    if "think" in schema.model_fields and last:
-        values["think"] = thought.rpartition("<think>")[2].strip()
+    thinks = thought or next(
+        (name for name, field in schema.model_fields.items() if "think" in (name, field.alias)), ""
+    )
+    values, rest = _thinking(text[-MAX_OUTPUT:], schema, thinks)
     found = _from_json(rest)
     for name, field in schema.model_fields.items():
-        if found is None and name not in values:
+        if found is None and name not in values and (field.is_required() or f"{name}>" in rest):
             values[name] = _read(_tag(rest, name, schema), field.annotation)
     try:
         # strict for JSON; text in tags is read as its type, `7` but not `7/10`
@@ -101,6 +98,17 @@ def parse(text: str, schema: type[V]) -> V:
         first = error.errors(include_url=False)[0]
         what, said = f"the judge's verdict, field {'.'.join(map(str, first['loc']))}", describe(first.get("input"), 60)
         raise Unparseable(f"{what}: {first['msg']}", found=said) from error
+
+
+def _thinking(text: str, schema: type[BaseModel], field: str) -> tuple[dict[str, Any], str]:
+    """({the field: what was thought}, the output without it)."""
+    pieces = text.split("</think>")
+    begins = ("{", "```", *(f"<{name}>" for name in schema.model_fields if name != field))
+    last = max((at for at, one in enumerate(pieces) if one.lstrip().startswith(begins)), default=len(pieces) - 1)
+    before, rest = "</think>".join(pieces[:last]), "</think>".join(pieces[last:])
+    if "<think>" in rest and not rest.lstrip().startswith(begins):
+        raise Unparseable("the judge's output ends inside <think>", do="raise max_tokens of the judge")
+    return ({field: before.rpartition("<think>")[2].strip()} if field and last else {}), rest
 
 
 def _tag(text: str, name: str, schema: type[BaseModel]) -> str:
@@ -152,9 +160,11 @@ def _refused(name: str) -> Any:
 
 
 def delimited(text: str) -> str:
-    """Put a text between random marks that it does not contain, so that it cannot end its own quotation in a prompt."""
-    while (mark := secrets.token_hex(8)) in text:
-        pass
+    """Put a text between marks that it does not contain, so that it cannot end its own quotation in a prompt.
+
+    A mark is a hash of the text: the same text is quoted the same each time, and none can hold the hash of itself.
+    """
+    mark = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
     return f"<<<{mark}\n{text}\n{mark}>>>"
 
 
@@ -168,6 +178,19 @@ def fill(template: str, values: Mapping[str, str]) -> str:
         known = f"only {{{'}, {'.join(values)}}}"
         raise SettingError("names in the judge's prompt", expected=known, found=sorted(unknown))
     return re.sub(r"\{(\w+)\}", lambda match: values[match.group(1)], template)
+
+
+def filled(
+    template: str,
+    schema: type[BaseModel],
+    quoted: Mapping[str, str],
+    texts: Mapping[str, str] | None = None,
+    without: Sequence[str] = (),
+) -> str:
+    """A judge's prompt: its template with each of the `quoted` texts between marks that it does not contain, further `texts` as they
+    are, and how to answer."""
+    foreign = {name: delimited(text) for name, text in quoted.items()}
+    return fill(template, {**foreign, "instructions": instructions(schema, without), **(texts or {})})
 
 
 # --- judges ---------------------------------------------------------------------------------------
@@ -259,7 +282,8 @@ class Judge(BaseReward):
     that they cannot contain. If the judge's output is not a verdict, it is asked again, up to `attempts` times in all;
     then the row is *infra_error*, never a 0. An empty response is *no_answer* with value 0, without a call.
 
-    `asking` are fields of `AskSettings`. Extra: `judge_prompt`, `judge_output`, `verdict`, `judge_tokens`, `truncated`.
+    `written(prompt, response)` writes the prompt in place of the template (`ReasoningJudge.judge` gives it). `asking` are fields of
+    `AskSettings`. Extra: `judge_prompt`, `judge_output`, `verdict`, `judge_tokens`, `truncated`.
 
     Example:
         >>> Judge(wb.engines.openai("http://localhost:8000/v1", "judge"), temperature=0.0)  # doctest: +SKIP
@@ -274,6 +298,7 @@ class Judge(BaseReward):
         schema: type[BaseModel] = Pointwise,
         prompt: str = POINTWISE,
         value: Callable[[Any], float] | None = None,
+        written: Callable[..., str] | None = None,
         rate_limit: RateLimit | None = None,
         on_failure: str = "mask",
         name: str = "judge",
@@ -281,6 +306,7 @@ class Judge(BaseReward):
     ) -> None:
         super().__init__(name, on_failure)
         self.model = model
+        self._written = written
         self.schema = schema
         self.prompt = prompt
         self.asking = AskSettings.from_parameters(asking)
@@ -300,9 +326,10 @@ class Judge(BaseReward):
         return {**super().settings(), **asked, **self.asking.to_dict()}
 
     def filled(self, **texts: str) -> str:
-        """The prompt template filled with `texts`, each between marks that it does not contain, and with how to answer."""
-        quoted = {name: delimited(text) for name, text in texts.items()}
-        return fill(self.prompt, {**quoted, "instructions": instructions(self.schema)})
+        """The judge's prompt with `texts`: question and answers."""
+        if self._written is not None:
+            return self._written(*(text for name, text in texts.items() if name != "ground_truth"))
+        return filled(self.prompt, self.schema, texts)
 
     async def ask(self, text: str) -> tuple[float, BaseModel, Completion]:
         """Ask the judge `text` until it gives a verdict: (value, verdict, completion). Raises the last attempt's error."""
@@ -344,13 +371,18 @@ class Judge(BaseReward):
             return no_answer("the response is empty; the judge was not asked")
         if "{ground_truth}" in self.prompt and not _there(row.get("ground_truth")):
             return no_truth()
+        return await self._verdict(lambda: self.text_for(row))
+
+    async def _verdict(self, write: Callable[[], tuple[str, bool]]) -> Score:
+        """The verdict on the prompt that `write` makes (and says whether it was cut); *infra_error* where there is none."""
         began, text = time.perf_counter(), ""
         try:
-            text, cut = self.text_for(row)
+            text, cut = write()
             value, verdict, answer = await self.ask(text)
         except Exception as error:  # noqa: BLE001 - a judge that failed is that row's record
             said = {"judge_output": error.output} if isinstance(error, Unparseable) else {}
-            lost = failed(f"no verdict: {first_line(error)}", _traced(error), time.perf_counter() - began)
+            wrote = f"; the judge wrote {error.output[:200]!r}" if isinstance(error, Unparseable) else ""
+            lost = failed(f"no verdict: {first_line(error)}{wrote}", _traced(error), time.perf_counter() - began)
             return lost.with_extra({"judge_prompt": text, **said})
         fields = verdict.model_dump()
         extra: dict[str, Any] = {"judge_prompt": text, "judge_output": answer.text, "verdict": fields}
@@ -376,16 +408,45 @@ def _scaled(schema: type[BaseModel]) -> Callable[[Any], float]:
     if get_origin(field.annotation) is Literal:
         options = get_args(field.annotation)
         return lambda verdict: options.index(verdict.score) / max(len(options) - 1, 1)
+    low, high = scale_of(schema)
+    return lambda verdict: (verdict.score - low) / (high - low)
+
+
+def scale_of(schema: type[BaseModel], scale: tuple[float, float] | None = None) -> tuple[float, float]:
+    """(least, most) of a schema's field `score`: `scale`, or its bounds `ge` and `le`, or of a `Literal` of numbers the ends.
+
+    Raises `SettingError` where there are none.
+    """
+    field = schema.model_fields["score"]
     bounds = {name: getattr(rule, name) for rule in field.metadata for name in ("ge", "le") if hasattr(rule, name)}
     low, high = bounds.get("ge"), bounds.get("le")
+    if get_origin(field.annotation) is Literal and all(
+        isinstance(one, int | float) for one in get_args(field.annotation)
+    ):
+        low, high = min(get_args(field.annotation)), max(get_args(field.annotation))
+    low, high = scale or (low, high)
     if low is None or high is None or low >= high:
-        what, do = f"'score' of judge schema {schema.__name__}", "declare Field(ge=…, le=…), or pass value=…"
+        what, do = (
+            f"'score' of judge schema {schema.__name__}",
+            "declare Field(ge=…, le=…), or pass scale=(0, 4) or value=…",
+        )
         raise SettingError(what, expected="bounds ge < le", found=bounds or "none", do=do)
-    return lambda verdict: (verdict.score - float(low)) / float(high - low)
+    return float(low), float(high)
+
+
+def choice_of(schema: type[BaseModel]) -> str:
+    """The field of a schema that says which answer is better: `better`, `preference` or `best`. Raises `SettingError` without."""
+    found = next((name for name in ("better", "preference", "best") if name in schema.model_fields), None)
+    if found is None:
+        expected = "a field better, preference or best"
+        raise SettingError(f"judge schema {schema.__name__}", expected=expected, found=", ".join(schema.model_fields))
+    return found
 
 
 class PairwiseJudge(Judge):
     """`PairwiseJudge(model)`: a chat model compares the rows of one prompt two by two, each pair in both orders.
+
+    `schema` has a field `better` or `preference` that says A, B or tie; all else as of `Judge`.
 
     A row's value is (2·wins − n)/n in [−1, 1] over its n comparisons whose two orders gave the same verdict; a tie is half a
     win. Comparisons that failed or disagree do not count. The score's extra has the numbers `compared` and `dropped`, and
@@ -401,14 +462,15 @@ class PairwiseJudge(Judge):
         self,
         model: ChatModel,
         *,
+        schema: type[BaseModel] = Pairwise,
         prompt: str = PAIRWISE,
-        rate_limit: RateLimit | None = None,
-        on_failure: str = "mask",
         name: str = "pairwise_judge",
-        **asking: Any,
+        **further: Any,
     ) -> None:
-        own: dict[str, Any] = {"schema": Pairwise, "value": lambda verdict: _SHARE[verdict.better], "prompt": prompt}
-        super().__init__(model, **own, rate_limit=rate_limit, on_failure=on_failure, name=name, **asking)
+        choice = choice_of(schema)
+        super().__init__(
+            model, schema=schema, value=lambda said: _share(said, choice), prompt=prompt, name=name, **further
+        )
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
         """One `Score` for each row, in order; each is compared with the other rows of the same `uid`."""
@@ -424,25 +486,32 @@ class PairwiseJudge(Judge):
         return [_standing(mine) for mine in found]
 
     async def _pair(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> _Comparison:
-        (forward, why), (backward, other_why) = await asyncio.gather(self._order(one, other), self._order(other, one))
-        if forward is None or backward is None:
-            return None, "; ".join(dict.fromkeys(filter(None, (why, other_why))))
+        both = await asyncio.gather(self.compare(one, other), self.compare(other, one))
+        if whys := [score.why.removeprefix("no verdict: ") for score in both if not score.scored]:
+            return None, "; ".join(dict.fromkeys(whys))
+        forward, backward = (score.value for score in both)
         return (forward if forward == 1.0 - backward else None), ""
 
-    async def _order(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> _Comparison:
-        try:
-            prompt, first, _ = self.asking.cut(one, self.model.tokenizer)
-            second = self.asking.cut(other, self.model.tokenizer)[1]
-            share, *_ = await self.ask(self.filled(prompt=prompt, response_a=first, response_b=second))
-        except Exception as error:  # noqa: BLE001 - counted: the comparison is dropped from both rows' n
-            wrote = f"; the judge wrote {error.output[:200]!r}" if isinstance(error, Unparseable) else ""
-            return None, f"{first_line(error)}{wrote}"
-        return share, ""
+    async def compare(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> Score:
+        """The verdict on two rows of one prompt, in this order: the first one's share of the win (1, ½ or 0), or *infra_error*."""
+        return await self._verdict(lambda: self._texts(one, other))
+
+    def _texts(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, bool]:
+        prompt, first, cut = self.asking.cut(one, self.model.tokenizer)
+        _, second, also = self.asking.cut(other, self.model.tokenizer)
+        return self.filled(prompt=prompt, response_a=first, response_b=second), cut or also
 
 
-_SHARE = {"A": 1.0, "B": 0.0, "tie": 0.5}
+_SHARE = {"A": 1.0, "B": 0.0, "TIE": 0.5}
 _Comparison = tuple[float | None, str]
 """(1, ½ or 0: the first row's share of the win, or None without an agreed verdict; why a verdict failed, else "")."""
+
+
+def _share(verdict: Any, choice: str) -> float:
+    said = str(getattr(verdict, choice)).strip().upper()
+    if said not in _SHARE:
+        raise Unparseable(f"the judge's verdict, field {choice}", expected="A, B or tie", found=said)
+    return _SHARE[said]
 
 
 def _standing(mine: Sequence[_Comparison]) -> Score:

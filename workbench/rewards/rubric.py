@@ -80,6 +80,11 @@ class Rubric(BaseReward, Shown):
         notes = {part: reward.check_rows(held) for part, reward in self.parts.items()}
         return "; ".join(f"{part}: {note}" for part, note in notes.items() if note)
 
+    def check_sampler(self, tokenizer: Any, switches: Mapping[str, Any]) -> None:
+        """As each part checks it."""
+        for reward in self.parts.values():
+            reward.check_sampler(tokenizer, switches)
+
     def close(self) -> None:
         """End the worker processes and connections of every part."""
         for reward in self.parts.values():

@@ -12,6 +12,7 @@ _DOCUMENTS = {
     "workbench.cluster.status:Status": "clusters:status",
     "workbench.cluster.timeline:Timeline": "clusters:timeline",
     "workbench.dataproto.core:DataProto": "traces:batch",
+    "workbench.datasets.preferences:Samples": "traces:data",
     "workbench.datasets.report:Report": "traces:data",
     "workbench.datasets.rows:Rows": "traces:data",
     "workbench.replay.audit:Audit": "comparisons:audit",
@@ -21,9 +22,11 @@ _DOCUMENTS = {
     "workbench.replay.stepping:Replayed": "traces:replayed",
     "workbench.replay.rebuild:Counterfactual": "traces:counterfactual",
     "workbench.rewards.dry_run:DryRun": "rewards:dry_run",
+    "workbench.rewards.judge_reports:JudgeReport": "judges:judge_report",
     "workbench.rewards.pins:Pin": "rewards:pin",
     "workbench.rewards.pins:PinCheck": "rewards:pin_check",
     "workbench.rewards.pins:Pins": "rewards:pins",
+    "workbench.rewards.principle_search:Principles": "traces:data",
     "workbench.rewards.reward:Reward": "rewards:reward",
     "workbench.rewards.rubric:Rubric": "rewards:rubric",
     "workbench.rewards.score:Score": "rewards:score",
@@ -59,3 +62,4 @@ FACES["workbench.replay.run:Run"] |= {
     "live": "workbench.widgets.display:run_live",
     "tensorboard": "workbench.widgets.display:run_tensorboard",
 }
+FACES["workbench.rewards.judge_reports:JudgeReport"]["figure"] = "workbench.views.judges:judge_figure"

@@ -1,0 +1,419 @@
+"""Samples of judged answers, as reward models and judges learn from them: a prompt, its answers, and what people said of these.
+
+`samples(x)` reads RM-Gallery's DataSample, HelpSteer2 and 3, UltraFeedback, pairs as TRL, OpenRLHF and RewardBench have them, and
+rated answers. The form is recognised by the fields of the records.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, zip_longest
+from types import MappingProxyType
+from typing import Any
+
+from workbench.base.config import require
+from workbench.base.errors import DataError, boundary, describe
+from workbench.base.seeds import derive
+from workbench.base.shown import Shown
+from workbench.datasets.door import parts
+from workbench.datasets.pictures import text_of
+from workbench.datasets.records import absent, chat, object_of, plain, spoken
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of a sample, and what was said of it."""
+
+    text: str
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Attribute → rating: `helpfulness`, `score`, …"""
+    model: str = ""
+    """Who wrote it, where the data say so."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt, its answers, and which of them are preferred."""
+
+    id: str
+    prompt: tuple[Mapping[str, Any], ...]
+    """Messages, the question last."""
+    answers: tuple[Answer, ...]
+    best: tuple[int, ...] | None = None
+    """The preferred answers, by place; all of them are a tie, and None says nothing."""
+    category: str = ""
+    source: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Everything else that the record has."""
+
+    @property
+    def question(self) -> str:
+        """The prompt as text: of a chat of several messages each with its role."""
+        if len(self.prompt) == 1:
+            return text_of(self.prompt[0]["content"])
+        return "\n\n".join(f"{turn['role']}: {text_of(turn['content'])}" for turn in self.prompt)
+
+    @property
+    def key(self) -> str:
+        """Equal for samples with the same prompt."""
+        text = json.dumps([dict(turn) for turn in self.prompt], sort_keys=True, default=str)
+        return hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
+
+    def preferred(self, label: str | None = None) -> tuple[int, ...] | None:
+        """The preferred answers: by the rating `label`, or as the data say."""
+        if label is None:
+            return self.best
+        rated = [one.scores.get(label) for one in self.answers]
+        if len(rated) < 2 or any(one is None for one in rated):
+            return None
+        most = max(one for one in rated if one is not None)
+        return tuple(place for place, one in enumerate(rated) if one == most)
+
+    def ordered(self, order: Sequence[int]) -> Sample:
+        """The sample with its answers in another order, or with some of them."""
+        best = None if self.best is None else tuple(at for at, one in enumerate(order) if one in self.best)
+        return replace(self, answers=tuple(self.answers[one] for one in order), best=best)
+
+
+class Samples(Shown, Sequence[Sample]):
+    """An immutable list of `Sample`s: slices, `filter` and `split` are `Samples`, too."""
+
+    def __init__(self, samples: Sequence[Sample], source: str = "", read_as: str = "") -> None:
+        self._samples = tuple(samples)
+        self.source = source
+        self.read_as = read_as
+        """The form in which the records were recognised."""
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._like(self._samples[key]) if isinstance(key, slice) else self._samples[key]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Samples) and self._samples == other._samples
+
+    __hash__ = None  # type: ignore[assignment] # metadata may be anything
+
+    def _like(self, samples: Sequence[Sample]) -> Samples:
+        return Samples(samples, self.source, self.read_as)
+
+    def filter(self, keep: Callable[[Sample], bool]) -> Samples:
+        """The samples for which `keep` is true."""
+        return self._like([one for one in self if keep(one)])
+
+    def split(self, test: float = 0.1, seed: int = 0) -> tuple[Samples, Samples]:
+        """(train, held out): the share `test` of the questions, the same ones each time, is held out with all its samples."""
+        require(0 < test < 1, "test", expected="a share in (0, 1)", found=test)
+        order = sorted({one.key for one in self}, key=lambda key: derive(seed, "held out", key))
+        held = set(order[: math.ceil(test * len(order))])
+        if len(held) == len(order):
+            raise DataError("cannot split the samples", expected="two questions or more", found=len(order))
+        return self.filter(lambda one: one.key not in held), self.filter(lambda one: one.key in held)
+
+    def pairs(self, label: str | None = None) -> Samples:
+        """Each two answers of a sample of which something is said, as a sample of their own: of two preferred ones none."""
+        found = []
+        for one in self:
+            places = [(i, j) for i in range(len(one.answers)) for j in range(i + 1, len(one.answers))]
+            for pair in places:
+                two = one.ordered(pair)
+                best = two.preferred(label)
+                tied = best is not None and len(best) == 2 and len(one.answers) > 2
+                if best and not tied:
+                    name = one.id if len(places) == 1 else f"{one.id}:{pair[0]}-{pair[1]}"
+                    found.append(replace(two, best=best, id=name))
+        return self._like(found)
+
+    @property
+    def labels(self) -> dict[str, int]:
+        """Rating → number of answers that have it."""
+        return dict(Counter(name for one in self for answer in one.answers for name in answer.scores))
+
+    def to_pandas(self) -> Any:
+        """A table with a row per answer: sample, category, question, answer, model, preferred, and each rating."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            {
+                **{"id": one.id, "category": one.category, "question": one.question, "answer": answer.text},
+                **{"model": answer.model, "preferred": None if one.best is None else place in one.best},
+                **answer.scores,
+            }
+            for one in self
+            for place, answer in enumerate(one.answers)
+        )
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(label, value) pairs, as text and HTML show them."""
+        pairs = [
+            ("samples", f"{len(self):,} of {len({one.key for one in self}):,} questions"),
+            ("read as", self.read_as),
+            ("source", self.source),
+            ("answers", _counts(Counter(len(one.answers) for one in self))),
+            ("ratings", ", ".join(f"{name} {_ratings(self, name)}" for name in self.labels)),
+            ("preferred", _counts(Counter(_said(one) for one in self))),
+            ("categories", _counts(Counter(one.category for one in self if one.category))),
+        ]
+        return [(name, value) for name, value in pairs if value]
+
+
+def _counts(counted: Counter[Any]) -> str:
+    most = counted.most_common(12)
+    more = f", and {len(counted) - len(most)} more" if len(counted) > len(most) else ""
+    return ", ".join(f"{name}: {count}" for name, count in most) + more
+
+
+def _ratings(samples: Samples, name: str) -> str:
+    found = [answer.scores[name] for one in samples for answer in one.answers if name in answer.scores]
+    return f"{min(found):g} to {max(found):g} (mean {sum(found) / len(found):.3g})"
+
+
+def _said(one: Sample) -> str:
+    if one.best is None:
+        return "not said"
+    if len(one.best) == len(one.answers):
+        return "tie"
+    return f"{_ordinal(one.best[0])} answer" if len(one.best) == 1 else f"{len(one.best)} of {len(one.answers)}"
+
+
+def _ordinal(place: int) -> str:
+    return f"{place + 1}{ {0: 'st', 1: 'nd', 2: 'rd'}.get(place, 'th') }"
+
+
+def samples(x: Any, *, limit: int | None = None) -> Samples:
+    """Samples of judged answers out of files (`.jsonl`, `.parquet`, …), a list of dicts, a DataFrame or a Hugging Face `Dataset`.
+
+    Recognised by their fields:
+
+    - RM-Gallery's DataSample: `input`, `output` (lists, or JSON text of them); an answer's `label` has its ratings or its `preference`
+    - HelpSteer2: `prompt`, `response` and ratings; with `response_1`, `response_2`, `preference_strength`; HelpSteer3
+    - UltraFeedback: `instruction`, `completions` with `annotations`
+    - pairs: `chosen` and `rejected` (a text, messages, or of RewardBench 2 a list), with or without `prompt`; `score_chosen`,
+      `margin`; RewardBench's `subset` is the category
+    - rated answers: `prompt`, `response` or `completion`, and numbers or a truth value (`label`)
+
+    Raises `DataError`, naming file, row and its fields, for a record of no such form, and where forms are mixed.
+
+    Example:
+        >>> train, held_out = wb.datasets.samples("helpsteer2.jsonl").split(0.1)  # doctest: +SKIP
+    """
+    if isinstance(x, Samples):
+        return x if limit is None else x[:limit]
+    found: list[Sample] = []
+    sources: list[str] = []
+    form: Form | None = None
+    for source, _, records in parts(x):
+        sources.append(source)
+        for number, record in enumerate(islice(records, None if limit is None else limit - len(found))):
+            place = f"{source or 'samples'}, row {number}"
+            if not isinstance(record, Mapping):
+                raise DataError(place, expected="a record (a dict)", found=describe(record))
+            cells = {str(name): plain(cell) for name, cell in record.items() if not absent(cell)}
+            form = form or _form(cells, place)
+            if not form.fits(cells):
+                expected = f"{form.name}, as the rows before it"
+                raise DataError(f"fields of {place}", expected=expected, found=", ".join(cells))
+            with boundary(f"{place}, read as {form.name}", DataError):
+                found.append(form.read(cells, place, len(found)))
+    if not found or form is None:
+        raise DataError(f"no samples in {', '.join(filter(None, sources)) or 'an empty list'}")
+    return Samples(found, ", ".join(filter(None, sources)), form.name)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of records: the fields that it is known by, and how one is read."""
+
+    name: str
+    fields: tuple[str, ...]
+    read: Callable[[Record, str, int], Sample]
+
+    def fits(self, cells: Record) -> bool:
+        """Whether a record has the fields of this form."""
+        return all(any(name in cells for name in one.split("|")) for one in self.fields)
+
+
+def _form(cells: Record, place: str) -> Form:
+    found = next((form for form in FORMS if form.fits(cells)), None)
+    if found is None:
+        known = "; ".join(f"{form.name} ({', '.join(form.fields)})" for form in FORMS)
+        raise DataError(f"fields of {place}", expected=f"those of a known form: {known}", found=", ".join(cells))
+    return found
+
+
+# --- forms ----------------------------------------------------------------------------------------
+
+
+def _sample(
+    cells: Record, place: str, number: int, prompt: Any, answers: Sequence[Answer], best: Any, used: Sequence[str]
+) -> Sample:
+    """A sample of a record; what is not `used` is its metadata."""
+    if any(not isinstance(one.text, str) for one in answers) or not answers:
+        raise DataError(f"answers of {place}", expected="texts", found=describe([one.text for one in answers]))
+    said = tuple(MappingProxyType(turn) for turn in chat(prompt, f"prompt of {place}"))
+    named = {*used, *_IDS, "source", *_CATEGORIES}
+    kept = {name: cell for name, cell in cells.items() if name not in named}
+    return Sample(
+        id=str(next((cells[name] for name in _IDS if name in cells), number)),
+        prompt=said,
+        answers=tuple(answers),
+        best=None if best is None else tuple(best),
+        category=str(next((cells[name] for name in _CATEGORIES if name in cells), "")),
+        source=str(cells.get("source", "")),
+        metadata=MappingProxyType(kept),
+    )
+
+
+_IDS = ("unique_id", "prompt_id", "id")
+_CATEGORIES = ("task_category", "subset", "domain", "category")
+
+
+def _numbers(cells: Any, *without: str) -> dict[str, float]:
+    """The fields of a mapping that are numbers, or texts of numbers."""
+    found = {}
+    for name, cell in (cells or {}).items():
+        value = _number(cell)
+        if value is not None and name not in without:
+            found[str(name)] = value
+    return found
+
+
+def _number(cell: Any) -> float | None:
+    try:
+        value = float(cell) if isinstance(cell, int | float | str) else math.nan
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _listed(cell: Any, place: str) -> list[Any]:
+    found = json.loads(cell) if isinstance(cell, str) else cell
+    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
+        raise DataError(place, expected="a list of objects, or JSON text of one", found=describe(cell))
+    return found
+
+
+def _data_sample(cells: Record, place: str, number: int) -> Sample:
+    said = [{"role": one["role"], "content": one["content"]} for one in _listed(cells["input"], f"input of {place}")]
+    metadata = object_of(cells.get("metadata"), f"metadata of {place}") or {}
+    outputs = _listed(cells["output"], f"output of {place}")
+    judged = [_gallery_answer(one.get("answer") or {}, place) for one in outputs]
+    preferred = [at for at, (_, chosen) in enumerate(judged) if chosen]
+    told = metadata.get("preferred")
+    best: Any = {"A": (0,), "B": (1,), "tie": (0, 1)}.get(told) if told is not None else preferred or None
+    cells = {**cells, "source": cells.get("source") or metadata.get("source") or ""}
+    flat = {**{name: one for name, one in cells.items() if name != "metadata"}, **metadata}
+    answers = [answer for answer, _ in judged]
+    return _sample(flat, place, number, said, answers, best, ("input", "output", "preferred", "created_at"))
+
+
+def _gallery_answer(answer: Record, place: str) -> tuple[Answer, bool]:
+    """(an answer of a DataSample, whether its label says that it is preferred)."""
+    label = object_of(answer.get("label"), f"label of {place}") or {}
+    rewarded = answer.get("reward") or {}
+    # a reward without details is the default of an answer that nobody has scored
+    scores = _numbers({"reward": rewarded.get("score")} if rewarded.get("details") else {})
+    chosen = label.get("preference") == "chosen" or label.get("is_preferred") in (True, 1)
+    return Answer(answer["content"], {**scores, **_numbers(label, "is_preferred")}, label.get("model") or ""), chosen
+
+
+def _helpsteer_pair(cells: Record, place: str, number: int) -> Sample:
+    """`preference_strength` and `overall_preference` are above 0 where the second answer is better."""
+    names = ("response_1", "response_2") if "response_1" in cells else ("response1", "response2")
+    strength = next((name for name in ("preference_strength", "overall_preference") if name in cells), None)
+    found = None if strength is None else _number(cells[strength])
+    best = None if found is None else (0, 1) if found == 0 else (1,) if found > 0 else (0,)
+    prompt = cells.get("prompt", cells.get("context"))
+    margin = {} if found is None else {"margin": abs(found)}
+    used = ("prompt", "context", *names)
+    return _sample({**cells, **margin}, place, number, prompt, [Answer(cells[one]) for one in names], best, used)
+
+
+def _ultra_feedback(cells: Record, place: str, number: int) -> Sample:
+    answers = []
+    for one in _listed(cells["completions"], f"completions of {place}"):
+        notes = {
+            name: (note[0] if isinstance(note, list) and note else note).get("Rating")
+            for name, note in (one.get("annotations") or {}).items()
+            if isinstance(note, Mapping | list) and note
+        }
+        scores = {
+            **_numbers(notes),
+            **_numbers({name: one.get(name) for name in ("overall_score", "fine-grained_score")}),
+        }
+        answers.append(Answer(one["response"], scores, one.get("model") or ""))
+    return _sample(cells, place, number, cells["instruction"], answers, None, ("instruction", "completions"))
+
+
+def _pair(cells: Record, place: str, number: int) -> Sample:
+    chosen, rejected = (_several(cells[name]) for name in ("chosen", "rejected"))
+    prompt = next((cells[name] for name in ("prompt", "instruction", "question", "input") if name in cells), None)
+    if prompt is None:
+        prompt, chosen[0], rejected[0] = _shared(chosen[0], rejected[0], place)
+    models = [[*_several(cells.get(f"{name}_model", ()))] for name in ("chosen", "rejected")]
+    if isinstance(cells.get("models"), list):
+        models = [cells["models"][: len(chosen)], cells["models"][len(chosen) :]]
+    scores = [_number(cells.get(name)) for name in ("score_chosen", "score_rejected")]
+    answers = []
+    for kind, texts in enumerate((chosen, rejected)):
+        for text, model in zip_longest(texts, models[kind][: len(texts)], fillvalue=""):
+            score = scores[kind]
+            said = spoken(text if isinstance(text, str) else text[-1:], f"answers of {place}")
+            answers.append(Answer(said, {} if score is None else {"score": score}, str(model or "")))
+    used = ("prompt", "instruction", "question", "input", "chosen", "rejected", "models")
+    return _sample(cells, place, number, prompt, answers, range(len(chosen)), used)
+
+
+def _several(cell: Any) -> list[Any]:
+    """What `chosen` holds: texts or chats, one or several."""
+    if isinstance(cell, list | tuple) and not (cell and isinstance(cell[0], Mapping)):
+        return list(cell)
+    return [cell]
+
+
+def _shared(chosen: Any, rejected: Any, place: str) -> tuple[Any, Any, Any]:
+    """(prompt, chosen, rejected) of a pair without a prompt: both begin with it (TRL's "implicit prompt")."""
+    same = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if one != other:
+            break
+        same += 1
+    if isinstance(chosen, str):
+        turn = chosen.rfind("\n\nAssistant:", 0, same)
+        if turn >= 0:  # Anthropic's transcripts: what was said before is the prompt
+            said, ends = chosen[:turn].removeprefix("\n\nHuman:"), turn + len("\n\nAssistant:")
+            return said.strip(), chosen[ends:].strip(), rejected[ends:].strip()
+        same -= same > 0 and chosen[same - 1] == " "
+    if not same:
+        expected = "a prompt, or answers that begin with the same one"
+        raise DataError(f"chosen and rejected of {place}", expected=expected, found="nothing in common")
+    return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _rated(cells: Record, place: str, number: int) -> Sample:
+    name = next(one for one in ("response", "completion", "answer") if one in cells)
+    scores = _numbers({key: cell for key, cell in cells.items() if key not in (*_IDS, "prompt", name)})
+    if not scores:
+        raise DataError(f"ratings of {place}", expected="a field with a number", found=", ".join(cells))
+    answer = Answer(spoken(cells[name], f"{name} of {place}"), scores, str(cells.get("model") or ""))
+    return _sample(cells, place, number, cells["prompt"], [answer], None, ("prompt", name, "model", *scores))
+
+
+FORMS = (
+    Form("RM-Gallery's DataSample", ("input", "output"), _data_sample),
+    Form("UltraFeedback", ("instruction", "completions"), _ultra_feedback),
+    Form(
+        "HelpSteer's preferences", ("prompt|context", "response_1|response1", "response_2|response2"), _helpsteer_pair
+    ),
+    Form("pairs", ("chosen", "rejected"), _pair),
+    Form("rated answers", ("prompt", "response|completion|answer"), _rated),
+)
+"""The forms that `samples` knows; the first that fits a record is taken."""

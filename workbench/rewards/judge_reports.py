@@ -1,0 +1,517 @@
+"""`judge_report`: whether a judge's verdicts can be trusted: against the truth, a constant, length, position and itself."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from workbench.base.errors import DataError, SettingError, describe
+from workbench.base.shown import Shown, shows
+from workbench.dataproto.core import DataProto
+from workbench.datasets.preferences import Sample, Samples
+from workbench.datasets.preferences import samples as read_samples
+from workbench.rewards import judge_stats as stats
+from workbench.rewards import judge_verdicts as verdicts
+from workbench.rewards.base import row_views
+from workbench.rewards.judge import Judge, PairwiseJudge
+from workbench.rewards.judge_stats import Bin, Estimate
+from workbench.rewards.judge_verdicts import Asked, Cost, Item
+from workbench.rewards.reward import as_reward
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TIE, NONE = "tie", "no verdict"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Confidence of verdicts against their accuracy."""
+
+    of: str
+    """What the confidence is: `stated` by the judge, the reward model's `margin` as a probability, the share of an item's
+    `votes` for its most frequent verdict, or a `size`, the difference of two numbers that is no probability."""
+    bins: Sequence[Bin]
+    error: float
+    """Expected calibration error; NaN of a `size`."""
+
+
+class JudgeReport(Shown):
+    """The result of `judge_report`. Print it; `figures` are its numbers, `to_pandas()` its items, `figure()` draws it.
+
+    Accuracy is the mean over items of the credit of an item's verdicts. A pair's verdict has credit 1 if it is the truth, else 0;
+    so has a grade. The highest of several numbers has 1 over how many share it, if it is a best answer's (RewardBench 2). No
+    verdict has 0; `accuracy among answered` leaves such verdicts out.
+    """
+
+    def __init__(
+        self, judge: str, kind: str, items: Sequence[Item], asked: Sequence[Asked], cost: Cost, label: str = "",
+        bounds: tuple[float, float] | None = None, notes: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self.judge, self.kind, self.label, self.cost, self.notes = judge, kind, label, cost, tuple(notes)
+        self.items, self.asked, self.bounds = tuple(items), tuple(asked), bounds
+        self.answered = [one for one in self.asked if one.verdict is not None]
+        """The verdicts that were given."""
+        self.seeds = tuple(dict.fromkeys(one.seed for one in self.asked))
+
+    # --- credits ----------------------------------------------------------------------------------
+
+    @cached_property
+    def same_scale(self) -> bool:
+        """Whether grades of the judge are in the unit of the truths; otherwise only their order is compared."""
+        if self.kind != "grades" or not self.answered:
+            return self.kind != "grades"
+        truths = [item.grade for item in self.items]
+        low, high = min(truths), max(truths)
+        if self.bounds is not None and not self.bounds[0] <= low <= high <= self.bounds[1]:
+            return False
+        # a schema of 0 to 10 has another unit than grades of 0 to 4, which are in its bounds, too
+        like = self.bounds is not None and self.bounds[1] - self.bounds[0] <= 2 * (high - low)
+        return like or all(low <= one.verdict <= high for one in self.answered)
+
+    def right(self, one: Asked) -> float:
+        """Credit of a verdict, in [0, 1]; NaN of a grade in another unit than the truth's."""
+        item = self.items[one.item]
+        if one.verdict is None:
+            return 0.0
+        if self.kind == "grades":
+            return float(_whole(one.verdict) == _whole(item.grade)) if self.same_scale else math.nan
+        if self.kind == "pairs":
+            return float(one.verdict == item.best)
+        if item.category.lower() == "ties":
+            return float(_rated(item, one).gap > 0)
+        return stats.best_of([value for value in one.values if value is not None], item.best)
+
+    def _means(
+        self, value: Callable[[Asked], float | None], of: Sequence[Asked] | None = None
+    ) -> dict[Hashable, float]:
+        """Item number → the mean of a value over its verdicts; None and NaN are left out."""
+        found = ((one.item, value(one)) for one in (self.asked if of is None else of))
+        return stats.item_means((item, number) for item, number in found if number is not None and number == number)
+
+    @cached_property
+    def constant(self) -> tuple[str, dict[Hashable, float]]:
+        """The constant predictor, which gives the most frequent truth each time, in words, and its credit by item."""
+        if self.kind == "choices":
+            even = {n: len(one.best) / len(one.answers) for n, one in enumerate(self.items)}
+            return "the same number", {
+                n: 0.0 if self.items[n].category.lower() == "ties" else x for n, x in even.items()
+            }
+        truths = [(one.item, self._said(one, self._truth(one.item))) for one in self.asked if one.seed == self.seeds[0]]
+        ((most, _),) = Counter(truth for _, truth in truths).most_common(1)
+        return f"always {most}", stats.item_means((item, float(truth == most)) for item, truth in truths)
+
+    def _truth(self, item: int) -> Any:
+        return self.items[item].grade if self.kind == "grades" else self.items[item].best
+
+    def _said(self, one: Asked, verdict: Any) -> str:
+        """A verdict or a truth as the judge would say it: `A`, `B` or `tie` in the order that it read, or a grade."""
+        if verdict is None:
+            return NONE
+        if self.kind == "grades":
+            return f"{_whole(verdict)}"
+        return TIE if len(verdict) > 1 else "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[one.order.index(min(verdict)) % 26]
+
+    def _follows(self, rule: Callable[[Item, Asked], frozenset[int]]) -> Callable[[Asked], float | None]:
+        """How far a verdict is that of a rule, which gives the answers that win: 1, 0 or a share; None where the rule has none."""
+
+        def agreement(one: Asked) -> float | None:
+            won = rule(self.items[one.item], one)
+            if len(won) == len(self.items[one.item].answers):
+                return None
+            return len(won & one.verdict) / len(one.verdict) if one.verdict else 0.0
+
+        return agreement
+
+    def _rule(self, rule: Callable[[Item, Asked], frozenset[int]]) -> Estimate:
+        """Accuracy of a rule; answers that it does not tell apart share the credit."""
+        won = {one.item: rule(self.items[one.item], one) for one in self.asked}
+        right = {item: len(answers & self.items[item].best) / len(answers) for item, answers in won.items()}
+        return stats.share((n, 0.0 if self._tied(n) else credit) for n, credit in right.items())
+
+    def _tied(self, item: int) -> bool:
+        return len(self.items[item].best) == len(self.items[item].answers)
+
+    # --- figures ----------------------------------------------------------------------------------
+
+    @cached_property
+    def figures(self) -> dict[str, Estimate]:
+        """The report's numbers by name, each with a 95 % interval over items, or the differences, its `how` says which."""
+        found: dict[str, Estimate] = {}
+        if self.same_scale:
+            found["accuracy"] = stats.share(self._means(self.right).items())
+            found["accuracy among answered"] = stats.share(self._means(self.right, self.answered).items())
+            found[f"constant ({self.constant[0]})"] = stats.share(self.constant[1].items())
+            found["accuracy less the constant's"] = self._beats(self._means(self.right), self.constant[1])
+        found |= self._of_grades() if self.kind == "grades" else self._of_choices()
+        found |= self._of_orders() if self.kind == "pairs" else {}
+        found |= self._of_seeds()
+        return found | {"answered": stats.share((one.item, float(one.verdict is not None)) for one in self.asked)}
+
+    def _of_grades(self) -> dict[str, Estimate]:
+        said, truth, lengths = self._columns()
+        found = {}
+        if self.same_scale:
+            middle = median(item.grade for item in self.items)
+            found["mean absolute error"] = stats.bootstrap(stats.mean, abs(said - truth))
+            found[f"its constant ({middle:g})"] = stats.bootstrap(stats.mean, [abs(x - middle) for x in truth])
+        found["Spearman with the truth"] = stats.bootstrap(stats.spearman, said, truth)
+        found["Spearman with length"] = stats.bootstrap(stats.spearman, said, lengths)
+        return found | {"truth's Spearman with length": stats.bootstrap(stats.spearman, truth, lengths)}
+
+    def _columns(self) -> tuple[Any, Any, Any]:
+        """Of each answered item the mean grade, the true one, and the answer's length."""
+        import numpy as np
+
+        means = self._means(lambda one: one.verdict)
+        there = [self.items[int(str(n))] for n in means]
+        lengths = np.array([one.lengths[0] for one in there], float)
+        return np.array(list(means.values()), float), np.array([one.grade for one in there], float), lengths
+
+    def _of_choices(self) -> dict[str, Estimate]:
+        found = {"the longer": self._rule(_longest), "the shorter": self._rule(_shortest)}
+        decided = [one for one in self.answered if len(one.verdict) < len(self.items[one.item].answers)]
+        found["prefers the longer"] = stats.share(self._means(self._follows(_longest), decided).items())
+        for name, rule in (("longer", _longest), ("shorter", _shortest)):
+            there = [one for one in self.asked if rule(self.items[one.item], one) == self.items[one.item].best]
+            found[f"accuracy where the better is the {name}"] = stats.share(self._means(self.right, there).items())
+        ties = ((one.item, float(len(one.verdict) > 1)) for one in self.answered)
+        return found | {"no preference": stats.share(ties)}
+
+    @cached_property
+    def _both(self) -> list[tuple[Asked, Asked]]:
+        """The two orders of each pair under each seed, where both have a verdict."""
+        found: dict[tuple[int, int], list[Asked]] = {}
+        for one in self.answered:
+            found.setdefault((one.item, one.seed), []).append(one)
+        return [(two[0], two[1]) for two in found.values() if len(two) == 2]
+
+    def _of_orders(self) -> dict[str, Estimate]:
+        decided = [one for one in self.answered if len(one.verdict) == 1]
+        found = {"says the first": stats.share(self._means(self._follows(_first), decided).items())}
+        if not self._both:
+            return found
+        same = [(one.item, float(one.verdict == other.verdict)) for one, other in self._both]
+        sure = {(one.item, one.seed): self.right(one) * self.right(other) for one, other in self._both}
+        asked = dict.fromkeys((one.item, one.seed) for one in self.asked)
+        found["swap consistency"] = stats.share(same)
+        found["right in both orders"] = stats.share((key[0], sure.get(key, 0.0)) for key in asked)
+        turned = [
+            two for two in self._both if two[0].verdict != two[1].verdict and max(len(x.verdict) for x in two) == 1
+        ]
+        first = [(one.item, float(one.verdict == _first(self.items[one.item], one))) for one, _ in turned]
+        return found | {"says the first, of inconsistent pairs": stats.share(first)}
+
+    def _of_seeds(self) -> dict[str, Estimate]:
+        if len(self.seeds) < 2:
+            return {}
+        found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        for one in self.answered:
+            found.setdefault((one.item, one.order), []).append(self._said(one, one.verdict))
+        whole = {key: said for key, said in found.items() if len(said) == len(self.seeds)}
+        same = stats.share((key[0], float(len(set(said)) == 1)) for key, said in whole.items())
+        kappa = Estimate(stats.fleiss_kappa(list(whole.values())), math.nan, math.nan, len(whole), "no interval")
+        return {"identical between seeds": same, "Fleiss' kappa between seeds": kappa}
+
+    @property
+    def statuses(self) -> dict[str, int]:
+        """How many verdicts have each status; what has no verdict is not *scored*."""
+        return dict(Counter(one.status for one in self.asked))
+
+    # --- what it means ----------------------------------------------------------------------------
+
+    def _beats(self, one: Mapping[Hashable, float], other: Mapping[Hashable, float]) -> Estimate:
+        """Mean difference of two credits over the items that have both, with its interval."""
+        return stats.bootstrap(stats.mean, [value - other[item] for item, value in one.items() if item in other])
+
+    @cached_property
+    def findings(self) -> tuple[str, ...]:
+        """What the figures say, in words; the first says whether the judge is better than a constant."""
+        if not self.answered:
+            return ("gives no verdict",)
+        found = [self._of_constant()]
+        if self.kind == "grades":
+            said, truth, lengths = self._columns()
+            gap = stats.bootstrap(
+                lambda *of: abs(stats.spearman(of[0], of[2])) - stats.spearman(*of[:2]), said, truth, lengths
+            )
+            found += [f"follows length (Spearman {stats.spearman(said, lengths):.2f})"] if gap.low > 0 else []
+        else:
+            found += self._biases()
+        kinds = {self._said(one, one.verdict) for one in self.answered}
+        if len(kinds) == 1 and self.kind != "choices":
+            found.append(f"always says {kinds.pop()}")
+        elif len(kinds) == 1 and kinds == {TIE}:
+            found.append("gives every answer the same number")
+        lost = len(self.asked) - len(self.answered)
+        return tuple(found + ([f"no verdict in {lost} of {len(self.asked)}"] if lost else []))
+
+    def _of_constant(self) -> str:
+        if not self.same_scale:
+            low, value = self.figures["Spearman with the truth"].low, self.figures["Spearman with the truth"].value
+            ranked = f"(Spearman {value:.2f}; its numbers are not in the unit of {self.label!r})"
+            return f"ranks as the truth does {ranked}" if low > 0 else f"no better than the constant {ranked}"
+        gap, accuracy = self.figures["accuracy less the constant's"], self.figures["accuracy"].value
+        against = f"({accuracy:.1%} right, {self.constant[0]} {stats.mean(list(self.constant[1].values())):.1%})"
+        if gap.low > 0:
+            return f"better than the constant {against}"
+        if self.kind == "grades":
+            middle = median(item.grade for item in self.items)
+            off = self._means(
+                lambda one: None if one.verdict is None else abs(one.verdict - self.items[one.item].grade)
+            )
+            if self._beats({n: abs(one.grade - middle) for n, one in enumerate(self.items)}, off).low > 0:
+                return f"nearer to the truth than the constant, not more often right {against}"
+        return f"{'worse' if gap.high < 0 else 'no better'} than the constant {against}"
+
+    def _biases(self) -> list[str]:
+        """Rules that verdicts agree with more often than with the truth, the difference's interval above 0."""
+        rules: dict[str, tuple[str, Callable[[Item, Asked], frozenset[int]]]] = {
+            "length": ("the longer", _longest), "brevity": ("the shorter", _shortest),
+        }  # fmt: skip
+        if self.kind == "pairs":
+            rules |= {"position": ("the first", _first), "position ": ("the second", _second)}
+        found = []
+        for name, (which, rule) in rules.items():
+            follows = self._means(self._follows(rule))
+            if self._beats(follows, self._means(self.right)).low > 0:
+                share = stats.mean(list(self._means(self._follows(rule), self.answered).values()))
+                found.append(f"follows {name.strip()} (prefers {which} in {share:.1%})")
+        return found
+
+    @property
+    def headline(self) -> str:
+        """The findings in one line."""
+        return "; ".join(self.findings)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the judge is better than a constant, and follows neither length nor position."""
+        return not any(one.startswith(("no better", "worse", "follows", "gives", "always")) for one in self.findings)
+
+    @cached_property
+    def confusion(self) -> pd.DataFrame:
+        """Truths (rows) × verdicts (columns), how often; of pairs in the order that the judge read. Empty of several numbers."""
+        import pandas as pd
+
+        if self.kind == "choices" or not self.same_scale:
+            return pd.DataFrame()
+        pairs = [(self._said(one, self._truth(one.item)), self._said(one, one.verdict)) for one in self.asked]
+        known = (
+            ["A", "B", TIE]
+            if self.kind == "pairs"
+            else sorted({said for two in pairs for said in two} - {NONE}, key=int)
+        )
+        rows = [name for name in known if any(truth == name for truth, _ in pairs)]
+        columns = [name for name in (*known, NONE) if any(name in two for two in pairs)]
+        counts = Counter(pairs)
+        return pd.DataFrame([[counts[row, one] for one in columns] for row in rows], rows, columns)
+
+    @cached_property
+    def calibration(self) -> Calibration | None:
+        """Bins of confidence, and the expected calibration error; None where nothing says how sure the judge is."""
+        sure = [one for one in self.answered if not math.isnan(one.confidence) and self.same_scale]
+        if sure:
+            of = "stated" if self.kind != "choices" else "margin"
+            return Calibration(of, *stats.calibration([one.confidence for one in sure], list(map(self.right, sure))))
+        if self.kind == "choices":
+            margins = [_margin(one) for one in self.answered]
+            return Calibration("size", stats.by_margin(margins, list(map(self.right, self.answered))), math.nan)
+        mine = [found for found in self._by_item(self.answered).values() if found]
+        if not self.same_scale or max(map(len, mine), default=0) < 2:
+            return None
+        agreed = list(map(self._vote, mine))
+        return Calibration("votes", *stats.calibration([one for one, _ in agreed], [right for _, right in agreed]))
+
+    def _by_item(self, asked: Sequence[Asked]) -> dict[int, list[Asked]]:
+        found: dict[int, list[Asked]] = {n: [] for n in range(len(self.items))}
+        for one in asked:
+            found[one.item].append(one)
+        return found
+
+    def _vote(self, mine: Sequence[Asked]) -> tuple[float, float]:
+        """(share of an item's verdicts that say the most frequent one, its credit: the mean where several are)."""
+        counts = Counter(one.verdict for one in mine)
+        most = max(counts.values())
+        return most / len(mine), stats.mean([self.right(one) for one in mine if counts[one.verdict] == most])
+
+    # --- tables -----------------------------------------------------------------------------------
+
+    @cached_property
+    def categories(self) -> dict[str, Estimate]:
+        """Accuracy by category of the samples, no verdict as wrong; {} where none has one. RewardBench 2's Ties by its formula."""
+        if not self.same_scale:
+            return {}
+        credits, found = self._means(self.right), {}
+        for name in dict.fromkeys(item.category for item in self.items if item.category):
+            mine = [(n, credit) for n, credit in credits.items() if self.items[int(str(n))].category == name]
+            found[name] = self._ties(name) or stats.share(mine)
+        return found
+
+    def _ties(self, name: str) -> Estimate | None:
+        if self.kind != "choices" or name.lower() != "ties":
+            return None
+        rated: dict[str, dict[Hashable, stats.Rated]] = {"ref": {}, "tied": {}}
+        for one in self.asked:
+            item = self.items[one.item]
+            if item.category == name and (which := re.search(r"(ref|tied):(\w+)$", item.id)):
+                rated[which[1]][which[2], one.seed] = _rated(item, one)
+        n = len(rated["ref"]) + len(rated["tied"])
+        return Estimate(stats.ties_score(**rated), math.nan, math.nan, n, "RewardBench 2's formula") if n else None
+
+    @cached_property
+    def sections(self) -> dict[str, float]:
+        """RewardBench's sections and their mean `score`, where the categories are its subsets; of RewardBench 2 the `score`."""
+        values = {name: one.value for name, one in self.categories.items()}
+        if set(values) <= set(stats.SECOND) and len(values) > 1:
+            return {"score": stats.mean(list(values.values()))}
+        found = stats.sections(values)
+        return {**found, "score": stats.mean(list(found.values()))} if found else {}
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per item: `id, category, prompt, truth`, its `verdicts` (as said; all orders and seeds), `accuracy`, `answered`
+        (share), `longer` (length of the best answer less the others' mean, in characters), `tokens`, `seconds`, `cut`, `why`."""
+        import pandas as pd
+
+        return pd.DataFrame([self._line(self.items[n], found) for n, found in self._by_item(self.asked).items()])
+
+    def _line(self, item: Item, found: Sequence[Asked]) -> dict[str, Any]:
+        graded = self.kind == "grades"
+        return {
+            "id": item.id, "category": item.category, "prompt": item.prompt,
+            "truth": item.grade if graded else sorted(item.best),
+            "verdicts": [one.verdict if graded or one.verdict is None else sorted(one.verdict) for one in found],
+            "accuracy": stats.mean([self.right(one) for one in found]),
+            "answered": stats.mean([float(one.verdict is not None) for one in found]),
+            "longer": _longer(item),
+            "tokens": sum(one.tokens for one in found), "seconds": sum(one.seconds for one in found),
+            "cut": any(one.cut for one in found), "why": next((one.why for one in found if one.verdict is None), ""),
+        }  # fmt: skip
+
+    def figure(self) -> Any:
+        """A matplotlib figure: accuracy against the constants, confusion, calibration, categories."""
+        return shows(self, "figure")
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def _whole(grade: float) -> int:
+    """The nearest whole number, halves upwards: the class of a grade."""
+    return math.floor(grade + 0.5)
+
+
+def _longest(item: Item, _: Asked) -> frozenset[int]:
+    return frozenset(n for n, size in enumerate(item.lengths) if size == max(item.lengths))
+
+
+def _shortest(item: Item, _: Asked) -> frozenset[int]:
+    return frozenset(n for n, size in enumerate(item.lengths) if size == min(item.lengths))
+
+
+def _first(_: Item, one: Asked) -> frozenset[int]:
+    return frozenset(one.order[:1])
+
+
+def _second(_: Item, one: Asked) -> frozenset[int]:
+    return frozenset(one.order[1:2])
+
+
+def _longer(item: Item) -> float:
+    """Characters of the best answers, in the mean, less those of the others; NaN where there are no others."""
+    sides = [[size for n, size in enumerate(item.lengths) if (n in item.best) == best] for best in (True, False)]
+    return stats.mean(sides[0]) - stats.mean(sides[1])
+
+
+def _margin(one: Asked) -> float:
+    """The highest number less the next one."""
+    *_, second, first = sorted(value for value in one.values if value is not None)
+    return first - second
+
+
+def _rated(item: Item, one: Asked) -> stats.Rated:
+    sides = [[value for n, value in enumerate(one.values) if (n in item.best) == right] for right in (True, False)]
+    return stats.Rated(*sides)
+
+
+def judge_report(
+    judge: Any, samples: Any, *, seeds: int | Sequence[int] = 3, orders: bool = True, label: str | None = None
+) -> JudgeReport:
+    """Ask a judge about samples whose truth is known, and compare: print the result, draw it by `figure()`.
+
+    A `PairwiseJudge` compares the best answers with the others two by two; any other reward scores each answer. With `label`, an
+    attribute of the answers' `scores`, or where no sample says which answer is best, those numbers are compared with the
+    grades; otherwise the highest number must be a best answer's.
+
+    Args:
+        judge: a `Judge`, `PairwiseJudge`, `RewardModel`, or whatever `as_reward` takes.
+        samples: `wb.datasets.samples(…)`, or a list of its samples, or what it reads. A ground truth that the judge reads is the
+            sample's `metadata["ground_truth"]`.
+        seeds: how often a chat model is asked, or the seeds. A reward without a seed is asked once.
+        orders: ask about each pair in both orders; False: in one, drawn by the sample's id.
+        label: the attribute whose grades are the truth.
+
+    No verdict is no credit. Raises `SettingError` where no sample says what a verdict could be compared with.
+
+    Example:
+        >>> wb.rewards.judge_report(judge, wb.datasets.samples("pairs.jsonl"))  # doctest: +SKIP
+    """
+    reward, read = as_reward(judge), _read(samples)
+    drawn = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    if not drawn:
+        raise SettingError("seeds", expected="at least one", found=describe(seeds))
+    compares, chats = isinstance(reward, PairwiseJudge), isinstance(reward, Judge)
+    label = label or ("" if any(one.best for one in read) else _only_label(read))
+    kind = "pairs" if compares else "grades" if label else "choices"
+    items = _items(read, kind, label, chats)
+    asked, cost = verdicts.ask(reward, items, drawn if chats else [0], orders, label)
+    notes = []
+    if chats and len(drawn) > 1 and not reward.asking.temperature:  # type: ignore[attr-defined]
+        notes.append("The judge is asked at temperature 0: seeds differ by the engine's own noise alone.")
+    if compares and not orders:
+        notes.append("Each pair is asked in one order: swap consistency is not known.")
+    return JudgeReport(str(reward), kind, items, asked, cost, label, verdicts.bounds(reward), notes)
+
+
+def _items(samples: Samples, kind: str, label: str, whole: bool) -> list[Item]:
+    items = verdicts.items_of(samples, kind, label, whole)
+    if not items:
+        expected = f"at least one with a rating {label!r}" if label else "at least one with a better and a worse answer"
+        found = f"ratings {', '.join(samples.labels) or '(none)'} in {len(samples)} samples"
+        raise SettingError("samples whose truth is known", expected=expected, found=found)
+    return items
+
+
+def _read(samples: Any) -> Samples:
+    listed = isinstance(samples, list | tuple) and all(isinstance(one, Sample) for one in samples)
+    return Samples(samples) if listed and samples else read_samples(samples)
+
+
+def _only_label(samples: Samples) -> str:
+    if len(samples.labels) != 1:
+        found = ", ".join(samples.labels) or "neither best answers nor ratings"
+        raise SettingError("the truth of samples", expected="best answers, or label=…", found=found)
+    return next(iter(samples.labels))
+
+
+def win_rate(judge: PairwiseJudge, batch: DataProto, against: DataProto) -> Estimate:
+    """How often a pairwise judge prefers the responses of `batch` to those of `against`, row by row: a tie is half a win.
+
+    Both are scored or sampled batches of the same prompts in the same order (`wb.evaluate(…).batch`). Each pair is asked in both
+    orders; where these disagree, or give no verdict, the pair does not count: `n` of the `Estimate` are those that do.
+    Raises `DataError` where the prompts differ.
+    """
+    mine, theirs = row_views(batch), row_views(against)
+    same = len(mine) == len(theirs) and all(a["prompt"] == b["prompt"] for a, b in zip(mine, theirs, strict=True))
+    if not same:
+        expected = "the same prompts in the same order"
+        raise DataError("batches to compare", expected=expected, found=f"{len(mine)} and {len(theirs)} rows")
+    pairs = [{**row, "uid": number} for number, two in enumerate(zip(mine, theirs, strict=True)) for row in two]
+    found = judge.judge(pairs)[::2]
+    return stats.share((number, (one.value + 1) / 2) for number, one in enumerate(found) if one.scored)

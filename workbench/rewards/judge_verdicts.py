@@ -1,0 +1,251 @@
+"""Verdicts of a judge on samples whose truth is known: what is asked, in which order and with which seed, and what it took."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from workbench.base import runtime
+from workbench.base.errors import SettingError
+from workbench.datasets.preferences import Sample, Samples
+from workbench.rewards.base import BaseReward, row_view
+from workbench.rewards.judge import Judge, PairwiseJudge, RewardModel, scale_of
+from workbench.rewards.score import Score, Status
+
+if TYPE_CHECKING:
+    from workbench.engines.protocol import Completion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """What a judge is asked about: one answer with a grade, or several answers with the best of them."""
+
+    id: str
+    category: str
+    prompt: str
+    answers: tuple[str, ...]
+    best: frozenset[int] = frozenset()
+    """Numbers of the best answers; all of them: a tie."""
+    grade: float = math.nan
+    """The true grade of the one answer; NaN of several."""
+    rows: tuple[Mapping[str, Any], ...] = field(repr=False)
+    """A row for each answer, as rewards read them."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Characters of each answer."""
+        return tuple(map(len, self.answers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One verdict of a judge on one item."""
+
+    item: int
+    """The item's number."""
+    order: tuple[int, ...]
+    """Answers in the order that the judge read them; a judge of single answers has no order, and they are as given."""
+    seed: int
+    verdict: Any
+    """A grade; or the answers, by number, that won (all: a tie). None: no verdict."""
+    status: str
+    why: str = ""
+    values: tuple[float | None, ...] = ()
+    """The numbers that a judge of single answers gave them."""
+    confidence: float = math.nan
+    """Probability of the verdict, in [0, 1], where the judge states it or a reward model's margin says it."""
+    output: str = ""
+    tokens: int = 0
+    """Tokens that the judge wrote (of a reward model: read)."""
+    seconds: float = 0.0
+    cut: bool = False
+    """Whether the prompt or an answer was cut before the judge read it."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the verdicts took."""
+
+    calls: int = 0
+    """Calls of the model, those that were repeated among them."""
+    prompt_tokens: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    """Wall time of all verdicts."""
+
+
+# --- items ----------------------------------------------------------------------------------------
+
+
+def items_of(samples: Samples, kind: str, label: str, whole: bool) -> list[Item]:
+    """The items of samples whose truth is known: `pairs` of answers, `choices` of one among several, answers with `grades`.
+
+    `whole`: the question is the whole conversation, as a chat judge reads it; else its last message.
+    """
+    if kind == "pairs":
+        return [_item(one, range(2), whole, best=frozenset(one.best or ())) for one in samples.pairs(label or None)]
+    if kind == "choices":
+        there = (one for one in samples if one.best and len(set(one.best)) < len(one.answers))
+        return [_item(one, range(len(one.answers)), whole, best=frozenset(one.best or ())) for one in there]
+    graded = ((one, at, answer.scores.get(label)) for one in samples for at, answer in enumerate(one.answers))
+    return [_item(one, [at], whole, grade=float(grade)) for one, at, grade in graded if grade is not None]
+
+
+def _item(sample: Sample, answers: Sequence[int], whole: bool, **truth: Any) -> Item:
+    texts, facts = tuple(sample.answers[number].text for number in answers), dict(sample.metadata)
+    columns = {
+        "raw_prompt": [dict(turn) for turn in sample.prompt],
+        "reward_model": {"ground_truth": facts.get("ground_truth")},
+        "data_source": sample.source,
+        "extra_info": facts,
+        "uid": sample.id,
+    }
+    asked = {"prompt_text": sample.question} if whole else {}
+    rows = tuple({**row_view({**columns, "response_text": text}, text, ()), **asked} for text in texts)
+    return Item(id=sample.id, category=sample.category, prompt=sample.question, answers=texts, rows=rows, **truth)
+
+
+# --- asking ---------------------------------------------------------------------------------------
+
+
+class Metered:
+    """A judge's engine whose calls are counted, and whose seeds are moved by `shift`."""
+
+    def __init__(self, model: Any, shift: int = 0) -> None:
+        self.model, self.shift = model, shift
+        self.calls = self.prompt_tokens = self.tokens = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    async def complete(self, messages: Any, *, seed: int, **sampling: Any) -> Completion:
+        """Like the chat model's, and counted."""
+        self.calls += 1
+        answer: Completion = await self.model.complete(messages, seed=seed + self.shift, **sampling)
+        self.prompt_tokens += answer.prompt_tokens
+        self.tokens += answer.tokens
+        return answer
+
+    async def classify(self, text: str) -> Any:
+        """Like the classifier's, and counted."""
+        self.calls += 1
+        answer = await self.model.classify(text)
+        self.prompt_tokens += answer.tokens
+        return answer
+
+
+def ask(
+    reward: BaseReward, items: Sequence[Item], seeds: Sequence[int], orders: bool, label: str
+) -> tuple[list[Asked], Cost]:
+    """The verdicts of a judge on items under each seed, and what they took."""
+    began, asked, meters = time.perf_counter(), list[Asked](), list[Metered]()
+    for seed in seeds:
+        judge, meter = seeded(reward, seed)
+        meters.append(meter)
+        if isinstance(judge, PairwiseJudge):
+            asked += compared(judge, items, seed, orders)
+        else:
+            asked += scored(judge, items, seed, label)
+    totals = {name: sum(getattr(one, name) for one in meters) for name in ("calls", "prompt_tokens", "tokens")}
+    return asked, Cost(**totals, seconds=time.perf_counter() - began)
+
+
+def seeded(reward: BaseReward, seed: int) -> tuple[Any, Metered]:
+    """A copy of a judge whose engine is metered, and the meter; of a reward without an engine itself."""
+    name = "model" if isinstance(reward, Judge) else "classifier" if isinstance(reward, RewardModel) else ""
+    if not name:
+        return reward, Metered(None)
+    # an attempt has a seed of its own, too: attempts of two seeds never share one
+    shift = seed * reward.asking.attempts if isinstance(reward, Judge) else 0
+    meter, made = Metered(getattr(reward, name), shift), copy.copy(reward)
+    setattr(made, name, meter)
+    return made, meter
+
+
+def compared(judge: PairwiseJudge, items: Sequence[Item], seed: int, orders: bool) -> list[Asked]:
+    """Verdicts on pairs, in both orders or in one that is drawn: data have the better answer first."""
+    questions = []
+    for number, item in enumerate(items):
+        both = [(0, 1), (1, 0)]
+        drawn = random.Random(f"{item.id}/{item.answers}").choice(both)
+        questions += [(number, order) for order in (both if orders else [drawn])]
+    scores = runtime.run_all(
+        lambda one: judge.compare(items[one[0]].rows[one[1][0]], items[one[0]].rows[one[1][1]]), questions
+    )
+    found = []
+    for (number, order), score in zip(questions, scores, strict=True):
+        won = {1.0: order[:1], 0.0: order[1:], 0.5: (0, 1)}.get(score.value) if score.scored else None
+        found.append(_asked(number, order, seed, frozenset(won) if won else None, [score], confidence=_stated(score)))
+    return found
+
+
+def scored(reward: BaseReward, items: Sequence[Item], seed: int, label: str) -> list[Asked]:
+    """Verdicts of a reward on answers one by one: of several answers those with the highest number won."""
+    rows = [row for item in items for row in item.rows]
+    scores = iter(reward.judged(rows))
+    found = []
+    for number, item in enumerate(items):
+        mine = list(itertools.islice(scores, len(item.rows)))
+        values = tuple(score.value if _gave(score) else None for score in mine)
+        known: list[float] = [value for value in values if value is not None]
+        verdict: Any = None
+        confidence = math.nan
+        if len(known) == len(values) and label:
+            verdict, confidence = _grade(mine[0], label), _stated(mine[0])
+        elif len(known) == len(values):
+            verdict = frozenset(place for place, value in enumerate(known) if value == max(known))
+            if isinstance(reward, RewardModel):  # Bradley–Terry: of two answers the margin's sigmoid
+                confidence = 1 / sum(math.exp(value - max(known)) for value in known)
+        order = tuple(range(len(item.rows)))
+        found.append(_asked(number, order, seed, verdict, mine, values=values, confidence=confidence))
+    return found
+
+
+def _gave(score: Score) -> bool:
+    return score.scored and score.status is not Status.COUNTED and not score.status.failed_by_model
+
+
+def _asked(
+    item: int, order: tuple[int, ...], seed: int, verdict: Any, scores: Sequence[Score], **further: Any
+) -> Asked:
+    lost = next((score for score in scores if not _gave(score)), None)
+    said, extras = lost or scores[0], [score.extra for score in scores]
+    output = "\n\n".join(str(extra["judge_output"]) for extra in extras if extra.get("judge_output"))
+    tokens = sum(int(extra.get("judge_tokens") or extra.get("rm_tokens") or 0) for extra in extras)
+    facts: dict[str, Any] = {"output": output, "tokens": tokens, "cut": any(one.get("truncated") for one in extras)}
+    facts |= {"status": said.status.value, "why": said.why, "seconds": sum(score.seconds for score in scores)}
+    return Asked(item=item, order=order, seed=seed, verdict=verdict, **facts, **further)
+
+
+def _fields(score: Score) -> Mapping[str, Any]:
+    found = score.extra.get("verdict")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _grade(score: Score, label: str) -> float:
+    """The grade in a verdict: its field of the label's name, or `score`; the reward's value where that is no number."""
+    fields = _fields(score)
+    found = fields.get(label, fields.get("score"))
+    return float(found) if isinstance(found, int | float) else score.value
+
+
+def _stated(score: Score) -> float:
+    found = next(
+        (value for name in ("confidence", "probability") if (value := _fields(score).get(name)) is not None), None
+    )
+    return float(found) if isinstance(found, int | float) and 0 <= found <= 1 else math.nan
+
+
+def bounds(reward: BaseReward) -> tuple[float, float] | None:
+    """The bounds of a schema's `score`, which tell whether its unit can be that of the truths; None where it has none."""
+    schema = getattr(reward, "schema", None)
+    try:
+        return scale_of(schema) if schema is not None and "score" in schema.model_fields else None
+    except SettingError:
+        return None
