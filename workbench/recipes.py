@@ -20,6 +20,7 @@ from workbench.stages import (
     Advantage,
     Baseline,
     CorrectionSettings,
+    CrossEntropy,
     EpisodeRollout,
     FilterGroups,
     LogProb,
@@ -29,15 +30,17 @@ from workbench.stages import (
     Reward,
     Rollout,
     RolloutCorrection,
+    Targets,
     Update,
     ValueLoss,
     Values,
 )
 from workbench.stages.stage import Stage
+from workbench.stages.targets import TRUTH
 
 __all__ = [
     "by_name", "cispo", "dapo", "dr_grpo", "gpg", "grpo", "gspo", "maxrl", "opo", "ppo", "reinforce_plus_plus", "remax",
-    "rloo", "with_rollout_correction",
+    "rloo", "sft", "with_rollout_correction",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -349,6 +352,37 @@ def ppo(
     value_loss = ValueLoss(cliprange_value=cliprange_value)
     own = {"critic": critic, "value_loss": value_loss, "critic_warmup": critic_warmup}
     return _policy_gradient(engine, reward, advantage, **own, **settings)
+
+
+@_recipe()
+def sft(
+    engine: Any,
+    *,
+    target: str = TRUTH,
+    max_tokens: int = 1024,
+    every_turn: bool = False,
+    loss_agg_mode: str = "token-mean",
+) -> Pipeline:
+    """Supervised fine-tuning: cross-entropy on each row's own target text, and on nothing of its prompt.
+
+    A step learns from a batch of rows once, in one optimizer step; `train(…, eval_rows=…)` measures the loss on held-out rows
+    (`val/nll`), `wb.evaluate` the trained model's rewards. The trained checkpoint is a model like any other.
+
+    Args:
+        engine: is trained: `engines.local(path)`, `engines.fsdp(…)` or a cluster's.
+        target: the column of the targets, `a.b` for a key of dicts; by default the row's answer, as `wb.rows` reads TRL's
+            `completion` and the last answer of `messages`. A response is the target and EOS.
+        max_tokens: longest target, in tokens; a longer one is refused before training.
+        every_turn: the answers within a chat's prompt are learned, too (OpenAI's `messages` of several turns).
+        loss_agg_mode: `token-mean` weighs all target tokens alike; others as in `grpo`.
+
+    Example:
+        >>> engine = wb.engines.local("data/tiny-arith", lr=1e-4)  # doctest: +SKIP
+        >>> pipe = wb.recipes.sft(engine, target="extra_info.answer", max_tokens=64)  # doctest: +SKIP
+        >>> run = wb.train_blocking(pipe, wb.rows("data/arith/train.parquet"), epochs=1)  # doctest: +SKIP
+    """
+    stages = [Targets(engine, target=target, max_tokens=max_tokens, every_turn=every_turn)]
+    return Pipeline([*stages, Update(engine, CrossEntropy(loss_agg_mode=loss_agg_mode))])
 
 
 def by_name(name: str) -> Callable[..., Pipeline]:

@@ -58,7 +58,7 @@ def update(v: View) -> Claims:
                 if name in v.after:
                     yield Claim(name, v.after.mask, "nothing was updated")
         return
-    yield from _critic(v, role) if v.settings.get("loss") == "ValueLoss" else _policy(v, role)
+    yield from {"ValueLoss": _critic, "CrossEntropy": _supervised}.get(str(v.settings.get("loss")), _policy)(v, role)
 
 
 def _own_scores(v: View, role: str) -> Claims:
@@ -135,6 +135,22 @@ def _critic(v: View, role: str) -> Claims:
         yield averaged(f"{role}/vpred_mean", flat(guesses), "mean value", 20 * size(flat(guesses)) + 1)
     if f"{role}/vf_loss" in v.metrics:
         yield Claim(f"{role}/loss", v.metrics[f"{role}/vf_loss"], "vf_loss")
+
+
+def _supervised(v: View, role: str) -> Claims:
+    """Cross-entropy from the log-probs of the pass itself, which are recorded."""
+    yield Left("new_log_probs", MODEL)
+    yield from bounded(v.after, "new_log_probs")
+    if (cut := minis(v, role)) is None:
+        for name in ("loss", "nll"):
+            yield Left(f"{role}/{name}", "passes before the last, shuffled or skipped mini-batches are not recorded")
+        return
+    mask, mode = counted_tokens(v.after), v.setting("loss_agg_mode")
+    rows, width = each(lambda x: -x, v.after.own("new_log_probs", mask)), float(len(mask[0]))
+    steps = [rows[one.start : one.stop] for one in cut]
+    losses = [aggregated(step, mode, width) for step in steps]
+    yield Claim(f"{role}/loss", mean(losses), "−log π of the target tokens, aggregated", size(losses))
+    yield averaged(f"{role}/nll", [mean(flat(step)) for step in steps], "mean −log π of the target tokens")
 
 
 def _policy(v: View, role: str) -> Claims:
