@@ -19,12 +19,14 @@ from workbench.engines.protocol import SamplingSettings
 from workbench.stages import (
     Advantage,
     Baseline,
+    BradleyTerry,
     CorrectionSettings,
     CrossEntropy,
     EpisodeRollout,
     FilterGroups,
     LogProb,
     Overlong,
+    Pairs,
     Pipeline,
     PolicyLoss,
     Reward,
@@ -40,7 +42,7 @@ from workbench.stages.targets import TRUTH
 
 __all__ = [
     "by_name", "cispo", "dapo", "dr_grpo", "gpg", "grpo", "gspo", "maxrl", "opo", "ppo", "reinforce_plus_plus", "remax",
-    "rloo", "sft", "with_rollout_correction",
+    "reward_model", "rloo", "sft", "with_rollout_correction",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -383,6 +385,44 @@ def sft(
     """
     stages = [Targets(engine, target=target, max_tokens=max_tokens, every_turn=every_turn)]
     return Pipeline([*stages, Update(engine, CrossEntropy(loss_agg_mode=loss_agg_mode))])
+
+
+@_recipe()
+def reward_model(
+    engine: Any,
+    *,
+    chosen: str = "chosen",
+    rejected: str = "rejected",
+    margin: str | None = None,
+    center_rewards_coefficient: float = 0.0,
+    max_tokens: int = 1024,
+    template: str = "chat",
+) -> Pipeline:
+    """A reward model from preference pairs: −log σ(r⁺ − r⁻ − margin), Bradley and Terry's likelihood that the better one wins.
+
+    A row of the data has a prompt and two answers; a step learns from a batch of pairs once. `reward_model/accuracy` and
+    `margin` (mean r⁺ − r⁻) are metrics of training, `val/accuracy` and `val/margin` those of `train(…, eval_rows=…)`. The
+    trained checkpoint is a sequence classifier: `rewards.RewardModel(engines.classifier(run.checkpoint()))`.
+
+    Args:
+        engine: is trained: `engines.reward_model(path)`.
+        chosen: the column of the preferred answers: texts, or messages whose last one is the answer.
+        rejected: the column of the others.
+        margin: a column with a number for each pair, by which r⁺ is to be above r⁻; None: 0.
+        center_rewards_coefficient: c of the term c·(r⁺ + r⁻)², which keeps rewards around 0 (TRL suggests 0.01).
+        max_tokens: longest answer, in tokens; a longer one is refused before training.
+        template: how prompt and answer become one text, as in `rewards.RewardModel`: `chat` or `question_answer`.
+
+    Example:
+        >>> engine = wb.engines.reward_model("data/tiny-arith", lr=1e-4)  # doctest: +SKIP
+        >>> pairs = wb.rows("pairs.jsonl")  # prompt, chosen, rejected  # doctest: +SKIP
+        >>> run = wb.train_blocking(wb.recipes.reward_model(engine), pairs, epochs=1)  # doctest: +SKIP
+        >>> reward = wb.rewards.RewardModel(wb.engines.classifier(run.checkpoint()))  # doctest: +SKIP
+    """
+    given: dict[str, Any] = {"margin": margin, "max_tokens": max_tokens, "template": template}
+    loss = BradleyTerry(center_rewards_coefficient=center_rewards_coefficient)
+    pairs = Pairs(engine, chosen=chosen, rejected=rejected, **given)
+    return Pipeline([pairs, Update(engine, loss, name="update_reward_model")])
 
 
 def by_name(name: str) -> Callable[..., Pipeline]:

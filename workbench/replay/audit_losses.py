@@ -58,7 +58,9 @@ def update(v: View) -> Claims:
                 if name in v.after:
                     yield Claim(name, v.after.mask, "nothing was updated")
         return
-    yield from {"ValueLoss": _critic, "CrossEntropy": _supervised}.get(str(v.settings.get("loss")), _policy)(v, role)
+    yield from {"ValueLoss": _critic, "CrossEntropy": _supervised, "BradleyTerry": _preferences}.get(
+        str(v.settings.get("loss")), _policy
+    )(v, role)
 
 
 def _own_scores(v: View, role: str) -> Claims:
@@ -151,6 +153,24 @@ def _supervised(v: View, role: str) -> Claims:
     losses = [aggregated(step, mode, width) for step in steps]
     yield Claim(f"{role}/loss", mean(losses), "−log π of the target tokens, aggregated", size(losses))
     yield averaged(f"{role}/nll", [mean(flat(step)) for step in steps], "mean −log π of the target tokens")
+
+
+def _preferences(v: View, role: str) -> Claims:
+    """Bradley–Terry from the rewards of the pass itself, which are recorded."""
+    yield Left("token_level_scores", MODEL)
+    names = ("loss", "bt_loss", "accuracy", "margin", "chosen", "rejected")
+    if (cut := minis(v, role)) is None or len(cut) > 1:
+        for name in names:
+            yield Left(f"{role}/{name}", "passes before the last, shuffled or skipped mini-batches are not recorded")
+        return
+    rewards, c = [math.fsum(row) for row in v.after["token_level_scores"]], v.setting("center_rewards_coefficient")
+    chosen, rejected = rewards[::2], rewards[1::2]
+    gaps = [x - y for x, y in zip(chosen, rejected, strict=True)]
+    lost = [math.log1p(math.exp(m - gap)) for gap, m in zip(gaps, v.after["pair_margin"][::2], strict=True)]
+    losses = [x + c * (r + s) ** 2 for x, r, s in zip(lost, chosen, rejected, strict=True)]
+    right = [(gap > 0) + (gap == 0) / 2 for gap in gaps]
+    for name, values in zip(names, (losses, losses, right, gaps, chosen, rejected), strict=True):
+        yield averaged(f"{role}/{name}", values, f"Bradley–Terry: {name}, the mean over pairs", 1 + size(rewards))
 
 
 def _policy(v: View, role: str) -> Claims:

@@ -77,6 +77,19 @@ def targets(v: View) -> Claims:
     yield from measured_lengths(b)
 
 
+def pairs(v: View) -> Claims:
+    """Masks, positions and lengths of preference pairs; each row's own token is its last."""
+    b = v.after
+    prompts, whole = yield from _laid_out(b)
+    own = [[int(t == n - 1) for t in range(len(row))] for row, n in zip(whole, b.lengths, strict=True)]
+    yield Claim("response_mask", own, "1 on the last token, behind the text")
+    yield Claim("uid", [uid for uid in v.before["uid"] for _ in range(2)], "two rows of each pair", partial=True)
+    yield from _padding(v, prompts, whole)
+    for name in ("prompts", "responses", "response_text", "pair_margin"):
+        yield Left(name, "needs the tokenizer's chat template, or the data's columns; its padding is checked")
+    yield from measured_lengths(b)
+
+
 def _laid_out(b: Lists) -> Generator[Claim | Left, None, tuple[list[int], list[list[int]]]]:
     """Masks, ids and positions; returns the prompts' lengths, and 1 at every token of the responses."""
     prompts, lengths = list(map(sum, b["prompt_mask"])), b.lengths

@@ -35,7 +35,7 @@ from workbench.rewards.signatures import WORDS, told
 from workbench.runs.folder import read_settings
 from workbench.runs.settings import Plan
 from workbench.stages.pipeline import Pipeline
-from workbench.stages.targets import Targets
+from workbench.stages.targets import Given
 from workbench.steps import execute
 
 log = logging.getLogger("workbench")
@@ -80,7 +80,7 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
         prompts.check(part)
     first = rows.batch(plan.batch_size)
     rows.check_steps(plan.batch_size, plan.steps, plan.seed)
-    if isinstance(rollout, Targets):
+    if isinstance(rollout, Given):
         pipeline.check(first)
         judged = [("targets", rollout.check_rows(part.views())) for part in parts]
     else:

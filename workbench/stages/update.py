@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from workbench.base.seeds import derive
 from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.value import Origin
-from workbench.engines.protocol import Learner, LogProbModel, LossCounts, LossOutput, StepResult
+from workbench.engines.protocol import Learner, LogProbModel, Loss, LossCounts, LossOutput, StepResult
 from workbench.functional.kl import kl_penalty
 from workbench.functional.losses import AGGREGATIONS, POLICY_LOSSES, Surrogate, aggregate, value_loss
 from workbench.functional.masking import masked_mean
@@ -235,34 +235,18 @@ class ValueLoss(Settings):
         return LossOutput(loss, metrics)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CrossEntropy(Settings):
-    """The supervised loss −log π of each target token, aggregated over the whole mini-batch (global counts)."""
+class SupervisedLoss(Loss, Protocol):
+    """A loss of what the data says, without rewards: see `stages.supervised`."""
 
-    loss_agg_mode: str = "token-mean"
-    """How token losses become one number: see `functional.aggregate`."""
+    supervised: ClassVar[bool]
+    reads: ClassVar[tuple[str, ...]]
+    writes: ClassVar[tuple[str, ...]]
 
-    reads: ClassVar[tuple[str, ...]] = ()
-    """No column beside the inputs of a forward pass."""
-    writes: ClassVar[tuple[str, ...]] = ("new_log_probs",)
-    """Columns [B, T] that an update with this loss writes."""
-    want: ClassVar[tuple[str, ...]] = ("log_probs",)
-    """Model outputs that the loss needs."""
-
-    def __post_init__(self) -> None:
-        if self.loss_agg_mode not in AGGREGATIONS:
-            raise SettingError(unknown("loss_agg_mode", self.loss_agg_mode, AGGREGATIONS))
-
-    def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
-        """The loss of one micro-batch, the mean −log π of its target tokens (`nll`, nats), and the column of `writes`."""
-        mask, found = loss_mask(rows), outputs["log_probs"]
-        tokens, sequences, width = loss_counts.tokens, loss_counts.sequences, loss_counts.width
-        loss = aggregate(-found, mask, self.loss_agg_mode, tokens=tokens, sequences=sequences, scale=width)
-        kept = (found * rows["response_mask"]).detach()
-        return LossOutput(loss, {"actor/nll": _mean(-found, mask)}, {"new_log_probs": kept})
+    def to_dict(self) -> dict[str, Any]:
+        """The settings by name."""
 
 
-_Loss: TypeAlias = PolicyLoss | OnPolicyLoss | ValueLoss | CrossEntropy
+_Loss: TypeAlias = PolicyLoss | OnPolicyLoss | ValueLoss | SupervisedLoss
 
 
 class Update(BaseStage):
@@ -272,7 +256,7 @@ class Update(BaseStage):
 
     Args:
         learner: the engine whose weights are updated.
-        loss: a `PolicyLoss`, a `ValueLoss`, or without rewards a `CrossEntropy`.
+        loss: a `PolicyLoss`, a `ValueLoss`, or without rewards a `CrossEntropy` or `BradleyTerry`.
         name: `update_actor` or `update_critic`; what follows `update_` is the prefix of the metrics.
         ppo_epochs: passes over the batch.
         ppo_mini_batch_size: *prompts* of one optimizer step, as in verl; None: the whole batch. The last may be smaller.
@@ -299,7 +283,7 @@ class Update(BaseStage):
     def __init__(
         self,
         learner: Learner,
-        loss: PolicyLoss | ValueLoss | CrossEntropy,
+        loss: PolicyLoss | ValueLoss | SupervisedLoss,
         *,
         name: str = "update_actor",
         ppo_epochs: int = 1,
@@ -333,7 +317,7 @@ class Update(BaseStage):
         if isinstance(loss, PolicyLoss) and loss.bypass is None and type(self) is Update:
             self._on_policy = OnPolicyLoss(loss) if ppo_epochs == 1 and not recompute_old_log_probs else None
         self._scoring = LogProb(cast(LogProbModel, learner), name=name, entropy=True, temperature=temperature)
-        scored = () if isinstance(loss, CrossEntropy) else ("scored",)
+        scored = () if getattr(loss, "supervised", False) else ("scored",)
         self.reads = (*SCORED_COLUMNS, *scored, *(self._on_policy or loss).reads)
         self.writes = loss.writes
         masked = ("loss_mask",) * ("loss_mask" not in self.writes)
