@@ -8,6 +8,7 @@ from workbench.engines.http.sampler import RemoteSampler, remote
 from workbench.engines.http.server import RemoteSettings, ServerCommand, server_command
 from workbench.engines.local_engine.classifier import LocalClassifier, classifier
 from workbench.engines.local_engine.engine import LocalEngine, local
+from workbench.engines.local_engine.reward_model import LocalRewardModel, reward_model
 from workbench.engines.paired import Paired, paired
 from workbench.engines.protocol import (
     ChatModel,
@@ -34,8 +35,8 @@ classify = ClassifyEndpoint
 
 __all__ = [
     "ChatModel", "Classified", "Classifier", "ClassifyEndpoint", "Completion", "FsdpEngine", "FsdpSettings", "Group", "Learner",
-    "LocalClassifier", "LocalEngine", "LocalSettings", "LogProbModel", "Loss", "LossCounts", "LossOutput", "OpenAIChat",
+    "LocalClassifier", "LocalEngine", "LocalRewardModel", "LocalSettings", "LogProbModel", "Loss", "LossCounts", "LossOutput", "OpenAIChat",
     "Paired", "RemoteSampler", "RemoteSettings", "Request", "Sample", "Sampler", "SamplerChat", "SamplingSettings",
     "ServerCommand", "StepResult", "VllmClassifier", "VllmEngine", "VllmSettings", "chat", "classifier", "classify", "export",
-    "fsdp", "local", "local_group", "openai", "paired", "remote", "server_command", "vllm", "vllm_classifier",
+    "fsdp", "local", "local_group", "openai", "paired", "remote", "reward_model", "server_command", "vllm", "vllm_classifier",
 ]  # fmt: skip
