@@ -291,7 +291,7 @@ def _style(said: Set[str]) -> tuple[bool, Mapping[str, str], str]:
     completions, ids = "completions" in said, "completion_ids" in said
     if _is_areals(said):
         return False, _AREALS, "columns"
-    if "completion" in said and said & {"state", "info", "parser"}:
+    if _is_verifiers(said):
         return False, _VERIFIERS, "columns"
     if ids and not completions and said & {"prompt", "prompt_ids", *ALIASES["response"]}:
         return False, {"completion_ids": "response_ids"}, "verl"
@@ -303,6 +303,10 @@ def _style(said: Set[str]) -> tuple[bool, Mapping[str, str], str]:
 def _is_areals(said: Set[str]) -> bool:
     """Whether a function is called once a row in spite of its plurals: TRL passes neither a `prompt` nor `prompt_ids`."""
     return "completions" in said and ("prompt_ids" in said or ("prompt" in said and "prompts" not in said))
+
+
+def _is_verifiers(said: Set[str]) -> bool:
+    return "completion" in said and bool(said & {"state", "info", "parser"})
 
 
 # --- calls ----------------------------------------------------------------------------------------
