@@ -110,7 +110,7 @@ def _rewards(pipeline: Pipeline, rollout: Any, parts: Sequence[Rows], first: Dat
     blank = getattr(rollout, "blank", {})
     reward.function.check_signature((*first.columns, *blank))  # before the pipeline's check: it knows the nearest name
     pipeline.check(first)
-    reward.function.check_sampler(tokenizer, switches_of(rollout.sampler))
+    reward.function.check_sampler(rollout.sampler.tokenizer, switches_of(rollout.sampler))
     unscorable = list(filter(None, (_unscorable(reward.function, part) for part in parts)))
     unscorable += [note for part in parts for note in _lacking(reward.function, part)]
     for note in unscorable:
