@@ -447,7 +447,6 @@ class PairwiseJudge(Judge):
     """`PairwiseJudge(model)`: a chat model compares the rows of one prompt two by two, each pair in both orders.
 
     `schema` has a field `better` or `preference` that says A, B or tie; all else as of `Judge`.
-
     A row's value is (2·wins − n)/n in [−1, 1] over its n comparisons whose two orders gave the same verdict; a tie is half a
     win. Comparisons that failed or disagree do not count. The score's extra has the numbers `compared` and `dropped`, and
     `no_verdict`, the reasons of failures; its part `swap_consistency` is the share of pairs whose two orders agree. A row
