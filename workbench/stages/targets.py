@@ -27,8 +27,6 @@ _SAMPLED = ("rollout_log_probs", "finish_reason", "policy_version")
 class Given(Rollout):
     """Base class of stages whose responses are texts that the data has; nothing is sampled."""
 
-    reads: tuple[str, ...] = ("raw_prompt", "uid")
-
     def __init__(self, engine: Any, columns: Sequence[str], max_tokens: int, answers: int = 1) -> None:
         super().__init__(engine, group_size=answers, sampling=SamplingSettings(max_tokens=max_tokens))
         for one in columns:

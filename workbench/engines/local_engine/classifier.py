@@ -98,7 +98,8 @@ def open_classifier(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    found, trust = str(resolve(path)), {"trust_remote_code": trust_remote_code}
+    found = str(resolve(path))
+    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     with boundary(f"loading the reward model {str(path)!r}", EngineError):
         config = AutoConfig.from_pretrained(found, **trust)
         new = begin and not any("SequenceClassification" in name for name in config.architectures or ())
