@@ -265,7 +265,7 @@ def row_sums(b: Lists, column: str) -> list[float]:
 
 def measured_scores(b: Lists) -> Claims:
     """verl's scores and rewards: of scored rows whose response is not empty."""
-    told = [bool(x) for x in b["scored"]] if "scored" in b else [True] * len(b.lengths)
+    told = [bool(x) for x in b["scored"]] if "scored" in b else [True] * len(b["reward"])
     rows = [ok and n > 0 for ok, n in zip(told, b.lengths, strict=True)]
     for prefix, column in (("critic/score", "token_level_scores"), ("critic/rewards", "token_level_rewards")):
         if column in b:
@@ -274,7 +274,7 @@ def measured_scores(b: Lists) -> Claims:
             yield from spread(prefix, sums, f"sums of {column}", rough)
             if sums and prefix == "critic/score":
                 yield Claim("critic/score/std", math.sqrt(pvariance(sums)), "√ of the mean squared deviation", rough)
-    scored = [x for x, ok in zip(b["reward"], told, strict=True) if ok] if "reward" in b else []
+    scored = [x for x, ok in zip(b["reward"], told, strict=True) if ok]
     if scored:
         yield averaged("reward/mean", scored, "mean reward of scored rows")
 

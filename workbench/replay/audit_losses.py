@@ -157,13 +157,13 @@ def _supervised(v: View, role: str) -> Claims:
 
 def _preferences(v: View, role: str) -> Claims:
     """Bradley–Terry from the rewards of the pass itself, which are recorded."""
-    yield Left("token_level_scores", MODEL)
+    yield Left("values", MODEL)
     names = ("loss", "bt_loss", "accuracy", "margin", "chosen", "rejected")
     if (cut := minis(v, role)) is None or len(cut) > 1:
         for name in names:
             yield Left(f"{role}/{name}", "passes before the last, shuffled or skipped mini-batches are not recorded")
         return
-    rewards, c = [math.fsum(row) for row in v.after["token_level_scores"]], v.setting("center_rewards_coefficient")
+    rewards, c = [math.fsum(row) for row in v.after["values"]], v.setting("center_rewards_coefficient")
     chosen, rejected = rewards[::2], rewards[1::2]
     gaps = [x - y for x, y in zip(chosen, rejected, strict=True)]
     lost = [math.log1p(math.exp(m - gap)) for gap, m in zip(gaps, v.after["pair_margin"][::2], strict=True)]

@@ -69,7 +69,7 @@ class BradleyTerry(Settings):
     supervised: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = (MARGIN,)
     """Columns that the loss needs, beside the inputs of a forward pass."""
-    writes: ClassVar[tuple[str, ...]] = ("token_level_scores",)
+    writes: ClassVar[tuple[str, ...]] = ("values",)
     """Columns [B, T] that an update with this loss writes: each row's reward."""
     want: ClassVar[tuple[str, ...]] = ("values",)
     """Model outputs that the loss needs."""
@@ -95,4 +95,4 @@ class BradleyTerry(Settings):
             "rejected": rejected,
         }
         metrics = {f"reward_model/{name}": _mean(one.sum(), float(len(one))) for name, one in each.items()}
-        return LossOutput(losses.sum() / (loss_counts.sequences / 2), metrics, {"token_level_scores": scores.detach()})
+        return LossOutput(losses.sum() / (loss_counts.sequences / 2), metrics, {"values": scores.detach()})

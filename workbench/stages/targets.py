@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ _SAMPLED = ("rollout_log_probs", "finish_reason", "policy_version")
 
 class Given(Rollout):
     """Base class of stages whose responses are texts that the data has; nothing is sampled."""
-
-    reads: tuple[str, ...] = ("raw_prompt", "uid")
 
     def __init__(self, engine: Any, columns: Sequence[str], max_tokens: int, answers: int = 1) -> None:
         super().__init__(engine, group_size=answers, sampling=SamplingSettings(max_tokens=max_tokens))
@@ -146,7 +143,7 @@ class Targets(Given):
         columns = _columns(prompts, responses, self._pad_id)
         decode = self.sampler.tokenizer.batch_decode
         columns["response_text"] = decode([list(ids) for ids, _ in responses], skip_special_tokens=True)
-        return replace(self._finished(batch, columns, torch.arange(len(batch))), rows=None)
+        return self._finished(batch, columns, torch.arange(len(batch)))
 
     def _turns(
         self, chat: Sequence[Mapping[str, Any]], start: int, target: str, place: str

@@ -98,12 +98,19 @@ def open_classifier(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    found, trust = str(resolve(path)), {"trust_remote_code": trust_remote_code}
+    found = str(resolve(path))
+    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     with boundary(f"loading the reward model {str(path)!r}", EngineError):
         config = AutoConfig.from_pretrained(found, **trust)
         new = begin and not any("SequenceClassification" in name for name in config.architectures or ())
         given: dict[str, Any] = {"num_labels": 1, "begins": (HEAD_WEIGHT,)} if new else {}
-        model = pretrained(AutoModelForSequenceClassification, found, **given, **trust)
+        told = logging.get_verbosity()
+        if new:  # it would warn of the head that is missing
+            logging.set_verbosity_error()
+        try:
+            model = pretrained(AutoModelForSequenceClassification, found, **given, **trust)
+        finally:
+            logging.set_verbosity(told)
         tokenizer = AutoTokenizer.from_pretrained(found, **trust)
     if model.config.num_labels != 1 or not hasattr(model, "score"):
         expected = "a sequence classifier with one label and a head called 'score'"

@@ -29,8 +29,8 @@ def resolve(path: str | Path, *, elsewhere: bool = False) -> str | Path:
     where there is no such model, or one of its files is not as an engine's `save` wrote it.
     """
     folder = Path(path)
-    found = (one for role in ROLES for one in folder.glob(f"checkpoints/step_*/{role}/*config.json"))
-    checkpoints = (one.parent for one in sorted(found, reverse=True))
+    saved = (one for role in ROLES for one in folder.glob(f"checkpoints/step_*/{role}/*config.json"))
+    checkpoints = (one.parent for one in sorted(saved, reverse=True))
     for inside in (folder, *(folder / role for role in ROLES), *checkpoints):
         if (inside / "config.json").is_file() or (inside / lora.CONFIG).is_file():
             check_manifest(inside, EngineError, "save the model again, or take another checkpoint")

@@ -152,8 +152,8 @@ def reward_model(path: str | Path, *, threads: int | None = None, **settings: An
     share_arena()
     if threads is not None:
         torch.set_num_threads(threads)
-    how = {"device": chosen.device, "trust_remote_code": chosen.trust_remote_code}
-    model, tokenizer = open_classifier(path, **how, begin=True)
+    trust = chosen.trust_remote_code
+    model, tokenizer = open_classifier(path, device=chosen.device, trust_remote_code=trust, begin=True)
     engine = LocalRewardModel(model, tokenizer, chosen, path=str(path))
     engine._files = Files.of_model(resolve(path))
     if chosen.self_check:
