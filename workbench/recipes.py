@@ -19,25 +19,30 @@ from workbench.engines.protocol import SamplingSettings
 from workbench.stages import (
     Advantage,
     Baseline,
+    BradleyTerry,
     CorrectionSettings,
+    CrossEntropy,
     EpisodeRollout,
     FilterGroups,
     LogProb,
     Overlong,
+    Pairs,
     Pipeline,
     PolicyLoss,
     Reward,
     Rollout,
     RolloutCorrection,
+    Targets,
     Update,
     ValueLoss,
     Values,
 )
 from workbench.stages.stage import Stage
+from workbench.stages.targets import TRUTH
 
 __all__ = [
     "by_name", "cispo", "dapo", "dr_grpo", "gpg", "grpo", "gspo", "maxrl", "opo", "ppo", "reinforce_plus_plus", "remax",
-    "rloo", "with_rollout_correction",
+    "reward_model", "rloo", "sft", "with_rollout_correction",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -349,6 +354,75 @@ def ppo(
     value_loss = ValueLoss(cliprange_value=cliprange_value)
     own = {"critic": critic, "value_loss": value_loss, "critic_warmup": critic_warmup}
     return _policy_gradient(engine, reward, advantage, **own, **settings)
+
+
+@_recipe()
+def sft(
+    engine: Any,
+    *,
+    target: str = TRUTH,
+    max_tokens: int = 1024,
+    every_turn: bool = False,
+    loss_agg_mode: str = "token-mean",
+) -> Pipeline:
+    """Supervised fine-tuning: cross-entropy on each row's own target text, and on nothing of its prompt.
+
+    A step learns from a batch of rows once, in one optimizer step; `train(…, eval_rows=…)` measures the loss on held-out rows
+    (`val/nll`), `wb.evaluate` the trained model's rewards. The trained checkpoint is a model like any other.
+
+    Args:
+        engine: is trained: `engines.local(path)`, `engines.fsdp(…)` or a cluster's.
+        target: the column of the targets, `a.b` for a key of dicts; by default the row's answer, as `wb.rows` reads TRL's
+            `completion` and the last answer of `messages`. A response is the target and EOS.
+        max_tokens: longest target, in tokens; a longer one is refused before training.
+        every_turn: the answers within a chat's prompt are learned, too (OpenAI's `messages` of several turns).
+        loss_agg_mode: `token-mean` weighs all target tokens alike; others as in `grpo`.
+
+    Example:
+        >>> engine = wb.engines.local("data/tiny-arith", lr=1e-4)  # doctest: +SKIP
+        >>> pipe = wb.recipes.sft(engine, target="extra_info.answer", max_tokens=64)  # doctest: +SKIP
+        >>> run = wb.train_blocking(pipe, wb.rows("data/arith/train.parquet"), epochs=1)  # doctest: +SKIP
+    """
+    stages = [Targets(engine, target=target, max_tokens=max_tokens, every_turn=every_turn)]
+    return Pipeline([*stages, Update(engine, CrossEntropy(loss_agg_mode=loss_agg_mode))])
+
+
+@_recipe()
+def reward_model(
+    engine: Any,
+    *,
+    chosen: str = "chosen",
+    rejected: str = "rejected",
+    margin: str | None = None,
+    center_rewards_coefficient: float = 0.0,
+    max_tokens: int = 1024,
+    template: str = "chat",
+) -> Pipeline:
+    """A reward model from preference pairs: −log σ(r⁺ − r⁻ − margin), Bradley and Terry's likelihood that the better one wins.
+
+    A row of the data has a prompt and two answers; a step learns from a batch of pairs once. `reward_model/accuracy` and
+    `margin` (mean r⁺ − r⁻) are metrics of training, `val/accuracy` and `val/margin` those of `train(…, eval_rows=…)`. The
+    trained checkpoint is a sequence classifier: `rewards.RewardModel(engines.classifier(run.checkpoint()))`.
+
+    Args:
+        engine: is trained: `engines.reward_model(path)`.
+        chosen: the column of the preferred answers: texts, or messages whose last one is the answer.
+        rejected: the column of the others.
+        margin: a column with a number for each pair, by which r⁺ is to be above r⁻; None: 0.
+        center_rewards_coefficient: c of the term c·(r⁺ + r⁻)², which keeps rewards around 0 (TRL suggests 0.01).
+        max_tokens: longest answer, in tokens; a longer one is refused before training.
+        template: how prompt and answer become one text, as in `rewards.RewardModel`: `chat` or `question_answer`.
+
+    Example:
+        >>> engine = wb.engines.reward_model("data/tiny-arith", lr=1e-4)  # doctest: +SKIP
+        >>> pairs = wb.rows("pairs.jsonl")  # prompt, chosen, rejected  # doctest: +SKIP
+        >>> run = wb.train_blocking(wb.recipes.reward_model(engine), pairs, epochs=1)  # doctest: +SKIP
+        >>> reward = wb.rewards.RewardModel(wb.engines.classifier(run.checkpoint()))  # doctest: +SKIP
+    """
+    given: dict[str, Any] = {"margin": margin, "max_tokens": max_tokens, "template": template}
+    loss = BradleyTerry(center_rewards_coefficient=center_rewards_coefficient)
+    pairs = Pairs(engine, chosen=chosen, rejected=rejected, **given)
+    return Pipeline([pairs, Update(engine, loss, name="update_reward_model")])
 
 
 def by_name(name: str) -> Callable[..., Pipeline]:

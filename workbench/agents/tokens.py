@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,8 @@ Message = Mapping[str, Any]
 _ANSWER = "\u2e22answer\u2e23"
 _ASKED = {"role": "user", "content": "question"}
 _NEW = "new\u2e22turn"
+_ID_LENGTH = 9
+"""Letters and digits of a call's id in the templates that want one (Mistral's)."""
 _KEPT = 4096
 """Prompts whose ids are kept: the samples of a group share one."""
 
@@ -46,6 +49,7 @@ class TurnTokens:
         self._name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         self._prompts: dict[str, tuple[int, ...]] = {}
         self._closing: dict[str, str] = {}
+        self._wants_ids = False
         for role in roles:
             self._check(role)
 
@@ -89,11 +93,19 @@ class TurnTokens:
         """
         if self._plain:
             return "".join(f"\n{one['content']}" for one in messages) + "\n"
+        messages = [self._with_id(one, number) for number, one in enumerate(messages)]
         text = self._render([_ASKED, {"role": "assistant", "content": _ANSWER}, *messages], generation=generation)
         _, found, after = text.partition(_ANSWER)
         if not found:
             raise DataError(f"the chat template of {self._name} left out an assistant's answer")
         return after
+
+    def _with_id(self, message: Message, number: int) -> Message:
+        """A tool's answer with an id as the template wants it, made of the one that the call had, or of its number."""
+        if not self._wants_ids or message["role"] != "tool":
+            return message
+        said = re.sub(r"[^A-Za-z0-9]", "", message.get("tool_call_id") or str(number))
+        return {**message, "tool_call_id": said[-_ID_LENGTH:].rjust(_ID_LENGTH, "0")}
 
     def _closing_text(self, messages: Sequence[Message]) -> str:
         """What the template writes after an answer, before the message that follows; kept per role."""
@@ -120,15 +132,21 @@ class TurnTokens:
         """Refuse a template whose later text depends on more than the last answer, or that loses or rewrites messages."""
         if self._plain:
             return
-        try:
-            why = self._wrong({"role": role, "content": _NEW})
-        except DataError as error:
-            why = str(error)
-        if why:
+        why = self._told(role)
+        if why and role == "tool" and not self._wants_ids:
+            self._wants_ids = True
+            self._wants_ids = not self._told(role)
+        if why and not (role == "tool" and self._wants_ids):
             what = f"the chat template of {self._name} cannot append a turn of role {role!r} to a conversation"
             expected = "a new turn that is written after the answer, in the same way whatever comes before"
             do = "give another role for tool answers (tool_role='user'), or the tokenizer another chat_template"
             raise SettingError(what, expected=expected, found=why, do=do)
+
+    def _told(self, role: str) -> str:
+        try:
+            return self._wrong(self._with_id({"role": role, "content": _NEW}, 0))
+        except DataError as error:
+            return str(error)
 
     def _wrong(self, new: Message) -> str:
         answer = {"role": "assistant", "content": _ANSWER}

@@ -22,7 +22,7 @@ _RUNS_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERA
 _FRAMES = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
 _ARENA_MAX = -8
 """M_ARENA_MAX of glibc's malloc.h."""
-_SEPARATE = {-3: 1 << 20, -1: 256 << 20, -2: 16 << 20}
+_SEPARATE = {-3: 1 << 20, -1: 64 << 20, -2: 16 << 20}
 """M_MMAP_THRESHOLD, and for the blocks below it M_TRIM_THRESHOLD and M_TOP_PAD: the heap grows and shrinks seldom."""
 _forgotten: BaseException | None = None
 

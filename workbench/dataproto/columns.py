@@ -86,6 +86,12 @@ COLUMNS: Mapping[str, Column] = _declare(
             "What the model reads of the row's pictures: tensors by name; {} without any.",
         ),
     },
+    pairs={
+        "pair_margin": (
+            "float B",
+            "By how much the reward of a pair's chosen answer is to be above the rejected one's.",
+        ),
+    },
     reward={
         "token_level_scores": ("float B T", "The reward on the last valid response token, 0 elsewhere."),
         "reward": ("float B", "The scalar reward; never NaN, 0 where not scored."),
@@ -125,6 +131,8 @@ COLUMNS: Mapping[str, Column] = _declare(
 
 PIXELS = "multi_modal_inputs"
 """The column that is there where a batch has pictures: who reads token ids reads it, too."""
+MARGIN = "pair_margin"
+"""The column that is there where rows are preference pairs: two neighbours, of which the first is preferred."""
 REWARD_PREFIX = "reward/"
 """Named parts of a reward are float columns `reward/<part>` [B]."""
 

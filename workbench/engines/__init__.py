@@ -5,9 +5,11 @@ from workbench.engines.fsdp_engine.group import Group, local_group
 from workbench.engines.fsdp_engine.sharding import export
 from workbench.engines.http.chat import ClassifyEndpoint, OpenAIChat, SamplerChat
 from workbench.engines.http.sampler import RemoteSampler, remote
+from workbench.engines.http.served import serve
 from workbench.engines.http.server import RemoteSettings, ServerCommand, server_command
 from workbench.engines.local_engine.classifier import LocalClassifier, classifier
 from workbench.engines.local_engine.engine import LocalEngine, local
+from workbench.engines.local_engine.reward_model import LocalRewardModel, reward_model
 from workbench.engines.paired import Paired, paired
 from workbench.engines.protocol import (
     ChatModel,
@@ -34,8 +36,9 @@ classify = ClassifyEndpoint
 
 __all__ = [
     "ChatModel", "Classified", "Classifier", "ClassifyEndpoint", "Completion", "FsdpEngine", "FsdpSettings", "Group", "Learner",
-    "LocalClassifier", "LocalEngine", "LocalSettings", "LogProbModel", "Loss", "LossCounts", "LossOutput", "OpenAIChat",
-    "Paired", "RemoteSampler", "RemoteSettings", "Request", "Sample", "Sampler", "SamplerChat", "SamplingSettings",
+    "LocalClassifier", "LocalEngine", "LocalRewardModel", "LocalSettings", "LogProbModel", "Loss", "LossCounts", "LossOutput",
+    "OpenAIChat", "Paired", "RemoteSampler", "RemoteSettings", "Request", "Sample", "Sampler", "SamplerChat", "SamplingSettings",
     "ServerCommand", "StepResult", "VllmClassifier", "VllmEngine", "VllmSettings", "chat", "classifier", "classify", "export",
-    "fsdp", "local", "local_group", "openai", "paired", "remote", "server_command", "vllm", "vllm_classifier",
+    "fsdp", "local", "local_group", "openai", "paired", "remote", "reward_model", "serve", "server_command", "vllm",
+    "vllm_classifier",
 ]  # fmt: skip

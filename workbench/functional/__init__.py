@@ -22,6 +22,7 @@ from workbench.functional.losses import (
     Surrogate,
     ValueLoss,
     aggregate,
+    bradley_terry,
     ppo_clip,
     value_loss,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "Surrogate",
     "ValueLoss",
     "aggregate",
+    "bradley_terry",
     "discounted_returns",
     "entropy_from_logits",
     "explained_variance",

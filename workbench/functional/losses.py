@@ -426,6 +426,15 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor
     return ValueLoss(sloped(loss, slope, values), clipped)
 
 
+def bradley_terry(
+    chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, center_rewards_coefficient: float = 0.0
+) -> Tensor:
+    """Loss of preference pairs [N]: −log σ(r⁺ − r⁻ − margin) + c·(r⁺ + r⁻)², with the rewards [N] of the chosen and the
+    rejected answers. Its mean over pairs is TRL's loss of reward models."""
+    loss = -torch.nn.functional.logsigmoid(chosen - rejected - margin)
+    return loss + center_rewards_coefficient * (chosen + rejected).square() if center_rewards_coefficient else loss
+
+
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 """Modes of `aggregate`."""
 

@@ -27,6 +27,8 @@ from workbench.steps.trace import Phase, Trace
 
 FORMULAS: Mapping[str, Callable[[View], Claims]] = {
     "purpose": audit_stages.rollout,
+    "targets": audit_stages.targets,
+    "pairs": audit_stages.pairs,
     "function": audit_stages.reward,
     "column": audit_stages.log_prob,
     "estimator": audit_advantages.advantage,

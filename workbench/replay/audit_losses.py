@@ -58,7 +58,9 @@ def update(v: View) -> Claims:
                 if name in v.after:
                     yield Claim(name, v.after.mask, "nothing was updated")
         return
-    yield from _critic(v, role) if v.settings.get("loss") == "ValueLoss" else _policy(v, role)
+    yield from {"ValueLoss": _critic, "CrossEntropy": _supervised, "BradleyTerry": _preferences}.get(
+        str(v.settings.get("loss")), _policy
+    )(v, role)
 
 
 def _own_scores(v: View, role: str) -> Claims:
@@ -135,6 +137,40 @@ def _critic(v: View, role: str) -> Claims:
         yield averaged(f"{role}/vpred_mean", flat(guesses), "mean value", 20 * size(flat(guesses)) + 1)
     if f"{role}/vf_loss" in v.metrics:
         yield Claim(f"{role}/loss", v.metrics[f"{role}/vf_loss"], "vf_loss")
+
+
+def _supervised(v: View, role: str) -> Claims:
+    """Cross-entropy from the log-probs of the pass itself, which are recorded."""
+    yield Left("new_log_probs", MODEL)
+    yield from bounded(v.after, "new_log_probs")
+    if (cut := minis(v, role)) is None:
+        for name in ("loss", "nll"):
+            yield Left(f"{role}/{name}", "passes before the last, shuffled or skipped mini-batches are not recorded")
+        return
+    mask, mode = counted_tokens(v.after), v.setting("loss_agg_mode")
+    rows, width = each(lambda x: -x, v.after.own("new_log_probs", mask)), float(len(mask[0]))
+    steps = [rows[one.start : one.stop] for one in cut]
+    losses = [aggregated(step, mode, width) for step in steps]
+    yield Claim(f"{role}/loss", mean(losses), "−log π of the target tokens, aggregated", size(losses))
+    yield averaged(f"{role}/nll", [mean(flat(step)) for step in steps], "mean −log π of the target tokens")
+
+
+def _preferences(v: View, role: str) -> Claims:
+    """Bradley–Terry from the rewards of the pass itself, which are recorded."""
+    yield Left("values", MODEL)
+    names = ("loss", "bt_loss", "accuracy", "margin", "chosen", "rejected")
+    if (cut := minis(v, role)) is None or len(cut) > 1:
+        for name in names:
+            yield Left(f"{role}/{name}", "passes before the last, shuffled or skipped mini-batches are not recorded")
+        return
+    rewards, c = [math.fsum(row) for row in v.after["values"]], v.setting("center_rewards_coefficient")
+    chosen, rejected = rewards[::2], rewards[1::2]
+    gaps = [x - y for x, y in zip(chosen, rejected, strict=True)]
+    lost = [math.log1p(math.exp(m - gap)) for gap, m in zip(gaps, v.after["pair_margin"][::2], strict=True)]
+    losses = [x + c * (r + s) ** 2 for x, r, s in zip(lost, chosen, rejected, strict=True)]
+    right = [(gap > 0) + (gap == 0) / 2 for gap in gaps]
+    for name, values in zip(names, (losses, losses, right, gaps, chosen, rejected), strict=True):
+        yield averaged(f"{role}/{name}", values, f"Bradley–Terry: {name}, the mean over pairs", 1 + size(rewards))
 
 
 def _policy(v: View, role: str) -> Claims:

@@ -9,6 +9,7 @@ import itertools
 import math
 import re
 from collections import Counter
+from collections.abc import Generator
 from statistics import correlation, stdev
 from typing import Any
 
@@ -43,21 +44,13 @@ from workbench.replay.audit_formulas import (
 
 def rollout(v: View) -> Claims:
     """Masks, positions and lengths from prompts, responses, finish reasons and transcripts."""
-    b, lengths, joined = v.after, v.after.lengths, "prompts" in v.before or v.rows is None
-    prompts = list(map(sum, b["prompt_mask"]))
-    wide, long = len(b["prompts"][0]), len(b["responses"][0])
-    real = [[0] * (wide - n) + [1] * n + [1] * m + [0] * (long - m) for n, m in zip(prompts, lengths, strict=True)]
-    whole = [row[wide:] for row in real]
-    yield Claim("prompt_mask", [row[:wide] for row in real], "0 on the left padding, 1 on the prompt")
-    yield Claim("attention_mask", real, "1 on the prompt and on the response's tokens, 0 on padding")
-    yield Claim("input_ids", [p + r for p, r in zip(b["prompts"], b["responses"], strict=True)], "prompts, responses")
-    counts = [list(itertools.accumulate(row)) for row in real]
-    yield Claim("position_ids", each(lambda x, n: n - 1 if x else None, real, counts), "attended tokens before")
+    b, joined = v.after, "prompts" in v.before or v.rows is None
+    prompts, whole = yield from _laid_out(b)
     yield from _own_tokens(v, whole)
     yield from _ends(v, whole)
     yield from _padding(v, prompts, whole)
-    yield from _same_prompts(v, prompts, wide)
-    yield from _texts(v, prompts, lengths)
+    yield from _same_prompts(v, prompts, len(b["prompts"][0]))
+    yield from _texts(v, prompts, b.lengths)
     for name in ("responses", "rollout_log_probs", "policy_version", "finish_reason"):
         yield Left(name, "sampled by the model; its padding, bounds and end are checked")
     if "multi_modal_inputs" in b:
@@ -67,6 +60,47 @@ def rollout(v: View) -> Claims:
     if not joined:
         yield from _repeated(v)
         yield from measured_lengths(b)
+
+
+def targets(v: View) -> Claims:
+    """Masks, positions and lengths from prompts and responses that the data has."""
+    b = v.after
+    prompts, whole = yield from _laid_out(b)
+    many = bool(v.setting("every_turn"))
+    own = each(lambda x: None if x else 0, whole) if many else whole
+    yield Claim("response_mask", own, "1 on the target's tokens, 0 behind", partial=many)
+    yield from _padding(v, prompts, whole)
+    if not many:
+        yield from _texts(v, prompts, b.lengths)
+    for name in ("prompts", "responses", *(["response_text"] if many else [])):
+        yield Left(name, "needs the tokenizer's chat template; its padding is checked")
+    yield from measured_lengths(b)
+
+
+def pairs(v: View) -> Claims:
+    """Masks, positions and lengths of preference pairs; each row's own token is its last."""
+    b = v.after
+    prompts, whole = yield from _laid_out(b)
+    own = [[int(t == n - 1) for t in range(len(row))] for row, n in zip(whole, b.lengths, strict=True)]
+    yield Claim("response_mask", own, "1 on the last token, behind the text")
+    yield Claim("uid", [uid for uid in v.before["uid"] for _ in range(2)], "two rows of each pair", partial=True)
+    yield from _padding(v, prompts, whole)
+    for name in ("prompts", "responses", "response_text", "pair_margin"):
+        yield Left(name, "needs the tokenizer's chat template, or the data's columns; its padding is checked")
+    yield from measured_lengths(b)
+
+
+def _laid_out(b: Lists) -> Generator[Claim | Left, None, tuple[list[int], list[list[int]]]]:
+    """Masks, ids and positions; returns the prompts' lengths, and 1 at every token of the responses."""
+    prompts, lengths = list(map(sum, b["prompt_mask"])), b.lengths
+    wide, long = len(b["prompts"][0]), len(b["responses"][0])
+    real = [[0] * (wide - n) + [1] * n + [1] * m + [0] * (long - m) for n, m in zip(prompts, lengths, strict=True)]
+    yield Claim("prompt_mask", [row[:wide] for row in real], "0 on the left padding, 1 on the prompt")
+    yield Claim("attention_mask", real, "1 on the prompt and on the response's tokens, 0 on padding")
+    yield Claim("input_ids", [p + r for p, r in zip(b["prompts"], b["responses"], strict=True)], "prompts, responses")
+    counts = [list(itertools.accumulate(row)) for row in real]
+    yield Claim("position_ids", each(lambda x, n: n - 1 if x else None, real, counts), "attended tokens before")
+    return prompts, [row[wide:] for row in real]
 
 
 def _repeated(v: View) -> Claims:

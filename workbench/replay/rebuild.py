@@ -32,6 +32,7 @@ from workbench.dataproto import DataProto
 from workbench.dataproto.same import same, unchanged
 from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
 from workbench.engines.local_engine.engine import LocalEngine, local
+from workbench.engines.local_engine.reward_model import reward_model
 from workbench.engines.paired import Paired, paired
 from workbench.engines.protocol import Sampler
 from workbench.engines.settings import FsdpSettings, LocalSettings
@@ -276,8 +277,9 @@ def sharded_here(record: Mapping[str, Any]) -> bool:
     return int(ranks) <= (torch.cuda.device_count() if on_gpus else os.cpu_count() or 1)
 
 
-def opened(path: str | Path, record: Mapping[str, Any]) -> Any:
-    """Open a model folder as a learner with a recorded engine's settings, sharded as recorded where this machine can.
+def opened(path: str | Path, record: Mapping[str, Any], door: Callable[..., Any] = local) -> Any:
+    """Open a model folder as a learner with a recorded engine's settings, sharded as recorded where this machine can; else by
+    `door`.
 
     Raises `RunError` for a setting that no such engine has, which would otherwise be ignored silently.
     """
@@ -288,14 +290,14 @@ def opened(path: str | Path, record: Mapping[str, Any]) -> Any:
     kind = FsdpSettings if sharded_here(record) else LocalSettings
     known = {name: one for name, one in record.items() if name in kind.field_names()}
     values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in known.items()}
-    return fsdp(path, ranks=record["ranks"], **values) if kind is FsdpSettings else local(path, **values)
+    return fsdp(path, ranks=record["ranks"], **values) if kind is FsdpSettings else door(path, **values)
 
 
 def learner_of(role: str, path: Path, record: Mapping[str, Any]) -> Any:
     """Open the engine that trains a role from a model folder. `record` is what the run recorded of it: path and settings.
 
     An engine that cannot sample is paired with a local sampler. For the role "critic" it is `engine.critic()`."""
-    engine = opened(path, record)
+    engine = opened(path, record, reward_model if role == "reward_model" else local)
     engine.path = str(record["path"])
     if role == "critic":
         return engine.critic()

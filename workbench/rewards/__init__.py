@@ -13,7 +13,7 @@ from workbench.rewards.managers import MANAGERS, FileManagerReward, ManagerRewar
 from workbench.rewards.pins import PinCheck, Pins, pins
 from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.reward import SCORERS, Reward, as_reward, by_data_source, check_sources
-from workbench.rewards.rubric import Rubric
+from workbench.rewards.rubric import Ensemble, Rubric
 from workbench.rewards.score import MISSING, Score, Status
 from workbench.rewards.scorers import episodes, gsm8k, shaping
 from workbench.rewards.scorers.math_dapo import math_dapo
@@ -50,6 +50,7 @@ __all__ = [
     "BaseReward",
     "Code",
     "DryRun",
+    "Ensemble",
     "FileFunction",
     "FileManagerReward",
     "Judge",

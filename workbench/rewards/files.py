@@ -1,8 +1,8 @@
 """Functions of Python files: read in this process, run only in worker processes.
 
 Importing a file runs its code. The trainer's process therefore only reads the text, takes signatures from its syntax tree,
-and sends the text to the worker processes, which execute it as a module, in a package as one of its modules; with relative
-imports the package's `__init__.py` files are run before it. Only files below an allowed root are read: the current folder, and
+and sends the text to the worker processes, which execute it as a module; where it imports anything of the package that it is
+in, as one of the package's modules, whose `__init__.py` files are run before it. Only files below an allowed root are read: the current folder, and
 those in `WORKBENCH_CODE_ROOTS`; such a package must lie there as a whole.
 """
 
@@ -47,12 +47,12 @@ class FileFunction:
         kwargs: Mapping[str, Any],
         signature: inspect.Signature,
         package: str = "",
-        relative: bool = False,
+        inside: bool = False,
     ) -> None:
         self.path = path
         self.text = text
         self.package = package
-        self.relative = relative
+        self.inside = inside
         self.kwargs = dict(kwargs)
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
         self.__name__ = name
@@ -66,13 +66,14 @@ class FileFunction:
         """What a worker process needs to load the function: path, module, name, source text, arguments bound here or in `more`."""
         kwargs = {**self.kwargs, **more}
         inside = self.package.count(".") + 1 if self.package else 0
-        module = f"{self.package}.{self.path.stem}" if self.package else f"workbench_reward_{self.path.stem}"
+        # a file that imports nothing of its package needs none of it, which may not be importable here
+        alone = f"workbench_reward_{self.path.stem}"
+        module = f"{self.package}.{self.path.stem}" if self.package and self.inside else alone
         functions = {name: one.record() for name, one in kwargs.items() if isinstance(one, FileFunction)}
         return {
             "path": str(self.path),
             "root": str(self.path.parents[inside]),
             "module": module.removesuffix(".__init__"),
-            "relative": self.relative,
             "name": self.__name__,
             "text": self.text,
             "kwargs": {name: one for name, one in kwargs.items() if name not in functions},
@@ -120,9 +121,15 @@ def load_function(
         taken = [arg.arg for arg in (*own.args, *own.kwonlyargs)]
         if strange := next((one for one in reward_kwargs if one not in taken), None):
             raise DataError(f"{str(path)!r}: " + unknown(f"argument of {name}", strange, taken))
-    return FileFunction(
-        file, text, name, reward_kwargs, _signature(functions.get(name), reward_kwargs), package, dots > 0
-    )
+    signature = _signature(functions.get(name), reward_kwargs)
+    return FileFunction(file, text, name, reward_kwargs, signature, package, dots > 0 or _imports(tree, package))
+
+
+def _imports(tree: ast.Module, package: str) -> bool:
+    """Whether a file imports anything of its own package, by the whole name."""
+    names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    return bool(package) and package.partition(".")[0] in {name.partition(".")[0] for name in names}
 
 
 def _package(file: Path, dots: int, allowed: Sequence[Path]) -> str:

@@ -33,6 +33,7 @@ from workbench.rewards.scorers.math_string import math_string
 from workbench.rewards.scorers.numeric import geometry3k, numina
 from workbench.rewards.scorers.search import search_em
 from workbench.rewards.truths import lint, unscorable_of
+from workbench.rewards.worker import with_logs
 from workbench.sandbox.protocol import Sandbox
 
 
@@ -176,11 +177,13 @@ class Reward(BaseReward, Shown):
     def _here(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float]) -> list[Answer]:
         """In this process: one after the other; what async functions return is awaited together, each to its limit."""
         found: dict[int, Any] = {}
+        logs: dict[int, Any] = {}
         for number, arguments in enumerate(calls):
             began = time.perf_counter()
             try:
                 # copies: a function that writes into what it is given changes no row's data
-                result = self.function(**copy.deepcopy(dict(arguments)))
+                given, logs[number] = with_logs(copy.deepcopy(dict(arguments)))
+                result = self.function(**given)
                 waits = inspect.isawaitable(result)
                 found[number] = result if waits else Answer(True, result, seconds=time.perf_counter() - began)
             except Exception as error:  # noqa: BLE001 - a row's failure is that row's record
@@ -189,6 +192,10 @@ class Reward(BaseReward, Shown):
         if waiting:
             answers = runtime.run_all(lambda number: _awaited(found[number], limits[number], self._rate_limit), waiting)
             found.update(zip(waiting, answers, strict=True))
+        for number, told in logs.items():
+            if told and found[number].ok:
+                result = {"rewards": found[number].result, "extra_logs": told}
+                found[number] = replace(found[number], result=result)
         return list(found.values())
 
 

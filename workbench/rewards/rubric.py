@@ -1,10 +1,11 @@
-"""`Rubric`: several rewards as one, by weighted sum and gates; every part is a column of its own."""
+"""Several rewards as one, each part a column of its own: `Rubric` by weighted sum and gates, `Ensemble` by mean or worst case."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from statistics import fmean, pstdev
 from typing import Any
 
 from workbench.base.config import require
@@ -134,6 +135,57 @@ class Rubric(BaseReward, Shown):
         statuses = {score.status for score in judged.values()}
         why = "; ".join(f"{part} {score.value:g}: {score.why}" for part, score in judged.items())
         return Score(value=value, why=why, status=statuses.pop() if len(statuses) == 1 else _joint(statuses))
+
+
+COMBINED = ("mean", "worst", "uncertainty")
+"""Ways in which an `Ensemble` makes one value of its members'."""
+
+
+class Ensemble(Rubric):
+    """Several reward models as one: `Ensemble([RewardModel(a), RewardModel(b), RewardModel(c)], combine="worst")`.
+
+    The value of a row is the `mean` of its members' values, their minimum (`worst`), or with `uncertainty` the mean less
+    `coef` times their variance: a policy that climbs one member's error is held by the others (Coste et al. 2023,
+    https://arxiv.org/abs/2310.02743). The part `disagreement` is the members' standard deviation (over all of them), the other
+    parts are their values by name; for the rest it is a `Rubric`. Members have one scale where they were trained alike.
+
+    Args:
+        members: whatever `as_reward` takes, two or more; a mapping names them, else they are `member_1`, `member_2`, …
+        combine: `mean`, `worst` or `uncertainty`.
+        coef: weight of the variance; with `uncertainty` alone.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[str, Any] | Sequence[Any],
+        *,
+        combine: str = "mean",
+        coef: float = 1.0,
+        on_failure: str = "mask",
+        name: str = "ensemble",
+    ) -> None:
+        named = members if isinstance(members, Mapping) else {f"member_{n}": one for n, one in enumerate(members, 1)}
+        require(len(named) > 1, "members of an ensemble", expected="two or more", found=len(named))
+        require(combine in COMBINED, "combine", expected=f"one of {', '.join(COMBINED)}", found=combine)
+        require(coef >= 0, "coef", expected="≥ 0", found=coef)
+        super().__init__(named, normalise=True, on_failure=on_failure, name=name)
+        self.combine = combine
+        self.coef = coef
+
+    def settings(self) -> dict[str, Any]:
+        """The ensemble's settings as plain values: policy, how values are combined, and the settings of each member."""
+        given = super().settings()
+        own = {"combine": self.combine, **({"coef": self.coef} if self.combine == "uncertainty" else {})}
+        return {"on_failure": given["on_failure"], **own, "parts": given["parts"]}
+
+    def _joined(self, scores: Mapping[str, Score]) -> Score:
+        joined = super()._joined(scores)
+        values = [score.value for score in scores.values() if score.scored]
+        if not (joined.scored and values):
+            return joined
+        spread = pstdev(values)
+        value = {"mean": fmean(values), "worst": min(values), "uncertainty": fmean(values) - self.coef * spread**2}
+        return replace(joined, value=value[self.combine], parts={**joined.parts, "disagreement": spread})
 
 
 def _settled(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Score]:

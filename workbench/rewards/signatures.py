@@ -49,8 +49,12 @@ WORDS: Mapping[str, str] = {
     "extra_info": "extra_info",
     "completion_messages": "the response as a list of messages",
     "row": "the row as a dict",
-    "sample": "the row as an object: prompt, response, label, metadata, response_length",
+    "sample": "the row as an object: prompt, response, label, metadata, response_length, tokens, index, group_index",
     "given_completion": "the response, a text or a list of messages as the prompt is",
+    "rollout_state": "the row as a dict: prompt, completion, answer, info, task, and its columns",
+    "rollout_info": "column 'info', else extra_info",
+    "rows_log": "a function (name, one value a row): the rows' parts and extras",
+    "batch_log": "a function (name, number): a part of all rows",
 }
 """A value of a row → what `binding` says of an argument that gets it."""
 
@@ -84,7 +88,15 @@ _FOREIGN = {
     **dict.fromkeys(("task", "source"), "data_source"),
 }
 """Argument names of other libraries → the value that they probably mean. They are proposed, never filled."""
-_VERIFIERS = ("state", "info", "task", "parser", "judge")  # beside them `completion` is a list of messages
+_VERIFIERS = {"completion": "given_completion", "state": "rollout_state", "info": "rollout_info", "task": "data_source"}
+"""What names mean to a function of verifiers, which has one of `state`, `info`, `parser` beside `completion`."""
+_AREALS = {
+    "completions": "response",
+    "completion_ids": "response_ids",
+    "prompt": "prompt_text",
+    "prompts": "prompt_text",
+}
+_TRLS_LOGS = {"log_extra": "rows_log", "log_metric": "batch_log"}
 
 
 @dataclass(frozen=True)
@@ -202,8 +214,6 @@ class Signature:
         guesses = {name: _guess(self.wanted(name), known) for name in missing}
         constants = [f"{name}=…" for name, guess in guesses.items() if guess is None]
         rename = {**self.rename, **{name: guess for name, guess in guesses.items() if guess}}
-        if "completion" in self.defaults and {*missing} & {*_VERIFIERS}:
-            rename["completion"] = "completion_messages"
         made, function = "Reward", self.function
         if self.file and constants:
             function = f"load_function({', '.join([repr(self.file), repr(function), *constants])})"
@@ -223,7 +233,7 @@ def told(binding: Mapping[str, str]) -> str:
 
 def _guess(wanted: str, known: Collection[str]) -> str | None:
     """The value or column that an unknown name probably means."""
-    if (meaning := _FOREIGN.get(wanted)) or wanted in _VERIFIERS:
+    if meaning := _FOREIGN.get(wanted):
         return meaning
     if meaning := _FOREIGN.get(wanted.removesuffix("s")):
         return next(many for many, one in _PLURALS.items() if _MEANING.get(one, one) == meaning)
@@ -254,7 +264,7 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
         raise RewardError(f"rename: {unknown(f'parameter of reward function {name}', strange[0], defaults)}")
     defaults = {**dict.fromkeys(rename), **defaults}
     batched, meant, keywords = _style({*defaults, *rename.values()})
-    meant = meant or _swifts(function)
+    meant = {**meant, **_swifts(function)}
     file, bound = _constants(function)
     return Signature(name, defaults, rename, batched, meant, keywords if kwargs else "", bound, file)
 
@@ -276,17 +286,27 @@ def _swifts(function: Any) -> dict[str, str]:
     )
 
 
-def _style(said: Set[str]) -> tuple[bool, dict[str, str], str]:
+def _style(said: Set[str]) -> tuple[bool, Mapping[str, str], str]:
     """(whether one call is for the batch, names with another meaning, what `**kwargs` get) of what arguments ask for."""
     completions, ids = "completions" in said, "completion_ids" in said
-    areals = completions and "prompts" not in said and bool(said & {"prompt", "prompt_ids"})
-    if areals:  # a row's, in spite of the plurals
-        return False, {"completions": "response", "completion_ids": "response_ids", "prompt": "prompt_text"}, "columns"
+    if _is_areals(said):
+        return False, _AREALS, "columns"
+    if _is_verifiers(said):
+        return False, _VERIFIERS, "columns"
     if ids and not completions and said & {"prompt", "prompt_ids", *ALIASES["response"]}:
         return False, {"completion_ids": "response_ids"}, "verl"
     trls = completions or ids or ("prompts" in said and "queries" not in said)
     batched = bool(said & {*_PLURALS}) and (completions or not said & {*ALIASES["response"]})
-    return batched, {}, "columns" if trls else "verl"
+    return batched, _TRLS_LOGS if trls and batched else {}, "columns" if trls else "verl"
+
+
+def _is_areals(said: Set[str]) -> bool:
+    """Whether a function is called once a row in spite of its plurals: TRL passes neither a `prompt` nor `prompt_ids`."""
+    return "completions" in said and ("prompt_ids" in said or ("prompt" in said and "prompts" not in said))
+
+
+def _is_verifiers(said: Set[str]) -> bool:
+    return "completion" in said and bool(said & {"state", "info", "parser"})
 
 
 # --- calls ----------------------------------------------------------------------------------------
@@ -299,7 +319,8 @@ def call_arguments(signature: Signature, row: Mapping[str, Any]) -> dict[str, An
     arguments = {name: columns[name] for name in signature.further(columns)}
     for name in (*signature.defaults, *verls):
         source = signature.source(name, columns)
-        if source is not None and (source[1] != "prompt_ids" or "prompt_ids" in row or signature.asks(name)):
+        unknown_ids = source is not None and source[1] == "prompt_ids" and "prompt_ids" not in row
+        if source is not None and (not unknown_ids or signature.asks(name)) and source[1] not in _TRLS_LOGS.values():
             arguments[name] = columns[source[1]] if source[0] == "column" else _value(source[1], row)
     return arguments
 
@@ -309,7 +330,8 @@ def batch_arguments(signature: Signature, rows: Sequence[Mapping[str, Any]]) -> 
 
     TRL's functions get prompts and completions as texts where the prompt is a text, as message lists where it is a chat; where
     they take `**kwargs` they get every column by its own name, and, as from TRL, a column of its name for an argument that
-    has a default. A row without a column has None.
+    has a default, and `log_extra` and `log_metric`, which `worker.with_logs` makes of their names. A row without a column has
+    None.
     """
     columns = dict.fromkeys(name for row in rows for name in row["columns"])
     arguments: dict[str, Any] = {}
@@ -317,13 +339,16 @@ def batch_arguments(signature: Signature, rows: Sequence[Mapping[str, Any]]) -> 
     if signature.keywords == "columns":
         for name in signature.further(columns):
             arguments[name] = [row["columns"].get(name) for row in rows]
-        names += ["prompts", "completions", "completion_ids", "ground_truth"]
+        names += ["prompts", "completions", "completion_ids", "ground_truth", *_TRLS_LOGS]
     elif signature.keywords == "verl":
         names += [f"{name}s" for name in _VERLS]
     for name in names:
         source = signature.source(name, columns)
         if source is not None:
             kind, what = source
+            if what in _TRLS_LOGS.values():
+                arguments[name] = name
+                continue
             arguments[name] = [row["columns"].get(what) if kind == "column" else _value(what, row) for row in rows]
     return arguments
 
@@ -344,9 +369,22 @@ def _value(name: str, row: Mapping[str, Any]) -> Any:
         own = {key: value for key, value in row.items() if key != "columns"}
         return {**row["columns"], **own, "response_length": length}
     if name == "sample":
-        facts = {"prompt": given, "response": text, "label": row["ground_truth"], "metadata": row["extra_info"]}
-        return SimpleNamespace(**facts, response_length=length)
+        return _sample(row, given)
+    if name in ("rollout_info", "rollout_state"):
+        info, columns = row["columns"].get("info", row["extra_info"]), row["columns"]
+        episode = {"prompt": given, "completion": text if is_text else messages, "answer": row["ground_truth"]}
+        return info if name == "rollout_info" else {"task": row["data_source"], **columns, **episode, "info": info}
     return row.get(name)
+
+
+def _sample(row: Mapping[str, Any], prompt: Any) -> SimpleNamespace:
+    """A row as slime's `Sample`: the fields that a row knows, and as None those that are not set before a reward."""
+    known = {"prompt": prompt, "response": row["response"], "label": row["ground_truth"], "metadata": row["extra_info"]}
+    known |= {"group_index": row.get("uid"), "index": row["extra_info"].get("index")}
+    if "prompt_ids" in row:
+        known["tokens"] = [*row["prompt_ids"], *row["response_ids"]]
+    unset = dict.fromkeys(("reward", "custom_rm_path", "generate_function_path", "session_id", "train_metadata"))
+    return SimpleNamespace(**known, **unset, response_length=len(row["response_ids"]))
 
 
 # --- results --------------------------------------------------------------------------------------

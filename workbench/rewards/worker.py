@@ -25,6 +25,7 @@ import sys
 import time
 import traceback
 import types
+import zipfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -130,9 +131,10 @@ def answer(function: Any, arguments: dict[str, Any]) -> bytes:
     found: tuple[Any, ...]
     try:
         with contextlib.redirect_stdout(printed), as_before():
-            result = function(**arguments)
+            given, logs = with_logs(arguments)
+            result = function(**given)
             result = asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
-            text = json.dumps(written(result))
+            text = json.dumps(written({"rewards": result, "extra_logs": logs} if logs else result))
             found = (True, None, "", None)
             if len(text) > MAX_RESULT:
                 why = f"the function's result has {len(text)} bytes; expected at most {MAX_RESULT}: return less"
@@ -142,6 +144,26 @@ def answer(function: Any, arguments: dict[str, Any]) -> bytes:
         found, text = (False, None, *told(error)), "null"
     rest = json.dumps([*found[2:], time.perf_counter() - began, printed.kept])
     return f"[{json.dumps(found[0])}, {text}, {rest[1:]}".encode()
+
+
+def with_logs(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """(arguments of a call with TRL's functions where they say `log_extra` or `log_metric`, what those are told in the call).
+
+    What is told is a list with a value for each row, by its name, as in OpenRLHF's `extra_logs`.
+    """
+    told: dict[str, list[Any]] = {}
+
+    def log_extra(column: str, values: Any) -> None:
+        told.setdefault(column, []).extend(values)
+
+    def log_metric(name: str, value: Any) -> None:
+        told[name] = [value] * len(arguments["completions"])
+
+    made = {function.__name__: function for function in (log_extra, log_metric)}
+    return {
+        name: made[name] if name in made and isinstance(value, str) and value == name else value
+        for name, value in arguments.items()
+    }, told
 
 
 def told(error: BaseException) -> tuple[str, str]:
@@ -175,16 +197,19 @@ def from_file(record: dict[str, Any]) -> Any:
     """Load the function of a `FileFunction.record`, from its text.
 
     The folder of the file is put on `sys.path`, for a file of a package behind that of the package: there its neighbours hide
-    no other modules, and processes that the function starts can import the file by its name. With `construct` in the record the name is a class (a reward manager written for verl), and an object of it is
-    returned. `functions` are records of functions of files among the arguments.
+    no other modules. Processes that the function starts can import the module by its name, from the same text. With
+    `construct` in the record the name is a class (a reward manager written for verl), and an object of it is returned.
+    `functions` are records of functions of files among the arguments.
     """
     if record.get("construct"):
         stand_in_for_verl()
     kwargs = {**record["kwargs"], **{name: from_file(one) for name, one in record["functions"].items()}}
     sys.path[:] = [record["root"], *sys.path, os.path.dirname(record["path"])]
     name = record["module"]
-    if record["relative"] and "." in name:
+    if "." in name:
         imported(name.rpartition(".")[0], record["root"])
+    else:
+        importable(name, record["text"])
     spec = importlib.util.spec_from_loader(name, TextLoader(record["path"], record["text"]), origin=record["path"])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -210,6 +235,16 @@ def imported(package: str, root: str) -> None:
         module = types.ModuleType(package)
         module.__path__ = [os.path.join(root, *package.split("."))]
         sys.modules[package] = module
+
+
+def importable(name: str, text: str) -> None:
+    """Let processes that this one starts (`multiprocessing`'s, by spawn) import the module `name`, while this one lives: from a
+    zip file in memory, on `sys.path`. Where a system has none, they cannot."""
+    with contextlib.suppress(AttributeError, OSError):
+        place = os.memfd_create(name)  # type: ignore[attr-defined,unused-ignore]
+        with zipfile.ZipFile(os.fdopen(place, "wb", closefd=False), "w") as packed:
+            packed.writestr(f"{name}.py", text)
+        sys.path.append(f"/proc/{os.getpid()}/fd/{place}")
 
 
 def stand_in_for_verl() -> None:

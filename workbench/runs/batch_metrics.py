@@ -88,12 +88,12 @@ def timing_metrics(metrics: Mapping[str, float], batch: DataProto, devices: int 
 
 
 def part_metrics(batch: DataProto) -> dict[str, float]:
-    """Of each part of a `mix` its prompts in a step and their mean reward: `data/<part>/prompts`, `data/<part>/score`."""
+    """Of each part of a `mix` its prompts in a step and, where there are rewards, their mean: `data/<part>/prompts`, `…/score`."""
     found: dict[str, float] = {}
     parts = batch.non_tensor_batch.get("data_part", ())
     for part in dict.fromkeys(filter(None, parts)):
         rows = [row for row, name in enumerate(parts) if name == part]
-        scored = [float(batch["reward"][row]) for row in rows if batch["scored"][row]]
+        scored = [float(batch["reward"][row]) for row in rows if "reward" in batch and batch["scored"][row]]
         found[f"data/{part}/prompts"] = float(len({batch["uid"][row] for row in rows}))
         if scored:
             found[f"data/{part}/score"] = fmean(scored)

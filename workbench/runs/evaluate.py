@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -14,6 +15,7 @@ import torch
 
 from workbench.base.errors import DataError, describe
 from workbench.base.files import MANIFEST
+from workbench.base.metrics import reduce
 from workbench.base.shown import Shown
 from workbench.compat.dumps import read_dump
 from workbench.dataproto import DataProto
@@ -30,6 +32,7 @@ from workbench.stages.episodes import EpisodeRollout, validation_rollout
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.reward import Reward, score_columns
 from workbench.stages.rollout import Rollout
+from workbench.stages.update import Update
 
 log = logging.getLogger("workbench")
 
@@ -197,9 +200,12 @@ def validated(
 
     Rewards on held-out rows, sampled as in training and greedy, with seeds of their own: verl's `val-core` and `val-aux` (see
     `sample_metrics`), and `val/reward` with its interval, `val/greedy`, `accuracy`; `val/unscored` counts sampled and greedy
-    rows that were not scored: they are in no mean.
+    rows that were not scored: they are in no mean. Of a pipeline without a reward they are the means of its loss's metrics
+    on the held-out rows (`val/nll`), and nothing is sampled.
     """
     began = time.perf_counter()
+    if "reward" not in pipeline:
+        return _measured(pipeline, eval_rows, seed) | {"timing_s/testing": time.perf_counter() - began}, {}
     rollout, reward = cast("Rollout", pipeline["rollout"]), cast("Reward", pipeline["reward"])
     ways = (validation_rollout(rollout, group_size=samples), validation_rollout(rollout, greedy=True))
     sampled, greedy = (score_rows(way, reward, eval_rows.in_order(256, seed)) for way in ways)
@@ -214,6 +220,17 @@ def validated(
         "timing_s/testing": time.perf_counter() - began,
     }
     return metrics, generations.joined([generations.table(sampled.batch, False), generations.table(greedy.batch, True)])
+
+
+def _measured(pipeline: Pipeline, eval_rows: Rows, seed: int) -> dict[str, float]:
+    """The metrics of the update's loss on held-out rows, as `val/<metric>`; no weight changes."""
+    update = next(stage for stage in pipeline if isinstance(stage, Update))
+    found = []
+    for batch in eval_rows.in_order(256, seed):
+        for stage in itertools.takewhile(lambda one: one is not update, pipeline):
+            batch = stage(batch).batch
+        found.append(update.measure(batch))
+    return {f"val/{name.rpartition('/')[2]}": value for name, value in reduce(found).items()}
 
 
 def _mean(values: list[float]) -> float:

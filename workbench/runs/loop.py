@@ -264,7 +264,7 @@ class Session:
         A trace is kept every k-th step, of the last one, and of a step in which a symptom begins.
         """
         step, plan = report.step, self._plan
-        learned = self._rows.learn(step, [report.trace["reward"].batch, report.trace.batch])
+        learned = self._rows.learn(step, [_scored(report.trace), report.trace.batch])
         metrics = {**self._measures, **learned}
         self._write(step, metrics)
         self._rows.record()
@@ -292,7 +292,7 @@ class Session:
         """All metrics of a step, those of held-out rows included where validation is due."""
         batch = report.trace.batch
         metrics: dict[str, Any] = {STEP: report.step, "training/epoch": report.epoch, **report.metrics}
-        metrics |= reduce([data_metrics(batch)]) | part_metrics(report.trace["reward"].batch)
+        metrics |= reduce([data_metrics(batch)]) | part_metrics(_scored(report.trace))
         metrics = lag_metrics(batch, self._state["versions"].get("actor")) | metrics
         engines = self._pipeline.learners().values()
         metrics |= timing_metrics(report.metrics, batch, devices_of(engines)) | push_metrics(engines)
@@ -439,6 +439,11 @@ class Session:
             self._display.close(stopped)
         trim()  # what the steps used is not held between two cells
         return stopped or "done"
+
+
+def _scored(trace: Trace) -> DataProto:
+    """A step's batch as its reward left it, before rows were dropped; of a step without a reward its last one."""
+    return trace["reward"].batch if "reward" in trace.names else trace.batch
 
 
 def write_summary(path: Path, eval_rows: Rows | None, stopped: str | None, draw: Callable[[Path], None]) -> None:

@@ -35,6 +35,7 @@ from workbench.rewards.signatures import WORDS, told
 from workbench.runs.folder import read_settings
 from workbench.runs.settings import Plan
 from workbench.stages.pipeline import Pipeline
+from workbench.stages.targets import Given
 from workbench.steps import execute
 
 log = logging.getLogger("workbench")
@@ -69,11 +70,9 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
 
     Raises `DataError`, `SettingError`, `RewardError`, `OutOfMemory` or `RunError` at the first thing that will not work.
     """
-    rollout: Any = pipeline["rollout"]
-    reward: Any = pipeline["reward"]
-    tokenizer = rollout.sampler.tokenizer
+    rollout: Any = pipeline.first
     processor = processor_of(rollout.sampler)
-    prompts = Prompts(processor or tokenizer, switches_of(rollout.sampler), path)
+    prompts = Prompts(processor or rollout.sampler.tokenizer, switches_of(rollout.sampler), path)
     parts = [part for part in (rows, eval_rows) if part is not None]
     for part in parts if processor is None else ():
         refuse_pictures(part.views(), f"the model of {type(rollout.sampler).__name__}", of=part.source or "memory")
@@ -81,29 +80,48 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
         prompts.check(part)
     first = rows.batch(plan.batch_size)
     rows.check_steps(plan.batch_size, plan.steps, plan.seed)
-    blank = getattr(rollout, "blank", {})
-    reward.function.check_signature((*first.columns, *blank))  # before the pipeline's check: it knows the nearest name
-    pipeline.check(first)
-    reward.function.check_sampler(tokenizer, switches_of(rollout.sampler))
-    unscorable = list(filter(None, (_unscorable(reward.function, part) for part in parts)))
-    unscorable += [note for part in parts for note in _lacking(reward.function, part)]
-    for note in unscorable:
-        log.warning("truths: %s", note)
-    prompt, sources = prompts.limit(rows), Counter(map(str, rows.values("data_source"))).most_common(6)
+    if isinstance(rollout, Given):
+        pipeline.check(first)
+        judged = [("targets", rollout.check_rows(part.views())) for part in parts]
+    else:
+        judged = _rewards(pipeline, rollout, parts, first)
+    prompt = prompts.limit(rows)
     tokens = (prompt + rollout.sampling.max_tokens) * rollout.group_size
     findings = [
         ("data", _data(rows, eval_rows)),
-        ("rewards", f"{reward.function.name}: " + ", ".join(f"{source} × {count}" for source, count in sources)),
-        *([("arguments", told(reward.function.binding))] if reward.function.binding else []),
+        *[one for one in judged if one[0] not in _LAST],
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
         ("placement", _placement(pipeline, plan)),
         ("lengths", _lengths(rollout, prompt, prompts, rows)),
         ("memory", _memory(pipeline, tokens * _mini_batch(pipeline, plan))),
         ("disk", _disk(pipeline, plan, path, tokens)),
+        *[one for one in judged if one[0] in _LAST],
     ]
-    findings += [("truths", note) for note in unscorable]
-    tried = _tried(reward, first[:2], tokenizer, blank)
-    return Preflight(rows, eval_rows, (*findings, ("reward function", tried)), prompts.found)
+    return Preflight(rows, eval_rows, tuple(findings), prompts.found)
+
+
+_LAST = ("truths", "reward function")
+"""Findings about the reward that are told after all others."""
+
+
+def _rewards(pipeline: Pipeline, rollout: Any, parts: Sequence[Rows], first: DataProto) -> list[tuple[str, str]]:
+    """What is found of the reward and the rows' truths; `first` is the batch of the first step."""
+    reward: Any = pipeline["reward"]
+    blank = getattr(rollout, "blank", {})
+    reward.function.check_signature((*first.columns, *blank))  # before the pipeline's check: it knows the nearest name
+    pipeline.check(first)
+    reward.function.check_sampler(rollout.sampler.tokenizer, switches_of(rollout.sampler))
+    unscorable = list(filter(None, (_unscorable(reward.function, part) for part in parts)))
+    unscorable += [note for part in parts for note in _lacking(reward.function, part)]
+    for note in unscorable:
+        log.warning("truths: %s", note)
+    sources = Counter(map(str, parts[0].values("data_source"))).most_common(6)
+    return [
+        ("rewards", f"{reward.function.name}: " + ", ".join(f"{source} × {count}" for source, count in sources)),
+        *([("arguments", told(reward.function.binding))] if reward.function.binding else []),
+        *[("truths", note) for note in unscorable],
+        ("reward function", _tried(reward, first[:2], rollout.sampler.tokenizer, blank)),
+    ]
 
 
 def _lacking(reward: Any, rows: Rows) -> list[str]:

@@ -142,7 +142,7 @@ def _restore_rows(
     folder: RunFolder, pipeline: Pipeline, rows: Rows, step: int, settings: Mapping[str, Any], *, fresh: bool = False
 ) -> list[Path]:
     """Let rows that learn from the run be as after this step; returns their files, which a `fresh` run has not."""
-    fits = functools.partial(_check_fits, pipeline["rollout"], rows.max_prompt_length)
+    fits = functools.partial(_check_fits, pipeline.first, rows.max_prompt_length)
     learned = rows.restore(folder.path, step, ahead=settings["train"]["ahead"], fits=fits)
     if fresh and (there := next((path for path in learned if path.exists()), None)):
         do = "choose another run=, or go on with resume='auto'; to start with its rows, join them: rows + wb.rows(…)"

@@ -32,6 +32,7 @@ from workbench.rewards.base import BaseReward
 from workbench.stages.correction import CorrectionSettings
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import foreign_class
+from workbench.stages.supervised import BradleyTerry, CrossEntropy
 from workbench.stages.update import PolicyLoss, ValueLoss
 from workbench.steps.trace import describe_settings
 
@@ -183,7 +184,10 @@ def _of_controller(one: Any) -> Mapping[str, Any]:
 WORDS = {"settings": "values", "controller": "arguments", "part": "arguments"}
 """Key under which an object of this package is recorded → key of the arguments that make an equal one."""
 MADE_AGAIN: Mapping[type, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
-    **dict.fromkeys((SamplingSettings, PolicyLoss, ValueLoss, CorrectionSettings), ("settings", Settings.to_dict)),
+    **dict.fromkeys(
+        (SamplingSettings, PolicyLoss, ValueLoss, CrossEntropy, BradleyTerry, CorrectionSettings),
+        ("settings", Settings.to_dict),
+    ),
     **dict.fromkeys((FixedKL, AdaptiveKL), ("controller", _of_controller)),
     **dict.fromkeys((agents.ToolAgent, agents.SingleTurn), ("part", lambda one: one.made_with)),
     **dict.fromkeys(

@@ -8,11 +8,9 @@ from __future__ import annotations
 import base64
 import json
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -20,10 +18,9 @@ from workbench.base import runtime
 from workbench.base.config import require
 from workbench.base.errors import SettingError, first_line
 from workbench.base.http import Client, Refused, Unreachable
+from workbench.base.loopback import serving
 from workbench.sandbox.protocol import LANGUAGES, Limit, Phase, Program, Result, Sandbox, SyncDoors, ran_out_of_memory
 
-MAX_REQUEST = 64 << 20
-"""Bytes of a request body."""
 INTERPRETERS: Mapping[str, tuple[str, ...]] = {
     "go": ("go",), "go_test": ("go",), "nodejs": ("node",), "jest": ("npx", "node"), "typescript": ("tsx", "ts-node", "npx"),
     "java": ("java",), "junit": ("java",), "php": ("php",), "csharp": ("dotnet", "mono"), "rust": ("cargo",),
@@ -158,59 +155,15 @@ def answer(sandbox: Sandbox, body: bytes) -> tuple[int, dict[str, Any]]:
 def serve(sandbox: Sandbox, *, port: int = 0) -> Iterator[str]:
     """Context manager: serves `/run_code` and `/v1/ping` at 127.0.0.1 while the block runs, and yields the URL.
 
-    Anybody who can log in to this machine can reach the server: it is for one's own notebooks, not a public service. What a
-    page in a browser sends is refused (403): it has an `Origin`, or the `Host` of a name that was bound to loopback.
+    Who can reach it, and what is refused: see `base.loopback.serving`.
     """
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answered(method: str, path: str, body: bytes) -> tuple[int, Any]:
+        if method == "GET":
+            return (200, "pong") if path == "/v1/ping" else (404, {"detail": "Not Found"})
+        if path != "/run_code":
+            return 404, {"detail": f"no such path: {path[:100]!r}; expected /run_code"}
+        return answer(sandbox, body)
 
-        def do_GET(self) -> None:
-            if self._from_a_page():
-                return
-            self._send(*((200, "pong") if self.path == "/v1/ping" else (404, {"detail": "Not Found"})))
-
-        def _from_a_page(self) -> bool:
-            """Whether a page in a browser asks: then it is refused, unread, and the connection ends."""
-            host = self.headers.get("Host") or ""
-            marks = [name for name in ("Origin", "Sec-Fetch-Site") if name in self.headers]
-            if host.partition(":")[0] not in ("127.0.0.1", "localhost"):
-                marks.append(f"Host {host[:80]!r}")
-            if marks:
-                self.close_connection = True
-                self._send(403, {"detail": f"not for pages of a browser: {', '.join(marks)}"})
-            return bool(marks)
-
-        def do_POST(self) -> None:
-            if self._from_a_page():
-                return
-            if self.path != "/run_code":
-                return self._send(404, {"detail": f"no such path: {self.path[:100]!r}; expected /run_code"})
-            length = self.headers.get("Content-Length") or "0"
-            size = int(length) if length.isdecimal() else -1
-            if size < 0:
-                return self._send(400, {"detail": "Content-Length is no number of bytes"})
-            if size > MAX_REQUEST:
-                return self._send(413, {"detail": f"the request has {size} bytes; expected at most {MAX_REQUEST}"})
-            return self._send(*answer(sandbox, self.rfile.read(size)))
-
-        def _send(self, status: int, reply: Any) -> None:
-            body = json.dumps(reply).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Requests are not printed into the notebook."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    thread = threading.Thread(target=server.serve_forever, name="workbench-sandbox", daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(answered, name="workbench-sandbox", port=port) as address:
+        yield f"http://{address}"

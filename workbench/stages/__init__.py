@@ -10,11 +10,13 @@ from workbench.stages.pipeline import Pipeline
 from workbench.stages.reward import Reward, TurnScores, place_turn_scores
 from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import BaseStage, Outcome, Stage
+from workbench.stages.supervised import BradleyTerry, CrossEntropy
+from workbench.stages.targets import Pairs, Targets
 from workbench.stages.update import PolicyLoss, Update, ValueLoss
 
 __all__ = [
-    "Advantage", "BaseStage", "Baseline", "CorrectionSettings", "EpisodeRollout", "ExactKL", "FilterGroups", "Influence", "LogProb",
-    "OffPolicy", "Outcome", "Overlong", "Pipeline", "PolicyLoss", "Resample", "Reward", "Rollout",
-    "RolloutCorrection", "Stage", "TurnScores", "Update", "ValueLoss", "Values", "place_turn_scores",
+    "Advantage", "BaseStage", "Baseline", "BradleyTerry", "CorrectionSettings", "CrossEntropy", "EpisodeRollout", "ExactKL", "FilterGroups", "Influence", "LogProb",
+    "OffPolicy", "Outcome", "Overlong", "Pairs", "Pipeline", "PolicyLoss", "Resample", "Reward", "Rollout",
+    "RolloutCorrection", "Stage", "Targets", "TurnScores", "Update", "ValueLoss", "Values", "place_turn_scores",
     "validation_rollout",
 ]  # fmt: skip

@@ -127,6 +127,12 @@ class Pipeline(Shown):
         """Stage names in order."""
         return tuple(stage.name for stage in self._stages)
 
+    @property
+    def first(self) -> Stage:
+        """The stage that writes the responses: `rollout`, or of supervised training `targets`."""
+        writers = (stage for stage in self._stages if "responses" in stage.writes)
+        return next(writers, None) or self["rollout"]
+
     def index(self, name: str) -> int:
         """Position of the stage called `name`, from 0. Raises `PipelineError` for an unknown name."""
         if name not in self.names:

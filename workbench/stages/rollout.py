@@ -56,7 +56,7 @@ class Rollout(BaseStage):
     """
 
     name = "rollout"
-    reads = ("raw_prompt", "uid")
+    reads: tuple[str, ...] = ("raw_prompt", "uid")
     writes: tuple[str, ...] = (
         "prompts", "prompt_mask", "responses", "response_mask", "input_ids", "attention_mask", "position_ids",
         "rollout_log_probs", "finish_reason", "policy_version", "response_text",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from workbench.base.seeds import derive
 from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.value import Origin
-from workbench.engines.protocol import Learner, LogProbModel, LossCounts, LossOutput, StepResult
+from workbench.engines.protocol import Learner, LogProbModel, Loss, LossCounts, LossOutput, StepResult
 from workbench.functional.kl import kl_penalty
 from workbench.functional.losses import AGGREGATIONS, POLICY_LOSSES, Surrogate, aggregate, value_loss
 from workbench.functional.masking import masked_mean
@@ -235,7 +235,18 @@ class ValueLoss(Settings):
         return LossOutput(loss, metrics)
 
 
-_Loss: TypeAlias = PolicyLoss | OnPolicyLoss | ValueLoss
+class SupervisedLoss(Loss, Protocol):
+    """A loss of what the data says, without rewards: see `stages.supervised`."""
+
+    supervised: ClassVar[bool]
+    reads: ClassVar[tuple[str, ...]]
+    writes: ClassVar[tuple[str, ...]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings by name."""
+
+
+_Loss: TypeAlias = PolicyLoss | OnPolicyLoss | ValueLoss | SupervisedLoss
 
 
 class Update(BaseStage):
@@ -245,7 +256,7 @@ class Update(BaseStage):
 
     Args:
         learner: the engine whose weights are updated.
-        loss: a `PolicyLoss` or a `ValueLoss`.
+        loss: a `PolicyLoss`, a `ValueLoss`, or without rewards a `CrossEntropy` or `BradleyTerry`.
         name: `update_actor` or `update_critic`; what follows `update_` is the prefix of the metrics.
         ppo_epochs: passes over the batch.
         ppo_mini_batch_size: *prompts* of one optimizer step, as in verl; None: the whole batch. The last may be smaller.
@@ -272,7 +283,7 @@ class Update(BaseStage):
     def __init__(
         self,
         learner: Learner,
-        loss: PolicyLoss | ValueLoss,
+        loss: PolicyLoss | ValueLoss | SupervisedLoss,
         *,
         name: str = "update_actor",
         ppo_epochs: int = 1,
@@ -306,7 +317,8 @@ class Update(BaseStage):
         if isinstance(loss, PolicyLoss) and loss.bypass is None and type(self) is Update:
             self._on_policy = OnPolicyLoss(loss) if ppo_epochs == 1 and not recompute_old_log_probs else None
         self._scoring = LogProb(cast(LogProbModel, learner), name=name, entropy=True, temperature=temperature)
-        self.reads = (*SCORED_COLUMNS, "scored", *(self._on_policy or loss).reads)
+        scored = () if getattr(loss, "supervised", False) else ("scored",)
+        self.reads = (*SCORED_COLUMNS, *scored, *(self._on_policy or loss).reads)
         self.writes = loss.writes
         masked = ("loss_mask",) * ("loss_mask" not in self.writes)
         self.optional = (PIXELS, *masked, *("old_log_probs",) * bool(self._on_policy))
@@ -376,6 +388,14 @@ class Update(BaseStage):
             counted[f"{self.role}/empty_mini_batches"] = Count(empty)
         return steps, counted
 
+    @torch.no_grad()
+    def measure(self, batch: DataProto) -> dict[str, Metric]:
+        """The loss's metrics on a batch, at the present weights: a pass without gradients, nothing is learned."""
+        model = cast(LogProbModel, self._learner)
+        outputs = model.compute_log_probs(batch, self._loss.want, self.temperature)
+        found = join([self._loss(outputs, batch, _counts(batch)).metrics])
+        return {name: one for name, one in found.items() if isinstance(one, Mean)}
+
     def is_on_policy(self, batch: DataProto) -> bool:
         """Whether the update of this batch takes the log-probs of its own pass as the old ones."""
         whole = self._on_policy is not None and len(self._mini_batches(batch, 0)) == 1
@@ -401,7 +421,7 @@ class Update(BaseStage):
         return done.batch, dict(done.metrics)
 
     def _refuse_unscored(self, batch: DataProto) -> None:
-        if batch["scored"].any() or not len(batch):
+        if "scored" not in self.reads or batch["scored"].any() or not len(batch):
             return
         whys = Counter(f"{one.status.value}: {one.why}" for one in batch.non_tensor_batch.get("score", ()))
         what = f"stage {self.name!r}: none of {len(batch)} rows was scored, so that there is nothing to learn from"
@@ -422,11 +442,9 @@ class Update(BaseStage):
 
     def _learn_or_skip(self, rows: DataProto, loss: _Loss) -> StepResult | None:
         """One optimizer step; None where it was skipped because loss or gradient is not finite, and no weight changed."""
-        mask = loss_mask(rows)
-        sequences = float((mask.sum(-1) > 0).sum())
-        loss_counts = LossCounts(tokens=mask.sum().item(), sequences=sequences, width=float(mask.shape[1]))
+        loss_counts = _counts(rows)
         try:
-            _refuse_nonfinite(rows, (*SCORED_COLUMNS, "scored", *loss.reads))
+            _refuse_nonfinite(rows, dict.fromkeys((*self.reads, *loss.reads)))
             learned = self._learner.learn(rows, loss, loss_counts, self.temperature)
         except NonFinite as error:
             self._in_a_row += 1
@@ -473,13 +491,20 @@ class Update(BaseStage):
 
     def _unchanged(self, batch: DataProto) -> dict[str, Tensor]:
         """The columns of rows whose weights did not move."""
-        if "new_log_probs" not in self.writes:
+        if "clipped" not in self.writes:
             return {}
         mask = batch["response_mask"]
         old = batch["rollout_log_probs" if "rollout_log_probs" in self.reads else "old_log_probs"]
         found = {"new_log_probs": old.clone(), "clipped": torch.zeros_like(mask, dtype=torch.bool)}
         found |= {"rollout_is_weights": mask.to(old.dtype), "loss_mask": mask.clone()}
         return {name: found[name] for name in self.writes}
+
+
+def _counts(rows: DataProto) -> LossCounts:
+    """The counts of a mini-batch that its losses are divided by."""
+    mask = loss_mask(rows)
+    sequences = float((mask.sum(-1) > 0).sum())
+    return LossCounts(tokens=mask.sum().item(), sequences=sequences, width=float(mask.shape[1]))
 
 
 def _over_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
@@ -497,7 +522,7 @@ def _over_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     return found
 
 
-def _refuse_nonfinite(rows: DataProto, names: Sequence[str]) -> None:
+def _refuse_nonfinite(rows: DataProto, names: Iterable[str]) -> None:
     """Raises `NonFinite` naming the first column, row, uid and token with a NaN or infinity inside the loss mask."""
     mask = loss_mask(rows).bool()
     for name in names:

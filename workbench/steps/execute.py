@@ -36,6 +36,7 @@ from workbench.stages.pipeline import Pipeline
 from workbench.stages.reward import Reward
 from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import Stage
+from workbench.stages.targets import Given
 from workbench.steps.trace import Phase, Trace, completed, perform
 
 log = logging.getLogger("workbench")
@@ -195,7 +196,7 @@ def sampler_of(pipeline: Pipeline) -> PinnedWeights:
     Raises `SettingError` for any other: rows sampled while the weights change would belong to no policy version.
     """
     first = next(iter(pipeline))
-    engine = first.sampler if isinstance(first, Rollout) else None
+    engine = first.sampler if isinstance(first, Rollout) and not isinstance(first, Given) else None
     found = f"a pipeline that begins with stage {first.name!r}"
     if isinstance(engine, PinnedWeights):
         if not engine.share_device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -33,13 +34,25 @@ class SamplerChat:
         return f"local {path or type(self._sampler).__name__}"
 
     async def complete(
-        self, messages: Sequence[Mapping[str, str]], *, max_tokens: int, temperature: float, seed: int
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        max_tokens: int | None,
+        temperature: float,
+        seed: int,
+        **sampling: Any,
     ) -> Completion:
-        """Sample one answer to the messages."""
+        """Sample one answer to the messages; `sampling` are further `SamplingSettings`. Of a `Located` sampler with a longest
+        sequence, `max_tokens` is at most what that leaves; None: all that it leaves, else 1,024."""
         switches = {"add_generation_prompt": True, **self._switches}
         text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, **switches)
         ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-        settings = SamplingSettings(max_tokens=max_tokens, temperature=temperature)
+        longest, settings = (
+            getattr(self._sampler, "max_length", None),
+            SamplingSettings(temperature=temperature, **sampling),
+        )
+        room = max(1, longest - len(ids)) if longest else max_tokens or 1024
+        settings = replace(settings, max_tokens=room if max_tokens is None else min(max_tokens, room))
         sample = await self._sampler.sample(Request(ids, settings, seed))
         answer = self.tokenizer.decode(list(sample.ids), skip_special_tokens=True)
         return Completion(answer, text, len(ids), len(sample.ids), sample.finish_reason)

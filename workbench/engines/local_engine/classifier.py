@@ -82,13 +82,35 @@ def classifier(
     `path` is a Hugging Face folder or name; longer texts than `max_length` tokens are refused. Raises `EngineError` where there
     is no such model, or it has not exactly one label.
     """
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    model, tokenizer = open_classifier(path, device=device, trust_remote_code=trust_remote_code)
+    return LocalClassifier(model, tokenizer, path=str(path), batch_size=batch_size, max_length=max_length)
+
+
+def open_classifier(
+    path: str | Path, *, device: str = "auto", trust_remote_code: bool = False, begin: bool = False
+) -> tuple[Any, Any]:
+    """(sequence classifier with one label, float32, on its device; its tokenizer).
+
+    With `begin` a causal model's folder will do, too: a new head is added, with zero weights. Raises `EngineError` as
+    `classifier` does.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    found, trust = str(resolve(path)), {"trust_remote_code": trust_remote_code}
+    found = str(resolve(path))
+    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     with boundary(f"loading the reward model {str(path)!r}", EngineError):
-        model = pretrained(AutoModelForSequenceClassification, found, **trust)
+        config = AutoConfig.from_pretrained(found, **trust)
+        new = begin and not any("SequenceClassification" in name for name in config.architectures or ())
+        given: dict[str, Any] = {"num_labels": 1, "begins": (HEAD_WEIGHT,)} if new else {}
+        told = logging.get_verbosity()
+        if new:  # it would warn of the head that is missing
+            logging.set_verbosity_error()
+        try:
+            model = pretrained(AutoModelForSequenceClassification, found, **given, **trust)
+        finally:
+            logging.set_verbosity(told)
         tokenizer = AutoTokenizer.from_pretrained(found, **trust)
     if model.config.num_labels != 1 or not hasattr(model, "score"):
         expected = "a sequence classifier with one label and a head called 'score'"
@@ -97,5 +119,10 @@ def classifier(
         raise EngineError(f"the reward model {str(path)!r}", expected=expected, found=found, do=do)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    model = model.to(chosen_device(device)).eval()
-    return LocalClassifier(model, tokenizer, path=str(path), batch_size=batch_size, max_length=max_length)
+    if new:
+        torch.nn.init.zeros_(model.score.weight)
+    return model.to(chosen_device(device)).eval(), tokenizer
+
+
+HEAD_WEIGHT = "score.weight"
+"""The weight of a sequence classifier's head, by its name in the files."""

@@ -217,7 +217,9 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
         self._waves = Waves(self._decode, settings.max_wave, "workbench-sampler")
         self._processor: loading.Processor | None = None
         self._pictured = Waves(self._decode, settings.max_wave, "workbench-pictures")
-        self._eos = loading.eos_ids_of(model.generation_config, model.config.get_text_config(), model.config, tokenizer)
+        self._eos = loading.eos_ids_of(
+            getattr(model, "generation_config", None), model.config.get_text_config(), model.config, tokenizer
+        )
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable()
 

@@ -65,11 +65,12 @@ def head_of(model: Any) -> Head:
 
 
 def linear_head(model: Any) -> Head:
-    """The head of a transformers causal model as its text configuration describes it."""
+    """The head of a transformers causal model as its text configuration describes it; of a sequence classifier its `score`."""
     config = model.config.get_text_config()
     factor = 1.0
     for name, meaning in (_FACTORS | _FACTORS_OF.get(config.model_type, {})).items():
         if getattr(config, name, None) is not None:
             factor *= meaning(getattr(config, name))
     caps = [getattr(config, name) for name in _CAPS if getattr(config, name, None) is not None]
-    return Head(model.get_output_embeddings(), factor, caps[0] if caps else None)
+    linear = model.get_output_embeddings()
+    return Head(getattr(model, "score", None) if linear is None else linear, factor, caps[0] if caps else None)

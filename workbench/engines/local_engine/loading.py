@@ -23,14 +23,15 @@ log = logging.getLogger("workbench")
 
 
 def resolve(path: str | Path, *, elsewhere: bool = False) -> str | Path:
-    """The model folder of a path: the path itself, a checkpoint's `actor/`, or a run's newest checkpoint; else a hub name.
+    """The model folder of a path: the path itself, a checkpoint's (`ROLES`), or a run's newest checkpoint's; else a hub name.
 
     A hub name is checked (`check_hub`), unless the model is loaded on another machine (`elsewhere`). Raises `EngineError`
     where there is no such model, or one of its files is not as an engine's `save` wrote it.
     """
     folder = Path(path)
-    checkpoints = (one.parent for one in sorted(folder.glob("checkpoints/step_*/actor/*config.json"), reverse=True))
-    for inside in (folder, folder / "actor", *checkpoints):
+    saved = (one for role in ROLES for one in folder.glob(f"checkpoints/step_*/{role}/*config.json"))
+    checkpoints = (one.parent for one in sorted(saved, reverse=True))
+    for inside in (folder, *(folder / role for role in ROLES), *checkpoints):
         if (inside / "config.json").is_file() or (inside / lora.CONFIG).is_file():
             check_manifest(inside, EngineError, "save the model again, or take another checkpoint")
             return inside
@@ -44,6 +45,8 @@ def resolve(path: str | Path, *, elsewhere: bool = False) -> str | Path:
     return str(path)
 
 
+ROLES = ("actor", "reward_model")
+"""Folders of a checkpoint that hold the model that was trained."""
 HUB_SECONDS = 5.0
 """How long the hub has to say whether it has a model; transformers itself tries for more than a minute."""
 
@@ -210,12 +213,12 @@ class Processor:
             (path / "processor_config.json").write_text(json.dumps(self._record, indent=2), encoding="utf-8")
 
 
-def pretrained(kind: Any, path: str | Path, **given: Any) -> Any:
+def pretrained(kind: Any, path: str | Path, begins: Sequence[str] = (), **given: Any) -> Any:
     """Load a model of a transformers class (`kind`) in float32, with every tensor of it read from the files.
 
     transformers fills tensors that the files lack, or have in another shape, with random numbers, and leaves out those
     that the configuration has no place for. Here these are an `EngineError` with their names; heads of other kinds in the
-    files are left out.
+    files are left out, and tensors named in `begins` may be missing.
     """
     model, found = kind.from_pretrained(
         str(path), dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **given
@@ -226,7 +229,7 @@ def pretrained(kind: Any, path: str | Path, **given: Any) -> Any:
     }
     inside = f"{model.base_model_prefix}."
     wrong = {
-        "lack": sorted(set(found["missing_keys"]) - shapes.keys()),
+        "lack": sorted(set(found["missing_keys"]) - shapes.keys() - {*begins}),
         "have": [shapes[name] for name in sorted(shapes)],
         "have, with no place in the model,": sorted(one for one in found["unexpected_keys"] if one.startswith(inside)),
     }
@@ -350,15 +353,24 @@ def seal_model(folder: Path) -> None:
     write_manifest(folder, {path.name: record_of(path) for path in model_files(folder)}, format=FORMAT)
 
 
+def is_classifier(model: Any) -> bool:
+    """Whether a model is a sequence classifier, as reward models are: its head, `score`, is no language head."""
+    return model.get_output_embeddings() is None and hasattr(model, "score")
+
+
 def load_into(model: Any, head: torch.nn.Module | None, path: Path, settings: Any) -> None:
     """Load what `save_model` wrote into an existing model and value head. Raises `EngineError` where it does not fit."""
     from safetensors.torch import load_file
 
     adapted = lora.config_in(model) is not None
     mine = lora.tensors(model) if adapted else model.state_dict()
-    pairs = [
-        (mine, lora.stored(path) if adapted else load_model(path, settings).state_dict(), f"the weights at {path}")
-    ]
+    if adapted:
+        stored = lora.stored(path)
+    elif is_classifier(model):
+        stored = pretrained(type(model), path).state_dict()
+    else:
+        stored = load_model(path, settings).state_dict()
+    pairs = [(mine, stored, f"the weights at {path}")]
     if head is not None:
         if not (path / HEAD).is_file():
             raise EngineError(f"the critic at {path}", expected=HEAD, found="no such file")

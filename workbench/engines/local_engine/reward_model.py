@@ -1,0 +1,161 @@
+"""A reward model that learns in this process: a transformers sequence classifier with one label, behind `Learner`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.base import runtime
+from workbench.base.config import require
+from workbench.base.errors import EngineError
+from workbench.base.memory import share_arena
+from workbench.dataproto.columns import MARGIN
+from workbench.dataproto.core import DataProto
+from workbench.engines.local_engine import scoring, tree
+from workbench.engines.local_engine.classifier import LocalClassifier, open_classifier
+from workbench.engines.local_engine.engine import LocalEngine
+from workbench.engines.local_engine.loading import resolve
+from workbench.engines.local_engine.selfcheck import Paths, SelfCheck
+from workbench.engines.local_engine.snapshots import Files
+from workbench.engines.protocol import Request, Sample
+from workbench.engines.settings import LocalSettings
+
+
+class LocalRewardModel(LocalEngine):
+    """Trains a sequence classifier with one label in this process; made by `reward_model`.
+
+    It is a `Learner` and a `LogProbModel` whose one output is `values`: at a row's own token (`response_mask`) the reward of
+    the text before it. Both rows of a preference pair go through the model in one micro-batch. `save` writes a classifier's
+    folder, which `engines.classifier` opens.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, settings: LocalSettings, *, path: str = "", **switches: Any) -> None:
+        super().__init__(model, tokenizer, settings, path=path, **switches)
+        self._critic = True  # its outputs are values
+
+    def classifier(self, *, batch_size: int = 32, max_length: int = 8192) -> LocalClassifier:
+        """The present weights, as they go on learning, as what `rewards.RewardModel` takes."""
+        told: dict[str, Any] = {"path": self.path, "batch_size": batch_size, "max_length": max_length}
+        return LocalClassifier(self._model, self.tokenizer, **told)
+
+    async def sample(self, request: Request) -> Sample:
+        """Raises `EngineError`: a reward model writes no text."""
+        raise EngineError("a reward model writes no text", do="sample from engines.local(…) or another policy")
+
+    def reference(self) -> Any:
+        """Raises `EngineError`: its loss needs none."""
+        raise EngineError("a reward model has no reference", do="take a policy's: engines.local(…).reference()")
+
+    def critic(self, **changes: Any) -> Any:
+        """Raises `EngineError`: a critic is made of a policy."""
+        raise EngineError("a reward model has no critic", do="make it of the policy: engines.local(…).critic()")
+
+    def prove(self) -> None:
+        """Compare rewards, as they are learned from, with the model's own forward on a few tokens, under a random head.
+
+        Rows share what they have in common only where that gives the same numbers. Raises `EngineError` where padded rows give
+        others, or `pack="yes"` asks for what is not proven.
+        """
+        head, generator = self._model.score.weight, torch.Generator().manual_seed(0)
+        held = head.detach().clone()
+        texts = _few(self._model.get_input_embeddings().num_embeddings, self._model.config.pad_token_id, generator)
+        try:
+            with torch.no_grad(), self._autocast():
+                head.copy_(torch.randn(head.shape, generator=generator))
+                own = [self._model(torch.tensor([ids], device=head.device)).logits[0, :1] for ids in texts]
+                wanted = torch.cat(own).float().cpu()
+                near = (5e-2 if self._settings.half(head.device.type) else 1e-4) * float(wanted.abs().max())
+                off = [float((self._rewards(texts, packed) - wanted).abs().max()) for packed in (False, True)]
+        finally:
+            with torch.no_grad():
+                head.copy_(held)
+        if not off[0] <= near:
+            what, expected = f"rewards of {type(self._model).__name__}", "those of the model's own forward"
+            raise EngineError(what, expected=expected, found=f"a difference of {off[0]:.3g}")
+        found = {"padded": off[0], "packed": off[1]}
+        self.selfcheck = SelfCheck(type(self._model).__name__, Paths(pack=off[1] <= near), found=found)
+        self._model.workbench_paths = self.selfcheck.paths
+        self._packs(self._batch(texts))
+
+    def _rewards(self, texts: Sequence[Sequence[int]], packed: bool) -> torch.Tensor:
+        rows = self._batch(texts)
+        return self._outputs(("values",), 1.0, packed)(rows)["values"].sum(-1).cpu()
+
+    @staticmethod
+    def _batch(texts: Sequence[Sequence[int]]) -> DataProto:
+        """Token ids as rows, each with a token of its own behind them, and one of padding before."""
+        lengths = torch.tensor([len(ids) for ids in texts])
+        width = int(lengths.max()) + 1
+        ids = torch.tensor([[0, *ids, *[0] * (width - len(ids))] for ids in texts])
+        places = torch.arange(width)
+        there = torch.nn.functional.pad(places <= lengths[:, None], (1, 0)).long()
+        columns = {"input_ids": ids, "attention_mask": there, "position_ids": (there.cumsum(-1) - 1).clamp(min=0)}
+        return DataProto({**columns, "response_mask": (places == lengths[:, None]).long()})
+
+    def _outputs(
+        self, want: Sequence[str], temperature: float, packed: bool
+    ) -> Callable[[DataProto], dict[str, torch.Tensor]]:
+        return lambda rows: scoring.outputs(self._model, self._model.score, rows, want, temperature, packed)
+
+    def _passes(self, batch: DataProto, packed: bool) -> Iterator[tuple[torch.Tensor, DataProto, int]]:
+        """Pairs, their two rows together, the longest first; of packed rows all tokens count."""
+        if MARGIN not in batch:
+            yield from super()._passes(batch, packed)
+            return
+        lengths = batch["attention_mask"].sum(-1).view(-1, 2)
+        order = torch.argsort(lengths.amax(-1), descending=True, stable=True)
+        sizes = [
+            (pair, 2 * max(two), sum(two) if packed else None)
+            for pair, two in zip(order.tolist(), lengths[order].tolist(), strict=True)
+        ]
+        for pairs in tree.grouped(sizes, self._budget):
+            runtime.check()
+            indices = (2 * pairs[:, None] + torch.arange(2)).flatten()
+            yield indices, *scoring.trimmed(batch.select_idxs(indices))
+
+    def __repr__(self) -> str:
+        size = sum(one.numel() for one in self._model.parameters())
+        what = f"{type(self._model).__name__}, {size:,} parameters, {self._place()}"
+        return f"{type(self).__name__}({self.path!r}: {what}, version {self.version})"
+
+
+def _few(vocabulary: int, pad: int, generator: torch.Generator) -> list[list[int]]:
+    """Four texts, the first three of which begin alike; none has the padding's id, by which the model's own forward finds an end."""
+    known = [one for one in range(vocabulary) if one != pad]
+    lengths = (5, 9, 17, 12)
+    start, *texts = (
+        [known[at] for at in torch.randint(len(known), (length,), generator=generator).tolist()]
+        for length in (8, *lengths)
+    )
+    return [*(start + text for text in texts[:3]), texts[3]]
+
+
+def reward_model(path: str | Path, *, threads: int | None = None, **settings: Any) -> LocalRewardModel:
+    """Open a model to be trained as a reward model in this process: `reward_model("data/tiny-arith", lr=1e-4)`.
+
+    `path` is a Hugging Face folder or name of a causal model, which gets a new head that gives 0, or of a sequence classifier with
+    one label, such as a checkpoint of such a run. `threads` sets torch's CPU threads for the process. Other settings:
+    `LocalSettings` without LoRA; unknown names are refused. Train it by `recipes.reward_model`; its checkpoint is opened by
+    `engines.classifier`.
+    Raises `EngineError` where there is no such model, or it has another number of labels, or its rewards cannot be proven.
+    """
+    chosen = LocalSettings.from_parameters(settings)
+    require(
+        not chosen.lora_rank,
+        "lora_rank of a reward model",
+        expected="0: all weights are trained",
+        found=chosen.lora_rank,
+    )
+    share_arena()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    trust = chosen.trust_remote_code
+    model, tokenizer = open_classifier(path, device=chosen.device, trust_remote_code=trust, begin=True)
+    engine = LocalRewardModel(model, tokenizer, chosen, path=str(path))
+    engine._files = Files.of_model(resolve(path))
+    if chosen.self_check:
+        engine.prove()
+    return engine

@@ -1,0 +1,272 @@
+"""Stages that write responses that the data has, as token columns: target texts, and the two answers of preference pairs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from workbench.base.config import require
+from workbench.base.errors import DataError, describe
+from workbench.dataproto.columns import MARGIN
+from workbench.dataproto.core import DataProto
+from workbench.datasets.pictures import text_of
+from workbench.datasets.rendering import render
+from workbench.engines.protocol import Sample, SamplingSettings, switches_of
+from workbench.stages.rollout import Rollout, columns_of
+from workbench.stages.stage import Outcome
+
+TRUTH = "reward_model.ground_truth"
+"""Where `wb.rows` puts a row's answer: TRL's `completion`, the last answer of `messages`."""
+_SAMPLED = ("rollout_log_probs", "finish_reason", "policy_version")
+"""Columns of a rollout that only sampled responses have."""
+
+
+class Given(Rollout):
+    """Base class of stages whose responses are texts that the data has; nothing is sampled."""
+
+    def __init__(self, engine: Any, columns: Sequence[str], max_tokens: int, answers: int = 1) -> None:
+        super().__init__(engine, group_size=answers, sampling=SamplingSettings(max_tokens=max_tokens))
+        for one in columns:
+            require(bool(one), "the name of a column", expected="a text that is not empty", found=one)
+        self.reads = tuple(dict.fromkeys((*type(self).reads, *(one.partition(".")[0] for one in columns))))
+        self._learners = ()  # no weights are used
+        self._columns = tuple(columns)
+
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """Raise `DataError` for the first row of a data set that lacks a text, or has one that is too long; else what was
+        found, in words. Of the texts only those that may be too long by their characters are encoded."""
+        limit, number = self.sampling.max_tokens, 0
+        for number, row in enumerate(rows, 1):
+            place = f"row {number - 1}"
+            for column in self._columns:
+                text = self._text(row, column, place)
+                if len(text.encode(errors="replace")) + 1 > limit:
+                    self._ids([text], [f"{column} of {place}"])
+        return f"{' and '.join(self._columns)} of {number:,} rows, each at most {limit} tokens with EOS"
+
+    def _texts(self, batch: DataProto, column: str, places: Sequence[str]) -> list[str]:
+        name = column.partition(".")[0]
+        return [self._text({name: cell}, column, place) for cell, place in zip(batch[name], places, strict=True)]
+
+    def _text(self, row: Mapping[str, Any], column: str, place: str) -> str:
+        """A row's text. Raises `DataError` where it has none, or it is no text."""
+        found = cell(row, column)
+        said = found[-1].get("content") if isinstance(found, list) and found and isinstance(found[-1], dict) else found
+        if isinstance(said, str) and said.strip():  # of messages the last one's content
+            return said
+        do = "name its column" if found is None else "leave such rows out"
+        raise DataError(f"{column} of {place}", expected="a text that is not empty", found=describe(found), do=do)
+
+    def _ids(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text and EOS. Raises `DataError` for one that is too long."""
+        tokenizer = self.sampler.tokenizer
+        ended = [text.removesuffix(tokenizer.eos_token) + tokenizer.eos_token for text in texts]
+        made = [list(ids) for ids in tokenizer(ended, add_special_tokens=False)["input_ids"]]
+        for ids, place in zip(made, places, strict=True):
+            self._refuse_long(ids, place)
+        return made
+
+    def _refuse_long(self, ids: Sequence[int], place: str) -> None:
+        if len(ids) > self.sampling.max_tokens:
+            do, expected = "raise max_tokens, or leave such rows out", f"at most {self.sampling.max_tokens} tokens"
+            raise DataError(f"{place} is too long", expected=expected, found=len(ids), do=do)
+
+
+def cell(row: Mapping[str, Any], column: str) -> Any:
+    """What a row has in a column; `a.b` is the key b of the dict in a. None where it is not there."""
+    name, *keys = column.split(".")
+    found = row.get(name)
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _places(batch: DataProto) -> list[str]:
+    return [f"row {row} (uid {uid})" for row, uid in enumerate(batch["uid"])]
+
+
+def _columns(
+    prompts: Sequence[Sequence[int]], responses: Sequence[tuple[Sequence[int], Sequence[int]]], pad: int
+) -> dict[str, Any]:
+    """The columns of a rollout that was not sampled, from ids and masks of the responses."""
+    samples = [Sample(tuple(ids), (0.0,) * len(ids), "stop", 0) for ids, _ in responses]
+    columns = columns_of(prompts, samples, pad, [mask for _, mask in responses])
+    return {name: one for name, one in columns.items() if name not in _SAMPLED}
+
+
+class Targets(Given):
+    """Write each row's own target text as its response: the columns of a rollout, and nothing is sampled.
+
+    Prompts are encoded as for sampling; a response is the target's tokens and EOS, as the model is to write them, and
+    `response_mask` is 1 on all of them.
+
+    Args:
+        engine: whose tokenizer and template encode: a learner, or anything with a `tokenizer`.
+        target: the column of the target texts; `a.b` is the key b of the dicts in column a. By default the row's answer.
+        max_tokens: longest response (EOS counts).
+        every_turn: the answers within a prompt are targets, too: the prompt ends before the first of them, and the tokens of
+            other turns in the response have `response_mask` 0.
+
+    Raises `DataError` for a row without a target, for one that is too long, and with `every_turn` where the chat template
+    does not write a chat as its beginning and what follows it.
+    """
+
+    name = "targets"
+    writes: tuple[str, ...] = tuple(name for name in Rollout.writes if name not in _SAMPLED)
+
+    def __init__(self, engine: Any, *, target: str = TRUTH, max_tokens: int = 1024, every_turn: bool = False) -> None:
+        super().__init__(engine, [target], max_tokens)
+        self.target = target
+        self.every_turn = every_turn
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of the stage by name."""
+        return {"target": self.target, "max_tokens": self.sampling.max_tokens, "every_turn": self.every_turn}
+
+    def __call__(self, batch: DataProto) -> Outcome:
+        """P rows in, the same P rows out with the columns of their responses."""
+        self._refuse_media(batch)
+        places = _places(batch)
+        texts = self._texts(batch, self.target, places)
+        chats = list(batch["raw_prompt"])
+        starts = [_first_answer(chat) if self.every_turn else None for chat in chats]
+        begun = [chat if start is None else chat[:start] for chat, start in zip(chats, starts, strict=True)]
+        prompts, _ = self._encode(batch.with_columns({"raw_prompt": begun}), None)
+        ended = self._ids(texts, [f"{self.target} of {place}" for place in places])
+        responses = [(ids, [1] * len(ids)) for ids in ended]
+        for row, start in enumerate(starts):
+            if start is not None:
+                responses[row] = self._turns(chats[row], start, texts[row], places[row])
+        columns = _columns(prompts, responses, self._pad_id)
+        decode = self.sampler.tokenizer.batch_decode
+        columns["response_text"] = decode([list(ids) for ids, _ in responses], skip_special_tokens=True)
+        return self._finished(batch, columns, torch.arange(len(batch)))
+
+    def _turns(
+        self, chat: Sequence[Mapping[str, Any]], start: int, target: str, place: str
+    ) -> tuple[list[int], list[int]]:
+        """(ids, mask) of a chat from its answer number `start` to the target: each turn encoded apart, as when sampled."""
+        tokenizer = self.sampler.tokenizer
+        whole = [*chat, {"role": "assistant", "content": target}]
+        answers = [at for at in range(start, len(whole)) if whole[at]["role"] == "assistant"]
+        switches = {"add_generation_prompt": True, **switches_of(self.sampler)}
+        begun = render(tokenizer, [whole[:at] for at in answers], **switches)
+        ids, mask = [], []
+        for number, at in enumerate(answers):
+            own = str(whole[at]["content"]).removesuffix(tokenizer.eos_token) + tokenizer.eos_token
+            pieces = [(own, 1)]
+            if number + 1 < len(begun):
+                before, after = begun[number] + own, begun[number + 1]
+                if not after.startswith(before):
+                    what, do = (
+                        f"every_turn for {place}",
+                        "leave every_turn out: the last answer alone is then the target",
+                    )
+                    expected = "a chat template that writes a chat as its beginning and what follows it"
+                    raise DataError(what, expected=expected, found=f"turn {at} is written otherwise later", do=do)
+                pieces.append((after[len(before) :], 0))
+            for text, mine in pieces:
+                part = tokenizer(text, add_special_tokens=False)["input_ids"]
+                ids += part
+                mask += [mine] * len(part)
+        self._refuse_long(ids, f"the response of {place}")
+        return ids, mask
+
+
+def _first_answer(chat: Any) -> int | None:
+    """The place of a chat's first assistant message; None where it has none, or is a text."""
+    turns = [] if isinstance(chat, str) else chat
+    return next((at for at, turn in enumerate(turns) if turn["role"] == "assistant"), None)
+
+
+class Pairs(Given):
+    """Write both answers of each preference pair: P pairs in, 2P rows out, the chosen answer before the rejected one.
+
+    The rows of a pair have one uid. Each is the very text that `rewards.RewardModel` reads of that prompt and answer. Only the
+    last token of a row is its own (`response_mask`): a place behind the text, at which the model gives the text's reward.
+
+    Args:
+        engine: whose tokenizer encodes: a learner of `engines.reward_model`.
+        chosen: the column of the preferred answers: texts, or messages whose last one is the answer; `a.b` is the key b of the
+            dicts in column a.
+        rejected: the column of the others.
+        margin: the column of each pair's margin, a number; None: 0.
+        max_tokens: longest answer, in tokens.
+        template: `chat` or `question_answer`, as in `rewards.RewardModel`.
+
+    Raises `DataError` for a row without one of the answers or its margin, and for an answer that is too long.
+    """
+
+    name = "pairs"
+    writes: tuple[str, ...] = (*Targets.writes, MARGIN)
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        chosen: str = "chosen",
+        rejected: str = "rejected",
+        margin: str | None = None,
+        max_tokens: int = 1024,
+        template: str = "chat",
+    ) -> None:
+        from workbench.rewards.judge import RewardModel
+
+        super().__init__(engine, [chosen, rejected], max_tokens, answers=2)
+        if margin is not None:
+            self.reads = tuple(dict.fromkeys((*self.reads, margin.partition(".")[0])))
+        self.chosen, self.rejected, self.margin, self.template = chosen, rejected, margin, template
+        self._reader = RewardModel(engine, template=template, prompt_length=_WHOLE, response_length=_WHOLE)
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of the stage by name."""
+        names = ("chosen", "rejected", "margin", "template")
+        return {**{name: getattr(self, name) for name in names}, "max_tokens": self.sampling.max_tokens}
+
+    def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """As in `Given`, for both answers and the margin."""
+        held = list(rows)
+        for number, row in enumerate(held):
+            self._margin(row, f"row {number}")
+        return super().check_rows(held)
+
+    def __call__(self, batch: DataProto) -> Outcome:
+        """P pairs in, 2P rows out."""
+        self._refuse_media(batch)
+        places, tokenizer = _places(batch), self.sampler.tokenizer
+        answers = [self._texts(batch, column, places) for column in (self.chosen, self.rejected)]
+        for column, texts in zip((self.chosen, self.rejected), answers, strict=True):
+            self._ids(texts, [f"{column} of {place}" for place in places])
+        begun, _ = self._encode(batch, None)
+        said = [text for pair in zip(*answers, strict=True) for text in pair]
+        rows = torch.arange(len(batch)).repeat_interleave(2)
+        prompts, responses, end = [], [], self._pad_id
+        for row, text in zip(rows.tolist(), said, strict=True):
+            chat = batch["raw_prompt"][row]
+            asked = text_of(chat[-1]["content"]) if isinstance(chat, list) else chat
+            whole, _ = self._reader.text_for({"prompt": chat, "prompt_text": asked, "response": text})
+            ids = tokenizer.encode(whole)
+            at = next(
+                (at for at, (x, y) in enumerate(zip(ids, begun[row], strict=False)) if x != y),
+                min(len(ids), len(begun[row])),
+            )
+            prompts.append(ids[:at])
+            responses.append(([*ids[at:], end], [*[0] * (len(ids) - at), 1]))
+        columns = {**_columns(prompts, responses, end), "response_text": said}
+        cells = ({name: batch[name][row] for name in self.reads} for row in range(len(batch)))
+        margins = [self._margin(one, place) for one, place in zip(cells, places, strict=True)]
+        columns[MARGIN] = torch.tensor(margins, dtype=torch.float32).repeat_interleave(2)
+        return self._finished(batch, columns, rows)
+
+    def _margin(self, row: Mapping[str, Any], place: str) -> float:
+        found = 0.0 if self.margin is None else cell(row, self.margin)
+        if isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found):
+            return float(found)
+        raise DataError(f"{self.margin} of {place}", expected="a finite number", found=describe(found))
+
+
+_WHOLE = 1 << 30
+"""More tokens than any text has: nothing is cut, what is too long is refused."""
