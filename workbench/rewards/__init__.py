@@ -25,11 +25,13 @@ from workbench.rewards.scorers.search import search_em, search_f1
 if TYPE_CHECKING:
     from workbench.rewards.judge import Judge, Pairwise, PairwiseJudge, Pointwise, RewardModel, Verdict
     from workbench.rewards.judge_reports import JudgeReport, judge_report
+    from workbench.rewards.principle_search import Principles, principles
     from workbench.rewards.verdicts import BasePromptTemplate, ReasoningJudge, VerdictReward, reasoning
 
 _HOMES = {
     **dict.fromkeys(("BasePromptTemplate", "ReasoningJudge", "VerdictReward", "reasoning"), "verdicts"),
     **dict.fromkeys(("JudgeReport", "judge_report"), "judge_reports"),
+    **dict.fromkeys(("Principles", "principles"), "principle_search"),
 }
 
 
@@ -58,6 +60,7 @@ __all__ = [
     "PinCheck",
     "Pins",
     "Pointwise",
+    "Principles",
     "RateLimit",
     "ReasoningJudge",
     "Reward",
@@ -83,6 +86,7 @@ __all__ = [
     "math_verify",
     "numeric",
     "pins",
+    "principles",
     "reasoning",
     "register",
     "search_em",

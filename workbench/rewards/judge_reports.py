@@ -460,14 +460,14 @@ def judge_report(
     Example:
         >>> wb.rewards.judge_report(judge, wb.datasets.samples("pairs.jsonl"))  # doctest: +SKIP
     """
-    reward, read = as_reward(judge), _read(samples)
+    reward, known = as_reward(judge), read(samples)
     drawn = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not drawn:
         raise SettingError("seeds", expected="at least one", found=describe(seeds))
     compares, chats = isinstance(reward, PairwiseJudge), isinstance(reward, Judge)
-    label = label or ("" if any(one.best for one in read) else _only_label(read))
+    label = label or ("" if any(one.best for one in known) else _only_label(known))
     kind = "pairs" if compares else "grades" if label else "choices"
-    items = _items(read, kind, label, chats)
+    items = _items(known, kind, label, chats)
     asked, cost = verdicts.ask(reward, items, drawn if chats else [0], orders, label)
     notes = []
     if chats and len(drawn) > 1 and not reward.asking.temperature:  # type: ignore[attr-defined]
@@ -486,7 +486,8 @@ def _items(samples: Samples, kind: str, label: str, whole: bool) -> list[Item]:
     return items
 
 
-def _read(samples: Any) -> Samples:
+def read(samples: Any) -> Samples:
+    """Samples of a list of them, or of whatever `wb.datasets.samples` takes."""
     listed = isinstance(samples, list | tuple) and all(isinstance(one, Sample) for one in samples)
     return Samples(samples) if listed and samples else read_samples(samples)
 
