@@ -289,6 +289,15 @@ class JudgeReport(Shown):
         return "; ".join(self.findings)
 
     @property
+    def caveats(self) -> tuple[str, ...]:
+        """What limits the findings: how the judge was asked, and samples in which length tells which answer is better."""
+        found = list(self.notes)
+        for name in ("longer", "shorter") if self.kind != "grades" else ():
+            if (rule := self.figures[f"the {name}"]).low > stats.mean(list(self.constant[1].values())):
+                found.append(f"In these samples the {name} answer is the better in {rule.value:.1%}.")
+        return tuple(found)
+
+    @property
     def trusted(self) -> bool:
         """Whether the judge is better than a constant, and follows neither length nor position."""
         return not any(one.startswith(("no better", "worse", "follows", "gives", "always")) for one in self.findings)

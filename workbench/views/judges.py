@@ -42,7 +42,7 @@ def judge_report(made: JudgeReport) -> doc.Part:
         doc.line(doc.bold(title)),
         doc.line(doc.bold(made.headline, style="" if made.trusted else BAD)),
         doc.Table(["", "value", "95 % interval", "items", "by"], shares),
-        [doc.line(doc.faint(note)) for note in made.notes],
+        [doc.line(doc.faint(note)) for note in made.caveats],
         _missing(made),
         _cost(made),
         _categories(made),
