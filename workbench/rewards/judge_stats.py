@@ -132,15 +132,8 @@ def by_margin(margins: Sequence[float], right: Sequence[float], bins: int = 4) -
         there if len(there := np.unique(size)) <= bins else np.unique(np.quantile(size, np.arange(1, bins + 1) / bins))
     )
     place = np.searchsorted(edges, size, side="left")
-    masks = [place == number for number in np.unique(place)]
-    return [
-        Bin(
-            *(float(one(size[mask])) for one in (np.min, np.max)),
-            int(mask.sum()),
-            *(mean(x[mask]) for x in (size, credit)),
-        )
-        for mask in masks
-    ]
+    groups = [(size[place == number], credit[place == number]) for number in np.unique(place)]
+    return [Bin(float(one.min()), float(one.max()), len(one), mean(one), mean(given)) for one, given in groups]
 
 
 def _binned(given: np.ndarray, right: np.ndarray, edges: np.ndarray) -> tuple[list[Bin], float]:
