@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -127,6 +128,13 @@ def test_length_that_tells_quality_is_better_than_the_constant_and_still_length(
     assert report.findings[0].startswith("better than the constant") and not report.trusted
     assert "follows length" in report.headline
     assert judge_report(PERFECT, pairs(longer=0.8)).trusted
+
+
+def test_samples_in_which_length_tells_the_better_are_named() -> None:
+    assert judge_report(PERFECT, pairs(longer=0.8), seeds=1).caveats == (
+        "In these samples the longer answer is the better in 80.0%.",
+    )
+    assert judge_report(PERFECT, pairs(), seeds=1).caveats == ()
 
 
 def test_a_random_judge() -> None:
@@ -395,3 +403,30 @@ def test_a_reasoning_judge_reads_the_prompts_that_it_was_trained_on() -> None:
         for row in kit.rows(samples)
     )
     assert "follows position" not in report.findings[0] and report.figures["accuracy"].value == 0.5
+
+
+def test_the_tiny_models_on_problems_that_they_never_saw() -> None:
+    """Real engines: the reward model on pairs, the judge on the same answers as grades, 1 for a right one."""
+    sys.path.insert(0, "data")
+    from arith_world import careless, make_problem
+    from make_judges import PROMPT, Check, is_right
+
+    random, records = Random(5), list[dict[str, Any]]()
+    while len(records) < 40:
+        problem = make_problem(random)
+        texts = {is_right(problem, text): text for text in (careless(problem, random) for _ in range(200))}
+        if len(texts) == 2:
+            records.append({"prompt": problem.question, "chosen": texts[True], "rejected": texts[False]})
+    samples = wb.datasets.samples(records)
+    model = judge_report(RewardModel(wb.engines.classifier("data/tiny-reward-model", device="cpu")), samples)
+    assert model.trusted and model.figures["accuracy"].value > 0.9 and model.calibration is not None
+    assert model.calibration.of == "margin" and model.calibration.error < 0.2
+    rated = [
+        {"prompt": one["prompt"], "response": one[name], "right": float(name == "chosen")}
+        for one in records
+        for name in ("chosen", "rejected")
+    ]
+    judge = Judge(wb.engines.chat(wb.engines.local("data/tiny-judge")), schema=Check, prompt=PROMPT, max_tokens=96)
+    graded = judge_report(judge, wb.datasets.samples(rated), seeds=1)
+    assert graded.same_scale and graded.trusted and graded.figures["accuracy"].value > 0.8
+    assert graded.cost.calls >= 80 and graded.cost.prompt_tokens > 80 * 50

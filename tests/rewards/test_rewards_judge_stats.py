@@ -91,6 +91,18 @@ def test_bins_hold_each_verdict_once(pairs: list[tuple[float, float]]) -> None:
     assert 0 <= error <= 1
 
 
+def test_margins_have_bins_of_their_own() -> None:
+    few = stats.by_margin([0, 0, 1, 1, 1, 2], [0.5, 0.5, 1, 0, 1, 1])
+    assert [(one.low, one.high, one.n, one.accuracy) for one in few] == [
+        (0, 0, 2, 0.5),
+        (1, 1, 3, pytest.approx(2 / 3)),
+        (2, 2, 1, 1.0),
+    ]
+    many = stats.by_margin(list(range(100)), [float(one >= 50) for one in range(100)])
+    assert [one.n for one in many] == [25] * 4 and [one.accuracy for one in many] == [0, 0, 1, 1]
+    assert (many[0].low, many[0].high, many[3].high) == (0, 24, 99) and stats.by_margin([], []) == []
+
+
 def test_bootstrap_is_the_same_each_time_and_near_the_normal() -> None:
     values = [Random(one).gauss(5, 2) for one in range(400)]
     found = stats.bootstrap(stats.mean, values)

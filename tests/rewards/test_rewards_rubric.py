@@ -224,6 +224,7 @@ def test_an_ensemble_by_hand() -> None:
     assert batch["reward/disagreement"].tolist() == pytest.approx([0.25, 0.25, 0.5])
     assert batch["reward/a"].tolist() == [1, 0, 0] and batch["reward"].tolist() == [0.5, 0, 0]
     assert made["uncertainty"].settings()["coef"] == 2.0 and "coef" not in made["mean"].settings()
+    assert repr(made["worst"]) == "Ensemble(worst of a, b)" and "worst of 2 parts" in made["worst"]._repr_html_()
     assert set(Ensemble([short, short]).parts) == {"member_1", "member_2"}
     with pytest.raises(SettingError, match="two or more"):
         Ensemble([short])

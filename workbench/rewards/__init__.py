@@ -25,13 +25,13 @@ from workbench.rewards.scorers.search import search_em, search_f1
 if TYPE_CHECKING:
     from workbench.rewards.judge import Judge, Pairwise, PairwiseJudge, Pointwise, RewardModel, Verdict
     from workbench.rewards.judge_reports import JudgeReport, judge_report, win_rate
-    from workbench.rewards.principle_search import Principle, Principles, principles
+    from workbench.rewards.principle_search import Principles, principles
     from workbench.rewards.verdicts import BasePromptTemplate, ReasoningJudge, VerdictReward, reasoning
 
 _HOMES = {
     **dict.fromkeys(("BasePromptTemplate", "ReasoningJudge", "VerdictReward", "reasoning"), "verdicts"),
-    **dict.fromkeys(("Principle", "Principles", "principles"), "principle_search"),
     **dict.fromkeys(("JudgeReport", "judge_report", "win_rate"), "judge_reports"),
+    **dict.fromkeys(("Principles", "principles"), "principle_search"),
 }
 
 
@@ -61,7 +61,6 @@ __all__ = [
     "PinCheck",
     "Pins",
     "Pointwise",
-    "Principle",
     "Principles",
     "RateLimit",
     "ReasoningJudge",

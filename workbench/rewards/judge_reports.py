@@ -291,6 +291,15 @@ class JudgeReport(Shown):
         return "; ".join(self.findings)
 
     @property
+    def caveats(self) -> tuple[str, ...]:
+        """What limits the findings: how the judge was asked, and samples in which length tells which answer is better."""
+        found = list(self.notes)
+        for name in ("longer", "shorter") if self.kind != "grades" else ():
+            if (rule := self.figures[f"the {name}"]).low > stats.mean(list(self.constant[1].values())):
+                found.append(f"In these samples the {name} answer is the better in {rule.value:.1%}.")
+        return tuple(found)
+
+    @property
     def trusted(self) -> bool:
         """Whether the judge is better than a constant, and follows neither length nor position."""
         return not any(one.startswith(("no better", "worse", "follows", "gives", "always")) for one in self.findings)
@@ -462,14 +471,14 @@ def judge_report(
     Example:
         >>> wb.rewards.judge_report(judge, wb.datasets.samples("pairs.jsonl"))  # doctest: +SKIP
     """
-    reward, read = as_reward(judge), _read(samples)
+    reward, known = as_reward(judge), read(samples)
     drawn = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not drawn:
         raise SettingError("seeds", expected="at least one", found=describe(seeds))
     compares, chats = isinstance(reward, PairwiseJudge), isinstance(reward, Judge)
-    label = label or ("" if any(one.best for one in read) else _only_label(read))
+    label = label or ("" if any(one.best for one in known) else _only_label(known))
     kind = "pairs" if compares else "grades" if label else "choices"
-    items = _items(read, kind, label, chats)
+    items = _items(known, kind, label, chats)
     asked, cost = verdicts.ask(reward, items, drawn if chats else [0], orders, label)
     notes = []
     if chats and len(drawn) > 1 and not reward.asking.temperature:  # type: ignore[attr-defined]
@@ -488,7 +497,8 @@ def _items(samples: Samples, kind: str, label: str, whole: bool) -> list[Item]:
     return items
 
 
-def _read(samples: Any) -> Samples:
+def read(samples: Any) -> Samples:
+    """Samples of a list of them, or of whatever `wb.datasets.samples` takes."""
     listed = isinstance(samples, list | tuple) and all(isinstance(one, Sample) for one in samples)
     return Samples(samples) if listed and samples else read_samples(samples)
 

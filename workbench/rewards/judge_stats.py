@@ -125,10 +125,15 @@ def calibration(confidences: Sequence[float], right: Sequence[float], bins: int 
 
 
 def by_margin(margins: Sequence[float], right: Sequence[float], bins: int = 4) -> list[Bin]:
-    """Bins with about equally many verdicts, by a margin ≥ 0 that is no probability: there is no calibration error."""
-    size = np.asarray(margins, float)
-    edges = np.unique(np.quantile(size, np.linspace(0, 1, bins + 1))) if len(size) else np.zeros(1)
-    return _binned(size, np.asarray(right, float), edges if len(edges) > 1 else np.array([edges[0] - 1.0, edges[0]]))[0]
+    """Bins by a margin ≥ 0 that is no probability, so that there is no calibration error: of about equally many verdicts, or
+    one for each margin where there are few. `low` and `high` are the margins in a bin, both included."""
+    size, credit = np.asarray(margins, float), np.asarray(right, float)
+    edges = (
+        there if len(there := np.unique(size)) <= bins else np.unique(np.quantile(size, np.arange(1, bins + 1) / bins))
+    )
+    place = np.searchsorted(edges, size, side="left")
+    groups = [(size[place == number], credit[place == number]) for number in np.unique(place)]
+    return [Bin(float(one.min()), float(one.max()), len(one), mean(one), mean(given)) for one, given in groups]
 
 
 def _binned(given: np.ndarray, right: np.ndarray, edges: np.ndarray) -> tuple[list[Bin], float]:

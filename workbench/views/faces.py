@@ -26,7 +26,7 @@ _DOCUMENTS = {
     "workbench.rewards.pins:Pin": "rewards:pin",
     "workbench.rewards.pins:PinCheck": "rewards:pin_check",
     "workbench.rewards.pins:Pins": "rewards:pins",
-    "workbench.rewards.principle_search:Principles": "traces:data",
+    "workbench.rewards.principle_search:Principles": "judges:principles",
     "workbench.rewards.reward:Reward": "rewards:reward",
     "workbench.rewards.rubric:Rubric": "rewards:rubric",
     "workbench.rewards.score:Score": "rewards:score",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from workbench.views import document as doc
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from workbench.rewards.judge_reports import Calibration, JudgeReport
     from workbench.rewards.judge_stats import Estimate
+    from workbench.rewards.principle_search import Principle, Principles
 
 _ROWS = 50
 _PLAIN = ("mean absolute error", "its constant", "Spearman", "truth's", "Fleiss")
@@ -41,7 +42,7 @@ def judge_report(made: JudgeReport) -> doc.Part:
         doc.line(doc.bold(title)),
         doc.line(doc.bold(made.headline, style="" if made.trusted else BAD)),
         doc.Table(["", "value", "95 % interval", "items", "by"], shares),
-        [doc.line(doc.faint(note)) for note in made.notes],
+        [doc.line(doc.faint(note)) for note in made.caveats],
         _missing(made),
         _cost(made),
         _categories(made),
@@ -120,6 +121,41 @@ def _wrong(made: JudgeReport) -> doc.Part:
         verdict = doc.cut(row["verdicts"], CUT)
         rows.append([doc.cut(row["id"], 60), (doc.cut(item.prompt, CUT), full), f"{row['truth']}", verdict])
     return doc.Table(["item", "prompt", "truth", "verdicts"], rows, most=_ROWS)
+
+
+def principles(made: Principles) -> doc.Part:
+    """The view of `Principles`: the kept ones, what they change on pairs of their own, and those that were not kept."""
+    kept, dropped = [one for one in made.candidates if one.kept], [one for one in made.candidates if not one.kept]
+    said = [doc.counted(len(kept), "principle"), f"of {doc.counted(len(made.candidates), 'candidate')}"]
+    reports = [("without principles", made.plainly), *([("with those kept", made.together)] if made.together else [])]
+    facts = [
+        (
+            name,
+            f"{_value('', one.figures['accuracy'])} right of {len(one)} other pairs, {_interval('', one.figures['accuracy'])}",
+        )
+        for name, one in reports
+    ]
+    lost = f"{len(made.failed)} pairs gave no proposal: {doc.one_line(made.failed[0], 160)}" if made.failed else ""
+    return (
+        doc.line(doc.bold(" ".join(said)), style="" if kept else BAD),
+        _candidates(kept),
+        doc.pairs(facts),
+        doc.line(lost) if lost else (),
+        doc.Fold(f"not better than a constant, or too many ({len(dropped)})", _candidates(dropped)) if dropped else (),
+    )
+
+
+def _candidates(found: Sequence[Principle]) -> doc.Part:
+    rows: list[list[doc.Part]] = [
+        [
+            doc.bar(one.accuracy.value, f"{one.accuracy.value:.1%}"),
+            _interval("", one.accuracy),
+            f"{one.proposals}",
+            one.text,
+        ]
+        for one in found
+    ]
+    return doc.Table(["accuracy", "95 % interval", "proposals", "principle"], rows)
 
 
 # --- the figure -----------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def unfolding(prompt: str | None, response: str, *further: doc.Part) -> doc.Part
 
 
 def rubric(made: Rubric) -> doc.Part:
-    """The view of a `Rubric`: its formula in one line; in HTML a table of its parts with weights and gates."""
+    """The view of a `Rubric` or an `Ensemble`: its formula in one line; in HTML a table of its parts with weights and gates."""
     terms = " + ".join(f"{made.weights[part]:g}·{part}" for part in made.parts if made.weights[part])
     gates = f", gated by {', '.join(f'{part} ≥ {low:g}' for part, low in made.gates.items())}" if made.gates else ""
     top = max((abs(weight) for weight in made.weights.values()), default=0.0) or 1.0
@@ -90,9 +90,11 @@ def rubric(made: Rubric) -> doc.Part:
             "settings", doc.pairs([(key, str(value)) for key, value in {**reward.settings(), **reward.binding}.items()])
         )
         rows.append([name, bar, gate, f"{type(reward).__name__} {doc.cut(reward.name, 80)}", settings])
-    what = "weighted mean" if made.normalise else "weighted sum"
-    title = doc.line(doc.bold("Rubric"), f" · {what} of {len(made.parts)} parts")
-    return doc.Either(f"Rubric({terms}{gates})", (title, doc.Table(["part", "weight", "gate", "scored by", ""], rows)))
+    kind, combine = type(made).__name__, getattr(made, "combine", "")
+    what = combine or ("weighted mean" if made.normalise else "weighted sum")
+    title = doc.line(doc.bold(kind), f" · {what} of {len(made.parts)} parts")
+    said = f"{combine} of {', '.join(made.parts)}" if combine else f"{terms}{gates}"
+    return doc.Either(f"{kind}({said})", (title, doc.Table(["part", "weight", "gate", "scored by", ""], rows)))
 
 
 # --- a dry run --------------------------------------------------------------------------------

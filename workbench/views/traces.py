@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from workbench.replay.rebuild import Counterfactual
     from workbench.replay.run import Run, Summary, Traces
     from workbench.replay.stepping import Replayed
-    from workbench.rewards import Principles
     from workbench.runs.preflight import Preflight
     from workbench.stages import Outcome, Pipeline
     from workbench.steps.stepper import Stepper
@@ -104,8 +103,8 @@ def outcome(made: Outcome) -> doc.Part:
     return batch(made.batch), doc.Either(said, (moved, doc.Fold(title, doc.pairs(metrics))))
 
 
-def data(made: Rows | Report | Samples | Principles) -> doc.Part:
-    """The view of data `Rows`, of a `Report` on them, of `Samples` or `Principles`: one fact per line, such as the number of rows and the columns."""
+def data(made: Rows | Report | Samples) -> doc.Part:
+    """The view of data `Rows`, of a `Report` on them, or of `Samples`: one fact per line, such as the number of rows and the columns."""
     return doc.pairs(made.lines())
 
 
